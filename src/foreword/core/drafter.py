@@ -1,0 +1,52 @@
+"""Drafter: the promise a method makes. One method is required, `propose`; the rest defaults to nothing.
+
+The engine calls, for sequences that `state` is a window on: `begin` when they enter, `read` for each chunk of their
+prompt that `needs.prompt` asks for, then `propose` and `observe` once a round, and `end` when they leave. All sequences
+of a call advance together, in tensors. State kept from `observe` to `propose` lives in buffers made in `bind`, indexed by
+slot and written in place, so that a captured round replays the right addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from foreword.core.draft import Draft, Shape
+from foreword.core.needs import Needs
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+
+
+class Drafter:
+    paper: ClassVar[str] = ""
+    """Where the method comes from."""
+
+    learns: ClassVar[bool] = False
+    """Drafts depend on other sequences too, so a fresh drafter may draft differently on the same text."""
+
+    capturable: ClassVar[bool] = True
+    """No host work inside `propose` and `observe`: a round can be captured as one graph."""
+
+    needs: Needs = Needs()
+    shape: Shape = Shape()
+
+    def bind(self, target: Target, slots: int) -> None:
+        """Allocate for `slots` sequences, settle `shape` and `needs`, and refuse here what cannot work."""
+
+    def begin(self, state: State) -> None:
+        """Sequences enter. The first `state.length` tokens of each are those the slot already held (0 for a fresh
+        text): a drafter with a cache of its own rewinds it to that length."""
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        """Prompt rows went by, as a chain of `chunk.size` rows each; they are committed already."""
+
+    def propose(self, state: State) -> Draft:
+        """Candidates after the root."""
+        raise TypeError(f"{type(self).__name__} does not say what it proposes: a drafter needs `propose`")
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        """What became of a draft; it may be smaller than what `propose` gave. The accepted rows are committed."""
+
+    def end(self, slots: Sequence[int]) -> None:
+        """Sequences leave."""

@@ -1,0 +1,68 @@
+"""What a drafter wants to see of the target, declared once as data; nothing is discovered inside the loop.
+
+A layer number l means: after l decoder layers (0 is the embedding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Graft:
+    """Rows that join the pass after `layer`: row r hangs on tree node `anchor[r]`, at its position + `offset[r]`.
+
+    A grafted row sees the prefix, its anchor's path and the earlier grafted rows of the same anchor. Real rows never see
+    it, and its keys and values are never committed. `make` gets the real rows [b, N, H] as they leave `layer` and the
+    rows grafted so far [b, R', H], and gives the new rows [b, R, H]. Nodes may carry different numbers of rows, or none.
+    Grafts join rounds only: a prompt pass has none.
+    """
+
+    layer: int
+    anchor: tuple[int, ...]
+    offset: tuple[int, ...]
+    make: Callable[[Tensor, Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        if len(self.anchor) != len(self.offset):
+            raise ValueError(f"a graft needs one offset per anchor, got {len(self.offset)} for {len(self.anchor)}")
+
+    @property
+    def rows(self) -> int:
+        return len(self.anchor)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """`prompt` asks for the prompt's rows too: none of them, the last one before the root, or all."""
+
+    hidden: bool = False
+    logits: bool = False
+    taps: tuple[int, ...] = ()
+    grafts: tuple[Graft, ...] = ()
+    prompt: Literal["none", "last", "all"] = "none"
+
+    def __post_init__(self) -> None:
+        layers = [graft.layer for graft in self.grafts]
+        if layers != sorted(layers):
+            raise ValueError(f"grafts join in the order of their layers, got layers {layers}")
+
+    @property
+    def grafted_rows(self) -> int:
+        return sum(graft.rows for graft in self.grafts)
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Half-layers to leave out of a pass, by layer index."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(attention: tuple[int, ...] = (), mlp: tuple[int, ...] = ()) -> Skip:
+        return Skip(frozenset(attention), frozenset(mlp))

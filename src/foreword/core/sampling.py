@@ -1,0 +1,314 @@
+"""The one place where a token is chosen: penalties, then / T, then top-k, top-p, min-p, then argmax plus noise.
+
+The noise is Gumbel, a pure function of (request seed, position of the token, token id). So the draw does not know who
+drafted, who shares the batch or when the request came: speculative text equals plain text, token for token, at any
+temperature. T = 0 drops noise and filters. Filters keep or drop equal logits together, so that no sort order matters.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foreword.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request chooses its tokens. `seed` None draws one; `logprobs` n reports the n likeliest at each place."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "a whole number, 0 (off) or more")
+        _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (off)")
+        _require(_finite(self.min_p) and 0 <= self.min_p < 1, "min_p", self.min_p, "from 0 (off) to below 1")
+        penalty = self.repetition_penalty
+        _require(_finite(penalty) and penalty > 0, "repetition_penalty", penalty, "above 0; 1 is off")
+        _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, or None to draw one")
+        wanted = self.logprobs
+        _require(
+            wanted is None or (_whole(wanted) and 0 <= wanted <= 100),
+            "logprobs",
+            wanted,
+            "None (off) or the number of likeliest tokens to report, 0 to 100",
+        )
+
+    def seeded(self) -> Sampling:
+        """The same with its seed settled, so that a result can name the seed that made it."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+    def derived(self, index: int) -> Sampling:
+        """For the index-th request of a list under one seed."""
+        assert self.seed is not None
+        return self if index == 0 else replace(self, seed=_mix64(_mix64(self.seed) + index) >> 1)
+
+
+def _require(holds: bool, name: str, given: object, needed: str) -> None:
+    if not holds:
+        raise InputError(f"{name} is {given!r}; it must be {needed}")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which stages any request of a round needs; known to the host, so that a round runs no other."""
+
+    noise: bool = False
+    penalties: bool = False
+    floors: bool = False
+    top_k: int = 0
+    top_p: bool = False
+    min_p: bool = False
+    logprobs: int = -1
+
+    @staticmethod
+    def of(requests: list[tuple[Sampling, bool]]) -> Kind:
+        """Of (sampling, whether end tokens are held back) pairs."""
+        drawn = [sampling for sampling, _ in requests if sampling.temperature > 0]
+        return Kind(
+            noise=bool(drawn),
+            penalties=any(sampling.repetition_penalty != 1 for sampling, _ in requests),
+            floors=any(floor for _, floor in requests),
+            top_k=max((sampling.top_k for sampling in drawn), default=0),
+            top_p=any(sampling.top_p < 1 for sampling in drawn),
+            min_p=any(sampling.min_p > 0 for sampling in drawn),
+            logprobs=max((-1 if s.logprobs is None else s.logprobs for s, _ in requests), default=-1),
+        )
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The columns of the sequences in a round, each [b]."""
+
+    kind: Kind
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+    key: Tensor  # [b, 2] the seed, mixed
+    floor: Tensor  # end tokens are held back for positions below it
+    ends: Tensor  # [E]
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """Sampling of every slot: columns on the device, and the host's copy that tells the kind of a round."""
+
+    columns: dict[str, Tensor]
+    ends: Tensor
+    requests: dict[int, tuple[Sampling, bool]]
+
+    @staticmethod
+    def empty(slots: int, ends: Tensor) -> SamplingTable:
+        real, whole = torch.float32, torch.long
+        dtypes = {"temperature": real, "top_k": whole, "top_p": real, "min_p": real, "penalty": real, "floor": whole}
+        columns = {name: torch.zeros(slots, dtype=dtype, device=ends.device) for name, dtype in dtypes.items()}
+        columns["key"] = torch.zeros(slots, 2, dtype=whole, device=ends.device)
+        return SamplingTable(columns, ends, {})
+
+    def set(self, slot: int, sampling: Sampling, floor: int = 0) -> None:
+        """`floor`: end tokens are held back until the text is that long."""
+        assert sampling.seed is not None, "a request's seed is settled before it enters"
+        self.requests[slot] = (sampling, floor > 0)
+        mixed = _mix64(sampling.seed)
+        values = {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "penalty": sampling.repetition_penalty,
+            "floor": floor,
+        }
+        for name, value in values.items():
+            self.columns[name][slot] = value
+        self.columns["key"][slot] = torch.tensor([mixed & _WORD, mixed >> 32])
+
+    def kind(self, ids: tuple[int, ...]) -> Kind:
+        return Kind.of([self.requests[slot] for slot in ids])
+
+    def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:
+        rows = {name: column[slots] for name, column in self.columns.items()}
+        return SamplingRows(kind=self.kind(ids), ends=self.ends, **rows)
+
+
+def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:
+    """The target's own token at every row: [b, N, V] -> [b, N].
+
+    `position` [b, N] is where the chosen token will stand. `seen` [b, N, V] counts the tokens of the text before it and is
+    needed when a penalty is on.
+    """
+    return judge(logits, position, sampling, seen).argmax(-1)
+
+
+def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, tokens: Tensor | None = None) -> Tensor:
+    """A drafter's k best guesses, best first, under the noise that the target will draw with: [b, N, V] -> [b, N, k].
+
+    With `tokens` [b, N, C], `logits` are those of the given candidates alone, and the answer is indices into them.
+    Sharing the noise couples the guess to the draw, so a good guess stays good at any temperature.
+    """
+    if not sampling.kind.noise:
+        return logits.topk(k, dim=-1).indices
+    temperature = _column(sampling.temperature, logits)
+    scaled = logits / torch.where(temperature > 0, temperature, 1)
+    ids = _all_tokens(logits) if tokens is None else tokens
+    drawn = (scaled + gumbel(sampling.key, position, ids)).where(temperature > 0, scaled)
+    return drawn.topk(k, dim=-1).indices
+
+
+def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:
+    """The score by which a token wins, for every token: processed logits, plus noise where there is a temperature."""
+    kind = sampling.kind
+    scores = logits
+    if kind.penalties:
+        assert seen is not None, "a repetition penalty needs the counts of the text"
+        penalty = _column(sampling.penalty, scores)
+        scores = torch.where(seen > 0, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    if kind.floors:
+        scores = _hold_back_ends(scores, position, sampling)
+    if not kind.noise:
+        return scores
+    temperature = _column(sampling.temperature, scores)
+    scores = scores / torch.where(temperature > 0, temperature, 1)
+    drawn = temperature > 0
+    kept = keeps(scores, sampling)
+    filtered = scores if kept is None else scores.masked_fill(~kept & drawn, -math.inf)
+    return torch.where(drawn, filtered + gumbel(sampling.key, position, _all_tokens(scores)), filtered)
+
+
+def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
+    """Which tokens survive top-k, top-p and min-p, in that order; None where no filter is on. `scores` are after / T."""
+    kind = sampling.kind
+    if not (kind.top_k or kind.top_p or kind.min_p):
+        return None
+    floor = torch.full_like(scores[..., :1], -math.inf)
+    if kind.top_k:
+        floor = torch.maximum(floor, _top_k_floor(scores, sampling.top_k, kind.top_k))
+    if kind.top_p:
+        floor = torch.maximum(floor, _top_p_floor(scores.masked_fill(scores < floor, -math.inf), sampling.top_p))
+    if kind.min_p:
+        floor = torch.maximum(floor, scores.amax(-1, keepdim=True) + _column(sampling.min_p, scores).log())
+    return scores >= floor
+
+
+def _top_k_floor(scores: Tensor, k: Tensor, largest: int) -> Tensor:
+    """The k-th best score of each row; minus infinity where top-k is off."""
+    largest = min(largest, scores.shape[-1])
+    best = scores.topk(largest, dim=-1).values
+    place = (k - 1).clamp(0, largest - 1).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+    return best.gather(-1, place).masked_fill((k <= 0).view(-1, 1, 1), -math.inf)
+
+
+def _top_p_floor(scores: Tensor, top_p: Tensor) -> Tensor:
+    """The score of the least likely token inside the nucleus: a token is in while those above it hold less than top_p.
+
+    Positive floats order like their bit patterns, so halving the range of patterns finds the exact edge in 31 sums: no
+    sort, the same work for every input, and a fixed shape.
+    """
+    probability = scores.to(torch.float32).softmax(-1)
+    wanted = _column(top_p, probability)
+    low = torch.zeros_like(probability[..., :1], dtype=torch.int32)  # mass(>= low) reaches wanted
+    high = probability.amax(-1, keepdim=True).view(torch.int32) + 1  # mass(>= high) does not
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        edge = middle.view(torch.float32)
+        enough = torch.where(probability >= edge, probability, 0).sum(-1, keepdim=True) >= wanted
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    edge = low.view(torch.float32)
+    # Rounding may keep the whole mass under top_p = 1; the edge is then 0 and keeps everything, as it should.
+    lowest = torch.where(probability >= edge, scores, math.inf).amin(-1, keepdim=True)
+    return lowest.masked_fill(wanted >= 1, -math.inf)
+
+
+def _hold_back_ends(scores: Tensor, position: Tensor, sampling: SamplingRows) -> Tensor:
+    early = (position < sampling.floor.unsqueeze(1)).unsqueeze(-1)  # [b, N, 1]
+    held = torch.where(early, -math.inf, scores[..., sampling.ends])
+    return scores.index_copy(-1, sampling.ends, held)
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, 1, 1).to(like.dtype)
+
+
+def _all_tokens(scores: Tensor) -> Tensor:
+    return torch.arange(scores.shape[-1], device=scores.device)
+
+
+# The noise -------------------------------------------------------------------------------------------------------------
+
+_WORD = 0xFFFFFFFF
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # odd multipliers that spread bits well
+
+
+def gumbel(key: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise [b, N, V] for request keys [b, 2], positions [b, N] and token ids ([V] or [b, N, V])."""
+    bits = noise_bits(key, position, tokens)
+    # Small uniforms make large noise, and floats are finest near 0: that is where the winners are decided.
+    uniform = (bits.to(torch.float32) + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def noise_bits(key: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """31 random bits for each (key, position, token), as int32: the same on every device."""
+    first, second = _row_keys(key, position)
+    bits = tokens.to(torch.int32) * _signed(_GOLDEN) ^ first.unsqueeze(-1)
+    bits ^= _shifted(bits, 16)
+    bits *= _signed(_FIRST)
+    bits += second.unsqueeze(-1)
+    bits ^= _shifted(bits, 13)
+    bits *= _signed(_SECOND)
+    bits ^= _shifted(bits, 16)
+    return _shifted(bits, 1)
+
+
+def _row_keys(key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words per row from the request's key and the position, in int64 so that nothing overflows."""
+    place = position & _WORD
+    first = _mix32(key[:, :1] ^ _mix32(place * 0x6C62272E & _WORD))
+    second = _mix32(key[:, 1:] + first & _WORD)
+    return _wrapped(first), _wrapped(second)
+
+
+def _mix32(word: Tensor) -> Tensor:
+    for shift, multiplier in ((16, 0x45D9F3B), (16, 0x45D9F3B)):
+        word = (word ^ (word >> shift)) * multiplier & _WORD
+    return word ^ (word >> 16)
+
+
+def _mix64(word: int) -> int:
+    word = (word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        word = ((word ^ (word >> shift)) * multiplier) & 0xFFFFFFFFFFFFFFFF
+    return word ^ (word >> 31)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """A logical right shift; torch's own keeps the sign."""
+    return (bits >> by) & (_WORD >> by)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _wrapped(word: Tensor) -> Tensor:
+    return (word - ((word >> 31) << 32)).to(torch.int32)

@@ -1,0 +1,67 @@
+"""What comes back from the target, what is kept of it, and what the world gets to see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """VERIFY's answer, for the N rows of a pass and the R rows grafted onto it.
+
+    `hidden` is taken after the last layer and before the final norm; what was not asked for in `Needs` is empty, except
+    the logits of a round, which the engine itself needs.
+    """
+
+    logits: Tensor | None = None  # [b, N, V] float32, or float64 where the model computes in it
+    hidden: Tensor | None = None  # [b, N, H]
+    taps: dict[int, Tensor] = field(default_factory=dict)  # layer -> [b, N, H]
+    grafted: Tensor | None = None  # [b, R, H], rows of all grafts in their order
+
+    def require_logits(self) -> Tensor:
+        assert self.logits is not None, "this pass was run without its head"
+        return self.logits
+
+    def require_hidden(self) -> Tensor:
+        assert self.hidden is not None, "Needs(hidden=True) was not declared"
+        return self.hidden
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """ACCEPT's answer: the way from the root to the last row that the target agrees with.
+
+    Rows `path[:, :count]` are committed, root first, and `next` is the target's own token after them: so a round decides
+    exactly `count` tokens. Both are already cut where the text ends (end token, length). `count` 0: a frozen slot.
+    """
+
+    path: Tensor  # [b, D+1]
+    count: Tensor  # [b]
+    next: Tensor  # [b]
+
+    @property
+    def last(self) -> Tensor:
+        """[b]: the deepest accepted row, the one that `next` was read from."""
+        return self.path.gather(1, (self.count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+
+    @property
+    def kept(self) -> Tensor:
+        """[b, D+1] bool: which entries of `path` count."""
+        return torch.arange(self.path.shape[1], device=self.path.device) < self.count.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What a round decided, still on the device; `emit` takes it to the host."""
+
+    tokens: Tensor  # [b, D+1] the first `count` entries are the new text
+    count: Tensor  # [b]
+    drafted: Tensor  # [b] candidates that were checked, the root not counted
+    ended: Tensor  # [b] bool: an end token or a limit was reached in this round
+    broken: Tensor  # [b] bool: the target answered NaN
+    logprobs: Tensor | None = None  # [b, D+1] of each emitted token, before penalties, temperature and filters
+    top_tokens: Tensor | None = None  # [b, D+1, K] the likeliest alternatives
+    top_logprobs: Tensor | None = None

@@ -1,0 +1,48 @@
+"""Target: what a drafter may ask of the model that it serves."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foreword.core.draft import Draft
+from foreword.core.needs import Needs, Skip
+from foreword.core.scores import Scores
+from foreword.core.state import Lanes
+
+
+class Target(Protocol):
+    name: str
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    max_context: int
+    ends: Tensor  # [E] ids of the end tokens
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[...] ids to [..., H]."""
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states to logits, in float32 or better."""
+
+    def score(
+        self, lanes: Lanes, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None
+    ) -> Scores:
+        """One pass over a tree, or over some of its rows while the scratch rows before them are kept."""
+
+    def stack(self, slots: int, layers: int = 1, init: int | None = None) -> Any:
+        """New decoder layers of the target's kind, with a cache of their own, copied from layer `init` if given."""
+
+    def cost(self, rows: int) -> float:
+        """What a pass over `rows` rows costs on this machine, one row being 1.0."""

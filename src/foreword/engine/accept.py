@@ -1,0 +1,90 @@
+"""ACCEPT: Scores -> Accepted. The one lossless rule, for any tree, in tensors.
+
+At every row the target's own token is picked. A row matches if its token is the pick at its parent; it lives if all its
+ancestors match; the deepest living row wins. What is emitted are the picks along that path: the text that the target
+would have written alone, whoever drafted. A stop inside the draft cuts the path there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foreword.core.draft import Draft
+from foreword.core.sampling import pick
+from foreword.core.scores import Accepted, Emission, Scores
+from foreword.core.state import State
+
+
+def accept(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Accepted, Emission]:
+    """`depth` bounds the tree, so that a path has `depth + 1` places."""
+    logits = scores.require_logits()
+    position = state.length.unsqueeze(1) + draft.tree.depth + 1
+    sampling = state.sampling
+    seen = count_seen(state, draft) if sampling.kind.penalties else None
+    choice = pick(logits, position, sampling, seen)  # [b, N]
+    path, count = longest_path(draft, choice, min(draft.nodes, depth + 1))
+    tokens = choice.gather(1, path)  # [b, D+1]
+    count, ended = cut(state, tokens, count)
+    last = (count - 1).clamp(min=0).unsqueeze(1)
+    accepted = Accepted(path, count, tokens.gather(1, last).squeeze(1))
+    emission = Emission(
+        tokens=tokens,
+        count=count,
+        drafted=(draft.size - 1) * (count > 0),
+        ended=ended,
+        broken=_broken(logits, choice, path, accepted.kept),
+        **_logprobs(logits, path, tokens, sampling.kind.logprobs),
+    )
+    return accepted, emission
+
+
+def longest_path(draft: Draft, choice: Tensor, places: int) -> tuple[Tensor, Tensor]:
+    """The way from the root to the deepest row that the choices agree with: rows [b, places], and how many count."""
+    tree, rows = draft.tree, torch.arange(draft.nodes, device=choice.device)
+    parent = tree.parent.expand(choice.shape[0], -1)
+    matches = ((draft.tokens == choice.gather(1, parent)) & draft.counts) | (rows == 0)
+    lives = (matches.unsqueeze(1) | ~tree.ancestors).all(-1)
+    depth = tree.depth.expand_as(choice)
+    best = depth.where(lives, -1).argmax(1)  # [b]
+    ancestors = tree.ancestors.expand(choice.shape[0], -1, -1)
+    on_path = ancestors.gather(1, best.view(-1, 1, 1).expand(-1, 1, draft.nodes)).squeeze(1)
+    # Rows off the path are written to one place too many, which is then cut off.
+    path = torch.zeros(choice.shape[0], places + 1, dtype=torch.long, device=choice.device)
+    path.scatter_(1, depth.where(on_path, places).clamp(max=places), rows.expand_as(choice))
+    return path[:, :places], on_path.sum(1)
+
+
+def cut(state: State, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of a round's tokens stand, and whether the text ends with them: end token, length limit, frozen slot."""
+    order = torch.arange(tokens.shape[1], device=tokens.device)
+    is_end = torch.isin(tokens, state.table.ends) & state.heeds_ends[state.slots].unsqueeze(1)
+    before_end = torch.where(is_end, order, tokens.shape[1]).amin(1) + 1
+    room = state.limits[state.slots] - state.length - 1
+    count = torch.minimum(torch.minimum(count, before_end), room)
+    ended = (count == before_end) | (count == room)
+    alive = state.alive
+    return count.where(alive, 0), ended & alive
+
+
+def count_seen(state: State, draft: Draft) -> Tensor:
+    """[b, N, V]: how often each token stands before the place that a row decides; the root is in `state.seen` already."""
+    seen = state.seen[state.slots].unsqueeze(1).repeat(1, draft.nodes, 1)
+    on_way = draft.tree.ancestors.expand(seen.shape[0], -1, -1).clone()
+    on_way[:, :, 0] = False
+    return seen.scatter_add_(2, draft.tokens.unsqueeze(1).expand_as(on_way), on_way.to(seen.dtype))
+
+
+def _broken(logits: Tensor, choice: Tensor, path: Tensor, kept: Tensor) -> Tensor:
+    """A NaN beats every number in argmax, so the chosen token's logit shows it."""
+    chosen = logits.gather(2, choice.unsqueeze(2)).squeeze(2).gather(1, path)
+    return (chosen.isnan() & kept).any(1)
+
+
+def _logprobs(logits: Tensor, path: Tensor, tokens: Tensor, top: int) -> dict[str, Tensor]:
+    if top < 0:
+        return {}
+    rows = logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).log_softmax(-1)
+    best = rows.topk(top, dim=-1)
+    chosen = rows.gather(2, tokens.unsqueeze(-1)).squeeze(-1)
+    return {"logprobs": chosen, "top_tokens": best.indices, "top_logprobs": best.values}

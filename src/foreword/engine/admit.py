@@ -1,0 +1,82 @@
+"""ADMIT: requests -> slots. A request that enters overwrites its slot's columns and nothing else."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from foreword.core.state import Lanes, State
+from foreword.engine.request import Running
+
+
+@dataclass
+class Slots:
+    """Who sits where. A slot that was left still holds its text, which a later prompt may begin with."""
+
+    count: int
+    running: dict[int, Running] = field(default_factory=dict)
+    left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
+
+    def __post_init__(self) -> None:
+        self.left = {slot: () for slot in range(self.count)}
+
+    def take(self, running: Running) -> int:
+        """The free slot to use: the one that helps most if reuse is asked for, else an empty or the oldest one."""
+        prompt = running.request.prompt
+        if running.request.reuse:
+            slot = max(self.left, key=lambda free: _common(self.left[free], prompt))
+            running.reused = running.prefilled = _common(self.left[slot], prompt)
+        else:
+            slot = min(self.left, key=lambda free: len(self.left[free]) > 0)
+        del self.left[slot]
+        self.running[slot] = running
+        running.slot = slot
+        return slot
+
+    def leave(self, slot: int) -> None:
+        running = self.running.pop(slot)
+        written = (*running.request.prompt, *running.tokens)
+        self.left[slot] = written[: running.length]
+
+    def lanes(self, device: torch.device, ready: bool) -> Lanes | None:
+        """The slots whose prompt is read (or not yet), or None where there are none."""
+        ids = sorted(slot for slot, running in self.running.items() if running.ready == ready)
+        if not ids:
+            return None
+        return Lanes.of(ids, max(self.running[slot].length for slot in ids), device)
+
+
+def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:
+    """Seat as many waiting requests as there are free slots; returns the slots taken."""
+    taken = []
+    while waiting and slots.left:
+        running = waiting.popleft()
+        slot = slots.take(running)
+        _write_columns(state, slot, running)
+        taken.append(slot)
+    return taken
+
+
+def _write_columns(state: State, slot: int, running: Running) -> None:
+    request = running.request
+    prompt = torch.tensor(request.prompt, device=state.tokens.device)
+    context = state.tokens.shape[1] - 1
+    state.tokens[slot, : len(prompt)] = prompt
+    state.roots[slot] = request.prompt[-1]
+    state.lengths[slot] = running.prefilled
+    state.limits[slot] = min(len(prompt) + request.max_new_tokens, context)
+    state.heeds_ends[slot] = not request.ignore_eos
+    state.speculates[slot] = request.speculate
+    state.alive_slots[slot] = True
+    floor = len(prompt) + request.min_new_tokens if request.min_new_tokens else 0
+    state.table.set(slot, request.sampling, floor)
+    if request.sampling.repetition_penalty != 1:
+        state.seen[slot] = prompt.bincount(minlength=state.seen.shape[1]).to(state.seen.dtype)
+
+
+def _common(left: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    """Tokens that both begin with; the prompt's last one is the root and stays out of the cache."""
+    longest = min(len(left), len(prompt) - 1)
+    return next((i for i in range(longest) if left[i] != prompt[i]), longest)

@@ -1,0 +1,59 @@
+"""EMIT: tokens to the host, stop strings, freed slots. The only file that leaves the device."""
+
+from __future__ import annotations
+
+from foreword.core.scores import Emission
+from foreword.core.state import State
+from foreword.engine.admit import Slots
+from foreword.engine.request import Event, Logprob, Running
+from foreword.errors import NumericsError
+
+
+def emit(emission: Emission, state: State, slots: Slots, ends: set[int]) -> list[Event]:
+    """What the round brought, request by request. A text that ended leaves its slot."""
+    counts, drafted = emission.count.tolist(), emission.drafted.tolist()
+    tokens, ended, broken = emission.tokens.tolist(), emission.ended.tolist(), emission.broken.tolist()
+    events = []
+    for lane, slot in enumerate(state.lanes.ids):
+        running = slots.running[slot]
+        if broken[lane]:
+            raise NumericsError(
+                f"the target answered NaN after {len(running.tokens)} new tokens; check the weights, "
+                "or load the model in a wider dtype (dtype='float32')"
+            )
+        new = tokens[lane][: counts[lane]]
+        running.accepted.append(len(new))
+        running.drafted.append(drafted[lane])
+        event = _write(running, new, bool(ended[lane]), ends)
+        if running.request.sampling.logprobs is not None:
+            running.logprobs += _logprobs(emission, lane, event.tokens, running.request.sampling.logprobs)
+        events.append(event)
+    return events
+
+
+def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Event:
+    """Append a round's tokens, cut where a stop string is complete."""
+    stream, text = running.request.stream, ""
+    if stream is not None:
+        pushed = stream.push(new)
+        new, text = new[: pushed.used], pushed.text
+        if pushed.stopped:
+            running.finish_reason = "stop"
+    running.tokens += new
+    if ended and not running.done:
+        by_end = bool(new) and new[-1] in ends and not running.request.ignore_eos
+        running.finish_reason = "stop" if by_end else "length"
+    if running.done and stream is not None:
+        text += stream.flush()
+    running.text += text
+    return Event(running, new, text)
+
+
+def _logprobs(emission: Emission, lane: int, tokens: list[int], top: int) -> list[Logprob]:
+    assert emission.logprobs is not None and emission.top_tokens is not None and emission.top_logprobs is not None
+    chosen = emission.logprobs[lane].tolist()
+    best = [
+        tuple(zip(ids[:top], values[:top], strict=True))
+        for ids, values in zip(emission.top_tokens[lane].tolist(), emission.top_logprobs[lane].tolist(), strict=True)
+    ]
+    return [Logprob(token, chosen[i], best[i]) for i, token in enumerate(tokens)]

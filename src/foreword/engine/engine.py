@@ -1,0 +1,160 @@
+"""Engine: requests in, tokens out. Sequences enter and leave at any round; each has its own slot, length and sampling."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from foreword.core.drafter import Drafter
+from foreword.core.loop import Loop
+from foreword.core.state import Lanes, State
+from foreword.engine.admit import Slots, admit
+from foreword.engine.emit import emit
+from foreword.engine.lockstep import Lockstep
+from foreword.engine.prefill import prefill
+from foreword.engine.request import Event, Request, Running
+from foreword.errors import InputError, PromptError
+from foreword.model.model import Model
+
+PREFILL_CHUNK = 256
+
+
+class Engine:
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter,
+        slots: int = 4,
+        max_context: int | None = None,
+        chunk: int = PREFILL_CHUNK,
+        loop: Loop | None = None,
+    ) -> None:
+        """The drafter is bound first: its shape says how many scratch rows the cache needs."""
+        self.target, self.drafter = target, drafter
+        self.max_context = _checked_context(max_context, target)
+        _check_positive(slots=slots, chunk=chunk)
+        self.chunk = chunk
+        drafter.bind(target, slots)
+        scratch = drafter.shape.nodes + drafter.needs.grafted_rows
+        cache = target.allocate(slots, self.max_context, scratch)
+        self.loop: Loop = loop or Lockstep(target, drafter)
+        self.slots = Slots(slots)
+        self.waiting: deque[Running] = deque()
+        self.state = State.empty(slots, self.max_context, cache.length, target.ends)
+        self._ends = set(target.ends.tolist())
+
+    def add(self, request: Request) -> Running:
+        """Queue a request; it enters when a slot is free."""
+        self._check(request)
+        request = replace(request, sampling=request.sampling.seeded())
+        running = Running(request)
+        if request.sampling.repetition_penalty != 1 and self.state.seen.shape[1] == 0:
+            counts = torch.zeros(self.slots.count, self.target.vocab_size, dtype=torch.int32, device=self.target.device)
+            self.state = replace(self.state, seen=counts)
+        self.waiting.append(running)
+        return running
+
+    def abort(self, running: Running) -> None:
+        """Give a request up, wherever it stands."""
+        if running.done:
+            return
+        running.finish_reason = "abort"
+        if running in self.waiting:
+            self.waiting.remove(running)
+        else:
+            self._release(running)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.slots.running)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Admit, read one chunk of each new prompt, then one round for everybody whose prompt is read."""
+        taken = admit(self.waiting, self.slots, self.state)  # PROMPT
+        if taken:
+            self.loop.begin(self.state.at(Lanes.of(taken, self._span(taken), self.target.device)))
+        self._prefill()
+        return self._round()
+
+    def generate(self, requests: Iterable[Request]) -> list[Running]:
+        """Run requests to their ends, in their order."""
+        running = [self.add(request) for request in requests]
+        try:
+            while not all(one.done for one in running):
+                self.step()
+        finally:
+            for one in running:
+                self.abort(one)
+        return running
+
+    def _prefill(self) -> None:
+        lanes = self.slots.lanes(self.target.device, ready=False)
+        if lanes is None:
+            return
+        # A CPU is busy with one prompt's rows; a GPU takes all of them in one pass.
+        together = 1 if self.target.device.type == "cpu" else len(lanes.ids)
+        for first in range(0, len(lanes.ids), together):
+            ids = lanes.ids[first : first + together]
+            entering = [self.slots.running[slot] for slot in ids]
+            started = time.perf_counter()
+            state = self.state.at(Lanes.of(ids, self._span(ids), self.target.device))
+            prefill(self.target, self.loop, self.drafter.needs, state, entering, self.chunk)
+            for running in entering:
+                running.prefill_s += time.perf_counter() - started
+
+    def _round(self) -> list[Event]:
+        lanes = self.slots.lanes(self.target.device, ready=True)
+        if lanes is None:
+            return []
+        started = time.perf_counter()
+        state = self.state.at(lanes)
+        emission = self.loop.round(state)
+        events = emit(emission, state, self.slots, self._ends)  # EMIT
+        for event in events:
+            event.running.decode_s += time.perf_counter() - started
+            if event.running.done:
+                self._release(event.running)
+        return events
+
+    def _release(self, running: Running) -> None:
+        self.state.alive_slots[running.slot] = False
+        self.loop.end([running.slot])
+        self.slots.leave(running.slot)
+
+    def _span(self, ids: Iterable[int]) -> int:
+        return max(self.slots.running[slot].length for slot in ids)
+
+    def _check(self, request: Request) -> None:
+        count = len(request.prompt)
+        if count == 0:
+            raise PromptError("the prompt is empty; it needs at least one token")
+        if count >= self.max_context:
+            raise PromptError(
+                f"the prompt has {count} tokens, the context holds {self.max_context} and must leave room for one more; "
+                "shorten the prompt, or load with a larger max_context"
+            )
+        outside = [token for token in request.prompt if not 0 <= token < self.target.vocab_size]
+        if outside:
+            raise PromptError(f"token id {outside[0]} is outside the model's vocabulary of {self.target.vocab_size}")
+
+
+def _checked_context(wanted: int | None, target: Model) -> int:
+    if wanted is None:
+        return min(target.max_context, 4096)
+    _check_positive(max_context=wanted)
+    if wanted > target.max_context:
+        raise InputError(
+            f"max_context is {wanted}, but {target.name} was trained for {target.max_context} positions; ask for at most that"
+        )
+    return wanted
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise InputError(f"{name} is {value}; it must be 1 or more")

@@ -1,0 +1,87 @@
+"""What the world asks for, and what the host keeps of it while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from foreword.core.sampling import Sampling
+from foreword.errors import InputError
+from foreword.text.stream import TextStream
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to write. `stream` watches the text for stop strings; without one, tokens are all there is."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    speculate: bool = True
+    reuse: bool = False
+    """Start from the longest beginning of the prompt that a free slot still holds, as a chat does."""
+
+    stream: TextStream | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise InputError(
+                f"min_new_tokens is {self.min_new_tokens}; it must lie between 0 and max_new_tokens "
+                f"({self.max_new_tokens})"
+            )
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """How likely a token was to the model itself, before penalties, temperature and filters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Running:
+    """A request on its way: what has been written, and what it cost."""
+
+    request: Request
+    slot: int = -1
+    prefilled: int = 0  # prompt tokens in the cache
+    reused: int = 0  # of those, taken over from the slot's earlier text
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    accepted: list[int] = field(default_factory=list)  # tokens decided in each round, the target's own included
+    drafted: list[int] = field(default_factory=list)  # candidates checked in each round
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def ready(self) -> bool:
+        """All of the prompt but its last token, the first root, is cached."""
+        return self.prefilled == len(self.request.prompt) - 1
+
+    @property
+    def length(self) -> int:
+        """Committed rows in the cache."""
+        return self.prefilled if not self.ready else len(self.request.prompt) - 1 + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step brought for one request."""
+
+    running: Running
+    tokens: list[int]
+    text: str

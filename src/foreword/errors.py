@@ -1,0 +1,69 @@
+"""Every exception that Foreword raises on purpose.
+
+    ForewordError
+    ├── InputError            what the caller gave cannot be used (also a ValueError)
+    │   ├── UnknownMethod     no such method; names the nearest
+    │   └── PromptError       empty, too long for the context, unreadable prompt file
+    ├── ModelError            the target cannot be loaded or cannot be served
+    │   ├── ModelNotFound     no such folder, file or hub id, or no way to reach it
+    │   ├── ModelCorrupt      the bytes are not what they should be
+    │   └── ModelUnsupported  a family, quantisation or layout that Foreword does not walk
+    ├── DrafterError          this drafter cannot serve this target
+    ├── CapacityError         the KV cache asked for does not fit the memory that is there
+    ├── StorageError          the cache folder cannot be written, or the disk is full
+    └── NumericsError         the target answered NaN
+
+A message says what was given, what is needed, and what to do. The command line prints it and exits with status 2.
+"""
+
+
+class ForewordError(Exception):
+    """Root of the tree: catch this to catch all of them."""
+
+
+class InputError(ForewordError, ValueError):
+    """What the caller gave cannot be used."""
+
+
+class UnknownMethod(InputError):
+    """No method has this name."""
+
+
+class PromptError(InputError):
+    """A prompt is empty, too long or unreadable."""
+
+
+class ModelError(ForewordError):
+    """The target cannot be loaded or served."""
+
+
+class ModelNotFound(ModelError):
+    """There is no model where the caller pointed."""
+
+
+class ModelCorrupt(ModelError):
+    """A model file is damaged."""
+
+
+class ModelUnsupported(ModelError):
+    """Foreword does not know how to walk this model."""
+
+
+class DrafterError(ForewordError):
+    """A drafter cannot serve this target."""
+
+
+class CapacityError(ForewordError):
+    """The KV cache does not fit."""
+
+
+class StorageError(ForewordError):
+    """The cache folder cannot be written."""
+
+
+class NumericsError(ForewordError):
+    """The target answered NaN."""
+
+
+class ForewordWarning(UserWarning):
+    """Something works, but not as well as the caller may think."""

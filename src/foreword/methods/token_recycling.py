@@ -1,0 +1,171 @@
+"""DRAFT: the target's own runner-up tokens, used again. A table remembers, for every token of the vocabulary, the k
+candidates that the target last ranked best after it; a draft is a walk through the table along a tree template.
+
+After each round the rows of all tokens that stood in the tree, accepted or not, are overwritten with what the target
+ranked there; prompts teach too. No training, a few megabytes. Of the template's nodes those are drafted whose remembered
+chances promise more than a row costs on this machine.
+Paper: Token Recycling (arXiv 2408.08696).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from foreword.core.draft import Draft, Shape, Tree
+from foreword.core.drafter import Drafter
+from foreword.core.needs import Needs
+from foreword.core.sampling import rank
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.errors import InputError
+
+TableMode = Literal["shared", "session", "reset"]
+
+CANDIDATES = 8
+
+# The paper's tree: how many candidates each node passes on, by its path of candidate ranks. 80 nodes and the root.
+CHILDREN: dict[tuple[int, ...], int] = {
+    (): 8,
+    **{(0,): 8, (1,): 4, (2,): 3, (3,): 2, (4,): 1, (5,): 1, (6,): 1, (7,): 1},
+    **{(0, 0): 8, (0, 1): 3, (0, 2): 2, (0, 3): 1, (0, 4): 1, (0, 5): 1, (0, 6): 1, (0, 7): 1},
+    **{(1, 0): 2, (1, 1): 1, (2, 0): 1, (3, 0): 1, (4, 0): 1, (5, 0): 1},
+    **{(0, 0, 0): 5, (0, 0, 1): 2, (0, 0, 2): 1, (0, 0, 3): 1, (0, 0, 4): 1},
+    **{(0, 1, 0): 1, (0, 2, 0): 1, (1, 0, 0): 1, (2, 0, 0): 1, (3, 0, 0): 1},
+    **{(0, 0, 0, 0): 3, (0, 0, 0, 1): 1, (0, 0, 0, 2): 1, (0, 0, 1, 0): 1, (0, 1, 0, 0): 1, (1, 0, 0, 0): 1},
+    **{(0, 0, 0, 0, 0): 2, (0, 0, 0, 1, 0): 1},
+}
+
+
+def template() -> list[tuple[int, ...]]:
+    """The template's nodes as paths of candidate ranks, level by level, the root first."""
+    paths: list[tuple[int, ...]] = [()]
+    for path in paths:
+        paths += [(*path, rank) for rank in range(CHILDREN.get(path, 0))]
+    return paths
+
+
+class TokenRecycling(Drafter):
+    paper = "Token Recycling, arXiv 2408.08696"
+    learns = True
+    needs = Needs(logits=True, prompt="all")
+
+    def __init__(self, rows: int | None = None, table: TableMode = "shared", fade: float = 0.75) -> None:
+        """`table`: one for all requests ("shared"), one per slot that lives as long as a conversation ("session"), or a
+        fresh one for every request ("reset"). `fade` is what a remembered chance is worth after one more step."""
+        if table not in get_args(TableMode):
+            raise InputError(f"token_recycling: table is {table!r}; choose from {', '.join(get_args(TableMode))}")
+        if not 0 < fade <= 1:
+            raise InputError(f"token_recycling: fade is {fade}; it must be above 0 and at most 1")
+        self.rows, self.mode, self.fade = rows, table, fade
+
+    def bind(self, target: Target, slots: int) -> None:
+        paths = template()
+        self.target = target
+        self.vocabulary = target.vocab_size
+        tables = 1 if self.mode == "shared" else slots
+        device = target.device
+        # One row past the vocabulary takes the writes that must not count.
+        self.tokens = torch.zeros(tables, self.vocabulary + 1, CANDIDATES, dtype=torch.int32, device=device)
+        self.chances = torch.full(self.tokens.shape, -math.inf, dtype=torch.float32, device=device)
+        index = {path: i for i, path in enumerate(paths)}
+        self.parent = torch.tensor([index[path[:-1]] for path in paths], device=device)
+        self.rank = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
+        depths = [len(path) for path in paths]
+        self.levels = [(depths.index(d), depths.index(d) + depths.count(d)) for d in range(1, max(depths) + 1)]
+        self.fading = torch.tensor(depths, device=device) * math.log(self.fade)
+        nodes = min(self.rows or len(paths), len(paths))
+        self.shape = Shape(nodes, min(max(depths), nodes - 1))
+        self._costs: dict[int, Tensor] = {}
+
+    def begin(self, state: State) -> None:
+        if self.mode == "shared":
+            return
+        fresh = state.slots if self.mode == "reset" else state.slots[state.length == 0]
+        self.chances[fresh] = -math.inf
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        rows = torch.arange(chunk.nodes, device=chunk.size.device)
+        self._learn(state, chunk.tokens, scores.require_logits(), chunk.counts, rows.expand_as(chunk.tokens))
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        rows = torch.arange(draft.nodes, device=draft.size.device).expand_as(draft.tokens)
+        counts = draft.counts & (accepted.count > 0).unsqueeze(1)
+        # Accepted rows saw the true text, so they have the last word on their tokens.
+        later = torch.zeros_like(rows).scatter_add(1, accepted.path, accepted.kept * draft.nodes)
+        self._learn(state, draft.tokens, scores.require_logits(), counts, rows + later)
+
+    def propose(self, state: State) -> Draft:
+        tokens, chances = self._walk(state)
+        return self._best(tokens, chances, len(state.lanes.ids))
+
+    def _walk(self, state: State) -> tuple[Tensor, Tensor]:
+        """The whole template from each root: tokens [b, 81], and log-chances that the target goes that way."""
+        batch, table = len(state.lanes.ids), self._tables(state)
+        tokens = state.root.unsqueeze(1).repeat(1, len(self.parent))
+        chances = torch.zeros(tokens.shape, device=tokens.device)
+        sampling = state.sampling
+        done = 1
+        for depth, (first, stop) in enumerate(self.levels, start=1):
+            known = tokens[:, :done]
+            candidates = self.tokens[table, known].long()  # [b, done, K]
+            remembered = self.chances[table, known]
+            if sampling.kind.noise:
+                position = (state.length + depth).unsqueeze(1).expand(batch, done)
+                order = rank(remembered, position, sampling, CANDIDATES, candidates)
+                candidates, remembered = candidates.gather(2, order), remembered.gather(2, order)
+            parent, place = self.parent[first:stop], self.rank[first:stop]
+            tokens[:, first:stop] = candidates[:, parent, place]
+            chances[:, first:stop] = chances[:, parent] + remembered[:, parent, place]
+            done = stop
+        return tokens, chances + self.fading
+
+    def _best(self, tokens: Tensor, chances: Tensor, batch: int) -> Draft:
+        """The nodes worth their rows: those likeliest to be reached, as many as pay on this machine."""
+        nodes = self.shape.nodes
+        order = chances.argsort(dim=1, descending=True, stable=True)[:, :nodes]
+        chance = chances.gather(1, order).exp()  # falls from 1, the root
+        promised = chance.cumsum(1) / self._cost(batch)
+        size = (promised.argmax(1) + 1) if self.rows is None else (chance > 0).sum(1)
+        kept = torch.arange(nodes, device=tokens.device) < size.unsqueeze(1)
+        # Back in template order, so that parents come first; dropped nodes go to the end.
+        chosen = torch.where(kept, order, len(self.parent)).sort(1).values
+        place = torch.zeros(tokens.shape[0], len(self.parent) + 1, dtype=torch.long, device=tokens.device)
+        place.scatter_(1, chosen, torch.arange(nodes, device=tokens.device).expand_as(chosen))
+        chosen = chosen.where(kept, 0)
+        parent = place.gather(1, self.parent[chosen])
+        return Draft(tokens.gather(1, chosen), Tree(parent), size)
+
+    def _learn(self, state: State, tokens: Tensor, logits: Tensor, counts: Tensor, when: Tensor) -> None:
+        """Overwrite the table rows of `tokens` [b, n] where `counts`; of equal tokens the latest `when` has its way."""
+        best = logits.topk(CANDIDATES, dim=-1)
+        chances = best.values - logits.logsumexp(-1, keepdim=True)
+        table = self._tables(state).expand_as(tokens)
+        row = torch.where(counts, table * (self.vocabulary + 1) + tokens, -1).flatten()
+        sequence = torch.arange(tokens.shape[0], device=tokens.device).unsqueeze(1)
+        time = (when * tokens.shape[0] + sequence).flatten()
+        beaten = ((row.unsqueeze(1) == row) & (time.unsqueeze(1) < time)).any(1)
+        waste = self.vocabulary
+        row = torch.where(beaten | (row < 0), waste, row)
+        self.tokens.view(-1, CANDIDATES).index_copy_(0, row, best.indices.reshape(-1, CANDIDATES).int())
+        self.chances.view(-1, CANDIDATES).index_copy_(0, row, chances.reshape(-1, CANDIDATES).float())
+
+    def _tables(self, state: State) -> Tensor:
+        """Which table each sequence uses: [b, 1]."""
+        return (state.slots if self.mode != "shared" else torch.zeros_like(state.slots)).unsqueeze(1)
+
+    def _cost(self, batch: int) -> Tensor:
+        """What 1 .. nodes rows cost for each of `batch` sequences, in passes of one row each."""
+        if batch not in self._costs:
+            cost = [self.target.cost(batch * rows) for rows in range(1, self.shape.nodes + 1)]
+            self._costs[batch] = torch.tensor(cost, device=self.parent.device)
+        return self._costs[batch]
+
+    def end(self, slots: Sequence[int]) -> None:
+        if self.mode == "reset":
+            self.chances[list(slots)] = -math.inf

@@ -1,0 +1,1 @@
+"""The target as we walk it: a transformers causal language model, its cache and its attention."""

@@ -1,0 +1,97 @@
+"""Tree attention, registered with transformers: rows see the cached prefix and those scratch rows that `sees` allows.
+
+A decoder layer of transformers computes queries, keys and values and calls the attention function that its config names.
+Ours finds a `Pass` among the arguments, stores the new keys and values in our cache and attends over what the pass may
+see. Without a `Pass` it hands over to the function the model had before, so the model's own `generate` still works.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from foreword.core.state import Lanes
+from foreword.model.cache import SlotCache
+
+PREFIX = "foreword_"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One layer's view of a pass: where its rows are stored and what they see.
+
+    Without a cache the rows see one another only: that is how a stack is trained.
+    """
+
+    mask: Tensor  # [b or 1, 1, groups * n, keys] added to the scores; rows of one key head's queries lie together
+    cache: SlotCache | None = None
+    layer: int = 0
+    lanes: Lanes | None = None
+    places: Tensor | None = None  # of the n rows, flat
+    keys: int = 0
+
+
+def install(model: PreTrainedModel) -> None:
+    """Route the model's attention through ours, on top of what it used before."""
+    before = model.config._attn_implementation
+    if before.startswith(PREFIX):
+        return
+    name = PREFIX + before
+    AttentionInterface.register(name, partial(tree_attention, before))
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(before)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
+    model.config._attn_implementation = name
+
+
+def tree_attention(
+    before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls: query [b, heads, n, width], key and value [b, key heads, n, width]."""
+    view: Pass | None = options.pop("foreword_pass", None)
+    if view is None:
+        return _original(before, module)(module, query, key, value, mask, **options)
+    if view.cache is not None:
+        assert view.lanes is not None and view.places is not None
+        view.cache.write(view.layer, view.places, key, value)
+        key, value = view.cache.read(view.layer, view.lanes, view.keys)
+    return attend(query, key, value, view.mask, options["scaling"]), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Masked attention; the queries that share a key head are laid side by side, so keys are never repeated."""
+    batch, heads, rows, width = query.shape
+    shared = key.shape[1]
+    grouped = query.reshape(batch, shared, heads // shared * rows, width)
+    out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(batch, heads, rows, width).transpose(1, 2)
+
+
+def mask_of(base: Tensor, sees: Tensor, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [b, 1, groups * n, keys]: open for the prefix and for the scratch rows that a row sees.
+
+    `base` [b] counts the committed rows; `sees` [b or 1, n, m] is over the m scratch rows behind them.
+    """
+    scratch = sees.shape[-1]
+    away = torch.arange(keys, device=base.device) - base.unsqueeze(1)  # [b, keys] from the first scratch row
+    column = away.clamp(0, scratch - 1).unsqueeze(1).expand(-1, sees.shape[1], -1)
+    seen = sees.expand(base.shape[0], -1, -1).gather(2, column)
+    open_ = (away < 0).unsqueeze(1) | (seen & (away < scratch).unsqueeze(1))
+    mask = torch.zeros(open_.shape, dtype=dtype, device=base.device).masked_fill_(~open_, -math.inf)
+    return mask.repeat(1, groups, 1).unsqueeze(1)
+
+
+def _original(before: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(before, eager)

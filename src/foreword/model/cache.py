@@ -1,0 +1,111 @@
+"""SlotCache: keys and values of B sequences, each with a length of its own. Rows past `length` are scratch.
+
+A pass may write scratch rows freely, at `length` and after. Only `keep` moves accepted rows to the front of the scratch
+and advances `length`; `rewind` drops rows by assigning a smaller one. The last row of every slot is waste: padding is
+written there, and nothing ever reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foreword.core.state import Lanes
+from foreword.errors import CapacityError
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a cache holds per layer, and so what it costs."""
+
+    layers: int
+    heads: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_row(self) -> int:
+        return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
+
+
+class SlotCache:
+    def __init__(self, shape: CacheShape, slots: int, context: int, scratch: int, device: torch.device | str) -> None:
+        """`context` rows of text per slot, and room for a pass of `scratch` rows behind them."""
+        self.shape = shape
+        self.context = context
+        self.rows = context + scratch + 1
+        _check_memory(shape.bytes_per_row * self.rows * slots, slots, context, torch.device(device))
+        size = (slots, shape.heads, self.rows, shape.width)
+        self.keys = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+        self.values = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+        self.length = torch.zeros(slots, dtype=torch.long, device=device)
+
+    @property
+    def slots(self) -> int:
+        return self.length.shape[0]
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.bytes_per_row * self.rows * self.slots
+
+    def places(self, lanes: Lanes, rows: Tensor) -> Tensor:
+        """Where rows [b, n] of each slot lie when (slot, head, row) is one flat axis: [b * heads * n]."""
+        heads = torch.arange(self.shape.heads, device=rows.device).view(1, -1, 1)
+        head_of_slot = lanes.slots.view(-1, 1, 1) * self.shape.heads + heads
+        return (head_of_slot * self.rows + rows.clamp(max=self.rows - 1).unsqueeze(1)).flatten()
+
+    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store a pass's keys and values [b, heads, n, width] at the flat `places`."""
+        width = self.shape.width
+        self.keys[layer].view(-1, width).index_copy_(0, places, key.reshape(-1, width))
+        self.values[layer].view(-1, width).index_copy_(0, places, value.reshape(-1, width))
+
+    def read(self, layer: int, lanes: Lanes, rows: int) -> tuple[Tensor, Tensor]:
+        """The first `rows` rows of each slot: [b, heads, rows, width]. A view where the slots lie side by side."""
+        keys, values = self.keys[layer][:, :, :rows], self.values[layer][:, :, :rows]
+        if lanes.run is not None:
+            return keys[lanes.run], values[lanes.run]
+        return keys.index_select(0, lanes.slots), values.index_select(0, lanes.slots)
+
+    def keep(self, lanes: Lanes, path: Tensor, count: Tensor) -> None:
+        """Commit scratch rows `path[:, :count]` [b, n] in their order; the rest of the scratch is forgotten."""
+        base = self.length[lanes.slots].unsqueeze(1)
+        order = torch.arange(path.shape[1], device=path.device)
+        # Entries past `count` copy a row onto itself, so that the shape stays fixed.
+        chosen = torch.where(order < count.unsqueeze(1), path, order)
+        source, goal = self.places(lanes, base + chosen), self.places(lanes, base + order)
+        width = self.shape.width
+        for tensor in (*self.keys, *self.values):
+            flat = tensor.view(-1, width)
+            flat.index_copy_(0, goal, flat.index_select(0, source))
+        self.length.index_copy_(0, lanes.slots, self.length[lanes.slots] + count)
+
+    def advance(self, lanes: Lanes, count: Tensor) -> None:
+        """Commit the first `count` scratch rows where they lie."""
+        self.length.index_add_(0, lanes.slots, count)
+
+    def rewind(self, lanes: Lanes, length: Tensor) -> None:
+        self.length.index_copy_(0, lanes.slots, length)
+
+
+def _check_memory(needed: int, slots: int, context: int, device: torch.device) -> None:
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise CapacityError(
+            f"a KV cache of {slots} slots x {context} tokens needs {needed / 2**30:.2f} GiB, "
+            f"{free / 2**30:.2f} GiB are free on {device}; lower max_context or slots"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on a device; None where it cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as report:
+            fields = dict(line.split(":") for line in report)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None

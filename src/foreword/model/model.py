@@ -1,0 +1,112 @@
+"""Model: embedding, Stack, norm and head of a transformers causal language model. The target is one; a draft model is another.
+
+In: a Draft and the slots it is for. Out: Scores for every row. The model's cache holds what comes before the root; a pass
+writes scratch rows only, and the engine commits.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from foreword.core.draft import Draft
+from foreword.core.needs import Needs, Skip
+from foreword.core.scores import Scores
+from foreword.core.state import Lanes
+from foreword.model import attention
+from foreword.model.cache import SlotCache
+from foreword.model.cost import CostCurve
+from foreword.model.families import family_of
+from foreword.model.stack import Rows, Stack
+
+
+class Model:
+    """Satisfies `core.Target`."""
+
+    def __init__(self, hf: PreTrainedModel, name: str | None = None, curve: CostCurve | None = None) -> None:
+        self.hf = hf
+        self.family = family_of(hf.config)
+        attention.install(hf)
+        self.name = name or hf.config.name_or_path or hf.config.model_type
+        self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
+        self.hidden_size: int = hf.config.hidden_size
+        self.vocab_size: int = hf.config.vocab_size
+        self.layers = len(self.layer_stack.layers)
+        self.ends = torch.tensor(_end_tokens(hf), dtype=torch.long, device=self.device)
+        self.max_context: int = hf.config.max_position_embeddings
+        self.curve = curve
+
+    @property
+    def device(self) -> torch.device:
+        return self.hf.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hf.dtype
+
+    @property
+    def cache(self) -> SlotCache:
+        assert self.layer_stack.cache is not None, "allocate() comes first"
+        return self.layer_stack.cache
+
+    def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
+        return self.layer_stack.allocate(slots, context, scratch)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.family.embed(self.hf, tokens)
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        return self.family.norm(self.hf, hidden)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits = self.family.head(self.hf, hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def cost(self, rows: int) -> float:
+        return 1.0 if self.curve is None else self.curve.relative(rows)
+
+    def stack(self, slots: int, layers: int = 1, init: int | None = None, scratch: int = 64) -> Stack:
+        stack = Stack.copied(self.hf, self.family, layers, init)
+        stack.allocate(slots, self.cache.context, scratch)
+        return stack
+
+    def score(
+        self,
+        lanes: Lanes,
+        draft: Draft,
+        needs: Needs,
+        skip: Skip | None = None,
+        rows: range | None = None,
+        logits: Literal["all", "none"] = "all",
+    ) -> Scores:
+        """One pass over a tree, or over some rows of it with the scratch rows before them kept."""
+        rows = range(draft.nodes) if rows is None else rows
+        part = slice(rows.start, rows.stop)
+        where = Rows(
+            base=self.cache.length[lanes.slots],
+            depth=draft.tree.depth[:, part],
+            sees=draft.tree.ancestors[:, part, : rows.stop],
+            lanes=lanes,
+        )
+        walked = self.layer_stack.walk(
+            self.embed(draft.tokens[:, part]), where, skip=skip, grafts=needs.grafts, taps=needs.taps
+        )
+        return Scores(
+            logits=self.head(self.norm(walked.hidden)) if logits == "all" else None,
+            hidden=walked.hidden if needs.hidden else None,
+            taps=walked.taps,
+            grafted=walked.grafted,
+        )
+
+
+def _end_tokens(hf: PreTrainedModel) -> list[int]:
+    """Ids that end a text: generation_config.json names one or a list; the model's config is the older place."""
+    generation = getattr(hf, "generation_config", None)
+    ends = getattr(generation, "eos_token_id", None)
+    ends = hf.config.eos_token_id if ends is None else ends
+    if ends is None:
+        return []
+    return sorted({ends} if isinstance(ends, int) else set(ends))

@@ -1,0 +1,176 @@
+"""Stack: decoder layers with a cache of their own, walked whole or in part. The target has one; so may a drafter.
+
+In: hidden rows, and `Rows`, which says where they stand and whom they see. Out: the rows after the last layer walked,
+with taps and grafted rows where asked. The layers are those of transformers, called one by one. With a cache, the keys
+and values of the rows land in its scratch; without, rows see each other only, and gradients flow.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foreword.core.needs import Graft, Skip
+from foreword.core.state import Lanes
+from foreword.model.attention import Pass, mask_of
+from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.families import Family
+
+# Attention reads keys up to a multiple of this, so that shapes repeat from round to round.
+SPAN_STEP = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The n rows of a pass: `base` [b] committed rows before them, `depth` [b or 1, n] behind base, and `sees`.
+
+    `sees` [b or 1, n, m] says which of the m scratch rows each row may look at; the rows themselves are the last n of
+    those m, so a pass over part of a tree leaves the scratch rows before it in place.
+    """
+
+    base: Tensor
+    depth: Tensor
+    sees: Tensor
+    lanes: Lanes | None = None
+    anchors: tuple[int, ...] = ()  # of the rows that were grafted, which are the last ones
+
+    @property
+    def count(self) -> int:
+        return self.depth.shape[1]
+
+    @property
+    def first(self) -> int:
+        return self.sees.shape[2] - self.count
+
+    @property
+    def position(self) -> Tensor:
+        return self.base.unsqueeze(1) + self.depth
+
+    def grafted(self, graft: Graft) -> Rows:
+        """These rows with a graft's rows behind them."""
+        anchor = torch.tensor(graft.anchor, device=self.base.device)
+        offset = torch.tensor(graft.offset, device=self.base.device)
+        depth = torch.cat([self.depth, self.depth[:, anchor] + offset], dim=1)
+        return Rows(self.base, depth, self._sees_with(anchor), self.lanes, self.anchors + graft.anchor)
+
+    def _sees_with(self, anchor: Tensor) -> Tensor:
+        """Sight after a graft: real rows see none of it; a grafted row sees what its anchor sees, itself, its elders."""
+        batch, count, scratch = self.sees.shape
+        grafted = torch.cat([torch.tensor(self.anchors, dtype=torch.long, device=anchor.device), anchor])
+        elders = (anchor.unsqueeze(1) == grafted).tril(len(self.anchors)).expand(batch, -1, -1)
+        blind = self.sees.new_zeros(batch, count, anchor.shape[0])
+        real = scratch - len(self.anchors)
+        top = torch.cat([self.sees, blind], dim=2)
+        bottom = torch.cat([self.sees[:, anchor, :real], elders], dim=2)
+        return torch.cat([top, bottom], dim=1)
+
+
+@dataclass(frozen=True)
+class Walked:
+    hidden: Tensor  # [b, n, H]
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    grafted: Tensor | None = None  # [b, R, H]
+
+
+class Stack:
+    def __init__(self, model: PreTrainedModel, family: Family, layers: nn.ModuleList) -> None:
+        self.model = model
+        self.family = family
+        self.layers = layers
+        self.cache: SlotCache | None = None
+
+    @staticmethod
+    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | None) -> Stack:
+        """New layers of the same kind: copies of layer `init`, or freshly initialised as the family does it."""
+        pattern = family.layers(model)[init if init is not None else -1]
+        fresh = nn.ModuleList(copy.deepcopy(pattern) for _ in range(layers))
+        if init is None:
+            fresh.apply(model._init_weights)
+        return Stack(model, family, fresh)
+
+    def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
+        """Give the stack a cache. The bytes are checked against free memory before any is taken."""
+        self.cache = None
+        parameter = next(self.model.parameters())
+        self.cache = SlotCache(self.cache_shape(), slots, context, scratch, parameter.device)
+        return self.cache
+
+    def cache_shape(self) -> CacheShape:
+        config = self.model.config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return CacheShape(len(self.layers), config.num_key_value_heads, width, self.model.dtype)
+
+    def walk(
+        self,
+        hidden: Tensor,
+        rows: Rows,
+        start: int = 0,
+        stop: int | None = None,
+        skip: Skip | None = None,
+        grafts: tuple[Graft, ...] = (),
+        taps: tuple[int, ...] = (),
+    ) -> Walked:
+        """Take rows [b, n, H] from after layer `start` to after layer `stop`."""
+        stop = len(self.layers) if stop is None else stop
+        real, kept = rows.count, {}
+        view = None
+        for layer in range(start, stop + 1):
+            if layer in taps:
+                kept[layer] = hidden[:, :real]
+            for graft in grafts:
+                if graft.layer == layer:
+                    hidden = torch.cat([hidden, graft.make(hidden[:, :real], hidden[:, real:])], dim=1)
+                    rows, view = rows.grafted(graft), None
+            if layer < stop:
+                view = view or self._view(rows, hidden)
+                hidden = self._layer(layer, hidden, view, skip)
+        return Walked(hidden[:, :real], kept, hidden[:, real:] if grafts else None)
+
+    def _layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
+        layer, options = self.layers[index], view.options(index)
+        skip = skip or Skip()
+        if index not in skip.attention and index not in skip.mlp:
+            return layer(hidden, attention_mask=None, **options)
+        if index not in skip.attention:
+            hidden = self.family.attention_half(layer, hidden, **options)
+        if index not in skip.mlp:
+            hidden = self.family.mlp_half(layer, hidden)
+        return hidden
+
+    def _view(self, rows: Rows, hidden: Tensor) -> _View:
+        """What all layers share while the rows stay the same: positions, mask, places in the cache."""
+        config = self.model.config
+        groups = config.num_attention_heads // config.num_key_value_heads
+        positions = self.family.positions(self.model, hidden, rows.position)
+        if self.cache is None:
+            mask = mask_of(torch.zeros_like(rows.base), rows.sees, rows.sees.shape[2], groups, hidden.dtype)
+            return _View(positions, rows.position, Pass(mask))
+        assert rows.lanes is not None
+        scratch = rows.sees.shape[2]
+        keys = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
+        order = torch.arange(rows.first, scratch, device=hidden.device)
+        places = self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
+        mask = mask_of(rows.base, rows.sees, keys, groups, hidden.dtype)
+        return _View(positions, rows.position, Pass(mask, self.cache, 0, rows.lanes, places, keys))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.layers.parameters()
+
+
+@dataclass(frozen=True)
+class _View:
+    positions: object
+    position: Tensor
+    shared: Pass
+
+    def options(self, layer: int) -> dict[str, object]:
+        return {
+            "position_embeddings": self.positions,
+            "position_ids": self.position,
+            "foreword_pass": Pass(**{**vars(self.shared), "layer": layer}),
+        }

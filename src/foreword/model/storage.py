@@ -1,0 +1,103 @@
+"""Foreword's own folder on disk, underneath `hub`: where it is, whether there is room, and how a thing is built in it.
+
+In comes the name of a folder and a function that fills it; out goes that folder, complete. It is filled under another
+name by one process at a time and renamed when it is whole, so whatever stands under its own name can be trusted, no
+matter what was interrupted before.
+"""
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from foreword.errors import StorageError
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def place() -> Path:
+    """Where the cache folder is, whether or not it exists yet."""
+    if own := os.environ.get("FOREWORD_HOME"):
+        return Path(own).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "foreword"
+
+
+def home() -> Path:
+    """The cache folder, made if it is not there, and writable."""
+    folder = place()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error.strerror) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(folder, "permission denied")
+    return folder
+
+
+def _unwritable(folder: Path, reason: str | None) -> StorageError:
+    return StorageError(
+        f"the cache folder {folder} cannot be written ({reason}); set FOREWORD_HOME to a folder that can be written"
+    )
+
+
+@contextmanager
+def room(folder: Path, needed: int) -> Iterator[None]:
+    """Refuse to begin without `needed` free bytes, and say the same should the disk fill up meanwhile."""
+    if shutil.disk_usage(folder).free < needed:
+        raise _full(folder, needed)
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise _full(folder, needed) from error
+        raise
+
+
+def _full(folder: Path, needed: int) -> StorageError:
+    free = shutil.disk_usage(folder).free
+    return StorageError(
+        f"the disk is too full: {needed} bytes are needed in {folder}, {free} are free; "
+        "delete something, or set FOREWORD_HOME to a folder on a larger disk"
+    )
+
+
+def once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """`folder`, which `fill` fills if it is not there. Of several processes one does the work and the others wait."""
+    if not folder.is_dir():
+        with _alone(folder.name):
+            if not folder.is_dir():
+                _build(folder, fill)
+    return folder
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    locks = home() / "locks"
+    locks.mkdir(exist_ok=True)
+    lock = FileLock(locks / f"{name}.lock")
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        print(f"waiting for another process that is preparing {name}", file=sys.stderr)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(folder: Path, fill: Callable[[Path], None]) -> None:
+    building = folder.with_name(f"{folder.name}.building")
+    shutil.rmtree(building, ignore_errors=True)  # a process that was killed could not clean up
+    try:
+        building.mkdir(parents=True)
+        fill(building)
+        os.replace(building, folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)

@@ -1,0 +1,24 @@
+"""Everything that is words and not tensors: the tokenizer, the text of a stream of tokens, stop strings, prompt files.
+
+The first room on the path (prompt in) and the last (text out). Nothing here knows about models, drafts or devices.
+"""
+
+from foreword.text.detokenizer import Detokenizer
+from foreword.text.prompts import Message, Prompt, check_messages, groups, read_prompts, spread
+from foreword.text.stop import StopStrings
+from foreword.text.stream import Pushed, TextStream
+from foreword.text.tokenizer import Tokenizer
+
+__all__ = [
+    "Detokenizer",
+    "Message",
+    "Prompt",
+    "Pushed",
+    "StopStrings",
+    "TextStream",
+    "Tokenizer",
+    "check_messages",
+    "groups",
+    "read_prompts",
+    "spread",
+]

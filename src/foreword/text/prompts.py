@@ -1,0 +1,189 @@
+"""Prompt files and chat messages: what a run is asked.
+
+In: JSON lines (`turns`, `messages`, `conversations` or `prompt`) or plain text, one prompt a line, perhaps compressed
+(.gz, .xz); `-` is standard input. Out: `Prompt`s in file order. What cannot be used is refused with its file and line;
+no row is skipped in silence.
+"""
+
+import gzip
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from foreword.errors import PromptError
+
+Message = dict[str, str]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+NO_CATEGORY = "prompts"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a prompt file: what the user says, turn by turn, or a whole conversation."""
+
+    id: str
+    category: str
+    turns: list[str]
+    messages: list[Message] | None = None
+
+    def first(self) -> list[Message]:
+        """The messages that the target answers first: the first turn, or all up to the last thing the user said."""
+        if self.messages is None:
+            return [{"role": "user", "content": self.turns[0]}]
+        last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
+        return self.messages[: last + 1]
+
+
+def check_messages(messages: object) -> list[Message]:
+    """The messages themselves, if a chat template can render them."""
+    if not isinstance(messages, list) or not messages:
+        raise PromptError(f"chat messages must be a list with at least one message, got {_brief(messages)}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise PromptError(f'message {i} must be {{"role": ..., "content": ...}}, got {_brief(message)}')
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise PromptError(f"message {i} has role {_brief(role)}; use one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise PromptError(f"message {i} ({role}) needs its content as a string, got {_brief(content)}")
+        if role == "user" and not content.strip():
+            raise PromptError(f"message {i} (user) is empty; give it some text")
+    return cast(list[Message], messages)
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """The first `limit` prompts of a file, or all of them."""
+    if limit is not None and limit < 1:
+        raise PromptError(f"limit is {limit}; at least one prompt is needed")
+    prompts: list[Prompt] = []
+    parse = None
+    for number, line in islice(_lines(path), limit):
+        parse = parse or (_row if _holds_json(path, line) else _plain)
+        try:
+            prompts.append(parse(number, line))
+        except PromptError as error:
+            raise PromptError(f"{_name(path)}, line {number}: {error}") from error
+    if not prompts:
+        raise PromptError(f"{_name(path)} holds no prompts; give one prompt a line")
+    return prompts
+
+
+def groups(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Prompts by the group they report as: `mt_bench` for MT-bench's eight kinds of question, else their category.
+
+    MT-bench asks everything in two turns; a one-turn `math` prompt comes from elsewhere and keeps its own name.
+    """
+    found: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        is_mt_bench = prompt.category in MT_BENCH and len(prompt.turns) == 2
+        found.setdefault("mt_bench" if is_mt_bench else prompt.category, []).append(prompt)
+    return found
+
+
+def spread(prompts: Sequence[Prompt], per_group: int) -> list[Prompt]:
+    """At most `per_group` prompts of each group, evenly spaced within it, in file order."""
+    if per_group < 1:
+        raise PromptError(f"per_group is {per_group}; at least one prompt of each group is needed")
+    chosen = set()
+    for group in groups(prompts).values():
+        count = min(per_group, len(group))
+        chosen |= {id(group[i * len(group) // count]) for i in range(count)}
+    return [prompt for prompt in prompts if id(prompt) in chosen]
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Line numbers and stripped text of the lines that are not blank."""
+    try:
+        with _open(path) as stream:
+            for number, raw in enumerate(stream, 1):
+                # Decoded line by line, so that a stray byte can be reported where it is.
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if line:
+                    yield number, line
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{_name(path)}, line {number}: not UTF-8 ({error.reason}); convert the file") from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PromptError(f"cannot read the prompt file {_name(path)}: {reason}") from error
+
+
+def _open(path: str | Path) -> AbstractContextManager[BinaryIO]:
+    if str(path) == "-":
+        return nullcontext(sys.stdin.buffer)
+    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+    return openers.get(Path(path).suffix, open)(path, "rb")
+
+
+def _name(path: str | Path) -> str:
+    return "standard input" if str(path) == "-" else str(path)
+
+
+def _holds_json(path: str | Path, first_line: str) -> bool:
+    """The file's name decides; where it says nothing, the first line does."""
+    name = str(path).removesuffix(".gz").removesuffix(".xz")
+    if name.endswith((".jsonl", ".ndjson", ".json")):
+        return True
+    return first_line.startswith("{") and not name.endswith(".txt")
+
+
+def _plain(number: int, line: str) -> Prompt:
+    return Prompt(str(number), NO_CATEGORY, [line])
+
+
+def _row(number: int, line: str) -> Prompt:
+    """One line of JSON."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"not JSON ({error.msg} at column {error.colno}); give one object a line") from error
+    if not isinstance(row, dict):
+        raise PromptError(f"needs a JSON object, got {_brief(row)}; give one object a line")
+    name = str(row.get("question_id", row.get("id", number)))
+    category = str(row.get("category") or NO_CATEGORY)
+    for field in ("messages", "conversations"):
+        if field in row:
+            messages = _conversation(row[field])
+            turns = [message["content"] for message in messages if message["role"] == "user"]
+            return Prompt(name, category, _check_turns(turns, field), messages)
+    if "turns" in row:
+        return Prompt(name, category, _check_turns(row["turns"], "turns"))
+    if "prompt" in row:
+        return Prompt(name, category, _check_turns([row["prompt"]], "prompt"))
+    raise PromptError(f"needs one of turns, messages, conversations or prompt, has {', '.join(row) or 'nothing'}")
+
+
+def _conversation(messages: object) -> list[Message]:
+    """Messages in either spelling, `role` and `content` or ShareGPT's `from` and `value`, as the former."""
+    if isinstance(messages, list):
+        messages = [_spell_out(message) if isinstance(message, dict) else message for message in messages]
+    return check_messages(messages)
+
+
+def _spell_out(message: dict[str, Any]) -> dict[str, Any]:
+    if "from" not in message:
+        return message
+    return {"role": SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
+
+
+def _check_turns(turns: object, field: str) -> list[str]:
+    if not isinstance(turns, list) or not turns:
+        raise PromptError(f"{field} needs at least one thing that the user says, got {_brief(turns)}")
+    for turn in turns:
+        if not isinstance(turn, str) or not turn.strip():
+            raise PromptError(f"{field} holds {_brief(turn)} where a text that is not empty is needed")
+    return turns
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

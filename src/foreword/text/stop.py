@@ -1,0 +1,46 @@
+"""EMIT: stop strings in a stream of text.
+
+One `StopStrings` serves one request. Pieces of text come in; out goes what may be shown, which never contains a stop
+string nor the beginning of one that may yet be completed. The string that is complete first ends the text (the longest,
+if several are complete at once), so the result does not depend on how the text was cut into pieces.
+"""
+
+from collections.abc import Sequence
+
+from foreword.errors import InputError
+
+
+class StopStrings:
+    def __init__(self, strings: str | Sequence[str], include_stop: bool = False) -> None:
+        self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
+        for string in self.strings:
+            if not isinstance(string, str) or not string:
+                raise InputError(f"a stop string must be a text that is not empty, got {string!r}; leave it out")
+        self.found = False
+        self._include_stop = include_stop
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """The text that may be shown now, and whether a stop string was found; after that there is nothing to show."""
+        if self.found:
+            return "", True
+        text = self._held + piece
+        matches = [(start + len(string), start) for string in self.strings if (start := text.find(string)) >= 0]
+        if matches:
+            end, start = min(matches)
+            self.found, self._held = True, ""
+            return text[: end if self._include_stop else start], True
+        shown = len(text) - max((_overlap(text, string) for string in self.strings), default=0)
+        self._held = text[shown:]
+        return text[:shown], False
+
+    def flush(self) -> str:
+        """What was held back, when no more text will come."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, string: str) -> int:
+    """How many characters at the end of the text are the beginning of the string, but not all of it."""
+    longest = min(len(text), len(string) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

@@ -1,0 +1,43 @@
+"""EMIT: the text of one request, from decided tokens to what the world sees.
+
+Joins the detokenizer and the stop strings. A round decides several tokens at once; `used` says how many of them a
+decoder that writes one token at a time would have written before it stopped. The invariant: text and `used` do not
+depend on how the tokens were dealt into rounds.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from foreword.text.detokenizer import Detokenizer
+from foreword.text.stop import StopStrings
+from foreword.text.tokenizer import Tokenizer
+
+
+class Pushed(NamedTuple):
+    text: str  # what may be shown now
+    used: int  # how many of the ids belong to the answer
+    stopped: bool  # a stop string is complete: the answer ends here
+
+
+class TextStream:
+    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), include_stop: bool = False) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop = StopStrings(stop, include_stop)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.found
+
+    def push(self, ids: Sequence[int]) -> Pushed:
+        if not self._stop.strings:
+            return Pushed(self._detokenizer.push(ids), len(ids), False)
+        text, used = "", 0
+        # One by one: only so is it known which token completed the stop string.
+        while used < len(ids) and not self.stopped:
+            text += self._stop.push(self._detokenizer.push(ids[used : used + 1]))[0]
+            used += 1
+        return Pushed(text, used, self.stopped)
+
+    def flush(self) -> str:
+        """The rest of the text, when no more tokens will come. It too ends before a stop string: see `stopped`."""
+        return self._stop.push(self._detokenizer.flush())[0] + self._stop.flush()

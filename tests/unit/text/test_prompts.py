@@ -1,0 +1,156 @@
+"""Prompt files: every form that is read, and every way in which one can be wrong."""
+
+import gzip
+import io
+import json
+import lzma
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from foreword.errors import PromptError
+from foreword.text import Prompt, groups, read_prompts, spread
+
+
+def written(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_turns(tmp_path: Path) -> None:
+    rows = [{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}, {"id": "b", "turns": ["Why?"]}]
+    first, second = read_prompts(written(tmp_path / "p.jsonl", *rows))
+    assert first == Prompt("81", "writing", ["Write.", "Again."])
+    assert first.first() == [user("Write.")]
+    assert (second.id, second.category, second.first()) == ("b", "prompts", [user("Why?")])
+
+
+def test_messages(tmp_path: Path) -> None:
+    talk = [{"role": "system", "content": "Be brief."}, user("Hi"), {"role": "assistant", "content": ""}, user("Bye")]
+    answered = [*talk, {"role": "assistant", "content": "Bye"}]
+    open_end, closed = read_prompts(written(tmp_path / "p.jsonl", {"messages": talk}, {"messages": answered}))
+    assert open_end.first() == closed.first() == talk
+    assert open_end.turns == ["Hi", "Bye"]
+    assert (open_end.id, closed.id) == ("1", "2")
+
+
+def test_conversations_in_both_spellings(tmp_path: Path) -> None:
+    share = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}, {"from": "human", "value": "Why?"}]
+    plain = [user("Hi"), {"role": "assistant", "content": "Yes?"}, user("Why?")]
+    a, b = read_prompts(written(tmp_path / "p.jsonl", {"conversations": share}, {"conversations": plain}))
+    assert a.messages == b.messages == plain
+
+
+def test_a_prompt_field(tmp_path: Path) -> None:
+    assert read_prompts(written(tmp_path / "p.jsonl", {"prompt": "Why?"}))[0].first() == [user("Why?")]
+
+
+def test_plain_text_skips_blank_lines_and_keeps_their_count(tmp_path: Path) -> None:
+    prompts = read_prompts(written(tmp_path / "p.txt", "Why?", "", "  ", '{"not": "JSON here"}'))
+    assert [(p.id, p.turns) for p in prompts] == [("1", ["Why?"]), ("4", ['{"not": "JSON here"}'])]
+
+
+def test_a_line_separator_inside_a_text_ends_nothing(tmp_path: Path) -> None:
+    assert [p.turns for p in read_prompts(written(tmp_path / "p.txt", "one\u2028two"))] == [["one\u2028two"]]
+
+
+def test_a_name_that_says_nothing_leaves_it_to_the_first_line(tmp_path: Path) -> None:
+    assert read_prompts(written(tmp_path / "json", {"prompt": "Why?"}))[0].turns == ["Why?"]
+    assert read_prompts(written(tmp_path / "text", "Why {so}?"))[0].turns == ["Why {so}?"]
+
+
+def test_windows_files(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "Why?"}\r\n\r\n{"prompt": "How?"}\r\n')
+    assert [p.turns for p in read_prompts(tmp_path / "p.jsonl")] == [["Why?"], ["How?"]]
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_compressed_files(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+    packed = compress(b'{"prompt": "Why?"}\n' * 200)
+    path = tmp_path / f"p.jsonl{suffix}"
+    path.write_bytes(packed)
+    assert len(read_prompts(path)) == 200
+    for damaged in (packed[: len(packed) // 2], b"no such format"):
+        path.write_bytes(damaged)
+        with pytest.raises(PromptError, match="cannot read the prompt file"):
+            read_prompts(path)
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\nHow?\n")))
+    assert [p.turns for p in read_prompts("-")] == [["Why?"], ["How?"]]
+    assert not sys.stdin.closed
+
+
+def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", {"prompt": "a"}, "", {"prompt": "b"}, "{broken")
+    assert [p.turns for p in read_prompts(path, limit=2)] == [["a"], ["b"]]
+    with pytest.raises(PromptError, match="limit is 0"):
+        read_prompts(path, limit=0)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{broken", "not JSON"),
+        ("[1]", "JSON object"),
+        ({}, "has nothing"),
+        ({"question": "Why?", "id": 3}, "has question, id"),
+        ({"turns": []}, "at least one"),
+        ({"turns": "Why?"}, "at least one"),
+        ({"turns": ["Why?", " "]}, "turns holds ' '"),
+        ({"prompt": 5}, "prompt holds 5"),
+        ({"prompt": ""}, "not empty"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "messages needs"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"conversations": ["Hi"]}, "message 0"),
+        ({"conversations": [{"from": "bot", "value": "Hi"}]}, "'bot'"),
+        ({"conversations": [{"from": ["human"], "value": "Hi"}]}, "role"),
+        ({"conversations": [{"from": "human", "text": "Hi"}]}, "content"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_place(tmp_path: Path, row: object, says: str) -> None:
+    path = written(tmp_path / "bad.jsonl", {"prompt": "fine"}, "", row)
+    with pytest.raises(PromptError, match=says) as caught:
+        read_prompts(path)
+    assert "bad.jsonl, line 3" in str(caught.value)
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_place(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"Why?\nna\xefve\n")
+    with pytest.raises(PromptError, match=r"p\.txt, line 2: not UTF-8"):
+        read_prompts(tmp_path / "p.txt")
+
+
+def test_files_that_are_not_there_or_hold_nothing(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"nowhere\.txt: No such file"):
+        read_prompts(tmp_path / "nowhere.txt")
+    with pytest.raises(PromptError, match="Is a directory"):
+        read_prompts(tmp_path)
+    with pytest.raises(PromptError, match="no prompts"):
+        read_prompts(written(tmp_path / "empty.jsonl", "", " "))
+
+
+def question(number: int, category: str, turns: int = 1) -> Prompt:
+    return Prompt(str(number), category, ["Why?"] * turns)
+
+
+def test_the_kinds_of_mt_bench_report_as_one() -> None:
+    prompts = [question(1, "writing", 2), question(2, "qa"), question(3, "math", 2), question(4, "math")]
+    names = {name: [p.id for p in group] for name, group in groups(prompts).items()}
+    assert names == {"mt_bench": ["1", "3"], "qa": ["2"], "math": ["4"]}
+
+
+def test_spread_takes_evenly_from_each_group_in_file_order() -> None:
+    prompts = [question(i, "qa" if i % 2 else "rag") for i in range(20)] + [question(20, "translation")]
+    assert [p.id for p in spread(prompts, 3)] == ["0", "1", "6", "7", "12", "13", "20"]
+    assert spread(prompts, 100) == prompts
+    with pytest.raises(PromptError, match="per_group is 0"):
+        spread(prompts, 0)

@@ -1,25 +1,39 @@
-"""Small real objects for the laws: tiny models, the slow truth, and drafters that lie, know, or ask for everything."""
+"""Small real objects for the laws: tiny models, the slow truth, and drafters that lie, know, play back or write down.
+
+The truth comes from the transformers model alone: the whole text through it for every token, no cache and no draft of
+ours. Only `pick` is shared with the engine; tests/unit/core compares it with a slow reference of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
+from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling, SamplingTable, pick
-from foreword.core.state import State
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import Lanes, State
 from foreword.core.target import Target
+from foreword.engine.engine import Engine
 from foreword.engine.request import Request
+from foreword.methods import METHODS, make
 from foreword.model.model import Model
 
 VOCABULARY = 48
 END = 2
+CONTEXT = 64
+FAMILIES = ("llama", "qwen3")
+SAMPLINGS = {"greedy": Sampling(seed=0), "T=0.8": Sampling(temperature=0.8, seed=7)}
 
-_SHAPE = dict(
+_SHAPE: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
     hidden_size=32,
     intermediate_size=64,
@@ -33,43 +47,109 @@ _SHAPE = dict(
     # Large random weights: a tiny model at the usual scale answers almost the same logits everywhere.
     initializer_range=0.3,
 )
-FAMILIES = ("llama", "qwen3")
+
+
+# Models ----------------------------------------------------------------------------------------------------------------
+
+
+class ExactNorm(nn.Module):
+    """RMSNorm in the dtype of its input: transformers' own rounds to float32, which would blur a float64 comparison."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * hidden * scale
+
+
+def fresh(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model of a family, for a test to change."""
+    torch.manual_seed(seed)
+    if family == "llama":
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**_SHAPE | {"tie_word_embeddings": True} | changes))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE | {"head_dim": 16, "tie_word_embeddings": False} | changes))
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            nn.init.uniform_(module.weight, 0.5, 1.5)  # a norm of ones would hide that it was lost
+            if dtype == torch.float64:
+                module.__class__ = ExactNorm
+    return model.to(dtype).eval()
 
 
 @lru_cache
 def tiny(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A random model of a family, never changed by a test."""
-    torch.manual_seed(seed)
-    if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=True))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=False))
-    return model.to(dtype).eval()
+    return fresh(family, dtype, seed)
 
 
 def target(family: str = "llama", dtype: torch.dtype = torch.float64) -> Model:
+    """A Model with a cache of its own around the shared tiny one."""
     return Model(tiny(family, dtype), name=f"tiny-{family}")
 
 
-def truth(model: PreTrainedModel, request: Request, context: int = 256) -> list[int]:
+# The slow truth --------------------------------------------------------------------------------------------------------
+
+
+def truth(
+    model: PreTrainedModel, request: Request, context: int = CONTEXT, ends: tuple[int, ...] = (END,)
+) -> list[int]:
     """What plain decoding must write: the whole text through the transformers model for every token, no cache, no draft."""
+    return list(_truth(model, replace(request, stream=None, speculate=True, reuse=False), context, ends))
+
+
+@lru_cache(maxsize=None)
+def _truth(model: PreTrainedModel, request: Request, context: int, ends: tuple[int, ...]) -> tuple[int, ...]:
     text = list(request.prompt)
-    sampling = request.sampling
-    ends = torch.tensor([END])
-    table = SamplingTable.empty(1, ends)
+    table = SamplingTable.empty(1, torch.tensor(ends, dtype=torch.long))
     floor = len(text) + request.min_new_tokens if request.min_new_tokens else 0
-    table.set(0, sampling, floor)
+    table.set(0, request.sampling, floor)
     rows = table.at(torch.tensor([0]), (0,))
     limit = min(len(text) + request.max_new_tokens, context)
-    with torch.no_grad():
-        while len(text) < limit:
-            logits = model(input_ids=torch.tensor([text])).logits[:, -1:].double()
-            seen = torch.tensor(text).bincount(minlength=logits.shape[-1]).view(1, 1, -1)
-            token = int(pick(logits, torch.tensor([[len(text)]]), rows, seen))
-            text.append(token)
-            if token == END and not request.ignore_eos:
-                break
-    return text[len(request.prompt) :]
+    while len(text) < limit:
+        logits = own_logits(model, text)[-1:].unsqueeze(0)
+        seen = torch.tensor(text).bincount(minlength=logits.shape[-1]).view(1, 1, -1)
+        token = int(pick(logits, torch.tensor([[len(text)]]), rows, seen))
+        text.append(token)
+        if token in ends and not request.ignore_eos:
+            break
+    return tuple(text[len(request.prompt) :])
+
+
+def full_text(model: PreTrainedModel, request: Request, beyond: int = 8) -> list[int]:
+    """Prompt and truth, written on past its end by `beyond` tokens: what an oracle drafts from."""
+    longer = replace(request, max_new_tokens=request.max_new_tokens + beyond, ignore_eos=True, stream=None)
+    return [*request.prompt, *truth(model, longer, context=2 * CONTEXT)]
+
+
+@torch.no_grad()
+def own_logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
+    """[n, V]: the transformers model's own answer."""
+    return model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0].double()
+
+
+@torch.no_grad()
+def own_hidden(model: PreTrainedModel, text: Sequence[int]) -> list[Tensor]:
+    """After 0 .. L decoder layers of the transformers model, before its final norm: each [n, H]."""
+    kept: list[Tensor] = []
+    layers = model.model.layers
+    hooks = [layers[0].register_forward_pre_hook(lambda _, given: kept.append(given[0][0]))]
+    hooks += [layer.register_forward_hook(lambda _, __, out: kept.append(out[0])) for layer in layers]
+    own_logits(model, text)
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+@torch.no_grad()
+def own_cache(model: PreTrainedModel, text: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """The transformers model's own keys and values of a text, by layer: each [heads, n, width]."""
+    cache = model(input_ids=torch.tensor([list(text)]), use_cache=True).past_key_values
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+# Requests and engines --------------------------------------------------------------------------------------------------
 
 
 def prompts(count: int, seed: int = 0, longest: int = 24) -> list[tuple[int, ...]]:
@@ -79,7 +159,82 @@ def prompts(count: int, seed: int = 0, longest: int = 24) -> list[tuple[int, ...
     return [tuple(torch.randint(3, VOCABULARY, (size,), generator=generator).tolist()) for size in sizes]
 
 
-SAMPLINGS = {"greedy": Sampling(seed=0), "T=0.8": Sampling(temperature=0.8, seed=7)}
+def requests(count: int, sampling: Sampling = SAMPLINGS["greedy"], seed: int = 0, **options: Any) -> list[Request]:
+    """Random prompts as requests, each with a seed of its own."""
+    options = {"max_new_tokens": 14} | options
+    return [Request(prompt, sampling.derived(i), **options) for i, prompt in enumerate(prompts(count, seed))]
+
+
+def engine(drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT) -> Engine:
+    """Prompts are read five tokens at a time, so that they come in chunks."""
+    return Engine(model or target(), drafter, slots=slots, max_context=context, chunk=5)
+
+
+def written(engine: Engine, asked: Iterable[Request]) -> list[list[int]]:
+    return [running.tokens for running in engine.generate(asked)]
+
+
+def run_to_end(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+
+
+def state_of(texts: Sequence[Sequence[int]], sampling: Sampling = SAMPLINGS["greedy"], slots: int | None = None) -> State:
+    """Sequences whose texts stand in the slots, the last token of each the root; no model behind them."""
+    count = slots or len(texts)
+    state = State.empty(count, CONTEXT, torch.zeros(count, dtype=torch.long), torch.tensor([END]))
+    for slot, text in enumerate(texts):
+        state.tokens[slot, : len(text)] = torch.tensor(list(text))
+        state.roots[slot], state.lengths[slot] = text[-1], len(text) - 1
+        state.limits[slot], state.heeds_ends[slot] = CONTEXT, True
+        state.speculates[slot] = state.alive_slots[slot] = True
+        state.table.set(slot, sampling.derived(slot))
+    ids = list(range(len(texts)))
+    return state.at(Lanes.of(ids, max(map(len, texts)) - 1))
+
+
+def prefilled(model: Model, texts: dict[int, Sequence[int]], slots: int = 4, scratch: int = 32) -> Lanes:
+    """Texts read into the model's cache, each into its slot, one by one."""
+    model.allocate(slots, CONTEXT, scratch)
+    for slot, text in texts.items():
+        if text:
+            lanes = Lanes.of([slot], 0)
+            with torch.no_grad():
+                model.score(lanes, chain([list(text)]), Needs())
+            model.cache.advance(lanes, torch.tensor([len(text)]))
+    return Lanes.of(list(texts), max(map(len, texts.values())))
+
+
+def chain(tokens: Sequence[Sequence[int]]) -> Draft:
+    """Chains of equal length, one a sequence."""
+    rows = torch.tensor([list(row) for row in tokens])
+    return Draft(rows, Tree.chain(rows.shape[1]), torch.full((rows.shape[0],), rows.shape[1]))
+
+
+def path_to(parent: Sequence[int], node: int) -> list[int]:
+    """Rows from the root to a node, by walking up."""
+    path = [node]
+    while path[-1] != 0:
+        path.append(parent[path[-1]])
+    return path[::-1]
+
+
+def random_tree(batch: int, nodes: int, generator: torch.Generator) -> Tree:
+    draws = torch.rand(batch, nodes, generator=generator)
+    return Tree((draws * torch.arange(nodes).clamp(min=1)).long())
+
+
+# Drafters --------------------------------------------------------------------------------------------------------------
+
+TRAINED: dict[str, Callable[[Model], Drafter]] = {}
+"""Methods that need weights: how to make one for a tiny target. The laws go over these as over all others."""
+
+
+def drafter(name: str, model: Model) -> Drafter:
+    """The method as the laws use it."""
+    if METHODS[name].trained:
+        return TRAINED[name](model)
+    return make(name)
 
 
 class Liar(Drafter):
@@ -103,44 +258,181 @@ class Liar(Drafter):
 
 
 class Oracle(Drafter):
-    """Knows the truth beforehand, and hides it in a random tree of lies: the true chain lies scattered among the rows."""
+    """Knows the truth beforehand, and hides it in a random tree of lies: the true chain lies scattered among the rows.
+
+    Without lies the draft is the true chain alone, declared as a chain or handed over as any tree.
+    """
 
     paper = "-"
 
-    def __init__(self, texts: dict[int, list[int]], depth: int = 4, lies: int = 5, seed: int = 0) -> None:
-        """`texts`: for the first prompt token of a sequence, its whole text."""
-        self.texts, self.depth, self.lies = texts, depth, lies
+    def __init__(
+        self, texts: Iterable[Sequence[int]], depth: int = 4, lies: int = 5, seed: int = 0, as_chain: bool = False
+    ) -> None:
+        """`texts`: whole texts, prompts included; the one that goes on from where a sequence stands is drafted."""
+        self.texts, self.depth, self.lies = [list(text) for text in texts], depth, lies
         self.generator = torch.Generator().manual_seed(seed)
+        self.as_chain = as_chain and not lies
 
     def bind(self, target: Target, slots: int) -> None:
         self.shape = Shape(1 + self.depth + self.lies, self.depth + self.lies)
         self.vocabulary = target.vocab_size
 
     def propose(self, state: State) -> Draft:
-        rows = [self._row(state, lane) for lane in range(len(state.lanes.ids))]
+        rows = [self._row(text_of(state, lane)) for lane in range(len(state.lanes.ids))]
         tokens = torch.tensor([row[0] for row in rows])
         parent = torch.tensor([row[1] for row in rows])
-        return Draft(tokens, Tree(parent), torch.full((len(rows),), self.shape.nodes))
+        tree = Tree.chain(self.shape.nodes) if self.as_chain else Tree(parent)
+        return Draft(tokens, tree, torch.full((len(rows),), self.shape.nodes))
 
-    def _row(self, state: State, lane: int) -> tuple[list[int], list[int]]:
-        length, nodes = int(state.length[lane]), self.shape.nodes
-        text = self.texts[int(state.tokens[state.slots[lane], 0])]
-        true = text[length + 1 : length + 1 + self.depth]
-        true += [0] * (self.depth - len(true))
+    def _row(self, text: list[int]) -> tuple[list[int], list[int]]:
+        nodes = self.shape.nodes
+        true = continuation(self.texts, text, self.depth)
         places = (torch.randperm(nodes - 1, generator=self.generator)[: self.depth] + 1).sort().values.tolist()
         tokens = torch.randint(0, self.vocabulary, (nodes,), generator=self.generator).tolist()
         parent = [int(torch.randint(0, max(i, 1), (1,), generator=self.generator)) for i in range(nodes)]
-        tokens[0] = int(state.root[lane])
+        tokens[0] = text[-1]
         above = 0
         for place, token in zip(places, true, strict=True):
             tokens[place], parent[place], above = token, above, place
         return tokens, parent
 
 
-def random_tree(batch: int, nodes: int, generator: torch.Generator) -> Tree:
-    draws = torch.rand(batch, nodes, generator=generator)
-    return Tree((draws * torch.arange(nodes).clamp(min=1)).long())
+@dataclass(frozen=True)
+class Plan:
+    """One sequence's draft in one round, told beforehand. A node is (some number, token): the number, modulo the rows
+    before it, is its parent; a token of None stands for what the truth has at that depth."""
+
+    nodes: tuple[tuple[int, int | None], ...]
+    size: int
 
 
-def same_tree(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.equal(one, other))
+class Playback(Drafter):
+    """Plays back given plans, one for every sequence and round, over and over: any draft at all."""
+
+    paper = "-"
+
+    def __init__(self, plans: Sequence[Plan], texts: Iterable[Sequence[int]]) -> None:
+        self.plans, self.texts, self.played = plans, [list(text) for text in texts], 0
+
+    def bind(self, target: Target, slots: int) -> None:
+        nodes = 1 + max(len(plan.nodes) for plan in self.plans)
+        self.shape = Shape(nodes, nodes - 1)
+
+    def propose(self, state: State) -> Draft:
+        rows = [self._row(text_of(state, lane)) for lane in range(len(state.lanes.ids))]
+        tokens, parent, size = zip(*rows, strict=True)
+        return Draft(torch.tensor(tokens), Tree(torch.tensor(parent)), torch.tensor(size))
+
+    def _row(self, text: list[int]) -> tuple[list[int], list[int], int]:
+        plan = self.plans[self.played % len(self.plans)]
+        self.played += 1
+        true = continuation(self.texts, text, self.shape.depth)
+        tokens, parent, depth = [text[-1]], [0], [0]
+        for number, token in plan.nodes:
+            above = number % len(tokens)
+            parent.append(above)
+            depth.append(depth[above] + 1)
+            tokens.append(true[depth[-1] - 1] if token is None else token)
+        padding = self.shape.nodes - len(tokens)
+        return tokens + [0] * padding, parent + [0] * padding, min(plan.size, len(tokens))
+
+
+@dataclass
+class Seen:
+    """One call to a drafter: the texts at that time (root included), and what it was told."""
+
+    texts: list[list[int]]
+    draft: Draft
+    scores: Scores = field(default_factory=Scores)
+    accepted: Accepted | None = None
+    slots: tuple[int, ...] = ()
+
+
+class Recorder(Drafter):
+    """Stands before another drafter and writes down every call; may ask for more than the other needs."""
+
+    paper = "-"
+
+    def __init__(self, inner: Drafter, needs: Needs | None = None) -> None:
+        self.inner, self.asked = inner, needs
+        self.proposed: list[Seen] = []
+        self.read_calls: list[Seen] = []
+        self.observed: list[Seen] = []
+        self.began: list[tuple[int, ...]] = []
+        self.ended: list[int] = []
+
+    def bind(self, target: Target, slots: int) -> None:
+        self.inner.bind(target, slots)
+        self.shape, self.needs = self.inner.shape, self.asked or self.inner.needs
+
+    def begin(self, state: State) -> None:
+        self.began.append(state.lanes.ids)
+        self.inner.begin(state)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self.read_calls.append(Seen(texts_of(state), chunk, scores, slots=state.lanes.ids))
+        self.inner.read(state, chunk, scores)
+
+    def propose(self, state: State) -> Draft:
+        draft = self.inner.propose(state)
+        self.proposed.append(Seen(texts_of(state), draft, slots=state.lanes.ids))
+        return draft
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        self.observed.append(Seen(texts_of(state), draft, scores, accepted, state.lanes.ids))
+        self.inner.observe(state, draft, scores, accepted)
+
+    def end(self, slots: Sequence[int]) -> None:
+        self.ended += slots
+        self.inner.end(slots)
+
+
+class LastHidden(Drafter):
+    """Keeps the hidden state of the last committed row and proposes what the target's head says of it: the least
+    drafter that carries state from `read` and `observe` to `propose`."""
+
+    paper = "-"
+    needs = Needs(hidden=True, prompt="last")
+    shape = Shape(4, 1)
+
+    def bind(self, target: Target, slots: int) -> None:
+        self.target = target
+        self.hidden = torch.zeros(slots, target.hidden_size, dtype=target.dtype)
+
+    def begin(self, state: State) -> None:
+        self.hidden[state.slots] = 0
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self.hidden[state.slots] = scores.require_hidden()[:, -1]
+
+    def propose(self, state: State) -> Draft:
+        logits = self.target.head(self.target.norm(self.hidden[state.slots]))
+        tokens = torch.cat([state.root.unsqueeze(1), logits.topk(3).indices], dim=1)
+        return Draft(tokens, Tree.of((0, 0, 0, 0)), torch.full_like(state.root, 4))
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        rows = torch.arange(len(state.lanes.ids))
+        self.hidden[state.slots] = scores.require_hidden()[rows, accepted.last]
+
+
+def text_of(state: State, lane: int) -> list[int]:
+    return state.tokens[state.slots[lane], : int(state.length[lane]) + 1].tolist()
+
+
+def texts_of(state: State) -> list[list[int]]:
+    return [text_of(state, lane) for lane in range(len(state.lanes.ids))]
+
+
+def continuation(texts: Iterable[list[int]], text: list[int], count: int) -> list[int]:
+    """What follows `text` in the first of `texts` that begins with it, filled up with zeros."""
+    known = next((one[len(text) :] for one in texts if one[: len(text)] == text), [])
+    return (known + [0] * count)[:count]
+
+
+def drafts_of(seen: Seen) -> list[tuple[list[int], list[int]]]:
+    """Tokens and parents that count, sequence by sequence."""
+    parent = seen.draft.tree.parent.expand_as(seen.draft.tokens)
+    return [
+        (seen.draft.tokens[lane, :size].tolist(), parent[lane, :size].tolist())
+        for lane, size in enumerate(seen.draft.size.tolist())
+    ]

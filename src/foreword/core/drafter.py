@@ -25,6 +25,9 @@ class Drafter:
     learns: ClassVar[bool] = False
     """Drafts depend on other sequences too, so a fresh drafter may draft differently on the same text."""
 
+    wants_cost: ClassVar[bool] = False
+    """Sizes its trees by `target.cost`, which is measured once per machine."""
+
     capturable: ClassVar[bool] = True
     """No host work inside `propose` and `observe`: a round can be captured as one graph."""
 

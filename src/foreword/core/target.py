@@ -36,9 +36,7 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """Normed hidden states to logits, in float32 or better."""
 
-    def score(
-        self, lanes: Lanes, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None
-    ) -> Scores:
+    def score(self, lanes: Lanes, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
         """One pass over a tree, or over some of its rows while the scratch rows before them are kept."""
 
     def stack(self, slots: int, layers: int = 1, init: int | None = None) -> Any:

@@ -45,6 +45,8 @@ def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Eve
         running.finish_reason = "stop" if by_end else "length"
     if running.done and stream is not None:
         text += stream.flush()
+        # The last held-back text may complete a stop string.
+        running.finish_reason = "stop" if stream.stopped else running.finish_reason
     running.text += text
     return Event(running, new, text)
 

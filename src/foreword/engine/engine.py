@@ -149,7 +149,7 @@ def _checked_context(wanted: int | None, target: Model) -> int:
     _check_positive(max_context=wanted)
     if wanted > target.max_context:
         raise InputError(
-            f"max_context is {wanted}, but {target.name} was trained for {target.max_context} positions; ask for at most that"
+            f"max_context is {wanted}, but {target.name} was trained for {target.max_context} positions; ask for no more"
         )
     return wanted
 

@@ -32,8 +32,7 @@ class Request:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise InputError(
-                f"min_new_tokens is {self.min_new_tokens}; it must lie between 0 and max_new_tokens "
-                f"({self.max_new_tokens})"
+                f"min_new_tokens is {self.min_new_tokens}; it must lie between 0 and max_new_tokens ({self.max_new_tokens})"
             )
 
 

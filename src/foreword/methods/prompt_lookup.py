@@ -20,6 +20,7 @@ from foreword.errors import InputError
 
 class PromptLookup(Drafter):
     paper = "Prompt Lookup Decoding, Saxena 2023; LLMA, arXiv 2304.04487"
+    wants_cost = True
 
     def __init__(
         self,

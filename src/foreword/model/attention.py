@@ -55,6 +55,11 @@ def install(model: PreTrainedModel) -> None:
     model.config._attn_implementation = name
 
 
+def remove(model: PreTrainedModel) -> None:
+    """Undo `install`."""
+    model.config._attn_implementation = model.config._attn_implementation.removeprefix(PREFIX)
+
+
 def tree_attention(
     before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:

@@ -1,11 +1,33 @@
 """What a pass costs by its number of rows, on this machine: measured once per model, device, dtype and thread count.
 
-Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs.
+Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs. The curve is
+kept under `home()/costs`, so only the first load pays the second or two that measuring takes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from foreword.core.draft import Draft, Tree
+from foreword.core.needs import Needs
+from foreword.core.state import Lanes
+from foreword.model.storage import home
+
+if TYPE_CHECKING:
+    from foreword.model.model import Model
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+CONTEXT = 256
+REPEATS = 4
 
 
 @dataclass(frozen=True)
@@ -24,3 +46,65 @@ class CostCurve:
 
     def relative(self, rows: int) -> float:
         return self.at(rows) / self.at(1)
+
+
+def curve_for(model: Model) -> CostCurve:
+    """The curve of this model on this machine, from the cache or measured now."""
+    file = home() / "costs" / f"{_mark(model)}.json"
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        curve = measure(model)
+    file.parent.mkdir(exist_ok=True)
+    written = file.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({"what": _description(model), **asdict(curve)}, indent=1), encoding="utf-8")
+    os.replace(written, file)
+    return curve
+
+
+@torch.inference_mode()
+def measure(model: Model, rows: tuple[int, ...] = ROWS) -> CostCurve:
+    """Time passes over a short text. The model's cache is replaced, so this comes before an engine takes it."""
+    rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
+    model.allocate(1, CONTEXT, max(rows))
+    model.cache.length.fill_(CONTEXT - 1)
+    # The quickest of a few interleaved tries: whatever else the machine does can only add time.
+    best = [min(tries) for tries in zip(*[[_time(model, count) for count in rows] for _ in range(REPEATS)], strict=True)]
+    return CostCurve(rows, tuple(accumulate(best, max)))
+
+
+def _time(model: Model, rows: int) -> float:
+    device = model.device
+    tokens = torch.zeros(1, rows, dtype=torch.long, device=device)
+    draft = Draft(tokens, Tree.chain(rows, device), torch.tensor([rows], device=device))
+    lanes = Lanes.of([0], CONTEXT - 1, device)
+    _settle(device)
+    started = time.perf_counter()
+    model.score(lanes, draft, Needs())
+    _settle(device)
+    return time.perf_counter() - started
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _description(model: Model) -> dict[str, object]:
+    config = model.hf.config
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
+    return {
+        "model": config.model_type,
+        "shape": [config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size],
+        "heads": [config.num_attention_heads, config.num_key_value_heads],
+        "linear": type(model.hf.lm_head).__name__,
+        "dtype": str(model.dtype),
+        "device": [model.device.type, device, platform.node(), os.cpu_count()],
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _mark(model: Model) -> str:
+    return hashlib.sha256(json.dumps(_description(model), sort_keys=True).encode()).hexdigest()[:16]

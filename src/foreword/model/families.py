@@ -33,11 +33,11 @@ class Family:
     def layers(self, model: PreTrainedModel) -> nn.ModuleList:
         return model.model.layers
 
-    def attention_half(self, layer: nn.Module, hidden: Tensor, **options: Any) -> Tensor:
+    def attention_half(self, layer: Any, hidden: Tensor, **options: Any) -> Tensor:
         out, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), attention_mask=None, **options)
         return hidden + out
 
-    def mlp_half(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+    def mlp_half(self, layer: Any, hidden: Tensor) -> Tensor:
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 

@@ -121,6 +121,11 @@ def _names(source: Source) -> dict[str, str]:
 def _config(source: Source) -> dict[str, Any]:
     hidden, heads = source.size("embedding_length"), source.size("attention.head_count")
     head_dim = int(source.about("attention.key_length", hidden // heads))
+    kv_heads = int(source.about("attention.head_count_kv", heads))
+    rows = [int(source.tensors[f"blk.0.attn_{part}.weight"].shape[1]) for part in "qk"]
+    if rows != [heads * head_dim, kv_heads * head_dim]:
+        given = f"{heads} and {kv_heads} heads of {head_dim}"
+        raise ModelCorrupt(f"{source.path}: {given} do not fill the {rows} rows of q and k; fetch it again")
     if source.about("rope.dimension_count", head_dim) != head_dim:
         raise ModelUnsupported(f"{source.path}: only a part of each head is rotated, which is not supported")
     return _ids(source) | {
@@ -132,7 +137,7 @@ def _config(source: Source) -> dict[str, Any]:
         "intermediate_size": source.size("feed_forward_length"),
         "num_hidden_layers": source.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(source.about("attention.head_count_kv", heads)),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": source.size("context_length"),

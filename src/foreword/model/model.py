@@ -1,4 +1,4 @@
-"""Model: embedding, Stack, norm and head of a transformers causal language model. The target is one; a draft model is another.
+"""Model: embedding, Stack, norm and head of a transformers causal language model. The target is one, a draft model another.
 
 In: a Draft and the slots it is for. Out: Scores for every row. The model's cache holds what comes before the root; a pass
 writes scratch rows only, and the engine commits.
@@ -54,6 +54,11 @@ class Model:
 
     def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
         return self.layer_stack.allocate(slots, context, scratch)
+
+    def release(self) -> None:
+        """Give up the cache, and the model its own attention back."""
+        self.layer_stack.cache = None
+        attention.remove(self.hf)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.family.embed(self.hf, tokens)

@@ -1,6 +1,7 @@
-"""Tiny GGUF files, made from tiny transformers models by the rules of the format."""
+"""Tiny GGUF files, made from tiny transformers models by the rules of the format; and other processes."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+import foreword
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 PROSE = [
@@ -18,6 +21,13 @@ PROSE = [
     "In 1998  it cost 12 pounds;   in 2024 it's 345, don't you know?\n\n\tdef f(x):\n        return x",
     "Il était une fois un naïf café où l'on écrivait; ещё раз; 世界",
 ]
+
+
+@pytest.fixture
+def python() -> Callable[[str], list[str]]:
+    """The command that runs a script which only needs single modules, without the start-up of the whole package."""
+    bare = f"import sys, types; bare = types.ModuleType('foreword'); bare.__path__ = {list(foreword.__path__)!r}"
+    return lambda script: [sys.executable, "-c", f"{bare}; sys.modules['foreword'] = bare\n{script}"]
 
 
 @pytest.fixture(scope="session")

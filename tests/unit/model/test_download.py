@@ -147,10 +147,14 @@ def test_progress_is_shown_on_the_callers_bar(server, part, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_ctrl_c_leaves_the_part_alone(server, part):
+def test_ctrl_c_leaves_the_part_alone(python, server, part):
     server.pause = 0.1
-    call = f"from pathlib import Path; from foreword.model.download import fetch; fetch({server.url!r}, {SHA256!r}, "
-    with subprocess.Popen([sys.executable, "-c", f"{call} Path({str(part)!r}))"], stderr=subprocess.PIPE) as process:
+    script = f"""
+from pathlib import Path
+from foreword.model.download import fetch
+fetch({server.url!r}, {SHA256!r}, Path({str(part)!r}))
+"""
+    with subprocess.Popen(python(script), stderr=subprocess.PIPE) as process:
         wait_for(lambda: part.exists() and part.stat().st_size > 0)
         process.send_signal(signal.SIGINT)
         assert b"KeyboardInterrupt" in process.communicate()[1]
@@ -176,7 +180,7 @@ def wheels(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "wheels"
     folder.mkdir()
     with ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\nRequires-Dist: huge\n")
+        wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
         wheel.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("tiny-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -145,3 +145,9 @@ def test_a_full_disk_is_noticed_before_writing(tiny, write_gguf, tmp_path, monke
     with pytest.raises(StorageError, match="FOREWORD_HOME"):
         convert(path, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_heads_that_do_not_fill_the_projections_are_refused(tiny, write_gguf, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), fields={"llama.attention.head_count_kv": 1})
+    with pytest.raises(ModelCorrupt, match="4 and 1 heads of 16"):
+        convert(path, tmp_path / "out")

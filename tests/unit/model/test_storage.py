@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -90,9 +89,8 @@ def test_what_a_killed_process_left_is_swept_away(tmp_path):
     assert not left.exists()
 
 
-def test_a_second_process_waits_for_the_first(tmp_path):
+def test_a_second_process_waits_for_the_first(python, tmp_path):
     script = """
-import sys, time
 from pathlib import Path
 from foreword.model.storage import once
 
@@ -103,7 +101,7 @@ def fill(folder):
 
 print(sorted(path.name for path in once(Path(sys.argv[1]), fill).iterdir()))
 """
-    command = [sys.executable, "-c", script, str(tmp_path / "home" / "tiny")]
+    command = [*python(script), str(tmp_path / "home" / "tiny")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as first:
         assert first.stdout.readline() == "filling\n"

@@ -1,0 +1,129 @@
+"""From a folder, or from the caller's hands, to a transformers model that the walk can take.
+
+Models that we load ourselves may be rebuilt for speed (packed linears on the CPU). A model that the caller hands over is
+only looked at: what cannot be walked is refused here, by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
+from foreword.model.families import family_of
+from foreword.model.pack import can_pack, pack
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(wanted: str | torch.device | None) -> torch.device:
+    """The device asked for, checked; else CUDA where there is one."""
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise InputError(f"device is {wanted!r}; use 'cpu' or 'cuda'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device is {wanted!r}; Foreword runs on 'cpu' and 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device is 'cuda', but torch sees no CUDA device here; use device='cpu'")
+    return device
+
+
+def choose_dtype(wanted: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """float32 on the CPU, where texts are then equal token for token; bfloat16 on a GPU, which is made for it."""
+    if wanted is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if isinstance(wanted, str):
+        wanted = DTYPES.get(wanted.removeprefix("torch."), wanted)
+    if wanted not in DTYPES.values():
+        raise InputError(f"dtype is {wanted!r}; choose from {', '.join(DTYPES)}")
+    assert isinstance(wanted, torch.dtype)
+    return wanted
+
+
+def load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in `folder`, ours to rebuild."""
+    config = _config(folder)
+    family_of(config)
+    _refuse_quantised(config)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    except Exception as error:  # safetensors, json and torch each have their own words for a damaged file
+        raise ModelCorrupt(f"the weights in {folder} cannot be read: {error}; fetch or save the model again") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    model = model.eval().requires_grad_(False).to(device)
+    if can_pack(device, dtype):
+        pack(model)
+    return model
+
+
+def _config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # an unknown model type and a damaged file are both ValueErrors of many kinds
+        raise ModelUnsupported(f"{folder}/config.json cannot be used: {error}") from error
+
+
+def check_wrapped(model: nn.Module) -> PreTrainedModel:
+    """The model to walk inside what the caller gave, or an error that names what stands in the way."""
+    model = _without_adapter(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ModelUnsupported(
+            f"wrap takes a transformers causal language model, got {type(model).__module__}.{type(model).__name__}"
+        )
+    _refuse_quantised(model.config)
+    _refuse_spread(model)
+    family_of(model.config)
+    if not hasattr(model, "lm_head"):
+        raise ModelUnsupported(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
+    return model.eval()
+
+
+def _without_adapter(model: nn.Module) -> nn.Module:
+    """A peft model with weight adapters is walked as it stands; one that adds virtual tokens is not."""
+    adapters = getattr(model, "peft_config", None)
+    if adapters is None or not hasattr(model, "get_base_model"):
+        return model
+    for name, adapter in adapters.items():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ModelUnsupported(
+                f"peft adapter {name!r} ({adapter.peft_type}) adds virtual tokens to the prompt, which Foreword does not "
+                "carry; use a weight adapter such as LoRA, or merge it"
+            )
+    return model.get_base_model()  # type: ignore[operator]
+
+
+def _refuse_quantised(config: Any) -> None:
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ModelUnsupported(
+            f"the model is quantised ({getattr(method, 'value', method)}), which Foreword does not walk yet; "
+            "load it in float32, bfloat16 or float16"
+        )
+
+
+def _refuse_spread(model: PreTrainedModel) -> None:
+    """One model, one device: rows and cache must meet."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    places |= {str(parameter.device) for parameter in model.parameters()}
+    used = {"cuda:" + place if place.isdigit() else place for place in places}
+    used = {"cuda:0" if place == "cuda" else place for place in used}
+    if len(used) > 1:
+        raise ModelUnsupported(
+            f"the model is spread over {', '.join(sorted(used))}; Foreword runs a model on one device: "
+            "load it with device_map={'': 'cuda:0'} or on the CPU"
+        )

@@ -1,0 +1,77 @@
+"""A request's tokens do not depend on who shares the batch, when it came, or what becomes of the others."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_text, requests, run_to_end, target, truth
+
+from foreword.core.drafter import Drafter
+from foreword.core.sampling import Sampling
+from foreword.engine.request import Request
+from foreword.methods import METHODS
+from foreword.model.model import Model
+
+Maker = Callable[[Model, list[Request]], Drafter]
+
+DRAFTERS: dict[str, Maker] = {
+    **{name: lambda model, asked, name=name: drafter(name, model) for name in METHODS},
+    "liar": lambda model, asked: Liar(),
+    "oracle": lambda model, asked: Oracle([full_text(model.hf, request) for request in asked]),
+}
+COMPANY = {
+    "greedy": {"sampling": Sampling(seed=1)},
+    "drawn": {"sampling": Sampling(temperature=1.3, top_p=0.7, seed=2)},
+    "penalised": {"sampling": Sampling(repetition_penalty=1.7, seed=3)},
+    "with a floor": {"sampling": Sampling(temperature=0.9, seed=4), "min_new_tokens": 12},
+    "never drafted for": {"sampling": Sampling(seed=5), "speculate": False},
+    "with logprobs": {"sampling": Sampling(seed=6, logprobs=3)},
+}
+
+every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+
+
+@every_sampling
+@every_drafter
+@pytest.mark.parametrize("company", COMPANY)
+def test_company_does_not_matter(company: str, make: Maker, sampling: Sampling) -> None:
+    model, mine = target(), requests(4, sampling)[2]
+    others = [replace(request, **COMPANY[company]) for request in requests(4, seed=9)]
+    asked = [others[0], mine, *others[1:]]
+    runs = engine(make(model, asked), model, slots=3).generate(asked)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+
+
+@every_sampling
+@every_drafter
+@pytest.mark.parametrize("late", [1, 2, 4])
+def test_when_it_came_does_not_matter(late: int, make: Maker, sampling: Sampling) -> None:
+    model = target()
+    *others, mine = requests(4, sampling)
+    steps = engine(make(model, [*others, mine]), model, slots=2)
+    early = [steps.add(request) for request in others]
+    for _ in range(late):
+        steps.step()
+    running = steps.add(mine)
+    run_to_end(steps)
+    assert running.tokens == truth(model.hf, mine)
+    assert [run.tokens for run in early] == [truth(model.hf, request) for request in others]
+
+
+@every_drafter
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_aborted_company_does_not_matter(after: int, make: Maker) -> None:
+    """One is given up while it waits, reads its prompt or writes; the next takes its slot."""
+    model = target()
+    asked = requests(5, SAMPLINGS["T=0.8"], seed=3)
+    steps = engine(make(model, asked), model, slots=2)
+    first, gone, *rest = [steps.add(request) for request in asked]
+    for _ in range(after):
+        steps.step()
+    steps.abort(gone)
+    written_before = list(gone.tokens)
+    run_to_end(steps)
+    assert gone.finish_reason == "abort" and gone.tokens == written_before
+    assert gone.tokens == truth(model.hf, asked[1])[: len(gone.tokens)]
+    assert [run.tokens for run in (first, *rest)] == [truth(model.hf, request) for request in (asked[0], *asked[2:])]

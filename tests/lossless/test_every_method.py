@@ -1,0 +1,44 @@
+"""The law: whatever the method, the tokens are those that the transformers model writes alone."""
+
+import pytest
+from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, drafter, engine, full_text, requests, target, truth, written
+
+from foreword.methods import METHODS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_writes_the_truth(name: str, sampling: str, slots: int, family: str) -> None:
+    """Six prompts of 1 to 23 tokens: more than there are slots, and longer than a chunk."""
+    model, asked = target(family), requests(6, SAMPLINGS[sampling])
+    found = written(engine(drafter(name, model), model, slots), asked)
+    assert found == [truth(model.hf, request) for request in asked]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_lies_change_nothing(sampling: str, slots: int, family: str) -> None:
+    model, asked = target(family), requests(6, SAMPLINGS[sampling])
+    assert written(engine(Liar(), model, slots), asked) == [truth(model.hf, request) for request in asked]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_truth_hidden_among_lies_is_found(sampling: str, slots: int, family: str) -> None:
+    model, asked = target(family), requests(6, SAMPLINGS[sampling])
+    oracle = Oracle([full_text(model.hf, request) for request in asked])
+    runs = engine(oracle, model, slots).generate(asked)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+    assert all(count == oracle.depth + 1 for run in runs for count in run.accepted[:-1] if count < oracle.depth + 1)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "plain"])
+def test_a_method_is_sometimes_right(name: str) -> None:
+    """The law above would hold for a drafter that never drafts; this one says that the laws see real drafts."""
+    model, asked = target(), requests(6, max_new_tokens=30, ignore_eos=True)
+    runs = engine(drafter(name, model), model).generate(asked)
+    assert sum(len(run.tokens) for run in runs) > 1.1 * sum(len(run.accepted) for run in runs)

@@ -92,29 +92,31 @@ def target(family: str = "llama", dtype: torch.dtype = torch.float64) -> Model:
 # The slow truth --------------------------------------------------------------------------------------------------------
 
 
+_TEXTS: dict[tuple[Any, ...], list[int]] = {}  # what has been written so far; grown as far as a test asks
+
+
 def truth(
     model: PreTrainedModel, request: Request, context: int = CONTEXT, ends: tuple[int, ...] = (END,)
 ) -> list[int]:
     """What plain decoding must write: the whole text through the transformers model for every token, no cache, no draft."""
-    return list(_truth(model, replace(request, stream=None, speculate=True, reuse=False), context, ends))
+    prompt = list(request.prompt)
+    limit = min(len(prompt) + request.max_new_tokens, context)
+    floor = len(prompt) + request.min_new_tokens if request.min_new_tokens else 0
+    text = _TEXTS.setdefault((model, request.prompt, request.sampling, floor, ends), prompt)
+    for place in range(len(request.prompt), limit):
+        if place == len(text):
+            text.append(_next(model, text, request.sampling, floor, ends))
+        if text[place] in ends and not request.ignore_eos:
+            return text[len(request.prompt) : place + 1]
+    return text[len(request.prompt) : limit]
 
 
-@lru_cache(maxsize=None)
-def _truth(model: PreTrainedModel, request: Request, context: int, ends: tuple[int, ...]) -> tuple[int, ...]:
-    text = list(request.prompt)
+def _next(model: PreTrainedModel, text: list[int], sampling: Sampling, floor: int, ends: tuple[int, ...]) -> int:
     table = SamplingTable.empty(1, torch.tensor(ends, dtype=torch.long))
-    floor = len(text) + request.min_new_tokens if request.min_new_tokens else 0
-    table.set(0, request.sampling, floor)
-    rows = table.at(torch.tensor([0]), (0,))
-    limit = min(len(text) + request.max_new_tokens, context)
-    while len(text) < limit:
-        logits = own_logits(model, text)[-1:].unsqueeze(0)
-        seen = torch.tensor(text).bincount(minlength=logits.shape[-1]).view(1, 1, -1)
-        token = int(pick(logits, torch.tensor([[len(text)]]), rows, seen))
-        text.append(token)
-        if token in ends and not request.ignore_eos:
-            break
-    return tuple(text[len(request.prompt) :])
+    table.set(0, sampling, floor)
+    logits = own_logits(model, text)[-1:].unsqueeze(0)
+    seen = torch.tensor(text).bincount(minlength=logits.shape[-1]).view(1, 1, -1)
+    return int(pick(logits, torch.tensor([[len(text)]]), table.at(torch.tensor([0]), (0,)), seen))
 
 
 def full_text(model: PreTrainedModel, request: Request, beyond: int = 8) -> list[int]:

@@ -33,7 +33,7 @@ def test_the_truth_hidden_among_lies_is_found(sampling: str, slots: int, family:
     oracle = Oracle([full_text(model.hf, request) for request in asked])
     runs = engine(oracle, model, slots).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
-    assert all(count == oracle.depth + 1 for run in runs for count in run.accepted[:-1] if count < oracle.depth + 1)
+    assert all(count > oracle.depth for run in runs for count in run.accepted[:-1])
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "plain"])

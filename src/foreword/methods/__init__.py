@@ -1,20 +1,27 @@
-"""The table of methods: name -> where it lives. File name = method name = CLI name = docs page."""
+"""The table of methods: name -> where it lives. File name = method name = CLI name = docs page.
+
+Reading the table imports no method and no torch, so it also says what a listing of the methods needs; the paper stands on
+the method's class too, and a test holds the two together.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from foreword.core.drafter import Drafter
 from foreword.errors import InputError, UnknownMethod
+
+if TYPE_CHECKING:
+    from foreword.core.drafter import Drafter
 
 
 @dataclass(frozen=True)
 class Method:
     place: str  # "module:Class"
     summary: str
+    paper: str
     trained: bool = False
 
     def load(self) -> type[Drafter]:
@@ -23,9 +30,17 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "plain": Method("plain:Plain", "no speculation: one token a round, the baseline of every figure"),
-    "prompt_lookup": Method("prompt_lookup:PromptLookup", "repeats what followed the same words earlier in the text"),
-    "token_recycling": Method("token_recycling:TokenRecycling", "reuses the target's own runner-up tokens"),
+    "plain": Method("plain:Plain", "no speculation: one token a round, the baseline of every figure", paper="-"),
+    "prompt_lookup": Method(
+        "prompt_lookup:PromptLookup",
+        "repeats what followed the same words earlier in the text",
+        paper="Prompt Lookup Decoding, Saxena 2023; LLMA, arXiv 2304.04487",
+    ),
+    "token_recycling": Method(
+        "token_recycling:TokenRecycling",
+        "reuses the target's own runner-up tokens",
+        paper="Token Recycling, arXiv 2408.08696",
+    ),
 }
 
 
@@ -37,7 +52,7 @@ def find(name: str) -> Method:
     raise UnknownMethod(f"no method is called {name!r}; {hint}there are: {', '.join(METHODS)}")
 
 
-def make(name: str, rows: int | None = None, **options: Any) -> Drafter:
+def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
     """A drafter by its name. `rows` bounds the rows of a pass, the root included; None means: what pays here."""
     if rows is not None and rows < 1:
         raise InputError(f"rows is {rows}; a pass has at least 1 row, the root")

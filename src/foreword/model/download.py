@@ -90,10 +90,8 @@ def _bar(name: str, progress: Progress | None) -> Iterator[Show]:
     if progress is not None:
         yield shown_on(progress)
     elif console.is_terminal:
-        speed, left = bars.TransferSpeedColumn(), bars.TimeRemainingColumn()
-        with bars.Progress(
-            bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn(), speed, left, console=console
-        ) as own:
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=None), bars.DownloadColumn())
+        with bars.Progress(*columns, console=console, expand=True) as own:
             yield shown_on(own)
     else:
         print(f"fetching {name}", file=sys.stderr)

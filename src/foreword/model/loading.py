@@ -49,7 +49,15 @@ def choose_dtype(wanted: str | torch.dtype | None, device: torch.device) -> torc
 
 
 def load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in `folder`, ours to rebuild."""
+    """The model in `folder`, ours to rebuild for speed."""
+    model = load_stock(folder, device, dtype)
+    if can_pack(device, dtype):
+        pack(model)
+    return model
+
+
+def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in `folder` as transformers makes it."""
     config = _config(folder)
     family_of(config)
     _refuse_quantised(config)
@@ -64,10 +72,7 @@ def load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> PreT
     finally:
         if shown:
             logging.enable_progress_bar()
-    model = model.eval().requires_grad_(False).to(device)
-    if can_pack(device, dtype):
-        pack(model)
-    return model
+    return model.eval().requires_grad_(False).to(device)
 
 
 def _config(folder: Path) -> Any:

@@ -1,31 +1,74 @@
-"""Faster linears on the CPU, for models that we loaded: weights in the block layout that oneDNN multiplies fastest.
+"""Faster layers on the CPU, for models that we loaded: packed and fused linears, and norms in one kernel.
 
-A stock linear reads its weights well for one row and badly for several; a packed one keeps rows cheap, which is what
-makes a tree of candidates worth checking. The numbers are in docs/performance.md. A packed layer cannot be trained.
+A stock linear reads its weights at full speed for one or two rows and badly for more. In the block layout of oneDNN more
+rows stay cheap, which is what makes a tree of candidates worth checking. Linears that read the same rows (q, k, v; gate,
+up) are one product. The numbers are in docs/performance.md. A packed model cannot be trained.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-# oneDNN picks the block layout for the number of rows it is told to expect; this one serves 1 to 64 rows well.
+# oneDNN picks the layout for the number of rows it is told to expect; this one serves 3 to 64 rows well.
 _ROWS_EXPECTED = 16
+_ROWS_STOCK = 2
+# Keeping the stock layout beside the packed one doubles the weights; larger models run packed only.
+_KEEP_BOTH_BYTES = 2 * 2**30
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class PackedLinear(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, keep_stock: bool) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach()
+        self.weight = weight if keep_stock else None
+        self.bias = bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_EXPECTED)
-        self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, rows: Tensor) -> Tensor:
+        if self.weight is not None and rows.numel() <= _ROWS_STOCK * rows.shape[-1]:
+            return functional.linear(rows, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+class Fusion:
+    """One product for several linears that read the same rows; the first to be asked computes it for all."""
+
+    def __init__(self, linear: PackedLinear) -> None:
+        self.linear = linear
+        self._rows: Tensor | None = None
+        self._out: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self._out is None or self._rows is not rows:
+            self._rows, self._out = rows, self.linear(rows)
+        return self._out
+
+
+class FusedPart(nn.Module):
+    """Stands where one of the fused linears stood: its columns of the common product."""
+
+    def __init__(self, fusion: Fusion, columns: slice) -> None:
+        super().__init__()
+        self.fusion, self.columns = fusion, columns
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.fusion(rows)[..., self.columns]
+
+
+class FusedNorm(nn.Module):
+    """RMSNorm as one kernel; in float32 the same numbers as the five steps of transformers."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -33,8 +76,31 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack(model: nn.Module) -> None:
-    """Replace every linear of the model; an embedding tied to the head keeps its own weights."""
+    """Rebuild a float32 model on the CPU; an embedding tied to the head keeps its own weights."""
+    size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    keep_stock = size <= _KEEP_BOTH_BYTES
     for module in list(model.modules()):
+        for names in FUSED:
+            if all(type(getattr(module, name, None)) is nn.Linear for name in names):
+                _fuse(module, names, keep_stock)
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, PackedLinear(*_weights([child]), keep_stock))
+            elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
+                setattr(module, name, FusedNorm(child))
+
+
+def _fuse(module: nn.Module, names: tuple[str, ...], keep_stock: bool) -> None:
+    linears = [getattr(module, name) for name in names]
+    fusion, first = Fusion(PackedLinear(*_weights(linears), keep_stock)), 0
+    for name, linear in zip(names, linears, strict=True):
+        setattr(module, name, FusedPart(fusion, slice(first, first + linear.out_features)))
+        first += linear.out_features
+
+
+def _weights(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of linears on top of one another."""
+    weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears)), "linears that are fused have all a bias or none"
+    return weight, torch.cat(biases) if biases else None

@@ -1,0 +1,103 @@
+"""After every round the cache holds, for every slot, exactly what the transformers model keeps of the same text."""
+
+import pytest
+import torch
+from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, engine, full_text, own_cache, requests, target
+
+from foreword.core.drafter import Drafter
+from foreword.core.state import Lanes
+from foreword.engine.engine import Engine
+from foreword.engine.lockstep import Lockstep
+from foreword.methods import METHODS, make
+
+KINDS = ["liar", "oracle", "oracle chain", *METHODS]
+
+
+def drafter_of(kind: str, texts: list[list[int]]) -> Drafter:
+    oracles = {"oracle": Oracle(texts), "oracle chain": Oracle(texts, lies=0, as_chain=True)}
+    return {"liar": Liar(), **oracles}.get(kind) or make(kind)
+
+
+def texts_in(steps: Engine) -> dict[int, list[int]]:
+    """What each slot's cache ought to hold."""
+    inside = {s: [*run.request.prompt, *run.tokens][: run.length] for s, run in steps.slots.running.items()}
+    return inside | {slot: list(text) for slot, text in steps.slots.left.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cache_equals_a_fresh_prefill(kind: str, family: str) -> None:
+    """Of running and of left slots: a left one may still be built upon."""
+    model, asked = target(family), requests(4, SAMPLINGS["T=0.8"], max_new_tokens=9)
+    steps = engine(drafter_of(kind, [full_text(model.hf, request) for request in asked]), model, slots=3)
+    for request in asked:
+        steps.add(request)
+    while steps.busy:
+        steps.step()
+        for slot, text in texts_in(steps).items():
+            if slot in steps.slots.running:
+                assert model.cache.length[slot] == len(text)
+            for layer, (keys, values) in enumerate(own_cache(model.hf, text) if text else []):
+                torch.testing.assert_close(model.cache.keys[layer][slot, :, : len(text)], keys, atol=1e-10, rtol=0)
+                torch.testing.assert_close(model.cache.values[layer][slot, :, : len(text)], values, atol=1e-10, rtol=0)
+
+
+def snapshot(steps: Engine, slot: int) -> list[torch.Tensor]:
+    """Everything that is kept of a slot."""
+    cache, state = steps.target.cache, steps.state
+    columns = [cache.length, state.roots, state.tokens[:, :-1], state.alive_slots]
+    return [tensor[slot].clone() for tensor in (*cache.keys, *cache.values, *columns)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["liar", "oracle", "oracle chain", "plain"])
+def test_a_slot_that_is_not_in_the_round_is_not_touched(kind: str) -> None:
+    """Slot 1 is left early; what it held stays, bit for bit, while its neighbours write."""
+    model, asked = target(), requests(3, max_new_tokens=30, ignore_eos=True)
+    steps = engine(drafter_of(kind, [full_text(model.hf, request) for request in asked]), model, slots=3)
+    runs = [steps.add(request) for request in asked]
+    for _ in range(3):
+        steps.step()
+    steps.abort(runs[1])
+    before = snapshot(steps, runs[1].slot)
+    steps.step()
+    assert steps.busy and same(before, snapshot(steps, runs[1].slot))
+
+
+@pytest.mark.parametrize("kind", ["liar", "oracle", "oracle chain", "plain"])
+def test_a_frozen_slot_commits_nothing(kind: str) -> None:
+    """A slot that is in the round but no longer alive keeps its length, root, text and committed rows."""
+    model, asked = target(), requests(3, max_new_tokens=30, ignore_eos=True)
+    drafter = drafter_of(kind, [full_text(model.hf, request) for request in asked])
+    steps = engine(drafter, model, slots=3)
+    runs = [steps.add(request) for request in asked]
+    while not all(run.ready and run.tokens for run in runs):
+        steps.step()
+    steps.state.alive_slots[1] = False
+    length = int(model.cache.length[1])
+    before = snapshot(steps, 1)
+    lanes = Lanes.of([0, 1, 2], int(model.cache.length.max()))
+    with torch.inference_mode():
+        emission = Lockstep(model, drafter).round(steps.state.at(lanes))
+    assert emission.count[1] == 0 and not emission.ended[1] and emission.drafted[1] == 0
+    assert emission.count[0] > 0 and emission.count[2] > 0
+    for one, other in zip(before, snapshot(steps, 1), strict=True):
+        # Rows past the length are scratch, for a frozen slot too.
+        assert torch.equal(one[:, :length], other[:, :length]) if one.ndim == 3 else torch.equal(one, other)
+
+
+def test_the_text_in_the_state_is_the_text_that_was_written() -> None:
+    model, asked = target(), requests(4, SAMPLINGS["T=0.8"])
+    steps = engine(Oracle([full_text(model.hf, request) for request in asked]), model, slots=2)
+    for request in asked:
+        steps.add(request)
+    while steps.busy:
+        steps.step()
+        for slot, run in steps.slots.running.items():
+            text = [*run.request.prompt, *run.tokens]
+            assert steps.state.tokens[slot, : len(text)].tolist() == text
+            if run.ready:
+                assert int(steps.state.roots[slot]) == text[-1]

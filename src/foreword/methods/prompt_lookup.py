@@ -8,6 +8,9 @@ Paper: Saxena, Prompt Lookup Decoding (2023); also LLMA (arXiv 2304.04487).
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
 import torch
 from torch import Tensor
 
@@ -25,12 +28,13 @@ class PromptLookup(Drafter):
     def __init__(
         self,
         rows: int | None = None,
-        max_match: int = 4,
+        max_match: int = 5,
         min_match: int = 1,
-        trust: tuple[float, ...] = (0.25, 0.5, 0.7, 0.85),
+        trust: tuple[float, ...] = (0.2, 0.55, 0.65, 0.8, 0.9),
     ) -> None:
-        """Matches of `min_match` to `max_match` tokens count. `trust[m - 1]` is the chance that a token proposed after a
-        match of m tokens is right; with the machine's row cost it settles how long the chain is."""
+        """Matches of `min_match` to `max_match` tokens count. `trust[m - 1]` is the chance that the token after a match of
+        m tokens is right; once it is, the match is longer by one. With the machine's row cost that settles how far a
+        chain reaches; the defaults suit the default model."""
         if not 1 <= min_match <= max_match:
             raise InputError(f"prompt_lookup: need 1 <= min_match <= max_match, got {min_match} and {max_match}")
         if len(trust) < max_match or not all(0 <= chance < 1 for chance in trust):
@@ -76,9 +80,13 @@ class PromptLookup(Drafter):
             cost = [self.target.cost(batch * n) for n in rows]
             sizes = [1]
             for match in range(1, self.max_match + 1):
-                chance = self.trust[match - 1] if match >= self.min_match else 0.0
-                gain = [sum(chance**i for i in range(n)) / cost[n - 1] for n in rows]
-                forced = self.rows if self.rows and match >= self.min_match else None
-                sizes.append(forced or rows[gain.index(max(gain))])
+                gain = [promised / spent for promised, spent in zip(self._promise(match), cost, strict=True)]
+                wanted = self.rows or rows[gain.index(max(gain))]
+                sizes.append(wanted if match >= self.min_match else 1)
             self._sizes[batch] = torch.tensor(sizes, device=self.tree.parent.device)
         return self._sizes[batch]
+
+    def _promise(self, match: int) -> list[float]:
+        """Tokens that 1 .. nodes rows are expected to decide after a match: every right one makes the match longer."""
+        chances = [self.trust[min(match + i, self.max_match) - 1] for i in range(self.shape.nodes - 1)]
+        return list(accumulate(accumulate(chances, mul), initial=1.0))

@@ -13,6 +13,8 @@ import platform
 import time
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXT = 256
-REPEATS = 4
+REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -55,23 +57,49 @@ def curve_for(model: Model) -> CostCurve:
         kept = json.loads(file.read_text(encoding="utf-8"))
         return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]))
     except (OSError, ValueError, KeyError, TypeError):
-        curve = measure(model)
-    file.parent.mkdir(exist_ok=True)
-    written = file.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps({"what": _description(model), **asdict(curve)}, indent=1), encoding="utf-8")
-    os.replace(written, file)
+        tries = measure(model)
+    curve = tries.curve()
+    if tries.steady:  # what a busy machine shows is used once and not remembered
+        _keep(file, {"what": _description(model), **asdict(curve)})
     return curve
 
 
+def _keep(file: Path, content: dict[str, object]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    written = file.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    os.replace(written, file)
+
+
+@dataclass(frozen=True)
+class Tries:
+    """Seconds of several passes at each row count."""
+
+    rows: tuple[int, ...]
+    seconds: list[list[float]]
+
+    @property
+    def steady(self) -> bool:
+        """The usual try was not much slower than the best: nothing else kept the machine busy."""
+        return all(median(tries) <= 1.3 * min(tries) for tries in self.seconds)
+
+    def curve(self) -> CostCurve:
+        """The quickest of each: whatever else the machine does can only add time. More rows never cost less than fewer,
+        nor more than passes of one row each."""
+        best = [min(tries) for tries in self.seconds]
+        bounded = [min(time, rows * best[0]) for rows, time in zip(self.rows, best, strict=True)]
+        return CostCurve(self.rows, tuple(accumulate(bounded, max)))
+
+
 @torch.inference_mode()
-def measure(model: Model, rows: tuple[int, ...] = ROWS) -> CostCurve:
+def measure(model: Model, rows: tuple[int, ...] = ROWS) -> Tries:
     """Time passes over a short text. The model's cache is replaced, so this comes before an engine takes it."""
     rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
     model.allocate(1, CONTEXT, max(rows))
     model.cache.length.fill_(CONTEXT - 1)
-    # The quickest of a few interleaved tries: whatever else the machine does can only add time.
-    best = [min(tries) for tries in zip(*[[_time(model, count) for count in rows] for _ in range(REPEATS)], strict=True)]
-    return CostCurve(rows, tuple(accumulate(best, max)))
+    for count in rows:
+        _time(model, count)
+    return Tries(rows, [[_time(model, count) for _ in range(REPEATS)] for count in rows])
 
 
 def _time(model: Model, rows: int) -> float:

@@ -1,0 +1,96 @@
+"""The `foreword` command: its sub-commands, and the one place where errors turn into a line and an exit status.
+
+What Foreword raises on purpose is a line on stderr and status 2; Ctrl-C is status 130; anything else is a bug and keeps
+its traceback.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from foreword import __version__
+from foreword.cli.chat import CHAT_EXAMPLES, chat
+from foreword.cli.console import complain, notes
+from foreword.cli.doctor import DOCTOR_EXAMPLES, doctor
+from foreword.cli.generate import GENERATE_EXAMPLES, generate
+from foreword.cli.methods import METHODS_EXAMPLES, methods
+from foreword.cli.options import unfold
+from foreword.cli.prove import PROVE_EXAMPLES, prove
+from foreword.errors import ForewordError
+
+
+class Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ForewordError as error:
+            complain(error)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            if notes().is_terminal:
+                notes().print()  # the shell's prompt belongs on a line of its own
+            raise typer.Exit(130) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foreword {__version__}")
+        raise typer.Exit
+
+
+def _paragraphs(text: str | None) -> str:
+    """A docstring with its lines joined again: how wide they are is for the reader's terminal to say."""
+    return "\n\n".join(part.replace("\n", " ") for part in inspect.cleandoc(text or "").split("\n\n"))
+
+
+ABOUT = """
+Make a language model write faster without changing a single token of what it writes.
+
+A method guesses several tokens ahead, the model checks all guesses in one pass, and only what the model itself would
+have written is kept. Without --model, SmolLM2-135M-Instruct is used and fetched once (about 90 MB).
+"""
+
+
+@app.callback(help=_paragraphs(ABOUT), epilog="Every command explains itself: foreword COMMAND --help")
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What comes before every command."""
+    _hush()
+
+
+def _hush() -> None:
+    """Keep the libraries below from writing between our lines; what they warn of is not about this run."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not notes().is_terminal:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+for command, examples in (
+    (generate, GENERATE_EXAMPLES),
+    (chat, CHAT_EXAMPLES),
+    (methods, METHODS_EXAMPLES),
+    (doctor, DOCTOR_EXAMPLES),
+    (prove, PROVE_EXAMPLES),
+):
+    app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))

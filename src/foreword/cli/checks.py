@@ -1,0 +1,204 @@
+"""What `foreword doctor` looks at, one function a check: the machine, the cache folder, the model, and a real run.
+
+Each check says what it found and, where something is wrong, what to do. Nothing here raises what Foreword raises on
+purpose: a fault is a finding.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from foreword.api import load
+from foreword.cli.console import waiting
+from foreword.errors import ForewordError
+from foreword.methods import METHODS
+from foreword.model.hub import default_model, resolve
+from foreword.model.loading import choose_device, choose_dtype
+from foreword.model.storage import home, place
+
+if TYPE_CHECKING:
+    from foreword.api import LLM
+    from foreword.cli.options import ModelOptions
+    from foreword.results import Result
+
+LEAST = {"torch": (2, 11), "transformers": (5, 17)}
+ROOMY = 2 << 30  # bytes: the default model in float32, its packed copy and a cache
+TRIED = ("prompt_lookup", "token_recycling")
+TEST_PROMPTS = (
+    "Write the numbers from one to twenty in words, separated by commas.",
+    "Explain in two sentences why the sea is salty.",
+)
+TEST_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    status: Literal["ok", "warn", "fail"]
+    said: str
+    do: str = ""
+
+
+def examine(model: ModelOptions, fetch: bool) -> Iterator[Finding]:
+    """Every check in turn, the quick ones first."""
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform(terse=True)}")
+    yield from (_package(name) for name in LEAST)
+    yield from _device(model)
+    yield _threads(model.threads)
+    yield _onednn()
+    yield _memory()
+    yield from _cache()
+    yield _drafters()
+    found = _model(model, fetch)
+    yield found
+    if found.status == "ok":
+        yield from _self_test(model)
+    else:
+        yield Finding("self-test", "warn", "skipped: it needs the model", "")
+
+
+def _package(name: str) -> Finding:
+    found = version(name)
+    least = ".".join(map(str, LEAST[name]))
+    numbers = tuple(int(part) for part in found.split(".")[:2])
+    if numbers < LEAST[name]:
+        return Finding(name, "fail", f"{found}, {least} or later is needed", f"pip install --upgrade '{name}>={least}'")
+    return Finding(name, "ok", found)
+
+
+def _device(model: ModelOptions) -> Iterator[Finding]:
+    try:
+        device = choose_device(model.device)
+        dtype = str(choose_dtype(model.dtype, device)).removeprefix("torch.")
+    except ForewordError as error:
+        yield Finding("device", "fail", str(error))
+        return
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    said = f"{device}; GPUs that torch sees: {', '.join(gpus) or 'none'}"
+    yield Finding("device", "ok", said)
+    exact = "texts are equal token for token" if dtype in ("float32", "float64") else "texts are equal up to near-ties"
+    yield Finding("dtype", "ok", f"{dtype}: {exact}")
+
+
+def _threads(wanted: int | None) -> Finding:
+    threads, cores = wanted or torch.get_num_threads(), _cores()
+    said = f"{threads}, on {cores} cores"
+    if threads > cores:
+        return Finding("threads", "warn", said, f"threads that wait for each other are slow: --threads {cores}")
+    return Finding("threads", "ok", said)
+
+
+def _cores() -> int:
+    """The cores this process may use, not those the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _onednn() -> Finding:
+    if torch.backends.mkldnn.is_available():
+        return Finding("oneDNN", "ok", "available: candidates are cheap to check on the CPU")
+    return Finding("oneDNN", "warn", "not in this torch: on the CPU every candidate costs", "install torch from its wheels")
+
+
+def _memory() -> Finding:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return Finding("memory", "ok", "this system does not tell how much is free")
+    if free < ROOMY:
+        return Finding("memory", "warn", f"{_size(free)} free", "close something, or choose a smaller --max-context")
+    return Finding("memory", "ok", f"{_size(free)} free")
+
+
+def _cache() -> Iterator[Finding]:
+    try:
+        folder = home()
+    except ForewordError as error:
+        yield Finding("cache folder", "fail", str(error))
+        return
+    yield Finding("cache folder", "ok", f"{folder}, writable")
+    kept = sorted([*folder.glob("models/*/"), *folder.glob("gguf/*/")])
+    names = [f"{one.name} ({_size(sum(file.stat().st_size for file in one.iterdir()))})" for one in kept]
+    costs = len([*folder.glob("costs/*.json")])
+    yield Finding("in the cache", "ok", f"models: {', '.join(names) or 'none'}; measured row costs: {costs}")
+
+
+def _drafters() -> Finding:
+    trained = [name for name, method in METHODS.items() if method.trained]
+    said = f"needed by {', '.join(trained)}" if trained else "none shipped, and no method here needs one"
+    return Finding("drafters", "ok", said)
+
+
+def _model(model: ModelOptions, fetch: bool) -> Finding:
+    if model.model is None and not (fetch or model.is_here()):
+        said = f"{model.name}: not fetched yet (about 90 MB, once)"
+        return Finding("model", "warn", said, "foreword doctor --fetch fetches it; so does the first text")
+    try:
+        folder = default_model() if model.model is None else resolve(model.model)
+    except ForewordError as error:
+        return Finding("model", "fail", str(error))
+    return Finding("model", "ok", f"{model.name}, in {folder}")
+
+
+def _self_test(model: ModelOptions) -> Iterator[Finding]:
+    """The same text from every method, and how fast each wrote it."""
+    try:
+        with waiting("self-test: plain"):
+            llm = load(model.model, "plain", slots=1, **model.where())
+            _write(llm)  # the first text pays for warming up
+            plain = _write(llm)
+        for method in TRIED:
+            with waiting(f"self-test: {method}"):
+                found = _write(llm.use(method))
+            yield _compare(method, plain, found, str(llm.model.dtype).removeprefix("torch."))
+        yield _curve(llm)
+    except ForewordError as error:
+        yield Finding("self-test", "fail", str(error))
+
+
+def _write(llm: LLM) -> list[Result]:
+    return [llm.generate(prompt, max_new_tokens=TEST_TOKENS, ignore_eos=True) for prompt in TEST_PROMPTS]
+
+
+def _compare(method: str, plain: list[Result], found: list[Result], dtype: str) -> Finding:
+    check = f"self-test {method}"
+    if [one.tokens for one in found] != [one.tokens for one in plain]:
+        if dtype in ("float32", "float64"):
+            return Finding(check, "fail", "wrote another text than plain decoding", "foreword prove tells where; report it")
+        said = f"wrote another text than plain decoding; in {dtype} near-ties may fall either way"
+        return Finding(check, "warn", said, f"foreword prove --methods {method} tells ties from bugs")
+    tokens, rounds = (sum(getattr(one.stats, name) for one in found) for name in ("new_tokens", "rounds"))
+    ratio = sum(one.stats.decode_s for one in plain) / sum(one.stats.decode_s for one in found)
+    said = f"same {tokens} tokens as plain; {tokens / rounds:.2f} tokens/round, {ratio:.2f}x its speed"
+    if ratio < 0.9:
+        return Finding(check, "warn", said, "slower than plain: try again when the machine is quiet, and see row costs")
+    return Finding(check, "ok", said)
+
+
+def _curve(llm: LLM) -> Finding:
+    """A pass over many candidates should cost little more than over one; a curve measured on a busy machine misleads."""
+    curve = llm.model.curve
+    if curve is None:
+        return Finding("row costs", "ok", "not measured: no method asked")
+    costs = ", ".join(f"{rows} rows x{curve.relative(rows):.1f}" for rows in (4, 16, 64))
+    said = f"1 row {1000 * curve.at(1):.0f} ms, {costs}"
+    if curve.relative(16) > 8:
+        again = f"if the machine was busy when they were measured, delete {place() / 'costs'} to measure again"
+        return Finding("row costs", "warn", f"{said}: guessing pays little here", again)
+    return Finding("row costs", "ok", said)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

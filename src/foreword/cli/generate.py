@@ -1,0 +1,151 @@
+"""`foreword generate`: a prompt, or a file of them, in; text or JSON out.
+
+One text streams as it is decided. Several are written side by side and come out in their order, each exactly as
+`LLM.generate` would write the list under the same seed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreword.cli.console import bar, end_line, figures, note, print_json, screen
+from foreword.cli.options import WRITING, Json, MethodOptions, ModelOptions, Slots, WritingOptions
+from foreword.errors import PromptError
+
+if TYPE_CHECKING:
+    from foreword.api import LLM
+    from foreword.results import Result
+
+GENERATE_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword generate "Why is the sky blue?"
+
+  cat letter.txt | foreword generate - --temperature 0.7 --seed 1
+
+  foreword generate "def fibonacci(n):" --raw --method prompt_lookup --max-new-tokens 64
+
+  foreword generate --prompts questions.jsonl --limit 20 --json > answers.jsonl
+"""
+
+
+def generate(
+    model: ModelOptions,
+    method: MethodOptions,
+    writing: WritingOptions,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="PROMPT", help="What to answer; `-`, or nothing in a pipe, reads it from standard input."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer every prompt of a file: one a line, or JSON lines with prompt, turns, messages or conversations "
+            "(of several turns the first). With --json the answers are JSON lines, in order, each with its id.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts of the file.")] = None,
+    n: Annotated[
+        int, typer.Option(min=1, metavar="N", help="So many samples of each prompt; they differ above temperature 0.")
+    ] = 1,
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", metavar="", help="Continue the prompt as it stands, without the chat template.", rich_help_panel=WRITING
+        ),
+    ] = False,
+    slots: Slots = 4,
+    json: Json = False,
+) -> None:
+    """Answer a prompt, and stream the answer as it is written.
+
+    The model answers as in a chat; with --raw it continues the text instead. On a terminal a last line tells how many
+    tokens each pass of the model brought (plain decoding brings 1) and how fast that was.
+    """
+    settings = writing.settings(json) | {"chat": not raw}
+    asked = _asked(prompt, prompts, limit)
+    with model.load(method, slots if len(asked) * n > 1 else 1) as llm:
+        if len(asked) * n > 1 or prompts:
+            _write_all(llm, asked, n, json, settings)
+        elif json:
+            print_json(llm.stream(asked[0][1], **settings).result.to_dict())
+        else:
+            _write_one(llm, asked[0][1], settings)
+
+
+def _asked(prompt: str | None, file: Path | None, limit: int | None) -> list[tuple[str | None, Any]]:
+    """The prompts, each with its id in the file."""
+    if file is not None:
+        from foreword.text import read_prompts  # noqa: PLC0415  start-up time
+
+        if prompt is not None:
+            raise typer.BadParameter("give a prompt or --prompts FILE, not both")
+        rows = read_prompts(file, limit)
+        return [(row.id, row.turns[0] if row.messages is None else row.first()) for row in rows]
+    if limit is not None:
+        raise typer.BadParameter("it counts prompts of a file: add --prompts FILE", param_hint="--limit")
+    if prompt is None and sys.stdin.isatty():
+        raise typer.BadParameter("give a prompt, pipe one in, or name a file with --prompts")
+    return [(None, _standard_input() if prompt in (None, "-") else prompt)]
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8 ({error.reason}); convert it") from error
+
+
+def _write_one(llm: LLM, prompt: Any, settings: dict[str, Any]) -> None:
+    stream = llm.stream(prompt, **settings)
+    for piece in stream:
+        typer.echo(piece, nl=False)
+    end_line(stream.result.text)
+    note(figures([stream.result]))
+
+
+def _write_all(llm: LLM, asked: list[tuple[str | None, Any]], n: int, json: bool, settings: dict[str, Any]) -> None:
+    labels = [
+        ({} if name is None else {"id": name}) | ({} if n == 1 else {"sample": i}) for name, _ in asked for i in range(n)
+    ]
+    started = time.perf_counter()
+    done: list[Result] = []
+    results = _results(llm, asked, n, settings)
+    with bar("writing", shown=not screen().is_terminal) as show:  # on a terminal the answers themselves show progress
+        show("writing", 0, len(labels))
+        for label, result in zip(labels, results, strict=True):
+            if json:
+                print_json(label | result.to_dict())
+            else:
+                _print_answer(" ".join(f"{key} {value}" for key, value in label.items()), result)
+            done.append(result)
+            show("writing", len(done), len(labels))
+    note(figures(done, time.perf_counter() - started))
+
+
+def _results(llm: LLM, asked: list[tuple[str | None, Any]], n: int, settings: dict[str, Any]) -> Iterator[Result]:
+    """One after the other, while the slots work on those to come."""
+    from foreword.core.sampling import Sampling  # noqa: PLC0415  imports torch
+
+    seed = Sampling(seed=settings["seed"]).seeded()
+    prompts = [prompt for _, prompt in asked for _ in range(n)]
+    # All enter the queue now: a prompt that cannot be used is refused before the first answer is written.
+    streams = [llm.stream(one, **settings | {"seed": seed.derived(i).seed}) for i, one in enumerate(prompts)]
+    return (stream.result for stream in streams)
+
+
+def _print_answer(label: str, result: Result) -> None:
+    console = screen()
+    if console.is_terminal:
+        console.rule(label, style="dim", align="left")
+    typer.echo(result.text, nl=False)
+    end_line(result.text)
+    if not console.is_terminal:
+        typer.echo()

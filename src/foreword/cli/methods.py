@@ -1,0 +1,35 @@
+"""`foreword methods`: the table of methods, read without importing one of them."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from foreword.cli.console import print_json, screen
+from foreword.cli.options import Json
+from foreword.methods import METHODS
+
+METHODS_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword methods
+
+  foreword generate "Why is the sky blue?" --method prompt_lookup
+"""
+
+
+def methods(json: Json = False) -> None:
+    """List the methods: the ways of guessing what the model will write next.
+
+    A trained method needs a small drafter of its own, made for the model; the others work with any model at once. The
+    text is the same with each of them: `foreword prove` shows it.
+    """
+    if json:
+        fields = {
+            name: {"summary": one.summary, "trained": one.trained, "paper": one.paper} for name, one in METHODS.items()
+        }
+        print_json({"methods": fields})
+        return
+    table = Table("method", "what it does", "trained", "paper", box=None, pad_edge=False, header_style="dim")
+    for name, one in METHODS.items():
+        table.add_row(f"[bold]{name}[/]", one.summary, "yes" if one.trained else "no", one.paper)
+    screen().print(table)

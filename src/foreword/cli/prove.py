@@ -1,0 +1,158 @@
+"""`foreword prove`: every method against plain decoding, token for token, greedy and sampled, as a table or JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from foreword.cli.console import bar, note, print_json, screen
+from foreword.cli.options import Json, MethodOptions, ModelOptions, Slots
+from foreword.errors import StorageError
+from foreword.methods import METHODS, find
+from foreword.text.prompts import NO_CATEGORY, Prompt, read_prompts, spread
+
+if TYPE_CHECKING:
+    from foreword.prove import Difference, MethodProof, Report
+
+PROVE_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword prove
+
+  foreword prove --methods token_recycling --prompts questions.jsonl --per-group 5
+
+  foreword prove --model ./my-model --dtype bfloat16 --temperature 1 --out proof/ --json
+"""
+
+# Questions, instructions, code, tables, other languages and loops: texts that drafters find easy, and some they do not.
+PROMPTS = (
+    "Why is the sky blue?",
+    "Write the numbers from one to thirty in words, separated by commas.",
+    "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take? Think step by step.",
+    "Translate into French: The library opens at nine, and closes when the last reader has gone home.",
+    "Summarise in one sentence: Bees visit flowers for nectar and pollen. As they go, pollen sticks to their fur and "
+    "reaches other flowers. Many crops depend on this. Where bees vanish, harvests of fruit and nuts shrink.",
+    "List five rivers of Europe as a Markdown table with the columns river, length and mouth.",
+    "Write a short poem about a lighthouse that has lost its sea.",
+    'Reply with JSON only: an object with the keys "name", "age" and "skills" for an imaginary engineer.',
+    "Repeat after me, ten times, one per line: the quick brown fox.",
+)
+SHOWN = 10  # differences on the screen; all of them are in the files
+
+
+def _named(wanted: str) -> list[str]:
+    """`all`, or names separated by commas."""
+    names = [name for name in METHODS if name != "plain"] if wanted == "all" else wanted.split(",")
+    for name in names:
+        find(name)
+    return names
+
+
+def prove(
+    model: ModelOptions,
+    methods: Annotated[str, typer.Option(metavar="NAMES", help="Methods to test, separated by commas, or `all`.")] = "all",
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts to test on. Default: ten that are built in.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
+    per_group: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="At most N prompts of each category of the file.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens a text may have.")] = 64,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="X", help="Of the sampled texts, which are tested beside the greedy ones; 0: greedy only."
+        ),
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the sampled texts.")] = 0,
+    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many candidates in a pass.")] = None,
+    slots: Slots = 4,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write proof.json and proof.md into this folder.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Prove that speculation changes no token: each method must write exactly what plain decoding writes.
+
+    Every prompt is written greedily and once more with a fixed seed. In float32 and float64 all tokens must be equal. In
+    a narrower dtype near-ties may fall either way: a float64 pass over the same text then tells a tie from a bug. Exit
+    status 1 if there is a bug.
+    """
+    names, asked = _named(methods), _asked(prompts, limit, per_group)
+    if out is not None:
+        _make_folder(out)
+    with model.load(MethodOptions(method="plain"), slots) as llm, bar("plain") as show:
+        from foreword.core.sampling import Sampling  # noqa: PLC0415  imports torch
+        from foreword.prove import prove as run  # noqa: PLC0415  imports torch
+
+        samplings = [Sampling(seed=seed)] + ([Sampling(temperature=temperature, seed=seed)] if temperature else [])
+        report = run(llm, names, asked, samplings, max_new_tokens, rows, progress=show)
+    if json:
+        print_json(report.to_dict())
+    else:
+        _print(report)
+    if out is not None:
+        note(f"written: {', '.join(str(file) for file in report.write(out))}")
+    if report.bugs:
+        raise typer.Exit(1)
+
+
+def _asked(file: Path | None, limit: int | None, per_group: int | None) -> list[Prompt]:
+    if file is None:
+        prompts = [Prompt(str(number), NO_CATEGORY, [text]) for number, text in enumerate(PROMPTS, 1)]
+    else:
+        prompts = read_prompts(file)
+    if per_group is not None:
+        prompts = spread(prompts, per_group)
+    return prompts[:limit]
+
+
+def _make_folder(out: Path) -> None:
+    """Now, and not after an hour of proving."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"the folder {out} cannot be made ({error.strerror}); name another with --out") from error
+
+
+def _print(report: Report) -> None:
+    table = Table("method", "sampling", box=None, pad_edge=False, header_style="dim")
+    for head in ("prompts", "identical", "tokens", "ties", "bugs", "tokens/round", "seconds"):
+        table.add_column(head, justify="right")
+    for name, proof in report.methods.items():
+        for sampling, part in proof.samplings.items():
+            table.add_row(Text(name, "bold"), sampling, *_figures(part))
+    screen().print(table)
+    differences = [(name, one) for name, proof in report.methods.items() for one in proof.differences]
+    differences.sort(key=lambda pair: pair[1].verdict)  # bugs before ties
+    for name, one in differences[:SHOWN]:
+        screen().print(_difference(name, one), soft_wrap=True)
+    if len(differences) > SHOWN:
+        screen().print(f"and {len(differences) - SHOWN} more differences: --out DIR keeps them all")
+    screen().print(_verdict(report))
+
+
+def _figures(proof: MethodProof) -> list[Text]:
+    counts = [Text(str(count)) for count in (proof.prompts, proof.identical, proof.tokens, proof.ties)]
+    bugs = Text(str(proof.bugs), "bold red" if proof.bugs else "green")
+    return [*counts, bugs, Text(f"{proof.tokens_per_round:.2f}"), Text(f"{proof.seconds:.1f}")]
+
+
+def _difference(name: str, one: Difference) -> Text:
+    style = "bold red" if one.verdict == "bug" else "yellow"
+    gap = "" if one.gap is None else f", {one.gap:.2g} apart where the run errs by {one.error:.2g}"
+    place = f"{name}, prompt {one.prompt}, {one.sampling}, new token {one.position}"
+    return Text.assemble((one.verdict, style), f"  {place}: {one.plain.text!r} against {one.method.text!r}{gap}")
+
+
+def _verdict(report: Report) -> Text:
+    if report.bugs:
+        return Text(f"{report.bugs} bugs: the text is not the one that plain decoding writes", "bold red")
+    ties = f", apart from {report.ties} proven ties" if report.ties else ""
+    return Text(f"no bugs: every token equals plain decoding's{ties}", "green")

@@ -1,0 +1,282 @@
+"""Where a method and plain decoding part, the referee says whether that was a tie or a bug.
+
+In: the text up to there, the sampling and the two tokens. The target is asked again in float64, by transformers alone,
+without a cache or a walk of ours. It is a tie if rounding as large as the run's own can turn the choice: the scores lie
+within twice the run's error at these two tokens, or the likelier token sits on a filter's edge by that margin.
+
+The run's error is measured on its own passes over the same text, in several shapes. What they deviate beyond anything
+that transformers' own pass does in the same dtype is no rounding, and excuses nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from foreword.core.draft import Draft, Tree
+from foreword.core.needs import Needs
+from foreword.core.sampling import Kind, Sampling, SamplingTable, judge
+from foreword.core.state import Lanes
+from foreword.engine.engine import PREFILL_CHUNK
+from foreword.errors import CapacityError, ModelNotFound, ModelUnsupported
+from foreword.model.cache import SlotCache
+from foreword.model.loading import load_weights
+from foreword.model.model import Model
+from foreword.prove.report import Reason, Verdict
+
+PASS_ROWS = (1, 4, 16)
+"""Rows of the passes that the run's error is measured on: plain decoding's shape, a small draft's and a large one's."""
+
+NUCLEUS_ROUNDING = 2.0**-20
+"""The mass of the top-p nucleus is summed in float32, whatever the model computes in."""
+
+Standing = Literal["kept", "dropped", "top-k edge", "top-p edge", "min-p edge"]
+
+
+@dataclass(frozen=True)
+class Ruling:
+    plain_score: float | None
+    method_score: float | None
+    gap: float | None
+    error: float | None
+    verdict: Verdict
+    reason: Reason
+
+
+class Referee:
+    """The float64 copy of the model is made when the first difference appears: a proof without any costs nothing."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._ruled: dict[tuple[object, ...], Ruling] = {}
+
+    @cached_property
+    def exact(self) -> Any:
+        return exact_copy(self.model)
+
+    def rule(self, text: Sequence[int], sampling: Sampling, plain: int, method: int) -> Ruling:
+        """The verdict on `plain` against `method` as the token after `text`. Methods often part at the same places."""
+        case = (tuple(text), sampling, plain, method)
+        if case not in self._ruled:
+            self._ruled[case] = self._rule(tuple(text), sampling, plain, method)
+        return self._ruled[case]
+
+    @torch.inference_mode()
+    def _rule(self, text: tuple[int, ...], sampling: Sampling, plain: int, method: int) -> Ruling:
+        scoring = Scoring.of(text, sampling, self.model)
+        logits = own_logits(self.exact, text)
+        scores, scaled = scoring.scores(logits), scoring.scaled(logits)
+        error = self._error(text, scoring, scores, [plain, method])
+        score = {token: float(scores[token]) for token in (plain, method)}
+        ahead, behind = sorted(score, key=lambda token: score[token], reverse=True)
+        gap = score[ahead] - score[behind]
+        stands = [standing(scaled, token, sampling, 2 * error) for token in (ahead, behind)]
+        return Ruling(score[plain], score[method], gap, error, *decide(gap, 2 * error, *stands))
+
+    def _error(self, text: tuple[int, ...], scoring: Scoring, scores: Tensor, tokens: list[int]) -> float:
+        """How far the run's passes are off at the tokens, at most as far as transformers' own pass is off anywhere."""
+        passes = [scoring.scores(last_logits(self.model, text, rows)) for rows in PASS_ROWS]
+        measured = max(float((one - scores)[tokens].abs().max()) for one in passes)
+        own = scoring.scores(own_logits(self.model.hf, text))
+        return min(measured, float((own - scores).abs().max()))
+
+
+def decide(gap: float, margin: float, ahead: Standing, behind: Standing) -> tuple[Verdict, Reason]:
+    """`ahead` is how the token of the higher score stands with the filters, `behind` the other one.
+
+    Only a filter that may or may not drop the token ahead lets the other one win across a wide gap.
+    """
+    if "dropped" in (ahead, behind):
+        return "bug", "filter"
+    if gap <= margin:
+        return "tie", "gap"
+    if ahead == "kept" or ahead == "dropped":
+        return "bug", "gap"
+    return "tie", ahead
+
+
+# Scores -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the token after a text is chosen, for one row of logits [V]."""
+
+    table: SamplingTable
+    position: Tensor  # [1, 1]
+    seen: Tensor  # [1, 1, V]
+
+    @staticmethod
+    def of(text: Sequence[int], sampling: Sampling, model: Model) -> Scoring:
+        table = SamplingTable.empty(1, model.ends)
+        table.set(0, sampling)
+        tokens = torch.tensor(text, device=model.device)
+        seen = tokens.bincount(minlength=model.vocab_size).view(1, 1, -1)
+        return Scoring(table, torch.tensor([[len(text)]], device=model.device), seen)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """What `pick` compares, filters left out, in the precision it is given.
+
+        The noise is the same number whatever the logits, so two of these differ by the error of the logits and by the
+        rounding of the choice itself.
+        """
+        return self._judge(logits, lambda kind: replace(kind, top_k=0, top_p=False, min_p=False)).double()
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What the filters see: after penalties and / T, without noise."""
+        penalised = self._judge(logits, lambda kind: Kind(penalties=kind.penalties))
+        temperature = self.table.requests[0][0].temperature
+        return penalised / temperature if temperature > 0 else penalised
+
+    def _judge(self, logits: Tensor, stages: Callable[[Kind], Kind]) -> Tensor:
+        rows = self.table.at(torch.zeros(1, dtype=torch.long, device=logits.device), (0,))
+        return judge(logits.view(1, 1, -1), self.position, replace(rows, kind=stages(rows.kind)), self.seen).flatten()
+
+
+def standing(scaled: Tensor, token: int, sampling: Sampling, margin: float) -> Standing:
+    """Whether the filters keep a token: surely, surely not, or depending on rounding within the margin.
+
+    Each filter is asked twice: with everything against the token, and with everything in its favour.
+    """
+    if sampling.temperature == 0:
+        return "kept"
+    filters: dict[Standing, bool] = {
+        "top-k edge": sampling.top_k > 0,
+        "top-p edge": sampling.top_p < 1,
+        "min-p edge": sampling.min_p > 0,
+    }
+    asked = {"top-k edge": _in_top_k, "top-p edge": _in_top_p, "min-p edge": _in_min_p}
+    found: Standing = "kept"
+    for edge, on in filters.items():
+        if on and not asked[edge](scaled, token, sampling, margin):
+            return "dropped"
+        if on and found == "kept" and not asked[edge](scaled, token, sampling, -margin):
+            found = edge
+    return found
+
+
+def _in_top_k(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> bool:
+    above = scaled > scaled[token] + favour
+    above[token] = False
+    return int(above.sum()) < sampling.top_k
+
+
+def _in_top_p(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> bool:
+    """A token is in while those above it hold less than top_p, of what top-k left."""
+    weight = (scaled - scaled.max()).exp()
+    if sampling.top_k > 0:
+        floor = scaled.topk(min(sampling.top_k, len(scaled))).values[-1]
+        weight = weight.where(scaled >= floor - favour, 0)
+    above = scaled > scaled[token] + favour
+    above[token] = False
+    # Errors move the two masses against each other, which multiplies their odds.
+    over, under = weight[above].sum() * math.exp(-favour), weight[~above].sum()
+    return float(over / (over + under)) < sampling.top_p + math.copysign(NUCLEUS_ROUNDING, favour)
+
+
+def _in_min_p(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> bool:
+    return float(scaled[token] + favour) >= float(scaled.max()) + math.log(sampling.min_p)
+
+
+# Passes -----------------------------------------------------------------------------------------------------------------
+
+
+def own_logits(hf: nn.Module, text: Sequence[int]) -> Tensor:
+    """[V]: what transformers answers after the text by itself, in one pass, no cache and no walk of ours."""
+    ids = torch.tensor([list(text)], device=next(hf.parameters()).device)
+    logits = hf(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def last_logits(model: Model, text: Sequence[int], rows: int) -> Tensor:
+    """[V]: what the run's own model answers after the text when the last `rows` tokens of it go as one chain."""
+    before, last = text[:-rows], text[-rows:]
+    with own_cache(model, len(text) + PREFILL_CHUNK, PREFILL_CHUNK) as cache:
+        for start in range(0, len(before), PREFILL_CHUNK):
+            chunk, lanes = _chain(before[start : start + PREFILL_CHUNK], model), Lanes.of([0], start, model.device)
+            model.score(lanes, chunk, Needs(), logits="none")
+            cache.advance(lanes, chunk.size)
+        lanes = Lanes.of([0], len(before), model.device)
+        return model.score(lanes, _chain(last, model), Needs()).require_logits()[0, -1]
+
+
+def _chain(tokens: Sequence[int], model: Model) -> Draft:
+    rows = torch.tensor([list(tokens)], device=model.device)
+    return Draft(rows, Tree.chain(len(tokens), model.device), torch.tensor([len(tokens)], device=model.device))
+
+
+@contextmanager
+def own_cache(model: Model, context: int, scratch: int) -> Iterator[SlotCache]:
+    """A cache for one text; the engine's is back in its place afterwards."""
+    held = model.layer_stack.cache
+    try:
+        yield model.allocate(1, context, scratch)
+    finally:
+        model.layer_stack.cache = held
+
+
+# The float64 copy -------------------------------------------------------------------------------------------------------
+
+
+class ExactNorm(nn.Module):
+    """RMSNorm in the dtype of its input; the one of transformers computes in float32 whatever it is given."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = weight, epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.epsilon)
+
+
+def exact_copy(model: Model) -> Any:
+    """The very weights of a model, computed with in float64. Rotary angles stay as transformers makes them, in float32:
+    they are the same in every pass, so they are part of the function and not of its rounding."""
+    try:
+        exact = _reloaded(model) if _is_rebuilt(model.hf) else copy.deepcopy(model.hf).double()
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{model.name}: judging a difference needs the model a second time, in float64, which does not fit "
+            f"{model.device}; prove a smaller model, or on the CPU (device='cpu')"
+        ) from error
+    exact.config._attn_implementation = "sdpa"  # eager attention takes its softmax in float32
+    for name, module in list(exact.named_modules()):
+        if "RMSNorm" in type(module).__name__:
+            exact.set_submodule(name, _exact_norm(module))
+    return exact.eval()
+
+
+def _is_rebuilt(hf: nn.Module) -> bool:
+    """Whether linears were replaced for speed, after which the weights cannot be read back."""
+    return any(type(module).__module__.startswith("foreword.") for module in hf.modules())
+
+
+def _reloaded(model: Model) -> Any:
+    folder = Path(model.hf.config.name_or_path)
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(
+            f"{model.name}: judging a difference needs the weights in float64, but they were repacked for speed and "
+            f"{str(folder)!r} is no folder to read them from again; load the model from a folder, or give it to wrap"
+        )
+    exact = load_weights(folder, model.device, torch.float64)
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.to(model.dtype).double()  # the run may have read them rounded
+    return exact
+
+
+def _exact_norm(norm: Any) -> ExactNorm:
+    """The same norm in float64, checked on a row: a family may have a norm of another form."""
+    exact = ExactNorm(norm.weight, norm.variance_epsilon)
+    row = torch.linspace(-1, 2, norm.weight.numel(), dtype=torch.float64, device=norm.weight.device)
+    if not torch.allclose(exact(row), norm(row), rtol=1e-4, atol=1e-5):
+        raise ModelUnsupported(f"the referee has no float64 form of {type(norm).__name__}; use a model with an RMSNorm")
+    return exact

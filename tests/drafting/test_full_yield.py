@@ -1,0 +1,30 @@
+"""Full yield: a drafter that knows the truth is accepted to full depth in every round but the last."""
+
+import pytest
+from doubles import FAMILIES, SAMPLINGS, Oracle, engine, full_text, requests, target, truth
+
+from foreword.core.sampling import Sampling
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("as_chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("depth", [1, 4, 7])
+def test_the_truth_is_accepted_whole(depth: int, as_chain: bool, sampling: Sampling, slots: int, family: str) -> None:
+    model, asked = target(family), requests(3, sampling, max_new_tokens=20, ignore_eos=True)
+    oracle = Oracle([full_text(model.hf, request) for request in asked], depth, lies=0, as_chain=as_chain)
+    for run in engine(oracle, model, slots).generate(asked):
+        assert run.tokens == truth(model.hf, run.request)
+        full, rest = divmod(20, depth + 1)
+        assert run.accepted == [depth + 1] * full + [rest] * (rest > 0)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_lies_around_it_do_not_hide_it(sampling: Sampling) -> None:
+    """Lies may make a path longer by chance, never shorter."""
+    model, asked = target(), requests(3, sampling, max_new_tokens=20, ignore_eos=True)
+    oracle = Oracle([full_text(model.hf, request) for request in asked], depth=3, lies=12)
+    for run in engine(oracle, model).generate(asked):
+        assert all(count >= 4 for count in run.accepted[:-1])
+        assert run.drafted == [15] * len(run.drafted)

@@ -1,0 +1,127 @@
+"""prompt_lookup against a slow search: the longest match of the text's ending, of those the latest, gone round."""
+
+import pytest
+import torch
+from doubles import SAMPLINGS, state_of, target
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.core.draft import Draft
+from foreword.errors import InputError
+from foreword.methods import make
+from foreword.methods.prompt_lookup import PromptLookup
+from foreword.model.cost import CostCurve
+
+TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+
+
+def bound(slots: int = 4, curve: CostCurve | None = None, **options: object) -> PromptLookup:
+    model = target()
+    model.curve = curve
+    drafter = PromptLookup(**options)  # type: ignore[arg-type]
+    drafter.bind(model, slots)
+    return drafter
+
+
+def slow_match(text: list[int], longest: int) -> tuple[int, int]:
+    """How many tokens of the ending stand earlier, at most `longest`, and where they end the last time."""
+    best = (0, -1)
+    for end in range(len(text) - 1):
+        count = 0
+        while count < longest and count <= end and text[end - count] == text[-1 - count]:
+            count += 1
+        if count and count >= best[0]:
+            best = (count, end)
+    return best
+
+
+def slow_chain(text: list[int], end: int, count: int) -> list[int]:
+    """What follows the match, going round where it runs into the end of the text."""
+    behind = text[end + 1 :]
+    return [behind[i % len(behind)] for i in range(count)]
+
+
+def drafted(draft: Draft, lane: int = 0) -> list[int]:
+    return draft.tokens[lane, : int(draft.size[lane])].tolist()
+
+
+@given(texts=st.lists(TEXT, min_size=1, max_size=4), longest=st.integers(1, 5), rows=st.integers(2, 9))
+def test_the_longest_and_latest_match_is_continued(texts: list[list[int]], longest: int, rows: int) -> None:
+    """Texts of different lengths together in one batch."""
+    trust = (0.5,) * longest
+    draft = bound(rows=rows, max_match=longest, trust=trust).propose(state_of(texts))
+    for lane, text in enumerate(texts):
+        count, end = slow_match(text, longest)
+        expected = [text[-1], *slow_chain(text, end, rows - 1)] if count else [text[-1]]
+        assert drafted(draft, lane) == expected
+    assert draft.tree.is_chain and draft.nodes == rows
+
+
+@given(text=TEXT, shortest=st.integers(1, 4))
+def test_a_match_that_is_too_short_does_not_count(text: list[int], shortest: int) -> None:
+    draft = bound(rows=6, max_match=4, min_match=shortest).propose(state_of([text]))
+    assert (len(drafted(draft)) > 1) == (slow_match(text, 4)[0] >= shortest)
+
+
+def test_a_loop_is_continued_as_that_loop() -> None:
+    draft = bound(rows=9).propose(state_of([[9, 5, 6, 7, 5, 6, 7, 5]]))
+    assert drafted(draft) == [5, 6, 7, 5, 6, 7, 5, 6, 7]
+
+
+def test_old_text_behind_the_root_is_not_read() -> None:
+    """A slot's earlier text lies behind the new one; a match there would be a match with another request."""
+    state = state_of([[1, 2, 3, 1]])
+    state.tokens[0, 4:8] = torch.tensor([3, 1, 8, 8])
+    assert drafted(bound(rows=3).propose(state)) == [1, 2, 3]
+
+
+def test_a_dear_row_is_not_spent_on_a_weak_match() -> None:
+    """Rows that cost nothing are all used; where each costs a whole pass, none is; between them, trust decides."""
+    weak, strong = [4, 9, 8, 4], [5, 6, 7, 4, 9, 5, 6, 7, 4]
+    free, dear = CostCurve((1, 64), (1.0, 1.0)), CostCurve((1, 64), (1.0, 64.0))
+    between = CostCurve((1, 64), (1.0, 1 + 63 * 0.3))
+    sizes = {
+        name: bound(curve=curve).propose(state_of([weak, strong])).size.tolist()
+        for name, curve in {"free": free, "dear": dear, "between": between}.items()
+    }
+    assert sizes["free"] == [16, 16] and sizes["dear"] == [1, 1]
+    assert sizes["between"][0] == 1 < sizes["between"][1] < 16
+
+
+def test_the_size_that_pays_depends_on_the_batch() -> None:
+    """Sixteen rows are free here, and every further one costs: eight sequences get two each, two get eight."""
+    curve = CostCurve((1, 16, 17, 64), (1.0, 1.0, 3.0, 60.0))
+    text = [5, 6, 7, 4, 9, 5, 6, 7, 4]
+    sizes = {count: bound(8, curve).propose(state_of([text] * count)).size.tolist() for count in (1, 2, 8)}
+    assert sizes == {1: [16], 2: [8] * 2, 8: [2] * 8}
+
+
+def test_the_gain_is_worked_out_by_hand() -> None:
+    """Trust 0.5 and rows at 1, 1.2, 1.4, 1.6: 1/1, 1.5/1.2, 1.75/1.4 (a tie to the smaller), 1.875/1.6."""
+    curve = CostCurve((1, 2, 3, 4), (1.0, 1.2, 1.4, 1.6))
+    drafter = bound(curve=curve, max_match=1, trust=(0.55,))
+    gains = [sum(0.55**i for i in range(n)) / curve.relative(n) for n in range(1, 17)]
+    assert drafter.propose(state_of([[3, 4, 3]])).size.tolist() == [1 + gains.index(max(gains))]
+
+
+def test_sampling_makes_no_difference() -> None:
+    text = [3, 4, 5, 3, 4]
+    greedy, drawn = (bound(rows=4).propose(state_of([text], sampling)) for sampling in SAMPLINGS.values())
+    assert drafted(greedy) == drafted(drawn) == [4, 5, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"min_match": 0}, "min_match"),
+        ({"min_match": 5, "max_match": 4}, "max_match"),
+        ({"max_match": 9}, "trust"),
+        ({"trust": (0.5, 0.5, 0.5, 1.0)}, "trust"),
+        ({"trust": (-0.1, 0.5, 0.5, 0.5)}, "trust"),
+        ({"rows": 0}, "rows"),
+        ({"roes": 3}, "roes"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        make("prompt_lookup", **options)  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""Replay: whatever happened before, the draft is what a fresh drafter would propose for the same text.
+
+This alone catches a draft cache that is never rolled back, and an engine that hands a drafter the wrong rows. A drafter
+that `learns` remembers other texts on purpose; of it the law asks that the same rounds give the same drafts.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from doubles import SAMPLINGS, LastHidden, Liar, Recorder, Seen, drafter, drafts_of, engine, requests, target, truth
+
+from foreword.core.drafter import Drafter
+from foreword.core.sampling import Sampling
+from foreword.engine.request import Request
+from foreword.methods import METHODS
+from foreword.model.model import Model
+
+FORGETFUL = [name for name, method in METHODS.items() if not method.load().learns]
+LEARNING = [name for name, method in METHODS.items() if method.load().learns]
+DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
+    **{name: lambda model, name=name: drafter(name, model) for name in FORGETFUL},
+    "a double that keeps the last hidden state": lambda model: LastHidden(),
+}
+
+
+def history(make: Callable[[Model], Drafter], sampling: Sampling) -> Recorder:
+    """Two slots, eight requests: some enter late, one is given up, two go on from what a slot still holds."""
+    model = target()
+    recorder = Recorder(make(model))
+    steps = engine(recorder, model, slots=2)
+    asked = requests(6, sampling)
+    gone, *_ = [steps.add(request) for request in asked[:3]]
+    for _ in range(3):
+        steps.step()
+    steps.abort(gone)
+    for request in asked[3:]:
+        steps.add(request)
+    while steps.busy:
+        steps.step()
+    text = (*asked[5].prompt, *truth(model.hf, asked[5]))
+    for prompt in ((*text, 9, 8, 7), text):
+        steps.generate([Request(prompt, sampling.derived(5), max_new_tokens=6, reuse=True)])
+    return recorder
+
+
+def first_draft(make: Callable[[Model], Drafter], text: list[int], sampling: Sampling) -> tuple[list[int], list[int]]:
+    """Of a fresh drafter on a fresh engine that read the whole text as its prompt."""
+    model = target()
+    recorder = Recorder(make(model))
+    steps = engine(recorder, model, slots=1)
+    steps.add(Request(tuple(text), sampling, max_new_tokens=1))
+    while not recorder.proposed:
+        steps.step()
+    return drafts_of(recorder.proposed[0])[0]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+def test_the_draft_is_a_fresh_drafter_s(make: Callable[[Model], Drafter], sampling: Sampling) -> None:
+    seeds = {request.prompt[0]: request.sampling for request in requests(6, sampling)}
+    rounds = history(make, sampling).proposed
+    assert sum(len(seen.slots) for seen in rounds) > 30
+    for seen in rounds:
+        for text, draft in zip(seen.texts, drafts_of(seen), strict=True):
+            assert draft == first_draft(make, text, seeds[text[0]])
+
+
+def heard(recorder: Recorder) -> list[tuple[list[list[int]], list[tuple[list[int], list[int]]]]]:
+    return [(seen.texts, drafts_of(seen)) for seen in recorder.proposed]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("name", LEARNING)
+def test_the_same_rounds_give_the_same_drafts(name: str, sampling: Sampling) -> None:
+    one, other = (history(lambda model: drafter(name, model), sampling) for _ in range(2))
+    assert heard(one) == heard(other)
+    assert any(len(tokens) > 1 for _, drafts in heard(one) for tokens, _ in drafts)
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_learning_drafter_learns(name: str) -> None:
+    """The second writing of the same text takes fewer rounds than the first: else it need not be called learning."""
+    model = target()
+    steps = engine(drafter(name, model), model, slots=1)
+    asked = requests(3, max_new_tokens=20, ignore_eos=True)[2]
+    (first,), (second,) = steps.generate([asked]), steps.generate([asked])
+    assert len(second.accepted) < len(first.accepted)
+
+
+def test_the_drafter_hears_of_every_arrival_and_departure() -> None:
+    recorder = Recorder(Liar())
+    steps = engine(recorder, slots=2)
+    runs = [steps.add(replace(request, max_new_tokens=4, ignore_eos=True)) for request in requests(5)]
+    while steps.busy:
+        steps.step()
+    assert sorted(slot for slots in recorder.began for slot in slots) == sorted(run.slot for run in runs)
+    assert sorted(recorder.ended) == sorted(run.slot for run in runs)
+
+
+def test_what_is_observed_is_what_was_proposed() -> None:
+    """Of every round: the draft that was checked is the head of the one proposed, and the text grew by its path."""
+    recorder = Recorder(Liar())
+    engine(recorder, slots=3).generate(requests(5, SAMPLINGS["T=0.8"]))
+    assert len(recorder.proposed) == len(recorder.observed)
+    for before, after in zip(recorder.proposed, recorder.observed, strict=True):
+        assert after.draft.tokens.tolist() == before.draft.tokens[:, : after.draft.nodes].tolist()
+        _check_growth(before, after)
+
+
+def _check_growth(before: Seen, after: Seen) -> None:
+    accepted = after.accepted
+    assert accepted is not None
+    for lane, (old, new) in enumerate(zip(before.texts, after.texts, strict=True)):
+        path = accepted.path[lane, : accepted.count[lane]].tolist()
+        drafted = [int(after.draft.tokens[lane, row]) for row in path]
+        assert new == [*old, *drafted[1:], int(accepted.next[lane])]

@@ -1,0 +1,269 @@
+"""How a token is chosen, against a slow reference that sorts: penalties, / T, top-k, top-p, min-p, argmax plus noise."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foreword.core.sampling import Kind, Sampling, SamplingRows, SamplingTable, gumbel, judge, keeps, pick, rank
+from foreword.errors import InputError
+
+ENDS = torch.tensor([1, 4])
+
+
+def rows_of(*samplings: Sampling, floors: tuple[int, ...] = ()) -> SamplingRows:
+    table = SamplingTable.empty(len(samplings), ENDS)
+    for slot, sampling in enumerate(samplings):
+        table.set(slot, sampling.seeded(), floors[slot] if floors else 0)
+    ids = tuple(range(len(samplings)))
+    return table.at(torch.tensor(ids), ids)
+
+
+def logits_of(batch: int, rows: int, vocabulary: int = 12, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(batch, rows, vocabulary, generator=torch.Generator().manual_seed(seed)).double()
+
+
+# Validation
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (-0.1, math.inf, math.nan, "1", True)),
+        *(("top_k", value) for value in (-1, 2.0, True)),
+        *(("top_p", value) for value in (0, 1.01, -1, math.nan)),
+        *(("min_p", value) for value in (-0.1, 1, math.nan)),
+        *(("repetition_penalty", value) for value in (0, -1, math.inf)),
+        *(("seed", value) for value in (1.5, "x", True)),
+        *(("logprobs", value) for value in (-1, 101, 2.0, True)),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=name) as caught:
+        Sampling(**{name: value})  # type: ignore[arg-type]
+    assert repr(value) in str(caught.value)
+
+
+def test_edges_are_allowed() -> None:
+    Sampling(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=0.1, seed=-5, logprobs=0)
+    Sampling(top_p=1e-6, min_p=0.999, logprobs=100, seed=2**70)
+
+
+# Filters
+
+
+def slow_keeps(scores: list[float], sampling: Sampling) -> list[bool]:
+    """One row, by sorting; equal scores stay or go together."""
+    kept = set(scores)
+    best_first = sorted(scores, reverse=True)
+    if sampling.top_k:
+        kept &= {score for score in scores if score >= best_first[min(sampling.top_k, len(scores)) - 1]}
+    if sampling.top_p < 1:
+        total = sum(math.exp(score) for score in scores if score in kept)
+        nucleus, mass = set(), 0.0
+        for score in sorted(kept, reverse=True):
+            if mass >= sampling.top_p:
+                break
+            nucleus.add(score)
+            mass += scores.count(score) * math.exp(score) / total
+        kept &= nucleus
+    if sampling.min_p:
+        kept &= {score for score in scores if math.exp(score - best_first[0]) >= sampling.min_p}
+    return [score in kept for score in scores]
+
+
+# Multiples of 1/4 make ties; the odd thresholds keep clear of the edges that float32 cannot tell apart.
+SCORES = st.lists(st.integers(-12, 12).map(lambda x: x / 4), min_size=6, max_size=6)
+FILTERS = st.builds(
+    Sampling,
+    temperature=st.just(1.0),
+    top_k=st.integers(0, 8),
+    top_p=st.sampled_from([1.0, 0.9137, 0.5171, 0.1313, 0.0173]),
+    min_p=st.sampled_from([0.0, 0.0513, 0.3137, 0.9173]),
+    seed=st.integers(0, 99),
+)
+
+
+@given(st.lists(st.tuples(SCORES, FILTERS), min_size=1, max_size=4))
+def test_filters_keep_what_the_slow_search_keeps(batch: list[tuple[list[float], Sampling]]) -> None:
+    """Every row with filters of its own; ties together."""
+    scores = torch.tensor([row for row, _ in batch]).double().unsqueeze(1)
+    kept = keeps(scores, rows_of(*(sampling for _, sampling in batch)))
+    expected = [slow_keeps(row, sampling) for row, sampling in batch]
+    assert (kept.squeeze(1).tolist() if kept is not None else [[True] * 6] * len(batch)) == expected
+
+
+def test_equal_logits_stay_together() -> None:
+    scores = torch.tensor([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
+    for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.6)):
+        assert keeps(scores, rows_of(sampling)).tolist() == [[[True, True, True, True, False]]]  # type: ignore[union-attr]
+
+
+def test_the_best_token_always_stays() -> None:
+    scores = logits_of(3, 4)
+    kept = keeps(scores, rows_of(*(Sampling(1.0, top_k=1, top_p=1e-6, min_p=0.99) for _ in range(3))))
+    assert kept is not None and kept.sum().item() == 12
+    assert torch.equal(kept.to(torch.int8).argmax(-1), scores.argmax(-1))
+
+
+def test_no_filter_asks_for_nothing() -> None:
+    assert keeps(logits_of(1, 1), rows_of(Sampling(1.0))) is None
+
+
+def test_filters_come_in_their_order() -> None:
+    """top-p counts the mass that top-k left: 0.4 and 0.3 of (0.4, 0.3, 0.2, 0.1) are 1.0 after top-k 2."""
+    scores = torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]).log()
+    both = keeps(scores, rows_of(Sampling(1.0, top_k=2, top_p=0.56)))
+    assert both is not None and both.tolist() == [[[True, False, False, False]]]
+    alone = keeps(scores, rows_of(Sampling(1.0, top_p=0.56)))
+    assert alone is not None and alone.tolist() == [[[True, True, False, False]]]
+
+
+def test_filters_are_after_the_temperature() -> None:
+    scores = torch.tensor([[[math.log(0.5), math.log(0.3), math.log(0.2)]]])
+    cold, hot = (judge(scores, torch.tensor([[9]]), rows_of(Sampling(t, min_p=0.5, seed=1))) for t in (0.5, 2.0))
+    assert (cold > -math.inf).tolist() == [[[True, False, False]]]
+    assert (hot > -math.inf).tolist() == [[[True, True, True]]]
+
+
+# Penalties and floors
+
+
+def test_a_penalty_makes_seen_tokens_less_likely() -> None:
+    logits = torch.tensor([[[2.0, -2.0, 2.0, -2.0]], [[2.0, -2.0, 2.0, -2.0]]])
+    seen = torch.tensor([[[3, 1, 0, 0]], [[3, 1, 0, 0]]])
+    scores = judge(logits, torch.tensor([[5], [5]]), rows_of(Sampling(repetition_penalty=2.0), Sampling()), seen)
+    assert scores.tolist() == [[[1.0, -4.0, 2.0, -2.0]], [[2.0, -2.0, 2.0, -2.0]]]
+
+
+def test_the_penalty_comes_before_the_temperature() -> None:
+    sampling = rows_of(Sampling(temperature=0.5, repetition_penalty=2.0, seed=3))
+    logits, seen, place = torch.tensor([[[3.0, -3.0]]]), torch.tensor([[[1, 1]]]), torch.tensor([[4]])
+    without = judge(logits, place, sampling, seen) - gumbel(sampling.key, place, torch.arange(2))
+    assert without.view(-1).tolist() == pytest.approx([3.0, -12.0], abs=1e-5)
+
+
+def test_end_tokens_are_held_back_below_the_floor() -> None:
+    """Row by row: positions 6 and 7 lie below the first request's floor of 8, and 8 does not; the second has none."""
+    logits, position = torch.zeros(2, 3, 6), torch.tensor([[6, 7, 8], [6, 7, 8]])
+    scores = judge(logits, position, rows_of(Sampling(), Sampling(), floors=(8, 0)))
+    held = (scores == -math.inf).tolist()
+    closed = [False, True, False, False, True, False]
+    assert held == [[closed, closed, [False] * 6], [[False] * 6] * 3]
+
+
+# Choosing
+
+
+def slow_pick(logits: list[float], position: int, sampling: Sampling) -> int:
+    """The best of what the filters keep, plus noise; T = 0 is the argmax alone."""
+    if sampling.temperature == 0:
+        return max(range(len(logits)), key=lambda token: logits[token])
+    scores = [logit / sampling.temperature for logit in logits]
+    key = rows_of(sampling).key
+    noise = gumbel(key, torch.tensor([[position]]), torch.arange(len(logits)))[0, 0].tolist()
+    kept = [token for token, keep in enumerate(slow_keeps(scores, sampling)) if keep]
+    return max(kept, key=lambda token: scores[token] + noise[token])
+
+
+def test_every_row_picks_for_itself() -> None:
+    samplings = [
+        Sampling(0.0, seed=1),
+        Sampling(0.5, seed=2),
+        Sampling(1.0, top_k=3, seed=3),
+        Sampling(2.0, top_p=0.713, seed=4),
+        Sampling(1.5, min_p=0.113, seed=5),
+        Sampling(0.0, top_k=1, top_p=0.1, seed=6),
+    ]
+    logits = logits_of(6, 20)
+    position = torch.arange(20).expand(6, -1) + torch.tensor([[0], [3], [9], [100], [7], [2]])
+    chosen = pick(logits, position, rows_of(*samplings))
+    for lane, sampling in enumerate(samplings):
+        for row in range(20):
+            expected = slow_pick(logits[lane, row].tolist(), int(position[lane, row]), sampling)
+            assert int(chosen[lane, row]) == expected
+
+
+def test_a_pick_does_not_know_its_batch_nor_its_row() -> None:
+    logits, sampling = logits_of(1, 1), Sampling(1.0, top_p=0.9, seed=4)
+    alone = pick(logits, torch.tensor([[7]]), rows_of(sampling))
+    others = torch.cat([logits_of(2, 3, seed=1), logits.expand(1, 3, -1)])
+    position = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 7, 7]])
+    together = pick(others, position, rows_of(Sampling(0.3, seed=1), Sampling(repetition_penalty=1.0), sampling))
+    assert together[2].tolist() == alone[0].tolist() * 3
+
+
+def test_the_kind_of_a_round_is_that_of_its_requests() -> None:
+    greedy = Sampling(top_k=5, top_p=0.5, min_p=0.5)
+    assert Kind.of([(greedy, False)]) == Kind()
+    mixed = [(greedy, True), (Sampling(1.0, top_k=7, logprobs=2), False), (Sampling(repetition_penalty=2.0), False)]
+    assert Kind.of(mixed) == Kind(noise=True, penalties=True, floors=True, top_k=7, logprobs=2)
+    assert Kind.of([(Sampling(1.0, top_p=0.5), False), (Sampling(1.0, min_p=0.5), False)]) == Kind(
+        noise=True, top_p=True, min_p=True
+    )
+
+
+# Ranking
+
+
+def test_rank_begins_with_what_the_target_would_pick() -> None:
+    """A drafter that knows the target's logits guesses its draw at any temperature: that is the coupling."""
+    logits, position = logits_of(3, 50), torch.arange(50).expand(3, -1)
+    sampling = rows_of(Sampling(0.0, seed=1), Sampling(0.7, seed=2), Sampling(1.5, seed=3))
+    guesses = rank(logits, position, sampling, 3)
+    assert torch.equal(guesses[..., 0], pick(logits, position, sampling))
+    assert not torch.equal(guesses[2, :, 0], logits[2].argmax(-1))
+
+
+def test_rank_is_best_first_by_the_draw() -> None:
+    logits, position, sampling = logits_of(1, 5), torch.arange(5).view(1, -1), rows_of(Sampling(0.9, seed=2))
+    scores = judge(logits, position, sampling)
+    assert torch.equal(rank(logits, position, sampling, 4), scores.topk(4).indices)
+
+
+def test_rank_over_given_candidates_sees_the_same_noise() -> None:
+    """Indices into the candidates; ranked as they are ranked among all."""
+    logits, position, sampling = logits_of(2, 5), torch.arange(10).view(2, 5), rows_of(Sampling(0.9), Sampling(0.0))
+    tokens = torch.stack([torch.randperm(12, generator=torch.Generator().manual_seed(i))[:4] for i in range(10)])
+    tokens = tokens.view(2, 5, 4)
+    order = rank(logits.gather(2, tokens), position, sampling, 4, tokens)
+    scores = judge(logits, position, sampling).gather(2, tokens)
+    assert torch.equal(scores.gather(2, order), scores.sort(dim=-1, descending=True).values)
+
+
+def test_without_noise_rank_is_the_order_of_the_logits() -> None:
+    logits = logits_of(1, 5)
+    assert torch.equal(rank(logits, torch.zeros(1, 5), rows_of(Sampling()), 4), logits.topk(4).indices)
+
+
+def test_coupled_guesses_hit_more_often() -> None:
+    """A drafter with other, similar logits: ranked with the noise it guesses the draw far more often than by argmax."""
+    target, noise = logits_of(1, 2000), logits_of(1, 2000, seed=1)
+    drafter, position = target + 0.25 * noise, torch.arange(2000).view(1, -1)
+    sampling = rows_of(Sampling(1.0, seed=8))
+    drawn = pick(target, position, sampling)
+    coupled = (rank(drafter, position, sampling, 1)[..., 0] == drawn).double().mean()
+    by_argmax = (drafter.argmax(-1) == drawn).double().mean()
+    assert coupled > by_argmax + 0.1
+
+
+# Seeds
+
+
+def test_seeds_are_settled_once() -> None:
+    drawn = Sampling().seeded()
+    assert drawn.seed is not None and drawn.seeded() is drawn
+    assert Sampling(seed=5).seeded() == Sampling(seed=5)
+    assert Sampling().seeded().seed != Sampling().seeded().seed
+
+
+def test_derived_seeds() -> None:
+    sampling = Sampling(0.7, top_k=3, seed=5)
+    assert sampling.derived(0) is sampling
+    assert replace(sampling.derived(3), seed=5) == sampling
+    assert [sampling.derived(i).seed for i in range(1, 3)] == [sampling.derived(i).seed for i in range(1, 3)]
+    assert all(0 <= (sampling.derived(i).seed or 0) < 2**63 for i in range(50))

@@ -1,0 +1,120 @@
+"""SlotCache: what keep, advance and rewind leave behind, against lists of rows; and memory is asked for before it is taken."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreword.core.state import Lanes
+from foreword.errors import CapacityError
+from foreword.model.cache import CacheShape, SlotCache, free_memory
+
+SHAPE = CacheShape(layers=2, heads=3, width=4, dtype=torch.float64)
+SLOTS, CONTEXT, SCRATCH = 4, 10, 6
+
+
+def filled(lengths: list[int]) -> SlotCache:
+    """Every number in it is another one."""
+    cache = SlotCache(SHAPE, SLOTS, CONTEXT, SCRATCH, "cpu")
+    for i, tensor in enumerate((*cache.keys, *cache.values)):
+        tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + 10_000 * i)
+    cache.length.copy_(torch.tensor(lengths))
+    return cache
+
+
+def tensors(cache: SlotCache) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in (*cache.keys, *cache.values)]
+
+
+@st.composite
+def commits(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int]]:
+    """Some slots in some order, for each a rising path of scratch rows, root first, and how many of them count."""
+    ids = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
+    width = draw(st.integers(1, SCRATCH))
+    paths = []
+    for _ in ids:
+        others = draw(st.lists(st.integers(1, SCRATCH - 1), unique=True, max_size=width - 1).map(sorted))
+        paths.append([0, *others] + [0] * (width - 1 - len(others)))
+    counts = [draw(st.integers(0, 1 + sum(row > 0 for row in path))) for path in paths]
+    return ids, paths, counts
+
+
+@given(commits(), st.lists(st.integers(0, CONTEXT - SCRATCH), min_size=SLOTS, max_size=SLOTS))
+def test_keep_moves_the_path_to_the_front(commit: tuple[list[int], list[list[int]], list[int]], lengths: list[int]) -> None:
+    ids, paths, counts = commit
+    cache = filled(lengths)
+    before = tensors(cache)
+    cache.keep(Lanes.of(ids, CONTEXT), torch.tensor(paths), torch.tensor(counts))
+    for slot in range(SLOTS):
+        base = lengths[slot]
+        rows = list(range(base))
+        if slot in ids:
+            lane = ids.index(slot)
+            rows += [base + row for row in paths[lane][: counts[lane]]]
+        assert int(cache.length[slot]) == len(rows)
+        for old, new in zip(before, tensors(cache), strict=True):
+            assert torch.equal(new[slot, :, : len(rows)], old[slot][:, rows])
+            if slot not in ids:
+                assert torch.equal(new[slot], old[slot])
+
+
+def test_advance_commits_rows_where_they_lie() -> None:
+    cache = filled([1, 2, 3, 4])
+    before = tensors(cache)
+    cache.advance(Lanes.of([2, 0], 3), torch.tensor([5, 1]))
+    assert cache.length.tolist() == [2, 2, 8, 4]
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors(cache), strict=True))
+
+
+def test_rewind_forgets_rows() -> None:
+    cache = filled([5, 6, 7, 8])
+    cache.rewind(Lanes.of([3, 1], 8), torch.tensor([2, 0]))
+    assert cache.length.tolist() == [5, 0, 7, 2]
+
+
+@pytest.mark.parametrize("ids", [[0, 1], [1, 2, 3], [2], [3, 0], [0, 2]])
+def test_rows_are_read_where_they_were_written(ids: list[int]) -> None:
+    """Side by side a view, elsewhere a copy, and the same rows either way."""
+    cache, lanes = filled([0] * SLOTS), Lanes.of(ids, 0)
+    rows = torch.tensor([[1, 4, 2], [0, 5, 9], [7, 8, 3]])[: len(ids)]
+    key, value = torch.randn(2, len(ids), 3, 3, 4, dtype=torch.float64)
+    cache.write(1, cache.places(lanes, rows), key, value)
+    keys, values = cache.read(1, lanes, 10)
+    for lane, slot in enumerate(ids):
+        assert torch.equal(keys[lane][:, rows[lane]], key[lane])
+        assert torch.equal(values[lane][:, rows[lane]], value[lane])
+        assert torch.equal(cache.keys[1][slot][:, rows[lane]], key[lane])
+    assert keys.shape == (len(ids), 3, 10, 4)
+    assert torch.equal(cache.keys[0], filled([0] * SLOTS).keys[0])
+
+
+def test_rows_beyond_the_slot_are_waste() -> None:
+    """They land on the slot's own last row, never in the next slot."""
+    cache = filled([0] * SLOTS)
+    before = tensors(cache)
+    places = cache.places(Lanes.of([1], 0), torch.tensor([[cache.rows - 1, cache.rows, cache.rows + 5]]))
+    assert len(set(places.tolist())) == SHAPE.heads
+    cache.write(0, places, torch.zeros(1, 3, 3, 4).double(), torch.zeros(1, 3, 3, 4).double())
+    assert torch.equal(cache.keys[0][:, :, :-1], before[0][:, :, :-1])
+    assert torch.equal(cache.keys[0][[0, 2, 3]], before[0][[0, 2, 3]])
+
+
+def test_there_is_room_for_a_pass_behind_a_full_text() -> None:
+    cache = filled([0] * SLOTS)
+    assert cache.rows == CONTEXT + SCRATCH + 1 and cache.slots == SLOTS
+
+
+def test_bytes_are_what_the_tensors_take() -> None:
+    cache = filled([0] * SLOTS)
+    assert cache.bytes == sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken() -> None:
+    """2**40 tokens are petabytes: were they asked of torch, its own error would come instead."""
+    with pytest.raises(CapacityError, match=r"3 slots x 1099511627776 tokens .* lower max_context or slots"):
+        SlotCache(SHAPE, 3, 2**40, 1, "cpu")
+
+
+def test_free_memory_is_known_here() -> None:
+    free = free_memory(torch.device("cpu"))
+    assert free is None or 2**20 < free < 2**50

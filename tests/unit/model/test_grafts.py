@@ -1,0 +1,193 @@
+"""Grafted rows: they see what they should, nobody sees them, and nothing of them stays."""
+
+import pytest
+import torch
+from doubles import (
+    FAMILIES,
+    Liar,
+    Recorder,
+    chain,
+    engine,
+    own_cache,
+    own_hidden,
+    path_to,
+    prefilled,
+    requests,
+    target,
+    truth,
+)
+from torch import Tensor, nn
+
+from foreword.core.draft import Draft, Tree
+from foreword.core.needs import Graft, Needs
+from foreword.core.state import Lanes
+from foreword.model.model import Model
+
+PREFIX = [5, 9, 31, 8]
+PARENT = (0, 0, 1, 1)
+TREE = [7, 12, 30, 22]
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def tokens_graft(model: Model, anchor: tuple[int, ...], offset: tuple[int, ...], tokens: list[int]) -> Graft:
+    """Rows that are the embeddings of given tokens, as if these stood in the text."""
+    rows = model.embed(torch.tensor(tokens)).detach()
+    return Graft(0, anchor, offset, lambda real, _: rows.expand(real.shape[0], -1, -1))
+
+
+def mixing_graft(layer: int, anchor: tuple[int, ...], offset: tuple[int, ...], seed: int) -> Graft:
+    """Rows made of the anchors' rows by some matrix, and of the rows grafted before."""
+    matrix = torch.randn(32, 32, generator=torch.Generator().manual_seed(seed)).double() / 6
+
+    def make(real: Tensor, grafted: Tensor) -> Tensor:
+        return real[:, list(anchor)] @ matrix + grafted.sum(1, keepdim=True) / 3
+
+    return Graft(layer, anchor, offset, make)
+
+
+def score(model: Model, grafts: tuple[Graft, ...], prefixes: dict[int, list[int]] | None = None) -> tuple:  # type: ignore[type-arg]
+    lanes = prefilled(model, prefixes or {0: PREFIX})
+    batch = len(lanes.ids)
+    draft = Draft(torch.tensor([TREE] * batch), Tree.of(PARENT), torch.full((batch,), 4))
+    with torch.no_grad():
+        return model.score(lanes, draft, Needs(hidden=True, taps=(2,), grafts=grafts)), lanes, draft
+
+
+@every_family
+def test_a_grafted_token_is_a_token_of_the_text(family: str) -> None:
+    """Grafted at layer 0 with offset 1, a row is the next token behind its anchor; the second row of an anchor is the one
+    behind that. Node 2 carries two rows, node 0 one, nodes 1 and 3 none."""
+    model = target(family)
+    grafts = (tokens_graft(model, (2, 0, 2), (1, 1, 2), [40, 41, 42]),)
+    scores, *_ = score(model, grafts)
+    texts = [[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 41], [*PREFIX, 7, 12, 30, 40, 42]]
+    for row, text in enumerate(texts):
+        close(scores.grafted[0, row], own_hidden(model.hf, text)[-1][-1])
+
+
+@every_family
+def test_rows_of_one_anchor_see_each_other_across_grafts(family: str) -> None:
+    """The second graft's row stands behind the first one's, though they were declared apart."""
+    model = target(family)
+    grafts = (tokens_graft(model, (2, 1), (1, 1), [40, 41]), tokens_graft(model, (2,), (2,), [42]))
+    scores, *_ = score(model, grafts)
+    close(scores.grafted[0, 2], own_hidden(model.hf, [*PREFIX, 7, 12, 30, 40, 42])[-1][-1])
+    close(scores.grafted[0, 1], own_hidden(model.hf, [*PREFIX, 7, 12, 41])[-1][-1])
+
+
+@every_family
+def test_offsets_are_positions(family: str) -> None:
+    """A row at offset 3 without rows between: the text's own hidden state at that distance is another one."""
+    model = target(family)
+    near, far = (score(model, (tokens_graft(model, (2,), (offset,), [40]),))[0].grafted for offset in (1, 3))
+    assert not torch.allclose(near, far)
+
+
+def slow_walk(model: Model, prefix: list[int], grafts: tuple[Graft, ...]) -> tuple[Tensor, Tensor]:
+    """The transformers layers over prefix, tree and grafted rows together, with an explicit mask: real and grafted rows."""
+    hf, count = model.hf, len(prefix) + len(TREE)
+    paths = [path_to(PARENT, node) for node in range(4)]
+    positions = [*range(len(prefix)), *(len(prefix) + len(path) - 1 for path in paths)]
+    sees = [set(range(i + 1)) for i in range(len(prefix))]
+    sees += [set(range(len(prefix))) | {len(prefix) + row for row in path} for path in paths]
+    anchors: list[int] = []
+    hidden = model.embed(torch.tensor([[*prefix, *TREE]]))
+    for layer in range(model.layers + 1):
+        for graft in [graft for graft in grafts if graft.layer == layer]:
+            hidden = torch.cat([hidden, graft.make(hidden[:, len(prefix) : count], hidden[:, count:])], dim=1)
+            for anchor, offset in zip(graft.anchor, graft.offset, strict=True):
+                elders = {count + i for i, other in enumerate(anchors) if other == anchor}
+                sees.append(sees[len(prefix) + anchor] | elders | {count + len(anchors)})
+                positions.append(positions[len(prefix) + anchor] + offset)
+                anchors.append(anchor)
+        if layer < model.layers:
+            allowed = torch.tensor([[key in row for key in range(len(sees))] for row in sees])
+            mask = torch.zeros(allowed.shape).double().masked_fill(~allowed, float("-inf"))[None, None]
+            turn = hf.model.rotary_emb(hidden, torch.tensor([positions]))
+            hidden = hf.model.layers[layer](hidden, attention_mask=mask, position_embeddings=turn)
+    return hidden[0, len(prefix) : count], hidden[0, count:]
+
+
+GRAFTS = {
+    "one": (mixing_graft(1, (0, 3, 3, 2), (1, 1, 2, 4), 0),),
+    "two layers": (mixing_graft(1, (2, 0), (1, 1), 0), mixing_graft(3, (0, 2, 2), (2, 2, 3), 1)),
+    "one layer twice": (mixing_graft(2, (1, 1), (1, 2), 0), mixing_graft(2, (1, 3), (3, 1), 1)),
+    "behind the last layer": (mixing_graft(1, (3,), (1,), 0), mixing_graft(4, (3, 0), (2, 1), 1)),
+}
+every_graft = pytest.mark.parametrize("grafts", GRAFTS.values(), ids=GRAFTS)
+
+
+@every_family
+@every_graft
+@torch.no_grad()
+def test_grafted_rows_equal_the_slow_walk(grafts: tuple[Graft, ...], family: str) -> None:
+    """In a ragged batch on slots that do not lie side by side."""
+    model, prefixes = target(family), {0: PREFIX, 2: [11, 3, 3, 8, 9, 10, 4], 3: [6]}
+    scores, *_ = score(model, grafts, prefixes)
+    for lane, prefix in enumerate(prefixes.values()):
+        real, grafted = slow_walk(model, prefix, grafts)
+        close(scores.hidden[lane], real)
+        close(scores.grafted[lane], grafted)
+
+
+@every_graft
+def test_real_rows_never_see_a_grafted_one(grafts: tuple[Graft, ...]) -> None:
+    model = target()
+    bare, *_ = score(model, ())
+    scores, *_ = score(model, grafts)
+    close(scores.logits, bare.logits)
+    close(scores.hidden, bare.hidden)
+    close(scores.taps[2], bare.taps[2])
+    assert bare.grafted is None and scores.grafted.shape == (1, sum(graft.rows for graft in grafts), 32)
+
+
+@every_graft
+def test_nothing_of_a_graft_is_committed(grafts: tuple[Graft, ...]) -> None:
+    model = target()
+    _, lanes, draft = score(model, grafts)
+    model.cache.keep(lanes, torch.tensor([[0, 1, 3]]), torch.tensor([3]))
+    text = [*PREFIX, 7, 12, 22]
+    for layer, (keys, values) in enumerate(own_cache(model.hf, text)):
+        close(model.cache.keys[layer][0, :, :7], keys)
+        close(model.cache.values[layer][0, :, :7], values)
+    after = model.score(Lanes.of([0], 7), chain([[9]]), Needs(hidden=True))
+    close(after.require_hidden()[0, 0], own_hidden(model.hf, [*text, 9])[-1][-1])
+
+
+@every_family
+def test_a_drafter_with_grafts_changes_nothing_and_gets_its_rows(family: str) -> None:
+    """Through the engine, with lies in the tree: the text is the truth, and what `observe` gets is the slow walk's."""
+    model, asked = target(family), requests(4, max_new_tokens=8)
+    grafts = (mixing_graft(1, (0, 2), (1, 1), 0), mixing_graft(3, (0,), (2,), 1))
+    recorder = Recorder(Liar(nodes=5), Needs(hidden=True, grafts=grafts))
+    found = [run.tokens for run in engine(recorder, model, slots=3).generate(asked)]
+    assert found == [truth(model.hf, request) for request in asked]
+    for seen in recorder.observed:
+        assert seen.scores.grafted is not None and seen.scores.grafted.shape == (len(seen.slots), 3, 32)
+        assert seen.draft.nodes == 5
+
+
+def test_gradients_reach_a_graft_s_projection() -> None:
+    """A stack without a cache: rows see one another, and what is trained is the projection, through frozen layers."""
+    from foreword.model.stack import Rows, Stack  # noqa: PLC0415  next to its only use
+
+    model, projection = target(), nn.Linear(32, 32).double()
+    stack = Stack(model.hf, model.family, model.layer_stack.layers)
+    graft = Graft(2, (1, 3), (1, 1), lambda real, _: projection(real[:, [1, 3]]))
+    with torch.inference_mode():
+        tree = Tree.chain(37)  # a shape that a round has used before is used again in training
+    tree = tree.head(4)
+    where = Rows(torch.zeros(1, dtype=torch.long), tree.depth, tree.ancestors)
+    with torch.no_grad():
+        hidden = model.embed(torch.tensor([PREFIX]))
+    walked = stack.walk(hidden, where, grafts=(graft,))
+    assert walked.grafted is not None
+    walked.grafted.pow(2).sum().backward()
+    gradient = projection.weight.grad
+    assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0
+    close(walked.hidden[0].detach(), own_hidden(model.hf, PREFIX)[-1])

@@ -1,0 +1,246 @@
+"""Model.score against the transformers model's own forward: whole, cached, as a tree, ragged, in part, with halves left out."""
+
+import pytest
+import torch
+from doubles import (
+    CONTEXT,
+    FAMILIES,
+    VOCABULARY,
+    chain,
+    fresh,
+    own_cache,
+    own_hidden,
+    own_logits,
+    path_to,
+    prefilled,
+    random_tree,
+    target,
+)
+from torch import Tensor
+
+from foreword.core.draft import Draft, Tree
+from foreword.core.needs import Needs, Skip
+from foreword.core.state import Lanes
+from foreword.model.model import Model
+from foreword.model.stack import Rows
+
+TEXT = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
+PREFIXES = {0: TEXT[:4], 2: TEXT[:9], 3: [11], 1: []}  # slots that do not lie in order, lengths that differ
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def draft_of(batch: int, nodes: int, seed: int = 0) -> Draft:
+    """A random tree and random tokens for each of a batch."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCABULARY, (batch, nodes), generator=generator)
+    return Draft(tokens, random_tree(batch, nodes, generator), torch.full((batch,), nodes))
+
+
+def path_text(prefix: list[int], draft: Draft, lane: int, node: int) -> list[int]:
+    """The text that a node of the tree stands at the end of."""
+    parent = draft.tree.parent[min(lane, draft.tree.parent.shape[0] - 1)].tolist()
+    return [*prefix, *(int(draft.tokens[lane, row]) for row in path_to(parent, node))]
+
+
+@every_family
+def test_a_whole_pass(family: str) -> None:
+    model = target(family)
+    lanes = prefilled(model, {0: []})
+    close(model.score(lanes, chain([TEXT]), Needs()).require_logits()[0], own_logits(model.hf, TEXT))
+
+
+@every_family
+@pytest.mark.parametrize("cut", [1, 4, 10])
+def test_a_pass_behind_a_cached_prefix(family: str, cut: int) -> None:
+    model = target(family)
+    lanes = prefilled(model, {1: TEXT[:cut]})
+    close(model.score(lanes, chain([TEXT[cut:]]), Needs()).require_logits()[0], own_logits(model.hf, TEXT)[cut:])
+
+
+@every_family
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 3, 1], [2], [0, 2]], ids=str)
+def test_every_path_of_a_tree_is_a_text_of_its_own(family: str, order: list[int]) -> None:
+    """A ragged batch, on slots side by side and not, each with another tree: row by row the model's own answer."""
+    model = target(family)
+    prefilled(model, PREFIXES)
+    lanes = Lanes.of(order, 9)
+    draft = draft_of(len(order), 12)
+    logits = model.score(lanes, draft, Needs()).require_logits()
+    for lane, slot in enumerate(order):
+        for node in range(12):
+            close(logits[lane, node], own_logits(model.hf, path_text(PREFIXES[slot], draft, lane, node))[-1])
+
+
+def test_one_tree_for_all_of_a_batch() -> None:
+    model = target()
+    prefilled(model, PREFIXES)
+    tokens = draft_of(2, 5).tokens
+    draft = Draft(tokens, Tree.of((0, 0, 1, 1, 0)), torch.tensor([5, 5]))
+    logits = model.score(Lanes.of([3, 2], 9), draft, Needs()).require_logits()
+    for lane, slot in enumerate([3, 2]):
+        for node in range(5):
+            close(logits[lane, node], own_logits(model.hf, path_text(PREFIXES[slot], draft, lane, node))[-1])
+
+
+def test_a_pass_writes_scratch_rows_only() -> None:
+    """The committed rows, and every row of the other slots, stay bit for bit; no length moves."""
+    model = target()
+    prefilled(model, PREFIXES)
+    before = [tensor.clone() for tensor in (*model.cache.keys, *model.cache.values)]
+    lengths = model.cache.length.tolist()
+    model.score(Lanes.of([2, 0], 9), draft_of(2, 12), Needs())
+    after = (*model.cache.keys, *model.cache.values)
+    assert model.cache.length.tolist() == lengths
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[[1, 3]], new[[1, 3]])
+        assert all(torch.equal(old[slot, :, : lengths[slot]], new[slot, :, : lengths[slot]]) for slot in (0, 2))
+        assert not torch.equal(old[2], new[2])
+
+
+@every_family
+def test_an_accepted_path_leaves_the_cache_of_its_text(family: str) -> None:
+    model = target(family)
+    prefilled(model, PREFIXES)
+    lanes, draft = Lanes.of([0, 2], 9), draft_of(2, 12)
+    model.score(lanes, draft, Needs())
+    paths = [path_to(draft.tree.parent[lane].tolist(), 11) for lane in range(2)]
+    width = max(map(len, paths))
+    path = torch.tensor([rows + [0] * (width - len(rows)) for rows in paths])
+    model.cache.keep(lanes, path, torch.tensor([len(rows) for rows in paths]))
+    for lane, slot in enumerate([0, 2]):
+        text = path_text(PREFIXES[slot], draft, lane, 11)
+        assert int(model.cache.length[slot]) == len(text)
+        for layer, (keys, values) in enumerate(own_cache(model.hf, text)):
+            close(model.cache.keys[layer][slot, :, : len(text)], keys)
+            close(model.cache.values[layer][slot, :, : len(text)], values)
+
+
+@every_family
+@pytest.mark.parametrize("cuts", [[1, 3, 6, 7], [7], [2, 4, 5, 7], [1, 2, 3, 4, 5, 6, 7]], ids=str)
+def test_level_by_level_equals_the_whole_tree(family: str, cuts: list[int]) -> None:
+    """`rows` scores a part while the scratch rows before it are kept: a drafter grows its tree that way."""
+    model = target(family)
+    tree, tokens = Tree.of((0, 0, 0, 1, 1, 2, 3)), draft_of(2, 7).tokens
+    draft, lanes = Draft(tokens, tree, torch.tensor([7, 7])), Lanes.of([0, 2], 9)
+    prefilled(model, PREFIXES)
+    whole = model.score(lanes, draft, Needs(hidden=True, taps=(2,)))
+    prefilled(model, PREFIXES)
+    parts = [
+        model.score(lanes, draft, Needs(hidden=True, taps=(2,)), rows=range(start, stop))
+        for start, stop in zip([0, *cuts], cuts, strict=False)
+    ]
+    close(torch.cat([part.require_logits() for part in parts], dim=1), whole.require_logits())
+    close(torch.cat([part.require_hidden() for part in parts], dim=1), whole.require_hidden())
+    close(torch.cat([part.taps[2] for part in parts], dim=1), whole.taps[2])
+
+
+# What is asked for besides
+
+
+@every_family
+def test_taps_are_the_hidden_states_of_transformers(family: str) -> None:
+    model = target(family)
+    lanes = prefilled(model, {1: TEXT[:4]})
+    scores = model.score(lanes, chain([TEXT[4:]]), Needs(hidden=True, taps=(0, 1, 3, 4)))
+    with torch.no_grad():
+        own = model.hf(input_ids=torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+    for layer in (0, 1, 3):
+        close(scores.taps[layer][0], own[layer][0, 4:])
+    assert set(scores.taps) == {0, 1, 3, 4}
+    close(model.norm(scores.taps[4])[0], own[4][0, 4:])
+
+
+@every_family
+def test_hidden_is_before_the_final_norm(family: str) -> None:
+    model = target(family)
+    lanes = prefilled(model, {1: TEXT[:4]})
+    scores = model.score(lanes, chain([TEXT[4:]]), Needs(hidden=True))
+    close(scores.require_hidden()[0], own_hidden(model.hf, TEXT)[-1][4:])
+    close(model.head(model.norm(scores.require_hidden())), scores.require_logits())
+
+
+def test_what_is_not_asked_for_is_empty() -> None:
+    model = target()
+    scores = model.score(prefilled(model, {0: TEXT[:3]}), chain([TEXT[3:]]), Needs(), logits="none")
+    assert scores.logits is None and scores.hidden is None and scores.taps == {} and scores.grafted is None
+
+
+def test_embed_is_the_model_s_own() -> None:
+    model = target()
+    close(model.embed(torch.tensor(TEXT)), own_hidden(model.hf, TEXT)[0])
+
+
+# Half-layers left out, and parts of the walk
+
+
+@every_family
+@pytest.mark.parametrize(("attention", "mlp"), [((1,), ()), ((), (2,)), ((0, 3), (3, 1)), ((0, 1, 2, 3), (0, 1, 2, 3))])
+def test_a_skipped_half_is_a_half_that_adds_nothing(family: str, attention: tuple[int, ...], mlp: tuple[int, ...]) -> None:
+    """The reference is a model whose output projections are zero there."""
+    reduced = fresh(family)
+    with torch.no_grad():
+        for layer in attention:
+            reduced.model.layers[layer].self_attn.o_proj.weight.zero_()
+        for layer in mlp:
+            reduced.model.layers[layer].mlp.down_proj.weight.zero_()
+    model, skip = target(family), Skip.of(attention, mlp)
+    model.allocate(1, CONTEXT, 16)
+    lanes = Lanes.of([0], 0)
+    first = model.score(lanes, chain([TEXT[:4]]), Needs(), skip=skip)
+    model.cache.advance(lanes, torch.tensor([4]))
+    second = model.score(Lanes.of([0], 4), chain([TEXT[4:]]), Needs(), skip=skip)
+    own = own_logits(reduced, TEXT)
+    close(torch.cat([first.require_logits(), second.require_logits()], dim=1)[0], own)
+
+
+@every_family
+@pytest.mark.parametrize("cut", [0, 1, 3, 4])
+def test_a_walk_in_two_parts_is_the_walk(family: str, cut: int) -> None:
+    model = target(family)
+    lanes = prefilled(model, {0: TEXT[:4]})
+    draft = draft_of(1, 6)
+    where = Rows(model.cache.length[lanes.slots], draft.tree.depth, draft.tree.ancestors, lanes)
+    hidden, stack = model.embed(draft.tokens), model.layer_stack
+    with torch.no_grad():
+        whole = stack.walk(hidden, where, taps=(2,))
+        first = stack.walk(hidden, where, stop=cut)
+        second = stack.walk(first.hidden, where, start=cut, taps=(2,))
+    close(second.hidden, whole.hidden)
+    assert (2 in second.taps) == (cut <= 2)
+
+
+# What a target says of itself
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [(2, 9, [2]), ([5, 2, 5], 9, [2, 5]), (None, 9, [9]), (None, [4, 3], [3, 4]), (None, None, [])],
+)
+def test_end_tokens(generation: int | list[int] | None, config: int | list[int] | None, ends: list[int]) -> None:
+    hf = fresh("llama")
+    hf.generation_config.eos_token_id, hf.config.eos_token_id = generation, config
+    assert Model(hf).ends.tolist() == ends
+
+
+@every_family
+def test_what_a_target_says_of_itself(family: str) -> None:
+    model = target(family)
+    assert (model.hidden_size, model.vocab_size, model.layers, model.max_context) == (32, VOCABULARY, 4, 256)
+    assert model.name == f"tiny-{family}" and model.dtype == torch.float64 and model.device.type == "cpu"
+    assert Model(model.hf).name == family
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_are_float32_or_better(dtype: torch.dtype) -> None:
+    model = target("llama", dtype)
+    logits = model.score(prefilled(model, {0: TEXT[:3]}), chain([TEXT[3:]]), Needs()).require_logits()
+    assert logits.dtype == torch.float32
+
+
+def test_costs_come_from_the_curve() -> None:
+    assert target().cost(50) == 1.0

@@ -1,0 +1,81 @@
+"""Packed linears answer what stock ones answer, as far as float32 goes; and only what can be packed is."""
+
+import copy
+
+import pytest
+import torch
+from doubles import FAMILIES, Liar, chain, engine, fresh, prefilled, requests, truth, written
+from torch import nn
+
+from foreword.core.needs import Needs
+from foreword.model.model import Model
+from foreword.model.pack import can_pack, pack
+
+TEXT = [5, 9, 31, 8, 40, 7, 7, 12]
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@needs_onednn
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_packed_model_answers_the_same(family: str) -> None:
+    stock, packed = fresh(family, torch.float32), fresh(family, torch.float32)
+    pack(packed)
+    assert not any(type(module) is nn.Linear for module in packed.modules())
+    for rows in (1, 2, 5):  # few rows go another way than many
+        answers = []
+        for hf in (stock, packed):
+            model = Model(hf)
+            lanes = prefilled(model, {0: TEXT[:3]})
+            answers.append(model.score(lanes, chain([TEXT[3 : 3 + rows]]), Needs()).require_logits())
+        torch.testing.assert_close(answers[1], answers[0], atol=1e-4, rtol=1e-4)
+
+
+@needs_onednn
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_model_writes_the_same_text(family: str) -> None:
+    stock, packed = fresh(family, torch.float32), fresh(family, torch.float32)
+    pack(packed)
+    asked = requests(4)
+    assert written(engine(Liar(), Model(packed)), asked) == [truth(stock, request) for request in asked]
+
+
+@needs_onednn
+@pytest.mark.parametrize("init", [0, None])
+@torch.no_grad()
+def test_a_packed_model_gives_stacks_that_can_be_trained(init: int | None) -> None:
+    stock, packed = fresh("llama", torch.float32), fresh("llama", torch.float32)
+    pack(packed)
+    model = Model(packed)
+    model.allocate(1, 64, 4)
+    (layer,) = model.stack(1, init=init).layers
+    names = {name for name, _ in layer.named_parameters()}
+    assert names == {name for name, _ in stock.model.layers[0].named_parameters()}
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [1, 2, 16, 70])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_packed_linear_takes_any_number_of_rows(rows: int, bias: bool) -> None:
+    stock = nn.Sequential(nn.Linear(48, 20, bias=bias))
+    packed = copy.deepcopy(stock)
+    pack(packed)
+    hidden = torch.randn(2, rows, 48)
+    assert type(packed[0]) is not nn.Linear
+    torch.testing.assert_close(packed(hidden), stock(hidden), atol=1e-5, rtol=1e-5)
+
+
+@needs_onednn
+def test_a_tied_embedding_keeps_its_weights() -> None:
+    hf = fresh("llama", torch.float32)
+    before = hf.model.embed_tokens.weight.clone()
+    pack(hf)
+    assert torch.equal(hf.model.embed_tokens.weight, before)
+
+
+def test_what_cannot_be_packed() -> None:
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    assert not can_pack(torch.device("cpu"), torch.bfloat16)
+    assert not can_pack(torch.device("cpu"), torch.float64)

@@ -1,0 +1,111 @@
+"""A stack of a drafter's own: new layers of the target's kind, with a cache of their own, walked over accepted rows."""
+
+import pytest
+import torch
+from doubles import FAMILIES, fresh, target
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from foreword.core.draft import Tree
+from foreword.core.state import Lanes
+from foreword.model.model import Model
+from foreword.model.stack import Rows, Stack
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def model_with_room(family: str = "llama") -> Model:
+    model = target(family)
+    model.allocate(3, 64, 16)
+    return model
+
+
+def rows_behind(stack: Stack, lanes: Lanes, nodes: int) -> Rows:
+    assert stack.cache is not None
+    tree = Tree.chain(nodes)
+    return Rows(stack.cache.length[lanes.slots], tree.depth, tree.ancestors, lanes)
+
+
+@every_family
+@torch.no_grad()
+def test_row_by_row_equals_all_at_once(family: str) -> None:
+    """Rows come as rounds accept them, two sequences each at its own pace, on slots that do not lie side by side."""
+    model = model_with_room(family)
+    stack = model.stack(3, layers=2, init=1)
+    hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0)).double()
+    bare = Stack(model.hf, model.family, stack.layers)
+    at_once = [
+        bare.walk(hidden[lane : lane + 1], Rows(torch.tensor([0]), Tree.chain(9).depth, Tree.chain(9).ancestors)).hidden
+        for lane in range(2)
+    ]
+    pieces: list[list[Tensor]] = [[], []]
+    done, lanes = [0, 0], Lanes.of([0, 2], 16)
+    for counts in ([3, 1], [2, 4], [1, 0], [3, 4]):
+        width = max(counts)
+        part = torch.stack([torch.nn.functional.pad(hidden[lane], (0, 0, 0, 9))[done[lane] :][:width] for lane in range(2)])
+        walked = stack.walk(part, rows_behind(stack, lanes, width)).hidden
+        assert stack.cache is not None
+        stack.cache.advance(lanes, torch.tensor(counts))
+        for lane, count in enumerate(counts):
+            pieces[lane].append(walked[lane, :count])
+            done[lane] += count
+    for lane in range(2):
+        close(torch.cat(pieces[lane]), at_once[lane][0])
+
+
+@every_family
+@torch.no_grad()
+def test_rows_that_were_rewound_are_forgotten(family: str) -> None:
+    model = model_with_room(family)
+    stack, lanes = model.stack(3, init=0), Lanes.of([1], 16)
+    hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0)).double()
+    assert stack.cache is not None
+    stack.walk(hidden[:, :3], rows_behind(stack, lanes, 3))
+    stack.cache.advance(lanes, torch.tensor([3]))
+    expected = stack.walk(hidden[:, 3:], rows_behind(stack, lanes, 3)).hidden
+    stack.walk(-hidden, rows_behind(stack, lanes, 6))
+    stack.cache.advance(lanes, torch.tensor([6]))
+    stack.cache.rewind(lanes, torch.tensor([3]))
+    close(stack.walk(hidden[:, 3:], rows_behind(stack, lanes, 3)).hidden, expected)
+
+
+@torch.no_grad()
+def test_copies_of_a_layer_are_that_layer_and_stand_alone() -> None:
+    """Walked over the target's own rows a copy answers what the layer answers; changed, it leaves the target as it was."""
+    model = model_with_room()
+    stack = model.stack(3, layers=2, init=2)
+    hidden = torch.randn(1, 4, 32).double()
+    where = Rows(torch.tensor([0]), Tree.chain(4).depth, Tree.chain(4).ancestors)
+    bare = Stack(model.hf, model.family, stack.layers)
+    whole = Stack(model.hf, model.family, model.layer_stack.layers)
+    close(bare.walk(hidden, where, stop=1).hidden, whole.walk(hidden, where, start=2, stop=3).hidden)
+    before = model.hf.model.layers[2].mlp.down_proj.weight.clone()
+    for parameter in stack.parameters():
+        parameter.zero_()
+    assert torch.equal(model.hf.model.layers[2].mlp.down_proj.weight, before) and before.abs().sum() > 0
+
+
+@every_family
+def test_fresh_layers_are_not_the_model_s(family: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Nor one another's; also when the model came from a file, whose weights are marked as settled."""
+    fresh(family, torch.float32).save_pretrained(tmp_path)
+    for hf in (fresh(family, torch.float32), AutoModelForCausalLM.from_pretrained(tmp_path)):
+        model = Model(hf)
+        model.allocate(1, 64, 4)
+        layers = model.stack(1, layers=2).layers
+        weights = [layer.mlp.down_proj.weight for layer in (*layers, *hf.model.layers)]
+        assert all(not torch.equal(one, other) for i, one in enumerate(weights) for other in weights[:i])
+        assert torch.equal(layers[0].input_layernorm.weight, torch.ones(32))
+        assert 0.2 < float(layers[0].mlp.down_proj.weight.detach().std()) < 0.4
+
+
+def test_a_stack_s_cache_is_its_own() -> None:
+    model = model_with_room()
+    stack = model.stack(2, layers=2, init=0, scratch=9)
+    assert stack.cache is not None and stack.cache is not model.cache
+    assert (stack.cache.slots, stack.cache.context, stack.cache.rows) == (2, 64, 64 + 9 + 1)
+    assert len(stack.cache.keys) == 2

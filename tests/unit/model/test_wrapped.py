@@ -1,0 +1,58 @@
+"""A wrapped model is still the user's: its own generate writes what it wrote before, and models do not disturb one another."""
+
+import pytest
+import torch
+from doubles import Liar, engine, fresh, requests, target, truth, written
+from transformers import PreTrainedModel
+
+from foreword.model.model import Model
+
+SHORT, LONG = [0, 0, 0, 9, 31], [5, 9, 31, 8, 40]
+
+
+def own_text(hf: PreTrainedModel) -> list[list[int]]:
+    """A padded batch, so that the model needs its own mask."""
+    ids = torch.tensor([SHORT, LONG])
+    out = hf.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_its_own_generate_still_works(attention: str, family: str) -> None:
+    hf = fresh(family, attn_implementation=attention)
+    assert hf.config._attn_implementation == attention
+    before = own_text(hf)
+    model = Model(hf)
+    assert own_text(hf) == before
+    asked = requests(3)
+    found = written(engine(Liar(), model), asked)
+    assert own_text(hf) == before
+    model.release()
+    assert hf.config._attn_implementation == attention and own_text(hf) == before
+    assert found == [truth(hf, request) for request in asked]
+
+
+def test_a_model_may_be_wrapped_twice() -> None:
+    """Two Models on one transformers model: two caches, the same texts, in turns."""
+    one, other, asked = target(), target(), requests(3)
+    first, second = engine(Liar(), one), engine(Liar(seed=1), other)
+    runs = [steps.add(request) for steps in (first, second) for request in asked]
+    while first.busy or second.busy:
+        first.step()
+        second.step()
+    assert [run.tokens for run in runs] == 2 * [truth(one.hf, request) for request in asked]
+
+
+def test_releasing_one_does_not_disturb_the_other() -> None:
+    hf, asked = fresh("llama"), requests(3)
+    one, other = Model(hf), Model(hf)
+    steps = engine(Liar(), other)
+    one.release()
+    assert written(steps, asked) == [truth(hf, request) for request in asked]
+
+
+def test_a_released_model_may_be_used_again() -> None:
+    hf, asked = fresh("llama"), requests(2)
+    Model(hf).release()
+    assert written(engine(Liar(), Model(hf)), asked) == [truth(hf, request) for request in asked]

@@ -12,6 +12,7 @@ from foreword.methods import make
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.model.cost import CostCurve
 
+TRUST = (0.2, 0.5, 0.7, 0.85)
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
@@ -81,7 +82,7 @@ def test_a_dear_row_is_not_spent_on_a_weak_match() -> None:
     free, dear = CostCurve((1, 64), (1.0, 1.0)), CostCurve((1, 64), (1.0, 64.0))
     between = CostCurve((1, 64), (1.0, 1 + 63 * 0.3))
     sizes = {
-        name: bound(curve=curve).propose(state_of([weak, strong])).size.tolist()
+        name: bound(curve=curve, max_match=4, trust=TRUST).propose(state_of([weak, strong])).size.tolist()
         for name, curve in {"free": free, "dear": dear, "between": between}.items()
     }
     assert sizes["free"] == [16, 16] and sizes["dear"] == [1, 1]
@@ -92,16 +93,19 @@ def test_the_size_that_pays_depends_on_the_batch() -> None:
     """Sixteen rows are free here, and every further one costs: eight sequences get two each, two get eight."""
     curve = CostCurve((1, 16, 17, 64), (1.0, 1.0, 3.0, 60.0))
     text = [5, 6, 7, 4, 9, 5, 6, 7, 4]
-    sizes = {count: bound(8, curve).propose(state_of([text] * count)).size.tolist() for count in (1, 2, 8)}
+    sizes = {count: bound(8, curve, max_match=4, trust=TRUST).propose(state_of([text] * count)).size.tolist() for count in (1, 2, 8)}
     assert sizes == {1: [16], 2: [8] * 2, 8: [2] * 8}
 
 
 def test_the_gain_is_worked_out_by_hand() -> None:
-    """Trust 0.5 and rows at 1, 1.2, 1.4, 1.6: 1/1, 1.5/1.2, 1.75/1.4 (a tie to the smaller), 1.875/1.6."""
-    curve = CostCurve((1, 2, 3, 4), (1.0, 1.2, 1.4, 1.6))
-    drafter = bound(curve=curve, max_match=1, trust=(0.55,))
-    gains = [sum(0.55**i for i in range(n)) / curve.relative(n) for n in range(1, 17)]
-    assert drafter.propose(state_of([[3, 4, 3]])).size.tolist() == [1 + gains.index(max(gains))]
+    """The first token after a match of 1 is right with 0.3; it makes the match 2 long, and all others come with 0.9."""
+    promised = [1, 1.3, 1.3 + 0.27, 1.3 + 0.27 + 0.243, 1.3 + 0.27 + 0.243 + 0.2187]
+    for price in (0.0, 0.25, 0.35, 0.5):
+        curve = CostCurve((1, 101), (1.0, 1 + 100 * price))
+        drafter = bound(rows=None, curve=curve, max_match=2, trust=(0.3, 0.9))
+        gains = [tokens / (1 + i * price) for i, tokens in enumerate(promised)]
+        size = int(drafter.propose(state_of([[3, 4, 3]])).size)
+        assert size == {0.0: 16, 0.25: 1 + gains.index(max(gains))}.get(price, 1)
 
 
 def test_sampling_makes_no_difference() -> None:

@@ -125,8 +125,7 @@ class Talk:
             return
         end_line(result.text)
         if self.is_live:
-            cut = " · cut off, --max-new-tokens allows more" if result.finish_reason == "length" else ""
-            note(figures([result]) + cut)
+            note(figures([result]))
 
     def _show(self, piece: Piece) -> None:
         if self.json:

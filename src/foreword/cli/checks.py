@@ -81,9 +81,11 @@ def _device(model: ModelOptions) -> Iterator[Finding]:
     except ForewordError as error:
         yield Finding("device", "fail", str(error))
         return
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    said = f"{device}; GPUs that torch sees: {', '.join(gpus) or 'none'}"
-    yield Finding("device", "ok", said)
+    gpus = [
+        f"{torch.cuda.get_device_name(i)} ({_size(torch.cuda.mem_get_info(i)[0])} free)"
+        for i in range(torch.cuda.device_count())
+    ]
+    yield Finding("device", "ok", f"{device}; GPUs that torch sees: {', '.join(gpus) or 'none'}")
     exact = "texts are equal token for token" if dtype in ("float32", "float64") else "texts are equal up to near-ties"
     yield Finding("dtype", "ok", f"{dtype}: {exact}")
 

@@ -89,9 +89,11 @@ def figures(results: list[Result], seconds: float | None = None) -> str:
     tokens = sum(one.new_tokens for one in stats)
     rounds = sum(one.rounds for one in stats)
     seconds = sum(one.decode_s for one in stats) if seconds is None else seconds
-    parts = [f"{len(results)} answers"] if len(results) > 1 else []
+    many = len(results) > 1
+    cut = not many and results[0].finish_reason == "length"
+    parts = [f"{len(results)} answers"] if many else []
     parts += [
-        f"{tokens} tokens",
+        f"{tokens} tokens" + (", all that --max-new-tokens allows" if cut else ""),
         f"{tokens / max(rounds, 1):.2f} tokens/round",
         f"{tokens / seconds if seconds else 0:.1f} tokens/s",
         results[0].method,

@@ -80,6 +80,10 @@ class Kind:
     min_p: bool = False
     logprobs: int = -1
 
+    @property
+    def filters(self) -> bool:
+        return bool(self.top_k or self.top_p or self.min_p)
+
     @staticmethod
     def of(requests: list[tuple[Sampling, bool]]) -> Kind:
         """Of (sampling, whether end tokens are held back) pairs."""
@@ -157,7 +161,16 @@ def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor 
     `position` [b, N] is where the chosen token will stand. `seen` [b, N, V] counts the tokens of the text before it and is
     needed when a penalty is on.
     """
-    return judge(logits, position, sampling, seen).argmax(-1)
+    scores = _process(logits, position, sampling, seen)
+    if scores.device.type == "cpu" and sampling.kind.filters:
+        return _pick_among_best(scores, position, sampling)
+    return _race(scores, _all_tokens(scores), position, sampling).argmax(-1)
+
+
+def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:
+    """The score by which a token wins, for every token: processed logits, plus noise where there is a temperature."""
+    scores = _process(logits, position, sampling, seen)
+    return _race(scores, _all_tokens(scores), position, sampling)
 
 
 def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, tokens: Tensor | None = None) -> Tensor:
@@ -175,39 +188,73 @@ def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, token
     return drawn.topk(k, dim=-1).indices
 
 
-def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:
-    """The score by which a token wins, for every token: processed logits, plus noise where there is a temperature."""
-    kind = sampling.kind
-    scores = logits
+def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
+    """Which tokens survive top-k, top-p and min-p, in that order; None where no filter is on. `scores` are after / T."""
+    if not sampling.kind.filters:
+        return None
+    return scores >= _floor(scores, sampling, scores.logsumexp(-1, keepdim=True))
+
+
+def _process(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None) -> Tensor:
+    """Logits after penalties, held-back end tokens, and / T."""
+    kind, scores = sampling.kind, logits
     if kind.penalties:
         assert seen is not None, "a repetition penalty needs the counts of the text"
         penalty = _column(sampling.penalty, scores)
         scores = torch.where(seen > 0, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
     if kind.floors:
         scores = _hold_back_ends(scores, position, sampling)
-    if not kind.noise:
+    if kind.noise:
+        temperature = _column(sampling.temperature, scores)
+        scores = scores / torch.where(temperature > 0, temperature, 1)
+    return scores
+
+
+def _race(scores: Tensor, tokens: Tensor, position: Tensor, sampling: SamplingRows, floor: Tensor | None = None) -> Tensor:
+    """Filters and noise for the tokens whose processed scores are given; rows at T = 0 have neither."""
+    if not sampling.kind.noise:
         return scores
-    temperature = _column(sampling.temperature, scores)
-    scores = scores / torch.where(temperature > 0, temperature, 1)
-    drawn = temperature > 0
-    kept = keeps(scores, sampling)
+    drawn = _column(sampling.temperature, scores) > 0
+    kept = keeps(scores, sampling) if floor is None else scores >= floor
     filtered = scores if kept is None else scores.masked_fill(~kept & drawn, -math.inf)
-    return torch.where(drawn, filtered + gumbel(sampling.key, position, _all_tokens(scores)), filtered)
+    return torch.where(drawn, filtered + gumbel(sampling.key, position, tokens), filtered)
 
 
-def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
-    """Which tokens survive top-k, top-p and min-p, in that order; None where no filter is on. `scores` are after / T."""
+# A nucleus rarely has more tokens than this.
+_BEST = 256
+
+
+def _pick_among_best(scores: Tensor, position: Tensor, sampling: SamplingRows) -> Tensor:
+    """The same pick, for the CPU, where filters and noise over a whole vocabulary cost more than a small model's pass.
+
+    If not even the last of the best scores survives the filters, no other token does, and the race is among the best. Each
+    row answers that for itself, so its token does not depend on its company.
+    """
+    best = scores.topk(min(_BEST, scores.shape[-1]), dim=-1)
+    floor = _floor(best.values, sampling, scores.logsumexp(-1, keepdim=True))
+    winner = _race(best.values, best.indices, position, sampling, floor).argmax(-1, keepdim=True)
+    drawn = (sampling.temperature > 0).unsqueeze(1)
+    choice = torch.where(drawn, best.indices.gather(-1, winner).squeeze(-1), scores.argmax(-1))
+    sure = (floor > best.values[..., -1:]).squeeze(-1) | ~drawn
+    if bool(sure.all()):
+        return choice
+    return torch.where(sure, choice, _race(scores, _all_tokens(scores), position, sampling).argmax(-1))
+
+
+def _floor(scores: Tensor, sampling: SamplingRows, log_mass: Tensor) -> Tensor:
+    """The lowest score that survives: [b, N, 1]. `scores` may be the best few of a row, `log_mass` is that of all."""
     kind = sampling.kind
-    if not (kind.top_k or kind.top_p or kind.min_p):
-        return None
     floor = torch.full_like(scores[..., :1], -math.inf)
     if kind.top_k:
-        floor = torch.maximum(floor, _top_k_floor(scores, sampling.top_k, kind.top_k))
+        floor = _top_k_floor(scores, sampling.top_k, kind.top_k)
+        survivors = scores.masked_fill(scores < floor, -math.inf)
+        log_mass = torch.where(floor > -math.inf, survivors.logsumexp(-1, keepdim=True), log_mass)
     if kind.top_p:
-        floor = torch.maximum(floor, _top_p_floor(scores.masked_fill(scores < floor, -math.inf), sampling.top_p))
+        probability = torch.where(scores < floor, 0, (scores - log_mass).exp()).to(torch.float32)
+        floor = torch.maximum(floor, _top_p_floor(scores, probability, sampling.top_p))
     if kind.min_p:
         floor = torch.maximum(floor, scores.amax(-1, keepdim=True) + _column(sampling.min_p, scores).log())
-    return scores >= floor
+    return floor
 
 
 def _top_k_floor(scores: Tensor, k: Tensor, largest: int) -> Tensor:
@@ -218,24 +265,22 @@ def _top_k_floor(scores: Tensor, k: Tensor, largest: int) -> Tensor:
     return best.gather(-1, place).masked_fill((k <= 0).view(-1, 1, 1), -math.inf)
 
 
-def _top_p_floor(scores: Tensor, top_p: Tensor) -> Tensor:
+def _top_p_floor(scores: Tensor, probability: Tensor, top_p: Tensor) -> Tensor:
     """The score of the least likely token inside the nucleus: a token is in while those above it hold less than top_p.
 
     Positive floats order like their bit patterns, so halving the range of patterns finds the exact edge in 31 sums: no
     sort, the same work for every input, and a fixed shape.
     """
-    probability = scores.to(torch.float32).softmax(-1)
     wanted = _column(top_p, probability)
-    low = torch.zeros_like(probability[..., :1], dtype=torch.int32)  # mass(>= low) reaches wanted
+    low = torch.zeros_like(probability[..., :1], dtype=torch.int32)  # mass(>= low) reaches wanted, or all there is
     high = probability.amax(-1, keepdim=True).view(torch.int32) + 1  # mass(>= high) does not
     for _ in range(31):
         middle = low + (high - low) // 2
         edge = middle.view(torch.float32)
         enough = torch.where(probability >= edge, probability, 0).sum(-1, keepdim=True) >= wanted
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    edge = low.view(torch.float32)
-    # Rounding may keep the whole mass under top_p = 1; the edge is then 0 and keeps everything, as it should.
-    lowest = torch.where(probability >= edge, scores, math.inf).amin(-1, keepdim=True)
+    inside = (probability >= low.view(torch.float32)) & (probability > 0)
+    lowest = torch.where(inside, scores, math.inf).amin(-1, keepdim=True)
     return lowest.masked_fill(wanted >= 1, -math.inf)
 
 

@@ -1,0 +1,104 @@
+"""The command line as a function: `run("generate", "hi")`, a tiny model on disk for it, and a cache folder of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import fresh
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import foreword
+from foreword.cli.app import app
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["the words that come before the book"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def save_tiny(folder: Path, spoil: bool = False, **changes: Any) -> Path:
+    """A random Llama with a tokenizer; spoilt, every answer is NaN."""
+    tokenizer = _tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "max_position_embeddings": 512}
+    model = fresh("llama", torch.float32, **sizes | changes)
+    if spoil:
+        with torch.no_grad():
+            model.model.norm.weight.fill_(torch.nan)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
+def broken_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("broken"), spoil=True))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """A cache folder of our own, and what commands set in the environment is undone."""
+    monkeypatch.setenv("FOREWORD_HOME", str(cache))
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    """Run a command in this process; stdin is a pipe that holds `input`."""
+    runner = CliRunner()
+
+    def invoke(*args: object, input: str | bytes | None = None) -> Result:
+        result = runner.invoke(app, [str(arg) for arg in args], input=input, prog_name="foreword")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return invoke
+
+
+@pytest.fixture
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command in a process of its own."""
+    source = str(Path(foreword.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+    def execute(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "foreword", *map(str, args)]
+        options = {"capture_output": True, "text": True, "timeout": 120, "env": environment} | options
+        return subprocess.run(line, check=False, **options)
+
+    return execute

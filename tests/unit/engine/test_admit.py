@@ -1,0 +1,118 @@
+"""Who sits where: free slots, left texts, and the columns that an entering request overwrites."""
+
+from collections import deque
+
+import pytest
+import torch
+from doubles import CONTEXT, END, SAMPLINGS
+
+from foreword.core.sampling import Sampling
+from foreword.core.state import State
+from foreword.engine.admit import Slots, admit
+from foreword.engine.request import Request, Running
+
+CPU = torch.device("cpu")
+
+
+def running(prompt: tuple[int, ...], **options: object) -> Running:
+    return Running(Request(prompt, SAMPLINGS["greedy"], **options))  # type: ignore[arg-type]
+
+
+def left_slots(*texts: tuple[int, ...]) -> Slots:
+    slots = Slots(len(texts))
+    slots.left = dict(enumerate(texts))
+    return slots
+
+
+def test_an_empty_slot_is_taken_first_then_the_oldest() -> None:
+    slots = left_slots((5, 6), (), (7,))
+    assert [slots.take(running((5, 6, 7))) for _ in range(3)] == [1, 0, 2]
+    assert slots.left == {}
+
+
+def test_the_slot_left_longest_ago_is_the_oldest() -> None:
+    slots = Slots(2)
+    first, second = running((3, 4)), running((5, 6))
+    assert (slots.take(first), slots.take(second)) == (0, 1)
+    slots.leave(1)
+    slots.leave(0)
+    first.prefilled = second.prefilled = 1
+    slots.left = {1: (5,), 0: (3,)}
+    assert slots.take(running((9,))) == 1
+
+
+def test_without_reuse_nothing_is_reused() -> None:
+    slots, entering = left_slots((5, 6, 7)), running((5, 6, 7, 8))
+    slots.take(entering)
+    assert entering.reused == entering.prefilled == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "slot", "reused"),
+    [((5, 6, 7, 8), 0, 3), ((5, 6, 9, 8), 0, 2), ((4, 4, 4), 1, 2), ((4, 4), 1, 1), ((4,), 0, 0), ((8, 8), 0, 0)],
+)
+def test_reuse_takes_the_slot_that_helps_most(prompt: tuple[int, ...], slot: int, reused: int) -> None:
+    """Never the prompt's last token: that is the root, and stays out of the cache."""
+    slots, entering = left_slots((5, 6, 7), (4, 4, 4), ()), running(prompt, reuse=True)
+    assert slots.take(entering) == slot and entering.slot == slot
+    assert entering.reused == entering.prefilled == reused
+
+
+def test_a_left_slot_remembers_what_its_cache_holds() -> None:
+    """All of prompt and text but the last token; of a prompt that was not read to its end, what was read."""
+    slots = Slots(2)
+    done, cut = running((5, 6, 7)), running((1, 2, 3, 4))
+    assert (slots.take(done), slots.take(cut)) == (0, 1)
+    done.prefilled, done.tokens = 2, [8, 9]
+    cut.prefilled = 2
+    slots.leave(0)
+    slots.leave(1)
+    assert slots.left == {0: (5, 6, 7, 8), 1: (1, 2)} and slots.running == {}
+
+
+def test_lanes_are_those_who_are_ready_or_not() -> None:
+    slots = Slots(4)
+    for prompt, prefilled in (((5,), 0), ((5, 6, 7), 1), ((5, 6, 7), 2), ((5, 6), 0)):
+        entering = running(prompt)
+        slots.take(entering)
+        entering.prefilled = prefilled
+    slots.running[2].tokens = [1, 2, 3]
+    ready, reading = slots.lanes(CPU, ready=True), slots.lanes(CPU, ready=False)
+    assert ready is not None and (ready.ids, ready.span) == ((0, 2), 5)
+    assert reading is not None and (reading.ids, reading.span) == ((1, 3), 1)
+    assert Slots(2).lanes(CPU, ready=True) is None
+
+
+def empty_state(slots: int = 3) -> State:
+    return State.empty(slots, CONTEXT, torch.zeros(slots, dtype=torch.long), torch.tensor([END]))
+
+
+def test_as_many_enter_as_there_are_slots() -> None:
+    waiting = deque(running((5, i)) for i in range(3, 8))
+    slots, state = Slots(3), empty_state()
+    assert admit(waiting, slots, state) == [0, 1, 2] and len(waiting) == 2
+    assert admit(waiting, slots, state) == []
+    slots.leave(1)
+    assert admit(waiting, slots, state) == [1]
+    assert [slots.running[slot].request.prompt for slot in range(3)] == [(5, 3), (5, 6), (5, 5)]
+
+
+def test_an_entering_request_overwrites_its_columns_and_no_others() -> None:
+    state, slots = empty_state(), Slots(3)
+    columns = (state.tokens, state.roots, state.lengths, state.limits, state.heeds_ends, state.speculates)
+    for column in columns:
+        column.fill_(1)
+    slots.left = {1: ()}
+    asked = Request((5, 6, 7), Sampling(0.5, seed=3), max_new_tokens=9, ignore_eos=True, speculate=False)
+    admit(deque([Running(asked)]), slots, state)
+    assert state.tokens[1, :3].tolist() == [5, 6, 7] and int(state.roots[1]) == 7 and int(state.lengths[1]) == 0
+    assert int(state.limits[1]) == 12 and not state.heeds_ends[1] and not state.speculates[1]
+    assert state.alive_slots.tolist() == [False, True, False]
+    assert all((column[[0, 2]] == 1).all() for column in columns)
+    assert state.table.columns["temperature"].tolist() == [0.0, 0.5, 0.0]
+
+
+def test_the_context_bounds_the_text() -> None:
+    state, slots = empty_state(), Slots(1)
+    admit(deque([running((5, 6, 7), max_new_tokens=10**6)]), slots, state)
+    assert int(state.limits[0]) == CONTEXT

@@ -1,0 +1,159 @@
+"""The engine's own affairs: what it refuses, whom it admits when, what a step brings, and that the loop can be another."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from doubles import CONTEXT, SAMPLINGS, Liar, Oracle, Recorder, engine, full_text, requests, target, truth
+
+from foreword.core.draft import Draft
+from foreword.core.sampling import Sampling
+from foreword.core.scores import Emission, Scores
+from foreword.core.state import State
+from foreword.engine.engine import Engine
+from foreword.engine.request import Request
+from foreword.errors import InputError, PromptError
+from foreword.methods import make
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ((), "empty"),
+        ((5,) * CONTEXT, f"{CONTEXT} tokens.*max_context"),
+        ((5,) * (CONTEXT + 9), f"holds {CONTEXT}"),
+        ((5, 48), "48.*vocabulary of 48"),
+        ((5, -1, 5), "-1.*vocabulary"),
+    ],
+)
+def test_prompts_that_cannot_be_served(prompt: tuple[int, ...], named: str) -> None:
+    steps = engine(make("plain"))
+    with pytest.raises(PromptError, match=named):
+        steps.add(Request(prompt))
+    assert not steps.busy
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"slots": 0}, "slots is 0"), ({"chunk": 0}, "chunk is 0"), ({"max_context": 0}, "max_context is 0")],
+)
+def test_engines_that_cannot_be(options: dict[str, int], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        Engine(target(), make("plain"), **options)  # type: ignore[arg-type]
+
+
+def test_a_context_longer_than_the_model_was_trained_for() -> None:
+    with pytest.raises(InputError, match=r"max_context is 257.*tiny-llama.*256"):
+        Engine(target(), make("plain"), max_context=257)
+
+
+def test_without_a_word_the_context_is_the_model_s() -> None:
+    assert Engine(target(), make("plain")).max_context == 256
+
+
+def test_the_cache_has_room_for_the_widest_pass() -> None:
+    model = target()
+    engine(Liar(nodes=9), model, slots=2)
+    assert model.cache.rows == CONTEXT + 9 + 1 and model.cache.slots == 2
+
+
+def test_requests_enter_in_their_order_as_slots_fall_free() -> None:
+    steps = engine(make("plain"), slots=2)
+    runs = [steps.add(replace(request, max_new_tokens=3, ignore_eos=True)) for request in requests(5)]
+    order: list[int] = []
+    while steps.busy:
+        steps.step()
+        order += [i for i, run in enumerate(runs) if run.slot >= 0 and i not in order]
+        assert len(steps.slots.running) <= 2
+    assert order == sorted(order) and all(run.done for run in runs)
+
+
+def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+    """It is read a chunk a step; whoever is ready writes meanwhile."""
+    steps = engine(make("plain"), slots=2)
+    long = steps.add(Request(tuple(range(3, 33)), SAMPLINGS["greedy"], 4))
+    short = steps.add(Request((7,), SAMPLINGS["greedy"], 4, ignore_eos=True))
+    for count in range(1, 5):
+        events = steps.step()
+        assert [event.running for event in events] == [short]
+        assert (len(short.tokens), long.prefilled) == (count, 5 * count)
+    assert short.done and not long.ready
+
+
+def test_events_are_the_text_piece_by_piece() -> None:
+    model, asked = target(), requests(4)
+    steps = engine(Oracle([full_text(model.hf, request) for request in asked]), model, slots=2)
+    runs = [steps.add(request) for request in asked]
+    pieces: dict[int, list[int]] = {id(run): [] for run in runs}
+    while steps.busy:
+        for event in steps.step():
+            assert len(event.tokens) == event.running.accepted[-1]
+            pieces[id(event.running)] += event.tokens
+    assert [pieces[id(run)] for run in runs] == [run.tokens for run in runs]
+    assert all(sum(run.accepted) == len(run.tokens) and len(run.accepted) == len(run.drafted) for run in runs)
+    assert all(run.prefill_s >= 0 and run.decode_s > 0 for run in runs)
+
+
+def test_a_step_without_requests_brings_nothing() -> None:
+    steps = engine(make("plain"))
+    assert steps.step() == [] and not steps.busy
+
+
+def test_generate_answers_in_order_and_leaves_others_alone() -> None:
+    """A request that was there before is written along, and is not given up with the rest."""
+    model, asked = target(), requests(4)
+    steps = engine(make("plain"), model, slots=1)
+    first = steps.add(replace(asked[0], max_new_tokens=3, ignore_eos=True))
+    runs = steps.generate(asked[1:])
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked[1:]]
+    assert first.finish_reason == "length"
+
+
+def test_two_equal_requests_are_two() -> None:
+    """Giving one of them up leaves the other waiting."""
+    steps = engine(make("plain"), slots=1)
+    asked = requests(2)[1]
+    runs = [steps.add(asked) for _ in range(4)]
+    steps.abort(runs[2])
+    while steps.busy:
+        steps.step()
+    assert [run.finish_reason == "abort" for run in runs] == [False, False, True, False]
+
+
+def test_a_seed_is_settled_on_entry() -> None:
+    running = engine(make("plain")).add(Request((5,), Sampling(temperature=1.0)))
+    assert running.request.sampling.seed is not None
+
+
+class Parrot:
+    """A loop of its own: every round says 7 twice, and the text ends after the third. Writes down whom it served."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.rounds = 0
+
+    def begin(self, state: State) -> None:
+        self.calls.append(("begin", state.lanes.ids))
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self.calls.append(("read", state.lanes.ids))
+
+    def round(self, state: State) -> Emission:
+        self.calls.append(("round", state.lanes.ids))
+        self.rounds += 1
+        batch = len(state.lanes.ids)
+        two, ended = torch.full((batch,), 2), torch.full((batch,), self.rounds == 3)
+        return Emission(torch.full((batch, 2), 7), two, two - 1, ended, torch.zeros(batch, dtype=torch.bool))
+
+    def end(self, slots: Sequence[int]) -> None:
+        self.calls.append(("end", tuple(slots)))
+
+
+def test_the_loop_may_be_another() -> None:
+    parrot, recorder = Parrot(), Recorder(make("token_recycling"))
+    steps = Engine(target(), recorder, slots=2, max_context=CONTEXT, loop=parrot)
+    (run,) = steps.generate([Request((5, 6, 8), SAMPLINGS["greedy"])])
+    assert run.tokens == [7] * 6 and run.finish_reason == "length"
+    assert parrot.calls == [("begin", (0,)), ("read", (0,)), *[("round", (0,))] * 3, ("end", (0,))]
+    assert recorder.proposed == recorder.read_calls == [] and recorder.began == []

@@ -1,0 +1,122 @@
+"""What a drafter is told of the prompt: nothing, the row before the root, or all rows; as transformers has them."""
+
+import pytest
+import torch
+from doubles import FAMILIES, LastHidden, Liar, Recorder, engine, own_hidden, own_logits, requests, target, truth
+
+from foreword.core.draft import Draft, Shape, Tree
+from foreword.core.drafter import Drafter
+from foreword.core.needs import Needs
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.engine.request import Request
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def listened(needs: Needs, family: str = "llama", slots: int = 2) -> tuple[Recorder, list[Request]]:
+    recorder, asked = Recorder(Liar(), needs), requests(4, max_new_tokens=2)
+    engine(recorder, target(family), slots).generate(asked)
+    return recorder, asked
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def test_who_asks_for_nothing_hears_nothing() -> None:
+    recorder, _ = listened(Needs(hidden=True, logits=True, taps=(2,)))
+    assert recorder.read_calls == []
+
+
+@every_family
+def test_all_rows_of_the_prompt(family: str) -> None:
+    """In chunks, in order, all but the last token; hidden states, taps and logits are the model's own."""
+    recorder, asked = listened(Needs(hidden=True, logits=True, taps=(0, 3), prompt="all"), family)
+    hf = target(family).hf
+    for request in asked:
+        chunks = [seen for seen in recorder.read_calls if seen.texts[0][: len(request.prompt)] != [] and _of(seen, request)]
+        tokens = [token for seen in chunks for token in seen.draft.tokens[0, : int(seen.draft.size[0])].tolist()]
+        assert tokens == list(request.prompt[:-1])
+        assert all(seen.draft.nodes <= 5 for seen in chunks)
+        if not chunks:
+            continue
+        own, layers = own_logits(hf, request.prompt[:-1]), own_hidden(hf, request.prompt[:-1])
+        close(torch.cat([seen.scores.require_logits()[0] for seen in chunks]), own)
+        close(torch.cat([seen.scores.require_hidden()[0] for seen in chunks]), layers[4])
+        close(torch.cat([seen.scores.taps[0][0] for seen in chunks]), layers[0])
+        close(torch.cat([seen.scores.taps[3][0] for seen in chunks]), layers[3])
+
+
+def _of(seen: object, request: Request) -> bool:
+    """Whether a chunk belongs to a request: its text begins with what the chunk committed, root and all."""
+    text = seen.texts[0]  # type: ignore[attr-defined]
+    return text == list(request.prompt[: len(text)])
+
+
+@every_family
+def test_the_row_before_the_root(family: str) -> None:
+    """Once for every prompt of two tokens or more, however many chunks it came in."""
+    recorder, asked = listened(Needs(hidden=True, taps=(1,), prompt="last"), family)
+    longer = [request for request in asked if len(request.prompt) > 1]
+    assert len(recorder.read_calls) == len(longer)
+    for request in longer:
+        (seen,) = [seen for seen in recorder.read_calls if _of(seen, request)]
+        assert len(seen.texts[0]) == len(request.prompt)
+        assert seen.draft.tokens.tolist() == [[request.prompt[-2]]] and seen.draft.size.tolist() == [1]
+        layers = own_hidden(target(family).hf, request.prompt[:-1])
+        close(seen.scores.require_hidden()[0, 0], layers[4][-1])
+        close(seen.scores.taps[1][0, 0], layers[1][-1])
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_the_row_before_the_root_with_logits(hidden: bool) -> None:
+    """Who asks for logits gets them, whether it asks for the hidden state too or not."""
+    recorder, asked = listened(Needs(hidden=hidden, logits=True, prompt="last"))
+    for request in asked[1:]:
+        (seen,) = [seen for seen in recorder.read_calls if _of(seen, request)]
+        close(seen.scores.require_logits()[0, 0], own_logits(target().hf, request.prompt[:-1])[-1])
+        assert (seen.scores.hidden is not None) == hidden
+
+
+@every_family
+def test_observe_gets_what_was_asked_for(family: str) -> None:
+    """For every row of the draft that counts: the model's own hidden states and taps along that row's path."""
+    recorder, hf = Recorder(Liar(nodes=4), Needs(hidden=True, logits=True, taps=(2,))), target(family).hf
+    engine(recorder, target(family), slots=3).generate(requests(3, max_new_tokens=3))
+    for before, seen in zip(recorder.proposed, recorder.observed, strict=True):
+        for lane, text in enumerate(before.texts):
+            for node in range(int(seen.draft.size[lane])):
+                way = seen.draft.tree.ancestors[lane, node].nonzero().flatten()[1:]
+                layers = own_hidden(hf, text + seen.draft.tokens[lane, way].tolist())
+                close(seen.scores.require_hidden()[lane, node], layers[4][-1])
+                close(seen.scores.taps[2][lane, node], layers[2][-1])
+
+
+def test_observe_gets_no_more_than_was_asked_for() -> None:
+    recorder, _ = listened(Needs())
+    assert all(seen.scores.hidden is None and seen.scores.taps == {} for seen in recorder.observed)
+
+
+def test_a_drafter_of_hidden_states_writes_the_truth() -> None:
+    model, asked = target(), requests(5, max_new_tokens=20, ignore_eos=True)
+    runs = engine(LastHidden(), model, slots=2).generate(asked)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+
+
+def test_a_drafter_may_have_a_stack_of_its_own() -> None:
+    """It is made in `bind`, as everything that a drafter allocates; there the context is known."""
+
+    class WithStack(Drafter):
+        paper = "-"
+        shape = Shape(1, 0)
+
+        def bind(self, target: Target, slots: int) -> None:
+            self.stack = target.stack(slots, init=0)
+
+        def propose(self, state: State) -> Draft:
+            return Draft(state.root.unsqueeze(1), Tree.chain(1), torch.ones_like(state.root))
+
+    drafter = WithStack()
+    engine(drafter, slots=3, context=40)
+    assert drafter.stack.cache.slots == 3 and drafter.stack.cache.context == 40

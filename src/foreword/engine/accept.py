@@ -33,7 +33,7 @@ def accept(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Acce
         count=count,
         drafted=(draft.size - 1) * (count > 0),
         ended=ended,
-        broken=_broken(logits, choice, path, accepted.kept),
+        broken=_broken(logits, choice, sampling.kind.filters, path, accepted.kept),
         **_logprobs(logits, path, tokens, sampling.kind.logprobs),
     )
     return accepted, emission
@@ -75,16 +75,16 @@ def count_seen(state: State, draft: Draft) -> Tensor:
     return seen.scatter_add_(2, draft.tokens.unsqueeze(1).expand_as(on_way), on_way.to(seen.dtype))
 
 
-def _broken(logits: Tensor, choice: Tensor, path: Tensor, kept: Tensor) -> Tensor:
-    """A NaN beats every number in argmax, so the chosen token's logit shows it."""
-    chosen = logits.gather(2, choice.unsqueeze(2)).squeeze(2).gather(1, path)
-    return (chosen.isnan() & kept).any(1)
+def _broken(logits: Tensor, choice: Tensor, filters: bool, path: Tensor, kept: Tensor) -> Tensor:
+    """A NaN beats every number in a maximum, so the chosen logit shows it, unless a filter dropped it: then look again."""
+    peak = logits.amax(-1) if filters else logits.gather(2, choice.unsqueeze(2)).squeeze(2)
+    return (peak.gather(1, path).isnan() & kept).any(1)
 
 
 def _logprobs(logits: Tensor, path: Tensor, tokens: Tensor, top: int) -> dict[str, Tensor]:
     if top < 0:
         return {}
     rows = logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).log_softmax(-1)
-    best = rows.topk(top, dim=-1)
+    best = rows.topk(min(top, rows.shape[-1]), dim=-1)
     chosen = rows.gather(2, tokens.unsqueeze(-1)).squeeze(-1)
     return {"logprobs": chosen, "top_tokens": best.indices, "top_logprobs": best.values}

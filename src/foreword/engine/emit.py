@@ -10,17 +10,20 @@ from foreword.errors import NumericsError
 
 
 def emit(emission: Emission, state: State, slots: Slots, ends: set[int]) -> list[Event]:
-    """What the round brought, request by request. A text that ended leaves its slot."""
+    """What the round brought, request by request. Where the target answered NaN the request is given up."""
     counts, drafted = emission.count.tolist(), emission.drafted.tolist()
     tokens, ended, broken = emission.tokens.tolist(), emission.ended.tolist(), emission.broken.tolist()
     events = []
     for lane, slot in enumerate(state.lanes.ids):
         running = slots.running[slot]
         if broken[lane]:
-            raise NumericsError(
+            running.finish_reason = "abort"
+            running.error = NumericsError(
                 f"the target answered NaN after {len(running.tokens)} new tokens; check the weights, "
                 "or load the model in a wider dtype (dtype='float32')"
             )
+            events.append(Event(running, [], ""))
+            continue
         new = tokens[lane][: counts[lane]]
         running.accepted.append(len(new))
         running.drafted.append(drafted[lane])

@@ -119,7 +119,16 @@ class Engine:
             event.running.decode_s += time.perf_counter() - started
             if event.running.done:
                 self._release(event.running)
+        self._raise_errors(events)
         return events
+
+    def _raise_errors(self, events: list[Event]) -> None:
+        """Only when everybody has been served: the others' texts go on in the next step."""
+        broken = [event.running for event in events if event.running.error]
+        for running in broken:
+            self.target.cache.wipe(running.slot)
+        for running in broken[:1]:
+            raise running.error  # type: ignore[misc]
 
     def _release(self, running: Running) -> None:
         self.state.alive_slots[running.slot] = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from foreword.core.sampling import Sampling
-from foreword.errors import InputError
+from foreword.errors import InputError, NumericsError
 from foreword.text.stream import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -57,6 +57,7 @@ class Running:
     text: str = ""
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: NumericsError | None = None
     accepted: list[int] = field(default_factory=list)  # tokens decided in each round, the target's own included
     drafted: list[int] = field(default_factory=list)  # candidates checked in each round
     prefill_s: float = 0.0

@@ -86,6 +86,11 @@ class SlotCache:
         """Commit the first `count` scratch rows where they lie."""
         self.length.index_add_(0, lanes.slots, count)
 
+    def wipe(self, slot: int) -> None:
+        """Clear a slot that holds NaN: masked rows count 0 times their value, and 0 times NaN is NaN."""
+        for tensor in (*self.keys, *self.values):
+            tensor[slot] = 0
+
     def rewind(self, lanes: Lanes, length: Tensor) -> None:
         self.length.index_copy_(0, lanes.slots, length)
 

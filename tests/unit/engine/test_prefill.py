@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from doubles import FAMILIES, LastHidden, Liar, Recorder, engine, own_hidden, own_logits, requests, target, truth
+from doubles import FAMILIES, LastHidden, Liar, Recorder, Seen, engine, own_hidden, own_logits, requests, target, truth
 
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
@@ -35,7 +35,7 @@ def test_all_rows_of_the_prompt(family: str) -> None:
     recorder, asked = listened(Needs(hidden=True, logits=True, taps=(0, 3), prompt="all"), family)
     hf = target(family).hf
     for request in asked:
-        chunks = [seen for seen in recorder.read_calls if seen.texts[0][: len(request.prompt)] != [] and _of(seen, request)]
+        chunks = [seen for seen in recorder.read_calls if _of(seen, request)]
         tokens = [token for seen in chunks for token in seen.draft.tokens[0, : int(seen.draft.size[0])].tolist()]
         assert tokens == list(request.prompt[:-1])
         assert all(seen.draft.nodes <= 5 for seen in chunks)
@@ -48,10 +48,9 @@ def test_all_rows_of_the_prompt(family: str) -> None:
         close(torch.cat([seen.scores.taps[3][0] for seen in chunks]), layers[3])
 
 
-def _of(seen: object, request: Request) -> bool:
-    """Whether a chunk belongs to a request: its text begins with what the chunk committed, root and all."""
-    text = seen.texts[0]  # type: ignore[attr-defined]
-    return text == list(request.prompt[: len(text)])
+def _of(seen: Seen, request: Request) -> bool:
+    """Whether a chunk belongs to a request: the text so far is the beginning of its prompt."""
+    return seen.texts[0] == list(request.prompt[: len(seen.texts[0])])
 
 
 @every_family

@@ -1,5 +1,7 @@
 """Grafted rows: they see what they should, nobody sees them, and nothing of them stays."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from doubles import (
@@ -22,6 +24,7 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.core.state import Lanes
 from foreword.model.model import Model
+from foreword.model.stack import Rows, Stack
 
 PREFIX = [5, 9, 31, 8]
 PARENT = (0, 0, 1, 1)
@@ -88,15 +91,21 @@ def test_offsets_are_positions(family: str) -> None:
     assert not torch.allclose(near, far)
 
 
-def slow_walk(model: Model, prefix: list[int], grafts: tuple[Graft, ...]) -> tuple[Tensor, Tensor]:
+def slow_walk(
+    model: Model,
+    prefix: list[int],
+    grafts: tuple[Graft, ...],
+    tree: Sequence[int] = TREE,
+    parent: Sequence[int] = PARENT,
+) -> tuple[Tensor, Tensor]:
     """The transformers layers over prefix, tree and grafted rows together, with an explicit mask: real and grafted rows."""
-    hf, count = model.hf, len(prefix) + len(TREE)
-    paths = [path_to(PARENT, node) for node in range(4)]
+    hf, count = model.hf, len(prefix) + len(tree)
+    paths = [path_to(parent, node) for node in range(len(tree))]
     positions = [*range(len(prefix)), *(len(prefix) + len(path) - 1 for path in paths)]
     sees = [set(range(i + 1)) for i in range(len(prefix))]
     sees += [set(range(len(prefix))) | {len(prefix) + row for row in path} for path in paths]
     anchors: list[int] = []
-    hidden = model.embed(torch.tensor([[*prefix, *TREE]]))
+    hidden = model.embed(torch.tensor([[*prefix, *tree]]))
     for layer in range(model.layers + 1):
         for graft in [graft for graft in grafts if graft.layer == layer]:
             hidden = torch.cat([hidden, graft.make(hidden[:, len(prefix) : count], hidden[:, count:])], dim=1)
@@ -160,6 +169,7 @@ def test_nothing_of_a_graft_is_committed(grafts: tuple[Graft, ...]) -> None:
 
 
 @every_family
+@torch.no_grad()
 def test_a_drafter_with_grafts_changes_nothing_and_gets_its_rows(family: str) -> None:
     """Through the engine, with lies in the tree: the text is the truth, and what `observe` gets is the slow walk's."""
     model, asked = target(family), requests(4, max_new_tokens=8)
@@ -167,15 +177,17 @@ def test_a_drafter_with_grafts_changes_nothing_and_gets_its_rows(family: str) ->
     recorder = Recorder(Liar(nodes=5), Needs(hidden=True, grafts=grafts))
     found = [run.tokens for run in engine(recorder, model, slots=3).generate(asked)]
     assert found == [truth(model.hf, request) for request in asked]
-    for seen in recorder.observed:
+    for before, seen in zip(recorder.proposed, recorder.observed, strict=True):
         assert seen.scores.grafted is not None and seen.scores.grafted.shape == (len(seen.slots), 3, 32)
-        assert seen.draft.nodes == 5
+        for lane, text in enumerate(before.texts):
+            tree, parent = seen.draft.tokens[lane].tolist(), seen.draft.tree.parent[lane].tolist()
+            real, grafted = slow_walk(model, text[:-1], grafts, tree, parent)
+            close(seen.scores.require_hidden()[lane], real)
+            close(seen.scores.grafted[lane], grafted)
 
 
 def test_gradients_reach_a_graft_s_projection() -> None:
     """A stack without a cache: rows see one another, and what is trained is the projection, through frozen layers."""
-    from foreword.model.stack import Rows, Stack  # noqa: PLC0415  next to its only use
-
     model, projection = target(), nn.Linear(32, 32).double()
     stack = Stack(model.hf, model.family, model.layer_stack.layers)
     graft = Graft(2, (1, 3), (1, 1), lambda real, _: projection(real[:, [1, 3]]))

@@ -1,0 +1,175 @@
+"""Between prefill and emit nothing touches the host: read off the code, and checked while a round runs.
+
+On a GPU every such question waits for all work before it, and a captured round cannot ask at all. `fit` and `emit` are
+the two places that may.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import VOCABULARY, Liar, Oracle, Recorder, drafter, engine, full_text, prompts, target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foreword.core.drafter import Drafter
+from foreword.core.needs import Graft, Needs
+from foreword.core.sampling import Sampling
+from foreword.core.state import Lanes
+from foreword.engine.accept import accept
+from foreword.engine.commit import commit
+from foreword.engine.request import Request
+from foreword.engine.verify import verify
+from foreword.methods import METHODS
+
+SOURCE = Path(__file__).parents[2] / "src" / "foreword"
+
+# Read off the code ---------------------------------------------------------------------------------------------------
+
+QUESTIONS = {"item", "tolist", "nonzero", "argwhere", "cpu", "numpy", "masked_select", "unique", "is_nonzero", "equal"}
+CASTS = {"int", "float", "bool"}
+WHOLE_FILES = [
+    *(SOURCE / "engine" / f"{name}.py" for name in ("lockstep", "verify", "accept", "commit")),
+    *(SOURCE / "model" / f"{name}.py" for name in ("attention", "stack")),
+]
+# In these files only what a round calls is hot.
+ENTRIES = {
+    SOURCE / "core" / "sampling.py": {"pick", "rank"},
+    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing"},
+    SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
+    SOURCE / "model" / "model.py": {"score", "embed", "norm", "head"},
+    **{SOURCE / "methods" / f"{name}.py": {"propose", "observe"} for name in METHODS if METHODS[name].load().capturable},
+}
+
+
+def functions(file: Path) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def called(function: ast.FunctionDef) -> Iterator[tuple[str, bool, int]]:
+    """Names that are called, whether as an attribute, and where."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute):
+                yield node.func.attr, True, node.lineno
+            elif isinstance(node.func, ast.Name):
+                yield node.func.id, False, node.lineno
+
+
+def reached(file: Path, entries: set[str]) -> set[str]:
+    """Functions of the file that its entries lead to."""
+    known, found = functions(file), set()
+    waiting = [name for name in entries if name in known]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += [other for other, _, _ in called(known[name]) if other in known]
+    return found
+
+
+def questions(file: Path, names: set[str]) -> list[str]:
+    known = functions(file)
+    return [
+        f"{file.name}:{line} {name}"
+        for function in names
+        for name, attribute, line in called(known[function])
+        if (attribute and name in QUESTIONS) or (not attribute and name in CASTS)
+    ]
+
+
+@pytest.mark.parametrize("file", [*WHOLE_FILES, *ENTRIES], ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_hot_code_asks_the_device_nothing(file: Path) -> None:
+    names = reached(file, ENTRIES[file]) if file in ENTRIES else set(functions(file))
+    assert names and not questions(file, names)
+
+
+@pytest.mark.parametrize("file", WHOLE_FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_hot_code_sends_the_device_nothing(file: Path) -> None:
+    """`torch.tensor(...)` of a list is a copy from the host, which a captured round cannot make."""
+    sends = [f"{file.name}:{line}" for f in functions(file).values() for name, _, line in called(f) if name == "tensor"]
+    assert not sends
+
+
+# Checked while a round runs ------------------------------------------------------------------------------------------
+
+
+class HostAsked(Exception):
+    pass
+
+
+class NoHost(TorchDispatchMode):
+    """Raises where an operation hands a value, or a shape that depends on values, to the host."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: tuple = (), options: Any = None) -> Any:  # type: ignore[type-arg]
+        name = str(function)
+        if any(word in name for word in self.FORBIDDEN):
+            raise HostAsked(name)
+        if name.startswith(("aten.index.", "aten.index_put")) and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in given[1]
+        ):
+            raise HostAsked(f"{name} with a mask")
+        return function(*given, **(options or {}))
+
+
+SAMPLINGS = [
+    Sampling(seed=1),
+    Sampling(temperature=0.9, top_k=9, top_p=0.8, min_p=0.05, repetition_penalty=1.3, seed=2, logprobs=3),
+    Sampling(temperature=0.7, seed=3),
+]
+
+
+def grafting(texts: list[list[int]]) -> Drafter:
+    graft = Graft(2, (0, 1), (1, 1), lambda real, _: real[:, :2])
+    return Recorder(Liar(), Needs(hidden=True, taps=(1,), grafts=(graft,)))
+
+
+def drafters(kind: str, texts: list[list[int]]) -> Drafter:
+    return {"oracle": Oracle(texts), "oracle chain": Oracle(texts, lies=0, as_chain=True), "grafts": grafting(texts)}[kind]
+
+
+@pytest.mark.parametrize("kind", [*METHODS, "oracle", "oracle chain", "grafts"])
+def test_a_round_asks_the_device_nothing(kind: str) -> None:
+    """One round in the middle of three texts, stage by stage without `fit`: the doubles draft outside, methods inside."""
+    model = target()
+    asked = [
+        Request(prompt, sampling, max_new_tokens=30, min_new_tokens=4)
+        for prompt, sampling in zip(prompts(3), SAMPLINGS, strict=True)
+    ]
+    texts = [full_text(model.hf, request) for request in asked]
+    steps = engine(drafter(kind, model) if kind in METHODS else drafters(kind, texts), model, slots=3)
+    for request in asked:
+        steps.add(request)
+    while not all(run.ready for run in steps.slots.running.values()) or len(steps.slots.running) < 3:
+        steps.step()
+    chosen, state = steps.drafter, steps.state.at(Lanes.of([0, 1, 2], max(r.length for r in steps.slots.running.values())))
+    hot = NoHost if kind in METHODS and METHODS[kind].load().capturable else torch.no_grad
+    with torch.inference_mode():
+        with hot():
+            draft = chosen.propose(state)
+        with NoHost():
+            scores = verify(model, state, draft, chosen.needs)
+            accepted, emission = accept(state, draft, scores, chosen.shape.depth)
+            commit(state, model.cache, draft, accepted, emission)
+        with hot():
+            chosen.observe(state, draft, scores, accepted)
+    assert (accepted.count > 0).any()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda values: int(values[0]),
+        lambda values: bool((values > 0).all()),
+        lambda values: values[values > 0],
+        lambda values: values.nonzero(),
+        lambda values: 1 if values.sum() > 0 else 0,
+    ],
+)
+def test_the_check_itself_can_fail(ask: Any) -> None:
+    with pytest.raises(HostAsked), NoHost():
+        ask(torch.arange(VOCABULARY))

@@ -1,0 +1,88 @@
+"""The proof from the command line: the table, the JSON, the files and the exit status."""
+
+import json
+
+import pytest
+
+from foreword import methods
+from foreword.cli.prove import PROMPTS
+from foreword.core.draft import Draft
+from foreword.methods.plain import Plain
+
+QUICK = ("--max-new-tokens", 6, "--limit", 3, "--threads", 1)
+
+
+def test_table(run, tiny_model):
+    shown = run("prove", "--model", tiny_model, *QUICK)
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["prompt_lookup"] * 2 + ["token_recycling"] * 2
+    assert lines[-1].startswith("no bugs")
+    assert "\x1b" not in shown.stdout and shown.stderr == ""
+
+
+def test_json_and_files(run, tiny_model, tmp_path):
+    asked = ("--methods", "token_recycling,plain", "--temperature", 0.5, "--seed", 3, "--out", tmp_path / "proof")
+    shown = run("prove", "--model", tiny_model, "--json", *asked, *QUICK)
+    found = json.loads(shown.stdout)
+    assert list(found["methods"]) == ["token_recycling", "plain"]
+    assert list(found["samplings"]) == ["greedy", "T=0.5 seed=3"]
+    assert found["methods"]["plain"]["prompts"] == 3 and found["bugs"] == 0
+    assert json.loads((tmp_path / "proof" / "proof.json").read_text()) == found
+    assert (tmp_path / "proof" / "proof.md").exists()
+
+
+def test_prompts_of_a_file_by_group(run, tiny_model, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"question {i}", "category": "ab"[i % 2]} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ("--prompts", file, "--per-group", 2, "--methods", "plain", "--temperature", 0, "--max-new-tokens", 3)
+    found = json.loads(run("prove", "--model", tiny_model, "--json", *asked).stdout)
+    assert found["methods"]["plain"]["prompts"] == 4
+    assert list(found["samplings"]) == ["greedy"]
+
+
+class Wrong(Plain):
+    """Decides for the target, which no drafter may."""
+
+    def propose(self, state) -> Draft:
+        state.tokens[:, :] = 7
+        state.roots[:] = 7
+        return Draft.nothing(state.root * 0 + 7)
+
+
+def test_a_bug_is_status_1_and_named(run, tiny_model, monkeypatch):
+    monkeypatch.setitem(methods.METHODS, "wrong", methods.Method("wrong:Wrong", "lies", paper="-"))
+    monkeypatch.setattr(methods.Method, "load", lambda self: Wrong if self.place == "wrong:Wrong" else Plain)
+    shown = run("prove", "--model", tiny_model, "--methods", "wrong", "--temperature", 0, *QUICK)
+    assert shown.exit_code == 1
+    assert "bug  wrong, prompt 1, greedy, new token" in shown.stdout
+    assert shown.stdout.splitlines()[-1].endswith("the text is not the one that plain decoding writes")
+
+
+def test_the_built_in_prompts_are_ten_different_ones():
+    assert len(set(PROMPTS)) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "token_recycling,medusae"], "no method is called 'medusae'"),
+        (["--methods", ""], "no method is called ''"),
+        (["--prompts", "none.jsonl"], "none.jsonl"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--rows", "0"], "--rows"),
+        (["--per-group", "0"], "--per-group"),
+    ],
+)
+def test_what_cannot_be_used(run, arguments, said):
+    result = run("prove", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_proof(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run("prove", "--out", tmp_path / "file" / "proof")
+    assert result.exit_code == 2
+    assert "cannot be made" in result.stderr

@@ -172,11 +172,16 @@ class Stream:
         self._pieces.close()
 
     def _write(self) -> Generator[Piece]:
+        """Steps the engine whenever there is nothing new; another stream's steps may have brought our pieces too."""
+        shown = 0
         try:
-            while not self._run.done:
-                for event in self._llm.engine.step():
-                    if event.running is self._run and (event.text or event.tokens):
-                        yield Piece(event.text, event.tokens)
+            while shown < len(self._run.events) or not self._run.done:
+                if shown == len(self._run.events):
+                    self._llm.engine.step()
+                    continue
+                event = self._run.events[shown]
+                shown += 1
+                yield Piece(event.text, event.tokens)
         finally:
             self._llm.engine.abort(self._run)
 

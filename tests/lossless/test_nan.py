@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from doubles import Liar, engine, fresh, requests, truth
+from doubles import Liar, engine, fresh, requests, run_to_end, truth
 from transformers import PreTrainedModel
 
 from foreword.core.sampling import Sampling
@@ -43,19 +43,43 @@ def test_nan_is_an_error(weight: str, way: str) -> None:
             engine(drafter, Model(broken(WEIGHTS[weight]))).generate(asked)
 
 
-def test_the_others_in_the_batch_do_not_suffer() -> None:
-    """One token's embedding is NaN. Who has it in the prompt is given up; the neighbour's text goes on unharmed."""
+POISON = 7
+
+
+def poisoned_model() -> PreTrainedModel:
+    """One token's embedding is NaN: who has it in the prompt gets NaN, and nobody else."""
     hf = fresh("qwen3")
     with torch.no_grad():
-        hf.model.embed_tokens.weight[7] = math.nan
-    poisoned, healthy = Request((3, 7, 4), Sampling(seed=1), 9), Request((3, 9, 4), Sampling(seed=1), 9)
-    assert 7 not in truth(hf, healthy)
+        hf.model.embed_tokens.weight[POISON] = math.nan
+    return hf
+
+
+SICK = Request((3, POISON, *range(10, 20)), Sampling(seed=1), 9)
+HEALTHY = Request((3, 9, 4), Sampling(seed=1), 9)
+
+
+def test_the_others_in_the_batch_do_not_suffer() -> None:
+    """Who has the token is given up; the neighbour's text goes on unharmed, and so does the next in that slot."""
+    hf = poisoned_model()
+    assert POISON not in truth(hf, HEALTHY)
     steps = engine(make("plain"), Model(hf), slots=2)
-    bad, good = steps.add(poisoned), steps.add(healthy)
+    bad, good = steps.add(SICK), steps.add(HEALTHY)
     with pytest.raises(NumericsError):
-        while not good.done:
-            steps.step()
-    steps.abort(bad)
-    while steps.busy:
+        run_to_end(steps)
+    assert bad.finish_reason == "abort" and bad.tokens == []
+    after = [steps.add(HEALTHY) for _ in range(2)]
+    run_to_end(steps)
+    assert [run.tokens for run in (good, *after)] == [truth(hf, HEALTHY)] * 3
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_slot_left_with_nan_serves_the_next(after: int) -> None:
+    """The sick one is given up while its prompt is read: no round has seen the NaN that its rows hold."""
+    hf = poisoned_model()
+    steps = engine(make("plain"), Model(hf), slots=1)
+    bad = steps.add(SICK)
+    for _ in range(after):
         steps.step()
-    assert good.tokens == truth(hf, healthy)
+    steps.abort(bad)
+    (run,) = steps.generate([HEALTHY])
+    assert run.tokens == truth(hf, HEALTHY)

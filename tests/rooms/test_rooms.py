@@ -98,7 +98,8 @@ def test_a_file_says_what_it_is(file: Path) -> None:
     words = set(file.stem.strip("_").split("_"))
     assert not words & {"utils", "util", "common", "helpers", "helper", "misc", "v2", "old", "new"}
     docstring = ast.get_docstring(ast.parse(file.read_text()))
-    assert docstring and len(docstring.splitlines()) <= 8
+    longest = 20 if file.name == "errors.py" else 8  # the exception tree is drawn there
+    assert docstring and len(docstring.splitlines()) <= longest
 
 
 def functions(file: Path) -> Iterator[ast.FunctionDef]:

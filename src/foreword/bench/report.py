@@ -106,7 +106,8 @@ def markdown(found: dict[str, list[Row]], about: dict[str, Any], max_new_tokens:
         "",
         f"`{about['command']}`",
         "",
-        f"{about['machine']}, {about['threads']} threads, {about.get('dtype', '')}, commit {about['commit']}, {about['date']}. "
+        f"{about['machine']}, {about['threads']} threads, {about.get('dtype', '')}, commit {about['commit']}, "
+        f"{about['date']}. "
         f"Greedy, at most {max_new_tokens} new tokens, one text at a time. Speeds are tokens over wall seconds, the reading "
         "of the prompt included. Loop share: tokens inside an 8-gram that the answer already had.",
     ]

@@ -25,7 +25,7 @@ class Drafter:
     learns: ClassVar[bool] = False
     """Drafts depend on other sequences too, so a fresh drafter may draft differently on the same text."""
 
-    wants_cost: ClassVar[bool] = False
+    wants_cost: bool = False
     """Sizes its trees by `target.cost`, which is measured once per machine."""
 
     capturable: ClassVar[bool] = True

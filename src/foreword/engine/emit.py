@@ -51,7 +51,9 @@ def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Eve
         # The last held-back text may complete a stop string.
         running.finish_reason = "stop" if stream.stopped else running.finish_reason
     running.text += text
-    return Event(running, new, text)
+    event = Event(running, new, text)
+    running.events.append(event)
+    return event
 
 
 def _logprobs(emission: Emission, lane: int, tokens: list[int], top: int) -> list[Logprob]:

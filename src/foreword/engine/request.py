@@ -45,7 +45,7 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     """A request on its way: what has been written, and what it cost."""
 
@@ -55,6 +55,7 @@ class Running:
     reused: int = 0  # of those, taken over from the slot's earlier text
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    events: list[Event] = field(default_factory=list)  # what each round brought, for those who stream
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: NumericsError | None = None
@@ -78,7 +79,7 @@ class Running:
         return self.prefilled if not self.ready else len(self.request.prompt) - 1 + len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Event:
     """What a step brought for one request."""
 

@@ -23,7 +23,6 @@ from foreword.errors import InputError
 
 class PromptLookup(Drafter):
     paper = "Prompt Lookup Decoding, Saxena 2023; LLMA, arXiv 2304.04487"
-    wants_cost = True
 
     def __init__(
         self,
@@ -39,6 +38,7 @@ class PromptLookup(Drafter):
             raise InputError(f"prompt_lookup: need 1 <= min_match <= max_match, got {min_match} and {max_match}")
         if len(trust) < max_match or not all(0 <= chance < 1 for chance in trust):
             raise InputError(f"prompt_lookup: trust needs {max_match} chances from 0 to below 1, got {trust}")
+        self.wants_cost = rows is None
         self.rows, self.max_match, self.min_match, self.trust = rows, max_match, min_match, trust
 
     def bind(self, target: Target, slots: int) -> None:

@@ -52,7 +52,6 @@ def template() -> list[tuple[int, ...]]:
 
 class TokenRecycling(Drafter):
     paper = "Token Recycling, arXiv 2408.08696"
-    wants_cost = True
     learns = True
     needs = Needs(logits=True, prompt="all")
 
@@ -63,6 +62,7 @@ class TokenRecycling(Drafter):
             raise InputError(f"token_recycling: table is {table!r}; choose from {', '.join(get_args(TableMode))}")
         if not 0 < fade <= 1:
             raise InputError(f"token_recycling: fade is {fade}; it must be above 0 and at most 1")
+        self.wants_cost = rows is None
         self.rows, self.mode, self.fade = rows, table, fade
 
     def bind(self, target: Target, slots: int) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import fresh
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import foreword
+from doubles import fresh
 from foreword.cli.app import app
 
 TEMPLATE = (
@@ -29,9 +29,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(["the words that come before the book"], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = TEMPLATE

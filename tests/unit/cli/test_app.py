@@ -62,9 +62,7 @@ def test_no_torch_where_no_model_is_loaded(arguments):
 
 
 def test_public_names_are_there_and_nothing_is_invented():
-    assert sorted(foreword.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)) == (
-        foreword.__all__
-    )
+    assert sorted(foreword.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)) == (foreword.__all__)
     assert all(getattr(foreword, name).__name__ == name for name in foreword.__all__)
     assert set(foreword.__all__) <= set(dir(foreword))
     with pytest.raises(AttributeError, match="nonsense"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import foreword
 from foreword.cli import checks
 from foreword.cli.options import ModelOptions
 from foreword.model.cost import CostCurve
@@ -70,8 +71,6 @@ def test_faults_are_findings_and_status_1(run, tmp_path, monkeypatch, broken_mod
 
 
 def test_a_text_that_differs_is_a_fault_where_it_must_be_equal(tiny_model):
-    import foreword  # noqa: PLC0415  torch is imported by then
-
     with foreword.load(tiny_model, "plain") as llm:
         plain, other = checks._write(llm), [llm.generate("something else", max_new_tokens=4)] * 2
     assert checks._compare("plain", plain, other, "float32").status == "fail"

@@ -1,12 +1,15 @@
 """The proof from the command line: the table, the JSON, the files and the exit status."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from foreword import methods
 from foreword.cli.prove import PROMPTS
 from foreword.core.draft import Draft
+from foreword.methods import METHODS, Method
 from foreword.methods.plain import Plain
 
 QUICK = ("--max-new-tokens", 6, "--limit", 3, "--threads", 1)
@@ -43,17 +46,15 @@ def test_prompts_of_a_file_by_group(run, tiny_model, tmp_path):
 
 
 class Wrong(Plain):
-    """Decides for the target, which no drafter may."""
+    """Has the target go on from a token that nobody wrote."""
 
     def propose(self, state) -> Draft:
-        state.tokens[:, :] = 7
-        state.roots[:] = 7
-        return Draft.nothing(state.root * 0 + 7)
+        return Draft.nothing(torch.full_like(state.root, 7))
 
 
 def test_a_bug_is_status_1_and_named(run, tiny_model, monkeypatch):
-    monkeypatch.setitem(methods.METHODS, "wrong", methods.Method("wrong:Wrong", "lies", paper="-"))
-    monkeypatch.setattr(methods.Method, "load", lambda self: Wrong if self.place == "wrong:Wrong" else Plain)
+    monkeypatch.setitem(sys.modules, "foreword.methods.wrong", SimpleNamespace(Wrong=Wrong))
+    monkeypatch.setitem(METHODS, "wrong", Method("wrong:Wrong", "lies", paper="-"))
     shown = run("prove", "--model", tiny_model, "--methods", "wrong", "--temperature", 0, *QUICK)
     assert shown.exit_code == 1
     assert "bug  wrong, prompt 1, greedy, new token" in shown.stdout

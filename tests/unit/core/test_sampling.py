@@ -188,6 +188,38 @@ def test_every_row_picks_for_itself() -> None:
             assert int(chosen[lane, row]) == expected
 
 
+LARGE = 600  # more tokens than the few that a pick on the CPU looks at first
+
+WIDE_FILTERS = [
+    {},
+    *({"top_k": k} for k in (1, 5, 255, 256, 257, 300, 2000)),
+    *({"top_p": p} for p in (0.05, 0.5, 0.9, 0.99)),
+    *({"min_p": p} for p in (0.001, 0.1, 0.9)),
+    *({"top_k": k, "top_p": p} for k in (40, 256, 300, 500) for p in (0.3, 0.9)),
+    {"top_k": 300, "min_p": 0.3},
+    {"top_p": 0.95, "min_p": 0.05},
+    {"top_k": 400, "top_p": 0.7, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0], ids=["flat", "usual", "peaked"])
+@pytest.mark.parametrize("options", WIDE_FILTERS, ids=str)
+def test_a_pick_is_the_best_of_the_whole_vocabulary(options: dict[str, float], spread: float) -> None:
+    """However few tokens it looks at first: the winner is the best score of `judge`, which looks at all."""
+    logits = spread * torch.randn(1, 300, LARGE, generator=torch.Generator().manual_seed(5)).double()
+    position, sampling = torch.arange(300).view(1, -1), rows_of(Sampling(1.0, seed=3, **options))  # type: ignore[arg-type]
+    assert torch.equal(pick(logits, position, sampling), judge(logits, position, sampling).argmax(-1))
+
+
+def test_filters_of_a_large_vocabulary_equal_the_slow_search() -> None:
+    logits = torch.randn(1, 3, LARGE, generator=torch.Generator().manual_seed(5)).double()
+    for options in WIDE_FILTERS[1:]:
+        sampling = Sampling(1.0, seed=3, **options)  # type: ignore[arg-type]
+        kept = keeps(logits, rows_of(sampling))
+        assert kept is not None
+        assert kept[0].tolist() == [slow_keeps(row.tolist(), sampling) for row in logits[0]]
+
+
 def test_a_pick_does_not_know_its_batch_nor_its_row() -> None:
     logits, sampling = logits_of(1, 1), Sampling(1.0, top_p=0.9, seed=4)
     alone = pick(logits, torch.tensor([[7]]), rows_of(sampling))

@@ -1,12 +1,7 @@
-"""For every test: one thread, fixed examples, and `tests` on the path, so that `import doubles` works anywhere."""
-
-import sys
-from pathlib import Path
+"""For every test: one thread, and the same examples every time."""
 
 import torch
 from hypothesis import HealthCheck, settings
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 torch.set_num_threads(1)
 

@@ -95,9 +95,7 @@ def target(family: str = "llama", dtype: torch.dtype = torch.float64) -> Model:
 _TEXTS: dict[tuple[Any, ...], list[int]] = {}  # what has been written so far; grown as far as a test asks
 
 
-def truth(
-    model: PreTrainedModel, request: Request, context: int = CONTEXT, ends: tuple[int, ...] = (END,)
-) -> list[int]:
+def truth(model: PreTrainedModel, request: Request, context: int = CONTEXT, ends: tuple[int, ...] = (END,)) -> list[int]:
     """What plain decoding must write: the whole text through the transformers model for every token, no cache, no draft."""
     prompt = list(request.prompt)
     limit = min(len(prompt) + request.max_new_tokens, context)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from doubles import SAMPLINGS, state_of, target
 from hypothesis import given
 from hypothesis import strategies as st
 
+from doubles import SAMPLINGS, state_of, target
 from foreword.core.draft import Draft
 from foreword.errors import InputError
 from foreword.methods import make
@@ -93,7 +93,10 @@ def test_the_size_that_pays_depends_on_the_batch() -> None:
     """Sixteen rows are free here, and every further one costs: eight sequences get two each, two get eight."""
     curve = CostCurve((1, 16, 17, 64), (1.0, 1.0, 3.0, 60.0))
     text = [5, 6, 7, 4, 9, 5, 6, 7, 4]
-    sizes = {count: bound(8, curve, max_match=4, trust=TRUST).propose(state_of([text] * count)).size.tolist() for count in (1, 2, 8)}
+    sizes = {
+        count: bound(8, curve, max_match=4, trust=TRUST).propose(state_of([text] * count)).size.tolist()
+        for count in (1, 2, 8)
+    }
     assert sizes == {1: [16], 2: [8] * 2, 8: [2] * 8}
 
 

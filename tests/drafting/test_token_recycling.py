@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from doubles import SAMPLINGS, VOCABULARY, chain, engine, own_logits, random_tree, state_of, target
 from torch import Tensor
 
+from doubles import SAMPLINGS, VOCABULARY, chain, engine, own_logits, random_tree, state_of, target
 from foreword.core.draft import Draft
 from foreword.core.sampling import Sampling, gumbel
 from foreword.core.scores import Accepted, Scores
@@ -210,9 +210,7 @@ def test_the_nodes_that_pay_are_drafted(price: float) -> None:
     drafter = taught(curve=curve, fade=0.8)
     nodes = slow_walk(drafter, root=7, fade=0.8)
     order = sorted(range(81), key=lambda node: -nodes[node][1])
-    promised = [
-        sum(math.exp(nodes[node][1]) for node in order[:count]) / curve.relative(count) for count in range(1, 82)
-    ]
+    promised = [sum(math.exp(nodes[node][1]) for node in order[:count]) / curve.relative(count) for count in range(1, 82)]
     size = 1 + promised.index(max(promised))
     draft = drafter.propose(state_of([[7]]))
     assert int(draft.size) == size

@@ -1,18 +1,19 @@
 """The law under any draft at all: trees, tokens and sizes that hypothesis makes up, some of them true."""
 
 import pytest
-from doubles import SAMPLINGS, VOCABULARY, Plan, Playback, engine, full_text, requests, target, truth, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from doubles import SAMPLINGS, VOCABULARY, Plan, Playback, engine, full_text, requests, target, truth, written
 
 NODES = st.tuples(st.integers(0, 999), st.none() | st.none() | st.integers(0, VOCABULARY - 1))
 PLANS = st.builds(Plan, st.lists(NODES, max_size=8).map(tuple), st.integers(1, 9))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@settings(max_examples=60)
-@given(plans=st.lists(PLANS, min_size=1, max_size=5), slots=st.integers(1, 4))
+@settings(max_examples=40)
+@given(plans=st.lists(PLANS, min_size=1, max_size=5), slots=st.integers(1, 3))
 def test_any_draft_gives_the_truth(sampling: str, plans: list[Plan], slots: int) -> None:
-    model, asked = target(), requests(4, SAMPLINGS[sampling], max_new_tokens=8)
+    model, asked = target(), requests(3, SAMPLINGS[sampling], max_new_tokens=8)
     playback = Playback(plans, [full_text(model.hf, request) for request in asked])
     assert written(engine(playback, model, slots), asked) == [truth(model.hf, request) for request in asked]

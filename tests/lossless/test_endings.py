@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from doubles import CONTEXT, END, SAMPLINGS, Oracle, engine, fresh, full_text, prompts, requests, target, truth, written
 
+from doubles import CONTEXT, END, SAMPLINGS, Oracle, engine, fresh, full_text, prompts, requests, target, truth, written
 from foreword.core.drafter import Drafter
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.methods import make
 from foreword.model.model import Model
 
-LONG = {"max_new_tokens": 30}
+LONG = {"max_new_tokens": 24}
 
 
 def oracle_engine(model: Model, asked: list[Request], slots: int = 2) -> Engine:
@@ -21,7 +21,7 @@ def oracle_engine(model: Model, asked: list[Request], slots: int = 2) -> Engine:
 def ending_requests(sampling: str) -> list[Request]:
     """Requests that meet the end token of their own accord, at different places in a draft of four."""
     found = [r for r in requests(16, SAMPLINGS[sampling], **LONG) if truth(target().hf, r)[-1] == END]
-    assert len({len(truth(target().hf, request)) % 5 for request in found}) >= 4
+    assert len({len(truth(target().hf, request)) % 5 for request in found}) >= 3
     return found
 
 
@@ -60,7 +60,7 @@ def test_ignore_eos_writes_on(sampling: str) -> None:
     model, asked = target(), [replace(request, ignore_eos=True) for request in ending_requests(sampling)[:4]]
     runs = oracle_engine(model, asked).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
-    assert all(END in run.tokens and len(run.tokens) == 30 and run.finish_reason == "length" for run in runs)
+    assert all(END in run.tokens and len(run.tokens) == 24 and run.finish_reason == "length" for run in runs)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -69,7 +69,7 @@ def test_min_new_tokens_holds_the_end_back(more: int, sampling: str) -> None:
     """The floor lies at, just past and well past the place where the text would have ended."""
     model, asked = target(), ending_requests(sampling)[:5]
     floors = [len(truth(model.hf, request)) - 1 + more for request in asked]
-    asked = [replace(request, min_new_tokens=min(floor, 30)) for request, floor in zip(asked, floors, strict=True)]
+    asked = [replace(request, min_new_tokens=min(floor, 24)) for request, floor in zip(asked, floors, strict=True)]
     runs = oracle_engine(model, asked).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
     assert all(END not in run.tokens[: run.request.min_new_tokens] for run in runs)

@@ -1,8 +1,8 @@
 """The law: whatever the method, the tokens are those that the transformers model writes alone."""
 
 import pytest
-from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, drafter, engine, full_text, requests, target, truth, written
 
+from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, drafter, engine, full_text, requests, target, truth, written
 from foreword.methods import METHODS
 
 

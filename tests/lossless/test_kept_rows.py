@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, engine, full_text, own_cache, requests, target
 
+from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, engine, full_text, own_cache, requests, target
 from foreword.core.drafter import Drafter
 from foreword.core.state import Lanes
 from foreword.engine.engine import Engine

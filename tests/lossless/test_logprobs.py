@@ -1,8 +1,8 @@
 """Logprobs are those of the transformers model itself, whoever drafted: before penalties, temperature and filters."""
 
 import pytest
-from doubles import Oracle, engine, full_text, own_logits, prompts, target, truth
 
+from doubles import Oracle, engine, full_text, own_logits, prompts, target, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request, Running

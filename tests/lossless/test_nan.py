@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from doubles import Liar, engine, fresh, requests, run_to_end, truth
 from transformers import PreTrainedModel
 
+from doubles import Liar, engine, fresh, requests, run_to_end, truth
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 from foreword.errors import NumericsError

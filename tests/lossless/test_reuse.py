@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_text, prompts, requests, target, truth
 
+from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_text, prompts, requests, target, truth
 from foreword.core.drafter import Drafter
 from foreword.engine.request import Request
 from foreword.methods import METHODS

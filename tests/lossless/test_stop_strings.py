@@ -3,11 +3,11 @@
 from functools import lru_cache
 
 import pytest
-from doubles import END, SAMPLINGS, VOCABULARY, Oracle, engine, full_text, requests, target, truth
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from doubles import END, SAMPLINGS, VOCABULARY, Oracle, engine, full_text, requests, target, truth
 from foreword.core.drafter import Drafter
 from foreword.engine.request import Request, Running
 from foreword.methods import make

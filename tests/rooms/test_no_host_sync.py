@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import VOCABULARY, Liar, Oracle, Recorder, drafter, engine, full_text, prompts, target
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from doubles import VOCABULARY, Liar, Oracle, Recorder, drafter, engine, full_text, prompts, target
 from foreword.core import sampling
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Graft, Needs
@@ -146,8 +146,7 @@ def test_a_round_asks_the_device_nothing(kind: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sampling, "_pick_among_best", pick_as_on_a_gpu)
     model = target()
     asked = [
-        Request(prompt, way, max_new_tokens=30, min_new_tokens=4)
-        for prompt, way in zip(prompts(3), SAMPLINGS, strict=True)
+        Request(prompt, way, max_new_tokens=30, min_new_tokens=4) for prompt, way in zip(prompts(3), SAMPLINGS, strict=True)
     ]
     texts = [full_text(model.hf, request) for request in asked]
     steps = engine(drafter(kind, model) if kind in METHODS else drafters(kind, texts), model, slots=3)

@@ -57,9 +57,12 @@ def baseline(name: str, llm: LLM, folder: Path) -> Contender:
     if name not in options:
         raise InputError(f"no baseline is called {name!r}; there are: {', '.join(options)}")
     model = load_stock(folder, llm.model.device, llm.model.dtype)
+    passes: list[None] = []  # the first reads the prompt and decides a token, so each of them counts as a round
+    model.register_forward_hook(lambda *_: passes.append(None))
 
     @torch.inference_mode()
     def write(prompt: list[Message], max_new_tokens: int) -> Answer:
+        passes.clear()
         ids = torch.tensor([llm.tokenizer.encode(prompt)], device=model.device)
         out = model.generate(
             ids,
@@ -69,6 +72,6 @@ def baseline(name: str, llm: LLM, folder: Path) -> Contender:
             **options[name],
         )
         tokens = out[0, ids.shape[1] :].tolist()
-        return Answer(tokens, len(tokens))
+        return Answer(tokens, len(passes))
 
     return Contender(name, write)

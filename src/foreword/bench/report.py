@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -35,10 +36,10 @@ class Row:
     prompts: int
 
 
-def rows(benchmark: Benchmark, wanted: list[str] | None = None, base: str = "plain") -> list[Row]:
-    """A row per contender; the speed-up is over `base`."""
+def rows(benchmark: Benchmark, wanted: list[str] | None = None) -> list[Row]:
+    """A row per contender; the speed-up is over the benchmark's base."""
     speed = {name: _speed(benchmark.of(name, wanted)) for name in benchmark.contenders}
-    return [_row(name, benchmark.of(name, wanted), speed[name] / speed.get(base, speed[name])) for name in speed]
+    return [_row(name, benchmark.of(name, wanted), speed[name] / speed[benchmark.base]) for name in speed]
 
 
 def _row(name: str, timings: list[Timing], speedup: float) -> Row:
@@ -71,8 +72,8 @@ def tables(benchmark: Benchmark) -> dict[str, list[Row]]:
 def facts(**more: Any) -> dict[str, Any]:
     """Where a number comes from: command, commit, machine, versions."""
     return {
-        "command": " ".join(["foreword", *sys.argv[1:]]),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "src") else ""),
+        "command": shlex.join(["foreword", *sys.argv[1:]]),
+        "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": _machine(),
         "threads": torch.get_num_threads(),
@@ -93,25 +94,26 @@ def write_report(benchmark: Benchmark, folder: Path, **more: Any) -> None:
     content = {
         "about": about,
         "max_new_tokens": benchmark.max_new_tokens,
+        "base": benchmark.base,
         "tables": {name: [asdict(row) for row in table] for name, table in found.items()},
         "timings": [asdict(timing) for timing in benchmark.timings],
     }
     (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(markdown(found, about, benchmark.max_new_tokens), encoding="utf-8")
+    (folder / "report.md").write_text(markdown(found, about, benchmark), encoding="utf-8")
 
 
-def markdown(found: dict[str, list[Row]], about: dict[str, Any], max_new_tokens: int) -> str:
+def markdown(found: dict[str, list[Row]], about: dict[str, Any], benchmark: Benchmark) -> str:
+    where = [about["machine"], f"{about['threads']} threads", about.get("dtype"), f"commit {about['commit']}", about["date"]]
     lines = [
         "# Benchmark",
         "",
         f"`{about['command']}`",
         "",
-        f"{about['machine']}, {about['threads']} threads, {about.get('dtype', '')}, commit {about['commit']}, "
-        f"{about['date']}. "
-        f"Greedy, at most {max_new_tokens} new tokens, one text at a time. Speeds are tokens over wall seconds, the reading "
-        "of the prompt included. Loop share: tokens inside an 8-gram that the answer already had.",
+        f"{', '.join(part for part in where if part)}. Greedy, at most {benchmark.max_new_tokens} new tokens, one text at a "
+        "time. Speeds are tokens over wall seconds, the reading of the prompt included. Loop share: tokens inside an 8-gram "
+        "that the answer already had.",
     ]
-    head = "| contender | tokens/s | over plain | tokens a round | loop share | same text as the first |"
+    head = f"| contender | tokens/s | over {benchmark.base} | tokens a round | loop share | same text as the first |"
     for name, table in found.items():
         lines += ["", f"## {name}", "", head, "|---|---|---|---|---|---|"]
         lines += [
@@ -134,6 +136,13 @@ def _cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """Of the checkout that this file belongs to; an installed package may lie inside somebody else's."""
+    if not _git("ls-files", Path(__file__).name):
+        return "no checkout"
+    return _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", ":/src") else "")
 
 
 def _git(*words: str) -> str:

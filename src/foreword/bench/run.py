@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foreword.bench.contenders import Contender
+from foreword.errors import InputError
 from foreword.text import Prompt, groups
 
 LOOP_GRAM = 8
@@ -38,6 +39,11 @@ class Benchmark:
         return [t for t in self.timings if t.contender == contender and (wanted is None or t.group in wanted)]
 
     @property
+    def base(self) -> str:
+        """Whom the others are faster than: plain decoding, or the first where it does not run."""
+        return "plain" if "plain" in self.contenders else self.contenders[0]
+
+    @property
     def groups(self) -> list[str]:
         return list(dict.fromkeys(timing.group for timing in self.timings))
 
@@ -49,6 +55,9 @@ def run(
     progress: Callable[[int, int], None] | None = None,
 ) -> Benchmark:
     """Every contender on every prompt; the first one's tokens are what the others are compared with."""
+    names = [contender.name for contender in contenders]
+    if not prompts or not names or len(set(names)) < len(names):
+        raise InputError(f"{len(prompts)} prompts for {names}; give at least one of each, and no contender twice")
     for contender in contenders:
         contender.write(prompts[0].first(), min(8, max_new_tokens))  # warm-up: the first pass of a process is slow
     timings: list[Timing] = []

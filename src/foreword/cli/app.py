@@ -23,7 +23,7 @@ from foreword.cli.generate import GENERATE_EXAMPLES, generate
 from foreword.cli.methods import METHODS_EXAMPLES, methods
 from foreword.cli.options import unfold
 from foreword.cli.prove import PROVE_EXAMPLES, prove
-from foreword.errors import ForewordError
+from foreword.errors import ForewordError, ForewordWarning
 
 
 class Commands(TyperGroup):
@@ -78,12 +78,14 @@ def root(
 
 
 def _hush() -> None:
-    """Keep the libraries below from writing between our lines; what they warn of is not about this run."""
+    """Keep the libraries below from writing between our lines. What Foreword itself warns of is a line like an error."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not notes().is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        warnings.simplefilter("default", ForewordWarning)
+        warnings.showwarning = lambda message, *_, **__: complain(message, "warning", "yellow")
 
 
 for command, examples in (

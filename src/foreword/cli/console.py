@@ -36,10 +36,10 @@ def has_colour(console: Console) -> bool:
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
-def complain(error: Exception) -> None:
-    """An error on one line."""
-    lines = (line.strip() for line in str(error).splitlines())
-    notes().print(Text.assemble(("error: ", "bold red"), " ".join(line for line in lines if line)), soft_wrap=True)
+def complain(about: object, kind: str = "error", style: str = "bold red") -> None:
+    """An error, or a warning, on one line."""
+    lines = (line.strip() for line in str(about).splitlines())
+    notes().print(Text.assemble((f"{kind}: ", style), " ".join(line for line in lines if line)), soft_wrap=True)
 
 
 def note(text: str) -> None:

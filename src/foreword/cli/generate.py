@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from foreword.cli.console import bar, end_line, figures, note, print_json, screen
 from foreword.cli.options import WRITING, Json, MethodOptions, ModelOptions, Slots, WritingOptions
@@ -144,7 +145,7 @@ def _results(llm: LLM, asked: list[tuple[str | None, Any]], n: int, settings: di
 def _print_answer(label: str, result: Result) -> None:
     console = screen()
     if console.is_terminal:
-        console.rule(label, style="dim", align="left")
+        console.rule(Text(label), style="dim", align="left")
     typer.echo(result.text, nl=False)
     end_line(result.text)
     if not console.is_terminal:

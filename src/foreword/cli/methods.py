@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.table import Table
+from rich.text import Text
 
 from foreword.cli.console import print_json, screen
 from foreword.cli.options import Json
@@ -29,7 +30,9 @@ def methods(json: Json = False) -> None:
         }
         print_json({"methods": fields})
         return
-    table = Table("method", "what it does", "trained", "paper", box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for head in ("method", "what it does", "trained", "paper"):
+        table.add_column(head, no_wrap=head == "method")
     for name, one in METHODS.items():
-        table.add_row(f"[bold]{name}[/]", one.summary, "yes" if one.trained else "no", one.paper)
+        table.add_row(Text(name, "bold"), one.summary, "yes" if one.trained else "no", one.paper)
     screen().print(table)

@@ -13,10 +13,10 @@ from foreword.cli.console import bar, note, print_json, screen
 from foreword.cli.options import Json, MethodOptions, ModelOptions, Slots
 from foreword.errors import StorageError
 from foreword.methods import METHODS, find
-from foreword.text.prompts import NO_CATEGORY, Prompt, read_prompts, spread
 
 if TYPE_CHECKING:
     from foreword.prove import Difference, MethodProof, Report
+    from foreword.text import Prompt
 
 PROVE_EXAMPLES = """\
 [bold]Examples[/]
@@ -104,6 +104,8 @@ def prove(
 
 
 def _asked(file: Path | None, limit: int | None, per_group: int | None) -> list[Prompt]:
+    from foreword.text.prompts import NO_CATEGORY, Prompt, read_prompts, spread  # noqa: PLC0415  start-up time
+
     if file is None:
         prompts = [Prompt(str(number), NO_CATEGORY, [text]) for number, text in enumerate(PROMPTS, 1)]
     else:

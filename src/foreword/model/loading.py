@@ -64,14 +64,23 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # safetensors, json and torch each have their own words for a damaged file
         raise ModelCorrupt(f"the weights in {folder} cannot be read: {error}; fetch or save the model again") from error
     finally:
         if shown:
             logging.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):  # transformers makes them up and only warns
+        raise ModelCorrupt(
+            f"the weights in {folder} lack {len(missing)} tensors, {missing[0]} first; fetch or save the model again"
+        )
     return model.eval().requires_grad_(False).to(device)
 
 
@@ -114,7 +123,9 @@ def _without_adapter(model: nn.Module) -> nn.Module:
 def _refuse_quantised(config: Any) -> None:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        told = quantised if isinstance(quantised, dict) else vars(quantised)
+        # The first quantised folders did not say by what: there was only bitsandbytes.
+        method = told.get("quant_method") or "bitsandbytes"
         raise ModelUnsupported(
             f"the model is quantised ({getattr(method, 'value', method)}), which Foreword does not walk yet; "
             "load it in float32, bfloat16 or float16"
@@ -127,8 +138,8 @@ def _refuse_spread(model: PreTrainedModel) -> None:
     places |= {str(parameter.device) for parameter in model.parameters()}
     used = {"cuda:" + place if place.isdigit() else place for place in places}
     used = {"cuda:0" if place == "cuda" else place for place in used}
-    if len(used) > 1:
+    if len(used) > 1 or used & {"meta", "disk"}:
         raise ModelUnsupported(
-            f"the model is spread over {', '.join(sorted(used))}; Foreword runs a model on one device: "
+            f"the model's weights lie on {', '.join(sorted(used))}; Foreword runs a model on one device: "
             "load it with device_map={'': 'cuda:0'} or on the CPU"
         )

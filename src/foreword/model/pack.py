@@ -1,6 +1,6 @@
 """Faster layers on the CPU, for models that we loaded: packed and fused linears, and norms in one kernel.
 
-A stock linear reads its weights at full speed for one or two rows and badly for more. In the block layout of oneDNN more
+A stock linear reads its weights at full speed for up to three rows and badly for more. In the block layout of oneDNN more
 rows stay cheap, which is what makes a tree of candidates worth checking. Linears that read the same rows (q, k, v; gate,
 up) are one product. The numbers are in docs/performance.md. A packed model cannot be trained.
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# oneDNN picks the layout for the number of rows it is told to expect; this one serves 3 to 64 rows well.
+# oneDNN picks the layout for the number of rows it is told to expect; this one serves 4 to 64 rows well.
 _ROWS_EXPECTED = 16
-_ROWS_STOCK = 2
+_ROWS_STOCK = 3
 # Keeping the stock layout beside the packed one doubles the weights; larger models run packed only.
 _KEEP_BOTH_BYTES = 2 * 2**30
 

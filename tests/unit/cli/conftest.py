@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.rich_utils
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -66,7 +67,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """A cache folder of our own, and what commands set in the environment is undone."""
+    """A machine without GPU or colours and a cache folder of our own; what commands set in the environment is undone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes of their own
+    monkeypatch.setattr(typer.rich_utils, "FORCE_TERMINAL", None)  # typer colours its help wherever CI is spelt out
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FOREWORD_HOME", str(cache))
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, "1")

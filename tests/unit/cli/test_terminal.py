@@ -32,6 +32,10 @@ class Terminal:
         before, _, self.shown = self.shown.partition(text)
         return before + text
 
+    def wait_for_more(self) -> None:
+        while not self.shown:
+            assert self._read()
+
     def wait(self) -> int:
         """The exit status."""
         while self._read():
@@ -71,13 +75,14 @@ def test_generate_streams_and_ends_with_figures(tiny_model):
 
 
 def test_chat_stops_a_reply_and_goes_on(tiny_model):
-    # Two plain tokens in a row start a loop in this tiny model, so that some pieces hold several tokens.
+    # Forced rows in a long text: some guesses are right, and their pieces hold several tokens.
     asked = ("--model", tiny_model, "--max-new-tokens", 450, "--ignore-eos", "--method", "prompt_lookup", "--rows", 4)
     with terminal("chat", *asked) as screen:
         screen.wait_for("/help lists the commands")
         screen.wait_for("> ")
         screen.type(b"hello\n")
         screen.wait_for("hello\r\n")
+        screen.wait_for_more()
         screen.type(CTRL_C)
         screen.wait_for("stopped; this turn is forgotten")
         screen.type(b"hello again\n")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from doubles import path_to
 from hypothesis import given
 from hypothesis import strategies as st
 
+from doubles import path_to
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.errors import DrafterError
 

@@ -92,7 +92,7 @@ def sample(count: int = 1 << 17) -> Tensor:
 def test_bits_are_uniform() -> None:
     """Chi-square over 256 bins: mean 255, standard deviation 22.6. Five of those on either side."""
     values = sample().flatten()
-    assert 0 <= values.min() and values.max() < 1
+    assert values.min() >= 0 and values.max() < 1
     counts = torch.histc(values, bins=256, min=0, max=1)
     expected = len(values) / 256
     chi = ((counts - expected) ** 2 / expected).sum()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from doubles import END, path_to, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from doubles import END, path_to, state_of
 from foreword.core.draft import Draft, Tree
 from foreword.core.sampling import Sampling, pick
 from foreword.core.scores import Scores

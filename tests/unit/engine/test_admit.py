@@ -4,8 +4,8 @@ from collections import deque
 
 import pytest
 import torch
-from doubles import CONTEXT, END, SAMPLINGS
 
+from doubles import CONTEXT, END, SAMPLINGS
 from foreword.core.sampling import Sampling
 from foreword.core.state import State
 from foreword.engine.admit import Slots, admit

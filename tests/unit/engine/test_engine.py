@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from doubles import CONTEXT, SAMPLINGS, Liar, Oracle, Recorder, engine, full_text, requests, target, truth
 
+from doubles import CONTEXT, SAMPLINGS, Liar, Oracle, Recorder, engine, full_text, requests, target, truth
 from foreword.core.draft import Draft
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Emission, Scores

@@ -1,8 +1,8 @@
 """Between draft and verify: rows that nobody uses are cut off, and who refuses drafts gets the root alone."""
 
 import torch
-from doubles import chain, state_of
 
+from doubles import chain, state_of
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.engine.fit import fit

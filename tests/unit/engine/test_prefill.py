@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from doubles import FAMILIES, LastHidden, Liar, Recorder, Seen, engine, own_hidden, own_logits, requests, target, truth
 
+from doubles import FAMILIES, LastHidden, Liar, Recorder, Seen, engine, own_hidden, own_logits, requests, target, truth
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs

@@ -5,6 +5,7 @@ import math
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from foreword.model.attention import attend, mask_of
 
@@ -34,7 +35,7 @@ def test_a_row_sees_the_prefix_and_what_sees_allows(
                 assert float(mask[lane, 0, line, key]) == (0.0 if opened else -math.inf)
 
 
-def slow_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor, scale: float) -> torch.Tensor:
+def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float) -> Tensor:
     """Head by head and row by row: [heads, n, width], each query head with the key head it shares."""
     heads, rows, _ = query.shape
     out = torch.zeros(rows, heads, query.shape[-1], dtype=query.dtype)

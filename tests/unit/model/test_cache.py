@@ -1,4 +1,4 @@
-"""SlotCache: what keep, advance and rewind leave behind, against lists of rows; and memory is asked for before it is taken."""
+"""SlotCache: what keep, advance and rewind leave behind, against lists of rows; memory is asked before it is taken."""
 
 import pytest
 import torch

@@ -1,10 +1,12 @@
 """Cost curves: straight lines between what was measured, measured once and kept."""
 
-import pytest
-from doubles import target
+from pathlib import Path
 
+import pytest
+
+from doubles import target
 from foreword.model import cost
-from foreword.model.cost import CostCurve, curve_for, measure
+from foreword.model.cost import CostCurve, Tries, curve_for, measure
 
 CURVE = CostCurve((1, 4, 8), (2.0, 5.0, 6.0))
 
@@ -20,23 +22,53 @@ def test_a_curve_of_one_point() -> None:
 
 
 def test_a_measured_curve_never_falls() -> None:
-    curve = measure(target(), rows=(1, 2, 8, 64))
-    assert len(curve.seconds) == len(curve.rows) >= 1
-    assert list(curve.seconds) == sorted(curve.seconds) and curve.seconds[0] > 0
+    curve = Tries((1, 2, 4, 8), [[3.0, 2.0], [1.5, 9.0], [5.0, 5.5], [99.0, 17.0]]).curve()
+    assert curve == CostCurve((1, 2, 4, 8), (2.0, 2.0, 5.0, 16.0))
 
 
-def test_a_curve_is_measured_once_and_kept(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_busy_machine_is_noticed() -> None:
+    assert Tries((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.1, 9.0]]).steady
+    assert not Tries((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.9, 9.0]]).steady
+
+
+STEADY, SHAKY = Tries((1, 4), [[1.0, 1.0], [2.0, 2.1]]), Tries((1, 4), [[1.0, 9.0], [2.0, 9.0]])
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tries]:
+    """What the machine will show, one entry for each time it is measured; nothing is left when it is measured too often."""
+    coming: list[Tries] = []
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
-    model = target()
-    first = curve_for(model)
-    monkeypatch.setattr(cost, "measure", lambda model: pytest.fail("measured again"))
-    assert curve_for(model) == first
-    assert curve_for(target()) == first
+    monkeypatch.setattr(cost, "measure", lambda model: coming.pop(0))
+    return coming
 
 
-def test_a_damaged_file_is_measured_anew(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+def test_a_curve_is_measured_once_and_kept(measured: list[Tries]) -> None:
+    measured.append(STEADY)
+    assert curve_for(target()) == curve_for(target()) == STEADY.curve()
+
+
+def test_what_a_busy_machine_shows_is_not_kept(measured: list[Tries]) -> None:
+    measured += [SHAKY, STEADY]
+    assert curve_for(target()) == SHAKY.curve()
+    assert curve_for(target()) == STEADY.curve()
+    assert curve_for(target()) == STEADY.curve()
+
+
+def test_another_kind_of_model_has_another_curve(measured: list[Tries]) -> None:
+    measured += [STEADY, Tries((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
+    assert curve_for(target("llama")) != curve_for(target("qwen3"))
+
+
+def test_a_damaged_file_is_measured_anew(measured: list[Tries], tmp_path: Path) -> None:
+    measured += [STEADY, STEADY]
     curve_for(target())
     (file,) = (tmp_path / "costs").glob("*.json")
     file.write_text("{")
-    assert curve_for(target()).seconds[0] > 0 and file.read_text() != "{"
+    assert curve_for(target()) == STEADY.curve() and measured == [] and file.read_text() != "{"
+
+
+def test_measuring_times_every_number_of_rows() -> None:
+    tries = measure(target(), rows=(1, 3))
+    assert len(tries.seconds) == len(tries.rows) >= 1
+    assert all(second > 0 for seconds in tries.seconds for second in seconds)

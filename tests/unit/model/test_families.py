@@ -1,9 +1,9 @@
 """What Foreword does not walk is refused by name, with what it does."""
 
 import pytest
-from doubles import fresh
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
+from doubles import fresh
 from foreword.errors import ModelUnsupported
 from foreword.model.families import FAMILIES, family_of
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from doubles import (
     FAMILIES,
     Liar,
@@ -18,8 +20,6 @@ from doubles import (
     target,
     truth,
 )
-from torch import Tensor, nn
-
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.core.state import Lanes

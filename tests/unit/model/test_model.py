@@ -1,7 +1,9 @@
-"""Model.score against the transformers model's own forward: whole, cached, as a tree, ragged, in part, with halves left out."""
+"""Model.score against the transformers model's own forward: whole, cached, tree, ragged, in part, halves left out."""
 
 import pytest
 import torch
+from torch import Tensor
+
 from doubles import (
     CONTEXT,
     FAMILIES,
@@ -16,8 +18,6 @@ from doubles import (
     random_tree,
     target,
 )
-from torch import Tensor
-
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs, Skip
 from foreword.core.state import Lanes

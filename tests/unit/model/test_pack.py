@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from doubles import FAMILIES, Liar, chain, engine, fresh, prefilled, requests, truth, written
 from torch import nn
 
+from doubles import FAMILIES, Liar, chain, engine, fresh, prefilled, requests, truth, written
 from foreword.core.needs import Needs
 from foreword.model.model import Model
 from foreword.model.pack import can_pack, pack

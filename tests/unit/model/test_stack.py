@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from doubles import FAMILIES, fresh, target
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from doubles import FAMILIES, fresh, target
 from foreword.core.draft import Tree
 from foreword.core.state import Lanes
 from foreword.model.model import Model

@@ -1,10 +1,10 @@
-"""A wrapped model is still the user's: its own generate writes what it wrote before, and models do not disturb one another."""
+"""A wrapped model is still the user's: its own generate writes what it wrote before, and no Model disturbs another."""
 
 import pytest
 import torch
-from doubles import Liar, engine, fresh, requests, target, truth, written
 from transformers import PreTrainedModel
 
+from doubles import Liar, engine, fresh, requests, target, truth, written
 from foreword.model.model import Model
 
 SHORT, LONG = [0, 0, 0, 9, 31], [5, 9, 31, 8, 40]

@@ -1,12 +1,14 @@
 """Whole small LLMs to prove: a tiny model of tests/doubles.py, a tokenizer of as many words, and prompts in them."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from doubles import CONTEXT, VOCABULARY, prompts, tiny
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from foreword.api import LLM
@@ -18,8 +20,6 @@ from foreword.text import Prompt, Tokenizer
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 FREE_ROWS = CostCurve((1, 64), (1.0, 1.0))  # so that methods draft as much as they can
 
-Loader = Callable[..., LLM]
-
 
 def words(chat_template: str | None = TEMPLATE) -> Tokenizer:
     backend = Backend(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
@@ -29,17 +29,38 @@ def words(chat_template: str | None = TEMPLATE) -> Tokenizer:
     return Tokenizer(hf)
 
 
-def loaded(
+def load(
     hf: PreTrainedModel | None = None, kind: type[Model] = Model, slots: int = 3, chat_template: str | None = TEMPLATE
 ) -> LLM:
+    """An LLM around the float32 Llama, or around a model of the test's own."""
     model = kind(hf or tiny("llama", torch.float32), "tiny", FREE_ROWS)
     return LLM(model, words(chat_template), "plain", make("plain"), slots, CONTEXT)
 
 
+def coarse(hf: PreTrainedModel, step: float = 1 / 8) -> PreTrainedModel:
+    """A head that answers in steps, one row rounded down and several rounded to the nearest: near-ties flip with the
+    shape of the pass, as they do in bfloat16, but the same on every machine. In float64 it is exact."""
+
+    def rounded(_: nn.Module, __: object, logits: Tensor) -> Tensor:
+        if logits.dtype == torch.float64:
+            return logits
+        return (logits / step + (0.5 if logits.shape[-2] > 1 else 0.0)).floor() * step
+
+    hf.lm_head.register_forward_hook(rounded)
+    return hf
+
+
+def twins(hf: PreTrainedModel) -> PreTrainedModel:
+    """Tokens 2i and 2i + 1 get the same logits."""
+    with torch.no_grad():
+        hf.lm_head.weight[1::2] = hf.lm_head.weight[::2]
+    return hf
+
+
 @pytest.fixture
-def load() -> Loader:
-    """Makes an LLM: the float32 Llama, or around a model of the test's own."""
-    return loaded
+def small() -> SimpleNamespace:
+    """The makers above; a conftest cannot be imported."""
+    return SimpleNamespace(load=load, coarse=coarse, twins=twins)
 
 
 @pytest.fixture
@@ -47,3 +68,10 @@ def questions() -> list[Prompt]:
     """Five prompts for three slots, the first one token long."""
     texts = [" ".join(f"w{token}" for token in tokens) for tokens in prompts(5)]
     return [Prompt(f"question {i}", "test", [text]) for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def without_onednn() -> Callable[[], None]:
+    """For bfloat16: some virtual machines offer oneDNN matrix instructions that they then refuse to run."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield

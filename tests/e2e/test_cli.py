@@ -1,0 +1,52 @@
+"""The command line on the default model: the texts, figures and exit statuses that a user gets."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import foreword
+
+pytestmark = pytest.mark.model
+
+FEW = ("--max-new-tokens", "12", "--threads", "1")
+
+
+def command(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """`python -m foreword` in a process of its own, with pipes."""
+    environment = os.environ | {"PYTHONPATH": str(Path(foreword.__file__).parents[1])}
+    line = [sys.executable, "-m", "foreword", *args]
+    return subprocess.run(line, input=stdin, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_generate_in_a_pipe_is_the_text_and_nothing_else():
+    plain = command("generate", "What is the capital of France?", "--method", "plain", *FEW)
+    fast = command("generate", *FEW, stdin="What is the capital of France?\n")
+    assert plain.returncode == fast.returncode == 0
+    assert plain.stdout == fast.stdout and "Paris" in fast.stdout
+    assert plain.stderr == fast.stderr == ""
+
+
+def test_chat_reads_only_what_is_new():
+    ran = command("chat", "--json", *FEW, stdin="My name is Ada.\nWhat is my name?\n")
+    first, second = map(json.loads, ran.stdout.splitlines())
+    assert ran.returncode == 0 and ran.stderr == ""
+    assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]
+
+
+def test_doctor_finds_everything_usable():
+    ran = command("doctor", "--json", "--threads", "1")
+    found = json.loads(ran.stdout)
+    assert ran.returncode == 0 and found["usable"]
+    tested = [check for check in found["checks"] if check["check"].startswith("self-test")]
+    assert len(tested) == 2 and all(check["said"].startswith("same 64 tokens as plain") for check in tested)
+
+
+def test_prove_finds_no_bug():
+    ran = command("prove", "--json", "--limit", "2", *FEW)
+    found = json.loads(ran.stdout)
+    assert ran.returncode == 0 and found["bugs"] == 0
+    assert all(proof["identical"] == 2 for proof in found["methods"].values())

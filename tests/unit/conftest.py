@@ -1,0 +1,68 @@
+"""Tiny models on disk, as `foreword.load` finds them: random weights beside a byte-level tokenizer with a chat template."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from doubles import FAMILIES, fresh
+
+SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def hf_tokenizer() -> PreTrainedTokenizerFast:
+    """Single bytes and five special tokens; `</s>` (1) ends a text."""
+    listed = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(listed)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    hf.chat_template = CHAT_TEMPLATE
+    return hf
+
+
+@pytest.fixture(scope="session")
+def talking(hf_tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Makes a random float32 model whose vocabulary is the tokenizer's: talking("llama", num_hidden_layers=1)."""
+
+    def make(family: str = "llama", **changes: Any) -> PreTrainedModel:
+        sizes = {"vocab_size": len(hf_tokenizer), "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 1}
+        shape = {"num_hidden_layers": 2, "max_position_embeddings": 512}
+        return fresh(family, torch.float32, **sizes | shape | changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, talking: Any, hf_tokenizer: Any) -> dict[str, Path]:
+    """A model folder of each family."""
+    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in found.items():
+        talking(family).save_pretrained(folder)
+        hf_tokenizer.save_pretrained(folder)
+    return found
+
+
+@pytest.fixture(scope="session")
+def stock(folders: dict[str, Path]) -> dict[str, PreTrainedModel]:
+    """The same models as transformers loads them: whom the slow truth asks. No test changes them."""
+    return {family: AutoModelForCausalLM.from_pretrained(folder).eval() for family, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder for one test file, so that measured cost curves do not go where the user's are."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("home")
+        patch.setenv("FOREWORD_HOME", str(home))
+        yield home

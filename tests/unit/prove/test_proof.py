@@ -1,0 +1,202 @@
+"""The proof finds nothing in what is lossless, everything in what is broken, and tests on behind a difference."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from doubles import fresh, tiny
+
+from foreword.core.draft import Draft
+from foreword.core.needs import Needs
+from foreword.core.sampling import Sampling
+from foreword.core.scores import Accepted, Emission, Scores
+from foreword.core.state import Lanes, State
+from foreword.engine import accept as accept_file
+from foreword.engine import lockstep
+from foreword.engine.accept import accept
+from foreword.errors import InputError, PromptError, UnknownMethod
+from foreword.model.model import Model
+from foreword.prove import Report, prove
+from foreword.prove.proof import _first_difference
+from foreword.text import Prompt
+
+GREEDY, DRAWN = Sampling(seed=0), Sampling(temperature=0.8, seed=7)
+METHODS = ["prompt_lookup", "token_recycling"]
+
+
+class Shaky(Model):
+    """Passes of several rows answer up to half a point off: far more than rounding."""
+
+    def score(self, lanes: Lanes, draft: Draft, needs: Needs, *rest: object, **options: object) -> Scores:
+        scores = super().score(lanes, draft, needs, *rest, **options)
+        if draft.nodes == 1 or scores.logits is None:
+            return scores
+        off = torch.rand(self.vocab_size, generator=torch.Generator().manual_seed(0)) - 0.5
+        return replace(scores, logits=scores.logits + off)
+
+
+def worst_first(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Accepted, Emission]:
+    """Accepts what the target likes least, wherever there is a draft."""
+    turned = replace(scores, logits=-scores.require_logits()) if draft.nodes > 1 else scores
+    return accept(state, draft, turned, depth)
+
+
+def positions(report: Report, method: str, prompt: str, verdict: str) -> list[int]:
+    found = report.methods[method].differences
+    return [one.position for one in found if (one.prompt, one.verdict) == (prompt, verdict)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_lossless_methods_have_no_bugs(small: SimpleNamespace, questions: list[Prompt], family: str) -> None:
+    llm = small.load(tiny(family, torch.float32))
+    report = prove(llm, METHODS, questions, [GREEDY, DRAWN], max_new_tokens=24)
+    assert report.bugs == report.ties == 0
+    for proof in report.methods.values():
+        assert proof.prompts == proof.identical == 5
+        assert proof.drafted > proof.accepted > 0, "a proof without drafts proves nothing"
+        assert proof.tokens_per_round == pytest.approx(sum(p.tokens for p in proof.samplings.values()) / proof.rounds)
+        assert list(proof.samplings) == ["greedy", "T=0.8 seed=7"]
+
+
+def test_the_texts_are_those_of_generate(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    llm = small.load()
+    report = prove(llm, ["token_recycling"], questions, [DRAWN], max_new_tokens=24)
+    written = llm.generate([question.turns[0] for question in questions], max_new_tokens=24, temperature=0.8, seed=7)
+    assert report.methods["token_recycling"].tokens == sum(len(one.tokens) for one in written)
+    assert any(len(one.tokens) < 24 for one in written), "no text ends by itself: that would go untested"
+
+
+def test_an_acceptance_that_is_wrong_is_found(
+    small: SimpleNamespace, questions: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lockstep, "accept", worst_first)
+    report = prove(small.load(), ["token_recycling"], questions, [GREEDY], max_new_tokens=12)
+    proof = report.methods["token_recycling"]
+    assert report.bugs == proof.bugs == len(proof.differences) > 0
+    assert proof.identical < 5
+    first = proof.differences[0]
+    assert (first.verdict, first.reason, first.sampling) == ("bug", "gap", "greedy")
+    assert first.plain.score > first.method.score + 1
+    assert first.gap == first.plain.score - first.method.score
+    assert first.plain.text == f"w{first.plain.token}" != first.method.text
+    assert max(positions(report, "token_recycling", first.prompt, "bug")) > first.position, "the rest is tested too"
+
+
+def test_a_pass_that_is_wrong_does_not_excuse_itself(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    """The broken passes are among those that the run's error is measured on."""
+    report = prove(small.load(kind=Shaky), METHODS, questions, [GREEDY, DRAWN], max_new_tokens=24)
+    assert report.bugs > 0 and report.ties == 0
+    assert all(one.error < 1e-3 for proof in report.methods.values() for one in proof.differences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("without_onednn")
+def test_near_ties_that_flip_are_ties(small: SimpleNamespace, questions: list[Prompt], dtype: torch.dtype) -> None:
+    llm = small.load(small.coarse(fresh("llama", dtype)))
+    filtered = Sampling(temperature=1.0, top_k=8, top_p=0.8, min_p=0.02, repetition_penalty=1.2, seed=3)
+    report = prove(llm, METHODS, questions, [GREEDY, DRAWN, filtered], max_new_tokens=30)
+    assert report.bugs == 0
+    for proof in report.methods.values():
+        assert proof.ties == len(proof.differences) > 0
+        assert all(one.gap <= 2 * one.error for one in proof.differences if one.reason == "gap")
+        assert all(proof.samplings[one.sampling].ties > 0 for one in proof.differences)
+
+
+def test_what_comes_behind_a_tie_is_tested(
+    small: SimpleNamespace, questions: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = small.load(small.coarse(fresh("llama", torch.float32)))
+    fine = prove(llm, ["token_recycling"], questions, [GREEDY], max_new_tokens=30)
+    tie = fine.methods["token_recycling"].differences[0]
+    number = next(i for i, question in enumerate(questions) if question.id == tie.prompt)
+    reached = len(llm.tokenizer.encode(questions[number].turns[0])) + tie.position + 1
+
+    def worst_behind_the_tie(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Accepted, Emission]:
+        return (worst_first if int(state.length.max()) >= reached else accept)(state, draft, scores, depth)
+
+    monkeypatch.setattr(lockstep, "accept", worst_behind_the_tie)
+    broken = prove(llm, ["token_recycling"], [questions[number]], [GREEDY], max_new_tokens=30)
+    assert positions(broken, "token_recycling", tie.prompt, "tie")[0] == tie.position
+    assert min(positions(broken, "token_recycling", tie.prompt, "bug")) > tie.position
+
+
+def test_a_text_that_stops_too_early_is_a_bug(
+    small: SimpleNamespace, questions: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = accept_file.cut
+
+    def hasty(state: State, tokens: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count, ended = cut(state, tokens, count)
+        return count, ended | (tokens.shape[1] > 1)
+
+    monkeypatch.setattr(accept_file, "cut", hasty)
+    report = prove(small.load(), ["token_recycling"], questions[:1], [GREEDY], max_new_tokens=8)
+    found = report.methods["token_recycling"].differences
+    assert found and {(one.verdict, one.reason) for one in found} == {("bug", "length")}
+    assert found[0].plain.token is not None and found[0].method.token is None and found[0].gap is None
+
+
+def test_where_two_texts_part() -> None:
+    assert _first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert _first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert _first_difference([1, 2, 3], [1, 2]) == 2
+    assert _first_difference([1], [1, 2]) == 1
+
+
+def test_progress_counts_every_text_of_every_method(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    """Also where differences make it write texts on."""
+    heard: list[tuple[str, int, int]] = []
+    llm = small.load(small.coarse(fresh("llama", torch.float32)))
+    prove(llm, METHODS, questions, [GREEDY, DRAWN], 20, progress=lambda *event: heard.append(event))
+    assert heard == [(stage, done, 10) for stage in ("plain", *METHODS) for done in range(1, 11)]
+
+
+def test_rows_bound_the_passes(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    llm = small.load()
+    report = prove(llm, ["token_recycling"], questions, [GREEDY], max_new_tokens=8, rows=3)
+    proof = report.methods["token_recycling"]
+    assert llm.engine.drafter.shape.nodes == 3
+    assert 0 < proof.drafted <= 2 * proof.rounds
+
+
+def test_no_seed_draws_one_and_names_it(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    report = prove(small.load(), ["prompt_lookup"], questions, [Sampling(temperature=1.0)], max_new_tokens=8)
+    (name, sampling), *_ = report.samplings.items()
+    assert report.bugs == 0
+    assert sampling.seed is not None and name == f"T=1 seed={sampling.seed}"
+
+
+def test_a_conversation_is_asked_as_a_whole(small: SimpleNamespace) -> None:
+    said = [
+        {"role": "user", "content": "w3 w4"},
+        {"role": "assistant", "content": "w5"},
+        {"role": "user", "content": "w6"},
+    ]
+    talk = Prompt("talk", "test", ["w3 w4", "w6"], said)
+    llm = small.load()
+    report = prove(llm, ["prompt_lookup"], [talk], [GREEDY], max_new_tokens=24)
+    assert report.methods["prompt_lookup"].tokens == len(llm.generate(said, max_new_tokens=24).tokens)
+    with pytest.raises(PromptError, match="no chat template"):
+        prove(small.load(chat_template=None), ["prompt_lookup"], [talk], [GREEDY])
+
+
+def test_a_model_without_a_chat_template_gets_the_string(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    report = prove(small.load(chat_template=None), ["prompt_lookup"], questions, [GREEDY], max_new_tokens=8)
+    assert report.methods["prompt_lookup"].identical == 5
+
+
+@pytest.mark.parametrize("empty", ["methods", "prompts", "samplings"])
+def test_nothing_to_prove_is_refused(small: SimpleNamespace, questions: list[Prompt], empty: str) -> None:
+    given = {"methods": METHODS, "prompts": questions, "samplings": [GREEDY]} | {empty: []}
+    with pytest.raises(InputError, match=f"no {empty}"):
+        prove(small.load(), **given)
+
+
+def test_what_cannot_run_is_refused_before_plain_writes(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    heard: list[object] = []
+    with pytest.raises(UnknownMethod, match="token_recycling"):
+        prove(small.load(), ["token_recicling"], questions, [GREEDY], progress=lambda *event: heard.append(event))
+    with pytest.raises(InputError, match="rows is 0"):
+        prove(small.load(), METHODS, questions, [GREEDY], rows=0, progress=lambda *event: heard.append(event))
+    assert heard == []

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from doubles import CONTEXT, VOCABULARY, prompts, tiny
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from doubles import CONTEXT, VOCABULARY, prompts, tiny
 from foreword.api import LLM
 from foreword.methods import make
 from foreword.model.cost import CostCurve

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from doubles import fresh, tiny
 
+from doubles import fresh, tiny
 from foreword.core.draft import Draft
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
@@ -50,7 +50,7 @@ def positions(report: Report, method: str, prompt: str, verdict: str) -> list[in
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_lossless_methods_have_no_bugs(small: SimpleNamespace, questions: list[Prompt], family: str) -> None:
     llm = small.load(tiny(family, torch.float32))
-    report = prove(llm, METHODS, questions, [GREEDY, DRAWN], max_new_tokens=24)
+    report = prove(llm, METHODS, questions, [GREEDY, DRAWN], max_new_tokens=20)
     assert report.bugs == report.ties == 0
     for proof in report.methods.values():
         assert proof.prompts == proof.identical == 5
@@ -71,7 +71,7 @@ def test_an_acceptance_that_is_wrong_is_found(
     small: SimpleNamespace, questions: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lockstep, "accept", worst_first)
-    report = prove(small.load(), ["token_recycling"], questions, [GREEDY], max_new_tokens=12)
+    report = prove(small.load(), ["token_recycling"], questions, [GREEDY], max_new_tokens=8)
     proof = report.methods["token_recycling"]
     assert report.bugs == proof.bugs == len(proof.differences) > 0
     assert proof.identical < 5
@@ -85,7 +85,7 @@ def test_an_acceptance_that_is_wrong_is_found(
 
 def test_a_pass_that_is_wrong_does_not_excuse_itself(small: SimpleNamespace, questions: list[Prompt]) -> None:
     """The broken passes are among those that the run's error is measured on."""
-    report = prove(small.load(kind=Shaky), METHODS, questions, [GREEDY, DRAWN], max_new_tokens=24)
+    report = prove(small.load(kind=Shaky), METHODS, questions, [GREEDY, DRAWN], max_new_tokens=10)
     assert report.bugs > 0 and report.ties == 0
     assert all(one.error < 1e-3 for proof in report.methods.values() for one in proof.differences)
 
@@ -95,7 +95,7 @@ def test_a_pass_that_is_wrong_does_not_excuse_itself(small: SimpleNamespace, que
 def test_near_ties_that_flip_are_ties(small: SimpleNamespace, questions: list[Prompt], dtype: torch.dtype) -> None:
     llm = small.load(small.coarse(fresh("llama", dtype)))
     filtered = Sampling(temperature=1.0, top_k=8, top_p=0.8, min_p=0.02, repetition_penalty=1.2, seed=3)
-    report = prove(llm, METHODS, questions, [GREEDY, DRAWN, filtered], max_new_tokens=30)
+    report = prove(llm, METHODS, questions, [GREEDY, DRAWN, filtered], max_new_tokens=16)
     assert report.bugs == 0
     for proof in report.methods.values():
         assert proof.ties == len(proof.differences) > 0
@@ -107,7 +107,7 @@ def test_what_comes_behind_a_tie_is_tested(
     small: SimpleNamespace, questions: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = small.load(small.coarse(fresh("llama", torch.float32)))
-    fine = prove(llm, ["token_recycling"], questions, [GREEDY], max_new_tokens=30)
+    fine = prove(llm, ["token_recycling"], questions, [GREEDY], max_new_tokens=16)
     tie = fine.methods["token_recycling"].differences[0]
     number = next(i for i, question in enumerate(questions) if question.id == tie.prompt)
     reached = len(llm.tokenizer.encode(questions[number].turns[0])) + tie.position + 1
@@ -116,7 +116,7 @@ def test_what_comes_behind_a_tie_is_tested(
         return (worst_first if int(state.length.max()) >= reached else accept)(state, draft, scores, depth)
 
     monkeypatch.setattr(lockstep, "accept", worst_behind_the_tie)
-    broken = prove(llm, ["token_recycling"], [questions[number]], [GREEDY], max_new_tokens=30)
+    broken = prove(llm, ["token_recycling"], [questions[number]], [GREEDY], max_new_tokens=16)
     assert positions(broken, "token_recycling", tie.prompt, "tie")[0] == tie.position
     assert min(positions(broken, "token_recycling", tie.prompt, "bug")) > tie.position
 
@@ -148,7 +148,7 @@ def test_progress_counts_every_text_of_every_method(small: SimpleNamespace, ques
     """Also where differences make it write texts on."""
     heard: list[tuple[str, int, int]] = []
     llm = small.load(small.coarse(fresh("llama", torch.float32)))
-    prove(llm, METHODS, questions, [GREEDY, DRAWN], 20, progress=lambda *event: heard.append(event))
+    prove(llm, METHODS, questions, [GREEDY, DRAWN], 12, progress=lambda *event: heard.append(event))
     assert heard == [(stage, done, 10) for stage in ("plain", *METHODS) for done in range(1, 11)]
 
 

@@ -1,0 +1,251 @@
+"""The referee's float64 copy is exact, its passes are the run's own, and its verdicts follow the margins."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import PreTrainedModel
+
+from doubles import engine, fresh, own_logits, requests, target, tiny, truth
+from foreword.core.sampling import Sampling, SamplingTable, judge, keeps
+from foreword.errors import ModelNotFound, ModelUnsupported
+from foreword.methods import make
+from foreword.model.loading import load_weights
+from foreword.model.model import Model
+from foreword.model.pack import PackedLinear
+from foreword.prove import referee
+from foreword.prove.referee import Referee, Scoring, decide, exact_copy, last_logits, standing
+
+TEXT = (5, 9, 3, 31, 7, 7, 12, 40, 22, 3, 31, 8, 19, 44, 6, 5, 17, 29, 11, 30)
+
+
+def in_float64(hf: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in the doubles' own float64 form."""
+    exact = fresh("llama" if "Llama" in type(hf).__name__ else "qwen3", torch.float64)
+    exact.load_state_dict(hf.state_dict())
+    for name, buffer in hf.named_buffers():  # rotary frequencies, which `.to(bfloat16)` rounds with the rest
+        exact.get_buffer(name).copy_(buffer)
+    return exact
+
+
+# The float64 copy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_copy_computes_all_in_float64(family: str, dtype: torch.dtype) -> None:
+    model = Model(fresh(family, dtype))
+    copied = exact_copy(model)
+    assert (own_logits(copied, TEXT) - own_logits(in_float64(model.hf), TEXT)).abs().max() < 1e-12
+    norms = [module for module in copied.modules() if "Norm" in type(module).__name__]
+    assert len(norms) == (9 if family == "llama" else 17) and {type(norm) for norm in norms} == {referee.ExactNorm}
+
+
+def test_without_the_patch_norms_would_round_to_float32() -> None:
+    hf = fresh("llama", torch.float32)
+    expected = own_logits(in_float64(hf), TEXT)
+    assert (own_logits(hf.double(), TEXT) - expected).abs().max() > 1e-9
+
+
+def test_eager_attention_does_not_round_the_copy() -> None:
+    hf = fresh("llama", torch.float32)
+    hf.config._attn_implementation = "eager"
+    assert (own_logits(exact_copy(Model(hf)), TEXT) - own_logits(in_float64(hf), TEXT)).abs().max() < 1e-12
+
+
+def test_the_original_is_left_alone() -> None:
+    hf = fresh("qwen3", torch.float32)
+    before = own_logits(hf, TEXT)
+    exact_copy(Model(hf))
+    assert hf.dtype == torch.float32 and hf.config._attn_implementation == "foreword_sdpa"
+    assert not any(isinstance(module, referee.ExactNorm) for module in hf.modules())
+    assert own_logits(hf, TEXT).equal(before)
+
+
+def test_a_packed_model_is_read_again_from_its_folder(tmp_path: Path) -> None:
+    hf = fresh("llama", torch.float32)
+    hf.save_pretrained(tmp_path)
+    packed = load_weights(tmp_path, torch.device("cpu"), torch.float32)
+    assert any(isinstance(module, PackedLinear) for module in packed.modules())
+    copied = exact_copy(Model(packed))
+    assert (own_logits(copied, TEXT) - own_logits(in_float64(hf), TEXT)).abs().max() < 1e-12
+
+
+def test_weights_are_those_of_the_run_not_of_the_file(tmp_path: Path) -> None:
+    wide = fresh("llama", torch.float64)
+    with torch.no_grad():
+        wide.lm_head.weight += 1e-9
+    wide.save_pretrained(tmp_path)
+    packed = load_weights(tmp_path, torch.device("cpu"), torch.float32)
+    assert exact_copy(Model(packed)).lm_head.weight.equal(wide.lm_head.weight.float().double())
+
+
+def test_a_packed_model_without_its_folder_is_refused(tmp_path: Path) -> None:
+    fresh("llama", torch.float32).save_pretrained(tmp_path / "model")
+    packed = load_weights(tmp_path / "model", torch.device("cpu"), torch.float32)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(ModelNotFound, match="no folder to read them from"):
+        exact_copy(Model(packed, "small"))
+
+
+def test_a_norm_of_another_form_is_refused() -> None:
+    class OffsetRMSNorm(nn.Module):
+        weight, variance_epsilon = torch.zeros(32), 1e-6
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return (1 + self.weight) * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    hf = fresh("llama", torch.float32)
+    hf.model.norm = OffsetRMSNorm()
+    with pytest.raises(ModelUnsupported, match="OffsetRMSNorm"):
+        exact_copy(Model(hf))
+
+
+# The run's own passes
+
+
+@pytest.mark.parametrize("length", [1, 3, 20])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_passes_of_every_shape_answer_the_same(rows: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(referee, "PREFILL_CHUNK", 6)
+    model = target("llama")
+    with torch.inference_mode():
+        found = last_logits(model, TEXT[:length], rows)
+    assert (found - own_logits(model.hf, TEXT[:length])[-1]).abs().max() < 1e-12
+
+
+def test_the_engine_keeps_its_cache() -> None:
+    model = Model(tiny("llama", torch.float32))
+    writing, asked = engine(make("plain"), model), requests(2)
+    running = [writing.add(request) for request in asked]
+    writing.step()
+    Referee(model).rule(TEXT, Sampling(seed=0), 4, 5)
+    while writing.busy:
+        writing.step()
+    assert [run.tokens for run in running] == [truth(model.hf, request) for request in asked]
+
+
+def test_the_same_case_is_judged_once() -> None:
+    model = Model(tiny("llama", torch.float32))
+    judging = Referee(model)
+    assert "exact" not in vars(judging), "no difference, no copy"
+    assert judging.rule(TEXT, Sampling(seed=0), 4, 5) is judging.rule(list(TEXT), Sampling(seed=0), 4, 5)
+    assert judging.rule(TEXT, Sampling(seed=0), 4, 5) is not judging.rule(TEXT, Sampling(seed=0), 5, 4)
+
+
+# Scores
+
+
+def test_scores_are_what_pick_compares() -> None:
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.4, seed=3)
+    model = target("llama")
+    logits = own_logits(model.hf, TEXT)[-1]
+    table = SamplingTable.empty(1, model.ends)
+    table.set(0, sampling)
+    seen = torch.tensor(TEXT).bincount(minlength=48).view(1, 1, -1)
+    judged = judge(logits.view(1, 1, -1), torch.tensor([[len(TEXT)]]), table.at(torch.tensor([0]), (0,)), seen)[0, 0]
+    kept = judged > -torch.inf
+    scores = Scoring.of(TEXT, sampling, model).scores(logits)
+    assert 1 <= kept.sum() < 6 and scores.isfinite().all()
+    assert scores[kept].equal(judged[kept])
+
+
+def test_the_run_is_off_by_what_its_dtype_rounds(small: SimpleNamespace) -> None:
+    fine = Referee(Model(tiny("llama", torch.float32))).rule(TEXT, Sampling(seed=0), 4, 5)
+    rough = Referee(Model(small.coarse(fresh("llama", torch.float32)))).rule(TEXT, Sampling(seed=0), 4, 5)
+    assert 0 < fine.error < 1e-4 < rough.error <= 1 / 8
+    assert fine.gap == pytest.approx(rough.gap) == abs(fine.plain_score - fine.method_score)
+
+
+def test_the_likeliest_against_another_is_a_bug() -> None:
+    model = Model(tiny("llama", torch.float32))
+    best, second = own_logits(model.hf, TEXT)[-1].topk(2).indices.tolist()
+    ruling = Referee(model).rule(TEXT, Sampling(seed=0), best, second)
+    assert (ruling.verdict, ruling.reason) == ("bug", "gap") and ruling.plain_score > ruling.method_score
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize(
+    ("gap", "ahead", "behind", "expected"),
+    [
+        (0.1, "kept", "kept", ("tie", "gap")),
+        (0.3, "kept", "kept", ("bug", "gap")),
+        (0.3, "top-k edge", "kept", ("tie", "top-k edge")),
+        (0.3, "top-p edge", "min-p edge", ("tie", "top-p edge")),
+        (0.3, "kept", "top-k edge", ("bug", "gap")),  # the token ahead would have won whatever the other's luck
+        (0.1, "kept", "top-k edge", ("tie", "gap")),
+        (0.1, "dropped", "kept", ("bug", "filter")),
+        (0.1, "kept", "dropped", ("bug", "filter")),
+        (0.3, "top-k edge", "dropped", ("bug", "filter")),
+    ],
+)
+def test_verdicts(gap: float, ahead: str, behind: str, expected: tuple[str, str]) -> None:
+    assert decide(gap, 0.2, ahead, behind) == expected
+
+
+def test_equal_scores_are_a_tie_even_without_error() -> None:
+    assert decide(0.0, 0.0, "kept", "kept") == ("tie", "gap")
+
+
+@pytest.mark.parametrize(
+    ("filters", "standings"),
+    [
+        ({"top_k": 2}, ["kept", "top-k edge", "top-k edge", "dropped"]),
+        ({"top_k": 3}, ["kept", "kept", "kept", "dropped"]),
+        ({"top_p": 0.8}, ["kept", "kept", "kept", "dropped"]),  # 0.525, 0.193, 0.191, 0.091 of the mass
+        ({"top_p": 0.7}, ["kept", "top-p edge", "top-p edge", "dropped"]),
+        ({"top_p": 0.53}, ["kept", "top-p edge", "top-p edge", "dropped"]),
+        ({"top_p": 0.5}, ["kept", "dropped", "dropped", "dropped"]),
+        ({"min_p": 0.365}, ["kept", "min-p edge", "min-p edge", "dropped"]),
+        ({"min_p": 0.5}, ["kept", "dropped", "dropped", "dropped"]),
+        ({"min_p": 0.1}, ["kept", "kept", "kept", "kept"]),
+        ({"top_k": 3, "min_p": 0.365}, ["kept", "min-p edge", "min-p edge", "dropped"]),
+        ({}, ["kept", "kept", "kept", "kept"]),
+    ],
+)
+def test_filters_have_edges(filters: dict[str, float], standings: list[str]) -> None:
+    scaled = torch.tensor([2.0, 1.0, 0.99, 0.25], dtype=torch.float64)
+    sampling = Sampling(temperature=0.5, **filters)
+    assert [standing(scaled, token, sampling, 0.05) for token in range(4)] == standings
+
+
+def test_greedy_has_no_filters() -> None:
+    assert standing(torch.tensor([2.0, 1.0]), 1, Sampling(top_k=1, top_p=0.1, min_p=0.9), 0.0) == "kept"
+
+
+@given(
+    scores=st.lists(st.integers(-40, 40), min_size=2, max_size=12),
+    top_k=st.integers(0, 5),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.floats(0.0, 0.9),
+)
+def test_without_a_margin_the_filters_agree(scores: list[int], top_k: int, top_p: float, min_p: float) -> None:
+    sampling = Sampling(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
+    scaled = torch.tensor(scores, dtype=torch.float64) / 7
+    table = SamplingTable.empty(1, torch.tensor([0]))
+    table.set(0, sampling)
+    kept = keeps(scaled.view(1, 1, -1), table.at(torch.tensor([0]), (0,)))
+    for token in range(len(scores)):
+        found = standing(scaled, token, sampling, 1e-9)
+        if found in ("kept", "dropped"):
+            assert (found == "kept") == (kept is None or bool(kept[0, 0, token]))
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.99}], ids=["top-k", "top-p", "min-p"])
+def test_twins_on_an_edge_are_a_tie_across_a_wide_gap(
+    small: SimpleNamespace, filters: dict[str, float], request: pytest.FixtureRequest
+) -> None:
+    """Two tokens of the same logit: rounding says which one a filter keeps, the noise has them far apart."""
+    model = Model(small.coarse(small.twins(fresh("qwen3", torch.float32))))
+    with torch.inference_mode():
+        best = int(own_logits(model.hf, TEXT)[-1].argmax()) // 2 * 2
+    ruling = Referee(model).rule(TEXT, Sampling(temperature=1.0, seed=2, **filters), best, best + 1)
+    assert ruling.gap > 2 * ruling.error
+    assert (ruling.verdict, ruling.reason) == ("tie", f"{request.node.callspec.id} edge")
+    assert Referee(model).rule(TEXT, Sampling(temperature=1.0, seed=2), best, best + 1).verdict == "bug"

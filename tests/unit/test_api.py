@@ -1,5 +1,6 @@
 """The Python API on tiny models from disk: what a user may say, what comes back, and that it is what plain text is."""
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -156,13 +157,13 @@ def ending(folders: dict[str, Path]) -> tuple[LLM, int]:
     return foreword.wrap(hf, tokenizer.hf, "prompt_lookup", rows=3), end
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_new_tokens": 5}, {"min_new_tokens": 6}, {"ignore_eos": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"min_new_tokens": 4}, {"min_new_tokens": 5}, {"ignore_eos": True}], ids=str)
 def test_where_a_text_ends(settings: dict[str, Any], ending: tuple[LLM, int]) -> None:
     llm, end = ending
     out = llm.generate(ASK, max_new_tokens=9, **settings)
     assert out.tokens == expected(llm.model.hf, llm.tokenizer, ends=(END, end), max_new_tokens=9, **settings)
     assert out.finish_reason == ("stop" if out.tokens[-1] == end else "length")
-    assert (len(out.tokens) == 5) == (settings in ({}, {"min_new_tokens": 5}))
+    assert (len(out.tokens) == 5) == (settings in ({}, {"min_new_tokens": 4}))
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -260,7 +261,7 @@ def test_samples_of_a_prompt_lie_side_by_side(llm: LLM) -> None:
     assert samples[0].tokens == alone.tokens and len({tuple(one.tokens) for one in samples}) == 3
     assert [one.sampling.seed for one in samples] == [Sampling(seed=9).derived(i).seed for i in range(3)]
     both = llm.generate([ASK, HELLO], n=2, **drawn)
-    assert [one.stats.prompt_tokens for one in both] == [alone.stats.prompt_tokens] * 2 + [7] * 2
+    assert [one.stats.prompt_tokens for one in both] == [alone.stats.prompt_tokens] * 2 + [8] * 2
     assert [one.tokens for one in both[:2]] == [one.tokens for one in samples[:2]]
     assert [one.tokens for one in llm.generate(ASK, n=1, **drawn)] == [alone.tokens]
 
@@ -287,10 +288,11 @@ def test_prompts_that_cannot_be_answered(prompt: Any, named: str, llm: LLM) -> N
     assert not llm.engine.busy
 
 
-def test_one_bad_prompt_stops_the_list_before_anything_is_written(llm: LLM) -> None:
-    with pytest.raises(PromptError):
-        llm.generate(["fine", "x" * CONTEXT])
-    assert not llm.engine.busy
+@pytest.mark.xfail(strict=True, reason="Engine.generate queues the first before it looks at the second")
+def test_one_bad_prompt_stops_the_whole_list(own: LLM) -> None:
+    with pytest.raises(PromptError, match="max_context"):
+        own.generate(["fine", "x" * CONTEXT], max_new_tokens=2)
+    assert not own.engine.busy
 
 
 @pytest.mark.xfail(strict=True, reason="LLM.generate makes a list of whatever can be iterated: of one message, its keys")
@@ -350,12 +352,27 @@ def test_a_stream_takes_one_prompt(llm: LLM) -> None:
     assert not llm.engine.busy
 
 
-def test_leaving_a_stream_early_frees_its_slot(llm: LLM) -> None:
-    whole = llm.generate(ASK, max_new_tokens=12)
-    for _ in range(3):  # more often than there are slots
+@pytest.mark.xfail(strict=True, reason="stream and generator hold each other: it ends when the collector comes by")
+def test_leaving_a_stream_early_frees_its_slot(folders: dict[str, Path]) -> None:
+    llm = foreword.load(folders["llama"], "plain", slots=1)
+    whole = llm.generate(ASK, max_new_tokens=6)
+    gc.disable()
+    try:
         for _ in llm.stream(ASK, max_new_tokens=100, ignore_eos=True):
             break
-    assert not llm.engine.busy
+        assert not llm.engine.busy
+    finally:
+        gc.enable()
+    assert llm.generate(ASK, max_new_tokens=6).tokens == whole.tokens
+
+
+def test_closing_a_stream_early_frees_its_slot(llm: LLM) -> None:
+    whole = llm.generate(ASK, max_new_tokens=12)
+    for _ in range(3):  # more often than there are slots
+        stream = llm.stream(ASK, max_new_tokens=100, ignore_eos=True)
+        next(iter(stream))
+        stream.close()
+        assert not llm.engine.busy
     assert llm.generate(ASK, max_new_tokens=12).tokens == whole.tokens
 
 
@@ -486,7 +503,8 @@ def test_what_was_being_written_is_given_up_with_its_method(folders: dict[str, P
     stream = llm.stream(ASK, max_new_tokens=50, ignore_eos=True)
     next(iter(stream))
     llm.use("plain")
-    assert stream.result.finish_reason == "abort"
+    stream.close()
+    assert stream.result.finish_reason == "abort" and not llm.engine.busy
 
 
 def test_closing_gives_the_model_its_attention_back(folders: dict[str, Path]) -> None:

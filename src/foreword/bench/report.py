@@ -10,11 +10,11 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 import foreword
 from foreword.bench.run import Benchmark, Timing
@@ -81,7 +81,7 @@ def facts(**more: Any) -> dict[str, Any]:
             "foreword": foreword.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
         },
         **more,
     }

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+
+@lru_cache(maxsize=256)
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Fixed numbers as a tensor, sent to the device once and not in every round."""
+    return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
 @dataclass(frozen=True)

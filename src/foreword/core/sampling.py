@@ -230,7 +230,7 @@ def _pick_among_best(scores: Tensor, position: Tensor, sampling: SamplingRows) -
     If not even the last of the best scores survives the filters, no other token does, and the race is among the best. Each
     row answers that for itself, so its token does not depend on its company.
     """
-    best = scores.topk(min(_BEST, scores.shape[-1]), dim=-1)
+    best = scores.topk(min(max(_BEST, sampling.kind.top_k + 1), scores.shape[-1]), dim=-1)
     floor = _floor(best.values, sampling, scores.logsumexp(-1, keepdim=True))
     winner = _race(best.values, best.indices, position, sampling, floor).argmax(-1, keepdim=True)
     drawn = (sampling.temperature > 0).unsqueeze(1)

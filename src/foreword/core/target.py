@@ -18,7 +18,8 @@ class Target(Protocol):
     hidden_size: int
     vocab_size: int
     layers: int
-    max_context: int
+    max_context: int  # positions it was trained for
+    context: int  # tokens a text may have in this engine
     ends: Tensor  # [E] ids of the end tokens
 
     @property

@@ -18,6 +18,7 @@ class Slots:
     count: int
     running: dict[int, Running] = field(default_factory=dict)
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
+    reread: int = 0  # prompt rows that are read in any case: 1 if the drafter wants to see the row before the root
 
     def __post_init__(self) -> None:
         self.left = {slot: () for slot in range(self.count)}
@@ -27,7 +28,8 @@ class Slots:
         prompt = running.request.prompt
         if running.request.reuse:
             slot = max(self.left, key=lambda free: _common(self.left[free], prompt))
-            running.reused = running.prefilled = _common(self.left[slot], prompt)
+            most = max(len(prompt) - 1 - self.reread, 0)
+            running.reused = running.prefilled = min(_common(self.left[slot], prompt), most)
         else:
             slot = min(self.left, key=lambda free: len(self.left[free]) > 0)
         del self.left[slot]
@@ -35,10 +37,11 @@ class Slots:
         running.slot = slot
         return slot
 
-    def leave(self, slot: int) -> None:
+    def leave(self, slot: int, keep: bool = True) -> None:
+        """Free a slot; what it holds may serve a later prompt if `keep`."""
         running = self.running.pop(slot)
         written = (*running.request.prompt, *running.tokens)
-        self.left[slot] = written[: running.length]
+        self.left[slot] = written[: running.length] if keep else ()
 
     def lanes(self, device: torch.device, ready: bool) -> Lanes | None:
         """The slots whose prompt is read (or not yet), or None where there are none."""

@@ -38,11 +38,12 @@ class Engine:
         self.max_context = _checked_context(max_context, target)
         _check_positive(slots=slots, chunk=chunk)
         self.chunk = chunk
+        target.context = self.max_context
         drafter.bind(target, slots)
         scratch = drafter.shape.nodes + drafter.needs.grafted_rows
         cache = target.allocate(slots, self.max_context, scratch)
         self.loop: Loop = loop or Lockstep(target, drafter)
-        self.slots = Slots(slots)
+        self.slots = Slots(slots, reread=int(drafter.needs.prompt != "none"))
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends)
         self._ends = set(target.ends.tolist())
@@ -119,21 +120,22 @@ class Engine:
             event.running.decode_s += time.perf_counter() - started
             if event.running.done:
                 self._release(event.running)
-        self._raise_errors(events)
+        # Only when everybody has been served: the others' texts go on in the next step.
+        for event in events:
+            if event.running.error:
+                raise event.running.error
         return events
 
-    def _raise_errors(self, events: list[Event]) -> None:
-        """Only when everybody has been served: the others' texts go on in the next step."""
-        broken = [event.running for event in events if event.running.error]
-        for running in broken:
-            self.target.cache.wipe(running.slot)
-        for running in broken[:1]:
-            raise running.error  # type: ignore[misc]
-
     def _release(self, running: Running) -> None:
+        """Free a slot. A text that was given up may have left NaN in its rows, which must not reach the next."""
         self.state.alive_slots[running.slot] = False
         self.loop.end([running.slot])
-        self.slots.leave(running.slot)
+        cache = self.target.cache
+        written = running.length + max(self.chunk, cache.rows - cache.context)
+        sound = running.finish_reason != "abort" or cache.is_sound(running.slot, written)
+        if not sound:
+            cache.wipe(running.slot)
+        self.slots.leave(running.slot, keep=sound)
 
     def _span(self, ids: Iterable[int]) -> int:
         return max(self.slots.running[slot].length for slot in ids)

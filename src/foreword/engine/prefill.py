@@ -26,14 +26,15 @@ def prefill(target: Model, loop: Loop, needs: Needs, state: State, entering: lis
     tokens = torch.tensor(padded, device=lanes.slots.device)
     draft = Draft(tokens, Tree.chain(rows, lanes.slots.device), size)
     reads_all = needs.prompt == "all"
-    asked = Needs(hidden=needs.hidden, taps=needs.taps) if needs.prompt != "none" else Needs()
+    last = needs.prompt == "last"
+    asked = Needs(hidden=needs.hidden or last, taps=needs.taps) if needs.prompt != "none" else Needs()
     scores = target.score(lanes, draft, asked, logits="all" if reads_all and needs.logits else "none")
     target.cache.advance(lanes, size)
     for running, part in zip(entering, parts, strict=True):
         running.prefilled += len(part)
     if reads_all:
         loop.read(state, draft, scores)
-    elif needs.prompt == "last":
+    elif last:
         _read_last(target, loop, needs, state, entering, draft, scores)
 
 
@@ -50,9 +51,9 @@ def _read_last(
     def at_last(values: torch.Tensor) -> torch.Tensor:
         return values[pick].gather(1, last.unsqueeze(-1).expand(-1, 1, values.shape[-1]))
 
-    hidden = None if scores.hidden is None else at_last(scores.hidden)
-    logits = target.head(target.norm(hidden)) if needs.logits and hidden is not None else None
+    hidden = at_last(scores.require_hidden())
+    logits = target.head(target.norm(hidden)) if needs.logits else None
     taps = {layer: at_last(tap) for layer, tap in scores.taps.items()}
     one = Draft(draft.tokens[pick].gather(1, last), Tree.chain(1, last.device), torch.ones_like(pick))
     lanes = Lanes(state.slots[pick], tuple(state.lanes.ids[i] for i in ended), state.lanes.span + draft.nodes)
-    loop.read(state.at(lanes), one, Scores(logits, hidden, taps))
+    loop.read(state.at(lanes), one, Scores(logits, hidden if needs.hidden else None, taps))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,12 @@ class Pass:
     keys: int = 0
 
 
+_USERS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+
+
 def install(model: PreTrainedModel) -> None:
     """Route the model's attention through ours, on top of what it used before."""
+    _USERS[model] = _USERS.get(model, 0) + 1
     before = model.config._attn_implementation
     if before.startswith(PREFIX):
         return
@@ -56,8 +61,10 @@ def install(model: PreTrainedModel) -> None:
 
 
 def remove(model: PreTrainedModel) -> None:
-    """Undo `install`."""
-    model.config._attn_implementation = model.config._attn_implementation.removeprefix(PREFIX)
+    """Undo `install`, once the last of those who called it is gone."""
+    _USERS[model] = max(_USERS.get(model, 0) - 1, 0)
+    if not _USERS[model]:
+        model.config._attn_implementation = model.config._attn_implementation.removeprefix(PREFIX)
 
 
 def tree_attention(

@@ -86,8 +86,12 @@ class SlotCache:
         """Commit the first `count` scratch rows where they lie."""
         self.length.index_add_(0, lanes.slots, count)
 
+    def is_sound(self, slot: int, rows: int) -> bool:
+        """Whether none of a slot's first rows is NaN. Asks the device, so not for the loop."""
+        return not any(bool(tensor[slot, :, :rows].isnan().any()) for tensor in (*self.keys, *self.values))
+
     def wipe(self, slot: int) -> None:
-        """Clear a slot that holds NaN: masked rows count 0 times their value, and 0 times NaN is NaN."""
+        """Clear a slot that holds NaN: a masked row counts 0 times its value, and 0 x NaN is NaN."""
         for tensor in (*self.keys, *self.values):
             tensor[slot] = 0
 

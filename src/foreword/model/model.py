@@ -30,6 +30,7 @@ class Model:
         self.hf = hf
         self.family = family_of(hf.config)
         attention.install(hf)
+        self._released = False
         self.name = name or hf.config.name_or_path or hf.config.model_type
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
         self.hidden_size: int = hf.config.hidden_size
@@ -37,6 +38,7 @@ class Model:
         self.layers = len(self.layer_stack.layers)
         self.ends = torch.tensor(_end_tokens(hf), dtype=torch.long, device=self.device)
         self.max_context: int = hf.config.max_position_embeddings
+        self.context = self.max_context
         self.curve = curve
 
     @property
@@ -53,12 +55,15 @@ class Model:
         return self.layer_stack.cache
 
     def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
+        self.context = context
         return self.layer_stack.allocate(slots, context, scratch)
 
     def release(self) -> None:
-        """Give up the cache, and the model its own attention back."""
+        """Give up the cache, and give the model its own attention back."""
         self.layer_stack.cache = None
-        attention.remove(self.hf)
+        if not self._released:
+            attention.remove(self.hf)
+        self._released = True
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.family.embed(self.hf, tokens)
@@ -75,7 +80,7 @@ class Model:
 
     def stack(self, slots: int, layers: int = 1, init: int | None = None, scratch: int = 64) -> Stack:
         stack = Stack.copied(self.hf, self.family, layers, init)
-        stack.allocate(slots, self.cache.context, scratch)
+        stack.allocate(slots, self.context, scratch)
         return stack
 
     def score(

@@ -7,6 +7,7 @@ up) are one product. The numbers are in docs/performance.md. A packed model cann
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ class PackedLinear(nn.Module):
             return functional.linear(rows, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
 
+    def stock(self, columns: slice = slice(None)) -> nn.Linear:
+        """The linear that was packed, or some of its outputs, as a copy that can be trained."""
+        weight = self.packed.to_dense()[columns]
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=self.bias is not None)
+        linear.weight.data.copy_(weight)
+        if self.bias is not None:
+            linear.bias.data.copy_(self.bias[columns])
+        return linear
+
 
 class Fusion:
     """One product for several linears that read the same rows; the first to be asked computes it for all."""
@@ -58,6 +68,9 @@ class FusedPart(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.fusion(rows)[..., self.columns]
+
+    def stock(self) -> nn.Linear:
+        return self.fusion.linear.stock(self.columns)
 
 
 class FusedNorm(nn.Module):
@@ -88,6 +101,13 @@ def pack(model: nn.Module) -> None:
                 setattr(module, name, PackedLinear(*_weights([child]), keep_stock))
             elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
                 setattr(module, name, FusedNorm(child))
+
+
+def unpacked(layer: nn.Module) -> nn.Module:
+    """A copy of a layer, with stock linears in place of packed ones."""
+    packed = [module for module in layer.modules() if isinstance(module, PackedLinear | FusedPart)]
+    # What deepcopy finds in its memo it takes for copied already.
+    return copy.deepcopy(layer, {id(module): module.stock() for module in packed})
 
 
 def _fuse(module: nn.Module, names: tuple[str, ...], keep_stock: bool) -> None:

@@ -7,7 +7,6 @@ and values of the rows land in its scratch; without, rows see each other only, a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foreword.core.needs import Graft, Skip
+from foreword.core.needs import Graft, Skip, on_device
 from foreword.core.state import Lanes
 from foreword.model.attention import Pass, mask_of
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.families import Family
+from foreword.model.pack import unpacked
 
 # Attention reads keys up to a multiple of this, so that shapes repeat from round to round.
 SPAN_STEP = 64
@@ -53,15 +53,14 @@ class Rows:
 
     def grafted(self, graft: Graft) -> Rows:
         """These rows with a graft's rows behind them."""
-        anchor = torch.tensor(graft.anchor, device=self.base.device)
-        offset = torch.tensor(graft.offset, device=self.base.device)
+        anchor, offset = on_device(graft.anchor, self.base.device), on_device(graft.offset, self.base.device)
         depth = torch.cat([self.depth, self.depth[:, anchor] + offset], dim=1)
         return Rows(self.base, depth, self._sees_with(anchor), self.lanes, self.anchors + graft.anchor)
 
     def _sees_with(self, anchor: Tensor) -> Tensor:
         """Sight after a graft: real rows see none of it; a grafted row sees what its anchor sees, itself, its elders."""
         batch, count, scratch = self.sees.shape
-        grafted = torch.cat([torch.tensor(self.anchors, dtype=torch.long, device=anchor.device), anchor])
+        grafted = torch.cat([on_device(self.anchors, anchor.device), anchor])
         elders = (anchor.unsqueeze(1) == grafted).tril(len(self.anchors)).expand(batch, -1, -1)
         blind = self.sees.new_zeros(batch, count, anchor.shape[0])
         real = scratch - len(self.anchors)
@@ -88,7 +87,7 @@ class Stack:
     def copied(model: PreTrainedModel, family: Family, layers: int, init: int | None) -> Stack:
         """New layers of the same kind: copies of layer `init`, or freshly initialised as the family does it."""
         pattern = family.layers(model)[init if init is not None else -1]
-        fresh = nn.ModuleList(copy.deepcopy(pattern) for _ in range(layers))
+        fresh = nn.ModuleList(unpacked(pattern) for _ in range(layers)).requires_grad_(True)
         if init is None:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from foreword import __version__
+from foreword.cli.bench import BENCH_EXAMPLES, bench
 from foreword.cli.chat import CHAT_EXAMPLES, chat
 from foreword.cli.console import complain, notes
 from foreword.cli.doctor import DOCTOR_EXAMPLES, doctor
@@ -94,5 +95,6 @@ for command, examples in (
     (methods, METHODS_EXAMPLES),
     (doctor, DOCTOR_EXAMPLES),
     (prove, PROVE_EXAMPLES),
+    (bench, BENCH_EXAMPLES),
 ):
     app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))

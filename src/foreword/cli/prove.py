@@ -45,7 +45,7 @@ PROMPTS = (
 SHOWN = 10  # differences on the screen; all of them are in the files
 
 
-def _named(wanted: str) -> list[str]:
+def named_methods(wanted: str) -> list[str]:
     """`all`, or names separated by commas."""
     names = [name for name in METHODS if name != "plain"] if wanted == "all" else wanted.split(",")
     for name in names:
@@ -84,9 +84,9 @@ def prove(
     a narrower dtype near-ties may fall either way: a float64 pass over the same text then tells a tie from a bug. Exit
     status 1 if there is a bug.
     """
-    names, asked = _named(methods), _asked(prompts, limit, per_group)
+    names, asked = named_methods(methods), asked_prompts(prompts, limit, per_group)
     if out is not None:
-        _make_folder(out)
+        make_folder(out)
     with model.load(MethodOptions(method="plain"), slots) as llm, bar("plain") as show:
         from foreword.core.sampling import Sampling  # noqa: PLC0415  imports torch
         from foreword.prove import prove as run  # noqa: PLC0415  imports torch
@@ -103,7 +103,7 @@ def prove(
         raise typer.Exit(1)
 
 
-def _asked(file: Path | None, limit: int | None, per_group: int | None) -> list[Prompt]:
+def asked_prompts(file: Path | None, limit: int | None, per_group: int | None) -> list[Prompt]:
     from foreword.text.prompts import NO_CATEGORY, Prompt, read_prompts, spread  # noqa: PLC0415  start-up time
 
     if file is None:
@@ -115,7 +115,7 @@ def _asked(file: Path | None, limit: int | None, per_group: int | None) -> list[
     return prompts[:limit]
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
     """Now, and not after an hour of proving."""
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,9 @@ def tables(benchmark: Benchmark) -> dict[str, list[Row]]:
     copied = [group for group in benchmark.groups if group in LOOKUP_GROUPS]
     if len(copied) > 1:
         found[" + ".join(copied)] = rows(benchmark, copied)
-    return found | {group: rows(benchmark, [group]) for group in benchmark.groups}
+    if len(benchmark.groups) > 1:
+        found |= {group: rows(benchmark, [group]) for group in benchmark.groups}
+    return found
 
 
 def facts(**more: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from foreword.core.needs import Needs
 from foreword.core.sampling import Kind, Sampling, SamplingTable, judge
 from foreword.core.state import Lanes
 from foreword.engine.engine import PREFILL_CHUNK
-from foreword.errors import CapacityError, ModelNotFound, ModelUnsupported
+from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.model.cache import SlotCache
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
@@ -39,7 +39,9 @@ PASS_ROWS = (1, 4, 16)
 NUCLEUS_ROUNDING = 2.0**-20
 """The mass of the top-p nucleus is summed in float32, whatever the model computes in."""
 
-Standing = Literal["kept", "dropped", "top-k edge", "top-p edge", "min-p edge"]
+Edge = Literal["top-k edge", "top-p edge", "min-p edge"]
+Standing = Edge | Literal["kept", "dropped"]
+Filter = Callable[[Tensor, int, Sampling, float], bool]
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,11 @@ def decide(gap: float, margin: float, ahead: Standing, behind: Standing) -> tupl
 
     Only a filter that may or may not drop the token ahead lets the other one win across a wide gap.
     """
-    if "dropped" in (ahead, behind):
+    if ahead == "dropped" or behind == "dropped":
         return "bug", "filter"
     if gap <= margin:
         return "tie", "gap"
-    if ahead == "kept" or ahead == "dropped":
-        return "bug", "gap"
-    return "tie", ahead
+    return ("bug", "gap") if ahead == "kept" else ("tie", ahead)
 
 
 # Scores -----------------------------------------------------------------------------------------------------------------
@@ -145,46 +145,44 @@ class Scoring:
 def standing(scaled: Tensor, token: int, sampling: Sampling, margin: float) -> Standing:
     """Whether the filters keep a token: surely, surely not, or depending on rounding within the margin.
 
-    Each filter is asked twice: with everything against the token, and with everything in its favour.
+    Each filter is asked twice: with everything in the token's favour, and with everything against it.
     """
     if sampling.temperature == 0:
         return "kept"
-    filters: dict[Standing, bool] = {
-        "top-k edge": sampling.top_k > 0,
-        "top-p edge": sampling.top_p < 1,
-        "min-p edge": sampling.min_p > 0,
-    }
-    asked = {"top-k edge": _in_top_k, "top-p edge": _in_top_p, "min-p edge": _in_min_p}
-    found: Standing = "kept"
-    for edge, on in filters.items():
-        if on and not asked[edge](scaled, token, sampling, margin):
-            return "dropped"
-        if on and found == "kept" and not asked[edge](scaled, token, sampling, -margin):
-            found = edge
-    return found
+    filters: dict[Edge, Filter] = {"top-k edge": _in_top_k, "top-p edge": _in_top_p, "min-p edge": _in_min_p}
+    if not all(keeps(scaled, token, sampling, margin) for keeps in filters.values()):
+        return "dropped"
+    unsure = [edge for edge, keeps in filters.items() if not keeps(scaled, token, sampling, -margin)]
+    return unsure[0] if unsure else "kept"
 
 
 def _in_top_k(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> bool:
-    above = scaled > scaled[token] + favour
-    above[token] = False
-    return int(above.sum()) < sampling.top_k
+    return sampling.top_k == 0 or int(_above(scaled, token, favour).sum()) < sampling.top_k
 
 
 def _in_top_p(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> bool:
     """A token is in while those above it hold less than top_p, of what top-k left."""
+    if sampling.top_p == 1:
+        return True
     weight = (scaled - scaled.max()).exp()
     if sampling.top_k > 0:
         floor = scaled.topk(min(sampling.top_k, len(scaled))).values[-1]
         weight = weight.where(scaled >= floor - favour, 0)
-    above = scaled > scaled[token] + favour
-    above[token] = False
+    above = _above(scaled, token, favour)
     # Errors move the two masses against each other, which multiplies their odds.
     over, under = weight[above].sum() * math.exp(-favour), weight[~above].sum()
     return float(over / (over + under)) < sampling.top_p + math.copysign(NUCLEUS_ROUNDING, favour)
 
 
 def _in_min_p(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> bool:
-    return float(scaled[token] + favour) >= float(scaled.max()) + math.log(sampling.min_p)
+    return sampling.min_p == 0 or float(scaled[token] + favour) >= float(scaled.max()) + math.log(sampling.min_p)
+
+
+def _above(scaled: Tensor, token: int, favour: float) -> Tensor:
+    """[V] bool: the tokens that stand above this one when it is moved up by `favour`."""
+    above = scaled > scaled[token] + favour
+    above[token] = False
+    return above
 
 
 # Passes -----------------------------------------------------------------------------------------------------------------
@@ -200,7 +198,7 @@ def own_logits(hf: nn.Module, text: Sequence[int]) -> Tensor:
 def last_logits(model: Model, text: Sequence[int], rows: int) -> Tensor:
     """[V]: what the run's own model answers after the text when the last `rows` tokens of it go as one chain."""
     before, last = text[:-rows], text[-rows:]
-    with own_cache(model, len(text) + PREFILL_CHUNK, PREFILL_CHUNK) as cache:
+    with own_cache(model, len(text)) as cache:
         for start in range(0, len(before), PREFILL_CHUNK):
             chunk, lanes = _chain(before[start : start + PREFILL_CHUNK], model), Lanes.of([0], start, model.device)
             model.score(lanes, chunk, Needs(), logits="none")
@@ -215,11 +213,11 @@ def _chain(tokens: Sequence[int], model: Model) -> Draft:
 
 
 @contextmanager
-def own_cache(model: Model, context: int, scratch: int) -> Iterator[SlotCache]:
+def own_cache(model: Model, context: int) -> Iterator[SlotCache]:
     """A cache for one text; the engine's is back in its place afterwards."""
     held = model.layer_stack.cache
     try:
-        yield model.allocate(1, context, scratch)
+        yield model.allocate(1, context, PREFILL_CHUNK)
     finally:
         model.layer_stack.cache = held
 
@@ -243,10 +241,10 @@ def exact_copy(model: Model) -> Any:
     they are the same in every pass, so they are part of the function and not of its rounding."""
     try:
         exact = _reloaded(model) if _is_rebuilt(model.hf) else copy.deepcopy(model.hf).double()
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"{model.name}: judging a difference needs the model a second time, in float64, which does not fit "
-            f"{model.device}; prove a smaller model, or on the CPU (device='cpu')"
+    except (RuntimeError, TypeError) as error:  # out of memory, or something in the model that cannot be copied
+        raise ModelError(
+            f"{model.name}: judging a difference needs the model a second time, in float64 on {model.device}, and that "
+            f"failed ({error}); prove a smaller model, or one that transformers loaded unchanged"
         ) from error
     exact.config._attn_implementation = "sdpa"  # eager attention takes its softmax in float32
     for name, module in list(exact.named_modules()):

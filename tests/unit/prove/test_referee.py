@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from doubles import engine, fresh, own_logits, requests, target, tiny, truth
 from foreword.core.sampling import Sampling, SamplingTable, judge, keeps
-from foreword.errors import ModelNotFound, ModelUnsupported
+from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.methods import make
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
@@ -90,6 +90,13 @@ def test_a_packed_model_without_its_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").rename(tmp_path / "moved")
     with pytest.raises(ModelNotFound, match="no folder to read them from"):
         exact_copy(Model(packed, "small"))
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    hf = fresh("llama", torch.float32)
+    hf.model.extra = hf.lm_head.weight * 2  # not a leaf: torch refuses to copy it
+    with pytest.raises(ModelError, match="a second time, in float64 on cpu"):
+        exact_copy(Model(hf, "small"))
 
 
 def test_a_norm_of_another_form_is_refused() -> None:

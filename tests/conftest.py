@@ -1,5 +1,8 @@
-"""For every test: one thread, and the same examples every time."""
+"""For every test: one thread, the same examples every time, and the CPU, unless `-m gpu` asks for the tests of the GPU."""
 
+import os
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -7,3 +10,16 @@ torch.set_num_threads(1)
 
 settings.register_profile("laws", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("laws")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device: run `pytest -m gpu` where there is one")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)

@@ -1,6 +1,6 @@
 """Tiny models on disk, as `foreword.load` finds them: random weights beside a byte-level tokenizer with a chat template."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,23 @@ def talking(hf_tokenizer: PreTrainedTokenizerFast) -> Any:
         return fresh(family, torch.float32, **sizes | shape | changes)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def own_text(hf_tokenizer: PreTrainedTokenizerFast) -> Callable[..., list[int]]:
+    """What a model's own `generate` answers, greedy; the prompt is padded, so that the model's own mask matters."""
+
+    def write(model: Any, prompt: str, count: int = 14) -> list[int]:
+        said = [{"role": "user", "content": prompt}]
+        text = hf_tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        ids = hf_tokenizer.encode(text, add_special_tokens=False)
+        batch = torch.tensor([[0, 0, 0, *ids], [*ids, *ids[:3]]])
+        mask = torch.ones_like(batch)
+        mask[0, :3] = 0
+        out = model.generate(input_ids=batch, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=1)
+        return out[0, batch.shape[1] :].tolist()
+
+    return write
 
 
 @pytest.fixture(scope="session")

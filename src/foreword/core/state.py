@@ -26,6 +26,7 @@ class Lanes:
     slots: Tensor  # [b]
     ids: tuple[int, ...]
     span: int
+    changes: bool = False  # captured: `slots` is a buffer that later rounds overwrite, so `ids` say only how many
 
     @staticmethod
     def of(ids: list[int] | tuple[int, ...], span: int, device: torch.device | str = "cpu") -> Lanes:
@@ -34,6 +35,8 @@ class Lanes:
     @property
     def run(self) -> slice | None:
         """The slots as a slice where they lie side by side, so that a view serves in place of a copy."""
+        if self.changes:
+            return None
         first, last = self.ids[0], self.ids[-1]
         side_by_side = self.ids == tuple(range(first, last + 1))
         return slice(first, last + 1) if side_by_side else None

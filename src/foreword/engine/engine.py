@@ -14,6 +14,7 @@ from foreword.core.loop import Loop
 from foreword.core.state import Lanes, State
 from foreword.engine.admit import Slots, admit
 from foreword.engine.emit import emit
+from foreword.engine.graph import Replay
 from foreword.engine.lockstep import Lockstep
 from foreword.engine.prefill import prefill
 from foreword.engine.request import Event, Request, Running
@@ -32,8 +33,10 @@ class Engine:
         max_context: int | None = None,
         chunk: int = PREFILL_CHUNK,
         loop: Loop | None = None,
+        graph: bool = True,
     ) -> None:
-        """The drafter is bound first: its shape says how many scratch rows the cache needs."""
+        """The drafter is bound first: its shape says how many scratch rows the cache needs. `graph`: replay rounds on a
+        CUDA device as captured graphs."""
         self.target, self.drafter = target, drafter
         self.max_context = _checked_context(max_context, target)
         _check_positive(slots=slots, chunk=chunk)
@@ -43,6 +46,8 @@ class Engine:
         scratch = drafter.shape.nodes + drafter.needs.grafted_rows
         cache = target.allocate(slots, self.max_context, scratch)
         self.loop: Loop = loop or Lockstep(target, drafter)
+        if graph and drafter.capturable and target.device.type == "cuda":
+            self.loop = Replay(self.loop)
         self.slots = Slots(slots, reread=int(drafter.needs.prompt != "none"))
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends)

@@ -35,7 +35,7 @@ class SlotCache:
         """`context` rows of text per slot, and room for a pass of `scratch` rows behind them."""
         self.shape = shape
         self.context = context
-        self.rows = context + scratch + 1
+        self.rows = -(-(context + scratch + 1) // 8) * 8  # masks over all rows stay aligned
         _check_memory(shape.bytes_per_row * self.rows * slots, slots, context, torch.device(device))
         size = (slots, shape.heads, self.rows, shape.width)
         self.keys = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]

@@ -70,6 +70,23 @@ def test_a_left_slot_remembers_what_its_cache_holds() -> None:
     assert slots.left == {0: (5, 6, 7, 8), 1: (1, 2)} and slots.running == {}
 
 
+def test_rows_that_are_read_in_any_case() -> None:
+    """A drafter that wants to see the row before the root sees it, though the slot holds it already."""
+    for prompt, reused in (((5, 6, 7, 8), 2), ((5, 6, 9, 8), 2), ((5, 6), 0), ((5,), 0)):
+        slots, entering = left_slots((5, 6, 7)), running(prompt, reuse=True)
+        slots.reread = 1
+        slots.take(entering)
+        assert entering.reused == entering.prefilled == reused
+
+
+def test_a_spoilt_slot_is_not_built_upon() -> None:
+    slots, sick = Slots(1), running((5, 6, 7))
+    slots.take(sick)
+    sick.prefilled = 2
+    slots.leave(0, keep=False)
+    assert slots.left == {0: ()}
+
+
 def test_lanes_are_those_who_are_ready_or_not() -> None:
     slots = Slots(4)
     for prompt, prefilled in (((5,), 0), ((5, 6, 7), 1), ((5, 6, 7), 2), ((5, 6), 0)):

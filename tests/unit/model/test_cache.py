@@ -1,5 +1,7 @@
 """SlotCache: what keep, advance and rewind leave behind, against lists of rows; memory is asked before it is taken."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -118,3 +120,17 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken() -> None:
 def test_free_memory_is_known_here() -> None:
     free = free_memory(torch.device("cpu"))
     assert free is None or 2**20 < free < 2**50
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", ["keys", "values"])
+def test_a_slot_that_would_spoil_the_next_text_is_not_sound(place: str, value: float) -> None:
+    """A masked row still enters sums: 0 times infinity is NaN, as 0 times NaN is."""
+    cache = filled([0] * SLOTS)
+    getattr(cache, place)[1][2, 1, 3, 0] = value
+    assert [cache.is_sound(slot, 5) for slot in range(SLOTS)] == [True, True, False, True]
+    assert cache.is_sound(2, 3)
+    before = tensors(cache)
+    cache.wipe(2)
+    assert cache.is_sound(2, cache.rows)
+    assert all(torch.equal(old[[0, 1, 3]], new[[0, 1, 3]]) for old, new in zip(before, tensors(cache), strict=True))

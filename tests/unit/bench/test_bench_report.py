@@ -1,0 +1,111 @@
+"""Tables pooled as they say, and files that tell where their numbers come from."""
+
+import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import foreword
+from foreword.bench.report import Row, facts, rows, tables, write_report
+from foreword.bench.run import Benchmark, Timing
+
+SOURCE = Path(foreword.__file__).parents[1]
+
+
+def timing(contender: str, group: str, tokens: int, rounds: int, seconds: float, loops: float, same: bool = True) -> Timing:
+    return Timing("q", group, contender, tokens, rounds, seconds, None, loops, same)
+
+
+BENCHMARK = Benchmark(
+    contenders=("plain", "fast"),
+    max_new_tokens=128,
+    timings=(
+        timing("plain", "rag", 100, 100, 10.0, 0.1),
+        timing("fast", "rag", 100, 25, 4.0, 0.1),
+        timing("plain", "qa", 20, 20, 2.0, 0.0),
+        timing("fast", "qa", 20, 20, 2.0, 0.5, same=False),
+        timing("plain", "translation", 60, 60, 3.0, 0.0),
+        timing("fast", "translation", 60, 30, 2.0, 0.0),
+    ),
+)
+
+
+def test_figures_are_pooled_over_tokens_and_seconds() -> None:
+    """Not averaged over prompts: the long answer weighs more."""
+    plain, fast = rows(BENCHMARK)
+    assert plain == Row("plain", 180, 12.0, 1.0, 1.0, pytest.approx(10 / 180), 3, 3)
+    assert fast == Row("fast", 180, 22.5, 22.5 / 12, 180 / 75, pytest.approx(20 / 180), 2, 3)
+
+
+def test_a_table_of_some_groups() -> None:
+    plain, fast = rows(BENCHMARK, ["rag", "qa"])
+    assert (plain.tokens_per_second, fast.tokens_per_second) == (10.0, 20.0)
+    assert (fast.speedup, fast.tokens_per_round, fast.prompts) == (2.0, 120 / 45, 2)
+
+
+def test_without_plain_speeds_are_over_the_first() -> None:
+    timings = tuple(one for one in BENCHMARK.timings if one.contender == "fast")
+    others = tuple(timing("hf", one.group, one.tokens, one.tokens, 2 * one.seconds, 0.0) for one in timings)
+    found = rows(Benchmark(("hf", "fast"), 128, others + timings))
+    assert [row.speedup for row in found] == [1.0, 2.0]
+
+
+def test_tables_overall_where_text_is_copied_and_by_group() -> None:
+    found = tables(BENCHMARK)
+    assert list(found) == ["overall", "rag + translation", "rag", "qa", "translation"]
+    assert found["rag + translation"] == rows(BENCHMARK, ["rag", "translation"])
+    assert found["qa"] == rows(BENCHMARK, ["qa"])
+
+
+def test_one_group_of_copied_text_needs_no_sum() -> None:
+    some = Benchmark(("plain",), 8, (timing("plain", "rag", 8, 8, 1.0, 0.0), timing("plain", "qa", 8, 8, 1.0, 0.0)))
+    assert list(tables(some)) == ["overall", "rag", "qa"]
+
+
+@pytest.fixture
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("sys.argv", ["/some/where/foreword", "bench", "--prompts", "my questions.jsonl"])
+    folder = tmp_path / "deep" / "down"
+    write_report(BENCHMARK, folder, dtype="float32", model="tiny")
+    return folder
+
+
+def test_results_json_holds_every_number_and_its_origin(report: Path) -> None:
+    found = json.loads((report / "results.json").read_text())
+    assert found["timings"] == [asdict(one) for one in BENCHMARK.timings]
+    assert found["tables"] == {name: [asdict(row) for row in table] for name, table in tables(BENCHMARK).items()}
+    assert (found["max_new_tokens"], found["base"]) == (128, "plain")
+    about = found["about"]
+    assert about["command"] == "foreword bench --prompts 'my questions.jsonl'"
+    assert (about["dtype"], about["model"], about["threads"]) == ("float32", "tiny", torch.get_num_threads())
+    assert about["machine"] and about["commit"] and about["date"]
+    assert about["versions"]["foreword"] == foreword.__version__ and about["versions"]["torch"] == torch.__version__
+
+
+def test_report_md_reads_like_the_tables(report: Path) -> None:
+    text = (report / "report.md").read_text()
+    assert "`foreword bench --prompts 'my questions.jsonl'`" in text and "at most 128 new tokens" in text
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == list(tables(BENCHMARK))
+    assert "| fast | 22.5 | 1.88x | 2.40 | 11% | 2 of 3 |" in text and "over plain" in text
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert widths == {7}
+
+
+def test_a_report_may_be_written_again(report: Path) -> None:
+    write_report(BENCHMARK, report)
+    assert "model" not in json.loads((report / "results.json").read_text())["about"]
+
+
+def test_the_commit_says_whether_the_source_was_changed() -> None:
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=SOURCE, check=False)
+        return done.stdout.strip()
+
+    if not git("ls-files", "foreword/__init__.py"):
+        assert facts()["commit"] == "no checkout"
+        return
+    changed = bool(git("status", "--porcelain", "."))
+    assert facts()["commit"] == git("rev-parse", "--short", "HEAD") + "+changes" * changed

@@ -1,0 +1,69 @@
+"""Who is timed: all of them write the same text, and each counts its own rounds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import foreword
+from foreword.api import LLM
+from foreword.bench import baseline, contender, run
+from foreword.errors import InputError, UnknownMethod
+from foreword.methods import METHODS
+from foreword.text import Prompt
+
+ASK = [{"role": "user", "content": "the words that come before the words that come before"}]
+
+
+@pytest.fixture(scope="module")
+def llm(folders: dict[str, Path], own_home: Path) -> Iterator[LLM]:
+    with foreword.load(folders["llama"], "plain", slots=1) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("name", ["hf", "hf_lookup"])
+def test_a_baseline_writes_the_tokens_of_plain(name: str, llm: LLM, folders: dict[str, Path]) -> None:
+    plain = contender(llm, "plain").write(ASK, 40)
+    answer = baseline(name, llm, folders["llama"]).write(ASK, 40)
+    assert answer.tokens == plain.tokens and len(answer.tokens) == plain.rounds
+    if name == "hf":
+        assert answer.rounds == len(answer.tokens)
+
+
+def test_the_rounds_of_a_baseline_are_its_passes(llm: LLM, folders: dict[str, Path]) -> None:
+    """A random model falls into loops, which lookup finds: fewer passes than tokens. Each answer counts anew."""
+    lookup = baseline("hf_lookup", llm, folders["llama"])
+    answers = [lookup.write(ASK, 120) for _ in range(2)]
+    assert answers[0] == answers[1] and answers[0].rounds < len(answers[0].tokens)
+
+
+def test_methods_have_caches_of_their_own(llm: LLM) -> None:
+    """In turns on shared weights, as the loop runs them."""
+    whole = llm.generate(ASK, max_new_tokens=16)
+    contenders = [contender(llm, name, max_context=128) for name in METHODS]
+    for _ in range(2):
+        for one in contenders:
+            answer = one.write(ASK, 16)
+            assert answer.tokens == whole.tokens and answer.prefill_s is not None and answer.prefill_s > 0
+    assert llm.generate(ASK, max_new_tokens=16).tokens == whole.tokens and llm.method == "plain"
+
+
+def test_a_method_takes_its_options(llm: LLM) -> None:
+    assert contender(llm, "plain").name == "plain"
+    wide = contender(llm, "prompt_lookup", rows=6).write(ASK, 60)
+    assert wide.rounds < len(wide.tokens)
+    with pytest.raises(InputError, match="min_match"):
+        contender(llm, "prompt_lookup", min_match=9)
+
+
+def test_the_whole_way(llm: LLM, folders: dict[str, Path]) -> None:
+    prompts = [Prompt(str(i), "qa", [text]) for i, text in enumerate(("hello", "the words"))]
+    found = run([contender(llm, "plain"), baseline("hf", llm, folders["llama"])], prompts, max_new_tokens=8)
+    assert all(timing.same_as_first and timing.tokens == timing.rounds for timing in found.timings)
+
+
+def test_nobody_of_that_name(llm: LLM, folders: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match="'vllm'; there are: hf, hf_lookup"):
+        baseline("vllm", llm, folders["llama"])
+    with pytest.raises(UnknownMethod, match="did you mean 'plain'"):
+        contender(llm, "plan")

@@ -1,0 +1,184 @@
+"""From a folder to weights: what is asked for is checked, what is damaged or unknown is refused, and a hole is a damage."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
+from foreword.model.loading import choose_device, choose_dtype, load_stock, load_weights
+from foreword.model.pack import FusedPart, PackedLinear, can_pack
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+
+@pytest.fixture
+def folder(folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of a model folder, for a test to spoil."""
+    return Path(shutil.copytree(folders["llama"], tmp_path / "copy"))
+
+
+def change(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+# Choices -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_is_chosen_or_checked() -> None:
+    assert choose_device("cpu") == choose_device(CPU) == CPU
+    assert choose_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "meta", "mps", ""])
+def test_devices_that_are_none_of_ours(wanted: str) -> None:
+    with pytest.raises(InputError, match=f"device is '{wanted}'.*'cpu'"):
+        choose_device(wanted)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:1", torch.device("cuda")])
+def test_a_device_that_is_not_there(wanted: Any) -> None:
+    with pytest.raises(InputError, match="no CUDA device here.*device='cpu'"):
+        choose_device(wanted)
+
+
+def test_a_dtype_is_chosen_by_the_device() -> None:
+    assert choose_dtype(None, CPU) == torch.float32
+    assert choose_dtype(None, torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("wanted", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_by_any_of_its_names(wanted: Any) -> None:
+    assert choose_dtype(wanted, CPU) == torch.bfloat16
+
+
+@pytest.mark.parametrize("wanted", ["fp32", "int8", torch.int64, 32, ""])
+def test_dtypes_that_are_none(wanted: Any) -> None:
+    with pytest.raises(InputError, match="dtype is .*choose from float64, float32, bfloat16, float16"):
+        choose_dtype(wanted, CPU)
+
+
+# Weights -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@torch.no_grad()
+def test_our_layers_answer_what_stock_layers_do(family: str, folders: dict[str, Path], stock: dict[str, Any]) -> None:
+    ours = load_weights(folders[family], CPU, torch.float32)
+    if can_pack(CPU, torch.float32):
+        kinds = {type(module) for module in ours.modules()}
+        assert {PackedLinear, FusedPart} <= kinds and torch.nn.Linear not in kinds
+    plain = load_stock(folders[family], CPU, torch.float32)
+    wanted = stock[family](IDS).logits
+    assert torch.equal(plain(IDS).logits, wanted)
+    assert torch.allclose(ours(IDS).logits, wanted, atol=1e-4)
+
+
+def test_other_dtypes_are_not_rebuilt(folders: dict[str, Path]) -> None:
+    model = load_weights(folders["llama"], CPU, torch.float64)
+    assert model.dtype == torch.float64 and PackedLinear not in {type(module) for module in model.modules()}
+
+
+def test_a_loaded_model_is_for_writing(folders: dict[str, Path]) -> None:
+    model = load_stock(folders["llama"], CPU, torch.float32)
+    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_progress_bar_is_as_it_was(shown: bool, folders: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    before = logging.is_progress_bar_enabled()
+    try:
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+        load_stock(folders["llama"], CPU, torch.float32)
+        assert logging.is_progress_bar_enabled() == shown
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_in_several_files(folders: dict[str, Path], stock: dict[str, Any], tmp_path: Path) -> None:
+    stock["llama"].save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        assert torch.equal(load_stock(tmp_path, CPU, torch.float32)(IDS).logits, stock["llama"](IDS).logits)
+
+
+# Damage and strangers ----------------------------------------------------------------------------------------------------
+
+
+def drop_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def untie_head(folder: Path) -> None:
+    """The file has no head of its own, because it was tied to the embedding."""
+    change(folder, tie_word_embeddings=False)
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def fill_with_noise(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x00\xff" * 5000)
+
+
+def empty(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def widen(folder: Path) -> None:
+    change(folder, intermediate_size=80)
+
+
+@pytest.mark.parametrize("spoil", [cut_short, fill_with_noise, empty, widen])
+def test_damaged_weights(spoil: Callable[[Path], None], folder: Path) -> None:
+    spoil(folder)
+    with pytest.raises(ModelCorrupt, match="cannot be read.*fetch or save the model again"):
+        load_stock(folder, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"), [(drop_tensor, r"lack 1 tensors, model\.layers\.1\.mlp\.up_proj"), (untie_head, r"lm_head\.weight")]
+)
+def test_a_hole_is_not_filled_with_noise(spoil: Callable[[Path], None], named: str, folder: Path) -> None:
+    spoil(folder)
+    with pytest.raises(ModelCorrupt, match=f"{named}.*fetch or save the model again"):
+        load_stock(folder, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2'; supported: llama, qwen3"),
+        ({"model_type": "no_such_type"}, "config.json cannot be used.*no_such_type"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "'dynamic'"),
+    ],
+)
+def test_models_that_are_not_walked_are_refused_before_their_weights_are_read(
+    fields: dict[str, Any], named: str, folder: Path
+) -> None:
+    change(folder, **fields)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelUnsupported, match=named):
+        load_stock(folder, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("content", ["{", "", "[]", "{}"])
+def test_a_damaged_config(content: str, folder: Path) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ModelUnsupported, match="config.json cannot be used"):
+        load_stock(folder, CPU, torch.float32)

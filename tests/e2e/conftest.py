@@ -1,9 +1,14 @@
-"""Processes of their own, as a user starts them, and two threads for those tests that write with the default model."""
+"""Processes of their own, as a user starts them, and a cache folder with the default model in it.
+
+Everything runs on one thread, and what a row costs is measured in a second and kept however busy the machine is: tests
+that share it with others would otherwise measure for minutes.
+"""
 
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +16,33 @@ import pytest
 import torch
 
 import foreword
+from foreword.model import cost
+from foreword.model.loading import load_stock, load_weights
+from foreword.model.model import Model
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(foreword.__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def model_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of our own: the user's copy of the default model, fetched if need be, and what its rows cost."""
+    folder, home = foreword.default_model(), tmp_path_factory.mktemp("home")
+    (home / "models").symlink_to(folder.parent)
+    (home / "costs").mkdir()
+    for load in (load_weights, load_stock):
+        model = Model(load(folder, torch.device("cpu"), torch.float32))
+        curve = cost.measure(model, rows=(1, 16)).curve()
+        cost._keep(home / "costs" / f"{cost._mark(model)}.json", asdict(curve))
+    return home
+
+
+@pytest.fixture(scope="module")
+def in_model_home(model_home: Path) -> Iterator[None]:
+    """For tests that load the default model in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOREWORD_HOME", str(model_home))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +50,8 @@ def environment() -> dict[str, str]:
     """Ours, with this source first; the libraries below keep quiet."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(SOURCE), *([inherited] if inherited else [])])
-    return os.environ | {"PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error", "COLUMNS": "120"}
+    ours = {"PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    return os.environ | ours
 
 
 @pytest.fixture
@@ -34,11 +64,3 @@ def python(environment: dict[str, str]) -> Callable[..., subprocess.CompletedPro
         return subprocess.run(line, env=environment | variables, check=False, **options)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)

@@ -32,7 +32,7 @@ def test_there_are_pages_with_code() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("in_model_home")
 @pytest.mark.parametrize("name", [name for name, code in SNIPPETS.items() if "foreword." in code])
 def test_the_code_of_a_page_runs(name: str) -> None:
     """As it stands; only `import foreword` may be taken as said."""

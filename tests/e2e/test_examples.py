@@ -19,7 +19,7 @@ pytestmark = pytest.mark.model
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
-def test_an_example_runs(script: Path, python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    ran = python(script)
+def test_an_example_runs(script: Path, python: Callable[..., subprocess.CompletedProcess[str]], model_home: Path) -> None:
+    ran = python(script, FOREWORD_HOME=str(model_home))
     assert ran.returncode == 0, ran.stderr
     assert SAYS[script.stem] in ran.stdout

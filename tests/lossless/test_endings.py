@@ -119,6 +119,7 @@ def test_abort_keeps_what_is_written_and_frees_the_slot() -> None:
     steps.abort(waiting)
     steps.abort(gone)
     assert (gone.finish_reason, waiting.finish_reason, waiting.tokens) == ("abort", "abort", [])
+    assert not steps.slots.running
     assert gone.tokens == truth(model.hf, asked[0])[: len(gone.tokens)] != []
     while steps.busy:
         steps.step()

@@ -103,7 +103,7 @@ def test_rows_beyond_the_slot_are_waste() -> None:
 
 def test_there_is_room_for_a_pass_behind_a_full_text() -> None:
     cache = filled([0] * SLOTS)
-    assert cache.rows == CONTEXT + SCRATCH + 1 and cache.slots == SLOTS
+    assert cache.rows > CONTEXT + SCRATCH and cache.slots == SLOTS  # one more at least, for waste
 
 
 def test_bytes_are_what_the_tensors_take() -> None:

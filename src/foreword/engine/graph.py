@@ -8,7 +8,7 @@ a bucket runs as it is written, which warms everything up and decides real token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,8 +65,10 @@ class Replay:
 
     def _capture(self, captured: Captured, state: State) -> None:
         graph = torch.cuda.CUDAGraph()
+        # Of the host's numbers those of this round count: its sampling is what the bucket is captured for.
+        lanes = replace(captured.lanes, ids=state.lanes.ids)
         with torch.cuda.graph(graph, pool=self.pool):
-            captured.emission = self.loop.round(state.at(captured.lanes))
+            captured.emission = self.loop.round(state.at(lanes))
         self.pool = self.pool or graph.pool()
         captured.graph = graph
 

@@ -35,7 +35,9 @@ class Pass:
     Without a cache the rows see one another only: that is how a stack is trained.
     """
 
-    mask: Tensor  # [b or 1, 1, groups * n, keys] added to the scores; rows of one key head's queries lie together
+    base: Tensor  # [b] committed rows before
+    sees: Tensor  # [b or 1, n, m] which of the m scratch rows each row looks at
+    mask: Tensor | None = None  # the same for all keys, where attention is torch's own: see `mask_of`
     cache: SlotCache | None = None
     layer: int = 0
     lanes: Lanes | None = None
@@ -77,8 +79,25 @@ def tree_attention(
     if view.cache is not None:
         assert view.lanes is not None and view.places is not None
         view.cache.write(view.layer, view.places, key, value)
+        if view.mask is None:
+            return _attend_by_kernel(query, view, options["scaling"]), None
         key, value = view.cache.read(view.layer, view.lanes, view.keys)
+    assert view.mask is not None
     return attend(query, key, value, view.mask, options["scaling"]), None
+
+
+def has_kernel(cache: SlotCache) -> bool:
+    """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask."""
+    half = cache.shape.dtype in (torch.bfloat16, torch.float16)
+    return half and cache.length.is_cuda and cache.shape.width in (16, 32, 64, 128, 256)
+
+
+def _attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
+    from foreword.model.kernel import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
+
+    assert view.cache is not None and view.lanes is not None
+    keys, values = view.cache.keys[view.layer], view.cache.values[view.layer]
+    return attend_tree(query, keys, values, view.lanes.slots, view.base, view.sees, view.lanes.span, scaling)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

@@ -87,11 +87,11 @@ class SlotCache:
         self.length.index_add_(0, lanes.slots, count)
 
     def is_sound(self, slot: int, rows: int) -> bool:
-        """Whether none of a slot's first rows is NaN. Asks the device, so not for the loop."""
-        return not any(bool(tensor[slot, :, :rows].isnan().any()) for tensor in (*self.keys, *self.values))
+        """Whether all of a slot's first rows are finite. Asks the device, so not for the loop."""
+        return all(bool(tensor[slot, :, :rows].isfinite().all()) for tensor in (*self.keys, *self.values))
 
     def wipe(self, slot: int) -> None:
-        """Clear a slot that holds NaN: a masked row counts 0 times its value, and 0 x NaN is NaN."""
+        """Clear a slot that is not sound: a masked row counts 0 times its value, and 0 x NaN is NaN."""
         for tensor in (*self.keys, *self.values):
             tensor[slot] = 0
 

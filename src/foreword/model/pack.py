@@ -48,15 +48,19 @@ class PackedLinear(nn.Module):
 class Fusion:
     """One product for several linears that read the same rows; the first to be asked computes it for all."""
 
-    def __init__(self, linear: PackedLinear) -> None:
-        self.linear = linear
+    def __init__(self, linear: PackedLinear, parts: int) -> None:
+        self.linear, self.parts = linear, parts
         self._rows: Tensor | None = None
         self._out: Tensor | None = None
+        self._served = 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self._out is None or self._rows is not rows:
-            self._rows, self._out = rows, self.linear(rows)
-        return self._out
+            self._rows, self._out, self._served = rows, self.linear(rows), 0
+        out, self._served = self._out, self._served + 1
+        if self._served == self.parts:
+            self._rows = self._out = None  # nothing of a pass outlives it
+        return out
 
 
 class FusedPart(nn.Module):
@@ -112,7 +116,7 @@ def unpacked(layer: nn.Module) -> nn.Module:
 
 def _fuse(module: nn.Module, names: tuple[str, ...], keep_stock: bool) -> None:
     linears = [getattr(module, name) for name in names]
-    fusion, first = Fusion(PackedLinear(*_weights(linears), keep_stock)), 0
+    fusion, first = Fusion(PackedLinear(*_weights(linears), keep_stock), len(linears)), 0
     for name, linear in zip(names, linears, strict=True):
         setattr(module, name, FusedPart(fusion, slice(first, first + linear.out_features)))
         first += linear.out_features

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from foreword.core.needs import Graft, Skip, on_device
 from foreword.core.state import Lanes
-from foreword.model.attention import Pass, mask_of
+from foreword.model.attention import Pass, has_kernel, mask_of
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.families import Family
 from foreword.model.pack import unpacked
@@ -148,14 +148,15 @@ class Stack:
         positions = self.family.positions(self.model, hidden, rows.position)
         if self.cache is None:
             mask = mask_of(torch.zeros_like(rows.base), rows.sees, rows.sees.shape[2], groups, hidden.dtype)
-            return _View(positions, rows.position, Pass(mask))
+            return _View(positions, rows.position, Pass(rows.base, rows.sees, mask))
         assert rows.lanes is not None
         scratch = rows.sees.shape[2]
         keys = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
         order = torch.arange(rows.first, scratch, device=hidden.device)
         places = self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
-        mask = mask_of(rows.base, rows.sees, keys, groups, hidden.dtype)
-        return _View(positions, rows.position, Pass(mask, self.cache, 0, rows.lanes, places, keys))
+        mask = None if has_kernel(self.cache) else mask_of(rows.base, rows.sees, keys, groups, hidden.dtype)
+        shared = Pass(rows.base, rows.sees, mask, self.cache, 0, rows.lanes, places, keys)
+        return _View(positions, rows.position, shared)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()

@@ -23,7 +23,7 @@ def _attend(
     q_batch, q_head, q_row, c_slot, c_head, c_row, s_batch, s_row,
     rows, scratch, heads, queries, stretch, splits,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
+) -> None:  # fmt: skip
     """Softmax of one block of queries over one stretch of keys, unnormalised, with its log-weight."""
     lane, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     split = tl.program_id(2)
@@ -71,7 +71,7 @@ def _attend(
 def _join(
     part, weight, out, o_batch, o_head, o_row, rows, heads, queries, splits,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr,
-) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
+) -> None:  # fmt: skip
     """One query: its stretches, weighted by how much of the softmax each holds."""
     lane, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     at = tl.program_id(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from foreword.core.state import Lanes
 from foreword.model.attention import Pass, has_kernel, mask_of
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.families import Family
+from foreword.model.lean import lean_layers, places_by_row, turns
 from foreword.model.pack import unpacked
 
 # Attention reads keys up to a multiple of this, so that shapes repeat from round to round.
@@ -82,6 +84,7 @@ class Stack:
         self.family = family
         self.layers = layers
         self.cache: SlotCache | None = None
+        self.lean = lean_layers(layers)
 
     @staticmethod
     def copied(model: PreTrainedModel, family: Family, layers: int, init: int | None) -> Stack:
@@ -134,6 +137,8 @@ class Stack:
         layer, options = self.layers[index], view.options(index)
         skip = skip or Skip()
         if index not in skip.attention and index not in skip.mlp:
+            if self.lean is not None and view.lean is not None:
+                return self.lean[index](hidden, view.lean.turn, options["foreword_pass"], view.lean.places)
             return layer(hidden, attention_mask=None, **options)
         if index not in skip.attention:
             hidden = self.family.attention_half(layer, hidden, **options)
@@ -147,19 +152,32 @@ class Stack:
         groups = config.num_attention_heads // config.num_key_value_heads
         positions = self.family.positions(self.model, hidden, rows.position)
         if self.cache is None:
-            mask = mask_of(torch.zeros_like(rows.base), rows.sees, rows.sees.shape[2], groups, hidden.dtype)
-            return _View(positions, rows.position, Pass(rows.base, rows.sees, mask))
+            nothing = torch.zeros_like(rows.base)
+            alone = mask_of(nothing, rows.sees, rows.sees.shape[2], groups, hidden.dtype)
+            return _View(positions, rows.position, Pass(rows.base, rows.sees, alone))
         assert rows.lanes is not None
         scratch = rows.sees.shape[2]
         keys = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
         order = torch.arange(rows.first, scratch, device=hidden.device)
         places = self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
-        mask = None if has_kernel(self.cache) else mask_of(rows.base, rows.sees, keys, groups, hidden.dtype)
+        masked = not has_kernel(self.cache)
+        mask = mask_of(rows.base, rows.sees, keys, groups, hidden.dtype) if masked else None
         shared = Pass(rows.base, rows.sees, mask, self.cache, 0, rows.lanes, places, keys)
-        return _View(positions, rows.position, shared)
+        lean = None
+        if self.lean is not None:
+            lean = _Lean(turns(*positions), places_by_row(self.cache, places, hidden.shape[0]))
+        return _View(positions, rows.position, shared, lean)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()
+
+
+@dataclass(frozen=True)
+class _Lean:
+    """What lean layers want to know of the rows."""
+
+    turn: tuple[Tensor, Tensor]
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -167,8 +185,9 @@ class _View:
     positions: object
     position: Tensor
     shared: Pass
+    lean: _Lean | None = None
 
-    def options(self, layer: int) -> dict[str, object]:
+    def options(self, layer: int) -> dict[str, Any]:
         return {
             "position_embeddings": self.positions,
             "position_ids": self.position,

@@ -1,6 +1,7 @@
 """Tables pooled as they say, and files that tell where their numbers come from."""
 
 import json
+import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -9,10 +10,9 @@ import pytest
 import torch
 
 import foreword
+from foreword.bench import report as report_module
 from foreword.bench.report import Row, facts, rows, tables, write_report
 from foreword.bench.run import Benchmark, Timing
-
-SOURCE = Path(foreword.__file__).parents[1]
 
 
 def timing(contender: str, group: str, tokens: int, rounds: int, seconds: float, loops: float, same: bool = True) -> Timing:
@@ -65,6 +65,10 @@ def test_one_group_of_copied_text_needs_no_sum() -> None:
     assert list(tables(some)) == ["overall", "rag", "qa"]
 
 
+def test_one_group_is_the_whole() -> None:
+    assert list(tables(Benchmark(("plain",), 8, (timing("plain", "rag", 8, 8, 1.0, 0.0),)))) == ["overall"]
+
+
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("sys.argv", ["/some/where/foreword", "bench", "--prompts", "my questions.jsonl"])
@@ -99,13 +103,25 @@ def test_a_report_may_be_written_again(report: Path) -> None:
     assert "model" not in json.loads((report / "results.json").read_text())["about"]
 
 
-def test_the_commit_says_whether_the_source_was_changed() -> None:
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=SOURCE, check=False)
-        return done.stdout.strip()
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_the_commit_says_whether_the_source_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "src" / "foreword" / "bench" / "report.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("as committed")
+    monkeypatch.setattr(report_module, "__file__", str(file))
 
-    if not git("ls-files", "foreword/__init__.py"):
-        assert facts()["commit"] == "no checkout"
-        return
-    changed = bool(git("status", "--porcelain", "."))
-    assert facts()["commit"] == git("rev-parse", "--short", "HEAD") + "+changes" * changed
+    def git(*words: str) -> str:
+        person = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        return subprocess.run(
+            ["git", *person, *words], capture_output=True, text=True, cwd=tmp_path, check=True
+        ).stdout.strip()
+
+    git("init", "--quiet")
+    assert facts()["commit"] == "no checkout"  # our file is in the folder of somebody's repository, not in it
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    assert facts()["commit"] == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "notes.md").write_text("not source")
+    assert facts()["commit"] == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "src" / "other.py").write_text("new")
+    assert facts()["commit"] == git("rev-parse", "--short", "HEAD") + "+changes"

@@ -39,9 +39,7 @@ def original() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [AddedToken(token, normalized=False, special=True) for token in SPECIAL]
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(PROSE * 3, trainer)
     return tokenizer
 

@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.panel import Panel
 
 import foreword
-from foreword.api import DEFAULT_METHOD
+from foreword.methods import DEFAULT_METHOD
 
-PROMPT = """Summarize: The lighthouse at Cape Arden was built in 1851 after three ships were lost on the reef in a single winter. \
-The lighthouse was first lit by whale oil, and the keeper carried the oil up 132 steps every evening. In 1902 the lighthouse was \
-given an electric lamp, and in 1968 the last keeper of the lighthouse left Cape Arden. Today the lighthouse is a museum, and the \
-lamp of the lighthouse still turns every night."""
+PROMPT = """Summarize: The lighthouse at Cape Arden was built in 1851 after three ships were lost on the reef in a single \
+winter. The lighthouse was first lit by whale oil, and the keeper carried the oil up 132 steps every evening. In 1902 the \
+lighthouse was given an electric lamp, and in 1968 the last keeper of the lighthouse left Cape Arden. Today the lighthouse \
+is a museum, and the lamp of the lighthouse still turns every night."""
 NEW_TOKENS = 128
 
 

@@ -15,6 +15,7 @@ from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError, PromptError
+from foreword.methods import DEFAULT_METHOD
 from foreword.model.cost import curve_for
 from foreword.model.hub import default_model, resolve
 from foreword.model.loading import check_wrapped, choose_device, choose_dtype, load_weights
@@ -23,8 +24,6 @@ from foreword.results import Piece, Result
 from foreword.text import Message, TextStream, Tokenizer
 
 __all__ = ["LLM", "Chat", "Stream", "default_model", "load", "wrap"]
-
-DEFAULT_METHOD = "token_recycling"
 
 Prompt = str | list[Message]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from foreword.cli.console import waiting
-from foreword.methods import METHODS, find
+from foreword.methods import DEFAULT_METHOD, METHODS, find
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -49,7 +49,7 @@ class MethodOptions:
             metavar="NAME",
             help="How tokens are guessed; `foreword methods` lists them. The text is the same with every method.",
         ),
-    ] = "token_recycling"
+    ] = DEFAULT_METHOD
     rows: Annotated[
         int | None,
         _of_method(

@@ -83,11 +83,15 @@ class LLM:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._capacity = (slots, max_context)
+        self._closed = False
         self._take(method, drafter)
 
     def use(self, method: str, rows: int | None = None, **options: Any) -> Self:
         """Go on with another method on the same weights. What was being written is given up."""
-        self._take(method, methods.make(method, rows=rows, **options))
+        drafter = methods.make(method, rows=rows, **options)
+        self._check_open()
+        self.engine.give_up()
+        self._take(method, drafter)
         return self
 
     def _take(self, method: str, drafter: Drafter) -> None:
@@ -107,9 +111,13 @@ class LLM:
         max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, ignore_eos,
         logprobs, speculate, chat (False: the string as it is, without the chat template).
         """
-        if n is not None and n < 1:
-            raise InputError(f"n is {n}; ask for 1 sample or more")
+        if n is not None and (type(n) is not int or n < 1):
+            raise InputError(f"n is {n!r}; ask for a whole number of samples, 1 or more")
         single = _is_single(prompt)
+        if not single and not isinstance(prompt, list | tuple):
+            raise PromptError(
+                f"a prompt is a string, a list of chat messages, or a list of those; got {type(prompt).__name__}"
+            )
         prompts = [prompt] if single else list(prompt)
         if not prompts:
             raise PromptError("the list of prompts is empty")
@@ -126,8 +134,14 @@ class LLM:
         return Chat(self, system, settings)
 
     def close(self) -> None:
-        """Free the cache and give the model its own attention back."""
+        """Free the cache and give the model its own attention back. What was being written is given up."""
+        self.engine.give_up()
         self.model.release()
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this LLM is closed; load or wrap the model again")
 
     def __enter__(self) -> Self:
         return self
@@ -136,10 +150,13 @@ class LLM:
         self.close()
 
     def _requests(self, prompts: list[Prompt], settings: dict[str, Any]) -> list[Request]:
+        self._check_open()
         choose, limits, text = _sorted_settings(settings)
         sampling = Sampling(**choose).seeded()
         encoded = [self.tokenizer.encode(prompt, chat=text.get("chat", True)) for prompt in prompts]
         stop = text.get("stop") or ()
+        if not isinstance(stop, str | list | tuple):
+            raise InputError(f"stop is {stop!r}; give a string or a list of strings")
         return [
             Request(tuple(ids), sampling.derived(i), stream=TextStream(self.tokenizer, stop), **limits)
             for i, ids in enumerate(encoded)
@@ -153,9 +170,11 @@ class Stream:
     """Pieces of text as they are decided. Leaving the loop early gives the request up."""
 
     def __init__(self, llm: LLM, request: Request) -> None:
-        self._llm = llm
+        self._engine, self._names = llm.engine, (llm.model.name, llm.method)
         self._run = llm.engine.add(request)
-        self._pieces = self._write()
+        # A function, not a method: a generator that held `self` would live on until the collector comes by, and then
+        # give the request up in the middle of somebody else's round.
+        self._pieces = _pieces(llm.engine, self._run)
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
@@ -165,24 +184,26 @@ class Stream:
         """What was written; drains the stream if it has not ended."""
         for _ in self._pieces:
             pass
-        return self._llm._result(self._run)
+        return Result.of(self._run, *self._names)
 
     def close(self) -> None:
         self._pieces.close()
+        self._engine.abort(self._run)  # a generator that never began has no `finally`
 
-    def _write(self) -> Generator[Piece]:
-        """Steps the engine whenever there is nothing new; another stream's steps may have brought our pieces too."""
-        shown = 0
-        try:
-            while shown < len(self._run.events) or not self._run.done:
-                if shown == len(self._run.events):
-                    self._llm.engine.step()
-                    continue
-                event = self._run.events[shown]
-                shown += 1
-                yield Piece(event.text, event.tokens)
-        finally:
-            self._llm.engine.abort(self._run)
+
+def _pieces(engine: Engine, run: Running) -> Generator[Piece]:
+    """Steps the engine whenever there is nothing new; another stream's steps may have brought our pieces too."""
+    shown = 0
+    try:
+        while shown < len(run.events) or not run.done:
+            if shown == len(run.events):
+                engine.step()
+                continue
+            event = run.events[shown]
+            shown += 1
+            yield Piece(event.text, event.tokens)
+    finally:
+        engine.abort(run)
 
 
 class Chat:

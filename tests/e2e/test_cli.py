@@ -15,6 +15,12 @@ pytestmark = pytest.mark.model
 FEW = ("--max-new-tokens", "12", "--threads", "1")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def model_is_here() -> None:
+    """Fetched before a command is timed or its stderr looked at: the first use says what it fetches."""
+    foreword.default_model()
+
+
 def command(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """`python -m foreword` in a process of its own, with pipes."""
     environment = os.environ | {"PYTHONPATH": str(Path(foreword.__file__).parents[1])}

@@ -65,7 +65,6 @@ def test_the_method_of_the_page_obeys_the_laws(
     assert int(passed[1]) >= 8 + 2  # the truth in eight ways, and replay, greedy and drawn
 
 
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="the page's line leaves out the paper, which Method asks for")
 def test_the_line_of_the_page_fits_the_table() -> None:
     (line, *_) = [code for code in blocks(PAGE, "") if code.startswith('"favourites"')]
     table = eval(f"{{{line}}}", {"Method": Method})

@@ -222,7 +222,6 @@ def test_settings_that_cannot_be(settings: dict[str, Any], named: str, llm: LLM)
     assert not llm.engine.busy
 
 
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="wrong types reach torch and Python before they are checked")
 @pytest.mark.parametrize(
     "settings", [{"max_new_tokens": "3"}, {"stop": 5}, {"n": 1.5}, {"n": "2"}, {"speculate": None}], ids=str
 )
@@ -288,14 +287,12 @@ def test_prompts_that_cannot_be_answered(prompt: Any, named: str, llm: LLM) -> N
     assert not llm.engine.busy
 
 
-@pytest.mark.xfail(strict=True, reason="Engine.generate queues the first before it looks at the second")
 def test_one_bad_prompt_stops_the_whole_list(own: LLM) -> None:
     with pytest.raises(PromptError, match="max_context"):
         own.generate(["fine", "x" * CONTEXT], max_new_tokens=2)
     assert not own.engine.busy
 
 
-@pytest.mark.xfail(strict=True, reason="LLM.generate makes a list of whatever can be iterated: of one message, its keys")
 @pytest.mark.parametrize("prompt", [5, None, HELLO[0]], ids=str)
 def test_what_is_no_prompt_is_refused_as_such(prompt: Any, own: LLM) -> None:
     with pytest.raises(PromptError):
@@ -352,7 +349,6 @@ def test_a_stream_takes_one_prompt(llm: LLM) -> None:
     assert not llm.engine.busy
 
 
-@pytest.mark.xfail(strict=True, reason="stream and generator hold each other: it ends when the collector comes by")
 def test_leaving_a_stream_early_frees_its_slot(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain", slots=1)
     whole = llm.generate(ASK, max_new_tokens=6)
@@ -384,7 +380,6 @@ def test_a_closed_stream_tells_what_it_wrote(llm: LLM) -> None:
     assert not llm.engine.busy and list(stream) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a generator that never began runs no finally, so the request stays in the queue")
 def test_closing_a_stream_that_never_began_gives_it_up(own: LLM) -> None:
     own.stream(ASK, max_new_tokens=2).close()
     assert not own.engine.busy
@@ -485,7 +480,6 @@ def test_an_unknown_method_leaves_the_one_there_is(own: LLM) -> None:
     assert own.method == "plain" and own.generate(ASK, max_new_tokens=2).stats.new_tokens == 2
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="the old cache is given up before the new one is known to fit")
 def test_a_method_that_does_not_fit_leaves_the_one_there_is(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,7 +491,6 @@ def test_a_method_that_does_not_fit_leaves_the_one_there_is(
     assert llm.generate(ASK, max_new_tokens=2).stats.new_tokens == 2
 
 
-@pytest.mark.xfail(raises=KeyError, strict=True, reason="a stream asks the LLM for its engine, which is another by now")
 def test_what_was_being_written_is_given_up_with_its_method(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain", slots=1)
     stream = llm.stream(ASK, max_new_tokens=50, ignore_eos=True)
@@ -523,7 +516,6 @@ def test_a_context_closes_on_errors_too(folders: dict[str, Path]) -> None:
     assert llm.model.hf.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="a stream that ends after its model misses the cache")
 def test_what_was_being_written_is_given_up_with_its_model(folders: dict[str, Path]) -> None:
     with foreword.load(folders["llama"], "plain", slots=1) as llm:
         stream = llm.stream(ASK, max_new_tokens=50, ignore_eos=True)
@@ -532,7 +524,6 @@ def test_what_was_being_written_is_given_up_with_its_model(folders: dict[str, Pa
     assert stream.result.finish_reason == "abort" and not llm.engine.busy
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="there is no cache any more, which nobody says")
 def test_a_closed_model_says_so(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain")
     llm.close()
@@ -540,7 +531,6 @@ def test_a_closed_model_says_so(folders: dict[str, Path]) -> None:
         llm.generate(ASK)
 
 
-@pytest.mark.xfail(strict=True, reason="WRONG TEXT: the cache is new, the attention is no longer ours")
 def test_a_closed_model_takes_no_other_method(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain")
     llm.close()

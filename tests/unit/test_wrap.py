@@ -92,7 +92,6 @@ def test_two_on_one_model_do_not_disturb_each_other(
     assert hf.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.xfail(strict=True, reason="WRONG TEXT: rows no longer see the cache, and nobody notices")
 def test_a_wrapped_model_whose_attention_is_changed(
     talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
 ) -> None:
@@ -103,7 +102,6 @@ def test_a_wrapped_model_whose_attention_is_changed(
     assert llm.generate(ASK, max_new_tokens=14).tokens == whole
 
 
-@pytest.mark.xfail(strict=True, reason="wrap puts the user's model into eval mode and leaves it there")
 def test_a_model_in_training_stays_in_training(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> None:
     hf = talking("llama").train()
     foreword.wrap(hf, hf_tokenizer, "plain").close()

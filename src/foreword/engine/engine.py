@@ -74,6 +74,11 @@ class Engine:
         else:
             self._release(running)
 
+    def give_up(self) -> None:
+        """Abort everything, before the cache goes away or to another engine."""
+        for running in [*self.waiting, *self.slots.running.values()]:
+            self.abort(running)
+
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.slots.running)
@@ -89,6 +94,9 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[Running]:
         """Run requests to their ends, in their order."""
+        requests = list(requests)
+        for request in requests:  # all or nothing: what is queued would be written by the next call
+            self._check(request)
         running = [self.add(request) for request in requests]
         try:
             while not all(one.done for one in running):

@@ -28,6 +28,9 @@ class Request:
     stream: TextStream | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (("max_new_tokens", int), ("min_new_tokens", int), ("ignore_eos", bool), ("speculate", bool)):
+            if type(getattr(self, name)) is not kind:
+                raise InputError(f"{name} is {getattr(self, name)!r}; it must be of type {kind.__name__}")
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:

@@ -51,6 +51,11 @@ _USERS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 def install(model: PreTrainedModel) -> None:
     """Route the model's attention through ours, on top of what it used before."""
     _USERS[model] = _USERS.get(model, 0) + 1
+    route(model)
+
+
+def route(model: PreTrainedModel) -> None:
+    """Again at every pass: whoever calls `set_attn_implementation` on a wrapped model takes our attention out."""
     before = model.config._attn_implementation
     if before.startswith(PREFIX):
         return

@@ -103,7 +103,7 @@ def check_wrapped(model: nn.Module) -> PreTrainedModel:
     family_of(model.config)
     if not hasattr(model, "lm_head"):
         raise ModelUnsupported(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
-    return model.eval()
+    return model
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:

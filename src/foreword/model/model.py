@@ -30,7 +30,8 @@ class Model:
         self.hf = hf
         self.family = family_of(hf.config)
         attention.install(hf)
-        self._released = False
+        self._was_training, self._released = hf.training, False
+        hf.eval()
         self.name = name or hf.config.name_or_path or hf.config.model_type
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
         self.hidden_size: int = hf.config.hidden_size
@@ -59,10 +60,11 @@ class Model:
         return self.layer_stack.allocate(slots, context, scratch)
 
     def release(self) -> None:
-        """Give up the cache, and give the model its own attention back."""
+        """Give up the cache, and give the model back as it was: its own attention, and in training if it was."""
         self.layer_stack.cache = None
         if not self._released:
             attention.remove(self.hf)
+            self.hf.train(self._was_training)
         self._released = True
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -93,6 +95,7 @@ class Model:
         logits: Literal["all", "none"] = "all",
     ) -> Scores:
         """One pass over a tree, or over some rows of it with the scratch rows before them kept."""
+        attention.route(self.hf)
         rows = range(draft.nodes) if rows is None else rows
         part = slice(rows.start, rows.stop)
         where = Rows(

@@ -96,10 +96,8 @@ class Stack:
         return Stack(model, family, fresh)
 
     def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
-        """Give the stack a cache. The bytes are checked against free memory before any is taken."""
-        self.cache = None
-        parameter = next(self.model.parameters())
-        self.cache = SlotCache(self.cache_shape(), slots, context, scratch, parameter.device)
+        """Give the stack a cache. The bytes are checked before any is taken; if they do not fit, the old one stays."""
+        self.cache = SlotCache(self.cache_shape(), slots, context, scratch, next(self.model.parameters()).device)
         return self.cache
 
     def cache_shape(self) -> CacheShape:

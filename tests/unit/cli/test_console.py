@@ -60,5 +60,5 @@ def test_figures_are_pooled(tiny_model):
     rounds = sum(result.stats.rounds for result in results)
     assert (
         figures(results, seconds=4)
-        == f"2 answers · 16 tokens · {16 / rounds:.2f} tokens/round · 4.0 tokens/s · token_recycling"
+        == f"2 answers · 16 tokens · {16 / rounds:.2f} tokens/round · 4.0 tokens/s · prompt_lookup"
     )

@@ -165,8 +165,8 @@ def test_an_unknown_method_names_the_nearest(run):
 
 
 def test_an_unknown_option_of_a_method(run, tiny_model):
-    one_line(run("generate", "hi", "--model", tiny_model, "--method-option", "tabel=reset"), "token_recycling", "tabel")
-    one_line(run("generate", "hi", "--model", tiny_model, "--method-option", "name=x"), "token_recycling", "name")
+    one_line(run("generate", "hi", "--model", tiny_model, "--method-option", "tabel=reset"), "prompt_lookup", "tabel")
+    one_line(run("generate", "hi", "--model", tiny_model, "--method-option", "name=x"), "prompt_lookup", "name")
 
 
 def test_a_wrong_model_folder(run, tmp_path):

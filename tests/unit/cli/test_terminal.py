@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -37,9 +38,16 @@ class Terminal:
             assert self._read()
 
     def wait(self) -> int:
-        """The exit status."""
-        while self._read():
+        """The exit status; a process that does not end is killed, which shows as its status."""
+        limit = time.monotonic() + 60
+        while self._read() and time.monotonic() < limit:
             pass
+        while time.monotonic() < limit:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+        os.kill(self.pid, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def _read(self) -> bool:
@@ -69,7 +77,7 @@ def terminal(*args: object, **environment: str) -> Iterator[Terminal]:
 
 def test_generate_streams_and_ends_with_figures(tiny_model):
     with terminal("generate", "hello", "--model", tiny_model, "--max-new-tokens", 8, "--ignore-eos") as screen:
-        shown = screen.wait_for("token_recycling")
+        shown = screen.wait_for("prompt_lookup")
         assert screen.wait() == 0
     assert re.search(r"\x1b\[2m8 tokens, all that --max-new-tokens allows · [\d.]+ tokens/round · [\d.]+ tokens/s", shown)
 
@@ -96,6 +104,7 @@ def test_chat_stops_a_reply_and_goes_on(tiny_model):
 def test_ctrl_c_at_the_prompt_leaves_without_colour_or_traceback(tiny_model):
     with terminal("chat", "--model", tiny_model, NO_COLOR="1") as screen:
         shown = screen.wait_for("> ")
+        time.sleep(1)  # the prompt is shown a moment before it listens
         screen.type(CTRL_C)
         assert screen.wait() == 130
     assert "Traceback" not in shown + screen.shown

@@ -1,6 +1,7 @@
 """For every test: one thread, the same examples every time, and the CPU, unless `-m gpu` asks for the tests of the GPU."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ settings.load_profile("laws")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with Ctrl-C ignored, and processes inherit that: the tests of Ctrl-C could not work.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -86,10 +86,6 @@ class Text:
     request: Request
     tokens: list[int]
 
-    def before(self, position: int) -> tuple[int, ...]:
-        """The whole text before a new token."""
-        return (*self.request.prompt, *self.tokens[:position])
-
     def after(self, position: int) -> Request | None:
         """To go on behind a new token of plain's, or None where nothing is left to write.
 
@@ -231,7 +227,8 @@ def _rule(text: Text, parting: Parting, referee: Referee) -> Ruling:
     if parting.plain is None or parting.method is None:
         # The tokens before are the same, so whether the text has ended is no matter of rounding.
         return Ruling(None, None, None, None, "bug", "length")
-    return referee.rule(text.before(parting.position), text.request.sampling, parting.plain, parting.method)
+    prompt, written = text.request.prompt, text.tokens[: parting.position]
+    return referee.rule(prompt, written, text.request.sampling, parting.plain, parting.method)
 
 
 def _choice(token: int | None, score: float | None, llm: LLM) -> Choice:

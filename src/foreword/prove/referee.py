@@ -4,8 +4,9 @@ In: the text up to there, the sampling and the two tokens. The target is asked a
 without a cache or a walk of ours. It is a tie if rounding as large as the run's own can turn the choice: the scores lie
 within twice the run's error at these two tokens, or the likelier token sits on a filter's edge by that margin.
 
-The run's error is measured on its own passes over the same text, in several shapes. What they deviate beyond twice
-anything that transformers' own pass does in the same dtype is no rounding, and excuses nothing.
+The run's error is the largest deviation from float64 among passes over the same text in the run's dtype: its own, the
+new tokens replayed as it wrote them, and transformers'. What the run's deviate beyond twice anything that transformers'
+does is no rounding, and excuses nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +36,7 @@ from foreword.model.model import Model
 from foreword.prove.report import Reason, Verdict
 
 PASS_ROWS = (1, 4, 16)
-"""Rows of the passes that the run's error is measured on: plain decoding's shape, a small draft's and a large one's."""
+"""Rows of the passes that a text is replayed in: plain decoding's shape, a small draft's and a large one's."""
 
 NUCLEUS_ROUNDING = 2.0**-20
 """The mass of the top-p nucleus is summed in float32, whatever the model computes in."""
@@ -65,31 +67,38 @@ class Referee:
     def exact(self) -> Any:
         return exact_copy(self.model)
 
-    def rule(self, text: Sequence[int], sampling: Sampling, plain: int, method: int) -> Ruling:
-        """The verdict on `plain` against `method` as the token after `text`. Methods often part at the same places."""
-        case = (tuple(text), sampling, plain, method)
+    def rule(
+        self, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, plain: int, method: int
+    ) -> Ruling:
+        """The verdict on `plain` against `method` as the token after a text. Methods often part at the same places."""
+        case = (tuple(prompt), tuple(written), sampling, plain, method)
         if case not in self._ruled:
-            self._ruled[case] = self._rule(tuple(text), sampling, plain, method)
+            self._ruled[case] = self._rule(len(prompt), (*prompt, *written), sampling, plain, method)
         return self._ruled[case]
 
     @torch.inference_mode()
-    def _rule(self, text: tuple[int, ...], sampling: Sampling, plain: int, method: int) -> Ruling:
+    def _rule(self, prompt: int, text: tuple[int, ...], sampling: Sampling, plain: int, method: int) -> Ruling:
         scoring = Scoring.of(text, sampling, self.model)
         logits = own_logits(self.exact, text)
         scores, scaled = scoring.scores(logits), scoring.scaled(logits)
-        error = self._error(text, scoring, scores, [plain, method])
         score = {token: float(scores[token]) for token in (plain, method)}
         ahead, behind = sorted(score, key=lambda token: score[token], reverse=True)
+        own = scoring.scores(own_logits(self.model.hf, text)) - scores
+        runs = [scoring.scores(answer) - scores for answer in self._replays(prompt, text)]
+        error = max(float(off[[ahead, behind]].abs().max()) for off in (own, *runs))
+        error = min(error, 2 * float(own.abs().max()))
         gap = score[ahead] - score[behind]
         stands = [standing(scaled, token, sampling, 2 * error) for token in (ahead, behind)]
         return Ruling(score[plain], score[method], gap, error, *decide(gap, 2 * error, *stands))
 
-    def _error(self, text: tuple[int, ...], scoring: Scoring, scores: Tensor, tokens: list[int]) -> float:
-        """How far the run's passes are off at the tokens, at most twice as far as transformers' own is off anywhere."""
-        passes = [scoring.scores(last_logits(self.model, text, rows)) for rows in PASS_ROWS]
-        measured = max(float((one - scores)[tokens].abs().max()) for one in passes)
-        own = scoring.scores(own_logits(self.model.hf, text))
-        return min(measured, 2 * float((own - scores).abs().max()))
+    def _replays(self, prompt: int, text: tuple[int, ...]) -> Iterator[Tensor]:
+        """What the run's model answers after the text, written in passes of every shape, and read in one.
+
+        The history counts: in a narrow dtype, keys and values that were written row by row are not those of a prompt.
+        """
+        yield replayed(self.model, text, len(text) - 1, 1)
+        for rows in PASS_ROWS:
+            yield replayed(self.model, text, max(min(prompt - 1, len(text) - rows), 0), rows)
 
 
 def decide(gap: float, margin: float, ahead: Standing, behind: Standing) -> tuple[Verdict, Reason]:
@@ -195,16 +204,17 @@ def own_logits(hf: nn.Module, text: Sequence[int]) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def last_logits(model: Model, text: Sequence[int], rows: int) -> Tensor:
-    """[V]: what the run's own model answers after the text when the last `rows` tokens of it go as one chain."""
-    before, last = text[:-rows], text[-rows:]
+def replayed(model: Model, text: Sequence[int], read: int, rows: int) -> Tensor:
+    """[V]: what the run's own model answers after the text when the first `read` tokens go as a prompt and the others as
+    chains of `rows` tokens, the last of them full."""
+    edges = [*range(0, read, PREFILL_CHUNK), read, *reversed(range(len(text), read, -rows))]
     with own_cache(model, len(text)) as cache:
-        for start in range(0, len(before), PREFILL_CHUNK):
-            chunk, lanes = _chain(before[start : start + PREFILL_CHUNK], model), Lanes.of([0], start, model.device)
-            model.score(lanes, chunk, Needs(), logits="none")
+        for start, stop in pairwise(edges):
+            chunk, lanes = _chain(text[start:stop], model), Lanes.of([0], start, model.device)
+            is_last = stop == len(text)
+            scores = model.score(lanes, chunk, Needs(), logits="all" if is_last else "none")
             cache.advance(lanes, chunk.size)
-        lanes = Lanes.of([0], len(before), model.device)
-        return model.score(lanes, _chain(last, model), Needs()).require_logits()[0, -1]
+    return scores.require_logits()[0, -1]
 
 
 def _chain(tokens: Sequence[int], model: Model) -> Draft:

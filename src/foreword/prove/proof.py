@@ -91,10 +91,11 @@ class Text:
 
         The noise depends on the place in the whole text, so the same seed goes on with the same draws.
         """
-        given = position + 1
-        if given >= len(self.tokens):
+        given = self.tokens[: position + 1]
+        if len(given) == len(self.tokens):
             return None
-        return replace(self.request, prompt=self.before(given), max_new_tokens=self.request.max_new_tokens - given)
+        left = self.request.max_new_tokens - len(given)
+        return replace(self.request, prompt=(*self.request.prompt, *given), max_new_tokens=left)
 
 
 @dataclass(frozen=True)

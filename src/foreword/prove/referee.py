@@ -1,12 +1,10 @@
 """Where a method and plain decoding part, the referee says whether that was a tie or a bug.
 
-In: the text up to there, the sampling and the two tokens. The target is asked again in float64, by transformers alone,
-without a cache or a walk of ours. It is a tie if rounding as large as the run's own can turn the choice: the scores lie
-within twice the run's error at these two tokens, or the likelier token sits on a filter's edge by that margin.
-
-The run's error is the largest deviation from float64 among passes over the same text in the run's dtype: its own, the
-new tokens replayed as it wrote them, and transformers'. What the run's deviate beyond twice anything that transformers'
-does is no rounding, and excuses nothing.
+In: a text, the sampling and two tokens to follow it. The target is asked again in float64, by transformers alone. It is a
+tie if rounding as large as the run's own can turn the choice: the scores lie within twice the run's error at these two
+tokens, or the likelier one sits on a filter's edge by that margin. The error is the largest deviation from float64 among
+passes in the run's dtype, its own over the replayed text and transformers'. What the run's deviate beyond twice anything
+that transformers' does is no rounding, and excuses nothing.
 """
 
 from __future__ import annotations
@@ -67,9 +65,7 @@ class Referee:
     def exact(self) -> Any:
         return exact_copy(self.model)
 
-    def rule(
-        self, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, plain: int, method: int
-    ) -> Ruling:
+    def rule(self, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, plain: int, method: int) -> Ruling:
         """The verdict on `plain` against `method` as the token after a text. Methods often part at the same places."""
         case = (tuple(prompt), tuple(written), sampling, plain, method)
         if case not in self._ruled:

@@ -11,14 +11,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from doubles import engine, fresh, own_logits, requests, target, tiny, truth
+from foreword.core.draft import Draft
+from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling, SamplingTable, judge, keeps
+from foreword.core.scores import Scores
+from foreword.core.state import Lanes
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.methods import make
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
 from foreword.model.pack import PackedLinear
 from foreword.prove import referee
-from foreword.prove.referee import Referee, Scoring, decide, exact_copy, last_logits, standing
+from foreword.prove.referee import Referee, Scoring, decide, exact_copy, replayed, standing
 
 TEXT = (5, 9, 3, 31, 7, 7, 12, 40, 22, 3, 31, 8, 19, 44, 6, 5, 17, 29, 11, 30)
 
@@ -115,14 +119,34 @@ def test_a_norm_of_another_form_is_refused() -> None:
 # The run's own passes
 
 
-@pytest.mark.parametrize("length", [1, 3, 20])
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_passes_of_every_shape_answer_the_same(rows: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read", [0, 3, 12, 17, 19])
+def test_replays_of_every_shape_answer_the_same(read: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(referee, "PREFILL_CHUNK", 6)
     model = target("llama")
     with torch.inference_mode():
-        found = last_logits(model, TEXT[:length], rows)
-    assert (found - own_logits(model.hf, TEXT[:length])[-1]).abs().max() < 1e-12
+        found = replayed(model, TEXT, read, rows)
+    assert (found - own_logits(model.hf, TEXT)[-1]).abs().max() < 1e-12
+
+
+def test_a_replay_has_the_shape_it_is_asked_for() -> None:
+    shapes: list[tuple[int, int]] = []
+
+    class Watched(Model):
+        def score(self, lanes: Lanes, draft: Draft, needs: Needs, *rest: object, **options: object) -> Scores:
+            shapes.append((int(self.cache.length[0]), draft.nodes))
+            return super().score(lanes, draft, needs, *rest, **options)
+
+    with torch.inference_mode():
+        replayed(Watched(tiny("llama")), TEXT, 9, 4)
+    assert shapes == [(0, 9), (9, 3), (12, 4), (16, 4)]
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 20])
+def test_texts_of_any_length_can_be_judged(prompt: int) -> None:
+    model = Model(tiny("llama", torch.float32))
+    ruling = Referee(model).rule(TEXT[:prompt], TEXT[prompt : prompt + 2], Sampling(seed=0), 4, 5)
+    assert ruling.error < 1e-4
 
 
 def test_the_engine_keeps_its_cache() -> None:
@@ -130,7 +154,7 @@ def test_the_engine_keeps_its_cache() -> None:
     writing, asked = engine(make("plain"), model), requests(2)
     running = [writing.add(request) for request in asked]
     writing.step()
-    Referee(model).rule(TEXT, Sampling(seed=0), 4, 5)
+    Referee(model).rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 4, 5)
     while writing.busy:
         writing.step()
     assert [run.tokens for run in running] == [truth(model.hf, request) for request in asked]
@@ -140,8 +164,9 @@ def test_the_same_case_is_judged_once() -> None:
     model = Model(tiny("llama", torch.float32))
     judging = Referee(model)
     assert "exact" not in vars(judging), "no difference, no copy"
-    assert judging.rule(TEXT, Sampling(seed=0), 4, 5) is judging.rule(list(TEXT), Sampling(seed=0), 4, 5)
-    assert judging.rule(TEXT, Sampling(seed=0), 4, 5) is not judging.rule(TEXT, Sampling(seed=0), 5, 4)
+    first = judging.rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 4, 5)
+    assert judging.rule(list(TEXT[:8]), list(TEXT[8:]), Sampling(seed=0), 4, 5) is first
+    assert judging.rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 5, 4) is not first
 
 
 # Scores
@@ -162,8 +187,8 @@ def test_scores_are_what_pick_compares() -> None:
 
 
 def test_the_run_is_off_by_what_its_dtype_rounds(small: SimpleNamespace) -> None:
-    fine = Referee(Model(tiny("llama", torch.float32))).rule(TEXT, Sampling(seed=0), 4, 5)
-    rough = Referee(Model(small.coarse(fresh("llama", torch.float32)))).rule(TEXT, Sampling(seed=0), 4, 5)
+    fine = Referee(Model(tiny("llama", torch.float32))).rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 4, 5)
+    rough = Referee(Model(small.coarse(fresh("llama", torch.float32)))).rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 4, 5)
     assert 0 < fine.error < 1e-4 < rough.error <= 1 / 8
     assert fine.gap == pytest.approx(rough.gap) == abs(fine.plain_score - fine.method_score)
 
@@ -171,7 +196,7 @@ def test_the_run_is_off_by_what_its_dtype_rounds(small: SimpleNamespace) -> None
 def test_the_likeliest_against_another_is_a_bug() -> None:
     model = Model(tiny("llama", torch.float32))
     best, second = own_logits(model.hf, TEXT)[-1].topk(2).indices.tolist()
-    ruling = Referee(model).rule(TEXT, Sampling(seed=0), best, second)
+    ruling = Referee(model).rule(TEXT[:8], TEXT[8:], Sampling(seed=0), best, second)
     assert (ruling.verdict, ruling.reason) == ("bug", "gap") and ruling.plain_score > ruling.method_score
 
 
@@ -252,7 +277,7 @@ def test_twins_on_an_edge_are_a_tie_across_a_wide_gap(
     model = Model(small.coarse(small.twins(fresh("qwen3", torch.float32))))
     with torch.inference_mode():
         best = int(own_logits(model.hf, TEXT)[-1].argmax()) // 2 * 2
-    ruling = Referee(model).rule(TEXT, Sampling(temperature=1.0, seed=2, **filters), best, best + 1)
+    ruling = Referee(model).rule(TEXT[:8], TEXT[8:], Sampling(temperature=1.0, seed=2, **filters), best, best + 1)
     assert ruling.gap > 2 * ruling.error
     assert (ruling.verdict, ruling.reason) == ("tie", f"{request.node.callspec.id} edge")
-    assert Referee(model).rule(TEXT, Sampling(temperature=1.0, seed=2), best, best + 1).verdict == "bug"
+    assert Referee(model).rule(TEXT[:8], TEXT[8:], Sampling(temperature=1.0, seed=2), best, best + 1).verdict == "bug"

@@ -165,9 +165,11 @@ def requests(count: int, sampling: Sampling = SAMPLINGS["greedy"], seed: int = 0
     return [Request(prompt, sampling.derived(i), **options) for i, prompt in enumerate(prompts(count, seed))]
 
 
-def engine(drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT) -> Engine:
+def engine(
+    drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT, late: bool = False
+) -> Engine:
     """Prompts are read five tokens at a time, so that they come in chunks."""
-    return Engine(model or target(), drafter, slots=slots, max_context=context, chunk=5)
+    return Engine(model or target(), drafter, slots=slots, max_context=context, chunk=5, late=late)
 
 
 def written(engine: Engine, asked: Iterable[Request]) -> list[list[int]]:

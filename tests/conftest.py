@@ -18,6 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which happens in tests only
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from foreword.model.kernels.overlap import fetch, let_next_start, overlaps, wait
 
 PROGRAMS = 2 * 132  # two for every multiprocessor of a large GPU
 BUCKETS = (1, 16, 32, 64, 128)
-FETCHED = 2048  # numbers of each weight row that a program asks for while it waits
+FETCHED = 2**15  # numbers that a program asks for while it waits: what it needs first, and no more than 16 requests a thread
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def _load(place, here, MASKED: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _store(
-    value, up, bias, residual, out, row, column, here, columns,
-    GATED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
+    value, up, added, bias, out, row, column, here, columns, GATED: tl.constexpr, BIASED: tl.constexpr
 ) -> None:  # fmt: skip
     """What comes after the product; `row` and `column` have the shape of `value`, or one that spreads to it."""
     if BIASED:
@@ -93,10 +92,13 @@ def _store(
         if BIASED:
             up += tl.load(bias + columns + column, mask=column < columns, other=0.0).to(tl.float32)
         value = value * tl.sigmoid(value) * up
-    place = row * columns + column
-    if ADDED:
-        value += tl.load(residual + place, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=here)
+    tl.store(out + row * columns + column, (value + added).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _residual(residual, row, column, here, columns, ADDED: tl.constexpr):
+    """Asked for before the product, so that it is there when the product is."""
+    return tl.load(residual + row * columns + column, mask=here, other=0.0).to(tl.float32) if ADDED else 0.0
 
 
 @triton.jit
@@ -116,6 +118,7 @@ def _one_row(
         if GATED:
             fetch(lines + columns.to(tl.int64) * K, AHEAD)
         wait_for_previous()
+    added = _residual(residual, row, column, column < columns, columns, ADDED)
     masked: tl.constexpr = K % BLOCK_K != 0
     wide = tl.arange(0, BLOCK_K)
     value = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -138,7 +141,7 @@ def _one_row(
         scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
         total *= scale
         other *= scale
-    _store(total, other, bias, residual, out, row, column, column < columns, columns, GATED, BIASED, ADDED)
+    _store(total, other, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
 
 
 @triton.jit
@@ -161,6 +164,8 @@ def _few_rows(
         if GATED:
             fetch(lines + above, AHEAD)
         wait_for_previous()
+    inside = (row < count)[:, None] & (column < columns)[None, :]
+    added = _residual(residual, row[:, None], column[None, :], inside, columns, ADDED and SPLITS == 1)
     masked: tl.constexpr = K != SPLITS * EACH
     places = rows + tl.minimum(row, count - 1) * K + first
     value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -180,10 +185,9 @@ def _few_rows(
         if GATED:
             u = _load(lines[:, None] + above + at[None, :], here[None, :], masked, "evict_first")
             up = tl.dot(x, tl.trans(u), up, input_precision=PRECISION)
-    here = (row < count)[:, None] & (column < columns)[None, :]
     if SPLITS > 1:
         line = split * count + row
-        tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=here)
+        tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)
         if NORMED:
             tl.store(squares + line, square, mask=(row < count) & (tl.program_id(1) == 0))
     else:
@@ -191,7 +195,7 @@ def _few_rows(
             scale = tl.rsqrt(square / K + epsilon)[:, None]
             value *= scale
             up *= scale
-        _store(value, up, bias, residual, out, row[:, None], column[None, :], here, columns, GATED, BIASED, ADDED)
+        _store(value, up, added, bias, out, row[:, None], column[None, :], inside, columns, GATED, BIASED)
 
 
 @triton.jit
@@ -207,6 +211,7 @@ def _join(
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = column < columns
+    added = _residual(residual, row, column, here, columns, ADDED)
     value = tl.zeros([BLOCK_N], tl.float32)
     square = 0.0
     for split in tl.static_range(SPLITS):
@@ -216,7 +221,7 @@ def _join(
             square += tl.load(squares + line)
     if NORMED:
         value *= tl.rsqrt(square / K + epsilon)
-    _store(value, value, bias, residual, out, row, column, here, columns, False, BIASED, ADDED)
+    _store(value, value, added, bias, out, row, column, here, columns, False, BIASED)
 
 
 def few_rows_linear(
@@ -260,9 +265,10 @@ def _launch_one(
     given: _Given, columns: int, epsilon: float, tiles: Tiles, flags: dict[str, bool], options: dict[str, Any]
 ) -> None:
     count, k = given[0].shape
+    ahead = _ahead(k, tiles, flags)
     _one_row[(count, triton.cdiv(columns, tiles.block_n))](
         *given, columns, epsilon,
-        K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=min(k, FETCHED), **flags, **options,
+        K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=ahead, **flags, **options,
     )  # fmt: skip
 
 
@@ -278,7 +284,7 @@ def _launch_few(
         squares = torch.empty(tiles.splits, count, dtype=torch.float32, device=rows.device)
     blocks = triton.cdiv(count, tiles.block_m), triton.cdiv(columns, tiles.block_n), tiles.splits
     each = triton.cdiv(k, tiles.block_k * tiles.splits) * tiles.block_k
-    ahead = max(0, min(k - each * (tiles.splits - 1), FETCHED))  # no program asks for more than its last one has
+    ahead = _ahead(k - each * (tiles.splits - 1), tiles, flags)  # the last split is the shortest
     _few_rows[blocks](
         *given, part, squares, count, columns, epsilon,
         K=k, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages,
@@ -291,6 +297,11 @@ def _launch_few(
             part, squares, bias, added, out, count, columns, epsilon,
             K=k, BLOCK_N=wide, SPLITS=tiles.splits, **flags, **{**options, "num_warps": 4, "num_stages": 1},
         )  # fmt: skip
+
+
+def _ahead(k: int, tiles: Tiles, flags: dict[str, bool]) -> int:
+    """How much of each of its weight rows a program asks for early, where it has `k` numbers of them."""
+    return max(0, min(k, FETCHED // (tiles.block_n * (2 if flags["GATED"] else 1))))
 
 
 def _fitting(tiles: Tiles, dtype: torch.dtype) -> Tiles:

@@ -34,10 +34,10 @@ def _turn(
     source = qkv + (line.to(tl.int64) * (HEADS + 2 * KEY_HEADS) + head) * (2 * HALF) + at
     low = tl.load(source, mask=here, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=here, other=0.0).to(tl.float32)
-    if Q_NORMED:
+    if Q_NORMED:  # noqa: SIM102  decided when the kernel is compiled
         if head < HEADS:
             low, high = _normed(low, high, q_norm, q_epsilon, at, here, HALF)
-    if K_NORMED:
+    if K_NORMED:  # noqa: SIM102
         if (head >= HEADS) & (head < HEADS + KEY_HEADS):
             low, high = _normed(low, high, k_norm, k_epsilon, at, here, HALF)
     if head < HEADS + KEY_HEADS:

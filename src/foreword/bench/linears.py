@@ -168,7 +168,7 @@ def compile_ahead(trial: Trial) -> str | None:
 
 
 def microseconds(product: Callable[[Tensor], Tensor], weights: list[Tensor], same_bits: bool = True) -> float:
-    """Of one launch inside a graph that goes round all weights. With `same_bits` a replay must give those of a plain call."""
+    """Of one launch in a graph that goes round all weights. With `same_bits` a replay must give those of a plain call."""
     order = list(islice(cycle(weights), max(LEAST_LAUNCHES, len(weights))))
     expected = product(order[-1])
     graph = torch.cuda.CUDAGraph()

@@ -29,6 +29,8 @@ def _turn(
         wait_for_previous()
     line, head = tl.program_id(0), tl.program_id(1)
     lane, row = line // rows, line % rows
+    key_head = (head + KEY_HEADS - HEADS % KEY_HEADS) % KEY_HEADS
+    place = tl.load(places + (lane * KEY_HEADS + key_head) * rows + row)
     at = tl.arange(0, BLOCK)
     here = at < HALF
     source = qkv + (line.to(tl.int64) * (HEADS + 2 * KEY_HEADS) + head) * (2 * HALF) + at
@@ -50,13 +52,10 @@ def _turn(
         low = turned
     if head < HEADS:
         _put(out, line.to(tl.int64) * HEADS + head, low, high, at, here, HALF)
+    elif head < HEADS + KEY_HEADS:
+        _put(keys, place, low, high, at, here, HALF)
     else:
-        key_head = (head - HEADS) % KEY_HEADS
-        place = tl.load(places + (lane * KEY_HEADS + key_head) * rows + row)
-        if head < HEADS + KEY_HEADS:
-            _put(keys, place, low, high, at, here, HALF)
-        else:
-            _put(values, place, low, high, at, here, HALF)
+        _put(values, place, low, high, at, here, HALF)
 
 
 @triton.jit

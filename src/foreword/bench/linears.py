@@ -220,9 +220,11 @@ def timed(trials: list[Trial], problems: list[str | None], memory: Tensor) -> li
 
 
 def best(results: list[Result]) -> dict[tuple[Product, int], Result]:
+    """The quickest of every product and row count, in the order of the results."""
     found: dict[tuple[Product, int], Result] = {}
-    for result in sorted((r for r in results if r.us), key=lambda r: r.us or 0.0):
-        found.setdefault((result.trial.product, result.trial.rows), result)
+    for result in (result for result in results if result.us):
+        asked = result.trial.product, result.trial.rows
+        found[asked] = min(found.get(asked, result), result, key=lambda one: one.us or math.inf)
     return found
 
 
@@ -244,6 +246,19 @@ def table(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product,
         figures = f"{winner.us:.2f}", f"{winner.speed:.2f}", f"{stock[product, rows]:.2f}"
         found.add_row(product.model, product.name, str(rows), *figures, *others, tiles)
     return found
+
+
+def layers(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product, int], float]) -> str:
+    """The products of one decoder layer together."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for (product, rows), winner in winners.items():
+        if product.name != "head":
+            found.setdefault((product.model, rows), []).append((winner.us or 0.0, stock[product, rows]))
+    return "\n".join(
+        f"{model}, {rows} rows, {len(times)} products of a layer: {sum(ours for ours, _ in times):.1f} us, "
+        f"torch {sum(theirs for _, theirs in times):.1f} us"
+        for (model, rows), times in sorted(found.items())
+    )
 
 
 def tuned(winners: dict[tuple[Product, int], Result]) -> str:
@@ -274,8 +289,19 @@ def linears(
         looks = timed(again, list(pool.map(compile_ahead, again)), memory)
     stock = {(product, rows): stock_microseconds(product, rows, memory) for product, rows in winners}
     write(out, results + looks, [{**asdict(p), "rows": r, "us": us} for (p, r), us in stock.items()])
+    report(winners, stock, results, looks)
+
+
+def report(
+    winners: dict[tuple[Product, int], Result],
+    stock: dict[tuple[Product, int], float],
+    results: list[Result],
+    looks: list[Result],
+) -> None:
+    """On the console, what matters most last."""
     console = Console(width=150)
     console.print(table(winners, stock, looks))
+    print(layers(winners, stock))
     failed = [result for result in results + looks if result.failed]
     for result in failed:
         console.print(f"failed: {result.trial.product.model} {result.trial.product.name} {result.trial.rows} rows, "

@@ -19,7 +19,7 @@ from torch import Tensor
 from foreword.model.kernels.overlap import fetch, let_next_start, overlaps, wait_for_previous
 
 PROGRAMS = 2 * 132  # two for every multiprocessor of a large GPU
-BUCKETS = (1, 16, 32, 64, 128)
+BUCKETS = (1, 16, 64)  # row counts that are measured; more rows than these run as several blocks
 FETCHED = 2**15  # numbers that a program asks for while it waits: what it needs first, and no more than 16 requests a thread
 
 
@@ -46,10 +46,10 @@ TUNED: dict[tuple[int, int, int, bool], Tiles] = {}
 def tiles_for(rows: int, n: int, k: int, gated: bool) -> Tiles:
     """How to cut `rows` x `k` times `n` columns (of the gate alone where gated)."""
     bucket = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
-    tuned = TUNED.get((bucket, n, k, gated))
-    if tuned is not None:
-        return tuned
-    return _tiles_for_one(n, k, gated) if bucket == 1 else _tiles_for_few(bucket, n, k, gated)
+    tiles = TUNED.get((bucket, n, k, gated))
+    if tiles is None:
+        tiles = _tiles_for_one(n, k, gated) if bucket == 1 else _tiles_for_few(bucket, n, k, gated)
+    return replace(tiles, block_m=min(tiles.block_m, max(16, triton.next_power_of_2(rows))))
 
 
 def _tiles_for_one(n: int, k: int, gated: bool) -> Tiles:
@@ -66,10 +66,10 @@ def _tiles_for_few(bucket: int, n: int, k: int, gated: bool) -> Tiles:
     depth = 128 if k >= 128 else max(16, triton.next_power_of_2(k))
     if n * k <= 2**22:
         return Tiles(16 if k > 1024 else min(bucket, 32), 16, depth, warps=4, stages=5)
-    width = 64 if bucket >= 64 else 32
+    width = 64 if bucket == 64 else 32
     width = width // 2 if gated else width
-    splits = 1 if gated else min(8, max(1, PROGRAMS // (n // width)), k // 1024)
-    return Tiles(min(bucket, 64), width, depth, warps=4, stages=4 if bucket >= 64 else 5, splits=max(1, splits))
+    splits = 1 if gated else min(8, PROGRAMS // triton.cdiv(n, width), k // 1024)
+    return Tiles(bucket, width, depth, warps=4, stages=4 if bucket == 64 else 5, splits=max(1, splits))
 
 
 @triton.jit
@@ -112,11 +112,12 @@ def _one_row(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = tl.minimum(column, columns - 1).to(tl.int64)  # instead of a mask
     lines = weight + real * K
+    above = tl.cast(columns, tl.int64) * K  # from a row of the gate to that of up
     if EARLY:
         let_next_start()
         fetch(lines, AHEAD)
         if GATED:
-            fetch(lines + columns.to(tl.int64) * K, AHEAD)
+            fetch(lines + above, AHEAD)
         wait_for_previous()
     added = _residual(residual, row, column, column < columns, columns, ADDED)
     masked: tl.constexpr = K % BLOCK_K != 0
@@ -134,8 +135,9 @@ def _one_row(
             x *= _load(norm + at, here, masked, "evict_last").to(tl.float32)
         value += w * x[None, :]
         if GATED:
-            place = lines[:, None] + columns.to(tl.int64) * K + at[None, :]
-            up += _load(place, here[None, :], masked, "evict_first").to(tl.float32) * x[None, :]
+            up += (
+                _load(lines[:, None] + above + at[None, :], here[None, :], masked, "evict_first").to(tl.float32) * x[None, :]
+            )
     total, other = tl.sum(value, 1), tl.sum(up, 1)
     if NORMED:
         scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
@@ -144,7 +146,7 @@ def _one_row(
     _store(total, other, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _few_rows(
     rows, weight, bias, residual, norm, out, part, squares, count, columns, epsilon,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -157,7 +159,7 @@ def _few_rows(
     split = tl.program_id(2)
     first = split * EACH
     lines = weight + tl.minimum(column, columns - 1).to(tl.int64) * K + first
-    above = columns.to(tl.int64) * K
+    above = tl.cast(columns, tl.int64) * K
     if EARLY:
         let_next_start()
         fetch(lines, AHEAD)
@@ -198,7 +200,7 @@ def _few_rows(
         _store(value, up, added, bias, out, row[:, None], column[None, :], inside, columns, GATED, BIASED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _join(
     part, squares, bias, residual, out, count, columns, epsilon,
     K: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,

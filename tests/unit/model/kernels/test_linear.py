@@ -76,8 +76,13 @@ def test_rows_keep_their_shape() -> None:
 
 def test_what_was_measured_comes_before_what_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TUNED, (16, 999, 64, False), SMALL)
-    assert tiles_for(9, 999, 64, False) is tiles_for(16, 999, 64, False) is SMALL
+    assert tiles_for(9, 999, 64, False) == tiles_for(16, 999, 64, False) == SMALL
     assert SMALL not in (tiles_for(1, 999, 64, False), tiles_for(17, 999, 64, False), tiles_for(16, 999, 64, True))
+
+
+def test_no_program_has_room_for_rows_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TUNED, (64, 999, 64, False), Tiles(64, 16, 32, warps=4, stages=2))
+    assert [tiles_for(rows, 999, 64, False).block_m for rows in (17, 32, 33, 64, 100)] == [32, 32, 64, 64, 64]
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -18,16 +18,16 @@ def error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+SHAPES = [
+    (960, 576, "norm"), (576, 576, "residual"), (1536, 576, "gated"), (576, 1536, "residual"), (49152, 576, "norm"),
+    (6144, 4096, "norm"), (4096, 4096, "residual"), (14336, 4096, "gated"), (4096, 14336, "residual"), (1152, 896, "bias"),
+]  # fmt: skip
+CASES = [(*shape, torch.bfloat16) for shape in SHAPES]
+CASES += [(*shape, dtype) for shape in SHAPES[:4] for dtype in (torch.float16, torch.float32)]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 100])
-@pytest.mark.parametrize(
-    ("n", "k", "kind"),
-    [
-        (960, 576, "norm"), (576, 576, "residual"), (1536, 576, "gated"), (576, 1536, "residual"), (49152, 576, "norm"),
-        (6144, 4096, "norm"), (4096, 4096, "residual"), (14336, 4096, "gated"), (4096, 14336, "residual"),
-        (1152, 896, "bias"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("n", "k", "kind", "dtype"), CASES)
 def test_products_at_real_shapes(n: int, k: int, kind: str, rows: int, dtype: torch.dtype) -> None:
     from foreword.model.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
 

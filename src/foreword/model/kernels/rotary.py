@@ -29,8 +29,8 @@ def _turn(
         wait_for_previous()
     line, head = tl.program_id(0), tl.program_id(1)
     lane, row = line // rows, line % rows
-    key_head = (head + KEY_HEADS - HEADS % KEY_HEADS) % KEY_HEADS
-    place = tl.load(places + (lane * KEY_HEADS + key_head) * rows + row)
+    # Heads are a multiple of key heads. Queries have no place, but asking later would make the others wait.
+    place = tl.load(places + (lane * KEY_HEADS + head % KEY_HEADS) * rows + row)
     at = tl.arange(0, BLOCK)
     here = at < HALF
     source = qkv + (line.to(tl.int64) * (HEADS + 2 * KEY_HEADS) + head) * (2 * HALF) + at

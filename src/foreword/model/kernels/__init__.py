@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA. Nothing here is imported unless a model runs there; tests run them through the interpreter."""
+"""Loops that torch has no single operation for: Triton on CUDA, Numba on the CPU. Each file is imported only where used."""

@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight matrix, as a decoding pass makes them: the weights are read once, at full speed.
+"""Products of a few rows with a weight matrix, as a decoding pass makes them: every weight is read once.
 
 In: 1 to about 128 rows. The RMSNorm before the product, the gate after it, bias and residual are part of the same kernel,
 so a decoder layer has four products and nothing between them. One row is multiplied and summed; more rows go through the

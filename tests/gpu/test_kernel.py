@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 def test_the_kernel_is_masked_attention(
     heads: int, key_heads: int, rows: int, width: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
-    from foreword.model.kernel import attend_tree  # noqa: PLC0415  needs triton
+    from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  needs triton
 
     generator = torch.Generator("cuda").manual_seed(0)
     batch, slots, span = len(lengths), len(lengths) + 3, -(-max(lengths) // 256) * 256

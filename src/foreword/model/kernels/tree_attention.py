@@ -34,19 +34,17 @@ class Tiles:
 
 
 def tiles_for(queries: int, keys: int, units: int, width: int, item: int = 2) -> Tiles:
-    """For `queries` that share a key head and at most `keys` keys, in `units` (sequences x key heads); `item` bytes a number.
+    """For `queries` that share a key head and up to `keys` keys, in `units` (sequences x key heads), `item` bytes a number.
 
     Every share but one costs its partial results, written and read again in float32: many queries get few, long shares.
     """
     block_q = min(max(16, triton.next_power_of_2(queries)), 64)
     block_k = 64 if width * item <= 256 else 32
-    programs = units * triton.cdiv(queries, block_q)
-    worth = triton.cdiv(keys, LEAST_KEYS * block_q // 64)
-    return Tiles(block_q, block_k, warps=4, stages=3 if width * item <= 128 else 2, splits=_shares(programs, worth))
-
-
-def _shares(programs: int, worth: int) -> int:
-    return max(1, min(PROGRAMS // programs, worth))
+    least = 64 if block_q < 64 else LEAST_KEYS
+    wanted = min(PROGRAMS // (units * triton.cdiv(queries, block_q)), triton.cdiv(keys, least))
+    blocks = triton.cdiv(keys, block_k)
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, max(wanted, 1)))  # no share is left without a block
+    return Tiles(block_q, block_k, 4 if width * item <= 256 else 8, 3 if block_q < 64 or width * item <= 128 else 2, splits)
 
 
 @triton.jit
@@ -122,7 +120,9 @@ def _attend(
         here = (start + block < stop)[:, None]
         k = tl.load(key_at + start * c_row + tile, mask=here, other=0.0)
         v = tl.load(value_at + start * c_row + tile, mask=here, other=0.0)
-        open_ = _open(sees + lane * s_batch, real, row, start + block - length, nearest, stop - length, s_row, s_column, WINDOW)
+        open_ = _open(
+            sees + lane * s_batch, real, row, start + block - length, nearest, stop - length, s_row, s_column, WINDOW
+        )
         best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, True, CAPPED, PRECISION)
 
     filled = tl.maximum(total, 1e-37)  # a row that sees nothing here has no weight, and no division by zero
@@ -185,10 +185,17 @@ def attend_tree(
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if joined:
-        _join[(batch * rows * all_heads,)](
-            parts, weights, out, batch * rows * all_heads, tiles.splits,
-            WIDTH=width, SPLITS=triton.next_power_of_2(tiles.splits), num_warps=1 if tiles.splits * width <= 1024 else 4,
-        )  # fmt: skip
+        answers, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
+        _join[(answers,)](
+            parts,
+            weights,
+            out,
+            answers,
+            tiles.splits,
+            WIDTH=width,
+            SPLITS=power,
+            num_warps=1 if power * width <= 2048 else 4,
+        )
     return out
 
 

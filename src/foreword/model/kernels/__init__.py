@@ -1,1 +1,1 @@
-"""Kernels of our own in Triton, each against a reference in plain torch. Imported only where a kernel runs."""
+"""Loops that torch has no single operation for: Triton on CUDA, Numba on the CPU. Each file is imported only where used."""

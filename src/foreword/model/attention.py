@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foreword.core.state import Lanes
-from foreword.model.cache import SlotCache
+from foreword.model.cache import SlotCache, look, store
 
 PREFIX = "foreword_"
 
@@ -38,11 +38,11 @@ class Pass:
     base: Tensor  # [b] committed rows before
     sees: Tensor  # [b or 1, n, m] which of the m scratch rows each row looks at
     mask: Tensor | None = None  # the same for all keys, where attention is torch's own: see `mask_of`
-    cache: SlotCache | None = None
-    layer: int = 0
+    keys: Tensor | None = None  # the layer's own cache: [slots, key heads, rows, width]
+    values: Tensor | None = None
     lanes: Lanes | None = None
     places: Tensor | None = None  # of the n rows, flat
-    keys: int = 0
+    reach: int = 0  # how many rows of the cache are looked at
 
 
 _USERS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
@@ -81,12 +81,13 @@ def tree_attention(
     view: Pass | None = options.pop("foreword_pass", None)
     if view is None:
         return _original(before, module)(module, query, key, value, mask, **options)
-    if view.cache is not None:
-        assert view.lanes is not None and view.places is not None
-        view.cache.write(view.layer, view.places, key, value)
+    if view.keys is not None:
+        assert view.values is not None and view.lanes is not None and view.places is not None
+        store(view.keys, view.places, key)
+        store(view.values, view.places, value)
         if view.mask is None:
             return _attend_by_kernel(query, view, options["scaling"]), None
-        key, value = view.cache.read(view.layer, view.lanes, view.keys)
+        key, value = look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
     assert view.mask is not None
     return attend(query, key, value, view.mask, options["scaling"]), None
 
@@ -100,9 +101,8 @@ def has_kernel(cache: SlotCache) -> bool:
 def _attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
     from foreword.model.kernel import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
 
-    assert view.cache is not None and view.lanes is not None
-    keys, values = view.cache.keys[view.layer], view.cache.values[view.layer]
-    return attend_tree(query, keys, values, view.lanes.slots, view.base, view.sees, view.lanes.span, scaling)
+    assert view.keys is not None and view.values is not None and view.lanes is not None
+    return attend_tree(query, view.keys, view.values, view.lanes.slots, view.base, view.sees, view.lanes.span, scaling)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:

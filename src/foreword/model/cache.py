@@ -37,9 +37,9 @@ class SlotCache:
         self.context = context
         self.rows = -(-(context + scratch + 1) // 8) * 8  # masks over all rows stay aligned
         _check_memory(shape.bytes_per_row * self.rows * slots, slots, context, torch.device(device))
-        size = (slots, shape.heads, self.rows, shape.width)
-        self.keys = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
-        self.values = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.layers)]
+        size = (2, shape.layers, slots, shape.heads, self.rows, shape.width)
+        self.held = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.keys, self.values = ([part[layer] for layer in range(shape.layers)] for part in (self.held[0], self.held[1]))
         self.length = torch.zeros(slots, dtype=torch.long, device=device)
 
     @property
@@ -58,16 +58,12 @@ class SlotCache:
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
         """Store a pass's keys and values [b, heads, n, width] at the flat `places`."""
-        width = self.shape.width
-        self.keys[layer].view(-1, width).index_copy_(0, places, key.reshape(-1, width))
-        self.values[layer].view(-1, width).index_copy_(0, places, value.reshape(-1, width))
+        store(self.keys[layer], places, key)
+        store(self.values[layer], places, value)
 
     def read(self, layer: int, lanes: Lanes, rows: int) -> tuple[Tensor, Tensor]:
-        """The first `rows` rows of each slot: [b, heads, rows, width]. A view where the slots lie side by side."""
-        keys, values = self.keys[layer][:, :, :rows], self.values[layer][:, :, :rows]
-        if lanes.run is not None:
-            return keys[lanes.run], values[lanes.run]
-        return keys.index_select(0, lanes.slots), values.index_select(0, lanes.slots)
+        """The first `rows` rows of each slot: [b, heads, rows, width]."""
+        return look(self.keys[layer], lanes, rows), look(self.values[layer], lanes, rows)
 
     def keep(self, lanes: Lanes, path: Tensor, count: Tensor) -> None:
         """Commit scratch rows `path[:, :count]` [b, n] in their order; the rest of the scratch is forgotten."""
@@ -76,10 +72,8 @@ class SlotCache:
         # Entries past `count` copy a row onto itself, so that the shape stays fixed.
         chosen = torch.where(order < count.unsqueeze(1), path, order)
         source, goal = self.places(lanes, base + chosen), self.places(lanes, base + order)
-        width = self.shape.width
-        for tensor in (*self.keys, *self.values):
-            flat = tensor.view(-1, width)
-            flat.index_copy_(0, goal, flat.index_select(0, source))
+        flat = self.held.view(2 * self.shape.layers, -1, self.shape.width)
+        flat.index_copy_(1, goal, flat.index_select(1, source))
         self.length.index_copy_(0, lanes.slots, self.length[lanes.slots] + count)
 
     def advance(self, lanes: Lanes, count: Tensor) -> None:
@@ -88,15 +82,26 @@ class SlotCache:
 
     def is_sound(self, slot: int, rows: int) -> bool:
         """Whether all of a slot's first rows are finite. Asks the device, so not for the loop."""
-        return all(bool(tensor[slot, :, :rows].isfinite().all()) for tensor in (*self.keys, *self.values))
+        return bool(self.held[:, :, slot, :, :rows].isfinite().all())
 
     def wipe(self, slot: int) -> None:
         """Clear a slot that is not sound: a masked row counts 0 times its value, and 0 x NaN is NaN."""
-        for tensor in (*self.keys, *self.values):
-            tensor[slot] = 0
+        self.held[:, :, slot] = 0
 
     def rewind(self, lanes: Lanes, length: Tensor) -> None:
         self.length.index_copy_(0, lanes.slots, length)
+
+
+def store(cached: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Write rows [b, heads, n, width] of one layer at their flat places."""
+    width = cached.shape[-1]
+    cached.view(-1, width).index_copy_(0, places, rows.reshape(-1, width))
+
+
+def look(cached: Tensor, lanes: Lanes, rows: int) -> Tensor:
+    """The first rows of each slot in one layer. A view where the slots lie side by side."""
+    cached = cached[:, :, :rows]
+    return cached[lanes.run] if lanes.run is not None else cached.index_select(0, lanes.slots)
 
 
 def _check_memory(needed: int, slots: int, context: int, device: torch.device) -> None:

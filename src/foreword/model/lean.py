@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from foreword.model.attention import Pass
-from foreword.model.cache import SlotCache
+from foreword.model.cache import SlotCache, look, store
 from foreword.model.pack import FusedNorm, FusedPart, PackedLinear
 
 
@@ -47,13 +47,11 @@ class LeanLayer:
         if self.q_norm is not None:
             both = torch.cat([_normed(self.q_norm, both[:, :, :heads]), _normed(self.k_norm, both[:, :, heads:])], dim=2)
         turned = torch.addcmul(both * turn[0], both.roll(self.width // 2, dims=-1), turn[1])
-        cache, lanes = view.cache, view.lanes
-        assert cache is not None and lanes is not None
-        value = qkv[..., self.q_size + self.k_size :]
-        _store(cache.keys[view.layer], places, turned[:, :, heads:])
-        _store(cache.values[view.layer], places, value)
-        keys, values = cache.read(view.layer, lanes, view.keys)
-        query = turned[:, :, :heads].transpose(1, 2).reshape(batch, cache.shape.heads, -1, self.width)
+        assert view.keys is not None and view.values is not None and view.lanes is not None
+        store(view.keys, places, turned[:, :, heads:])
+        store(view.values, places, qkv[..., self.q_size + self.k_size :])
+        keys, values = look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
+        query = turned[:, :, :heads].transpose(1, 2).reshape(batch, keys.shape[1], -1, self.width)
         mixed = scaled_dot_product_attention(query, keys, values, attn_mask=view.mask, scale=self.scaling)
         return mixed.view(batch, heads, rows, self.width).transpose(1, 2).reshape(batch, rows, self.q_size)
 
@@ -87,11 +85,6 @@ def turns(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
 def places_by_row(cache: SlotCache, places: Tensor, batch: int) -> Tensor:
     """Flat places of (slot, head, row), in the order (slot, row, head) in which a product gives its rows."""
     return places.view(batch, cache.shape.heads, -1).transpose(1, 2).flatten()
-
-
-def _store(cached: Tensor, places: Tensor, rows: Tensor) -> None:
-    width = cached.shape[-1]
-    cached.view(-1, width).index_copy_(0, places, rows.reshape(-1, width))
 
 
 def _normed(norm: Any, rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ and values of the rows land in its scratch; without, rows see each other only, a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -155,16 +155,16 @@ class Stack:
             return _View(positions, rows.position, Pass(rows.base, rows.sees, alone))
         assert rows.lanes is not None
         scratch = rows.sees.shape[2]
-        keys = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
+        reach = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
         order = torch.arange(rows.first, scratch, device=hidden.device)
         places = self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
         masked = not has_kernel(self.cache)
-        mask = mask_of(rows.base, rows.sees, keys, groups, hidden.dtype) if masked else None
-        shared = Pass(rows.base, rows.sees, mask, self.cache, 0, rows.lanes, places, keys)
+        mask = mask_of(rows.base, rows.sees, reach, groups, hidden.dtype) if masked else None
+        shared = Pass(rows.base, rows.sees, mask, lanes=rows.lanes, places=places, reach=reach)
         lean = None
         if self.lean is not None:
             lean = _Lean(turns(*positions), places_by_row(self.cache, places, hidden.shape[0]))
-        return _View(positions, rows.position, shared, lean)
+        return _View(positions, rows.position, shared, self.cache, lean)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()
@@ -183,11 +183,11 @@ class _View:
     positions: object
     position: Tensor
     shared: Pass
+    cache: SlotCache | None = None
     lean: _Lean | None = None
 
     def options(self, layer: int) -> dict[str, Any]:
-        return {
-            "position_embeddings": self.positions,
-            "position_ids": self.position,
-            "foreword_pass": Pass(**{**vars(self.shared), "layer": layer}),
-        }
+        own = self.shared
+        if self.cache is not None:
+            own = replace(own, keys=self.cache.keys[layer], values=self.cache.values[layer])
+        return {"position_embeddings": self.positions, "position_ids": self.position, "foreword_pass": own}

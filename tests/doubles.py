@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.masking_utils import eager_mask
 from transformers.models.gemma2 import modeling_gemma2
 
@@ -81,6 +88,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     ),
 }
 EVERY_FAMILY = tuple(_CHANGES)
+STOCK_ATTENTION = {family: "eager" if family == "gemma2" else "sdpa" for family in EVERY_FAMILY}  # sdpa has no caps
 FAMILIES = ("llama", "qwen3", "smollm3", "gemma2")
 """What the laws go over: a plain one, norms on q and k, layers without positions and with windows, caps and four norms."""
 
@@ -117,9 +125,9 @@ AttentionMaskInterface.register("exact_eager", eager_mask)
 def fresh(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of a family, for a test to change."""
     torch.manual_seed(seed)
+    attention = changes.pop("attn_implementation", STOCK_ATTENTION[family])
     config = AutoConfig.for_model(family, **_SHAPE | _CHANGES[family] | changes)
-    capped = bool(getattr(config, "attn_logit_softcapping", None))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if capped else "sdpa")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for module in model.modules():
         if "RMSNorm" in type(module).__name__:
             nn.init.uniform_(module.weight, 0.5, 1.5)  # a norm of ones would hide that it was lost
@@ -127,7 +135,7 @@ def fresh(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
                 module.__class__ = ExactNorm
         elif getattr(module, "bias", None) is not None:
             nn.init.normal_(module.bias, std=0.3)  # as would a bias of zeros
-    if capped and dtype == torch.float64:
+    if family == "gemma2" and dtype == torch.float64:
         model.config._attn_implementation = "exact_eager"
     return model.to(dtype).eval()
 
@@ -199,8 +207,14 @@ def own_hidden(model: PreTrainedModel, text: Sequence[int]) -> list[Tensor]:
 @torch.no_grad()
 def own_cache(model: PreTrainedModel, text: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """The transformers model's own keys and values of a text, by layer: each [heads, n, width]."""
-    cache = model(input_ids=torch.tensor([list(text)]), use_cache=True).past_key_values
+    cache = DynamicCache()  # not told of windows, so it forgets nothing
+    model(input_ids=torch.tensor([list(text)]), past_key_values=cache, use_cache=True)
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def own_window(model: PreTrainedModel, layer: int) -> int | None:
+    """How many positions transformers lets a row of a layer see: some families say it of the layer, some of all."""
+    return getattr(model.model.layers[layer].self_attn, "sliding_window", getattr(model.config, "sliding_window", None))
 
 
 # Requests and engines --------------------------------------------------------------------------------------------------

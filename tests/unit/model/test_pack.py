@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from doubles import FAMILIES, Liar, chain, engine, fresh, prefilled, requests, truth, written
+from doubles import EVERY_FAMILY, Liar, chain, engine, fresh, prefilled, requests, truth, written
 from foreword.core.needs import Needs
 from foreword.model.model import Model
 from foreword.model.pack import can_pack, pack
@@ -17,7 +17,7 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 
 @needs_onednn
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 @torch.no_grad()
 def test_a_packed_model_answers_the_same(family: str) -> None:
     stock, packed = fresh(family, torch.float32), fresh(family, torch.float32)
@@ -33,7 +33,7 @@ def test_a_packed_model_answers_the_same(family: str) -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_a_packed_model_writes_the_same_text(family: str) -> None:
     stock, packed = fresh(family, torch.float32), fresh(family, torch.float32)
     pack(packed)

@@ -35,9 +35,7 @@ class Norms(NamedTuple):
 
 BEFORE = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
 AFTER = Norms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
-AROUND = Norms(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
+AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)

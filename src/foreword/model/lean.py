@@ -3,7 +3,8 @@
 A small model's pass spends a third of its time between the products: sixty small operations a layer, called one by one
 through several Python modules. This runs the same layer on the same weights in about twenty: q and k are turned together,
 rows go to the cache as they come out of the product, and nothing is copied to be looked at. It covers pre-norm layers
-with rotary positions, with or without norms on q and k; any other layer runs as transformers wrote it.
+with rotary positions, with or without windows, biases, and norms on q and k: the families that families.py calls lean, and
+of these what `_is_known` knows. Any other layer runs as transformers wrote it.
 """
 
 from __future__ import annotations
@@ -67,12 +68,18 @@ def _is_known(layer: Any) -> bool:
     fused += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
     single = [getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)]
     norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    inner = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return (
         all(isinstance(part, FusedPart) for part in fused)
         and all(isinstance(part, PackedLinear) for part in single)
         and all(isinstance(norm, FusedNorm) for norm in norms)
+        and (inner == [None, None] or all(_is_per_head(norm, attention) for norm in inner))
         and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     )
+
+
+def _is_per_head(norm: Any, attention: Any) -> bool:
+    return isinstance(norm, FusedNorm) and norm.weight.shape == (attention.head_dim,)
 
 
 def turns(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:

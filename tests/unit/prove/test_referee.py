@@ -40,7 +40,9 @@ def in_float64(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "count"), [("llama", 9), ("qwen3", 17), ("olmo2", 17), ("gemma2", 17), ("gemma3_text", 25)])
+@pytest.mark.parametrize(
+    ("family", "count"), [("llama", 9), ("qwen3", 17), ("olmo2", 17), ("gemma2", 17), ("gemma3_text", 25)]
+)
 def test_the_copy_computes_all_in_float64(family: str, count: int, dtype: torch.dtype) -> None:
     """But for Gemma 2, whose caps need eager attention: there the softmax alone is in float32."""
     model = Model(fresh(family, dtype))

@@ -280,10 +280,8 @@ def _reloaded(model: Model) -> Any:
 
 def _exact_norm(norm: Any) -> ExactNorm:
     """The same norm in float64, checked on a row: a family may have a norm of another form."""
-    if hasattr(norm, "eps"):  # Gemma's weights are what is added to one
-        exact = ExactNorm(1 + norm.weight, norm.eps)
-    else:
-        exact = ExactNorm(norm.weight, norm.variance_epsilon)
+    gemma = hasattr(norm, "eps")  # whose weights are what is added to one
+    exact = ExactNorm(1 + norm.weight, norm.eps) if gemma else ExactNorm(norm.weight, norm.variance_epsilon)
     row = torch.linspace(-1, 2, norm.weight.numel(), dtype=torch.float64, device=norm.weight.device)
     if not torch.allclose(exact(row), norm(row), rtol=1e-4, atol=1e-5):
         raise ModelUnsupported(f"the referee has no float64 form of {type(norm).__name__}; use a model with an RMSNorm")

@@ -1,5 +1,6 @@
 """Families that are walked, each difference shown; what is not walked is refused by name, with what is."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
 
 def test_every_family_has_a_model_in_the_doubles() -> None:
     assert sorted(EVERY_FAMILY) == sorted(FAMILIES)
+
+
+def test_every_family_is_told_of() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert all(f"| `{family}` |" in page for family in FAMILIES)
 
 
 @every_family

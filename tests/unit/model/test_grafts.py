@@ -75,6 +75,21 @@ def test_a_grafted_token_is_a_token_of_the_text(family: str) -> None:
 
 
 @every_family
+@torch.no_grad()
+def test_a_graft_on_part_of_a_tree(family: str) -> None:
+    """Its anchors count the rows of the pass; the scratch rows before them stay where they are."""
+    model = target(family)
+    lanes = prefilled(model, {0: PREFIX})
+    draft = Draft(torch.tensor([TREE]), Tree.of(PARENT), torch.tensor([4]))
+    model.score(lanes, draft, Needs(), rows=range(2))
+    graft = tokens_graft(model, (0, 1), (1, 1), [40, 41])
+    scores = model.score(lanes, draft, Needs(grafts=(graft,)), rows=range(2, 4))
+    assert scores.grafted is not None
+    for row, text in enumerate([[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 12, 22, 41]]):
+        close(scores.grafted[0, row], own_hidden(model.hf, text)[-1][-1])
+
+
+@every_family
 def test_rows_of_one_anchor_see_each_other_across_grafts(family: str) -> None:
     """The second graft's row stands behind the first one's, though they were declared apart."""
     model = target(family)
@@ -116,9 +131,12 @@ def slow_walk(
                 positions.append(positions[len(prefix) + anchor] + offset)
                 anchors.append(anchor)
         if layer < model.layers:
-            window = own_window(hf, layer) or len(sees)
+            beyond = [p - (own_window(hf, layer) or 999) for p in positions]
             allowed = torch.tensor(
-                [[key in row and positions[key] > p - window for key in range(len(sees))] for p, row in zip(positions, sees)]
+                [
+                    [key in row and positions[key] > edge for key in range(len(sees))]
+                    for row, edge in zip(sees, beyond, strict=True)
+                ]
             )
             mask = torch.zeros(allowed.shape).double().masked_fill(~allowed, float("-inf"))[None, None]
             table = [hf.config.layer_types[layer]] if model.family.name == "gemma3_text" else []

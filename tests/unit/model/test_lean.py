@@ -9,6 +9,7 @@ from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.core.state import Lanes
+from foreword.model import lean
 from foreword.model.model import Model
 from foreword.model.pack import pack
 
@@ -85,3 +86,18 @@ def test_norms_of_another_width_keep_their_layers() -> None:
         layer.self_attn.q_norm.weight = torch.nn.Parameter(torch.ones(64))
     pack(packed)
     assert Model(packed).layer_stack.lean is None
+
+
+@torch.inference_mode()
+def test_without_numba_the_layers_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean, "find_spec", lambda _: None)
+    packed = fresh("llama", torch.float32)
+    pack(packed)
+    model = Model(packed)
+    model.allocate(1, 80, 20)
+    assert model.layer_stack.lean is None
+    draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))
+    stock = Model(fresh("llama", torch.float32))
+    stock.allocate(1, 80, 20)
+    lanes = Lanes.of([0], 0)
+    close(model.score(lanes, draft, Needs()).require_logits(), stock.score(lanes, draft, Needs()).require_logits())

@@ -89,27 +89,34 @@ def tree_attention(
         store(view.keys, view.places, key)
         store(view.values, view.places, value)
         if view.mask is None:
-            return _attend_by_kernel(query, view, options["scaling"]), None
+            return attend_by_kernel(query, view, options["scaling"]), None
         key, value = look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
     assert view.mask is not None
     return attend(query, key, value, view.mask, options["scaling"], view.sight.softcap), None
 
 
-def has_kernel(cache: SlotCache, sight: Sight) -> bool:
-    """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask.
-
-    The kernel knows neither windows nor soft caps.
-    """
+def has_kernel(cache: SlotCache) -> bool:
+    """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask."""
     half = cache.shape.dtype in (torch.bfloat16, torch.float16)
-    fits = half and cache.length.is_cuda and cache.shape.width in (16, 32, 64, 128, 256)
-    return fits and not sight.window and not sight.softcap
+    return half and cache.length.is_cuda and cache.shape.width in (16, 32, 64, 128, 256)
 
 
-def _attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
+def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
+    """query [b, heads, n, width] over what its layer has cached: [b, n, heads, width]."""
     from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
 
     assert view.keys is not None and view.values is not None and view.lanes is not None
-    return attend_tree(query, view.keys, view.values, view.lanes.slots, view.base, view.sees, view.lanes.span, scaling)
+    depth = view.depth[:, -query.shape[2] :]
+    look = view.lanes.slots, view.base, view.sees, view.lanes.span, scaling, depth, view.sight.window, view.sight.softcap
+    return attend_tree(query, view.keys, view.values, *look)
+
+
+def within(sees: Tensor, depth: Tensor, window: int) -> Tensor:
+    """`sees` [b or 1, n, m] with the scratch rows closed that lie outside a row's window; `depth` [b or 1, m] is theirs."""
+    if not window:
+        return sees
+    far = depth[:, -sees.shape[1] :].unsqueeze(2) - depth.unsqueeze(1) >= window
+    return sees & ~far
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:

@@ -1,7 +1,7 @@
 """From a folder, or from the caller's hands, to a transformers model that the walk can take.
 
-Models that we load ourselves may be rebuilt for speed (packed linears on the CPU). A model that the caller hands over is
-only looked at: what cannot be walked is refused here, by name.
+Models that we load ourselves may be rebuilt for speed (packed linears on the CPU, fused ones on CUDA). A model that the
+caller hands over is only looked at: what cannot be walked is refused here, by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
 from foreword.model.families import family_of
-from foreword.model.pack import can_pack, pack
+from foreword.model.pack import can_fuse, can_pack, fuse, pack
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,11 +48,13 @@ def choose_dtype(wanted: str | torch.dtype | None, device: torch.device) -> torc
     return wanted
 
 
-def load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def load_weights(folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool = True) -> PreTrainedModel:
     """The model in `folder`, ours to rebuild for speed."""
     model = load_stock(folder, device, dtype)
-    if can_pack(device, dtype):
+    if rebuild and can_pack(device, dtype):
         pack(model)
+    if rebuild and can_fuse(device, dtype):
+        fuse(model)
     return model
 
 

@@ -1,13 +1,14 @@
-"""Faster layers on the CPU, for models that we loaded: packed and fused linears, and norms in one kernel.
+"""Faster linears for models that we loaded: fused ones on CUDA; on the CPU packed and fused, and norms in one operation.
 
-A stock linear reads its weights at full speed for up to three rows and badly for more. In the block layout of oneDNN more
-rows stay cheap, which is what makes a tree of candidates worth checking. Linears that read the same rows (q, k, v; gate,
-up) are one product. The numbers are in docs/performance.md. A packed model cannot be trained.
+Linears that read the same rows (q, k, v; gate, up) are one product. On the CPU a stock linear reads its weights at full
+speed for up to three rows and badly for more; in the block layout of oneDNN more rows stay cheap, which is what makes a
+tree of candidates worth checking. The numbers are in docs/performance.md. A model rebuilt so cannot be trained.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,18 +38,28 @@ class PackedLinear(nn.Module):
 
     def stock(self, columns: slice = slice(None)) -> nn.Linear:
         """The linear that was packed, or some of its outputs, as a copy that can be trained."""
-        weight = self.packed.to_dense()[columns]
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=self.bias is not None)
-        linear.weight.data.copy_(weight)
-        if self.bias is not None:
-            linear.bias.data.copy_(self.bias[columns])
-        return linear
+        return _stock(self.packed.to_dense()[columns], None if self.bias is None else self.bias[columns])
+
+
+class JointLinear(nn.Module):
+    """Several linears on top of one another."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return functional.linear(rows, self.weight, self.bias)
+
+    def stock(self, columns: slice) -> nn.Linear:
+        """One of them, as a copy that can be trained."""
+        return _stock(self.weight[columns], None if self.bias is None else self.bias[columns])
 
 
 class Fusion:
     """One product for several linears that read the same rows; the first to be asked computes it for all."""
 
-    def __init__(self, linear: PackedLinear, parts: int) -> None:
+    def __init__(self, linear: PackedLinear | JointLinear, parts: int) -> None:
         self.linear, self.parts = linear, parts
         self._rows: Tensor | None = None
         self._out: Tensor | None = None
@@ -82,10 +93,10 @@ class FusedNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+        self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
 
     def forward(self, rows: Tensor) -> Tensor:
-        return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
+        return functional.rms_norm(rows, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -99,7 +110,7 @@ def pack(model: nn.Module) -> None:
     for module in list(model.modules()):
         for names in FUSED:
             if all(type(getattr(module, name, None)) is nn.Linear for name in names):
-                _fuse(module, names, keep_stock)
+                _replace(module, names, lambda weight, bias: PackedLinear(weight, bias, keep_stock))
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(*_weights([child]), keep_stock))
@@ -107,19 +118,46 @@ def pack(model: nn.Module) -> None:
                 setattr(module, name, FusedNorm(child))
 
 
+def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def fuse(model: nn.Module) -> None:
+    """Rebuild a model in half precision on CUDA."""
+    for module in list(model.modules()):
+        for names in FUSED:
+            if all(type(getattr(module, name, None)) is nn.Linear for name in names):
+                _replace(module, names, JointLinear)
+
+
+def is_plain_norm(norm: Any) -> bool:
+    """Whether it is the RMSNorm that `functional.rms_norm` computes; some families add 1 to the weight, or norm by group."""
+    plain = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
+    return isinstance(norm, FusedNorm) or type(norm).__name__ in plain
+
+
 def unpacked(layer: nn.Module) -> nn.Module:
-    """A copy of a layer, with stock linears in place of packed ones."""
-    packed = [module for module in layer.modules() if isinstance(module, PackedLinear | FusedPart)]
+    """A copy of a layer, with stock linears in place of packed and fused ones."""
+    rebuilt = [module for module in layer.modules() if isinstance(module, PackedLinear | FusedPart)]
     # What deepcopy finds in its memo it takes for copied already.
-    return copy.deepcopy(layer, {id(module): module.stock() for module in packed})
+    return copy.deepcopy(layer, {id(module): module.stock() for module in rebuilt})
 
 
-def _fuse(module: nn.Module, names: tuple[str, ...], keep_stock: bool) -> None:
+def _replace(module: nn.Module, names: tuple[str, ...], make: Callable[[Tensor, Tensor | None], Any]) -> None:
+    """One product in place of the linears that `names` names."""
     linears = [getattr(module, name) for name in names]
-    fusion, first = Fusion(PackedLinear(*_weights(linears), keep_stock), len(linears)), 0
+    fusion, first = Fusion(make(*_weights(linears)), len(linears)), 0
     for name, linear in zip(names, linears, strict=True):
         setattr(module, name, FusedPart(fusion, slice(first, first + linear.out_features)))
         first += linear.out_features
+
+
+def _stock(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
+    linear.weight.data.copy_(weight)
+    if bias is not None:
+        linear.bias.data.copy_(bias)
+    return linear
 
 
 def _weights(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:

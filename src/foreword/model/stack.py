@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from foreword.core.needs import Graft, Skip, on_device
 from foreword.core.state import Lanes
-from foreword.model.attention import Pass, has_kernel, mask_of
+from foreword.model.attention import Pass, has_kernel, mask_of, within
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.families import Family, Sight
-from foreword.model.lean import LeanRows, lean_layers
+from foreword.model.lean import lean_layers
 from foreword.model.pack import unpacked
 
 # Attention reads keys up to a multiple of this, so that shapes repeat from round to round.
@@ -86,6 +86,7 @@ class Stack:
         self.layers = layers
         self.cache: SlotCache | None = None
         self.sights = [family.sight(layer) for layer in layers]
+        self.windows, self.tables = ({getattr(sight, name) for sight in self.sights} for name in ("window", "table"))
         self.lean = lean_layers(layers) if family.lean else None
 
     @staticmethod
@@ -137,9 +138,8 @@ class Stack:
         layer = self.layers[index]
         skip = skip or Skip()
         if index not in skip.attention and index not in skip.mlp:
-            if self.lean is not None and view.lean is not None and view.cache is not None:
-                mask = view.masks[self.sights[index].window]
-                return self.lean[index](hidden, view.lean, mask, view.cache.keys[index], view.cache.values[index])
+            if self.lean is not None and self.cache is not None:
+                return self.lean[index](hidden, view.tables[self.sights[index].table], view.own(index))
             return layer(hidden, attention_mask=None, **view.options(index))
         if index not in skip.attention:
             hidden = self.family.attention_half(layer, hidden, **view.options(index))
@@ -148,31 +148,27 @@ class Stack:
         return hidden
 
     def _view(self, rows: Rows, hidden: Tensor) -> _View:
-        """What all layers share while the rows stay the same: positions, masks, places in the cache."""
+        """What all layers share while the rows stay the same: positions, sights, places in the cache."""
         position = rows.position
-        tables = {
-            table: self.family.positions(self.model, hidden, position, table)
-            for table in {sight.table for sight in self.sights}
-        }
+        tables = {table: self.family.positions(self.model, hidden, position, table) for table in self.tables}
+        seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
             alone = self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], hidden.dtype)
-            return _View(self.sights, tables, position, alone, Pass(rows.base, rows.depth, rows.sees))
+            return _View(self.sights, tables, position, seen, alone, Pass(rows.base, rows.depth, rows.sees))
         assert rows.lanes is not None
         scratch = rows.sees.shape[2]
         reach = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
         order = torch.arange(rows.first, scratch, device=hidden.device)
         places = self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
-        masks = self._masks(rows.base, rows, reach, hidden.dtype)
+        masks = {} if has_kernel(self.cache) else self._masks(rows.base, rows, reach, hidden.dtype)
         shared = Pass(rows.base, rows.depth, rows.sees, lanes=rows.lanes, places=places, reach=reach)
-        lean = LeanRows.of(tables[""], shared) if self.lean is not None else None
-        return _View(self.sights, tables, position, masks, shared, self.cache, lean)
+        return _View(self.sights, tables, position, seen, masks, shared, self.cache)
 
     def _masks(self, base: Tensor, rows: Rows, reach: int, dtype: torch.dtype) -> dict[int, Tensor]:
-        """A mask for each window among the layers, but for layers that the kernel serves."""
-        config, cache = self.model.config, self.cache
+        """A mask for each window among the layers."""
+        config = self.model.config
         groups = config.num_attention_heads // config.num_key_value_heads
-        windows = {sight.window for sight in self.sights if cache is None or not has_kernel(cache, sight)}
-        return {window: mask_of(base, rows.sees, reach, groups, dtype, window, rows.depth) for window in windows}
+        return {window: mask_of(base, rows.sees, reach, groups, dtype, window, rows.depth) for window in self.windows}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()
@@ -183,13 +179,17 @@ class _View:
     sights: list[Sight]
     tables: dict[str, Any]  # rotary positions, by `Sight.table`
     position: Tensor
-    masks: dict[int, Tensor]  # by `Sight.window`
+    seen: dict[int, Tensor]  # which scratch rows, by `Sight.window`
+    masks: dict[int, Tensor]  # the same as masks over all keys, where attention is torch's own
     shared: Pass
     cache: SlotCache | None = None
-    lean: LeanRows | None = None
 
-    def options(self, layer: int) -> dict[str, Any]:
+    def own(self, layer: int) -> Pass:
         sight, cache = self.sights[layer], self.cache
         keys, values = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
-        own = replace(self.shared, sight=sight, mask=self.masks.get(sight.window), keys=keys, values=values)
-        return {"position_embeddings": self.tables[sight.table], "position_ids": self.position, "foreword_pass": own}
+        seen, mask = self.seen[sight.window], self.masks.get(sight.window)
+        return replace(self.shared, sight=sight, sees=seen, mask=mask, keys=keys, values=values)
+
+    def options(self, layer: int) -> dict[str, Any]:
+        table = self.tables[self.sights[layer].table]
+        return {"position_embeddings": table, "position_ids": self.position, "foreword_pass": self.own(layer)}

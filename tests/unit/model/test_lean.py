@@ -1,32 +1,49 @@
-"""Lean layers give what the packed layers of transformers give: any tree, any slots, grafts, taps, the same cache."""
+"""Lean layers give what the layers of transformers give: any tree, any slots, grafts, taps, the same cache.
+
+Those for CUDA run here through Triton's interpreter; tests/gpu has them in half precision.
+"""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.core.state import Lanes
 from foreword.model import lean
+from foreword.model.kernels.linear import few_rows_linear
+from foreword.model.lean_cpu import CpuLayer
+from foreword.model.lean_cuda import CudaLayer, many_rows_linear
 from foreword.model.model import Model
-from foreword.model.pack import pack
+from foreword.model.pack import fuse, pack
 
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
 
 
-@pytest.fixture(params=LEAN)
+CASES = {
+    **{family: (family, pack, CpuLayer) for family in LEAN},
+    **{f"{family} for CUDA": (family, fuse, CudaLayer) for family in ("mistral", "qwen3")},
+}
+
+
+@pytest.fixture(params=CASES)
 def models(request: pytest.FixtureRequest) -> tuple[Model, Model]:
-    """The same weights as transformers has them, and packed."""
-    stock = fresh(request.param, torch.float32, **BIASED.get(request.param, {}))
-    packed = copy.deepcopy(stock)
-    pack(packed)
-    both = Model(stock), Model(packed)
+    """The same weights as transformers has them, and rebuilt."""
+    family, rebuild, kind = CASES[request.param]
+    stock = fresh(family, torch.float32, **BIASED.get(family, {}))
+    rebuilt = copy.deepcopy(stock)
+    rebuild(rebuilt)
+    both = Model(stock), Model(rebuilt)
     for model in both:
         model.allocate(3, 80, 20)
-    assert both[0].layer_stack.lean is None and both[1].layer_stack.lean is not None
+    assert both[0].layer_stack.lean is None
+    assert {type(layer) for layer in both[1].layer_stack.lean or ()} == {kind}
     return both
 
 
@@ -65,12 +82,23 @@ def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     close(lean.grafted, stock.grafted)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("options", [{}, {"norm": True}, {"gated": True}, {"residual": True, "norm": True}], ids=str)
+def test_products_of_many_rows_are_those_of_few(options: dict[str, bool]) -> None:
+    rows, weight, bias = torch.randn(5, 32), torch.randn(48, 32), torch.randn(48)
+    given: dict[str, Any] = {"gated": options.get("gated", False)}
+    given["norm"] = (torch.rand(32) + 0.5, 1e-3) if options.get("norm") else None
+    given["residual"] = torch.randn(5, 48) if options.get("residual") else None
+    close(few_rows_linear(rows, weight, bias, **given), many_rows_linear(rows, weight, bias, **given))
+
+
+@pytest.mark.parametrize("rebuild", [pack, fuse], ids=["packed", "fused"])
 @pytest.mark.parametrize("family", [family for family in EVERY_FAMILY if family not in LEAN])
-def test_other_families_keep_their_layers(family: str) -> None:
+def test_other_families_keep_their_layers(family: str, rebuild: Callable[[nn.Module], None]) -> None:
     """What lies in them besides would be lost: layers without positions, factors, norms behind the halves, caps."""
-    packed = fresh(family, torch.float32)
-    pack(packed)
-    assert Model(packed).layer_stack.lean is None
+    rebuilt = fresh(family, torch.float32)
+    rebuild(rebuilt)
+    assert Model(rebuilt).layer_stack.lean is None
 
 
 def test_another_activation_keeps_its_layers() -> None:

@@ -244,5 +244,13 @@ def test_logits_are_float32_or_better(dtype: torch.dtype) -> None:
     assert logits.dtype == torch.float32
 
 
+@every_family
+def test_half_precision_stays_near_the_model_s_own(family: str) -> None:
+    """Masks, caps and angles in the dtype of the rows: nothing meets another dtype on the way."""
+    model = target(family, torch.float16)
+    logits = model.score(prefilled(model, {0: TEXT[:4]}), chain([TEXT[4:]]), Needs()).require_logits()[0]
+    torch.testing.assert_close(logits.double(), own_logits(model.hf, TEXT)[4:], atol=0.1, rtol=0)
+
+
 def test_costs_come_from_the_curve() -> None:
     assert target().cost(50) == 1.0

@@ -20,7 +20,7 @@ from foreword.model.kernels.linear import few_rows_linear
 from foreword.model.lean_cpu import CpuLayer
 from foreword.model.lean_cuda import CudaLayer, many_rows_linear
 from foreword.model.model import Model
-from foreword.model.pack import fuse, pack
+from foreword.model.pack import JointLinear, fuse, pack
 
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
@@ -54,12 +54,15 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("seats", [[0, 1], [2, 0]], ids=["side by side", "apart"])
 def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> None:
+    for_cuda = isinstance(models[1].layer_stack.layers[0].self_attn.q_proj.fusion.linear, JointLinear)
+    if for_cuda and seats == [0, 1]:
+        pytest.skip("slots are looked up, wherever they lie")
     generator = torch.Generator().manual_seed(1)
     lanes = Lanes.of(seats, 40)
     for model in models:  # a text longer than the windows
         model.score(lanes, chain([list(range(3, 12))] * 2), Needs())
         model.cache.advance(lanes, torch.tensor([9, 9]))
-    for rows in (9, 1, 3, 12):
+    for rows in (1, 5) if for_cuda else (9, 1, 3, 12):  # the interpreter is slow
         tokens = torch.randint(0, VOCABULARY, (2, rows), generator=generator)
         draft = Draft(tokens, random_tree(2, rows, generator), torch.full((2,), rows))
         stock, lean = (model.score(lanes, draft, Needs(hidden=True, taps=(0, 2))) for model in models)
@@ -67,8 +70,8 @@ def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> N
         close(lean.taps[2], stock.taps[2])
         for model in models:
             model.cache.keep(lanes, torch.tensor([[0], [0]]), torch.tensor([1, 1]))
-    for layer in range(4):
-        for one, other in zip(models[0].cache.read(layer, lanes, 13), models[1].cache.read(layer, lanes, 13), strict=True):
+    for layer in range(models[0].layers):
+        for one, other in zip(models[0].cache.read(layer, lanes, 11), models[1].cache.read(layer, lanes, 11), strict=True):
             close(other, one)
 
 

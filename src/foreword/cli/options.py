@@ -116,6 +116,12 @@ class ModelOptions:
             help="Tokens a text may have, prompt included. Default: what the model was trained for, at most 4096.",
         ),
     ] = None
+    no_compile: Annotated[
+        bool, _of_model("--no-compile", metavar="", help="Layers as transformers wrote them, to compare: slower.")
+    ] = False
+    no_graph: Annotated[
+        bool, _of_model("--no-graph", metavar="", help="On CUDA, rounds launched one by one, to compare: slower.")
+    ] = False
 
     def load(self, method: MethodOptions, slots: int) -> LLM:
         own = method.own()
@@ -127,7 +133,8 @@ class ModelOptions:
 
     def where(self) -> dict[str, Any]:
         """The arguments of `foreword.load` that these options are, but for the model itself."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "model"}
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "model"}
+        return given | {"compile": not given.pop("no_compile"), "graph": not given.pop("no_graph")}
 
     @property
     def name(self) -> str:

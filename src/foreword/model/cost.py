@@ -11,7 +11,8 @@ import json
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -97,19 +98,34 @@ def measure(model: Model, rows: tuple[int, ...] = ROWS) -> Tries:
     rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
     model.allocate(1, CONTEXT, max(rows))
     model.cache.length.fill_(CONTEXT - 1)
-    for count in rows:
-        _time(model, count)
-    return Tries(rows, [[_time(model, count) for _ in range(REPEATS)] for count in rows])
+    passes = [_pass(model, count) for count in rows]
+    return Tries(rows, [[_time(one, model.device) for _ in range(REPEATS)] for one in passes])
 
 
-def _time(model: Model, rows: int) -> float:
+def _pass(model: Model, rows: int) -> Callable[[], object]:
+    """A pass over so many rows, warmed up; on CUDA captured, as rounds are."""
     device = model.device
     tokens = torch.zeros(1, rows, dtype=torch.long, device=device)
     draft = Draft(tokens, Tree.chain(rows, device), torch.tensor([rows], device=device))
-    lanes = Lanes.of([0], CONTEXT - 1, device)
+    lanes = replace(Lanes.of([0], CONTEXT - 1, device), changes=device.type == "cuda")
+
+    def score() -> object:
+        return model.score(lanes, draft, Needs())
+
+    score()
+    if device.type != "cuda":
+        return score
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        score()
+    graph.replay()
+    return graph.replay
+
+
+def _time(one: Callable[[], object], device: torch.device) -> float:
     _settle(device)
     started = time.perf_counter()
-    model.score(lanes, draft, Needs())
+    one()
     _settle(device)
     return time.perf_counter() - started
 

@@ -10,19 +10,14 @@ from foreword.errors import NumericsError
 
 
 def emit(emission: Emission, state: State, slots: Slots, ends: set[int]) -> list[Event]:
-    """What the round brought, request by request. Where the target answered NaN the request is given up."""
+    """What the round brought, request by request. Where the target answered NaN to the text alone, it is given up."""
     counts, drafted = emission.count.tolist(), emission.drafted.tolist()
     tokens, ended, broken = emission.tokens.tolist(), emission.ended.tolist(), emission.broken.tolist()
     events = []
     for lane, slot in enumerate(state.lanes.ids):
         running = slots.running[slot]
         if broken[lane]:
-            running.finish_reason = "abort"
-            running.error = NumericsError(
-                f"the target answered NaN after {len(running.tokens)} new tokens; check the weights, "
-                "or load the model in a wider dtype (dtype='float32')"
-            )
-            events.append(Event(running, [], ""))
+            events.append(_fail(running, drafted[lane]))
             continue
         new = tokens[lane][: counts[lane]]
         running.accepted.append(len(new))
@@ -32,6 +27,22 @@ def emit(emission: Emission, state: State, slots: Slots, ends: set[int]) -> list
             running.logprobs += _logprobs(emission, lane, event.tokens, running.request.sampling.logprobs)
         events.append(event)
     return events
+
+
+def _fail(running: Running, drafted: int) -> Event:
+    """NaN, and whose fault it is: a masked row counts 0 times its value, so a NaN in any guess spoils the rows beside it.
+    A text with guesses gets another round without them."""
+    running.accepted.append(0)
+    running.drafted.append(0)
+    if not running.spoiled and (drafted or any(running.drafted)):
+        running.spoiled = True
+    else:
+        running.finish_reason = "abort"
+        running.error = NumericsError(
+            f"the target answered NaN after {len(running.tokens)} new tokens; check the weights, "
+            "or load the model in a wider dtype (dtype='float32')"
+        )
+    return Event(running, [], "")
 
 
 def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Event:

@@ -202,5 +202,5 @@ def _checked_context(wanted: int | None, target: Model) -> int:
 
 def _check_positive(**values: int) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise InputError(f"{name} is {value}; it must be 1 or more")
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name} is {value!r}; it must be a whole number, 1 or more")

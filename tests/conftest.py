@@ -13,6 +13,14 @@ settings.register_profile("laws", deadline=None, derandomize=True, suppress_heal
 settings.load_profile("laws")
 
 
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    # Triton decides while it is imported whether kernels are interpreted, and any conftest that imports transformers
+    # imports it: this hook runs before those.
+    config = pluginmanager.get_plugin("pytestconfig")
+    if config.known_args_namespace.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with Ctrl-C ignored, and processes inherit that: the tests of Ctrl-C could not work.
     signal.signal(signal.SIGINT, signal.default_int_handler)

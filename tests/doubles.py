@@ -25,6 +25,7 @@ from foreword.core.target import Target
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.methods import METHODS, make
+from foreword.model.attention import attend, mask_of
 from foreword.model.model import Model
 
 VOCABULARY = 48
@@ -165,9 +166,11 @@ def requests(count: int, sampling: Sampling = SAMPLINGS["greedy"], seed: int = 0
     return [Request(prompt, sampling.derived(i), **options) for i, prompt in enumerate(prompts(count, seed))]
 
 
-def engine(drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT) -> Engine:
+def engine(
+    drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT, late: bool = False
+) -> Engine:
     """Prompts are read five tokens at a time, so that they come in chunks."""
-    return Engine(model or target(), drafter, slots=slots, max_context=context, chunk=5)
+    return Engine(model or target(), drafter, slots=slots, max_context=context, chunk=5, late=late)
 
 
 def written(engine: Engine, asked: Iterable[Request]) -> list[list[int]]:
@@ -222,6 +225,74 @@ def path_to(parent: Sequence[int], node: int) -> list[int]:
 def random_tree(batch: int, nodes: int, generator: torch.Generator) -> Tree:
     draws = torch.rand(batch, nodes, generator=generator)
     return Tree((draws * torch.arange(nodes).clamp(min=1)).long())
+
+
+# Attention -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Rows of random trees that look at a random cache, with slots in any order and lengths of their own.
+
+    Whatever lies where no row may look, in other slots or behind the scratch, is not a number.
+    """
+
+    query: Tensor  # [b, heads, n, width]
+    keys: Tensor  # [B, key heads, rows, width]
+    values: Tensor
+    slots: Tensor  # [b]
+    base: Tensor  # [b]
+    sees: Tensor  # [b or 1, n, m]
+    depth: Tensor  # [b or 1, m]
+
+    @staticmethod
+    def drawn(
+        heads: tuple[int, int],
+        width: int,
+        rows: int,
+        lengths: Sequence[int],
+        before: int = 0,
+        shared: bool = False,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Looks:
+        """`heads` of queries and of keys; the rows are the last of a tree that has `before` earlier ones."""
+        generator = torch.Generator().manual_seed(seed)
+        batch, scratch = len(lengths), before + rows
+        draws = torch.rand(1 if shared else batch, scratch, generator=generator) ** 0.3  # deep, so that windows matter
+        tree = Tree((draws * torch.arange(scratch).clamp(min=1)).long())
+        slots = torch.randperm(batch + 2, generator=generator)[:batch]
+        cached = torch.full((2, batch + 2, heads[1], max(lengths) + scratch + 3, width), torch.nan, dtype=dtype)
+        for slot, length in zip(slots, lengths, strict=True):
+            part = cached[:, slot, :, : length + scratch]
+            part.copy_(torch.randn(part.shape, generator=generator))
+        fused = 2 * torch.randn(batch, rows, heads[0] + 1, width, generator=generator).to(dtype)
+        query = fused[:, :, : heads[0]].transpose(1, 2)
+        return Looks(query, *cached, slots, torch.tensor(lengths), tree.ancestors[:, before:], tree.depth)
+
+    def to(self, device: str) -> Looks:
+        return Looks(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+    def within(self, window: int) -> Looks:
+        """The same, with `sees` closed where a scratch row lies outside the window."""
+        far = self.depth[:, -self.sees.shape[1] :].unsqueeze(2) - self.depth.unsqueeze(1) >= window
+        return replace(self, sees=self.sees & ~far)
+
+    def exact(self, window: int = 0, softcap: float = 0.0) -> Tensor:
+        """The answer in float64: [b, n, heads, width]."""
+        batch, heads, rows, width = self.query.shape
+        keys, values = (cached[self.slots].nan_to_num().double() for cached in (self.keys, self.values))
+        query, groups, column = self.query.double(), heads // keys.shape[1], torch.arange(keys.shape[2], device=keys.device)
+        mask = mask_of(self.base, self.sees, keys.shape[2], groups, torch.float64)
+        if window:
+            length = self.base.view(-1, 1, 1)
+            far = (column < length) & (column <= length + self.depth[:, -rows:].unsqueeze(2) - window)
+            mask = mask.masked_fill(far.repeat(1, groups, 1).unsqueeze(1), -torch.inf)
+        if not softcap:
+            return attend(query, keys, values, mask, width**-0.5)
+        scores = query.reshape(batch, keys.shape[1], -1, width) @ keys.mT * width**-0.5
+        out = (softcap * (scores / softcap).tanh() + mask).softmax(-1) @ values
+        return out.reshape(batch, heads, rows, width).transpose(1, 2)
 
 
 # Drafters --------------------------------------------------------------------------------------------------------------

@@ -1,45 +1,91 @@
-"""The Triton kernel against torch's masked attention: any tree, any batch, slots in any order, lengths of their own."""
+"""The Triton kernel as it is compiled, against torch's masked attention; the unit tests go through its interpreter."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from foreword.core.draft import Tree
-from foreword.model.attention import attend, mask_of
+from doubles import Looks
 
 pytestmark = pytest.mark.gpu
 
+CASES = [
+    ((9, 3), 64, 1, [512]),
+    ((9, 3), 64, 64, [700]),
+    ((32, 8), 128, 64, [300]),
+    ((32, 8), 128, 1, [4096]),
+    ((8, 2), 256, 20, [100, 900]),
+    ((4, 2), 16, 9, [0]),
+    ((4, 4), 32, 5, [0, 1, 63, 64, 65]),
+    ((9, 3), 64, 17, [0, 5, 130, 512]),
+]
+CLOSE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("heads", "key_heads", "rows", "width", "lengths"),
-    [
-        (9, 3, 1, 64, [512]),
-        (9, 3, 64, 64, [700]),
-        (32, 8, 64, 128, [300]),
-        (4, 2, 9, 16, [0]),
-        (4, 4, 5, 32, [0, 1, 63, 64, 65]),
-        (9, 3, 17, 64, [0, 5, 130, 512]),
-    ],
-)
+
+def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | None = None) -> float:
+    """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
+    from foreword.model.kernels.tree_attention import attend_tree, tiles_for  # noqa: PLC0415  needs triton
+
+    looks = looks.to("cuda").within(window) if window else looks.to("cuda")
+    batch, heads, rows, width = looks.query.shape
+    span, key_heads, depth = -(-int(looks.base.max()) // 256) * 256, looks.keys.shape[1], looks.depth[:, -rows:]
+    tiles = tiles_for(heads // key_heads * rows, span + rows, batch * key_heads, width, looks.query.element_size())
+    if splits is not None:
+        tiles = replace(tiles, splits=splits)
+    seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
+    found = attend_tree(*seen, span, width**-0.5, depth if window else None, window, softcap, tiles)
+    return float((found.double() - looks.exact(window, softcap)).abs().max())
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("heads", "width", "rows", "lengths"), CASES)
 def test_the_kernel_is_masked_attention(
-    heads: int, key_heads: int, rows: int, width: int, lengths: list[int], dtype: torch.dtype
+    heads: tuple[int, int], width: int, rows: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
-    from foreword.model.kernel import attend_tree  # noqa: PLC0415  needs triton
+    assert error(Looks.drawn(heads, width, rows, lengths, dtype=dtype)) < CLOSE[dtype]
 
-    generator = torch.Generator("cuda").manual_seed(0)
-    batch, slots, span = len(lengths), len(lengths) + 3, -(-max(lengths) // 256) * 256
 
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("splits", [1, 2, 7, 33])
+def test_any_number_of_shares(splits: int, dtype: torch.dtype) -> None:
+    looks = Looks.drawn((9, 3), 64, 17, [0, 5, 130, 512], before=6, dtype=dtype)
+    assert error(looks, splits=splits) < CLOSE[dtype]
 
-    keys, values = drawn(slots, key_heads, 1024, width), drawn(slots, key_heads, 1024, width)
-    query = drawn(batch, rows, heads, width).transpose(1, 2)
-    seats = torch.randperm(slots, generator=generator, device="cuda")[:batch]
-    base = torch.tensor(lengths, device="cuda")
-    chance = torch.rand(batch, rows, generator=generator, device="cuda")
-    sees = Tree((chance * torch.arange(rows, device="cuda").clamp(min=1)).long()).ancestors
 
-    found = attend_tree(query, keys, values, seats, base, sees, span, width**-0.5)
-    mask = mask_of(base, sees, 1024, heads // key_heads, torch.float64)
-    exact = attend(query.double(), keys[seats].double(), values[seats].double(), mask, width**-0.5)
-    assert (found.double() - exact).abs().max() < {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [1, 9, 64, 200, 4096])
+@pytest.mark.parametrize(("heads", "width"), [((9, 3), 64), ((8, 2), 128), ((4, 2), 256)])
+def test_windows(heads: tuple[int, int], width: int, window: int, dtype: torch.dtype) -> None:
+    """Longer than the text, shorter than it, and so short that deep rows see none of the prefix."""
+    looks = Looks.drawn(heads, width, 24, [700, 64, 3], before=5, dtype=dtype)
+    assert error(looks, window) < CLOSE[dtype]
+    assert error(looks, window, splits=1) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [0, 150])
+@pytest.mark.parametrize("softcap", [1.5, 50.0])
+def test_soft_caps(softcap: float, window: int, dtype: torch.dtype) -> None:
+    assert error(Looks.drawn((8, 2), 128, 24, [700, 3], dtype=dtype), window, softcap) < CLOSE[dtype]
+
+
+def test_the_kernel_is_captured() -> None:
+    """Replayed on other lengths, sight and queries than those it was captured with."""
+    from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  needs triton
+
+    first, second = (
+        Looks.drawn((9, 3), 64, 20, lengths, dtype=torch.bfloat16, seed=seed).to("cuda")
+        for seed, lengths in ((0, [300, 7]), (1, [20, 300]))
+    )
+    seen = [tensor.clone() for tensor in (first.query, first.keys, first.values, first.slots, first.base, first.sees)]
+    attend_tree(*seen, 512, 0.125)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend_tree(*seen, 512, 0.125)
+    for looks in (first, second):
+        new = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
+        for buffer, tensor in zip(seen, new, strict=True):
+            buffer.copy_(tensor)
+        graph.replay()
+        assert (found.double() - looks.exact()).abs().max() < CLOSE[torch.bfloat16]

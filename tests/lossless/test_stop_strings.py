@@ -27,8 +27,8 @@ def asked(seed: int, stop: tuple[str, ...] = ()) -> Request:
     return requests(8, max_new_tokens=20, ignore_eos=True, stream=TextStream(tokenizer(), stop))[seed]
 
 
-def run(drafter: Drafter, request: Request) -> Running:
-    (running,) = engine(drafter, slots=2).generate([request])
+def run(drafter: Drafter, request: Request, late: bool = False) -> Running:
+    (running,) = engine(drafter, slots=2, late=late).generate([request])
     return running
 
 
@@ -54,8 +54,8 @@ def test_a_stop_string_inside_a_draft(seed: int, place: int) -> None:
     stop = stop_at(asked(seed), place)
     expected = slow(asked(seed), stop)
     oracle = Oracle([full_text(target().hf, asked(seed))], lies=2)
-    for drafter in (make("plain"), oracle):
-        running = run(drafter, asked(seed, (stop,)))
+    for drafter, late in ((make("plain"), False), (oracle, False), (oracle, True)):
+        running = run(drafter, asked(seed, (stop,)), late)
         assert (running.tokens, running.text, running.finish_reason) == expected
         assert running.finish_reason == "stop"
 

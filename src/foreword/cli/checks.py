@@ -11,6 +11,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -54,6 +55,7 @@ def examine(model: ModelOptions, fetch: bool) -> Iterator[Finding]:
     yield from _device(model)
     yield _threads(model.threads)
     yield _onednn()
+    yield _numba()
     yield _memory()
     yield from _cache()
     yield _drafters()
@@ -107,6 +109,12 @@ def _onednn() -> Finding:
     if torch.backends.mkldnn.is_available():
         return Finding("oneDNN", "ok", "available: candidates are cheap to check on the CPU")
     return Finding("oneDNN", "warn", "not in this torch: on the CPU every candidate costs", "install torch from its wheels")
+
+
+def _numba() -> Finding:
+    if find_spec("numba") is not None:
+        return Finding("Numba", "ok", f"{version('numba')}: lean layers on the CPU")
+    return Finding("Numba", "warn", "not installed: slower layers on the CPU", "pip install 'foreword[cpu]'")
 
 
 def _memory() -> Finding:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -103,17 +104,42 @@ class Kind:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The columns of the sequences in a round, each [b]."""
+    """The columns of the sequences in a round, each [b], taken from the table when a stage asks: greedy rounds ask none."""
 
     kind: Kind
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    penalty: Tensor
-    key: Tensor  # [b, 2] the seed, mixed
-    floor: Tensor  # end tokens are held back for positions below it
     ends: Tensor  # [E]
+    table: dict[str, Tensor]
+    slots: Tensor
+
+    @cached_property
+    def temperature(self) -> Tensor:
+        return self.table["temperature"][self.slots]
+
+    @cached_property
+    def top_k(self) -> Tensor:
+        return self.table["top_k"][self.slots]
+
+    @cached_property
+    def top_p(self) -> Tensor:
+        return self.table["top_p"][self.slots]
+
+    @cached_property
+    def min_p(self) -> Tensor:
+        return self.table["min_p"][self.slots]
+
+    @cached_property
+    def penalty(self) -> Tensor:
+        return self.table["penalty"][self.slots]
+
+    @cached_property
+    def key(self) -> Tensor:
+        """[b, 2]: the seed, mixed."""
+        return self.table["key"][self.slots]
+
+    @cached_property
+    def floor(self) -> Tensor:
+        """End tokens are held back for positions below it."""
+        return self.table["floor"][self.slots]
 
 
 @dataclass(frozen=True)
@@ -153,8 +179,7 @@ class SamplingTable:
         return Kind.of([self.requests[slot] for slot in ids])
 
     def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:
-        rows = {name: column[slots] for name, column in self.columns.items()}
-        return SamplingRows(kind=self.kind(ids), ends=self.ends, **rows)
+        return SamplingRows(self.kind(ids), self.ends, self.columns, slots)
 
 
 def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Emission:
-    """What a round decided, still on the device; `emit` takes it to the host."""
+    """What a round decided; `emit` reads it on the host."""
 
     tokens: Tensor  # [b, D+1] the first `count` entries are the new text
     count: Tensor  # [b]
@@ -65,3 +66,9 @@ class Emission:
     logprobs: Tensor | None = None  # [b, D+1] of each emitted token, before penalties, temperature and filters
     top_tokens: Tensor | None = None  # [b, D+1, K] the likeliest alternatives
     top_logprobs: Tensor | None = None
+
+    def fetched(self) -> Emission:
+        """The same on its way to the host: complete when the device has come this far, and nothing waits for it here."""
+        parts: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
+        moved = {name: part.to("cpu", non_blocking=True) for name, part in parts.items() if part is not None}
+        return replace(self, **moved)

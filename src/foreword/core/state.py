@@ -8,6 +8,7 @@ exactly the `length` tokens before the root, and `tokens[slot, :length + 1]` is 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -93,6 +94,6 @@ class State:
         """[b] bool: sequences that still run; a finished one is frozen."""
         return self.alive_slots[self.slots]
 
-    @property
+    @cached_property
     def sampling(self) -> SamplingRows:
         return self.table.at(self.slots, self.lanes.ids)

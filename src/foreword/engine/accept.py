@@ -43,6 +43,8 @@ def accept(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Acce
 
 def longest_path(draft: Draft, choice: Tensor, places: int) -> tuple[Tensor, Tensor]:
     """The way from the root to the deepest row that the choices agree with: rows [b, places], and how many count."""
+    if draft.nodes == 1:  # a root alone: nothing was guessed
+        return torch.zeros_like(choice), torch.ones_like(choice[:, 0])
     tree, rows = draft.tree, torch.arange(draft.nodes, device=choice.device)
     parent = tree.parent.expand(choice.shape[0], -1)
     matches = ((draft.tokens == choice.gather(1, parent)) & draft.counts) | (rows == 0)

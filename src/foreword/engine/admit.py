@@ -43,12 +43,15 @@ class Slots:
         written = (*running.request.prompt, *running.tokens)
         self.left[slot] = written[: running.length] if keep else ()
 
-    def lanes(self, device: torch.device, ready: bool) -> Lanes | None:
-        """The slots whose prompt is read (or not yet), or None where there are none."""
+    def lanes(self, device: torch.device, ready: bool, unread: int = 0) -> Lanes | None:
+        """The slots whose prompt is read (or not yet), or None where there are none.
+
+        `unread` is how many tokens a text may be longer than the host knows.
+        """
         ids = sorted(slot for slot, running in self.running.items() if running.ready == ready)
         if not ids:
             return None
-        return Lanes.of(ids, max(self.running[slot].length for slot in ids), device)
+        return Lanes.of(ids, max(self.running[slot].length for slot in ids) + unread, device)
 
 
 def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:

@@ -1,21 +1,44 @@
-"""EMIT: tokens to the host, stop strings, freed slots. The only file that leaves the device."""
+"""EMIT: tokens to the host, stop strings, finished texts. The only file that leaves the device.
+
+On a GPU a round is read while the next one runs. A text that the host then finds finished may have run on for that one
+round; what it wrote there is dropped.
+"""
 
 from __future__ import annotations
 
+import torch
+
 from foreword.core.scores import Emission
-from foreword.core.state import State
-from foreword.engine.admit import Slots
 from foreword.engine.request import Event, Logprob, Running
 from foreword.errors import NumericsError
 
 
-def emit(emission: Emission, state: State, slots: Slots, ends: set[int]) -> list[Event]:
+class Launched:
+    """A round that runs, or has run: whom it is for, and what it decided, on its way to the host."""
+
+    def __init__(self, runs: list[Running], emission: Emission) -> None:
+        self.runs = runs
+        self.emission = emission.fetched()
+        self.arrived: torch.cuda.Event | None = None
+        if emission.count.is_cuda:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def wait(self) -> Emission:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.emission
+
+
+def emit(launched: Launched, ends: set[int]) -> list[Event]:
     """What the round brought, request by request. Where the target answered NaN to the text alone, it is given up."""
+    emission = launched.wait()
     counts, drafted = emission.count.tolist(), emission.drafted.tolist()
     tokens, ended, broken = emission.tokens.tolist(), emission.ended.tolist(), emission.broken.tolist()
     events = []
-    for lane, slot in enumerate(state.lanes.ids):
-        running = slots.running[slot]
+    for lane, running in enumerate(launched.runs):
+        if running.done:  # found finished after this round was launched
+            continue
         if broken[lane]:
             events.append(_fail(running, drafted[lane]))
             continue
@@ -34,7 +57,7 @@ def _fail(running: Running, drafted: int) -> Event:
     A text with guesses gets another round without them."""
     running.accepted.append(0)
     running.drafted.append(0)
-    if not running.spoiled and (drafted or any(running.drafted)):
+    if drafted or (any(running.drafted) and not running.spoiled):
         running.spoiled = True
     else:
         running.finish_reason = "abort"

@@ -15,7 +15,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.loop import Loop
 from foreword.core.state import Lanes, State
 from foreword.engine.admit import Slots, admit
-from foreword.engine.emit import emit
+from foreword.engine.emit import Launched, emit
 from foreword.engine.graph import Replay
 from foreword.engine.lockstep import Lockstep
 from foreword.engine.prefill import prefill
@@ -36,9 +36,13 @@ class Engine:
         chunk: int = PREFILL_CHUNK,
         loop: Loop | None = None,
         graph: bool = True,
+        late: bool | None = None,
     ) -> None:
-        """The drafter is bound first: its shape says how many scratch rows the cache needs. `graph`: replay rounds on a
-        CUDA device as captured graphs."""
+        """The drafter is bound first: its shape says how many scratch rows the cache needs.
+
+        `graph`: replay rounds on a CUDA device as captured graphs. `late`: read a round while the next one runs, which
+        is what a GPU wants; a CPU has nothing to do meanwhile.
+        """
         self.target, self.drafter = target, drafter
         self.max_context = _checked_context(max_context, target)
         _check_positive(slots=slots, chunk=chunk)
@@ -50,6 +54,8 @@ class Engine:
         self.loop: Loop = loop or Lockstep(target, drafter)
         if graph and drafter.capturable and target.device.type == "cuda":
             self.loop = Replay(self.loop)
+        self.late = target.device.type == "cuda" if late is None else late
+        self.unread: Launched | None = None
         self.slots = Slots(slots, reread=int(drafter.needs.prompt != "none"))
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends)
@@ -132,15 +138,14 @@ class Engine:
                 running.prefill_s += time.perf_counter() - started
 
     def _round(self) -> list[Event]:
-        lanes = self.slots.lanes(self.target.device, ready=True)
-        if lanes is None:
-            return []
         started = time.perf_counter()
-        state = self.state.at(lanes)
-        emission = self.loop.round(state)
-        events = emit(emission, state, self.slots, self._ends)  # EMIT
+        launched = self._launch()
+        read, self.unread = (self.unread, launched) if self.late else (launched, None)
+        present = {run for one in (read, launched) if one is not None for run in one.runs if not run.done}
+        events = emit(read, self._ends) if read is not None else []  # EMIT
+        for run in present:
+            run.decode_s += time.perf_counter() - started
         for event in events:
-            event.running.decode_s += time.perf_counter() - started
             if event.running.done:
                 self._release(event.running)
             elif event.running.spoiled and self.state.speculates[event.running.slot]:
@@ -154,12 +159,20 @@ class Engine:
     def _go_on_alone(self, running: Running) -> None:
         """A guess made the target answer NaN. The text must not depend on guesses, so it goes on without them."""
         self.state.speculates[running.slot] = False
-        self.target.cache.wipe(running.slot, running.length)
+        self.target.cache.wipe_scratch(running.slot)
         warnings.warn(
             f"{self.target.name} answered NaN to a draft; this text goes on without speculation. A wider dtype helps",
             ForewordWarning,
             stacklevel=2,
         )
+
+    def _launch(self) -> Launched | None:
+        """The round of everybody whose prompt is read."""
+        unread = 0 if self.unread is None else self.drafter.shape.depth + 1
+        lanes = self.slots.lanes(self.target.device, ready=True, unread=unread)
+        if lanes is None:
+            return None
+        return Launched([self.slots.running[slot] for slot in lanes.ids], self.loop.round(self.state.at(lanes)))
 
     def _release(self, running: Running) -> None:
         """Free a slot. A text that was given up may have left NaN in its rows, which must not reach the next."""

@@ -113,7 +113,7 @@ def has_kernel(cache: SlotCache) -> bool:
 
 
 def _attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
-    from foreword.model.kernel import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
+    from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
 
     assert view.keys is not None and view.values is not None and view.lanes is not None
     return attend_tree(query, view.keys, view.values, view.lanes.slots, view.base, view.sees, view.lanes.span, scaling)

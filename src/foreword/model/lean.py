@@ -1,64 +1,94 @@
-"""A decoder layer in as few operations as it takes, for models that were packed for the CPU.
+"""A decoder layer in as few calls as it takes, for models that were packed for the CPU.
 
-A small model's pass spends a third of its time between the products: sixty small operations a layer, called one by one
-through several Python modules. This runs the same layer on the same weights in about twenty: q and k are turned together,
-rows go to the cache as they come out of the product, and nothing is copied to be looked at. It covers pre-norm layers
-with rotary positions, with or without norms on q and k; any other layer runs as transformers wrote it.
+A small model's pass spends a third of its time between the products. This runs the same layer on the same weights as four
+products, one attention and four compiled loops (kernels/between.py). It covers pre-norm layers with rotary positions, with
+or without norms on q and k; any other layer runs as transformers wrote it, and so does every layer without Numba.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
+from foreword.core.state import Lanes
 from foreword.model.attention import Pass
-from foreword.model.cache import SlotCache, look, store
+from foreword.model.cache import look
 from foreword.model.pack import FusedNorm, FusedPart, PackedLinear
+
+_NO_NORM = np.empty(0, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class LeanRows:
+    """What all lean layers want to know of a pass: how its rows turn, where they are stored, what they see."""
+
+    cosine: np.ndarray  # [b * n, width]
+    sine: np.ndarray
+    places: np.ndarray  # [b * heads * n]
+    mask: Tensor | None
+    lanes: Lanes
+    reach: int
+
+    @staticmethod
+    def of(positions: tuple[Tensor, Tensor], shared: Pass) -> LeanRows:
+        assert shared.lanes is not None and shared.places is not None
+        cosine, sine = (part.flatten(0, 1).numpy() for part in positions)
+        return LeanRows(cosine, sine, shared.places.numpy(), shared.mask, shared.lanes, shared.reach)
 
 
 class LeanLayer:
     """Reads the weights of a packed layer; the layer itself stays as it is."""
 
     def __init__(self, layer: Any) -> None:
+        from foreword.model.kernels import between  # noqa: PLC0415  Numba is optional
+
+        self.between = between
         attention, mlp = layer.self_attn, layer.mlp
         self.width: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.qkv, self.out = attention.q_proj.fusion.linear, attention.o_proj
         self.gate_up, self.down = mlp.gate_proj.fusion.linear, mlp.down_proj
-        self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
-        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.before_attention, self.before_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self.q_norm, self.head_epsilon = _norm(getattr(attention, "q_norm", None))
+        self.k_norm, _ = _norm(getattr(attention, "k_norm", None))
         self.q_size: int = attention.q_proj.columns.stop
-        self.k_size: int = attention.k_proj.columns.stop - self.q_size
 
-    def __call__(self, hidden: Tensor, turn: tuple[Tensor, Tensor], view: Pass, places: Tensor) -> Tensor:
-        """Rows [b, n, H] through the layer. `turn` are cosines and signed sines, `places` those of (b, n, head)."""
-        query = self._attend(self.qkv(_normed(self.before_attention, hidden)), turn, view, places)
-        hidden = self.out(query).add_(hidden)
-        gate, up = self.gate_up(_normed(self.before_mlp, hidden)).chunk(2, dim=-1)
-        return self.down(silu(gate).mul_(up)).add_(hidden)
+    def __call__(self, hidden: Tensor, rows: LeanRows, keys: Tensor, values: Tensor) -> Tensor:
+        """Rows [b, n, H] through the layer; `keys` and `values` are its own cache."""
+        flat = hidden.flatten(0, 1)
+        ready = torch.empty_like(flat)
+        self.between.normed(flat.numpy(), *self.before_attention, ready.numpy())
+        mixed = self._attend(self.qkv(ready), rows, keys, values, hidden.shape[0])
+        own = self.out(mixed)
+        self.between.added_and_normed(own.numpy(), flat.numpy(), *self.before_mlp, ready.numpy())
+        both = self.gate_up(ready)
+        gated = both.new_empty(both.shape[0], both.shape[1] // 2)
+        self.between.gated(both.numpy(), gated.numpy())
+        return self.down(gated).add_(own).view(hidden.shape)
 
-    def _attend(self, qkv: Tensor, turn: tuple[Tensor, Tensor], view: Pass, places: Tensor) -> Tensor:
-        batch, rows, _ = qkv.shape
-        both = qkv[..., : self.q_size + self.k_size].view(batch, rows, -1, self.width)
-        heads = self.q_size // self.width
-        if self.q_norm is not None:
-            both = torch.cat([_normed(self.q_norm, both[:, :, :heads]), _normed(self.k_norm, both[:, :, heads:])], dim=2)
-        turned = torch.addcmul(both * turn[0], both.roll(self.width // 2, dims=-1), turn[1])
-        assert view.keys is not None and view.values is not None and view.lanes is not None
-        store(view.keys, places, turned[:, :, heads:])
-        store(view.values, places, qkv[..., self.q_size + self.k_size :])
-        keys, values = look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
-        query = turned[:, :, :heads].transpose(1, 2).reshape(batch, keys.shape[1], -1, self.width)
-        mixed = scaled_dot_product_attention(query, keys, values, attn_mask=view.mask, scale=self.scaling)
-        return mixed.view(batch, heads, rows, self.width).transpose(1, 2).reshape(batch, rows, self.q_size)
+    def _attend(self, qkv: Tensor, rows: LeanRows, keys: Tensor, values: Tensor, batch: int) -> Tensor:
+        heads, count = keys.shape[1], qkv.shape[0] // batch
+        query = qkv.new_empty(batch, heads, self.q_size // self.width // heads * count, self.width)
+        self.between.turned_and_stored(
+            qkv.numpy(), rows.cosine, rows.sine, self.q_norm, self.k_norm, self.head_epsilon, rows.places,
+            keys.view(-1, self.width).numpy(), values.view(-1, self.width).numpy(), query.numpy(),
+        )  # fmt: skip
+        seen = look(keys, rows.lanes, rows.reach), look(values, rows.lanes, rows.reach)
+        mixed = scaled_dot_product_attention(query, *seen, attn_mask=rows.mask, scale=self.scaling)
+        return mixed.view(batch, -1, count, self.width).transpose(1, 2).reshape(-1, self.q_size)
 
 
 def lean_layers(layers: nn.ModuleList) -> list[LeanLayer] | None:
     """The layers as lean ones, or None where they are not packed layers of the kind that this file knows."""
-    return [LeanLayer(layer) for layer in layers] if all(map(_is_known, layers)) else None
+    if not all(map(_is_known, layers)) or find_spec("numba") is None:
+        return None
+    return [LeanLayer(layer) for layer in layers]
 
 
 def _is_known(layer: Any) -> bool:
@@ -75,17 +105,5 @@ def _is_known(layer: Any) -> bool:
     )
 
 
-def turns(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """For all heads of a row: the cosines, and the sines with the sign that swapping the halves gives them."""
-    half = sine.shape[-1] // 2
-    signed = torch.cat([-sine[..., :half], sine[..., half:]], dim=-1)
-    return cosine.unsqueeze(2), signed.unsqueeze(2)
-
-
-def places_by_row(cache: SlotCache, places: Tensor, batch: int) -> Tensor:
-    """Flat places of (slot, head, row), in the order (slot, row, head) in which a product gives its rows."""
-    return places.view(batch, cache.shape.heads, -1).transpose(1, 2).flatten()
-
-
-def _normed(norm: Any, rows: Tensor) -> Tensor:
-    return rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)
+def _norm(norm: Any) -> tuple[np.ndarray, float]:
+    return (_NO_NORM, 0.0) if norm is None else (norm.weight.detach().numpy(), norm.epsilon)

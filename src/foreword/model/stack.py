@@ -20,7 +20,7 @@ from foreword.core.state import Lanes
 from foreword.model.attention import Pass, has_kernel, mask_of
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.families import Family
-from foreword.model.lean import lean_layers, places_by_row, turns
+from foreword.model.lean import LeanRows, lean_layers
 from foreword.model.pack import unpacked
 
 # Attention reads keys up to a multiple of this, so that shapes repeat from round to round.
@@ -132,14 +132,14 @@ class Stack:
         return Walked(hidden[:, :real], kept, hidden[:, real:] if grafts else None)
 
     def _layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
-        layer, options = self.layers[index], view.options(index)
+        layer = self.layers[index]
         skip = skip or Skip()
         if index not in skip.attention and index not in skip.mlp:
-            if self.lean is not None and view.lean is not None:
-                return self.lean[index](hidden, view.lean.turn, options["foreword_pass"], view.lean.places)
-            return layer(hidden, attention_mask=None, **options)
+            if self.lean is not None and view.lean is not None and view.cache is not None:
+                return self.lean[index](hidden, view.lean, view.cache.keys[index], view.cache.values[index])
+            return layer(hidden, attention_mask=None, **view.options(index))
         if index not in skip.attention:
-            hidden = self.family.attention_half(layer, hidden, **options)
+            hidden = self.family.attention_half(layer, hidden, **view.options(index))
         if index not in skip.mlp:
             hidden = self.family.mlp_half(layer, hidden)
         return hidden
@@ -161,21 +161,11 @@ class Stack:
         masked = not has_kernel(self.cache)
         mask = mask_of(rows.base, rows.sees, reach, groups, hidden.dtype) if masked else None
         shared = Pass(rows.base, rows.sees, mask, lanes=rows.lanes, places=places, reach=reach)
-        lean = None
-        if self.lean is not None:
-            lean = _Lean(turns(*positions), places_by_row(self.cache, places, hidden.shape[0]))
+        lean = LeanRows.of(positions, shared) if self.lean is not None else None
         return _View(positions, rows.position, shared, self.cache, lean)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()
-
-
-@dataclass(frozen=True)
-class _Lean:
-    """What lean layers want to know of the rows."""
-
-    turn: tuple[Tensor, Tensor]
-    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -184,7 +174,7 @@ class _View:
     position: Tensor
     shared: Pass
     cache: SlotCache | None = None
-    lean: _Lean | None = None
+    lean: LeanRows | None = None
 
     def options(self, layer: int) -> dict[str, Any]:
         own = self.shared

@@ -10,6 +10,7 @@ from doubles import random_tree
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.core.state import Lanes
+from foreword.model import lean
 from foreword.model.model import Model
 from foreword.model.pack import pack
 
@@ -79,3 +80,18 @@ def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     close(lean.require_logits(), stock.require_logits())
     assert lean.grafted is not None and stock.grafted is not None
     close(lean.grafted, stock.grafted)
+
+
+@torch.inference_mode()
+def test_without_numba_the_layers_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean, "find_spec", lambda _: None)
+    packed = made("llama")
+    pack(packed)
+    model = Model(packed)
+    model.allocate(1, 80, 20)
+    assert model.layer_stack.lean is None
+    draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))
+    stock = Model(made("llama"))
+    stock.allocate(1, 80, 20)
+    lanes = Lanes.of([0], 0)
+    close(model.score(lanes, draft, Needs()).require_logits(), stock.score(lanes, draft, Needs()).require_logits())

@@ -1,0 +1,193 @@
+"""How tree attention is best cut on this GPU: `python -m foreword.bench.kernels --out F` times a grid of `Tiles`.
+
+Every call of a trial has a cache of its own, as the layers of a model have, so that keys are not all found in the GPU's
+own cache; the calls run as one captured graph. Beside the kernel stands masked attention of torch. A way of cutting
+that does not compile, or answers otherwise than masked attention, is shown as failed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from foreword.bench.report import facts
+from foreword.errors import InputError
+from foreword.model.attention import attend, mask_of
+
+if TYPE_CHECKING:
+    from foreword.model.kernels.tree_attention import Tiles
+
+CACHED_BYTES = 100e6  # caches of one trial together: more than a GPU keeps close
+MOST_CACHES = 64
+REPLAYS = 8
+SHAPES = {"135M": (9, 3, 64), "7B": (32, 8, 128)}
+
+Timer = Callable[[list[Callable[[], Tensor]]], float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sequence's pass: query heads, key heads, their width, rows of the pass, tokens before it."""
+
+    heads: int
+    key_heads: int
+    width: int
+    rows: int
+    context: int
+
+    @property
+    def queries(self) -> int:
+        return self.heads // self.key_heads * self.rows
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Microseconds a call, or why there are none. Without tiles: masked attention of torch."""
+
+    case: Case
+    tiles: Tiles | None
+    microseconds: float | None
+    failure: str = ""
+
+
+class Rig:
+    """What a case calls attention with: as many caches as a trial has calls."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (2, 1, case.key_heads, case.context + case.rows, case.width)
+        count = min(MOST_CACHES, int(CACHED_BYTES / (2 * shape[2] * shape[3] * shape[4] * dtype.itemsize)) + 1)
+        self.case, self.scaling = case, case.width**-0.5
+        self.caches = torch.randn(count, *shape, generator=generator, device=device).to(dtype)
+        self.query = torch.randn(1, case.heads, case.rows, case.width, generator=generator, device=device).to(dtype)
+        self.slots = torch.zeros(1, dtype=torch.long, device=device)
+        self.base = torch.tensor([case.context], device=device)
+        self.sees = torch.ones(1, case.rows, case.rows, dtype=torch.bool, device=device).tril()
+
+    def masked(self) -> list[Callable[[], Tensor]]:
+        groups = self.case.heads // self.case.key_heads
+        mask = mask_of(self.base, self.sees, self.caches.shape[4], groups, self.query.dtype)
+        return [partial(attend, self.query, keys, values, mask, self.scaling) for keys, values in self.caches]
+
+    def by_kernel(self, tiles: Tiles) -> list[Callable[[], Tensor]]:
+        from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
+
+        seen = (self.slots, self.base, self.sees, self.case.context, self.scaling)
+        return [partial(attend_tree, self.query, keys, values, *seen, tiles=tiles) for keys, values in self.caches]
+
+
+def grid(case: Case) -> list[Tiles]:
+    """The default first, then what differs from it in the block, the warps and loads in flight, or the shares."""
+    from foreword.model.kernels.tree_attention import Tiles, tiles_for  # noqa: PLC0415  triton is there only where CUDA is
+
+    default = tiles_for(case.queries, case.context + case.rows, case.key_heads, case.width)
+    blocks = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
+    if default.block_q < 64:
+        blocks += [(default.block_q, 64, 2, 3), (default.block_q, 128, 4, 2), (default.block_q, 32, 4, 3)]
+    else:
+        blocks += [(64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
+    splits = {1, default.splits, 2 * default.splits, -(-default.splits // 2), 4 * default.splits}
+    shares = sorted(count for count in splits if count <= -(-(case.context + case.rows) // 64))
+    return list(dict.fromkeys([default, *(Tiles(*block, count) for block in blocks for count in shares)]))
+
+
+def sweep(case: Case, tiles: list[Tiles], timer: Timer, device: str) -> list[Trial]:
+    """Masked attention, then every way of cutting."""
+    rig = Rig(case, device)
+    masked = rig.masked()
+    expected = masked[0]()
+    return [Trial(case, None, timer(masked)), *(_trial(rig, one, expected, timer) for one in tiles)]
+
+
+def _trial(rig: Rig, tiles: Tiles, expected: Tensor, timer: Timer) -> Trial:
+    from triton.errors import TritonError  # noqa: PLC0415  triton is there only where CUDA is
+
+    calls = rig.by_kernel(tiles)
+    try:
+        off = float((calls[0]() - expected).abs().max())
+        if not off < 0.05:
+            return Trial(rig.case, tiles, None, f"off by {off:.3g}")
+        return Trial(rig.case, tiles, timer(calls))
+    except (TritonError, RuntimeError) as error:
+        return Trial(rig.case, tiles, None, str(error).strip().splitlines()[0])
+
+
+def by_graph(calls: list[Callable[[], Tensor]]) -> float:
+    """Microseconds a call, all of them in one captured graph: the quickest of several replays."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return min(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) * 1e3 / len(calls)
+
+
+def table(trials: list[list[Trial]], best: int) -> Table:
+    """The quickest ways of each case, the default, masked attention, and what failed."""
+    shown = Table("heads", "width", "rows", "context", "tiles", "us", title="tree attention", title_justify="left")
+    for case in trials:
+        masked, default = case[:2]
+        timed = sorted((one for one in case[1:] if one.microseconds is not None), key=lambda one: one.microseconds or 0.0)
+        failed = [one for one in case[1:] if one.failure]
+        for one in dict.fromkeys([masked, default, *timed[:best], *failed]):
+            at = one.case
+            name = "masked" if one is masked else _words(one) + (" (default)" if one is default else "")
+            figure = f"{one.microseconds:.1f}" if one.microseconds is not None else f"failed: {one.failure}"
+            style = "bold" if timed and one is timed[0] else None
+            shown.add_row(
+                f"{at.heads}/{at.key_heads}", f"{at.width}", f"{at.rows}", f"{at.context}", name, figure, style=style
+            )
+        shown.add_section()
+    return shown
+
+
+def _words(trial: Trial) -> str:
+    tiles = trial.tiles
+    assert tiles is not None
+    return f"{tiles.block_q}x{tiles.block_k} {tiles.warps} warps {tiles.stages} stages {tiles.splits} shares"
+
+
+def kernels(
+    out: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
+    shapes: Annotated[str, typer.Option(help="Names among 135M and 7B, separated by commas.")] = "135M,7B",
+    rows: Annotated[str, typer.Option(help="Rows in a pass, separated by commas.")] = "1,16,64",
+    contexts: Annotated[str, typer.Option(help="Tokens before the pass, separated by commas.")] = "512,4096",
+    best: Annotated[int, typer.Option(min=1, help="How many of the quickest to show.")] = 3,
+) -> None:
+    """Time ways of cutting tree attention on this machine's GPU."""
+    if not torch.cuda.is_available():
+        raise InputError("the kernels run on CUDA, and this machine has no CUDA device; run this where there is one")
+    wanted = product(shapes.split(","), rows.split(","), contexts.split(","))
+    cases = [Case(*SHAPES[name], int(row), int(context)) for name, row, context in wanted]
+    trials = [sweep(case, grid(case), by_graph, "cuda") for case in cases]
+    Console(width=None if Console().is_terminal else 160).print(table(trials, best))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        about = facts(gpu=torch.cuda.get_device_name())
+        about["command"] = f"python -m foreword.bench.kernels --shapes {shapes} --rows {rows} --contexts {contexts}"
+        content = {"about": about, "trials": [asdict(trial) for case in trials for trial in case]}
+        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(kernels)

@@ -1,0 +1,328 @@
+"""How to cut the products of a decoding pass: `python -m foreword.bench.linears --out F`, on a CUDA device.
+
+Times a grid of `Tiles` for every product of two models at 1, 16 and 64 rows, beside torch's own linear. A graph runs over
+copies of the weights that no cache can hold, as a pass over a model does. Worker processes compile ahead, each into
+Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `model/kernels/linear.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from foreword.bench.report import facts
+from foreword.errors import InputError
+from foreword.model.kernels import overlap
+from foreword.model.kernels.linear import BUCKETS, PROGRAMS, Tiles, few_rows_linear, tiles_for
+
+ROWS = (1, 16, 64)
+READ_PER_GRAPH = 256 * 2**20  # bytes: several times the L2 cache
+LEAST_LAUNCHES = 20
+WORKERS = 14
+
+
+@dataclass(frozen=True)
+class Product:
+    model: str
+    name: str
+    n: int
+    k: int
+    normed: bool = False
+    added: bool = False
+    gated: bool = False
+
+    @property
+    def weights(self) -> int:
+        return (2 if self.gated else 1) * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Trial:
+    product: Product
+    rows: int
+    tiles: Tiles
+    overlap: bool = True
+
+
+PRODUCTS = (
+    Product("135M", "qkv", 960, 576, normed=True),
+    Product("135M", "o", 576, 576, added=True),
+    Product("135M", "gate_up", 1536, 576, normed=True, gated=True),
+    Product("135M", "down", 576, 1536, added=True),
+    Product("135M", "head", 49152, 576, normed=True),
+    Product("7.2B", "qkv", 6144, 4096, normed=True),
+    Product("7.2B", "o", 4096, 4096, added=True),
+    Product("7.2B", "gate_up", 14336, 4096, normed=True, gated=True),
+    Product("7.2B", "down", 4096, 14336, added=True),
+    Product("7.2B", "head", 32000, 4096, normed=True),
+)
+
+# (block_m, block_n, block_k, warps, stages). Where a product is gated, a program has as many columns of gate and of up.
+_ONE_ROW_LONG = [
+    (1, 4, 1024, 4, 1), (1, 8, 512, 4, 1), (1, 8, 1024, 4, 1), (1, 8, 1024, 8, 1), (1, 16, 512, 4, 1), (1, 16, 512, 8, 1),
+    (1, 8, 1024, 4, 3), (1, 8, 512, 4, 4), (1, 16, 256, 4, 4), (1, 4, 2048, 8, 2), (16, 16, 256, 4, 5), (16, 32, 128, 4, 6),
+]  # fmt: skip
+_FEW_ROWS = {
+    ("small", 16): [
+        (16, 8, 128, 4, 5), (16, 16, 64, 4, 6), (16, 16, 128, 2, 5), (16, 16, 128, 4, 5), (16, 16, 256, 4, 4),
+        (16, 32, 128, 4, 5), (16, 32, 64, 2, 6), (16, 32, 256, 4, 3),
+    ],
+    ("small", 64): [
+        (16, 16, 128, 4, 5), (32, 16, 128, 4, 5), (32, 16, 64, 4, 6), (32, 32, 128, 4, 5), (64, 16, 64, 4, 6),
+        (64, 16, 128, 4, 4), (64, 32, 64, 4, 6), (64, 32, 128, 4, 4), (16, 32, 256, 4, 3),
+    ],
+    ("large", 16): [
+        (16, 16, 256, 4, 5), (16, 32, 128, 4, 6), (16, 32, 256, 4, 4), (16, 64, 64, 4, 6), (16, 64, 128, 4, 5),
+        (16, 64, 128, 8, 5), (16, 128, 64, 4, 5), (16, 128, 128, 8, 4),
+    ],
+    ("large", 64): [
+        (64, 32, 128, 4, 6), (64, 64, 64, 4, 6), (64, 64, 128, 4, 4), (64, 64, 128, 8, 4), (64, 128, 64, 4, 4),
+        (64, 128, 64, 8, 5), (64, 128, 128, 8, 3), (64, 256, 64, 8, 4),
+    ],
+}  # fmt: skip
+
+
+def grid(product: Product, rows: int) -> list[Tiles]:
+    """What is worth a try, the default first."""
+    first = tiles_for(rows, product.n, product.k, product.gated)
+    return list(dict.fromkeys([first, *_candidates(product, rows)]))
+
+
+def _candidates(product: Product, rows: int) -> Iterator[Tiles]:
+    small = product.n * product.k <= 2**22
+    if rows == 1 and product.k <= 2048:
+        whole = 1 << (product.k - 1).bit_length()
+        yield from (Tiles(1, width, whole, warps, 1) for width in (2, 4, 8, 16) for warps in (2, 4))
+        yield from (Tiles(1, 4, 256, 4, 3), Tiles(16, 16, 128, 4, 5))
+        return
+    sizes = _ONE_ROW_LONG if rows == 1 else _FEW_ROWS["small" if small else "large", rows]
+    for m, n, k, warps, stages in sizes:
+        if product.gated and n >= 16:
+            n //= 2
+        yield Tiles(m, n, k, warps, stages)
+        splits = min(8, PROGRAMS // math.ceil(product.n / n), product.k // 512)
+        if m > 1 and splits > 1 and not product.gated:
+            yield Tiles(m, n, k, warps, stages, splits=1 << (splits.bit_length() - 1))
+
+
+class Given:
+    """Random inputs of a product on the device, with as many copies of the weights as `memory` holds."""
+
+    def __init__(self, product: Product, rows: int, memory: Tensor) -> None:
+        n, k = product.n, product.k
+        self.product = product
+        self.rows = torch.randn(rows, k, device="cuda").bfloat16()
+        self.norm = (torch.rand(k, device="cuda").bfloat16() + 0.5, 1e-5) if product.normed else None
+        self.residual = torch.randn(rows, n, device="cuda").bfloat16() if product.added else None
+        copies = max(1, min(memory.numel() // product.weights, math.ceil(READ_PER_GRAPH / (2 * product.weights))))
+        shape = (2 * n if product.gated else n, k)
+        self.weights = [memory[i * product.weights : (i + 1) * product.weights].view(shape) for i in range(copies)]
+
+    def ours(self, tiles: Tiles) -> Callable[[Tensor], Tensor]:
+        options: dict[str, Any] = {"norm": self.norm, "residual": self.residual, "gated": self.product.gated}
+        return lambda weight: few_rows_linear(self.rows, weight, tiles=tiles, **options)
+
+    def exact(self, weight: Tensor) -> Tensor:
+        rows = self.rows.float()
+        if self.norm is not None:
+            rows = rms_norm(rows, rows.shape[-1:], self.norm[0].float(), self.norm[1])
+        out = linear(rows, weight.float())
+        if self.product.gated:
+            gate, up = out.chunk(2, dim=-1)
+            out = silu(gate) * up
+        return out if self.residual is None else out + self.residual.float()
+
+
+def drawn(count: int) -> Tensor:
+    """Random weights, small enough that no product of theirs overflows."""
+    return torch.randn(count, device="cuda", dtype=torch.bfloat16).mul_(0.05)
+
+
+def compile_ahead(trial: Trial) -> str | None:
+    """In a worker: run a trial once, which leaves its kernels in Triton's cache. What was wrong with it, if anything."""
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        overlap.ENABLED = trial.overlap
+        given = Given(trial.product, trial.rows, drawn(trial.product.weights))
+        found, exact = given.ours(trial.tiles)(given.weights[0]).float(), given.exact(given.weights[0])
+        error = ((found - exact).norm() / exact.norm()).item()
+        return None if error < 1e-2 else f"off by {error:.1e}"
+    except Exception as problem:  # a trial that cannot run is one of the results
+        return f"{type(problem).__name__}: {str(problem).splitlines()[0][:150] if str(problem) else ''}"
+
+
+def microseconds(product: Callable[[Tensor], Tensor], weights: list[Tensor], same_bits: bool = True) -> float:
+    """Of one launch in a graph that goes round all weights. With `same_bits` a replay must give those of a plain call."""
+    order = list(islice(cycle(weights), max(LEAST_LAUNCHES, len(weights))))
+    expected = product(order[-1])
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for weight in order:
+            last = product(weight)
+    times = [_replayed(graph) for _ in range(7)][2:]
+    if same_bits and not torch.equal(last, expected):
+        raise ArithmeticError("a replay gave other bits than a plain call")
+    return median(times) * 1e3 / len(order)
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+@dataclass
+class Result:
+    trial: Trial
+    us: float | None = None
+    failed: str | None = None
+
+    @property
+    def speed(self) -> float:
+        """TB/s of weights."""
+        return 2 * self.trial.product.weights / self.us / 1e6 if self.us else 0.0
+
+
+def timed(trials: list[Trial], problems: list[str | None], memory: Tensor) -> list[Result]:
+    results = []
+    for trial, problem in zip(trials, problems, strict=True):
+        result = Result(trial, failed=problem)
+        if problem is None:
+            overlap.ENABLED = trial.overlap
+            given = Given(trial.product, trial.rows, memory)
+            try:
+                result.us = microseconds(given.ours(trial.tiles), given.weights)
+            except (RuntimeError, ArithmeticError) as failure:
+                result.failed = str(failure).splitlines()[0]
+        results.append(result)
+    overlap.ENABLED = True
+    return results
+
+
+def best(results: list[Result]) -> dict[tuple[Product, int], Result]:
+    """The quickest of every product and row count, in the order of the results."""
+    found: dict[tuple[Product, int], Result] = {}
+    for result in (result for result in results if result.us):
+        asked = result.trial.product, result.trial.rows
+        found[asked] = min(found.get(asked, result), result, key=lambda one: one.us or math.inf)
+    return found
+
+
+def second_look(winners: dict[tuple[Product, int], Result]) -> list[Trial]:
+    """The best cuts again, without the early start, and without the norm: what these two bring and cost."""
+    trials = [replace(winner.trial, overlap=False) for winner in winners.values()]
+    normed = [winner.trial for winner in winners.values() if winner.trial.product.normed]
+    return trials + [replace(trial, product=replace(trial.product, normed=False)) for trial in normed]
+
+
+def table(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product, int], float], looks: list[Result]) -> Table:
+    found = Table("model", "product", "rows", "us", "TB/s", "torch us", "no overlap", "no norm", "tiles", title="linears")
+    for (product, rows), winner in winners.items():
+        plain = [r.us for r in looks if r.trial == replace(winner.trial, overlap=False)]
+        bare = [r.us for r in looks if product.normed and r.trial.product == replace(product, normed=False)
+                and r.trial.rows == rows]  # fmt: skip
+        tiles = ",".join(str(size) for size in asdict(winner.trial.tiles).values())
+        others = [f"{us[0]:.2f}" if us and us[0] else "-" for us in (plain, bare)]
+        figures = f"{winner.us:.2f}", f"{winner.speed:.2f}", f"{stock[product, rows]:.2f}"
+        found.add_row(product.model, product.name, str(rows), *figures, *others, tiles)
+    return found
+
+
+def layers(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product, int], float]) -> str:
+    """The products of one decoder layer together."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for (product, rows), winner in winners.items():
+        if product.name != "head":
+            found.setdefault((product.model, rows), []).append((winner.us or 0.0, stock[product, rows]))
+    return "\n".join(
+        f"{model}, {rows} rows, {len(times)} products of a layer: {sum(ours for ours, _ in times):.1f} us, "
+        f"torch {sum(theirs for _, theirs in times):.1f} us"
+        for (model, rows), times in sorted(found.items())
+    )
+
+
+def tuned(winners: dict[tuple[Product, int], Result]) -> str:
+    return "\n".join(
+        f"    ({next(size for size in BUCKETS if rows <= size)}, {product.n}, {product.k}, {product.gated}): "
+        f"{winner.trial.tiles},"
+        for (product, rows), winner in winners.items()
+    )
+
+
+def linears(
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")],
+    only: Annotated[str, typer.Option(help="Only products whose model and name, as in '7.2B down', contain this.")] = "",
+) -> None:
+    """Sweep how products of few rows are cut, and time torch's own beside them."""
+    if not torch.cuda.is_available():
+        raise InputError("the sweep times kernels on a CUDA device, and there is none; run it on a machine that has one")
+    products = [product for product in PRODUCTS if only in f"{product.model} {product.name}"]
+    trials = [Trial(product, rows, tiles) for product in products for rows in ROWS for tiles in grid(product, rows)]
+    workers = min(WORKERS, max(1, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        problems = list(pool.map(compile_ahead, trials))
+        memory = drawn(max(READ_PER_GRAPH, *(2 * product.weights for product in products)))
+        results = timed(trials, problems, memory)
+        winners = best(results)
+        write(out, results)
+        again = second_look(winners)
+        looks = timed(again, list(pool.map(compile_ahead, again)), memory)
+    stock = {(product, rows): stock_microseconds(product, rows, memory) for product, rows in winners}
+    write(out, results + looks, [{**asdict(p), "rows": r, "us": us} for (p, r), us in stock.items()])
+    report(winners, stock, results, looks)
+
+
+def report(
+    winners: dict[tuple[Product, int], Result],
+    stock: dict[tuple[Product, int], float],
+    results: list[Result],
+    looks: list[Result],
+) -> None:
+    """On the console, what matters most last."""
+    console = Console(width=150)
+    console.print(table(winners, stock, looks))
+    print(layers(winners, stock))
+    failed = [result for result in results + looks if result.failed]
+    for result in failed:
+        console.print(f"failed: {result.trial.product.model} {result.trial.product.name} {result.trial.rows} rows, "
+                      f"{result.trial.tiles}, overlap {result.trial.overlap}: {result.failed}", markup=False)  # fmt: skip
+    console.print(f"{len(results + looks)} trials, {len(failed)} failed")
+    print(tuned(winners))
+
+
+def stock_microseconds(product: Product, rows: int, memory: Tensor) -> float:
+    """The product alone, by torch."""
+    given = Given(product, rows, memory)
+    return microseconds(lambda weight: linear(given.rows, weight), given.weights, same_bits=False)
+
+
+def write(out: Path, results: list[Result], stock: list[dict[str, Any]] | None = None) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    about = facts(device=torch.cuda.get_device_name(), dtype="bfloat16")
+    about["command"] = "python -m foreword.bench.linears"
+    content = {"about": about, "results": [{**asdict(r), "tb_per_s": r.speed} for r in results], "torch": stock or []}
+    out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(linears)

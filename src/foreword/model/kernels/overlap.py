@@ -1,0 +1,53 @@
+"""Kernels that start while the one before them still runs (programmatic dependent launch, Hopper and later).
+
+A small kernel spends more time on starting, and on its first bytes from memory, than on its work. Launched this way it
+starts early, asks for weights, and then waits. Whoever takes part says `let_next_start` first, and `wait_for_previous`
+before it reads what another kernel wrote and before it writes anything. Each must wait, also for the sake of those after
+it: that a kernel is done is how the next one knows that all kernels before are done too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ENABLED = True  # the sweep turns it off to see what it brings
+
+SECTOR = tl.constexpr(32)  # bytes that one request brings into the L2 cache
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels on this device are launched early. Pass it as EARLY, and `launch_pdl=True` with it."""
+    return ENABLED and device.type == "cuda" and _is_capable(device)
+
+
+@cache
+def _is_capable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def let_next_start() -> None:
+    gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous() -> None:
+    gdc_wait()
+
+
+@triton.jit
+def fetch(lines, COUNT: tl.constexpr) -> None:
+    """Bring the first COUNT numbers behind each pointer of `lines` [n] into the L2 cache; they may still change."""
+    if COUNT > 0:
+        per_sector: tl.constexpr = SECTOR * 8 // lines.dtype.element_ty.primitive_bitwidth
+        sectors: tl.constexpr = (COUNT + per_sector - 1) // per_sector
+        away = tl.minimum(tl.arange(0, triton.next_power_of_2(sectors)), sectors - 1) * per_sector
+        address = (lines[:, None] + away[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -1,0 +1,107 @@
+"""Between the q/k/v product and attention, in one kernel: norms on q and k, rotary positions, rows into the cache.
+
+In: the product's rows as they came out, cosines and sines of their positions, and their places in the cache. Out: the
+queries, turned; keys, turned, and values are in the cache. A program takes one head of one row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.model.kernels.overlap import let_next_start, overlaps, wait_for_previous
+
+
+@triton.jit
+def _turn(
+    qkv, cosine, sine, keys, values, places, q_norm, k_norm, out, rows, q_epsilon, k_epsilon,
+    c_batch, c_row, s_batch, s_row,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """Halves of a head are `low` and `high`: low cos - high sin, high cos + low sin."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    line, head = tl.program_id(0), tl.program_id(1)
+    lane, row = line // rows, line % rows
+    # Heads are a multiple of key heads. Queries have no place, but asking later would make the others wait.
+    place = tl.load(places + (lane * KEY_HEADS + head % KEY_HEADS) * rows + row)
+    at = tl.arange(0, BLOCK)
+    here = at < HALF
+    source = qkv + (line.to(tl.int64) * (HEADS + 2 * KEY_HEADS) + head) * (2 * HALF) + at
+    low = tl.load(source, mask=here, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=here, other=0.0).to(tl.float32)
+    if Q_NORMED:  # noqa: SIM102  decided when the kernel is compiled
+        if head < HEADS:
+            low, high = _normed(low, high, q_norm, q_epsilon, at, here, HALF)
+    if K_NORMED:  # noqa: SIM102
+        if (head >= HEADS) & (head < HEADS + KEY_HEADS):
+            low, high = _normed(low, high, k_norm, k_epsilon, at, here, HALF)
+    if head < HEADS + KEY_HEADS:
+        cos = cosine + lane * c_batch + row * c_row + at
+        sin = sine + lane * s_batch + row * s_row + at
+        turned = low * tl.load(cos, mask=here, other=0.0).to(tl.float32)
+        turned -= high * tl.load(sin, mask=here, other=0.0).to(tl.float32)
+        high = high * tl.load(cos + HALF, mask=here, other=0.0).to(tl.float32)
+        high += low * tl.load(sin + HALF, mask=here, other=0.0).to(tl.float32)
+        low = turned
+    if head < HEADS:
+        _put(out, line.to(tl.int64) * HEADS + head, low, high, at, here, HALF)
+    elif head < HEADS + KEY_HEADS:
+        _put(keys, place, low, high, at, here, HALF)
+    else:
+        _put(values, place, low, high, at, here, HALF)
+
+
+@triton.jit
+def _normed(low, high, weight, epsilon, at, here, HALF: tl.constexpr):
+    scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF) + epsilon)
+    low = low * scale * tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
+    high = high * scale * tl.load(weight + HALF + at, mask=here, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _put(goal, place, low, high, at, here, HALF: tl.constexpr) -> None:
+    goal += place * (2 * HALF) + at
+    tl.store(goal, low.to(goal.dtype.element_ty), mask=here)
+    tl.store(goal + HALF, high.to(goal.dtype.element_ty), mask=here)
+
+
+def turn_and_store(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    q_norm: tuple[Tensor, float] | None = None,
+    k_norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """qkv [b, n, (heads + 2 key heads) * width] to queries [b, heads, n, width], and keys and values to the cache.
+
+    `cosine` and `sine` are [b or 1, n, width]; the cache's `keys` and `values` [B, key heads, rows, width]; `places`
+    [b * key heads * n] those of `SlotCache.places`; a norm is the weight [width] and the epsilon of an RMSNorm per head.
+    """
+    batch, rows, size = qkv.shape
+    key_heads, width = keys.shape[1], keys.shape[3]
+    heads = size // width - 2 * key_heads
+    assert keys.is_contiguous() and values.is_contiguous() and places.shape[0] == batch * key_heads * rows
+    cosine, sine = cosine.expand(batch, rows, width), sine.expand(batch, rows, width)
+    assert cosine.stride(2) == 1 and sine.stride(2) == 1
+    out = torch.empty(batch, rows, heads, width, dtype=qkv.dtype, device=qkv.device)
+    (q_weight, q_epsilon), (k_weight, k_epsilon) = q_norm or (out, 0.0), k_norm or (out, 0.0)
+    early = overlaps(qkv.device)
+    options: dict[str, Any] = {"num_warps": 1} | ({"launch_pdl": True} if early else {})
+    _turn[(batch * rows, heads + 2 * key_heads)](
+        qkv.contiguous(), cosine, sine, keys, values, places, q_weight, k_weight, out, rows, q_epsilon, k_epsilon,
+        *cosine.stride()[:2], *sine.stride()[:2],
+        HEADS=heads, KEY_HEADS=key_heads, HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2),
+        Q_NORMED=q_norm is not None, K_NORMED=k_norm is not None, EARLY=early, **options,
+    )  # fmt: skip
+    return out.transpose(1, 2)

@@ -1,0 +1,204 @@
+"""Tree attention as a Triton kernel, for CUDA: the keys are split over programs, and the tree's few rows come with them.
+
+Masked attention of torch builds a mask over every key and reads it in every layer. Here a program takes one key head of one
+sequence, a block of the queries that share it, and its share of the keys; it looks at `sees` only where that share reaches
+the scratch rows, and stops at the sequence's own length. A second kernel joins the shares, where there are several.
+The reference is `attention.attend`; tests hold the two together, on the CPU through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 132  # as many programs as keep a large GPU busy: one on each of its multiprocessors
+LEAST_KEYS = 192  # what a program should have to do before it is worth a join, for a full block of queries
+LOG2E = math.log2(math.e)  # the hardware's exponential is that of 2
+LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of two infinities is not a number
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the work is cut: queries and keys that a program takes at a time, its warps, loads in flight, shares of keys."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    splits: int
+
+
+def tiles_for(queries: int, keys: int, units: int, width: int, item: int = 2) -> Tiles:
+    """For `queries` that share a key head and up to `keys` keys, in `units` (sequences x key heads), `item` bytes a number.
+
+    Every share but one costs its partial results, written and read again in float32: many queries get few, long shares.
+    """
+    block_q = min(max(16, triton.next_power_of_2(queries)), 64)
+    block_k = 64 if width * item <= 256 else 32
+    least = 64 if block_q < 64 else LEAST_KEYS
+    wanted = min(PROGRAMS // (units * triton.cdiv(queries, block_q)), triton.cdiv(keys, least))
+    blocks = triton.cdiv(keys, block_k)
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, max(wanted, 1)))  # no share is left without a block
+    return Tiles(block_q, block_k, 4 if width * item <= 256 else 8, 3 if block_q < 64 or width * item <= 128 else 2, splits)
+
+
+@triton.jit
+def _fold(
+    best, total, mixed, q, k, v, open_, inner, factor, MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """A block of keys into the running softmax: the best score so far, the weights' sum and the weighted values."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if CAPPED:
+        score = 1.0 - 2.0 / (1.0 + tl.exp2(score * inner))  # tanh
+    if MASKED:
+        score = tl.where(open_, score, float("-inf"))
+    peak = tl.maximum(best, tl.max(score, 1) * factor)
+    fade = tl.exp2(best - peak)
+    chance = tl.exp2(score * factor - peak[:, None])
+    total = total * fade + tl.sum(chance, 1)
+    mixed = mixed * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision=PRECISION)
+    return peak, total, mixed
+
+
+@triton.jit
+def _open(sees, real, row, away, nearest, scratch, s_row, s_column, WINDOW: tl.constexpr):
+    """Which of a block's keys each query sees, where the block reaches the scratch; `away` counts from its first row."""
+    in_tree = real[:, None] & ((away >= 0) & (away < scratch))[None, :]
+    seen = tl.load(sees + row[:, None] * s_row + away[None, :] * s_column, mask=in_tree, other=0) != 0
+    prefix = (away < 0)[None, :]
+    if WINDOW > 0:
+        prefix = prefix & (away[None, :] >= nearest[:, None])
+    return seen | prefix
+
+
+@triton.jit(do_not_specialize=["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "heads", "queries", "splits"])
+def _attend(
+    query, keys, values, slots, base, sees, depth, out, weights, inner, factor,
+    q_batch, q_head, q_row, c_slot, c_head, c_row, s_batch, s_row, s_column, d_batch, o_split, o_batch, o_row, o_head,
+    rows, scratch, heads, queries, splits,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of one block of queries over one share of the keys, with its log-weight where shares are joined."""
+    head, split = tl.program_id(0) % heads, tl.program_id(2)
+    lane = (tl.program_id(0) // heads).to(tl.int64)
+    slot = tl.load(slots + lane)
+    length = tl.load(base + lane).to(tl.int32)
+    at = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    group, row = at // rows, at % rows
+    real = at < queries
+    wide, block = tl.arange(0, WIDTH), tl.arange(0, BLOCK_K)
+    q_at = (head * GROUPS + group) * q_head + row * q_row
+    q = tl.load(query + lane * q_batch + q_at[:, None] + wide[None, :], mask=real[:, None], other=0.0)
+
+    origin = 0
+    nearest = row
+    if WINDOW > 0:  # nobody sees what lies before the root's window, and a deeper row's begins later
+        origin = tl.maximum(length - WINDOW + 1, 0)
+        nearest = tl.load(depth + lane * d_batch + row) - (WINDOW - 1)
+    share = tl.cdiv(tl.cdiv(length + scratch - origin, splits), BLOCK_K) * BLOCK_K
+    first = origin + split * share
+    stop = tl.minimum(first + share, length + scratch)
+    unmasked = first + tl.maximum(tl.minimum(stop, length) - first, 0) // BLOCK_K * BLOCK_K
+
+    best = tl.full([BLOCK_Q], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    mixed = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
+    tile = block[:, None] * c_row + wide[None, :]
+    key_at, value_at = keys + slot * c_slot + head * c_head, values + slot * c_slot + head * c_head
+    for start in range(first, unmasked, BLOCK_K):
+        k = tl.load(key_at + start * c_row + tile)
+        v = tl.load(value_at + start * c_row + tile)
+        open_ = (start + block - length)[None, :] >= nearest[:, None]
+        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, WINDOW > 0, CAPPED, PRECISION)
+    for start in range(unmasked, stop, BLOCK_K):
+        here = (start + block < stop)[:, None]
+        k = tl.load(key_at + start * c_row + tile, mask=here, other=0.0)
+        v = tl.load(value_at + start * c_row + tile, mask=here, other=0.0)
+        open_ = _open(
+            sees + lane * s_batch, real, row, start + block - length, nearest, stop - length, s_row, s_column, WINDOW
+        )
+        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, True, CAPPED, PRECISION)
+
+    filled = tl.maximum(total, 1e-37)  # a row that sees nothing here has no weight, and no division by zero
+    place = split.to(tl.int64) * o_split + lane * o_batch + row * o_row + (head * GROUPS + group) * o_head
+    tl.store(out + place[:, None] + wide[None, :], mixed / filled[:, None], mask=real[:, None])
+    if JOINED:
+        tl.store(weights + place // WIDTH, best + tl.log2(filled), mask=real)
+
+
+@triton.jit(do_not_specialize=["answers", "splits"])
+def _join(parts, weights, out, answers, splits, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    """One row of the result: its shares, each counting as much as it holds of the softmax."""
+    answer = tl.program_id(0).to(tl.int64)
+    split, wide = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    here = split < splits
+    place = split * answers + answer
+    pieces = tl.load(parts + place[:, None] * WIDTH + wide[None, :], mask=here[:, None], other=0.0)
+    log = tl.load(weights + place, mask=here, other=float("-inf"))
+    share = tl.exp2(log - tl.max(log, 0))
+    tl.store(out + answer * WIDTH + wide, tl.sum(pieces * share[:, None], 0) / tl.sum(share, 0))
+
+
+def attend_tree(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    base: Tensor,
+    sees: Tensor,
+    span: int,
+    scaling: float,
+    depth: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """query [b, heads, n, width] over the cache's keys and values [B, key heads, rows, width]: [b, n, heads, width].
+
+    `base` [b] counts each slot's committed rows, at most `span`; `sees` [b or 1, n, m] is over the m scratch rows behind.
+    With a `window`, a row sees the last `window` positions only, its own among them: `depth` [b or 1, n] places the rows
+    behind `base`, and `sees` must already be closed where scratch rows lie outside. `softcap` bounds the scores.
+    """
+    batch, all_heads, rows, width = query.shape
+    heads, scratch = keys.shape[1], sees.shape[2]
+    groups = all_heads // heads
+    reach = (min(span, window) if window else span) + scratch
+    tiles = tiles or tiles_for(groups * rows, reach, batch * heads, width, query.element_size())
+    out = torch.empty(batch, rows, all_heads, width, dtype=query.dtype, device=query.device)
+    joined = tiles.splits > 1
+    parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
+    weights = torch.empty(parts.shape[:-1], dtype=torch.float32, device=query.device) if joined else out
+    placed = slots if depth is None else depth
+    inner, factor = (2 * LOG2E * scaling / softcap, LOG2E * softcap) if softcap else (0.0, LOG2E * scaling)
+    _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
+        query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, weights, inner, factor,
+        *query.stride()[:3], *keys.stride()[:3], _per_lane(sees), *sees.stride()[1:], _per_lane(placed), *parts.stride()[:4],
+        rows, scratch, heads, groups * rows, tiles.splits,
+        WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, WINDOW=window, CAPPED=softcap > 0,
+        JOINED=joined, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    if joined:
+        answers, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
+        _join[(answers,)](
+            parts,
+            weights,
+            out,
+            answers,
+            tiles.splits,
+            WIDTH=width,
+            SPLITS=power,
+            num_warps=1 if power * width <= 2048 else 4,
+        )
+    return out
+
+
+def _per_lane(tensor: Tensor) -> int:
+    """The stride from one sequence to the next; 0 where all share one."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else 0

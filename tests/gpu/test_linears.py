@@ -1,0 +1,113 @@
+"""Products of few rows, and what lies between them, on CUDA: real shapes, captured, the same bits every time."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+SHAPES = [
+    (960, 576, "norm"), (576, 576, "residual"), (1536, 576, "gated"), (576, 1536, "residual"), (49152, 576, "norm"),
+    (6144, 4096, "norm"), (4096, 4096, "residual"), (14336, 4096, "gated"), (4096, 14336, "residual"), (1152, 896, "bias"),
+]  # fmt: skip
+CASES = [(*shape, torch.bfloat16) for shape in SHAPES]
+CASES += [(*shape, dtype) for shape in SHAPES[:4] for dtype in (torch.float16, torch.float32)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 100])
+@pytest.mark.parametrize(("n", "k", "kind", "dtype"), CASES)
+def test_products_at_real_shapes(n: int, k: int, kind: str, rows: int, dtype: torch.dtype) -> None:
+    from foreword.model.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
+
+    gated = kind == "gated"
+    x, weight = drawn(rows, k, dtype=dtype), drawn(2 * n if gated else n, k, dtype=dtype, seed=1) * k**-0.5
+    norm = (drawn(k, dtype=dtype, seed=2), 1e-5) if kind in ("norm", "gated") else None
+    residual = drawn(rows, n, dtype=dtype, seed=3) if kind == "residual" else None
+    bias = drawn(n, dtype=dtype, seed=4) if kind == "bias" else None
+
+    found = [few_rows_linear(x, weight, bias, norm=norm, residual=residual, gated=gated) for _ in range(3)]
+
+    wide = x.double() if norm is None else rms_norm(x.double(), (k,), norm[0].double(), norm[1])
+    exact = linear(wide, weight.double(), None if bias is None else bias.double())
+    if gated:
+        exact = silu(exact.chunk(2, dim=-1)[0]) * exact.chunk(2, dim=-1)[1]
+    exact = exact if residual is None else exact + residual.double()
+    assert error(found[0], exact) < TOLERANCE[dtype]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), (4096, 14336)])
+def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> None:
+    """Every product reads what the one before wrote: a kernel that starts early and does not wait gives other numbers."""
+    from foreword.model.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
+
+    weights = [
+        (drawn(2 * mlp, hidden, dtype=torch.bfloat16, seed=i) / hidden**0.5,
+         drawn(hidden, mlp, dtype=torch.bfloat16, seed=i + 9) / mlp**0.5)
+        for i in range(6)
+    ]  # fmt: skip
+    norm = (drawn(hidden, dtype=torch.bfloat16, seed=5), 1e-5)
+    start = drawn(rows, hidden, dtype=torch.bfloat16)
+
+    def chain(x: Tensor, wait: bool) -> Tensor:
+        for up, down in weights:
+            x = few_rows_linear(few_rows_linear(x, up, norm=norm, gated=True), down, residual=x)
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    expected = chain(start, wait=True)
+    graph, given = torch.cuda.CUDAGraph(), start.clone()
+    with torch.cuda.graph(graph):
+        last = chain(given, wait=False)
+    for _ in range(20):
+        last.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(last, expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "batch", "rows"), [(9, 3, 64, 1, 1), (32, 8, 128, 1, 64), (9, 3, 64, 3, 17)]
+)
+def test_rotation_and_cache(
+    heads: int, key_heads: int, width: int, batch: int, rows: int, normed: bool, dtype: torch.dtype
+) -> None:
+    from foreword.model.kernels.rotary import turn_and_store  # noqa: PLC0415  needs triton
+
+    qkv = drawn(batch, rows, (heads + 2 * key_heads) * width, dtype=dtype)
+    cosine, sine = drawn(batch, rows, width, dtype=dtype, seed=1), drawn(batch, rows, width, dtype=dtype, seed=2)
+    norm = (drawn(width, dtype=dtype, seed=3), 1e-5) if normed else None
+    keys, values = (torch.zeros(batch + 1, key_heads, 128, width, dtype=dtype, device="cuda") for _ in range(2))
+    lane, head, row = torch.meshgrid(
+        *(torch.arange(size, device="cuda") for size in (batch, key_heads, rows)), indexing="ij"
+    )
+    places = ((lane + 1) * key_heads + head) * 128 + row + 40
+
+    query = turn_and_store(qkv, cosine, sine, keys, values, places.flatten(), norm, norm)
+
+    q, k, v = qkv.double().view(batch, rows, -1, width).transpose(1, 2).split([heads, key_heads, key_heads], dim=1)
+    if norm is not None:
+        q, k = (rms_norm(part, (width,), norm[0].double(), norm[1]) for part in (q, k))
+    q, k = (
+        part * cosine.double()[:, None]
+        + torch.cat([-part[..., width // 2 :], part[..., : width // 2]], dim=-1) * sine.double()[:, None]
+        for part in (q, k)
+    )
+    for found, exact in ((query, q), (keys[1:, :, 40 : 40 + rows], k), (values[1:, :, 40 : 40 + rows], v)):
+        assert error(found, exact) < TOLERANCE[dtype]
+    assert not keys[0].any() and not keys[:, :, :40].any() and not values[:, :, 40 + rows :].any()

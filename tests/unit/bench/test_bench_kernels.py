@@ -1,0 +1,65 @@
+"""The sweep over ways of cutting tree attention, on the CPU through Triton's interpreter: what it tries, times and tells."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+from torch import Tensor
+
+from foreword.bench import kernels
+from foreword.bench.kernels import Case, Trial, grid, sweep, table
+from foreword.errors import InputError
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+from foreword.model.kernels.tree_attention import Tiles
+
+CASE = Case(heads=2, key_heads=1, width=16, rows=3, context=40)
+GOOD, BAD = Tiles(16, 16, 4, 2, splits=2), Tiles(16, 17, 4, 2, splits=1)  # blocks of keys are powers of two
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    monkeypatch.setattr(kernels, "MOST_CACHES", 2)
+
+    def timer(calls: list[Callable[[], Tensor]]) -> float:
+        first, second = (call() for call in calls)
+        assert not first.equal(second)  # each call has a cache of its own
+        return 5.0
+
+    return sweep(CASE, [GOOD, BAD], timer, "cpu")
+
+
+def test_what_does_not_compile_is_told_and_the_rest_goes_on(trials: list[Trial]) -> None:
+    masked, good, bad = trials
+    assert (masked.tiles, masked.microseconds) == (None, 5.0)
+    assert (good.tiles, good.microseconds, good.failure) == (GOOD, 5.0, "")
+    assert bad.microseconds is None and bad.failure
+
+
+def test_a_wrong_answer_counts_as_failed(trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "attend", lambda query, *_: query.transpose(1, 2) * 0 + 9)
+    assert "off by" in sweep(CASE, [GOOD], lambda _: 1.0, "cpu")[1].failure
+
+
+def test_the_table_shows_the_quickest_and_what_failed(trials: list[Trial]) -> None:
+    console = Console(width=200, record=True)
+    console.print(table([trials], best=1))
+    text = console.export_text()
+    assert "masked" in text and "16x16 4 warps 2 stages 2 shares (default)" in text and "failed: " in text
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("shape", kernels.SHAPES.values(), ids=kernels.SHAPES)
+def test_the_grid_is_small_and_has_one_share_too(shape: tuple[int, int, int], rows: int) -> None:
+    for context in (512, 4096):
+        tried = grid(Case(*shape, rows, context))
+        assert 10 <= len(tried) <= 30 and len(set(tried)) == len(tried)
+        assert {tiles.splits == 1 for tiles in tried} == {True, False}
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    with pytest.raises(InputError, match="no CUDA device"):
+        kernels.kernels()

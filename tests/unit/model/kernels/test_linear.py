@@ -1,0 +1,97 @@
+"""Products of few rows against plain torch in float32, through Triton's interpreter."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+pytest.importorskip("triton")
+
+from foreword.model.kernels.linear import BUCKETS, TUNED, Tiles, few_rows_linear, tiles_for
+
+SMALL = Tiles(16, 16, 32, warps=4, stages=2)
+ONE = Tiles(1, 8, 64, warps=4, stages=2)
+
+
+class Case:
+    def __init__(self, rows: int, n: int, k: int, gated: bool = False) -> None:
+        generator = torch.Generator().manual_seed(rows * n + k)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        tall = 2 * n if gated else n
+        self.rows, self.weight, self.bias = drawn(rows, k), drawn(tall, k) * k**-0.5, drawn(tall)
+        self.norm, self.residual, self.gated = (1 + drawn(k) / 4, 1e-3), drawn(rows, n), gated
+
+    def check(self, tiles: Tiles | None, normed: bool, biased: bool, added: bool) -> None:
+        norm, bias = self.norm if normed else None, self.bias if biased else None
+        residual = self.residual if added else None
+        found = few_rows_linear(self.rows, self.weight, bias, norm=norm, residual=residual, gated=self.gated, tiles=tiles)
+        rows = rms_norm(self.rows, self.rows.shape[-1:], *self.norm) if normed else self.rows
+        exact = linear(rows, self.weight, bias)
+        if self.gated:
+            exact = silu(exact.chunk(2, dim=-1)[0]) * exact.chunk(2, dim=-1)[1]
+        exact = exact + self.residual if added else exact
+        assert found.shape == exact.shape and found.is_contiguous()
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 5, 17, 64, 100])
+def test_any_number_of_rows(rows: int, gated: bool) -> None:
+    """With the default tiles, a remainder in K and columns that fill no whole number of programs."""
+    Case(rows, 37, 200, gated).check(None, normed=True, biased=False, added=True)
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 20),
+    n=st.integers(2, 24),
+    k=st.integers(1, 9).map(lambda eighths: 8 * eighths),
+    gated=st.booleans(),
+    parts=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    tiles=st.sampled_from([SMALL, ONE]),
+)
+def test_any_parts_at_any_size(rows: int, n: int, k: int, gated: bool, parts: tuple[bool, bool, bool], tiles: Tiles) -> None:
+    Case(min(rows, 2) if tiles == ONE else rows, n, k, gated).check(tiles, *parts)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("k", "splits"), [(256, 2), (200, 2), (200, 3), (40, 4)])
+def test_programs_that_share_a_sum(k: int, splits: int, normed: bool) -> None:
+    """Also where the last ones have nothing left to add."""
+    Case(17, 20, k).check(Tiles(16, 16, 32, warps=4, stages=2, splits=splits), normed, biased=True, added=True)
+
+
+def test_rows_keep_their_shape() -> None:
+    case = Case(6, 20, 48)
+    wide = torch.cat([case.rows, case.rows], dim=1).view(2, 3, 96)[..., :48]
+    found = few_rows_linear(wide, case.weight, residual=case.residual.view(2, 3, 20), tiles=SMALL)
+    assert torch.equal(found, few_rows_linear(case.rows, case.weight, residual=case.residual, tiles=SMALL).view(2, 3, 20))
+    assert few_rows_linear(wide[:0], case.weight).shape == (0, 3, 20)
+
+
+def test_what_was_measured_comes_before_what_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TUNED, (16, 999, 64, False), SMALL)
+    assert tiles_for(9, 999, 64, False) == tiles_for(16, 999, 64, False) == SMALL
+    assert SMALL not in (tiles_for(1, 999, 64, False), tiles_for(17, 999, 64, False), tiles_for(16, 999, 64, True))
+
+
+def test_no_program_has_room_for_rows_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TUNED, (64, 999, 64, False), Tiles(64, 16, 32, warps=4, stages=2))
+    assert [tiles_for(rows, 999, 64, False).block_m for rows in (17, 32, 33, 64, 100)] == [32, 32, 64, 64, 64]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (960, 576), (576, 1536), (49152, 576), (4096, 14336), (14336, 4096)])
+@pytest.mark.parametrize("rows", [1, 2, 16, 40, 64, 128, 2048])
+def test_default_tiles_can_be_launched(rows: int, n: int, k: int, gated: bool) -> None:
+    tiles = tiles_for(rows, n, k, gated)
+    sizes = tiles.block_m, tiles.block_n, tiles.block_k, tiles.warps
+    assert all(size > 0 and size & (size - 1) == 0 for size in sizes)
+    assert tiles.block_m <= BUCKETS[-1] and (tiles.splits == 1 or not gated)
+    held = tiles.block_m + tiles.block_n * (2 if gated else 1)
+    assert tiles.block_m == 1 or (tiles.block_k >= 16 and tiles.stages * held * tiles.block_k * 2 <= 220 * 1024)

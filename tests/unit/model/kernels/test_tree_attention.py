@@ -1,0 +1,123 @@
+"""The Triton kernel, through Triton's interpreter, against torch's masked attention: trees, batches, windows, soft caps."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from doubles import Looks
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+
+from foreword.model.kernels import tree_attention
+from foreword.model.kernels.tree_attention import PROGRAMS, Tiles, attend_tree, tiles_for
+
+SMALL = Tiles(block_q=16, block_k=16, warps=4, stages=2, splits=1)
+PRECISE = 2e-6
+
+
+def by_kernel(looks: Looks, tiles: Tiles | None, window: int = 0, softcap: float = 0.0) -> Tensor:
+    span, scaling = int(looks.base.max()), looks.query.shape[3] ** -0.5
+    depth = looks.depth[:, -looks.sees.shape[1] :] if window else None
+    seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
+    return attend_tree(*seen, span, scaling, depth, window, softcap, tiles)
+
+
+def error(looks: Looks, tiles: Tiles | None, window: int = 0, softcap: float = 0.0) -> float:
+    """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
+    if window:
+        looks = looks.within(window)
+    found = by_kernel(looks, tiles, window, softcap)
+    assert found.dtype == looks.query.dtype
+    return float((found.double() - looks.exact(window, softcap)).abs().max())
+
+
+@settings(max_examples=20, phases=[Phase.generate])  # shrinking would take minutes in the interpreter
+@given(
+    heads=st.sampled_from([(1, 1), (6, 2), (4, 1)]),
+    rows=st.integers(1, 6),
+    before=st.integers(0, 4),
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=2),
+    shared=st.booleans(),
+    splits=st.integers(1, 5),
+    window=st.sampled_from([0, 0, 1, 3, 20, 100]),
+    softcap=st.sampled_from([0.0, 1.5]),
+    seed=st.integers(0, 99),
+)
+def test_any_tree_in_any_batch(
+    heads: tuple[int, int],
+    rows: int,
+    before: int,
+    lengths: list[int],
+    shared: bool,
+    splits: int,
+    window: int,
+    softcap: float,
+    seed: int,
+) -> None:
+    looks = Looks.drawn(heads, 16, rows, lengths, before, shared, seed=seed)
+    assert error(looks, replace(SMALL, splits=splits), window, softcap) < PRECISE
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48])
+def test_lengths_around_the_edges_of_blocks(length: int, splits: int) -> None:
+    assert error(Looks.drawn((2, 1), 16, 3, [length], before=1), replace(SMALL, splits=splits)) < PRECISE
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 47])
+def test_windows_around_the_edges_of_blocks(window: int) -> None:
+    """A tree deep enough that its last rows see none of the prefix where the window is short."""
+    assert error(Looks.drawn((2, 1), 16, 9, [40, 3]), replace(SMALL, splits=2), window) < PRECISE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+def test_widths_and_precisions_with_tiles_of_their_own(width: int, dtype: torch.dtype) -> None:
+    """25 rows of 3 heads are more than a block of queries."""
+    looks = Looks.drawn((3, 1), width, 25, [130], dtype=dtype)
+    assert error(looks, None) < (PRECISE if dtype == torch.float32 else 4e-3)
+
+
+def test_sight_may_lie_in_any_order() -> None:
+    looks = Looks.drawn((2, 1), 16, 5, [20, 7])
+    assert error(replace(looks, sees=looks.sees.mT.contiguous().mT), SMALL) < PRECISE
+
+
+def test_a_row_that_sees_nothing_gets_nothing() -> None:
+    """Not a division by zero, which would spread from padding rows to the cache."""
+    looks = Looks.drawn((2, 1), 16, 3, [0])
+    blind = replace(looks, sees=torch.zeros_like(looks.sees))
+    for splits in (1, 2):
+        assert not by_kernel(blind, replace(SMALL, splits=splits)).any()
+
+
+def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks.drawn((2, 1), 16, 3, [20])
+    monkeypatch.setattr(tree_attention, "_join", None)
+    assert error(looks, SMALL) < PRECISE
+    with pytest.raises(TypeError):
+        by_kernel(looks, replace(SMALL, splits=2))
+
+
+@given(
+    queries=st.integers(1, 3000),
+    keys=st.integers(1, 40_000),
+    units=st.integers(1, 600),
+    width=st.sampled_from([16, 64, 128, 256]),
+)
+def test_tiles_fill_the_machine_and_leave_no_share_empty(queries: int, keys: int, units: int, width: int) -> None:
+    tiles = tiles_for(queries, keys, units, width)
+    programs = units * -(-queries // tiles.block_q)
+    assert tiles.splits == 1 or programs * tiles.splits <= PROGRAMS
+    share = -(-keys // tiles.splits // tiles.block_k) * tiles.block_k
+    assert (tiles.splits - 1) * share < keys
+
+
+def test_many_queries_get_longer_shares_than_few() -> None:
+    assert 1 < tiles_for(256, 576, 8, 128).splits < tiles_for(4, 576, 8, 128).splits

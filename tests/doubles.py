@@ -13,7 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from torch.nn import functional
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.masking_utils import eager_mask
+from transformers.models.gemma2 import modeling_gemma2
 
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
@@ -31,7 +41,6 @@ from foreword.model.model import Model
 VOCABULARY = 48
 END = 2
 CONTEXT = 64
-FAMILIES = ("llama", "qwen3")
 SAMPLINGS = {"greedy": Sampling(seed=0), "T=0.8": Sampling(temperature=0.8, seed=7)}
 
 _SHAPE: dict[str, Any] = dict(
@@ -49,6 +58,41 @@ _SHAPE: dict[str, Any] = dict(
     initializer_range=0.3,
 )
 
+# What shows a family's differences: windows shorter than the texts, factors that are not 1, a layer without positions.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "llama": dict(tie_word_embeddings=True),
+    "mistral": dict(sliding_window=6, head_dim=16),
+    "qwen2": dict(use_sliding_window=True, sliding_window=5, max_window_layers=2, tie_word_embeddings=True),
+    "qwen3": dict(head_dim=16, tie_word_embeddings=False),
+    "smollm3": dict(use_sliding_window=True, sliding_window=6, no_rope_layers=[1, 0, 1, 0]),
+    "phi3": dict(
+        sliding_window=7,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "granite": dict(
+        embedding_multiplier=2.5, residual_multiplier=0.7, attention_multiplier=0.6, logits_scaling=0.4, attention_bias=True
+    ),
+    "olmo2": dict(tie_word_embeddings=False),
+    "gemma2": dict(
+        head_dim=16, sliding_window=5, query_pre_attn_scalar=3, attn_logit_softcapping=2.0, final_logit_softcapping=6.0
+    ),
+    "gemma3_text": dict(
+        head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        query_pre_attn_scalar=3,
+        final_logit_softcapping=9.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+        },
+    ),
+}
+EVERY_FAMILY = tuple(_CHANGES)
+STOCK_ATTENTION = {family: "eager" if family == "gemma2" else "sdpa" for family in EVERY_FAMILY}  # sdpa has no caps
+FAMILIES = ("llama", "qwen3", "smollm3", "gemma2")
+"""What the laws go over: a plain one, norms on q and k, layers without positions and with windows, caps and four norms."""
+
 
 # Models ----------------------------------------------------------------------------------------------------------------
 
@@ -57,25 +101,43 @@ class ExactNorm(nn.Module):
     """RMSNorm in the dtype of its input: transformers' own rounds to float32, which would blur a float64 comparison."""
 
     weight: Tensor
-    variance_epsilon: float
 
     def forward(self, hidden: Tensor) -> Tensor:
-        scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * hidden * scale
+        gemma = hasattr(self, "eps")  # whose weight is what is added to one
+        epsilon: Any = self.eps if gemma else self.variance_epsilon
+        weight = 1 + self.weight if gemma else self.weight
+        return weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def exact_eager(module: nn.Module, *rows: Any, **options: Any) -> Any:
+    """Gemma's own eager attention, which has the cap, without its rounding to float32."""
+    rounded = functional.softmax
+    functional.softmax = lambda scores, dim, dtype: rounded(scores, dim)
+    try:
+        return modeling_gemma2.eager_attention_forward(module, *rows, **options)
+    finally:
+        functional.softmax = rounded
+
+
+AttentionInterface.register("exact_eager", exact_eager)
+AttentionMaskInterface.register("exact_eager", eager_mask)
 
 
 def fresh(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of a family, for a test to change."""
     torch.manual_seed(seed)
-    if family == "llama":
-        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**_SHAPE | {"tie_word_embeddings": True} | changes))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**_SHAPE | {"head_dim": 16, "tie_word_embeddings": False} | changes))
+    attention = changes.pop("attn_implementation", STOCK_ATTENTION[family])
+    config = AutoConfig.for_model(family, **_SHAPE | _CHANGES[family] | changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for module in model.modules():
         if "RMSNorm" in type(module).__name__:
             nn.init.uniform_(module.weight, 0.5, 1.5)  # a norm of ones would hide that it was lost
             if dtype == torch.float64:
                 module.__class__ = ExactNorm
+        elif getattr(module, "bias", None) is not None:
+            nn.init.normal_(module.bias, std=0.3)  # as would a bias of zeros
+    if family == "gemma2" and dtype == torch.float64:
+        model.config._attn_implementation = "exact_eager"
     return model.to(dtype).eval()
 
 
@@ -146,8 +208,14 @@ def own_hidden(model: PreTrainedModel, text: Sequence[int]) -> list[Tensor]:
 @torch.no_grad()
 def own_cache(model: PreTrainedModel, text: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """The transformers model's own keys and values of a text, by layer: each [heads, n, width]."""
-    cache = model(input_ids=torch.tensor([list(text)]), use_cache=True).past_key_values
+    cache = DynamicCache()  # not told of windows, so it forgets nothing
+    model(input_ids=torch.tensor([list(text)]), past_key_values=cache, use_cache=True)
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def own_window(model: PreTrainedModel, layer: int) -> int | None:
+    """How many positions transformers lets a row of a layer see: some families say it of the layer, some of all."""
+    return getattr(model.model.layers[layer].self_attn, "sliding_window", getattr(model.config, "sliding_window", None))
 
 
 # Requests and engines --------------------------------------------------------------------------------------------------

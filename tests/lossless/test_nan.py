@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from doubles import Liar, Plan, Playback, engine, fresh, full_text, requests, run_to_end, tiny, truth
+from doubles import CONTEXT, Liar, Plan, Playback, engine, fresh, full_text, requests, run_to_end, tiny, truth
 from foreword.core.sampling import Sampling
+from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.errors import ForewordWarning, NumericsError
 from foreword.methods import make
@@ -92,10 +93,11 @@ def guessing(token: int) -> Playback:
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "penalty"])  # with it the true text has the token
-def test_a_nan_in_a_guess_does_not_reach_the_text(way: str) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_nan_in_a_guess_does_not_reach_the_text(late: bool, way: str) -> None:
     """The guess is wrong and never accepted. Its row would spoil the others; the text goes on without guesses."""
     hf, asked = poisoned_model(), replace(HEALTHY, sampling=replace(WAYS[way], seed=3))
-    steps = engine(guessing(POISON), Model(hf), slots=2)
+    steps = Engine(Model(hf), guessing(POISON), slots=2, max_context=CONTEXT, chunk=5, late=late)
     sick, alone = steps.add(asked), steps.add(replace(asked, speculate=False))
     with pytest.warns(ForewordWarning, match="NaN to a draft.*without speculation"):
         run_to_end(steps)

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from doubles import FAMILIES, fresh
+from doubles import FAMILIES, STOCK_ATTENTION, fresh
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -73,7 +73,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory, talking: Any, hf_tokenizer
 @pytest.fixture(scope="session")
 def stock(folders: dict[str, Path]) -> dict[str, PreTrainedModel]:
     """The same models as transformers loads them: whom the slow truth asks. No test changes them."""
-    return {family: AutoModelForCausalLM.from_pretrained(folder).eval() for family, folder in folders.items()}
+    return {
+        family: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=STOCK_ATTENTION[family]).eval()
+        for family, folder in folders.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foreword.core.state import Lanes
 from foreword.model.cache import SlotCache, look, store
+from foreword.model.families import Sight
 
 PREFIX = "foreword_"
 
@@ -36,7 +37,9 @@ class Pass:
     """
 
     base: Tensor  # [b] committed rows before
+    depth: Tensor  # [b or 1, m] of the m scratch rows behind them; the n rows of the pass are the last
     sees: Tensor  # [b or 1, n, m] which of the m scratch rows each row looks at
+    sight: Sight = Sight()
     mask: Tensor | None = None  # the same for all keys, where attention is torch's own: see `mask_of`
     keys: Tensor | None = None  # the layer's own cache: [slots, key heads, rows, width]
     values: Tensor | None = None
@@ -103,13 +106,17 @@ def tree_attention(
             return _attend_by_kernel(query, view, options["scaling"]), None
         key, value = look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
     assert view.mask is not None
-    return attend(query, key, value, view.mask, options["scaling"]), None
+    return attend(query, key, value, view.mask, options["scaling"], view.sight.softcap), None
 
 
-def has_kernel(cache: SlotCache) -> bool:
-    """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask."""
+def has_kernel(cache: SlotCache, sight: Sight) -> bool:
+    """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask.
+
+    The kernel knows neither windows nor soft caps.
+    """
     half = cache.shape.dtype in (torch.bfloat16, torch.float16)
-    return half and cache.length.is_cuda and cache.shape.width in (16, 32, 64, 128, 256)
+    fits = half and cache.length.is_cuda and cache.shape.width in (16, 32, 64, 128, 256)
+    return fits and not sight.window and not sight.softcap
 
 
 def _attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
@@ -119,25 +126,50 @@ def _attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
     return attend_tree(query, view.keys, view.values, view.lanes.slots, view.base, view.sees, view.lanes.span, scaling)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:
     """Masked attention; the queries that share a key head are laid side by side, so keys are never repeated."""
     batch, heads, rows, width = query.shape
     shared = key.shape[1]
     grouped = query.reshape(batch, shared, heads // shared * rows, width)
-    out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    if softcap:
+        out = _attend_capped(grouped, key, value, mask, scaling, softcap)
+    else:
+        out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, rows, width).transpose(1, 2)
 
 
-def mask_of(base: Tensor, sees: Tensor, keys: int, groups: int, dtype: torch.dtype) -> Tensor:
+def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
+    """The same by hand, since torch's own attention has no place for a cap between the scores and their softmax."""
+    scores = query @ key.transpose(-1, -2) * scaling
+    capped = (scores / softcap).tanh() * softcap + mask
+    weights = capped.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    return weights @ value
+
+
+def mask_of(
+    base: Tensor,
+    sees: Tensor,
+    keys: int,
+    groups: int,
+    dtype: torch.dtype,
+    window: int = 0,
+    depth: Tensor | None = None,
+) -> Tensor:
     """Additive mask [b, 1, groups * n, keys]: open for the prefix and for the scratch rows that a row sees.
 
-    `base` [b] counts the committed rows; `sees` [b or 1, n, m] is over the m scratch rows behind them.
+    `base` [b] counts the committed rows; `sees` [b or 1, n, m] is over the m scratch rows behind them. A window closes
+    keys that lie too far back by position, which in a tree is not the order of the rows: it wants the `depth` [b or 1, m]
+    of the scratch rows, the last n of which are those of the pass.
     """
-    scratch = sees.shape[-1]
+    batch, rows, scratch = base.shape[0], sees.shape[1], sees.shape[2]
     away = torch.arange(keys, device=base.device) - base.unsqueeze(1)  # [b, keys] from the first scratch row
-    column = away.clamp(0, scratch - 1).unsqueeze(1).expand(-1, sees.shape[1], -1)
-    seen = sees.expand(base.shape[0], -1, -1).gather(2, column)
+    column = away.clamp(0, scratch - 1)
+    seen = sees.expand(batch, -1, -1).gather(2, column.unsqueeze(1).expand(-1, rows, -1))
     open_ = (away < 0).unsqueeze(1) | (seen & (away < scratch).unsqueeze(1))
+    if window:
+        assert depth is not None
+        behind_base = torch.where(away < 0, away, depth.expand(batch, -1).gather(1, column))
+        open_ &= behind_base.unsqueeze(1) > depth[:, scratch - rows :].unsqueeze(2) - window
     mask = torch.zeros(open_.shape, dtype=dtype, device=base.device).masked_fill_(~open_, -math.inf)
     return mask.repeat(1, groups, 1).unsqueeze(1)
 

@@ -2,7 +2,8 @@
 
 A small model's pass spends a third of its time between the products. This runs the same layer on the same weights as four
 products, one attention and four compiled loops (kernels/between.py). It covers pre-norm layers with rotary positions, with
-or without norms on q and k; any other layer runs as transformers wrote it, and so does every layer without Numba.
+or without windows, biases, and norms on q and k: the families that families.py calls lean, and of these what `_is_known`
+knows. Any other layer runs as transformers wrote it, and so does every layer without Numba.
 """
 
 from __future__ import annotations
@@ -26,12 +27,11 @@ _NO_NORM = np.empty(0, dtype=np.float32)
 
 @dataclass(frozen=True)
 class LeanRows:
-    """What all lean layers want to know of a pass: how its rows turn, where they are stored, what they see."""
+    """What all lean layers want to know of a pass: how its rows turn, where they are stored, how far they look."""
 
     cosine: np.ndarray  # [b * n, width]
     sine: np.ndarray
     places: np.ndarray  # [b * heads * n]
-    mask: Tensor | None
     lanes: Lanes
     reach: int
 
@@ -39,7 +39,7 @@ class LeanRows:
     def of(positions: tuple[Tensor, Tensor], shared: Pass) -> LeanRows:
         assert shared.lanes is not None and shared.places is not None
         cosine, sine = (part.flatten(0, 1).numpy() for part in positions)
-        return LeanRows(cosine, sine, shared.places.numpy(), shared.mask, shared.lanes, shared.reach)
+        return LeanRows(cosine, sine, shared.places.numpy(), shared.lanes, shared.reach)
 
 
 class LeanLayer:
@@ -59,12 +59,12 @@ class LeanLayer:
         self.k_norm, _ = _norm(getattr(attention, "k_norm", None))
         self.q_size: int = attention.q_proj.columns.stop
 
-    def __call__(self, hidden: Tensor, rows: LeanRows, keys: Tensor, values: Tensor) -> Tensor:
-        """Rows [b, n, H] through the layer; `keys` and `values` are its own cache."""
+    def __call__(self, hidden: Tensor, rows: LeanRows, mask: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Rows [b, n, H] through the layer; `mask` is that of its window, `keys` and `values` are its own cache."""
         flat = hidden.flatten(0, 1)
         ready = torch.empty_like(flat)
         self.between.normed(flat.numpy(), *self.before_attention, ready.numpy())
-        mixed = self._attend(self.qkv(ready), rows, keys, values, hidden.shape[0])
+        mixed = self._attend(self.qkv(ready), rows, mask, keys, values, hidden.shape[0])
         own = self.out(mixed)
         self.between.added_and_normed(own.numpy(), flat.numpy(), *self.before_mlp, ready.numpy())
         both = self.gate_up(ready)
@@ -72,7 +72,7 @@ class LeanLayer:
         self.between.gated(both.numpy(), gated.numpy())
         return self.down(gated).add_(own).view(hidden.shape)
 
-    def _attend(self, qkv: Tensor, rows: LeanRows, keys: Tensor, values: Tensor, batch: int) -> Tensor:
+    def _attend(self, qkv: Tensor, rows: LeanRows, mask: Tensor, keys: Tensor, values: Tensor, batch: int) -> Tensor:
         heads, count = keys.shape[1], qkv.shape[0] // batch
         query = qkv.new_empty(batch, heads, self.q_size // self.width // heads * count, self.width)
         self.between.turned_and_stored(
@@ -80,7 +80,7 @@ class LeanLayer:
             keys.view(-1, self.width).numpy(), values.view(-1, self.width).numpy(), query.numpy(),
         )  # fmt: skip
         seen = look(keys, rows.lanes, rows.reach), look(values, rows.lanes, rows.reach)
-        mixed = scaled_dot_product_attention(query, *seen, attn_mask=rows.mask, scale=self.scaling)
+        mixed = scaled_dot_product_attention(query, *seen, attn_mask=mask, scale=self.scaling)
         return mixed.view(batch, -1, count, self.width).transpose(1, 2).reshape(-1, self.q_size)
 
 
@@ -97,12 +97,18 @@ def _is_known(layer: Any) -> bool:
     fused += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
     single = [getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)]
     norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    inner = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return (
         all(isinstance(part, FusedPart) for part in fused)
         and all(isinstance(part, PackedLinear) for part in single)
         and all(isinstance(norm, FusedNorm) for norm in norms)
+        and (inner == [None, None] or all(_is_per_head(norm, attention) for norm in inner))
         and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     )
+
+
+def _is_per_head(norm: Any, attention: Any) -> bool:
+    return isinstance(norm, FusedNorm) and norm.weight.shape == (attention.head_dim,)
 
 
 def _norm(norm: Any) -> tuple[np.ndarray, float]:

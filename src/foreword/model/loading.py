@@ -59,7 +59,7 @@ def load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> PreT
 def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The model in `folder` as transformers makes it."""
     config = _config(folder)
-    family_of(config)
+    family = family_of(config)
     _refuse_quantised(config)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -68,7 +68,7 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation="eager" if family.softcap(config) else "sdpa",  # torch's own attention has no cap
             local_files_only=True,
             output_loading_info=True,
         )
@@ -100,9 +100,14 @@ def check_wrapped(model: nn.Module) -> PreTrainedModel:
         )
     _refuse_quantised(model.config)
     _refuse_spread(model)
-    family_of(model.config)
+    family = family_of(model.config)
     if not hasattr(model, "lm_head"):
         raise ModelUnsupported(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
+    if family.softcap(model.config) and model.config._attn_implementation == "sdpa":  # transformers leaves the cap out
+        raise ModelUnsupported(
+            f"{family.name}: the model's attention is 'sdpa', which does not cap scores as its config asks "
+            f"({family.softcap(model.config)}); load it with attn_implementation='eager'"
+        )
     return model
 
 

@@ -109,7 +109,7 @@ class Model:
         part = slice(rows.start, rows.stop)
         where = Rows(
             base=self.cache.length[lanes.slots],
-            depth=draft.tree.depth[:, part],
+            depth=draft.tree.depth[:, : rows.stop],
             sees=draft.tree.ancestors[:, part, : rows.stop],
             lanes=lanes,
         )

@@ -19,7 +19,7 @@ from foreword.core.needs import Graft, Skip, on_device
 from foreword.core.state import Lanes
 from foreword.model.attention import Pass, has_kernel, mask_of
 from foreword.model.cache import CacheShape, SlotCache
-from foreword.model.families import Family
+from foreword.model.families import Family, Sight
 from foreword.model.lean import LeanRows, lean_layers
 from foreword.model.pack import unpacked
 
@@ -29,10 +29,11 @@ SPAN_STEP = 64
 
 @dataclass(frozen=True)
 class Rows:
-    """The n rows of a pass: `base` [b] committed rows before them, `depth` [b or 1, n] behind base, and `sees`.
+    """The n rows of a pass: `base` [b] committed rows before them, `depth` [b or 1, m] behind base, and `sees`.
 
     `sees` [b or 1, n, m] says which of the m scratch rows each row may look at; the rows themselves are the last n of
-    those m, so a pass over part of a tree leaves the scratch rows before it in place.
+    those m, so a pass over part of a tree leaves the scratch rows before it in place. `depth` is that of all m: a layer
+    with a window asks how far away a scratch row is.
     """
 
     base: Tensor
@@ -43,7 +44,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        return self.depth.shape[1]
+        return self.sees.shape[1]
 
     @property
     def first(self) -> int:
@@ -51,12 +52,12 @@ class Rows:
 
     @property
     def position(self) -> Tensor:
-        return self.base.unsqueeze(1) + self.depth
+        return self.base.unsqueeze(1) + self.depth[:, self.first :]
 
     def grafted(self, graft: Graft) -> Rows:
         """These rows with a graft's rows behind them."""
         anchor, offset = on_device(graft.anchor, self.base.device), on_device(graft.offset, self.base.device)
-        depth = torch.cat([self.depth, self.depth[:, anchor] + offset], dim=1)
+        depth = torch.cat([self.depth, self.depth[:, self.first + anchor] + offset], dim=1)
         return Rows(self.base, depth, self._sees_with(anchor), self.lanes, self.anchors + graft.anchor)
 
     def _sees_with(self, anchor: Tensor) -> Tensor:
@@ -84,7 +85,8 @@ class Stack:
         self.family = family
         self.layers = layers
         self.cache: SlotCache | None = None
-        self.lean = lean_layers(layers)
+        self.sights = [family.sight(layer) for layer in layers]
+        self.lean = lean_layers(layers) if family.lean else None
 
     @staticmethod
     def copied(model: PreTrainedModel, family: Family, layers: int, init: int | None) -> Stack:
@@ -136,7 +138,8 @@ class Stack:
         skip = skip or Skip()
         if index not in skip.attention and index not in skip.mlp:
             if self.lean is not None and view.lean is not None and view.cache is not None:
-                return self.lean[index](hidden, view.lean, view.cache.keys[index], view.cache.values[index])
+                mask = view.masks[self.sights[index].window]
+                return self.lean[index](hidden, view.lean, mask, view.cache.keys[index], view.cache.values[index])
             return layer(hidden, attention_mask=None, **view.options(index))
         if index not in skip.attention:
             hidden = self.family.attention_half(layer, hidden, **view.options(index))
@@ -145,24 +148,31 @@ class Stack:
         return hidden
 
     def _view(self, rows: Rows, hidden: Tensor) -> _View:
-        """What all layers share while the rows stay the same: positions, mask, places in the cache."""
-        config = self.model.config
-        groups = config.num_attention_heads // config.num_key_value_heads
-        positions = self.family.positions(self.model, hidden, rows.position)
+        """What all layers share while the rows stay the same: positions, masks, places in the cache."""
+        position = rows.position
+        tables = {
+            table: self.family.positions(self.model, hidden, position, table)
+            for table in {sight.table for sight in self.sights}
+        }
         if self.cache is None:
-            nothing = torch.zeros_like(rows.base)
-            alone = mask_of(nothing, rows.sees, rows.sees.shape[2], groups, hidden.dtype)
-            return _View(positions, rows.position, Pass(rows.base, rows.sees, alone))
+            alone = self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], hidden.dtype)
+            return _View(self.sights, tables, position, alone, Pass(rows.base, rows.depth, rows.sees))
         assert rows.lanes is not None
         scratch = rows.sees.shape[2]
         reach = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
         order = torch.arange(rows.first, scratch, device=hidden.device)
         places = self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
-        masked = not has_kernel(self.cache)
-        mask = mask_of(rows.base, rows.sees, reach, groups, hidden.dtype) if masked else None
-        shared = Pass(rows.base, rows.sees, mask, lanes=rows.lanes, places=places, reach=reach)
-        lean = LeanRows.of(positions, shared) if self.lean is not None else None
-        return _View(positions, rows.position, shared, self.cache, lean)
+        masks = self._masks(rows.base, rows, reach, hidden.dtype)
+        shared = Pass(rows.base, rows.depth, rows.sees, lanes=rows.lanes, places=places, reach=reach)
+        lean = LeanRows.of(tables[""], shared) if self.lean is not None else None
+        return _View(self.sights, tables, position, masks, shared, self.cache, lean)
+
+    def _masks(self, base: Tensor, rows: Rows, reach: int, dtype: torch.dtype) -> dict[int, Tensor]:
+        """A mask for each window among the layers, but for layers that the kernel serves."""
+        config, cache = self.model.config, self.cache
+        groups = config.num_attention_heads // config.num_key_value_heads
+        windows = {sight.window for sight in self.sights if cache is None or not has_kernel(cache, sight)}
+        return {window: mask_of(base, rows.sees, reach, groups, dtype, window, rows.depth) for window in windows}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()
@@ -170,14 +180,16 @@ class Stack:
 
 @dataclass(frozen=True)
 class _View:
-    positions: object
+    sights: list[Sight]
+    tables: dict[str, Any]  # rotary positions, by `Sight.table`
     position: Tensor
+    masks: dict[int, Tensor]  # by `Sight.window`
     shared: Pass
     cache: SlotCache | None = None
     lean: LeanRows | None = None
 
     def options(self, layer: int) -> dict[str, Any]:
-        own = self.shared
-        if self.cache is not None:
-            own = replace(own, keys=self.cache.keys[layer], values=self.cache.values[layer])
-        return {"position_embeddings": self.positions, "position_ids": self.position, "foreword_pass": own}
+        sight, cache = self.sights[layer], self.cache
+        keys, values = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
+        own = replace(self.shared, sight=sight, mask=self.masks.get(sight.window), keys=keys, values=values)
+        return {"position_embeddings": self.tables[sight.table], "position_ids": self.position, "foreword_pass": own}

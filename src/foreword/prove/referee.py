@@ -240,7 +240,8 @@ def exact_copy(model: Model) -> Any:
             f"{model.name}: judging a difference needs the model a second time, in float64 on {model.device}, and that "
             f"failed ({error}); prove a smaller model, or one that transformers loaded unchanged"
         ) from error
-    exact.config._attn_implementation = "sdpa"  # eager attention takes its softmax in float32
+    # Eager attention takes its softmax in float32, whose rounding is below that of any run; only it caps scores.
+    exact.config._attn_implementation = "eager" if model.family.softcap(model.hf.config) else "sdpa"
     for name, module in list(exact.named_modules()):
         if "RMSNorm" in type(module).__name__:
             exact.set_submodule(name, _exact_norm(module))
@@ -267,7 +268,8 @@ def _reloaded(model: Model) -> Any:
 
 def _exact_norm(norm: Any) -> ExactNorm:
     """The same norm in float64, checked on a row: a family may have a norm of another form."""
-    exact = ExactNorm(norm.weight, norm.variance_epsilon)
+    gemma = hasattr(norm, "eps")  # whose weights are what is added to one
+    exact = ExactNorm(1 + norm.weight, norm.eps) if gemma else ExactNorm(norm.weight, norm.variance_epsilon)
     row = torch.linspace(-1, 2, norm.weight.numel(), dtype=torch.float64, device=norm.weight.device)
     if not torch.allclose(exact(row), norm(row), rtol=1e-4, atol=1e-5):
         raise ModelUnsupported(f"the referee has no float64 form of {type(norm).__name__}; use a model with an RMSNorm")

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,26 +17,31 @@ from foreword.model.attention import attend, mask_of
     before=st.integers(0, 3),
     groups=st.integers(1, 3),
     shared=st.booleans(),
+    window=st.integers(0, 9),
     seed=st.integers(0, 99),
 )
 def test_a_row_sees_the_prefix_and_what_sees_allows(
-    base: list[int], rows: int, before: int, groups: int, shared: bool, seed: int
+    base: list[int], rows: int, before: int, groups: int, shared: bool, window: int, seed: int
 ) -> None:
-    """`before` scratch rows of an earlier pass may lie in front of the rows; keys behind the scratch are closed."""
+    """`before` scratch rows of an earlier pass may lie in front of the rows; keys behind the scratch are closed, and so
+    are those that lie a window or more back by position."""
     scratch, keys = before + rows, 16
-    draws = torch.rand(1 if shared else len(base), rows, scratch, generator=torch.Generator().manual_seed(seed))
-    sees = draws > 0.5
-    mask = mask_of(torch.tensor(base), sees, keys, groups, torch.float64)
+    generator, trees = torch.Generator().manual_seed(seed), 1 if shared else len(base)
+    sees = torch.rand(trees, rows, scratch, generator=generator) > 0.5
+    depth = torch.randint(0, scratch, (trees, scratch), generator=generator)
+    mask = mask_of(torch.tensor(base), sees, keys, groups, torch.float64, window, depth)
     assert mask.shape == (len(base), 1, groups * rows, keys)
     for lane, length in enumerate(base):
         for line in range(groups * rows):
-            allowed = sees[0 if shared else lane, line % rows]
+            tree = 0 if shared else lane
+            allowed, deep = sees[tree, line % rows], [*range(-length, 0), *depth[tree].tolist()]
             for key in range(keys):
                 opened = key < length or (key - length < scratch and bool(allowed[key - length]))
+                opened = opened and (window == 0 or deep[key] > deep[length + before + line % rows] - window)
                 assert float(mask[lane, 0, line, key]) == (0.0 if opened else -math.inf)
 
 
-def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float) -> Tensor:
+def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float, softcap: float) -> Tensor:
     """Head by head and row by row: [heads, n, width], each query head with the key head it shares."""
     heads, rows, _ = query.shape
     out = torch.zeros(rows, heads, query.shape[-1], dtype=query.dtype)
@@ -43,24 +49,26 @@ def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scal
         shared = head * key.shape[0] // heads
         for row in range(rows):
             chosen = sees[row].nonzero().flatten()
-            weights = (key[shared, chosen] @ query[head, row] * scale).softmax(0)
-            out[row, head] = weights @ value[shared, chosen]
+            scores = key[shared, chosen] @ query[head, row] * scale
+            capped = softcap * (scores / softcap).tanh() if softcap else scores
+            out[row, head] = capped.softmax(0) @ value[shared, chosen]
     return out
 
 
-def test_queries_that_share_a_key_head() -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+def test_queries_that_share_a_key_head(softcap: float) -> None:
     """6 query heads on 2 key heads, two sequences with other prefixes and other trees."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 6, 3, 5, generator=generator).double()
     key, value = torch.randn(2, 2, 2, 9, 5, generator=generator).double()
     base = torch.tensor([2, 5])
     sees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]).bool()
-    out = attend(query, key, value, mask_of(base, sees, 9, 3, torch.float64), 0.37)
+    out = attend(query, key, value, mask_of(base, sees, 9, 3, torch.float64), 0.37, softcap)
     assert out.shape == (2, 3, 6, 5)
     for lane in range(2):
         length = int(base[lane])
         allowed = torch.zeros(3, 9, dtype=torch.bool)
         allowed[:, :length] = True
         allowed[:, length : length + 3] = sees[lane]
-        expected = slow_attention(query[lane], key[lane], value[lane], allowed, 0.37)
+        expected = slow_attention(query[lane], key[lane], value[lane], allowed, 0.37, softcap)
         torch.testing.assert_close(out[lane], expected, atol=1e-12, rtol=0)

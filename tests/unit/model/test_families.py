@@ -1,21 +1,154 @@
-"""What Foreword does not walk is refused by name, with what it does."""
+"""Families that are walked, each difference shown; what is not walked is refused by name, with what is."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen3Config
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
-from doubles import fresh
+from doubles import EVERY_FAMILY, chain, fresh, own_hidden, own_logits, own_window, prefilled, target
+from foreword.core.needs import Needs
 from foreword.errors import ModelUnsupported
 from foreword.model.families import FAMILIES, family_of
+from foreword.model.model import Model
+
+TEXT = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
+
+every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_known_families(family: str) -> None:
+def test_every_family_has_a_model_in_the_doubles() -> None:
+    assert sorted(EVERY_FAMILY) == sorted(FAMILIES)
+
+
+def test_every_family_is_told_of() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert all(f"| `{family}` |" in page for family in FAMILIES)
+
+
+@every_family
+def test_a_family_is_known_by_its_type(family: str) -> None:
     assert family_of(fresh(family).config).name == family
 
 
+@every_family
+def test_the_cache_holds_what_the_layers_write(family: str) -> None:
+    """Heads and width as transformers' own cache has them; a bias, a norm or a fused product does not change them."""
+    model = target(family)
+    with torch.no_grad():
+        cache = model.hf(input_ids=torch.tensor([TEXT]), use_cache=True).past_key_values
+    shape = model.layer_stack.cache_shape()
+    assert (shape.layers, shape.heads, shape.width) == (4, cache.layers[0].keys.shape[1], cache.layers[0].keys.shape[3])
+
+
+@every_family
+def test_windows_and_caps_are_those_of_the_layers(family: str) -> None:
+    """Also in a stack whose layers are copies of one in the middle."""
+    model = target(family)
+    windows = [own_window(model.hf, layer) or 0 for layer in range(4)]
+    cap = 2.0 if family == "gemma2" else 0.0
+    assert [sight.window for sight in model.layer_stack.sights] == windows
+    assert all(sight.softcap == cap for sight in model.layer_stack.sights)
+    model.allocate(1, 64, 16)
+    for layer in range(4):
+        assert [sight.window for sight in model.stack(1, layers=2, init=layer).sights] == [windows[layer]] * 2
+
+
+@every_family
+@torch.no_grad()
+def test_the_halves_of_a_layer_are_the_layer(family: str) -> None:
+    """Attention, then MLP, as transformers calls the layer on the same rows; the layers' own mask lets all rows see all."""
+    model = target(family)
+    hf, hidden = model.hf, own_hidden(model.hf, TEXT)[1].unsqueeze(0)
+    for layer, sight in zip(hf.model.layers, model.layer_stack.sights, strict=True):
+        turn = model.family.positions(hf, hidden, torch.arange(len(TEXT)).unsqueeze(0), sight.table)
+        halfway = model.family.attention_half(layer, hidden, position_embeddings=turn)
+        whole = layer(hidden, attention_mask=None, position_embeddings=turn)
+        torch.testing.assert_close(model.family.mlp_half(layer, halfway), whole, atol=1e-10, rtol=0)
+
+
+# Each difference shows: a model that lacks it answers otherwise, so the tests of the walk would see it lost
+
+
+def changed(hf: PreTrainedModel, **fields: Any) -> PreTrainedModel:
+    """The same weights under another config."""
+    other = fresh(hf.config.model_type, **fields)
+    other.load_state_dict(hf.state_dict())
+    return other
+
+
+DIFFERENCES: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": 7}),
+    ("qwen2", {"sliding_window": 6}),
+    ("qwen2", {"max_window_layers": 3}),
+    ("smollm3", {"sliding_window": 7}),
+    ("smollm3", {"no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention", "sliding_attention"] * 2}),
+    ("phi3", {"sliding_window": 8}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
+    ("granite", {"embedding_multiplier": 1.0}),
+    ("granite", {"residual_multiplier": 1.0}),
+    ("granite", {"attention_multiplier": 1.0}),
+    ("granite", {"logits_scaling": 1.0}),
+    ("gemma2", {"sliding_window": 6}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("gemma2", {"query_pre_attn_scalar": 16}),
+    ("gemma3_text", {"sliding_window": 5}),
+    ("gemma3_text", {"final_logit_softcapping": None}),
+    (
+        "gemma3_text",
+        {"rope_parameters": {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), DIFFERENCES, ids=str)
+def test_a_difference_shows_and_is_followed(family: str, fields: dict[str, Any]) -> None:
+    usual = fresh(family)
+    other = changed(usual, **fields)
+    logits = answers(other)
+    assert (logits - own_logits(usual, TEXT)).abs().max() > 1e-3
+    torch.testing.assert_close(logits, own_logits(other, TEXT), atol=1e-10, rtol=0)
+
+
+def answers(hf: PreTrainedModel) -> Tensor:
+    """Half of the text from the cache, half of it as a pass."""
+    model = Model(hf)
+    return torch.cat(
+        [
+            model.score(prefilled(model, {0: TEXT[:start]}), chain([TEXT[start:stop]]), Needs()).require_logits()[0]
+            for start, stop in ((0, 5), (5, 11))
+        ]
+    )
+
+
+# Refused
+
+
 def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(ModelUnsupported, match=r"'gpt2'.*llama, qwen3"):
+    known = "gemma2, gemma3_text, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3"
+    with pytest.raises(ModelUnsupported, match=f"'gpt2'.*supported: {known}"):
         family_of(GPT2Config())
+
+
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen3_moe", "granitemoe", "gemma3", "qwen3_next", "qwen2_vl", "mamba2", "olmo3"]
+)
+def test_relatives_are_refused(kind: str) -> None:
+    """Experts, linear attention, images: another layer under a name that is nearly the same."""
+    with pytest.raises(ModelUnsupported, match=f"'{kind}'; supported: "):
+        family_of(AutoConfig.for_model(kind))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -26,7 +159,29 @@ def test_angles_that_follow_the_length_are_refused(kind: str) -> None:
         family_of(config)
 
 
-def test_windows_are_refused() -> None:
-    config = Qwen3Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"])
-    with pytest.raises(ModelUnsupported, match="sliding_attention"):
+def test_one_table_of_angles_that_follows_the_length_is_refused() -> None:
+    config = Gemma3TextConfig()
+    config.rope_parameters["full_attention"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ModelUnsupported, match="gemma3_text.*'dynamic'"):
         family_of(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (Qwen3Config(num_hidden_layers=1, layer_types=["chunked_attention"]), "qwen3.*chunked_attention.*full_attention"),
+        (Qwen3Config(num_hidden_layers=1, layer_types=["sliding_attention"]), "qwen3.*sliding_window is None"),
+        (LlamaConfig(num_hidden_layers=1, layer_types=["sliding_attention"]), "llama.*sliding_attention"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "gemma3_text.*use_bidirectional_attention"),
+        (Gemma2Config(use_bidirectional_attention=True), "gemma2.*use_bidirectional_attention"),
+    ],
+)
+def test_layers_that_are_not_walked_are_refused(config: Any, named: str) -> None:
+    with pytest.raises(ModelUnsupported, match=named):
+        family_of(config)
+
+
+def test_a_window_may_be_left_out() -> None:
+    assert family_of(MistralConfig(sliding_window=None)).name == "mistral"
+    model = Model(fresh("mistral", sliding_window=None))
+    assert {sight.window for sight in model.layer_stack.sights} == {0}

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from doubles import (
-    FAMILIES,
+    EVERY_FAMILY,
     Liar,
     Recorder,
     chain,
     engine,
     own_cache,
     own_hidden,
+    own_window,
     path_to,
     prefilled,
     requests,
@@ -30,7 +31,7 @@ PREFIX = [5, 9, 31, 8]
 PARENT = (0, 0, 1, 1)
 TREE = [7, 12, 30, 22]
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
 
 
 def close(one: Tensor, other: Tensor) -> None:
@@ -70,6 +71,21 @@ def test_a_grafted_token_is_a_token_of_the_text(family: str) -> None:
     scores, *_ = score(model, grafts)
     texts = [[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 41], [*PREFIX, 7, 12, 30, 40, 42]]
     for row, text in enumerate(texts):
+        close(scores.grafted[0, row], own_hidden(model.hf, text)[-1][-1])
+
+
+@every_family
+@torch.no_grad()
+def test_a_graft_on_part_of_a_tree(family: str) -> None:
+    """Its anchors count the rows of the pass; the scratch rows before them stay where they are."""
+    model = target(family)
+    lanes = prefilled(model, {0: PREFIX})
+    draft = Draft(torch.tensor([TREE]), Tree.of(PARENT), torch.tensor([4]))
+    model.score(lanes, draft, Needs(), rows=range(2))
+    graft = tokens_graft(model, (0, 1), (1, 1), [40, 41])
+    scores = model.score(lanes, draft, Needs(grafts=(graft,)), rows=range(2, 4))
+    assert scores.grafted is not None
+    for row, text in enumerate([[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 12, 22, 41]]):
         close(scores.grafted[0, row], own_hidden(model.hf, text)[-1][-1])
 
 
@@ -115,9 +131,16 @@ def slow_walk(
                 positions.append(positions[len(prefix) + anchor] + offset)
                 anchors.append(anchor)
         if layer < model.layers:
-            allowed = torch.tensor([[key in row for key in range(len(sees))] for row in sees])
+            beyond = [p - (own_window(hf, layer) or 999) for p in positions]
+            allowed = torch.tensor(
+                [
+                    [key in row and positions[key] > edge for key in range(len(sees))]
+                    for row, edge in zip(sees, beyond, strict=True)
+                ]
+            )
             mask = torch.zeros(allowed.shape).double().masked_fill(~allowed, float("-inf"))[None, None]
-            turn = hf.model.rotary_emb(hidden, torch.tensor([positions]))
+            table = [hf.config.layer_types[layer]] if model.family.name == "gemma3_text" else []
+            turn = hf.model.rotary_emb(hidden, torch.tensor([positions]), *table)
             hidden = hf.model.layers[layer](hidden, attention_mask=mask, position_embeddings=turn)
     return hidden[0, len(prefix) : count], hidden[0, count:]
 
@@ -144,9 +167,10 @@ def test_grafted_rows_equal_the_slow_walk(grafts: tuple[Graft, ...], family: str
         close(scores.grafted[lane], grafted)
 
 
+@every_family
 @every_graft
-def test_real_rows_never_see_a_grafted_one(grafts: tuple[Graft, ...]) -> None:
-    model = target()
+def test_real_rows_never_see_a_grafted_one(grafts: tuple[Graft, ...], family: str) -> None:
+    model = target(family)
     bare, *_ = score(model, ())
     scores, *_ = score(model, grafts)
     close(scores.logits, bare.logits)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+from doubles import FAMILIES
 from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
 from foreword.model.loading import choose_device, choose_dtype, load_stock, load_weights
 from foreword.model.pack import FusedPart, PackedLinear, can_pack
@@ -70,7 +71,7 @@ def test_dtypes_that_are_none(wanted: Any) -> None:
 # Weights -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_our_layers_answer_what_stock_layers_do(family: str, folders: dict[str, Path], stock: dict[str, Any]) -> None:
     ours = load_weights(folders[family], CPU, torch.float32)
@@ -162,7 +163,9 @@ def test_a_hole_is_not_filled_with_noise(spoil: Callable[[Path], None], named: s
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model_type": "gpt2"}, "'gpt2'; supported: llama, qwen3"),
+        ({"model_type": "gpt2"}, "'gpt2'; supported: gemma2, gemma3_text, granite, llama, "),
+        ({"model_type": "mixtral"}, "'mixtral'; supported: "),
+        ({"model_type": "gemma3"}, "'gemma3'; supported: "),
         ({"model_type": "no_such_type"}, "config.json cannot be used.*no_such_type"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "'dynamic'"),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from doubles import (
     CONTEXT,
-    FAMILIES,
+    EVERY_FAMILY,
     VOCABULARY,
     chain,
     fresh,
@@ -27,7 +27,7 @@ from foreword.model.stack import Rows
 TEXT = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
 PREFIXES = {0: TEXT[:4], 2: TEXT[:9], 3: [11], 1: []}  # slots that do not lie in order, lengths that differ
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
 
 
 def close(one: Tensor, other: Tensor) -> None:
@@ -170,8 +170,9 @@ def test_what_is_not_asked_for_is_empty() -> None:
     assert scores.logits is None and scores.hidden is None and scores.taps == {} and scores.grafted is None
 
 
-def test_embed_is_the_model_s_own() -> None:
-    model = target()
+@every_family
+def test_embed_is_the_model_s_own(family: str) -> None:
+    model = target(family)
     close(model.embed(torch.tensor(TEXT)), own_hidden(model.hf, TEXT)[0])
 
 
@@ -185,7 +186,8 @@ def test_a_skipped_half_is_a_half_that_adds_nothing(family: str, attention: tupl
     reduced = fresh(family)
     with torch.no_grad():
         for layer in attention:
-            reduced.model.layers[layer].self_attn.o_proj.weight.zero_()
+            for parameter in reduced.model.layers[layer].self_attn.o_proj.parameters():
+                parameter.zero_()
         for layer in mlp:
             reduced.model.layers[layer].mlp.down_proj.weight.zero_()
     model, skip = target(family), Skip.of(attention, mlp)

@@ -29,7 +29,7 @@ TEXT = (5, 9, 3, 31, 7, 7, 12, 40, 22, 3, 31, 8, 19, 44, 6, 5, 17, 29, 11, 30)
 
 def in_float64(hf: PreTrainedModel) -> PreTrainedModel:
     """The same weights in the doubles' own float64 form."""
-    exact = fresh("llama" if "Llama" in type(hf).__name__ else "qwen3", torch.float64)
+    exact = fresh(hf.config.model_type, torch.float64)
     exact.load_state_dict(hf.state_dict())
     for name, buffer in hf.named_buffers():  # rotary frequencies, which `.to(bfloat16)` rounds with the rest
         exact.get_buffer(name).copy_(buffer)
@@ -40,13 +40,17 @@ def in_float64(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_copy_computes_all_in_float64(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "count"), [("llama", 9), ("qwen3", 17), ("olmo2", 17), ("gemma2", 17), ("gemma3_text", 25)]
+)
+def test_the_copy_computes_all_in_float64(family: str, count: int, dtype: torch.dtype) -> None:
+    """But for Gemma 2, whose caps need eager attention: there the softmax alone is in float32."""
     model = Model(fresh(family, dtype))
     copied = exact_copy(model)
-    assert (own_logits(copied, TEXT) - own_logits(in_float64(model.hf), TEXT)).abs().max() < 1e-12
+    error = (own_logits(copied, TEXT) - own_logits(in_float64(model.hf), TEXT)).abs().max()
+    assert error < (1e-5 if family == "gemma2" else 1e-12)
     norms = [module for module in copied.modules() if "Norm" in type(module).__name__]
-    assert len(norms) == (9 if family == "llama" else 17) and {type(norm) for norm in norms} == {referee.ExactNorm}
+    assert len(norms) == count and {type(norm) for norm in norms} == {referee.ExactNorm}
 
 
 def test_without_the_patch_norms_would_round_to_float32() -> None:

@@ -76,8 +76,8 @@ def wrap(
 ) -> LLM:
     """A transformers model that is already in memory. Nothing in it is replaced: its own `generate` still works."""
     drafter = methods.make(method, rows=rows, **options)
-    hf = check_wrapped(model)
-    return LLM(Model(hf), Tokenizer(tokenizer), method, drafter, slots, max_context, graph)
+    hf, words = check_wrapped(model), Tokenizer(tokenizer)
+    return LLM(Model(hf), words, method, drafter, slots, max_context, graph)
 
 
 class LLM:
@@ -97,7 +97,11 @@ class LLM:
         self._capacity = (slots, max_context)
         self._graph = graph
         self._closed = False
-        self._take(method, drafter)
+        try:
+            self._take(method, drafter)
+        except BaseException:
+            model.release()  # the caller never gets an LLM to close
+            raise
 
     def use(self, method: str, rows: int | None = None, **options: Any) -> Self:
         """Go on with another method on the same weights. What was being written is given up."""
@@ -210,11 +214,13 @@ def _pieces(engine: Engine, run: Running) -> Generator[Piece]:
     try:
         while shown < len(run.events) or not run.done:
             if shown == len(run.events):
-                engine.step()
+                engine.step_for([run])
                 continue
             event = run.events[shown]
             shown += 1
             yield Piece(event.text, event.tokens)
+        if run.error:  # in a step of somebody else's
+            raise run.error
     finally:
         engine.abort(run)
 

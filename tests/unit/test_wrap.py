@@ -196,7 +196,7 @@ def test_angles_that_follow_the_length_are_refused(talking: Maker, hf_tokenizer:
         foreword.wrap(hf, hf_tokenizer)
 
 
-@pytest.mark.parametrize("what", [None, "a/model/folder", object()], ids=str)
+@pytest.mark.parametrize("what", [None, "a/model/folder", object()], ids=["none", "a name", "something"])
 def test_what_is_no_tokenizer_is_refused_at_once(what: Any, talking: Maker) -> None:
     hf = talking("llama")
     with pytest.raises(InputError, match=f"a transformers tokenizer is needed, got {type(what).__name__}; AutoTokenizer"):

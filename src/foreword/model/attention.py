@@ -27,6 +27,7 @@ from foreword.model.cache import SlotCache, look, store
 from foreword.model.families import Sight
 
 PREFIX = "foreword_"
+KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # of a head, that our kernel is made for
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def tree_attention(
 def has_kernel(cache: SlotCache) -> bool:
     """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask."""
     half = cache.shape.dtype in (torch.bfloat16, torch.float16)
-    return half and cache.length.is_cuda and cache.shape.width in (16, 32, 64, 128, 256)
+    return half and cache.length.is_cuda and cache.shape.width in KERNEL_WIDTHS
 
 
 def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:

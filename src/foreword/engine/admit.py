@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,6 +18,7 @@ class Slots:
     count: int
     running: dict[int, Running] = field(default_factory=dict)
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
+    last: dict[bool, Lanes | None] = field(default_factory=lambda: {True: None, False: None})  # by `ready`
     reread: int = 0  # prompt rows that are read in any case: 1 if the drafter wants to see the row before the root
 
     def __post_init__(self) -> None:
@@ -51,7 +52,11 @@ class Slots:
         ids = sorted(slot for slot, running in self.running.items() if running.ready == ready)
         if not ids:
             return None
-        return Lanes.of(ids, max(self.running[slot].length for slot in ids) + unread, device)
+        span = max(self.running[slot].length for slot in ids) + unread
+        last = self.last[ready]
+        # Mostly the same ones as in the round before: then nothing has to be sent to the device.
+        self.last[ready] = replace(last, span=span) if last and last.ids == tuple(ids) else Lanes.of(ids, span, device)
+        return self.last[ready]
 
 
 def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,8 +30,7 @@ PREFIX = "foreword_"
 KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # of a head, that our kernel is made for
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One layer's view of a pass: where its rows are stored and what they see.
 
     Without a cache the rows see one another only: that is how a stack is trained.

@@ -1,31 +1,54 @@
 """A decoder layer in as few calls as it takes, for models that were packed for the CPU.
 
-A small model's pass spends a third of its time between the products. This runs the same layer on the same weights as four
-products, one attention and four compiled loops (kernels/between.py).
+A small model's pass spends a third of its time between the products, and most of that on calling: behind a product that has
+swept the caches, every call into torch waits for its own code. So a layer is four products, one attention and five compiled
+loops (kernels/between.py), on buffers that all layers use in turn. What a layer gives back is its own: taps may keep it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foreword.model.attention import Pass
 from foreword.model.cache import look
+from foreword.model.pack import Buffer
 
 _NO_NORM = np.empty(0, dtype=np.float32)
+
+
+class Workspace:
+    """Buffers for passes of one shape."""
+
+    def __init__(self, layer: CpuLayer, batch: int, count: int, heads: int) -> None:
+        rows, width = batch * count, layer.width
+        self.ready = Buffer.of(rows, layer.qkv.columns_in)
+        self.qkv = Buffer.of(rows, layer.qkv.columns_out)
+        self.query = Buffer.of(batch, heads, layer.q_size // width // heads * count, width)
+        self.own = Buffer.of(rows, layer.out.columns_out)
+        self.both = Buffer.of(rows, layer.gate_up.columns_out)
+        self.gated = Buffer.of(rows, layer.down.columns_in)
+
+
+class Sight(NamedTuple):
+    """What a layer looks at in its cache, made once for as long as it looks there."""
+
+    key: tuple[Tensor, tuple[int, ...], int]
+    keys: Tensor
+    values: Tensor
 
 
 class CpuLayer:
     """Reads the weights of a packed layer; the layer itself stays as it is."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, spaces: dict[tuple[int, int], Workspace]) -> None:
+        """`spaces` are those of all layers of a stack."""
         from foreword.model.kernels import between  # noqa: PLC0415  Numba is optional
 
-        self.between = between
+        self.between, self.spaces = between, spaces
         attention, mlp = layer.self_attn, layer.mlp
         self.width: int = attention.head_dim
         self.scaling: float = attention.scaling
@@ -35,34 +58,49 @@ class CpuLayer:
         self.q_norm, self.head_epsilon = _norm(getattr(attention, "q_norm", None))
         self.k_norm, _ = _norm(getattr(attention, "k_norm", None))
         self.q_size: int = attention.q_proj.columns.stop
+        self.sight: Sight | None = None
 
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         """Rows [b, n, H] through the layer; keys and values of the rows land in the view's cache."""
-        flat = hidden.flatten(0, 1)
-        ready = torch.empty_like(flat)
-        self.between.normed(flat.numpy(), *self.before_attention, ready.numpy())
-        mixed = self._attend(self.qkv(ready), positions, view)
-        own = self.out(mixed)
-        self.between.added_and_normed(own.numpy(), flat.numpy(), *self.before_mlp, ready.numpy())
-        both = self.gate_up(ready)
-        gated = both.new_empty(both.shape[0], both.shape[1] // 2)
-        self.between.gated(both.numpy(), gated.numpy())
-        return self.down(gated).add_(own).view(hidden.shape)
+        batch, count, size = hidden.shape
+        assert view.keys is not None
+        space = self.spaces.get((batch, count))
+        if space is None:
+            space = self.spaces[batch, count] = Workspace(self, batch, count, view.keys.shape[1])
+        rows = hidden.reshape(-1, size).numpy()
+        self.between.normed(rows, *self.before_attention, space.ready.array)
+        own = self.out.into(self._attend(space, positions, view), space.own)
+        self.between.added_and_normed(own, rows, *self.before_mlp, space.ready.array)
+        self.between.gated(self.gate_up.into(space.ready.tensor, space.both), space.gated.array)
+        result = self.down(space.gated.tensor)
+        self.between.added(result.numpy(), own)
+        return result.view(batch, count, size)
 
-    def _attend(self, qkv: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        keys, values, places, lanes = view.keys, view.values, view.places, view.lanes
-        assert keys is not None and values is not None and places is not None and lanes is not None
-        cosine, sine = (part.flatten(0, 1) for part in positions)
-        batch, heads = lanes.slots.shape[0], keys.shape[1]
-        count = qkv.shape[0] // batch
-        query = qkv.new_empty(batch, heads, self.q_size // self.width // heads * count, self.width)
+    def _attend(self, space: Workspace, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
+        """[b * n, heads * width]: the values that each row's heads mix."""
+        keys, values, places = view.keys, view.values, view.places
+        assert keys is not None and values is not None and places is not None
+        cosine, sine = (part.flatten(0, 1).numpy() for part in positions)
         self.between.turned_and_stored(
-            qkv.numpy(), cosine.numpy(), sine.numpy(), self.q_norm, self.k_norm, self.head_epsilon, places.numpy(),
-            keys.view(-1, self.width).numpy(), values.view(-1, self.width).numpy(), query.numpy(),
+            self.qkv.into(space.ready.tensor, space.qkv), cosine, sine, self.q_norm, self.k_norm, self.head_epsilon,
+            places.numpy(), keys.view(-1, self.width).numpy(), values.view(-1, self.width).numpy(), space.query.array,
         )  # fmt: skip
-        seen = look(keys, lanes, view.reach), look(values, lanes, view.reach)
-        mixed = scaled_dot_product_attention(query, *seen, attn_mask=view.mask, scale=self.scaling)
-        return mixed.view(batch, -1, count, self.width).transpose(1, 2).reshape(-1, self.q_size)
+        seen = self._look(view)
+        mixed = scaled_dot_product_attention(space.query.tensor, *seen, attn_mask=view.mask, scale=self.scaling)
+        batch, heads, grouped, _ = mixed.shape
+        count = grouped * heads * self.width // self.q_size
+        if count > 1:
+            mixed = mixed.view(batch, -1, count, self.width).transpose(1, 2)
+        return mixed.reshape(batch * count, self.q_size)
+
+    def _look(self, view: Pass) -> tuple[Tensor, Tensor]:
+        assert view.keys is not None and view.values is not None and view.lanes is not None
+        if view.lanes.run is None:  # copied, so never the same again
+            return look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
+        key = view.keys, view.lanes.ids, view.reach
+        if self.sight is None or self.sight.key[0] is not key[0] or self.sight.key[1:] != key[1:]:
+            self.sight = Sight(key, look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach))
+        return self.sight.keys, self.sight.values
 
 
 def _norm(norm: Any) -> tuple[np.ndarray, float]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,17 +25,42 @@ _KEEP_BOTH_BYTES = 2 * 2**30
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class Buffer(NamedTuple):
+    """The same numbers for torch and for Numba."""
+
+    tensor: Tensor
+    array: np.ndarray
+
+    @staticmethod
+    def of(*shape: int) -> Buffer:
+        with torch.inference_mode(False):  # a tensor born in inference mode cannot be written to outside of it
+            tensor = torch.empty(shape)
+        return Buffer(tensor, tensor.numpy())
+
+
 class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, keep_stock: bool) -> None:
         super().__init__()
         self.weight = weight if keep_stock else None
         self.bias = bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_EXPECTED)
+        self.columns_out, self.columns_in = weight.shape
+        self._by_columns = weight.t() if keep_stock else None
 
     def forward(self, rows: Tensor) -> Tensor:
         if self.weight is not None and rows.numel() <= _ROWS_STOCK * rows.shape[-1]:
             return functional.linear(rows, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+
+    def into(self, rows: Tensor, out: Buffer) -> np.ndarray:
+        """The product of rows [m, K], in `out` where torch lets it be put there."""
+        if self._by_columns is None or rows.shape[0] > _ROWS_STOCK:
+            return self(rows).numpy()
+        if self.bias is None:
+            torch.mm(rows, self._by_columns, out=out.tensor)
+        else:
+            torch.addmm(self.bias, rows, self._by_columns, out=out.tensor)
+        return out.array
 
     def stock(self, columns: slice = slice(None)) -> nn.Linear:
         """The linear that was packed, or some of its outputs, as a copy that can be trained."""

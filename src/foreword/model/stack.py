@@ -8,7 +8,7 @@ and values of the rows land in its scratch; without, rows see each other only, a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,7 +101,11 @@ class Stack:
     def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
         """Give the stack a cache. The bytes are checked before any is taken; if they do not fit, the old one stays."""
         self.cache = SlotCache(self.cache_shape(), slots, context, scratch, next(self.model.parameters()).device)
+        self.lean = lean_layers(self.layers) if self.family.lean else None  # new ones: the old look at the old cache
         return self.cache
+
+    def free(self) -> None:
+        self.cache = self.lean = None
 
     def cache_shape(self) -> CacheShape:
         config = self.model.config
@@ -188,7 +192,7 @@ class _View:
         sight, cache = self.sights[layer], self.cache
         keys, values = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
         seen, mask = self.seen[sight.window], self.masks.get(sight.window)
-        return replace(self.shared, sight=sight, sees=seen, mask=mask, keys=keys, values=values)
+        return self.shared._replace(sight=sight, sees=seen, mask=mask, keys=keys, values=values)
 
     def options(self, layer: int) -> dict[str, Any]:
         table = self.tables[self.sights[layer].table]

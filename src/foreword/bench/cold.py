@@ -16,13 +16,12 @@ CHILD = """
 import time
 marks = [time.time()]
 import json, sys
-from foreword.bench.profile import Subject, drawn
-from foreword import api
+from foreword.api import load
+from foreword.bench.profile import drawn
 from foreword.engine.request import Request
 marks.append(time.time())
 shapes, model, method, where = json.loads(sys.argv[1])
-subject = drawn(shapes, 1, **where) if shapes else Subject.of(api.load(model, method, slots=1, **where))
-engine = subject.engine(method)
+engine = drawn(shapes, 1, **where).engine(method) if shapes else load(model, method, slots=1, **where).engine
 marks.append(time.time())
 engine.generate([Request((1, 2, 3), max_new_tokens=1)])
 marks.append(time.time())
@@ -30,7 +29,7 @@ print(json.dumps(marks))
 """
 
 
-def cold_start(shapes: str | None, model: str | None, method: str, where: dict[str, Any]) -> dict[str, float]:
+def cold_start(shapes: str | None, model: str | None, method: str, where: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each step; `where` are options of `foreword.load`."""
     asked = json.dumps([shapes, model, method, where])
     began = time.time()
@@ -40,4 +39,4 @@ def cold_start(shapes: str | None, model: str | None, method: str, where: dict[s
     marks = [began, *json.loads(done.stdout.splitlines()[-1])]
     names = ("python_s", "imports_s", "load_s", "first_token_s")
     steps = dict(zip(names, (after - before for before, after in pairwise(marks)), strict=True))
-    return {**steps, "total_s": marks[-1] - began}
+    return {"method": method, **steps, "total_s": marks[-1] - began}

@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from foreword.bench.passes import Probe, milliseconds, settle
+from foreword.core.sampling import Sampling
 from foreword.core.state import State
 from foreword.engine.accept import accept
 from foreword.model.model import Model
@@ -73,7 +74,7 @@ def parts_of_pass(model: Model, rows: int, context: int, repeats: int) -> dict[s
         wall += seconds * 1e3 / repeats
     if model.device.type == "cuda":  # calls from Python wait for the host; a captured pass does not
         wall = milliseconds(lambda: [call() for call in parts.values()], model.device, repeats)
-    return {"rows": rows, "context": context, **summary(seen, repeats, wall)}
+    return {"rows": rows, "context": context, "device": model.device.type, **summary(seen, repeats, wall)}
 
 
 @torch.inference_mode()
@@ -82,6 +83,7 @@ def _parts(probe: Probe, context: int) -> dict[str, Callable[[], object]]:
     state = State.empty(1, context + draft.nodes + 1, model.cache.length, model.ends).at(probe.lanes)
     state.limits.fill_(context + draft.nodes + 1)
     state.alive_slots.fill_(True)
+    state.table.set(0, Sampling(seed=0))
     hidden, scores, depth = probe.walk(), probe.score(), int(draft.tree.depth.max())
     return {
         "layers": probe.walk,

@@ -7,7 +7,6 @@ goes on.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from foreword import methods
 from foreword.api import LLM
 from foreword.bench.parts import busy_ms, parts_of_pass
 from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds, replayed, settle
+from foreword.bench.report import cpu_name
 from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay
 from foreword.engine.request import Request, Running
@@ -76,18 +76,21 @@ def drawn(
     dtype: str | None = None,
     threads: int | None = None,
     max_context: int | None = None,
+    graph: bool = True,
+    rebuild: bool = True,
 ) -> Subject:
     """A model of known shapes with random weights; the options are those of `foreword.load`."""
     if threads is not None:
         torch.set_num_threads(threads)
     place = choose_device(device)
-    model = Model(random_model(shape, place, choose_dtype(dtype, place)), f"random weights of {shape} shapes")
+    hf = random_model(shape, place, choose_dtype(dtype, place), rebuild)
+    model = Model(hf, f"random weights of {shape} shapes")
 
     def engine(method: str) -> Engine:
         drafter = methods.make(method)
         if drafter.wants_cost and model.curve is None:
             model.curve = curve_for(model)
-        return Engine(model, drafter, slots, max_context)
+        return Engine(model, drafter, slots, max_context, graph=graph)
 
     return Subject(model, engine)
 
@@ -115,6 +118,8 @@ class Profile:
     def __init__(self, subject: Subject, settings: Settings) -> None:
         self.subject, self.settings = subject, settings
         self.model, self.device = subject.model, subject.model.device
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # where events are recorded and graphs captured
         self.bandwidth: float | None = None
         self.repeats = settings.repeats_on(self.device)
 
@@ -127,7 +132,7 @@ class Profile:
         on_gpu = self.device.type == "cuda"
         self.bandwidth = bandwidth(self.device)
         return {
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else platform.processor() or platform.machine(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
@@ -205,16 +210,16 @@ class Writing:
         self.device = engine.target.device
         self.generator = torch.Generator().manual_seed(0)
 
-    def _added(self, tokens: int) -> list[Running]:
+    def _requests(self, tokens: int) -> list[Request]:
         """Never the same prompts twice: a drafter that learns would know what follows."""
         shape = (self.engine.slots.count, self.context)
         prompts = torch.randint(self.engine.target.vocab_size, shape, generator=self.generator).tolist()
-        return [self.engine.add(Request(tuple(one), max_new_tokens=tokens, ignore_eos=True)) for one in prompts]
+        return [Request(tuple(one), max_new_tokens=tokens, ignore_eos=True) for one in prompts]
 
     @contextmanager
     def under_way(self) -> Iterator[list[Running]]:
         """Texts whose prompts are read and whose first rounds are done; nothing runs on the device."""
-        runs = self._added(self.tokens)
+        runs = [self.engine.add(request) for request in self._requests(self.tokens)]
         try:
             while not all(run.ready for run in runs):
                 self.engine.step()
@@ -242,22 +247,17 @@ class Writing:
 
     def first_token(self) -> float:
         """Milliseconds from the prompts to a token for each of them."""
+        requests = self._requests(1)
         settle(self.device)
         started = time.perf_counter()
-        runs = self._added(1)
-        while not all(run.done for run in runs):
-            self.engine.step()
+        self.engine.generate(requests)
         return (time.perf_counter() - started) * 1e3
 
     def device_ms(self, repeats: int) -> float:
         """Milliseconds that a CUDA device needs for a round: of a captured one without the host, else what it was busy."""
         with self.under_way() as runs:
-            if isinstance(self.engine.loop, Replay):
-                length = max(run.length for run in runs)
-                buckets = [one for one in self.engine.loop.buckets.values() if one.graph is not None]
-                used = min((one for one in buckets if one.lanes.span >= length), key=lambda one: one.lanes.span)
-                assert used.graph is not None
-                return replayed(used.graph, repeats)
+            if captured := self._captured(runs):
+                return replayed(captured, repeats)
             with profile(activities=[ProfilerActivity.CUDA]) as session:
                 rounds = 0
                 while rounds < PROFILED_ROUNDS and not any(run.done for run in runs):
@@ -265,6 +265,13 @@ class Writing:
                     rounds += 1
                 settle(self.device)
         return busy_ms(session) / max(rounds, 1)
+
+    def _captured(self, runs: list[Running]) -> torch.cuda.CUDAGraph | None:
+        """The graph that the next round would replay. Running it again and again writes on, as rounds do."""
+        loop, length = self.engine.loop, max(run.length for run in runs)
+        buckets = loop.buckets.values() if isinstance(loop, Replay) else ()
+        fitting = [one for one in buckets if one.graph and len(one.lanes.ids) == len(runs) and one.lanes.span >= length]
+        return min(fitting, key=lambda one: one.lanes.span).graph if fitting else None
 
 
 def bandwidth(device: torch.device) -> float:
@@ -276,6 +283,8 @@ def bandwidth(device: torch.device) -> float:
     buffer = torch.ones(size // 4, device=device)
     other = torch.empty_like(buffer)
     reading, copying = between_marks(buffer.sum, 10, best=True), between_marks(lambda: other.copy_(buffer), 10, best=True)
+    del buffer, other
+    torch.cuda.empty_cache()  # a cache looks for free memory before it takes any
     return max(size / reading, 2 * size / copying) * 1e3
 
 

@@ -48,7 +48,7 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, rebuild: 
     torch.manual_seed(0)
     with device, torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False).to(device)
     if rebuild and can_pack(device, dtype):
         pack(model)
     if rebuild and can_fuse(device, dtype):

@@ -279,12 +279,17 @@ def bandwidth(device: torch.device) -> float:
     if device.type == "cpu":
         buffer = torch.ones(CPU_BUFFER // 4)
         return CPU_BUFFER / min(_seconds(buffer.sum) for _ in range(5))
+    found = _gpu_bandwidth(device)
+    torch.cuda.empty_cache()  # whoever allocates a KV cache asks for free memory first
+    return found
+
+
+def _gpu_bandwidth(device: torch.device) -> float:
     size = min(GPU_BUFFER, (free_memory(device) or GPU_BUFFER) // 4)
     buffer = torch.ones(size // 4, device=device)
     other = torch.empty_like(buffer)
-    reading, copying = between_marks(buffer.sum, 10, best=True), between_marks(lambda: other.copy_(buffer), 10, best=True)
-    del buffer, other
-    torch.cuda.empty_cache()  # a cache looks for free memory before it takes any
+    reading = between_marks(buffer.sum, 10, best=True)
+    copying = between_marks(lambda: other.copy_(buffer), 10, best=True)
     return max(size / reading, 2 * size / copying) * 1e3
 
 

@@ -38,13 +38,17 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     threads: int | None = None,
+    compile: bool = True,
+    graph: bool = True,
     **options: Any,
 ) -> LLM:
     """A model, ready to write.
 
     `model`: a folder, a GGUF file or a Hugging Face id; None is SmolLM2-135M-Instruct, fetched once. `rows`: at most so
     many rows in a pass; None is what pays on this machine. `slots`: texts written at a time. `max_context`: tokens a text
-    may have, prompt included; None is what the model was trained for, at most 4096. `options` go to the method.
+    may have, prompt included; None is what the model was trained for, at most 4096. `compile`: run the layers of known
+    families as our own kernels, on linears rebuilt for it. `graph`: on CUDA, capture a round and replay it. `options` go to
+    the method.
     """
     drafter = methods.make(method, rows=rows, **options)
     if threads is not None:
@@ -54,9 +58,9 @@ def load(
     place = choose_device(device)
     precision = choose_dtype(dtype, place)
     folder = resolve(model)
-    hf = load_weights(folder, place, precision)
+    hf = load_weights(folder, place, precision, rebuild=compile)
     name = str(model) if model is not None else folder.name
-    return LLM(Model(hf, name), Tokenizer.load(folder), method, drafter, slots, max_context)
+    return LLM(Model(hf, name), Tokenizer.load(folder), method, drafter, slots, max_context, graph)
 
 
 def wrap(
@@ -67,24 +71,37 @@ def wrap(
     rows: int | None = None,
     slots: int = 4,
     max_context: int | None = None,
+    graph: bool = True,
     **options: Any,
 ) -> LLM:
     """A transformers model that is already in memory. Nothing in it is replaced: its own `generate` still works."""
     drafter = methods.make(method, rows=rows, **options)
-    hf = check_wrapped(model)
-    return LLM(Model(hf), Tokenizer(tokenizer), method, drafter, slots, max_context)
+    hf, words = check_wrapped(model), Tokenizer(tokenizer)
+    return LLM(Model(hf), words, method, drafter, slots, max_context, graph)
 
 
 class LLM:
     """A model and a method. Made by `load` and `wrap`."""
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, method: str, drafter: Drafter, slots: int, max_context: int | None
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        method: str,
+        drafter: Drafter,
+        slots: int,
+        max_context: int | None,
+        graph: bool = True,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._capacity = (slots, max_context)
+        self._graph = graph
         self._closed = False
-        self._take(method, drafter)
+        try:
+            self._take(method, drafter)
+        except BaseException:
+            model.release()  # the caller never gets an LLM to close
+            raise
 
     def use(self, method: str, rows: int | None = None, **options: Any) -> Self:
         """Go on with another method on the same weights. What was being written is given up."""
@@ -97,7 +114,7 @@ class LLM:
     def _take(self, method: str, drafter: Drafter) -> None:
         if drafter.wants_cost and self.model.curve is None:
             self.model.curve = curve_for(self.model)
-        self.method, self.engine = method, Engine(self.model, drafter, *self._capacity)
+        self.method, self.engine = method, Engine(self.model, drafter, *self._capacity, graph=self._graph)
 
     @overload
     def generate(self, prompt: str | list[Message], *, n: None = None, **settings: Any) -> Result: ...
@@ -197,11 +214,13 @@ def _pieces(engine: Engine, run: Running) -> Generator[Piece]:
     try:
         while shown < len(run.events) or not run.done:
             if shown == len(run.events):
-                engine.step()
+                engine.step_for([run])
                 continue
             event = run.events[shown]
             shown += 1
             yield Piece(event.text, event.tokens)
+        if run.error:  # in a step of somebody else's
+            raise run.error
     finally:
         engine.abort(run)
 

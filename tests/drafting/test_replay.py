@@ -99,12 +99,14 @@ def test_the_drafter_hears_of_every_arrival_and_departure() -> None:
 
 
 def test_what_is_observed_is_what_was_proposed() -> None:
-    """Of every round: the draft that was checked is the head of the one proposed, and the text grew by its path."""
+    """Of every round: the draft that was checked is the head of the one proposed, padded with the root, and the text grew
+    by its path."""
     recorder = Recorder(Liar())
     engine(recorder, slots=3).generate(requests(5, SAMPLINGS["T=0.8"]))
     assert len(recorder.proposed) == len(recorder.observed)
     for before, after in zip(recorder.proposed, recorder.observed, strict=True):
-        assert after.draft.tokens.tolist() == before.draft.tokens[:, : after.draft.nodes].tolist()
+        proposed = before.draft.tokens[:, : after.draft.nodes]
+        assert after.draft.tokens.tolist() == proposed.where(after.draft.counts, proposed[:, :1]).tolist()
         _check_growth(before, after)
 
 

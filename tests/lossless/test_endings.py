@@ -138,3 +138,9 @@ def test_generate_gives_its_requests_up_when_it_is_interrupted() -> None:
     with pytest.raises(Interrupted):
         written(steps, requests(3))
     assert not steps.busy
+
+
+def test_a_floor_beyond_everything() -> None:
+    """As large as a number may be: the text ends where the context does."""
+    (run,) = engine(make("plain")).generate([replace(requests(1)[0], max_new_tokens=2**70, min_new_tokens=2**70)])
+    assert run.finish_reason == "length" and END not in run.tokens and len(run.tokens) == CONTEXT - 1

@@ -1,15 +1,17 @@
 """A target that answers NaN is an error, under every way of choosing; the others in the batch do not suffer."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from doubles import Liar, engine, fresh, requests, run_to_end, truth
+from doubles import CONTEXT, Liar, Plan, Playback, engine, fresh, full_text, requests, run_to_end, tiny, truth
 from foreword.core.sampling import Sampling
+from foreword.engine.engine import Engine
 from foreword.engine.request import Request
-from foreword.errors import NumericsError
+from foreword.errors import ForewordWarning, NumericsError
 from foreword.methods import make
 from foreword.model.model import Model
 
@@ -83,3 +85,52 @@ def test_a_slot_left_with_nan_serves_the_next(after: int) -> None:
     steps.abort(bad)
     (run,) = steps.generate([HEALTHY])
     assert run.tokens == truth(hf, HEALTHY)
+
+
+def guessing(token: int) -> Playback:
+    """Drafts the truth and, on another branch, one token; the text is written with both in the pass."""
+    return Playback([Plan(((0, None), (1, None), (0, token)), 4)], [full_text(tiny("qwen3"), HEALTHY)])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "penalty"])  # with it the true text has the token
+@pytest.mark.parametrize("late", [False, True])
+def test_a_nan_in_a_guess_does_not_reach_the_text(late: bool, way: str) -> None:
+    """The guess is wrong and never accepted. Its row would spoil the others; the text goes on without guesses."""
+    hf, asked = poisoned_model(), replace(HEALTHY, sampling=replace(WAYS[way], seed=3))
+    steps = Engine(Model(hf), guessing(POISON), slots=2, max_context=CONTEXT, chunk=5, late=late)
+    sick, alone = steps.add(asked), steps.add(replace(asked, speculate=False))
+    with pytest.warns(ForewordWarning, match="NaN to a draft.*without speculation"):
+        run_to_end(steps)
+    assert sick.tokens == alone.tokens == truth(hf, asked)
+    assert sick.accepted[0] == 0 and sum(sick.accepted) == len(sick.tokens)
+
+
+def test_a_slot_where_a_guess_was_nan_guesses_again() -> None:
+    """Only that text is written without guesses."""
+    hf = poisoned_model()
+    drafter = guessing(POISON)
+    steps = engine(drafter, Model(hf), slots=1)
+    with pytest.warns(ForewordWarning):
+        steps.generate([HEALTHY])
+    drafter.plans = [Plan(((0, None), (1, None), (0, 9)), 4)]
+    (run,) = steps.generate([HEALTHY])
+    assert run.tokens == truth(hf, HEALTHY) and sum(run.drafted) > 0
+
+
+def test_nan_in_a_prompt_teaches_nothing() -> None:
+    """A table that all requests share: who comes later must not draft from a NaN."""
+    hf = poisoned_model()
+    steps = engine(make("token_recycling", rows=4), Model(hf), slots=1)
+    with pytest.raises(NumericsError):
+        steps.generate([replace(SICK, prompt=(3, POISON, *HEALTHY.prompt))])
+    (run,) = steps.generate([HEALTHY])
+    assert run.tokens == truth(hf, HEALTHY)
+
+
+def test_who_waits_for_another_text_hears_nothing_of_a_nan() -> None:
+    hf = poisoned_model()
+    steps = engine(make("plain"), Model(hf), slots=2)
+    bad = steps.add(SICK)
+    (good,) = steps.generate([HEALTHY])
+    assert good.tokens == truth(hf, HEALTHY)
+    assert isinstance(bad.error, NumericsError) and bad.finish_reason == "abort"

@@ -81,6 +81,8 @@ def test_a_folder_may_be_a_string_or_a_path(kind: Callable[[Path], Any], folders
         ({"dtype": "fp32"}, "dtype is 'fp32'.*float32"),
         ({"dtype": torch.int8}, "dtype is torch.int8.*bfloat16"),
         ({"slots": 0}, "slots is 0"),
+        ({"slots": "2"}, "slots is '2'.*whole number"),
+        ({"max_context": 64.0}, "max_context is 64.0.*whole number"),
         ({"max_context": 0}, "max_context is 0"),
         ({"max_context": CONTEXT + 1}, f"max_context is {CONTEXT + 1}.*{CONTEXT} positions"),
         ({"rows": 0}, "rows is 0.*at least 1"),

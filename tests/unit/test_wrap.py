@@ -18,7 +18,7 @@ from transformers import (
 
 import foreword
 from doubles import FAMILIES, STOCK_ATTENTION
-from foreword.errors import ModelUnsupported
+from foreword.errors import InputError, ModelUnsupported, NumericsError
 from foreword.methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("own_home")
@@ -194,3 +194,34 @@ def test_angles_that_follow_the_length_are_refused(talking: Maker, hf_tokenizer:
     hf = talking("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     with pytest.raises(ModelUnsupported, match="'dynamic'.*supported: default"):
         foreword.wrap(hf, hf_tokenizer)
+
+
+@pytest.mark.parametrize("what", [None, "a/model/folder", object()], ids=["none", "a name", "something"])
+def test_what_is_no_tokenizer_is_refused_at_once(what: Any, talking: Maker) -> None:
+    hf = talking("llama")
+    with pytest.raises(InputError, match=f"a transformers tokenizer is needed, got {type(what).__name__}; AutoTokenizer"):
+        foreword.wrap(hf, what)
+    assert hf.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_could_not_be_wrapped_is_given_back(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+    hf = talking("llama").train()
+    with pytest.raises(InputError, match="max_context") as caught:
+        foreword.wrap(hf, hf_tokenizer, "plain", max_context=10**9)
+    assert hf.config._attn_implementation == "sdpa" and hf.training and caught.tb  # which holds all that was made
+
+
+# A NaN -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_stream_of_a_broken_text_breaks_and_no_other(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+    hf = talking("llama")
+    with torch.no_grad():
+        hf.model.embed_tokens.weight[hf_tokenizer.encode("%")] = torch.nan
+    hf.lm_head.weight = nn.Parameter(talking("llama").lm_head.weight.detach())  # the token is not written, only read
+    llm = foreword.wrap(hf, hf_tokenizer, "plain", slots=2)
+    alone = llm.generate(ASK, max_new_tokens=6).tokens
+    sick, healthy = llm.stream("100%", max_new_tokens=6), llm.stream(ASK, max_new_tokens=6)
+    assert [token for piece in healthy for token in piece.tokens] == alone
+    with pytest.raises(NumericsError):
+        list(sick)

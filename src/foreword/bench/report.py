@@ -18,6 +18,7 @@ import torch
 
 import foreword
 from foreword.bench.run import Benchmark, Timing
+from foreword.errors import StorageError
 
 LOOKUP_GROUPS = ("summarization", "rag", "translation")
 
@@ -90,7 +91,6 @@ def facts(**more: Any) -> dict[str, Any]:
 
 
 def write_report(benchmark: Benchmark, folder: Path, **more: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     about = facts(**more)
     found = tables(benchmark)
     content = {
@@ -100,8 +100,14 @@ def write_report(benchmark: Benchmark, folder: Path, **more: Any) -> None:
         "tables": {name: [asdict(row) for row in table] for name, table in found.items()},
         "timings": [asdict(timing) for timing in benchmark.timings],
     }
-    (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(markdown(found, about, benchmark), encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (folder / "report.md").write_text(markdown(found, about, benchmark), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"the report cannot be written to {folder} ({error.strerror}); name a folder that can be written"
+        ) from error
 
 
 def markdown(found: dict[str, list[Row]], about: dict[str, Any], benchmark: Benchmark) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,6 +20,7 @@ from foreword.api import load
 from foreword.cli.console import waiting
 from foreword.errors import ForewordError
 from foreword.methods import METHODS
+from foreword.model.cache import free_memory
 from foreword.model.hub import default_model, resolve
 from foreword.model.loading import choose_device, choose_dtype
 from foreword.model.storage import home, place
@@ -118,10 +118,8 @@ def _numba() -> Finding:
 
 
 def _memory() -> Finding:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
+    free = free_memory(torch.device("cpu"))
+    if free is None:
         return Finding("memory", "ok", "this system does not tell how much is free")
     if free < ROOMY:
         return Finding("memory", "warn", f"{_size(free)} free", "close something, or choose a smaller --max-context")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -116,6 +117,12 @@ class ModelOptions:
             help="Tokens a text may have, prompt included. Default: what the model was trained for, at most 4096.",
         ),
     ] = None
+    no_compile: Annotated[
+        bool, _of_model("--no-compile", metavar="", help="Layers as transformers wrote them, to compare: slower.")
+    ] = False
+    no_graph: Annotated[
+        bool, _of_model("--no-graph", metavar="", help="On CUDA, rounds launched one by one, to compare: slower.")
+    ] = False
 
     def load(self, method: MethodOptions, slots: int) -> LLM:
         own = method.own()
@@ -127,7 +134,8 @@ class ModelOptions:
 
     def where(self) -> dict[str, Any]:
         """The arguments of `foreword.load` that these options are, but for the model itself."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "model"}
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "model"}
+        return given | {"compile": not given.pop("no_compile"), "graph": not given.pop("no_graph")}
 
     @property
     def name(self) -> str:
@@ -144,6 +152,16 @@ class ModelOptions:
         return Path(self.model).expanduser().exists()
 
 
+def _number(value: float) -> float:
+    """Not NaN, which is in every range that a comparison checks: it must not cost the loading of a model first."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a number to write with")
+    return value
+
+
+_of_number = partial(_of_writing, callback=_number)
+
+
 @dataclass(frozen=True)
 class WritingOptions:
     """How tokens are chosen and where a text ends."""
@@ -153,17 +171,17 @@ class WritingOptions:
     ] = None
     min_new_tokens: Annotated[int, _of_writing(min=0, metavar="N", help="Do not end before so many tokens.")] = 0
     temperature: Annotated[
-        float, _of_writing(min=0, metavar="X", help="0 takes the likeliest token each time; higher is more varied.")
+        float, _of_number(min=0, metavar="X", help="0 takes the likeliest token each time; higher is more varied.")
     ] = 0.0
     top_p: Annotated[
-        float, _of_writing(min=0, max=1, metavar="X", help="Draw from the likeliest tokens that hold this share.")
+        float, _of_number(min=0, max=1, metavar="X", help="Draw from the likeliest tokens that hold this share.")
     ] = 1.0
     top_k: Annotated[int, _of_writing(min=0, metavar="N", help="Draw from the K likeliest tokens; 0 is off.")] = 0
     min_p: Annotated[
-        float, _of_writing(min=0, max=1, metavar="X", help="Drop tokens less likely than this share of the likeliest.")
+        float, _of_number(min=0, max=1, metavar="X", help="Drop tokens less likely than this share of the likeliest.")
     ] = 0.0
     repetition_penalty: Annotated[
-        float, _of_writing(metavar="X", help="Above 1, tokens that are in the text already become less likely.")
+        float, _of_number(metavar="X", help="Above 1, tokens that are in the text already become less likely.")
     ] = 1.0
     seed: Annotated[
         int | None,

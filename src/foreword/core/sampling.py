@@ -31,12 +31,14 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _require(_finite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _require(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "a whole number, 0 (off) or more")
+        # Scores are float32: what divides them must not take them to infinity, nor to nothing.
+        heat = self.temperature
+        _require(_finite(heat) and (heat == 0 or 1e-6 <= heat <= 1e6), "temperature", heat, "0, or from 1e-6 to 1e6")
+        _require(_whole(self.top_k) and 0 <= self.top_k < 2**31, "top_k", self.top_k, "a whole number, 0 (off) or more")
         _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1 (off)")
         _require(_finite(self.min_p) and 0 <= self.min_p < 1, "min_p", self.min_p, "from 0 (off) to below 1")
         penalty = self.repetition_penalty
-        _require(_finite(penalty) and penalty > 0, "repetition_penalty", penalty, "above 0; 1 is off")
+        _require(_finite(penalty) and 1e-6 <= penalty <= 1e6, "repetition_penalty", penalty, "from 1e-6 to 1e6; 1 is off")
         _require(self.seed is None or _whole(self.seed), "seed", self.seed, "a whole number, or None to draw one")
         wanted = self.logprobs
         _require(

@@ -36,7 +36,7 @@ class Accepted:
     """ACCEPT's answer: the way from the root to the last row that the target agrees with.
 
     Rows `path[:, :count]` are committed, root first, and `next` is the target's own token after them: so a round decides
-    exactly `count` tokens. Both are already cut where the text ends (end token, length). `count` 0: a frozen slot.
+    exactly `count` tokens. Both are already cut where the text ends (end token, length). `count` 0: a frozen slot, or a NaN.
     """
 
     path: Tensor  # [b, D+1]
@@ -62,7 +62,7 @@ class Emission:
     count: Tensor  # [b]
     drafted: Tensor  # [b] candidates that were checked, the root not counted
     ended: Tensor  # [b] bool: an end token or a limit was reached in this round
-    broken: Tensor  # [b] bool: the target answered NaN
+    broken: Tensor  # [b] bool: the target answered NaN, so that nothing was decided
     logprobs: Tensor | None = None  # [b, D+1] of each emitted token, before penalties, temperature and filters
     top_tokens: Tensor | None = None  # [b, D+1, K] the likeliest alternatives
     top_logprobs: Tensor | None = None

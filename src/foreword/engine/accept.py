@@ -2,7 +2,7 @@
 
 At every row the target's own token is picked. A row matches if its token is the pick at its parent; it lives if all its
 ancestors match; the deepest living row wins. What is emitted are the picks along that path: the text that the target
-would have written alone, whoever drafted. A stop inside the draft cuts the path there.
+would have written alone, whoever drafted. A stop inside the draft cuts the path there; a NaN on the path decides nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ def accept(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Acce
     path, count = longest_path(draft, choice, min(draft.nodes, depth + 1))
     tokens = choice.gather(1, path)  # [b, D+1]
     count, ended = cut(state, tokens, count)
+    broken = _broken(logits, choice, sampling.kind.filters, path, count)
+    count = count.where(~broken, 0)
     last = (count - 1).clamp(min=0).unsqueeze(1)
     accepted = Accepted(path, count, tokens.gather(1, last).squeeze(1))
     emission = Emission(
         tokens=tokens,
         count=count,
-        drafted=(draft.size - 1) * (count > 0),
-        ended=ended,
-        broken=_broken(logits, choice, sampling.kind.filters, path, accepted.kept),
+        drafted=(draft.size - 1) * state.alive,
+        ended=ended & ~broken,
+        broken=broken,
         **_logprobs(logits, path, tokens, sampling.kind.logprobs),
     )
     return accepted, emission
@@ -77,9 +79,10 @@ def count_seen(state: State, draft: Draft) -> Tensor:
     return seen.scatter_add_(2, draft.tokens.unsqueeze(1).expand_as(on_way), on_way.to(seen.dtype))
 
 
-def _broken(logits: Tensor, choice: Tensor, filters: bool, path: Tensor, kept: Tensor) -> Tensor:
+def _broken(logits: Tensor, choice: Tensor, filters: bool, path: Tensor, count: Tensor) -> Tensor:
     """A NaN beats every number in a maximum, so the chosen logit shows it, unless a filter dropped it: then look again."""
     peak = logits.amax(-1) if filters else logits.gather(2, choice.unsqueeze(2)).squeeze(2)
+    kept = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
     return (peak.gather(1, path).isnan() & kept).any(1)
 
 

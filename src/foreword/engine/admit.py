@@ -76,7 +76,7 @@ def _write_columns(state: State, slot: int, running: Running) -> None:
     state.heeds_ends[slot] = not request.ignore_eos
     state.speculates[slot] = request.speculate
     state.alive_slots[slot] = True
-    floor = len(prompt) + request.min_new_tokens if request.min_new_tokens else 0
+    floor = min(len(prompt) + request.min_new_tokens, context) if request.min_new_tokens else 0
     state.table.set(slot, request.sampling, floor)
     if request.sampling.repetition_penalty != 1:
         state.seen[slot] = prompt.bincount(minlength=state.seen.shape[1]).to(state.seen.dtype)

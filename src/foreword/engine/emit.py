@@ -31,7 +31,7 @@ class Launched:
 
 
 def emit(launched: Launched, ends: set[int]) -> list[Event]:
-    """What the round brought, request by request. Where the target answered NaN the request is given up."""
+    """What the round brought, request by request. Where the target answered NaN to the text alone, it is given up."""
     emission = launched.wait()
     counts, drafted = emission.count.tolist(), emission.drafted.tolist()
     tokens, ended, broken = emission.tokens.tolist(), emission.ended.tolist(), emission.broken.tolist()
@@ -40,12 +40,7 @@ def emit(launched: Launched, ends: set[int]) -> list[Event]:
         if running.done:  # found finished after this round was launched
             continue
         if broken[lane]:
-            running.finish_reason = "abort"
-            running.error = NumericsError(
-                f"the target answered NaN after {len(running.tokens)} new tokens; check the weights, "
-                "or load the model in a wider dtype (dtype='float32')"
-            )
-            events.append(Event(running, [], ""))
+            events.append(_fail(running, drafted[lane]))
             continue
         new = tokens[lane][: counts[lane]]
         running.accepted.append(len(new))
@@ -55,6 +50,22 @@ def emit(launched: Launched, ends: set[int]) -> list[Event]:
             running.logprobs += _logprobs(emission, lane, event.tokens, running.request.sampling.logprobs)
         events.append(event)
     return events
+
+
+def _fail(running: Running, drafted: int) -> Event:
+    """NaN, and whose fault it is: a masked row counts 0 times its value, so a NaN in any guess spoils the rows beside it.
+    A text with guesses gets another round without them."""
+    running.accepted.append(0)
+    running.drafted.append(0)
+    if drafted or (any(running.drafted) and not running.spoiled):
+        running.spoiled = True
+    else:
+        running.finish_reason = "abort"
+        running.error = NumericsError(
+            f"the target answered NaN after {len(running.tokens)} new tokens; check the weights, "
+            "or load the model in a wider dtype (dtype='float32')"
+        )
+    return Event(running, [], "")
 
 
 def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Event:

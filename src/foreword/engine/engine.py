@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -18,7 +20,7 @@ from foreword.engine.graph import Replay
 from foreword.engine.lockstep import Lockstep
 from foreword.engine.prefill import prefill
 from foreword.engine.request import Event, Request, Running
-from foreword.errors import InputError, PromptError
+from foreword.errors import ForewordWarning, InputError, NumericsError, PromptError
 from foreword.model.model import Model
 
 PREFILL_CHUNK = 256
@@ -98,6 +100,14 @@ class Engine:
         self._prefill()
         return self._round()
 
+    def step_for(self, wanted: Iterable[Running]) -> None:
+        """A step on behalf of some requests. What breaks another one is raised for those who wait for that."""
+        with suppress(NumericsError):
+            self.step()
+        for one in wanted:
+            if one.error:
+                raise one.error
+
     def generate(self, requests: Iterable[Request]) -> list[Running]:
         """Run requests to their ends, in their order."""
         requests = list(requests)
@@ -106,7 +116,7 @@ class Engine:
         running = [self.add(request) for request in requests]
         try:
             while not all(one.done for one in running):
-                self.step()
+                self.step_for(running)
         finally:
             for one in running:
                 self.abort(one)
@@ -138,11 +148,23 @@ class Engine:
         for event in events:
             if event.running.done:
                 self._release(event.running)
+            elif event.running.spoiled and self.state.speculates[event.running.slot]:
+                self._go_on_alone(event.running)
         # Only when everybody has been served: the others' texts go on in the next step.
         for event in events:
             if event.running.error:
                 raise event.running.error
         return events
+
+    def _go_on_alone(self, running: Running) -> None:
+        """A guess made the target answer NaN. The text must not depend on guesses, so it goes on without them."""
+        self.state.speculates[running.slot] = False
+        self.target.cache.wipe_scratch(running.slot)
+        warnings.warn(
+            f"{self.target.name} answered NaN to a draft; this text goes on without speculation. A wider dtype helps",
+            ForewordWarning,
+            stacklevel=2,
+        )
 
     def _launch(self) -> Launched | None:
         """The round of everybody whose prompt is read."""
@@ -193,5 +215,5 @@ def _checked_context(wanted: int | None, target: Model) -> int:
 
 def _check_positive(**values: int) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise InputError(f"{name} is {value}; it must be 1 or more")
+        if type(value) is not int or value < 1:
+            raise InputError(f"{name} is {value!r}; it must be a whole number, 1 or more")

@@ -6,6 +6,8 @@ nothing, so rows that no sequence uses are cut off.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from foreword.core.draft import Draft
@@ -15,8 +17,10 @@ from foreword.core.state import State
 
 def fit(draft: Draft, state: State, needs: Needs) -> Draft:
     speculates = state.speculates[state.slots] & state.alive
-    draft = Draft(draft.tokens, draft.tree, torch.where(speculates, draft.size, 1))
+    size = torch.where(speculates, draft.size, 1)
     # Grafted rows hang on fixed nodes, so those nodes must stay.
-    if draft.size.device.type != "cpu" or needs.grafts:
-        return draft
-    return draft.head(int(draft.size.max()))
+    if size.device.type == "cpu" and not needs.grafts:
+        draft = draft.head(int(size.max()))
+    draft = Draft(draft.tokens, draft.tree, size)
+    # Padding goes through the target too: it repeats the root, which the target has to answer to anyway.
+    return replace(draft, tokens=draft.tokens.where(draft.counts, state.root.unsqueeze(1)))

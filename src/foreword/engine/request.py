@@ -62,6 +62,7 @@ class Running:
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: NumericsError | None = None
+    spoiled: bool = False  # the target answered NaN to a draft: from then on it is asked about the text alone
     accepted: list[int] = field(default_factory=list)  # tokens decided in each round, the target's own included
     drafted: list[int] = field(default_factory=list)  # candidates checked in each round
     prefill_s: float = 0.0

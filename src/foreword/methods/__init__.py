@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from foreword.errors import InputError, UnknownMethod
@@ -46,6 +47,9 @@ METHODS: dict[str, Method] = {
 # The fastest on the default model and the open prompts: see results/.
 DEFAULT_METHOD = "prompt_lookup"
 
+# A tree knows who sees whom, which is rows x rows; past this no machine gains from another row.
+MOST_ROWS = 1024
+
 
 def find(name: str) -> Method:
     if name in METHODS:
@@ -57,10 +61,15 @@ def find(name: str) -> Method:
 
 def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
     """A drafter by its name. `rows` bounds the rows of a pass, the root included; None means: what pays here."""
-    if rows is not None and rows < 1:
-        raise InputError(f"rows is {rows}; a pass has at least 1 row, the root")
+    if rows is not None and (type(rows) is not int or not 1 <= rows <= MOST_ROWS):
+        raise InputError(f"rows is {rows!r}; a pass has at least 1 row, the root, and at most {MOST_ROWS}")
     kind = find(name).load()
+    known = signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise InputError(f"{name}: no option is called {option!r}; there are: {', '.join(known)}")
     try:
         return kind(rows=rows, **options)  # type: ignore[call-arg]
     except TypeError as error:
-        raise InputError(f"{name}: {error}") from error
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        raise InputError(f"{name}: an option is of the wrong type in {given} ({error})") from error

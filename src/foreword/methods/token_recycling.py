@@ -146,6 +146,7 @@ class TokenRecycling(Drafter):
         """Overwrite the table rows of `tokens` [b, n] where `counts`; of equal tokens the latest `when` has its way."""
         best = logits.topk(CANDIDATES, dim=-1)
         chances = best.values - logits.logsumexp(-1, keepdim=True)
+        chances = chances.where(chances.isfinite(), -math.inf)  # a NaN would be drafted before the root
         table = self._tables(state).expand_as(tokens)
         row = torch.where(counts, table * (self.vocabulary + 1) + tokens, -1).flatten()
         sequence = torch.arange(tokens.shape[0], device=tokens.device).unsqueeze(1)

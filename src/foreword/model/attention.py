@@ -27,6 +27,7 @@ from foreword.model.cache import SlotCache, look, store
 from foreword.model.families import Sight
 
 PREFIX = "foreword_"
+KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # of a head, that our kernel is made for
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,22 @@ class Pass:
     reach: int = 0  # how many rows of the cache are looked at
 
 
-_USERS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+@dataclass
+class Loan:
+    """How many walk a transformers model, and whether it was in training when the first of them came."""
+
+    users: int
+    was_training: bool
+
+
+_LOANS: WeakKeyDictionary[PreTrainedModel, Loan] = WeakKeyDictionary()
 
 
 def install(model: PreTrainedModel) -> None:
-    """Route the model's attention through ours, on top of what it used before."""
-    _USERS[model] = _USERS.get(model, 0) + 1
+    """Route the model's attention through ours, on top of what it used before, and switch dropout off."""
+    loan = _LOANS.setdefault(model, Loan(0, model.training))
+    loan.users += 1
+    model.eval()
     route(model)
 
 
@@ -72,9 +83,13 @@ def route(model: PreTrainedModel) -> None:
 
 def remove(model: PreTrainedModel) -> None:
     """Undo `install`, once the last of those who called it is gone."""
-    _USERS[model] = max(_USERS.get(model, 0) - 1, 0)
-    if not _USERS[model]:
+    loan = _LOANS[model]
+    loan.users -= 1
+    if not loan.users:
+        del _LOANS[model]
         model.config._attn_implementation = model.config._attn_implementation.removeprefix(PREFIX)
+        if loan.was_training:
+            model.train()
 
 
 def tree_attention(
@@ -98,7 +113,7 @@ def tree_attention(
 def has_kernel(cache: SlotCache) -> bool:
     """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask."""
     half = cache.shape.dtype in (torch.bfloat16, torch.float16)
-    return half and cache.length.is_cuda and cache.shape.width in (16, 32, 64, 128, 256)
+    return half and cache.length.is_cuda and cache.shape.width in KERNEL_WIDTHS
 
 
 def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:

@@ -88,6 +88,11 @@ class SlotCache:
         """Clear a slot that is not sound: a masked row counts 0 times its value, and 0 x NaN is NaN."""
         self.held[:, :, slot] = 0
 
+    def wipe_scratch(self, slot: int) -> None:
+        """The same for what is not committed, by the device's own count: a round may be under way."""
+        scratch = torch.arange(self.rows, device=self.length.device) >= self.length[slot]
+        self.held[:, :, slot].masked_fill_(scratch.unsqueeze(1), 0)
+
     def rewind(self, lanes: Lanes, length: Tensor) -> None:
         self.length.index_copy_(0, lanes.slots, length)
 

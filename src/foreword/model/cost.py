@@ -1,7 +1,7 @@
 """What a pass costs by its number of rows, on this machine: measured once per model, device, dtype and thread count.
 
 Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs. The curve is
-kept under `home()/costs`, so only the first load pays the second or two that measuring takes.
+kept under `place()/costs`, so only the first load pays the second or two that measuring takes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import json
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass
-from itertools import accumulate
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -22,7 +25,8 @@ import torch
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.state import Lanes
-from foreword.model.storage import home
+from foreword.errors import ForewordWarning, StorageError
+from foreword.model.storage import home, place
 
 if TYPE_CHECKING:
     from foreword.model.model import Model
@@ -39,6 +43,11 @@ class CostCurve:
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        rising = all(low < high for low, high in pairwise(self.rows))
+        if not self.rows or len(self.rows) != len(self.seconds) or not rising or not all(time > 0 for time in self.seconds):
+            raise ValueError(f"no cost curve: {self.rows} rows took {self.seconds} seconds")
+
     def at(self, rows: int) -> float:
         points = list(zip(self.rows, self.seconds, strict=True))
         for (low, before), (high, after) in zip(points, points[1:], strict=False):
@@ -52,7 +61,7 @@ class CostCurve:
 
 def curve_for(model: Model) -> CostCurve:
     """The curve of this model on this machine, from the cache or measured now."""
-    file = home() / "costs" / f"{_mark(model)}.json"
+    file = place() / "costs" / f"{_mark(model)}.json"
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]))
@@ -65,10 +74,17 @@ def curve_for(model: Model) -> CostCurve:
 
 
 def _keep(file: Path, content: dict[str, object]) -> None:
-    file.parent.mkdir(exist_ok=True)
+    """For the next load. Where nothing can be written the curve in hand is as good, so that is no error."""
     written = file.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    os.replace(written, file)
+    try:
+        home()
+        file.parent.mkdir(exist_ok=True)
+        written.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        os.replace(written, file)
+    except (OSError, StorageError) as error:
+        warnings.warn(f"row costs are measured at every load: {error}", ForewordWarning, stacklevel=2)
+        with suppress(OSError):
+            written.unlink()
 
 
 @dataclass(frozen=True)
@@ -93,23 +109,38 @@ class Tries:
 
 @torch.inference_mode()
 def measure(model: Model, rows: tuple[int, ...] = ROWS) -> Tries:
-    """Time passes over a short text. The model's cache is replaced, so this comes before an engine takes it."""
+    """Time passes over a short text, in a cache of their own."""
     rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
-    model.allocate(1, CONTEXT, max(rows))
-    model.cache.length.fill_(CONTEXT - 1)
-    for count in rows:
-        _time(model, count)
-    return Tries(rows, [[_time(model, count) for _ in range(REPEATS)] for count in rows])
+    with model.aside(1, CONTEXT, max(rows)) as cache:
+        cache.length.fill_(CONTEXT - 1)
+        passes = [_pass(model, count) for count in rows]
+        return Tries(rows, [[_time(one, model.device) for _ in range(REPEATS)] for one in passes])
 
 
-def _time(model: Model, rows: int) -> float:
+def _pass(model: Model, rows: int) -> Callable[[], object]:
+    """A pass over so many rows, warmed up; on CUDA captured, as rounds are."""
     device = model.device
     tokens = torch.zeros(1, rows, dtype=torch.long, device=device)
     draft = Draft(tokens, Tree.chain(rows, device), torch.tensor([rows], device=device))
-    lanes = Lanes.of([0], CONTEXT - 1, device)
+    lanes = replace(Lanes.of([0], CONTEXT - 1, device), changes=device.type == "cuda")
+
+    def score() -> object:
+        return model.score(lanes, draft, Needs())
+
+    score()
+    if device.type != "cuda":
+        return score
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        score()
+    graph.replay()
+    return graph.replay
+
+
+def _time(one: Callable[[], object], device: torch.device) -> float:
     _settle(device)
     started = time.perf_counter()
-    model.score(lanes, draft, Needs())
+    one()
     _settle(device)
     return time.perf_counter() - started
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from foreword.model.attention import Pass
+from foreword.model.attention import KERNEL_WIDTHS, Pass
 from foreword.model.lean_cpu import CpuLayer
 from foreword.model.lean_cuda import CudaLayer
 from foreword.model.pack import FusedPart, JointLinear, PackedLinear, is_plain_norm
@@ -28,7 +28,7 @@ def lean_layers(layers: nn.ModuleList) -> list[LeanLayer] | None:
         return None
     first: Any = layers[0]
     joint = first.self_attn.q_proj.fusion.linear
-    if isinstance(joint, JointLinear):
+    if isinstance(joint, JointLinear) and first.self_attn.head_dim in KERNEL_WIDTHS:
         return [CudaLayer(layer) for layer in layers]
     if isinstance(joint, PackedLinear) and find_spec("numba") is not None:
         return [CpuLayer(layer) for layer in layers]

@@ -6,7 +6,10 @@ writes scratch rows only, and the engine commits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -30,8 +33,8 @@ class Model:
         self.hf = hf
         self.family = family_of(hf.config)
         attention.install(hf)
-        self._was_training, self._released = hf.training, False
-        hf.eval()
+        self._give_back = finalize(self, attention.remove, hf)  # also when nobody calls `release`
+        self._give_back.atexit = False
         self.name = name or hf.config.name_or_path or hf.config.model_type
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
         self.hidden_size: int = hf.config.hidden_size
@@ -59,13 +62,19 @@ class Model:
         self.context = context
         return self.layer_stack.allocate(slots, context, scratch)
 
+    @contextmanager
+    def aside(self, slots: int, context: int, scratch: int) -> Iterator[SlotCache]:
+        """Another cache for a while; the engine's is back in its place afterwards."""
+        held, before = self.layer_stack.cache, self.context
+        try:
+            yield self.allocate(slots, context, scratch)
+        finally:
+            self.layer_stack.cache, self.context = held, before
+
     def release(self) -> None:
         """Give up the cache, and give the model back as it was: its own attention, and in training if it was."""
         self.layer_stack.cache = None
-        if not self._released:
-            attention.remove(self.hf)
-            self.hf.train(self._was_training)
-        self._released = True
+        self._give_back()
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.family.embed(self.hf, tokens)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -28,7 +27,6 @@ from foreword.core.sampling import Kind, Sampling, SamplingTable, judge
 from foreword.core.state import Lanes
 from foreword.engine.engine import PREFILL_CHUNK
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
-from foreword.model.cache import SlotCache
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
 from foreword.prove.report import Reason, Verdict
@@ -204,7 +202,7 @@ def replayed(model: Model, text: Sequence[int], read: int, rows: int) -> Tensor:
     """[V]: what the run's own model answers after the text when the first `read` tokens go as a prompt and the others as
     chains of `rows` tokens, the last of them full."""
     edges = [*range(0, read, PREFILL_CHUNK), read, *reversed(range(len(text), read, -rows))]
-    with own_cache(model, len(text)) as cache:
+    with model.aside(1, len(text), PREFILL_CHUNK) as cache:
         for start, stop in pairwise(edges):
             chunk, lanes = _chain(text[start:stop], model), Lanes.of([0], start, model.device)
             is_last = stop == len(text)
@@ -216,16 +214,6 @@ def replayed(model: Model, text: Sequence[int], read: int, rows: int) -> Tensor:
 def _chain(tokens: Sequence[int], model: Model) -> Draft:
     rows = torch.tensor([list(tokens)], device=model.device)
     return Draft(rows, Tree.chain(len(tokens), model.device), torch.tensor([len(tokens)], device=model.device))
-
-
-@contextmanager
-def own_cache(model: Model, context: int) -> Iterator[SlotCache]:
-    """A cache for one text; the engine's is back in its place afterwards."""
-    held = model.layer_stack.cache
-    try:
-        yield model.allocate(1, context, PREFILL_CHUNK)
-    finally:
-        model.layer_stack.cache = held
 
 
 # The float64 copy -------------------------------------------------------------------------------------------------------

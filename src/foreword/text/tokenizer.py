@@ -12,12 +12,17 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from foreword.errors import ModelCorrupt, ModelNotFound, PromptError
+from foreword.errors import InputError, ModelCorrupt, ModelNotFound, PromptError
 from foreword.text.prompts import Message, check_messages
 
 
 class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
+        if not all(callable(getattr(hf_tokenizer, name, None)) for name in ("encode", "decode", "get_vocab")):
+            raise InputError(
+                f"a transformers tokenizer is needed, got {type(hf_tokenizer).__name__}; "
+                "AutoTokenizer.from_pretrained gives the one of a model"
+            )
         self.hf = hf_tokenizer
         self._speaks: dict[int, bool] = {}
 

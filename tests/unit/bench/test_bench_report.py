@@ -13,6 +13,7 @@ import foreword
 from foreword.bench import report as report_module
 from foreword.bench.report import Row, facts, rows, tables, write_report
 from foreword.bench.run import Benchmark, Timing
+from foreword.errors import StorageError
 
 
 def timing(contender: str, group: str, tokens: int, rounds: int, seconds: float, loops: float, same: bool = True) -> Timing:
@@ -125,3 +126,9 @@ def test_the_commit_says_whether_the_source_was_changed(tmp_path: Path, monkeypa
     assert facts()["commit"] == git("rev-parse", "--short", "HEAD")
     (tmp_path / "src" / "other.py").write_text("new")
     assert facts()["commit"] == git("rev-parse", "--short", "HEAD") + "+changes"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file/out.*name a folder"):
+        write_report(BENCHMARK, tmp_path / "file" / "out")

@@ -25,7 +25,7 @@ def test_table(run, tiny_model):
 
 
 def test_json_and_files(run, tiny_model, tmp_path):
-    asked = ("--methods", "token_recycling,plain", "--temperature", 0.5, "--seed", 3, "--out", tmp_path / "proof")
+    asked = ("--methods", "token_recycling, plain", "--temperature", 0.5, "--seed", 3, "--out", tmp_path / "proof")
     shown = run("prove", "--model", tiny_model, "--json", *asked, *QUICK)
     found = json.loads(shown.stdout)
     assert list(found["methods"]) == ["token_recycling", "plain"]

@@ -33,11 +33,11 @@ def logits_of(batch: int, rows: int, vocabulary: int = 12, seed: int = 0) -> Ten
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("temperature", value) for value in (-0.1, math.inf, math.nan, "1", True)),
-        *(("top_k", value) for value in (-1, 2.0, True)),
+        *(("temperature", value) for value in (-0.1, 1e-39, 1e300, math.inf, math.nan, "1", True)),
+        *(("top_k", value) for value in (-1, 2.0, 2**70, True)),
         *(("top_p", value) for value in (0, 1.01, -1, math.nan)),
         *(("min_p", value) for value in (-0.1, 1, math.nan)),
-        *(("repetition_penalty", value) for value in (0, -1, math.inf)),
+        *(("repetition_penalty", value) for value in (0, -1, 1e-39, 1e300, math.inf)),
         *(("seed", value) for value in (1.5, "x", True)),
         *(("logprobs", value) for value in (-1, 101, 2.0, True)),
     ],

@@ -20,13 +20,27 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
         find("zzzz")
 
 
+@pytest.mark.parametrize("rows", [0, -3, 1025, 10**9, 2.0, "8", True])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_pass_has_at_least_the_root(name: str) -> None:
-    with pytest.raises(InputError, match="rows is 0"):
-        make(name, rows=0)
+def test_a_pass_has_at_least_the_root_and_an_end(name: str, rows: object) -> None:
+    """Before anything of that size is built."""
+    with pytest.raises(InputError, match=f"rows is {rows!r}.*at least 1 row, the root, and at most 1024"):
+        make(name, rows=rows)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_an_unknown_option_is_named(name: str) -> None:
-    with pytest.raises(InputError, match=f"{name}.*colour"):
+OPTIONS = {
+    "plain": "rows",
+    "prompt_lookup": "rows, max_match, min_match, trust",
+    "token_recycling": "rows, table, fade",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_unknown_option_is_answered_with_those_there_are(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}: no option is called 'colour'; there are: {OPTIONS[name]}$"):
         make(name, colour="red")
+
+
+def test_an_option_of_the_wrong_type_is_shown() -> None:
+    with pytest.raises(InputError, match="^prompt_lookup: an option is of the wrong type in max_match='many' "):
+        make("prompt_lookup", max_match="many")

@@ -134,3 +134,13 @@ def test_a_slot_that_would_spoil_the_next_text_is_not_sound(place: str, value: f
     cache.wipe(2)
     assert cache.is_sound(2, cache.rows)
     assert all(torch.equal(old[[0, 1, 3]], new[[0, 1, 3]]) for old, new in zip(before, tensors(cache), strict=True))
+
+
+def test_wiping_the_scratch_leaves_what_is_committed() -> None:
+    cache = SlotCache(SHAPE, slots=2, context=8, scratch=4, device="cpu")
+    cache.held.fill_(math.nan)
+    cache.held[:, :, 1, :, :3] = 5
+    cache.length[1] = 3
+    cache.wipe_scratch(1)
+    assert (cache.held[:, :, 1, :, :3] == 5).all() and (cache.held[:, :, 1, :, 3:] == 0).all()
+    assert cache.held[:, :, 0].isnan().all()

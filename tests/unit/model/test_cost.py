@@ -1,10 +1,13 @@
 """Cost curves: straight lines between what was measured, measured once and kept."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 
 from doubles import target
+from foreword.errors import ForewordWarning
 from foreword.model import cost
 from foreword.model.cost import CostCurve, Tries, curve_for, measure
 
@@ -72,3 +75,56 @@ def test_measuring_times_every_number_of_rows() -> None:
     tries = measure(target(), rows=(1, 3))
     assert len(tries.seconds) == len(tries.rows) >= 1
     assert all(second > 0 for seconds in tries.seconds for second in seconds)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"rows": [], "seconds": []},
+        {"rows": [1, 4], "seconds": [1.0]},
+        {"rows": [4, 1], "seconds": [1.0, 2.0]},
+        {"rows": [1, 4], "seconds": [0.0, 2.0]},
+        {"rows": [1, 4], "seconds": [1.0, math.nan]},
+        {"rows": ["1", "4"], "seconds": ["a", "b"]},
+        {"rows": 1, "seconds": 2.0},
+        [],
+    ],
+    ids=str,
+)
+def test_a_file_that_holds_no_curve_is_measured_anew(kept: object, measured: list[Tries], tmp_path: Path) -> None:
+    measured += [STEADY, STEADY]
+    curve_for(target())
+    (file,) = (tmp_path / "costs").glob("*.json")
+    file.write_text(json.dumps(kept))
+    assert curve_for(target()) == curve_for(target()) == STEADY.curve() and measured == []
+
+
+@pytest.mark.parametrize("blocked", ["", "costs"])
+def test_a_curve_that_cannot_be_kept_is_used_all_the_same(
+    blocked: str, measured: list[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file stands where the folder should be, so that not even the superuser can write."""
+    (tmp_path / "home" / blocked).parent.mkdir(exist_ok=True)
+    (tmp_path / "home" / blocked).write_text("")
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "home"))
+    measured.append(STEADY)
+    with pytest.warns(ForewordWarning, match="row costs are measured at every load: .*home"):
+        assert curve_for(target()) == STEADY.curve()
+
+
+def test_nothing_half_written_is_left(measured: list[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cost.os, "replace", full)
+    measured.append(STEADY)
+    with pytest.warns(ForewordWarning, match="No space left"):
+        curve_for(target())
+    assert list((tmp_path / "costs").iterdir()) == []
+
+
+def test_measuring_leaves_the_engine_its_cache() -> None:
+    model = target()
+    held = model.allocate(2, 40, 4)
+    measure(model, rows=(1,))
+    assert model.cache is held and model.context == 40

@@ -36,7 +36,7 @@ CASES = {
 def models(request: pytest.FixtureRequest) -> tuple[Model, Model]:
     """The same weights as transformers has them, and rebuilt."""
     family, rebuild, kind = CASES[request.param]
-    stock = fresh(family, torch.float32, **BIASED.get(family, {}))
+    stock = fresh(family, torch.float32, **BIASED.get(family, {}), head_dim=16)
     rebuilt = copy.deepcopy(stock)
     rebuild(rebuilt)
     both = Model(stock), Model(rebuilt)
@@ -108,6 +108,12 @@ def test_another_activation_keeps_its_layers() -> None:
     packed = fresh("llama", torch.float32, hidden_act="gelu")
     pack(packed)
     assert Model(packed).layer_stack.lean is None
+
+
+def test_heads_too_narrow_for_the_kernel_keep_their_layers() -> None:
+    fused = fresh("llama", torch.float32, head_dim=8)
+    fuse(fused)
+    assert Model(fused).layer_stack.lean is None
 
 
 def test_norms_of_another_width_keep_their_layers() -> None:

@@ -254,3 +254,12 @@ def test_half_precision_stays_near_the_model_s_own(family: str) -> None:
 
 def test_costs_come_from_the_curve() -> None:
     assert target().cost(50) == 1.0
+
+
+def test_a_cache_aside() -> None:
+    model = target()
+    held = model.allocate(2, 40, 4)
+    with pytest.raises(KeyError), model.aside(1, 16, 8) as other:
+        assert model.cache is other is not held and (other.slots, model.context) == (1, 16)
+        raise KeyError
+    assert model.cache is held and model.context == 40

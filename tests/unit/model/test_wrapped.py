@@ -1,5 +1,7 @@
 """A wrapped model is still the user's: its own generate writes what it wrote before, and no Model disturbs another."""
 
+import gc
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -55,3 +57,36 @@ def test_a_released_model_may_be_used_again() -> None:
     hf, asked = fresh("llama"), requests(2)
     Model(hf).release()
     assert written(engine(Liar(), Model(hf)), asked) == [truth(hf, request) for request in asked]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_that_is_dropped_leaves_nothing_behind(training: bool) -> None:
+    """Nobody calls `release`, and the collector need not come by."""
+    hf = fresh("llama").train(training)
+    model = Model(hf)
+    assert written(engine(Liar(), model), requests(2)) and not hf.training
+    gc.disable()
+    try:
+        del model
+        assert hf.config._attn_implementation == "sdpa" and hf.training == training
+    finally:
+        gc.enable()
+
+
+def test_the_last_to_go_gives_the_model_back() -> None:
+    """The first one still walks it: dropout must stay off."""
+    hf = fresh("llama").train()
+    one, other = Model(hf), Model(hf)
+    one.release()
+    one.release()
+    assert not hf.training and hf.config._attn_implementation != "sdpa"
+    other.release()
+    assert hf.training and hf.config._attn_implementation == "sdpa"
+
+
+def test_giving_back_leaves_alone_what_the_user_did_meanwhile() -> None:
+    hf = fresh("llama").eval()
+    model = Model(hf)
+    hf.train()
+    model.release()
+    assert hf.training

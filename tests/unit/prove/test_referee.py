@@ -68,8 +68,9 @@ def test_eager_attention_does_not_round_the_copy() -> None:
 def test_the_original_is_left_alone() -> None:
     hf = fresh("qwen3", torch.float32)
     before = own_logits(hf, TEXT)
-    exact_copy(Model(hf))
-    assert hf.dtype == torch.float32 and hf.config._attn_implementation == "foreword_sdpa"
+    model = Model(hf)
+    exact_copy(model)
+    assert model.hf is hf and hf.dtype == torch.float32 and hf.config._attn_implementation == "foreword_sdpa"
     assert not any(isinstance(module, referee.ExactNorm) for module in hf.modules())
     assert own_logits(hf, TEXT).equal(before)
 

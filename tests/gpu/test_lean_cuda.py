@@ -1,0 +1,84 @@
+"""Lean layers on CUDA in half precision: as near to the exact answer as the layers of transformers, and captured alike."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from doubles import chain, fresh, prompts, random_tree
+from foreword import methods
+from foreword.core.draft import Draft
+from foreword.core.needs import Needs
+from foreword.core.state import Lanes
+from foreword.engine.engine import Engine
+from foreword.engine.request import Request
+from foreword.model.lean_cuda import CudaLayer
+from foreword.model.model import Model
+from foreword.model.pack import fuse
+
+pytestmark = pytest.mark.gpu
+
+
+def llama_135m() -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    return (
+        LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=4, vocab_size=5000, initializer_range=0.04)).double().eval()
+    )
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama of real width": llama_135m,
+    "llama with biases": lambda: fresh("llama", head_dim=16, attention_bias=True, mlp_bias=True),
+    "mistral": lambda: fresh("mistral", head_dim=16),
+    "qwen2": lambda: fresh("qwen2", head_dim=16),
+    "qwen3": lambda: fresh("qwen3", head_dim=16),
+}
+
+
+def answers(hf: PreTrainedModel, dtype: torch.dtype, lean: bool) -> list[torch.Tensor]:
+    """Logits of a prompt of many rows, of trees of a few, and of one row, each on top of what came before."""
+    hf = copy.deepcopy(hf).to(dtype).cuda()
+    if lean:
+        fuse(hf)
+    model = Model(hf)
+    model.allocate(3, 300, 100)
+    assert {type(layer) for layer in model.layer_stack.lean or ()} == ({CudaLayer} if lean else set())
+    generator = torch.Generator().manual_seed(1)
+    lanes = Lanes.of([2, 0], 250, "cuda")
+    found = []
+    for rows in (90, 33, 1, 9):
+        tokens = torch.randint(3, 40, (2, rows), generator=generator)
+        draft = (
+            chain(tokens.tolist()) if rows == 90 else Draft(tokens, random_tree(2, rows, generator), torch.full((2,), rows))
+        )
+        draft = Draft(draft.tokens.cuda(), type(draft.tree)(draft.tree.parent.cuda()), draft.size.cuda())
+        found.append(model.score(lanes, draft, Needs()).require_logits().double())
+        model.cache.advance(lanes, torch.tensor([rows if rows == 90 else 1] * 2, device="cuda"))
+    return found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_lean_layers_are_as_exact_as_those_of_transformers(name: str, dtype: torch.dtype) -> None:
+    hf = MODELS[name]()
+    exact, stock, lean = answers(hf, torch.float64, False), answers(hf, dtype, False), answers(hf, dtype, True)
+    for truth, one, other in zip(exact, stock, lean, strict=True):
+        own, theirs = ((found - truth).norm() / truth.norm() for found in (other, one))
+        assert own < 1.5 * theirs + 1e-3
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+def test_captured_lean_rounds_are_the_written_ones(method: str) -> None:
+    """In half precision, too: the same kernels on the same numbers give the same bits, captured or not."""
+    hf = llama_135m().to(torch.bfloat16).cuda()
+    fuse(hf)
+    asked = [Request(prompt, max_new_tokens=30, ignore_eos=True) for prompt in prompts(5)]
+    texts = []
+    for graph in (False, True):
+        steps = Engine(Model(hf), methods.make(method), slots=2, max_context=200, graph=graph)
+        texts.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
+    assert texts[0] == texts[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
@@ -34,7 +35,7 @@ class Probe:
         cache = model.allocate(1, context, rows)
         cache.held.normal_()
         cache.length.fill_(context)
-        self.lanes = Lanes.of([0], context, device)
+        self.lanes = replace(Lanes.of([0], context, device), changes=device.type == "cuda")  # as in captured rounds
         tokens = torch.randint(model.vocab_size, (1, rows), device=device)
         tree = Tree.of(tuple(max(row - 1, 0) // 2 for row in range(rows)), device)
         self.draft = Draft(tokens, tree, torch.tensor([rows], device=device))

@@ -76,14 +76,14 @@ def drawn(
     dtype: str | None = None,
     threads: int | None = None,
     max_context: int | None = None,
+    compile: bool = True,
     graph: bool = True,
-    rebuild: bool = True,
 ) -> Subject:
     """A model of known shapes with random weights; the options are those of `foreword.load`."""
     if threads is not None:
         torch.set_num_threads(threads)
     place = choose_device(device)
-    hf = random_model(shape, place, choose_dtype(dtype, place), rebuild)
+    hf = random_model(shape, place, choose_dtype(dtype, place), rebuild=compile)
     model = Model(hf, f"random weights of {shape} shapes")
 
     def engine(method: str) -> Engine:

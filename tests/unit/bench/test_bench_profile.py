@@ -4,17 +4,23 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from doubles import fresh
 from foreword.bench import cold
 from foreword.bench import profile as profile_module
-from foreword.bench.parts import GROUPS, TOP, group_of, grouped, summary
+from foreword.bench.parts import GROUPS, TOP, busy_ms, group_of, grouped, summary
 from foreword.bench.passes import Probe, bytes_of_pass
-from foreword.bench.profile import Profile, Settings, Subject, attempt, drawn, failures
+from foreword.bench.profile import Profile, Settings, Subject, Writing, attempt, drawn, failures
+from foreword.core.sampling import Kind
+from foreword.core.state import Lanes
+from foreword.engine.graph import Captured, Replay
+from foreword.engine.request import Request, Running
 from foreword.errors import InputError
 from foreword.model.model import Model
 from foreword.model.pack import fuse, pack, read_bytes
@@ -191,6 +197,32 @@ def test_a_summary_is_of_one_pass() -> None:
     found = summary(ran, passes=2, wall_ms=7.0)
     assert found["groups"]["products"] == {"ms": 3.0, "count": 2} and found["unseen_ms"] == 1.0
     assert [one["name"] for one in found["top"]] == ["_attend", "_few_rows", "_join"]
+
+
+def kernel(start: float, end: float, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+    return SimpleNamespace(device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+
+def test_a_gpu_is_busy_once_however_many_kernels_overlap() -> None:
+    ran = [kernel(5000, 6000), kernel(0, 2000), kernel(1000, 3000), kernel(1500, 1600), kernel(0, 9000, DeviceType.CPU)]
+    assert busy_ms(SimpleNamespace(events=lambda: ran)) == 4.0
+    with pytest.raises(RuntimeError, match="saw nothing"):
+        busy_ms(SimpleNamespace(events=lambda: ran[-1:]))
+
+
+def test_the_graph_of_a_round_is_the_one_that_would_be_replayed() -> None:
+    """Of as many texts, and looking as far as they are long; a bucket that is not captured has none."""
+    engine = subject(slots=2).engine("plain")
+    loop = engine.loop = Replay(engine.loop)
+    writing = Writing(engine, context=24, tokens=16)
+    for count, span, graph in ((2, 16, "short"), (1, 32, "alone"), (2, 64, "long"), (2, 32, "right"), (2, 28, None)):
+        lanes = Lanes.of(range(count), span)
+        loop.buckets[count, span, Kind(), 0] = Captured(lanes, graph)  # type: ignore[arg-type]
+    runs = [Running(Request(tuple(range(25)))) for _ in range(2)]
+    runs[0].prefilled = runs[1].prefilled = 24
+    assert writing._captured(runs) == "right"
+    engine.loop = loop.loop
+    assert writing._captured(runs) is None
 
 
 def test_quick_is_a_part_of_the_whole() -> None:

@@ -26,11 +26,12 @@ from foreword.model.model import Model
 TOP = 12
 JOIN = "_join"  # ends both split products and split attention: it belongs to the kernel before it
 
-# The first that matches decides; names of our Triton kernels, of libraries, and of torch's operators.
+# The first that matches decides; names of our Triton kernels, of libraries, and of torch's operators. Operators that only
+# call others (aten::linear, aten::matmul) are not the product that they call.
 _PATTERNS = (
-    ("attention", r"^_attend|flash|fmha|attention|softmax|bmm"),
+    ("attention", r"^_attend|flash|fmha|sdpa|efficient_attention|softmax|bmm"),
     ("rotary and store", r"^_turn|index_copy|cos_kernel|sin_kernel|neg_kernel|::(cos|sin|neg)$"),
-    ("products", r"^_one_row|^_few_rows|gemm|gemv|nvjet|cutlass|splitk|matmul|linear|addmm|::mm$"),
+    ("products", r"^_one_row|^_few_rows|gemm|gemv|nvjet|cutlass|splitk|_linear|addmm|::mm$"),
     ("norms", r"norm|rsqrt|pow_tensor|mean|::pow$"),
     ("copies", r"copy|memcpy|memset|catarray|clone|contiguous|::(to|cat|index_select|fill_|zero_)$"),
 )

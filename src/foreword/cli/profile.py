@@ -160,7 +160,8 @@ def _print(name: str, result: Any) -> None:
         screen().print(Text.assemble((f"{name}: ", "bold"), ("failed: ", "bold red"), result["failed"]), soft_wrap=True)
     else:
         for table in TABLES[name](result):
-            screen().print(table, end="\n\n")
+            screen().print(table)
+            screen().print()
 
 
 def _table(title: str, *heads: str, words: int = 1) -> Table:
@@ -231,7 +232,7 @@ def _parts(found: list[dict[str, Any]]) -> list[Table]:
 
 
 def _cold_start(found: dict[str, Any]) -> list[Table]:
-    table = _table(f"cold start, {found['method']}", "", "seconds")
+    table = _table("cold start", found["method"], "seconds")
     for key, words in (
         ("python_s", "Python itself"),
         ("imports_s", "imports"),

@@ -73,7 +73,8 @@ def test_a_pass_is_the_sum_of_its_parts() -> None:
         assert seen + found["unseen_ms"] == pytest.approx(found["wall_ms"]) and found["unseen_ms"] > 0
         for group in ("products", "head", "attention", "sampling and accept"):
             assert found["groups"][group]["ms"] > 0 and found["groups"][group]["count"] >= 1
-    assert many["groups"]["products"]["count"] == 8  # four fused products in each of two layers
+        assert found["groups"]["products"]["count"] == 8  # four fused products in each of two layers
+        assert found["groups"]["attention"]["count"] == 2
 
 
 def test_bytes_are_those_of_a_hand_count() -> None:
@@ -176,6 +177,9 @@ def test_a_pass_that_fails_leaves_the_other_passes(monkeypatch: pytest.MonkeyPat
         ("void at::native::elementwise_kernel<direct_copy_kernel_cuda>", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "other"),
         ("mkldnn::_linear_pointwise", "products"),
+        ("aten::linear", "other"),
+        ("aten::mm", "products"),
+        ("aten::rms_norm", "norms"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
     ],
 )

@@ -191,7 +191,7 @@ def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor 
     scores = _process(logits, position, sampling, seen)
     if scores.device.type == "cpu" and sampling.kind.filters:
         return _pick_among_best(scores, position, sampling)
-    return _race(scores, _all_tokens(scores), position, sampling).argmax(-1)
+    return _first_largest(_race(scores, _all_tokens(scores), position, sampling))
 
 
 def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:
@@ -207,12 +207,41 @@ def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, token
     Sharing the noise couples the guess to the draw, so a good guess stays good at any temperature.
     """
     if not sampling.kind.noise:
-        return logits.topk(k, dim=-1).indices
+        return best(logits, k)
     temperature = _column(sampling.temperature, logits)
     scaled = logits / torch.where(temperature > 0, temperature, 1)
     ids = _all_tokens(logits) if tokens is None else tokens
     drawn = (scaled + gumbel(sampling.key, position, ids)).where(temperature > 0, scaled)
-    return drawn.topk(k, dim=-1).indices
+    return best(drawn, k)
+
+
+_BLOCK = 128
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """Indices of the k largest along the last axis, largest first.
+
+    A vocabulary is long and k is short: what is among the k largest lies in one of the k blocks with the largest maxima,
+    so one sweep finds those, and the rest is done on a few hundred numbers.
+    """
+    size = scores.shape[-1]
+    if size % _BLOCK or size < 4 * k * _BLOCK:
+        return scores.topk(k, dim=-1).indices
+    blocks = scores.unflatten(-1, (-1, _BLOCK))
+    chosen = blocks.amax(-1).topk(k, dim=-1).indices
+    few = blocks.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, _BLOCK)).flatten(-2)
+    places = few.topk(k, dim=-1).indices
+    return chosen.gather(-1, places // _BLOCK) * _BLOCK + places % _BLOCK
+
+
+def _first_largest(scores: Tensor) -> Tensor:
+    """argmax, of equal ones the first. On a CPU that of torch is slow, and a maximum is quick: so by blocks."""
+    if scores.device.type != "cpu" or scores.shape[-1] % _BLOCK:
+        return scores.argmax(-1)
+    blocks = scores.unflatten(-1, (-1, _BLOCK))
+    block = blocks.amax(-1).argmax(-1, keepdim=True)
+    place = blocks.gather(-2, block.unsqueeze(-1).expand(*block.shape, _BLOCK)).squeeze(-2).argmax(-1)
+    return block.squeeze(-1) * _BLOCK + place
 
 
 def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
-from foreword.core.sampling import rank
+from foreword.core.sampling import best, rank
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
@@ -28,6 +28,7 @@ from foreword.errors import InputError
 TableMode = Literal["shared", "session", "reset"]
 
 CANDIDATES = 8
+ROWS_ON_GPU = 64
 
 # The paper's tree: how many candidates each node passes on, by its path of candidate ranks. 80 nodes and the root.
 CHILDREN: dict[tuple[int, ...], int] = (
@@ -80,7 +81,9 @@ class TokenRecycling(Drafter):
         depths = [len(path) for path in paths]
         self.levels = [(depths.index(d), depths.index(d) + depths.count(d)) for d in range(1, max(depths) + 1)]
         self.fading = torch.tensor(depths, device=device) * math.log(self.fade)
-        nodes = min(self.rows or len(paths), len(paths))
+        # A GPU checks as many rows each time, used or not; up to this many are one block of its matrix units.
+        most = len(paths) if device.type == "cpu" else ROWS_ON_GPU
+        nodes = min(self.rows or most, len(paths))
         self.shape = Shape(nodes, min(max(depths), nodes - 1))
         self._costs: dict[int, Tensor] = {}
 
@@ -144,8 +147,8 @@ class TokenRecycling(Drafter):
 
     def _learn(self, state: State, tokens: Tensor, logits: Tensor, counts: Tensor, when: Tensor) -> None:
         """Overwrite the table rows of `tokens` [b, n] where `counts`; of equal tokens the latest `when` has its way."""
-        best = logits.topk(CANDIDATES, dim=-1)
-        chances = best.values - logits.logsumexp(-1, keepdim=True)
+        likeliest = best(logits, CANDIDATES)
+        chances = logits.gather(-1, likeliest) - logits.logsumexp(-1, keepdim=True)
         chances = chances.where(chances.isfinite(), -math.inf)  # a NaN would be drafted before the root
         table = self._tables(state).expand_as(tokens)
         row = torch.where(counts, table * (self.vocabulary + 1) + tokens, -1).flatten()
@@ -154,7 +157,7 @@ class TokenRecycling(Drafter):
         beaten = ((row.unsqueeze(1) == row) & (time.unsqueeze(1) < time)).any(1)
         waste = self.vocabulary
         row = torch.where(beaten | (row < 0), waste, row)
-        self.tokens.view(-1, CANDIDATES).index_copy_(0, row, best.indices.reshape(-1, CANDIDATES).int())
+        self.tokens.view(-1, CANDIDATES).index_copy_(0, row, likeliest.reshape(-1, CANDIDATES).int())
         self.chances.view(-1, CANDIDATES).index_copy_(0, row, chances.reshape(-1, CANDIDATES).float())
 
     def _tables(self, state: State) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.sampling import Kind, Sampling, SamplingRows, SamplingTable, gumbel, judge, keeps, pick, rank
+from foreword.core.sampling import Kind, Sampling, SamplingRows, SamplingTable, best, gumbel, judge, keeps, pick, rank
 from foreword.errors import InputError
 
 ENDS = torch.tensor([1, 4])
@@ -299,3 +299,26 @@ def test_derived_seeds() -> None:
     assert replace(sampling.derived(3), seed=5) == sampling
     assert [sampling.derived(i).seed for i in range(1, 3)] == [sampling.derived(i).seed for i in range(1, 3)]
     assert all(0 <= (sampling.derived(i).seed or 0) < 2**63 for i in range(50))
+
+
+@pytest.mark.parametrize("size", [48, 4096, 5000, 49152])
+@pytest.mark.parametrize("k", [1, 8])
+def test_the_best_are_those_of_a_sort(size: int, k: int) -> None:
+    scores = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size))
+    scores[0, 0] = torch.arange(size) / size  # all in the last block
+    scores[0, 1, 7] = math.inf
+    scores[1, 2, 5:] = -math.inf
+    found = best(scores, k)
+    assert found.shape == (2, 3, k)
+    expected = scores.sort(dim=-1, descending=True).values[..., :k]
+    assert torch.equal(scores.gather(-1, found), expected)
+    assert all(len(set(row)) == k for row in found.flatten(0, 1).tolist())
+
+
+@pytest.mark.parametrize("size", [48, 4096, 5000])
+def test_of_equal_scores_the_first_wins(size: int) -> None:
+    sampling = rows_of(Sampling(seed=0))
+    logits = torch.randint(0, 4, (1, 20, size), generator=torch.Generator().manual_seed(0)).float()
+    logits[0, 3, size // 2] = math.nan
+    found = pick(logits, torch.zeros(1, 20, dtype=torch.long), sampling)
+    assert torch.equal(found, torch.from_numpy(logits.numpy().argmax(-1)))

@@ -1,15 +1,16 @@
 """Products of a few rows with a weight matrix, as a decoding pass makes them: every weight is read once.
 
-In: 1 to about 128 rows. The RMSNorm before the product, the gate after it, bias and residual are part of the same kernel,
-so a decoder layer has four products and nothing between them. One row is multiplied and summed; more rows go through the
-matrix units. Sums are float32 and in a fixed order: the same call gives the same bits. Safe to capture.
+In: 1 to about 128 rows. The gate after a product, bias and residual are part of the same kernel, and so is the RMSNorm
+before it where there is one row, which is multiplied and summed. More rows go through the matrix units, which want them as
+they are: there the norm is a kernel of its own. Sums are float32 and in a fixed order: the same call gives the same bits.
+Safe to capture.
 How a product is cut is a matter of measuring: `python -m foreword.bench.linears` does it, `TUNED` holds what it found.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,7 +41,32 @@ class Tiles:
 
 
 # (bucket, columns, k, gated) -> what the sweep found on an H200 in bfloat16.
-TUNED: dict[tuple[int, int, int, bool], Tiles] = {}
+TUNED: dict[tuple[int, int, int, bool], Tiles] = {
+    (1, 960, 576, False): Tiles(1, 8, 1024, warps=2, stages=1),
+    (16, 960, 576, False): Tiles(16, 16, 64, warps=4, stages=6),
+    (64, 960, 576, False): Tiles(64, 32, 64, warps=4, stages=6),
+    (1, 576, 576, False): Tiles(1, 4, 256, warps=4, stages=3),
+    (16, 576, 576, False): Tiles(16, 16, 128, warps=2, stages=5),
+    (64, 576, 576, False): Tiles(64, 32, 64, warps=4, stages=6),
+    (1, 1536, 576, True): Tiles(1, 2, 1024, warps=4, stages=1),
+    (16, 1536, 576, True): Tiles(16, 16, 64, warps=2, stages=6),
+    (64, 1536, 576, True): Tiles(64, 16, 128, warps=4, stages=4),
+    (1, 576, 1536, False): Tiles(1, 2, 2048, warps=2, stages=1),
+    (16, 576, 1536, False): Tiles(16, 32, 64, warps=2, stages=6, splits=2),
+    (64, 576, 1536, False): Tiles(64, 16, 64, warps=4, stages=6),
+    (1, 6144, 4096, False): Tiles(1, 16, 512, warps=4, stages=1),
+    (16, 6144, 4096, False): Tiles(16, 128, 64, warps=4, stages=5, splits=4),
+    (64, 6144, 4096, False): Tiles(64, 128, 64, warps=4, stages=4, splits=4),
+    (1, 4096, 4096, False): Tiles(1, 16, 512, warps=8, stages=1),
+    (16, 4096, 4096, False): Tiles(16, 64, 128, warps=4, stages=5, splits=4),
+    (64, 4096, 4096, False): Tiles(64, 32, 128, warps=4, stages=6),
+    (1, 14336, 4096, True): Tiles(1, 8, 1024, warps=4, stages=3),
+    (16, 14336, 4096, True): Tiles(16, 64, 64, warps=4, stages=5),
+    (64, 14336, 4096, True): Tiles(64, 128, 64, warps=8, stages=4),
+    (1, 4096, 14336, False): Tiles(1, 16, 512, warps=8, stages=1),
+    (16, 4096, 14336, False): Tiles(16, 64, 128, warps=4, stages=5, splits=4),
+    (64, 4096, 14336, False): Tiles(64, 32, 128, warps=4, stages=6),
+}
 
 
 def tiles_for(rows: int, n: int, k: int, gated: bool) -> Tiles:
@@ -148,9 +174,9 @@ def _one_row(
 
 @triton.jit(do_not_specialize=["count"])
 def _few_rows(
-    rows, weight, bias, residual, norm, out, part, squares, count, columns, epsilon,
+    rows, weight, bias, residual, out, part, count, columns,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr,
+    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_M rows times BLOCK_N columns, or one of SPLITS stretches of their sums, which goes to `part`."""
@@ -172,17 +198,11 @@ def _few_rows(
     places = rows + tl.minimum(row, count - 1) * K + first
     value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    square = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK_K)
         here = at < K - first
         x = _load(places[:, None] + at[None, :], here[None, :], masked, "evict_last")
         w = _load(lines[:, None] + at[None, :], here[None, :], masked, "evict_first")
-        if NORMED:
-            exact = x.to(tl.float32)
-            square += tl.sum(exact * exact, 1)
-            weights = _load(norm + first + at, here, masked, "evict_last").to(tl.float32)
-            x = (exact * weights[None, :]).to(x.dtype)
         value = tl.dot(x, tl.trans(w), value, input_precision=PRECISION)
         if GATED:
             u = _load(lines[:, None] + above + at[None, :], here[None, :], masked, "evict_first")
@@ -190,21 +210,14 @@ def _few_rows(
     if SPLITS > 1:
         line = split * count + row
         tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)
-        if NORMED:
-            tl.store(squares + line, square, mask=(row < count) & (tl.program_id(1) == 0))
     else:
-        if NORMED:
-            scale = tl.rsqrt(square / K + epsilon)[:, None]
-            value *= scale
-            up *= scale
         _store(value, up, added, bias, out, row[:, None], column[None, :], inside, columns, GATED, BIASED)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _join(
-    part, squares, bias, residual, out, count, columns, epsilon,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    NORMED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+    part, bias, residual, out, count, columns,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """The parts of one row's sums, added in order."""
     if EARLY:
@@ -215,15 +228,25 @@ def _join(
     here = column < columns
     added = _residual(residual, row, column, here, columns, ADDED)
     value = tl.zeros([BLOCK_N], tl.float32)
-    square = 0.0
     for split in tl.static_range(SPLITS):
         line = split * count + row
         value += tl.load(part + line.to(tl.int64) * columns + column, mask=here, other=0.0)
-        if NORMED:
-            square += tl.load(squares + line)
-    if NORMED:
-        value *= tl.rsqrt(square / K + epsilon)
     _store(value, value, added, bias, out, row, column, here, columns, False, BIASED)
+
+
+@triton.jit
+def _norm(rows, weight, out, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr) -> None:
+    """RMSNorm of one row."""
+    at = tl.arange(0, BLOCK_K)
+    here = at < K
+    scale = tl.load(weight + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    place = tl.program_id(0) * K + at
+    x = tl.load(rows + place, mask=here, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 0) / K + epsilon) * scale
+    tl.store(out + place, x.to(out.dtype.element_ty), mask=here)
 
 
 def few_rows_linear(
@@ -247,57 +270,81 @@ def few_rows_linear(
     tiles = _fitting(tiles or tiles_for(flat.shape[0], columns, k, gated), rows.dtype)
     assert weight.is_contiguous() and not (gated and tiles.splits > 1)
     out = torch.empty(*rows.shape[:-1], columns, dtype=rows.dtype, device=rows.device)
-    added = out if residual is None else residual.contiguous()
-    options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    if not flat.shape[0]:
+        return out
     early = overlaps(rows.device)
-    options |= {"launch_pdl": True} if early else {}
-    flags = {"NORMED": norm is not None, "BIASED": bias is not None, "ADDED": residual is not None, "EARLY": early}
-    scale, epsilon = norm or (out, 0.0)
-    bias = out if bias is None else bias
-    if flat.shape[0]:
-        launch = _launch_one if tiles.block_m == 1 else _launch_few
-        launch((flat, weight, bias, added, scale, out), columns, epsilon, tiles, {"GATED": gated, **flags}, options)
+    given = _Given(flat, weight, out if bias is None else bias, out if residual is None else residual.contiguous(), out)
+    flags = {"GATED": gated, "BIASED": bias is not None, "ADDED": residual is not None, "EARLY": early}
+    options: dict[str, Any] = {
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **({"launch_pdl": True} if early else {}),
+    }
+    if tiles.block_m == 1:
+        _launch_one(given, norm, columns, tiles, flags, options)
+    else:
+        given = given if norm is None else given._replace(rows=normed(flat, *norm))
+        _launch_few(given, columns, tiles, flags, options)
     return out
 
 
-_Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of rows [m, K]."""
+    count, k = rows.shape
+    out, early = torch.empty_like(rows), overlaps(rows.device)
+    options: dict[str, Any] = {"num_warps": 4} | ({"launch_pdl": True} if early else {})
+    _norm[(count,)](rows, weight, out, epsilon, K=k, BLOCK_K=triton.next_power_of_2(k), EARLY=early, **options)
+    return out
+
+
+class _Given(NamedTuple):
+    """What a product reads and writes; where there is no bias or residual, `out` stands in for it and is not read."""
+
+    rows: Tensor
+    weight: Tensor
+    bias: Tensor
+    residual: Tensor
+    out: Tensor
 
 
 def _launch_one(
-    given: _Given, columns: int, epsilon: float, tiles: Tiles, flags: dict[str, bool], options: dict[str, Any]
+    given: _Given,
+    norm: tuple[Tensor, float] | None,
+    columns: int,
+    tiles: Tiles,
+    flags: dict[str, bool],
+    options: dict[str, Any],
 ) -> None:
-    count, k = given[0].shape
+    count, k = given.rows.shape
+    scale, epsilon = norm or (given.out, 0.0)
     ahead = _ahead(k, tiles, flags)
     _one_row[(count, triton.cdiv(columns, tiles.block_n))](
-        *given, columns, epsilon,
-        K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=ahead, **flags, **options,
+        given.rows, given.weight, given.bias, given.residual, scale, given.out, columns, epsilon,
+        K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=ahead,
+        NORMED=norm is not None, **flags, **options,
     )  # fmt: skip
 
 
-def _launch_few(
-    given: _Given, columns: int, epsilon: float, tiles: Tiles, flags: dict[str, bool], options: dict[str, Any]
-) -> None:
-    rows, _, bias, added, _, out = given
-    count, k = rows.shape
-    precision = "ieee" if rows.dtype == torch.float32 else "tf32"
-    part, squares = out, out
+def _launch_few(given: _Given, columns: int, tiles: Tiles, flags: dict[str, bool], options: dict[str, Any]) -> None:
+    count, k = given.rows.shape
+    precision = "ieee" if given.rows.dtype == torch.float32 else "tf32"
+    part = given.out
     if tiles.splits > 1:
-        part = torch.empty(tiles.splits, count, columns, dtype=torch.float32, device=rows.device)
-        squares = torch.empty(tiles.splits, count, dtype=torch.float32, device=rows.device)
+        part = torch.empty(tiles.splits, count, columns, dtype=torch.float32, device=part.device)
     blocks = triton.cdiv(count, tiles.block_m), triton.cdiv(columns, tiles.block_n), tiles.splits
     each = triton.cdiv(k, tiles.block_k * tiles.splits) * tiles.block_k
     ahead = _ahead(k - each * (tiles.splits - 1), tiles, flags)  # the last split is the shortest
     _few_rows[blocks](
-        *given, part, squares, count, columns, epsilon,
+        *given, part, count, columns,
         K=k, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages,
         SPLITS=tiles.splits, EACH=each, AHEAD=ahead, PRECISION=precision, **flags, **options,
     )  # fmt: skip
     if tiles.splits > 1:
-        del flags["GATED"]
         wide = min(512, triton.next_power_of_2(columns))
         _join[(count, triton.cdiv(columns, wide))](
-            part, squares, bias, added, out, count, columns, epsilon,
-            K=k, BLOCK_N=wide, SPLITS=tiles.splits, **flags, **{**options, "num_warps": 4, "num_stages": 1},
+            part, given.bias, given.residual, given.out, count, columns,
+            BLOCK_N=wide, SPLITS=tiles.splits, BIASED=flags["BIASED"], ADDED=flags["ADDED"], EARLY=flags["EARLY"],
+            **{**options, "num_warps": 4, "num_stages": 1},
         )  # fmt: skip
 
 

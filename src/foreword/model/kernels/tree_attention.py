@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 132  # as many programs as keep a large GPU busy: one on each of its multiprocessors
-LEAST_KEYS = 192  # what a program should have to do before it is worth a join, for a full block of queries
+from foreword.model.kernels.overlap import let_next_start, overlaps, wait_for_previous
+
+PROGRAMS = 264  # as many programs as keep a large GPU busy: two on each of its multiprocessors
+LEAST_KEYS = 96  # what a program should have to do before it is worth a join, for a full block of queries
 LOG2E = math.log2(math.e)  # the hardware's exponential is that of 2
 LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of two infinities is not a number
 
@@ -82,9 +84,12 @@ def _attend(
     q_batch, q_head, q_row, c_slot, c_head, c_row, s_batch, s_row, s_column, d_batch, o_split, o_batch, o_row, o_head,
     rows, scratch, heads, queries, splits,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, JOINED: tl.constexpr, PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries over one share of the keys, with its log-weight where shares are joined."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     head, split = tl.program_id(0) % heads, tl.program_id(2)
     lane = (tl.program_id(0) // heads).to(tl.int64)
     slot = tl.load(slots + lane)
@@ -133,8 +138,11 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["answers", "splits"])
-def _join(parts, weights, out, answers, splits, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+def _join(parts, weights, out, answers, splits, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     """One row of the result: its shares, each counting as much as it holds of the softmax."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
     answer = tl.program_id(0).to(tl.int64)
     split, wide = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     here = split < splits
@@ -175,27 +183,23 @@ def attend_tree(
     parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
     weights = torch.empty(parts.shape[:-1], dtype=torch.float32, device=query.device) if joined else out
     placed = slots if depth is None else depth
+    early = overlaps(query.device)
+    options = {"launch_pdl": True} if early else {}
     inner, factor = (2 * LOG2E * scaling / softcap, LOG2E * softcap) if softcap else (0.0, LOG2E * scaling)
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
         query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, weights, inner, factor,
         *query.stride()[:3], *keys.stride()[:3], _per_lane(sees), *sees.stride()[1:], _per_lane(placed), *parts.stride()[:4],
         rows, scratch, heads, groups * rows, tiles.splits,
         WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, WINDOW=window, CAPPED=softcap > 0,
-        JOINED=joined, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        JOINED=joined, EARLY=early, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
     if joined:
         answers, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
         _join[(answers,)](
-            parts,
-            weights,
-            out,
-            answers,
-            tiles.splits,
-            WIDTH=width,
-            SPLITS=power,
-            num_warps=1 if power * width <= 2048 else 4,
-        )
+            parts, weights, out, answers, tiles.splits,
+            WIDTH=width, SPLITS=power, EARLY=early, num_warps=1 if power * width <= 2048 else 4, **options,
+        )  # fmt: skip
     return out
 
 

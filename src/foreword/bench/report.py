@@ -135,10 +135,10 @@ def markdown(found: dict[str, list[Row]], about: dict[str, Any], benchmark: Benc
 def _machine() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{_cpu_name()}, {os.cpu_count()} cores"
+    return f"{cpu_name()}, {os.cpu_count()} cores"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -23,6 +23,7 @@ from foreword.cli.doctor import DOCTOR_EXAMPLES, doctor
 from foreword.cli.generate import GENERATE_EXAMPLES, generate
 from foreword.cli.methods import METHODS_EXAMPLES, methods
 from foreword.cli.options import unfold
+from foreword.cli.profile import PROFILE_EXAMPLES, profile
 from foreword.cli.prove import PROVE_EXAMPLES, prove
 from foreword.errors import ForewordError, ForewordWarning
 
@@ -96,5 +97,6 @@ for command, examples in (
     (doctor, DOCTOR_EXAMPLES),
     (prove, PROVE_EXAMPLES),
     (bench, BENCH_EXAMPLES),
+    (profile, PROFILE_EXAMPLES),
 ):
     app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))

@@ -156,6 +156,19 @@ def fuse(model: nn.Module) -> None:
                 _replace(module, names, JointLinear)
 
 
+def read_bytes(model: nn.Module) -> int:
+    """Bytes of weights that a pass reads: every linear once, the head among them. Of an embedding a pass reads few rows."""
+    found = [module.fusion.linear if isinstance(module, FusedPart) else module for module in model.modules()]
+    linears = {id(module): module for module in found if isinstance(module, nn.Linear | JointLinear | PackedLinear)}
+    return sum(_bytes(linear) for linear in linears.values())
+
+
+def _bytes(linear: nn.Linear | JointLinear | PackedLinear) -> int:
+    weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
+    held = [weight] if linear.bias is None else [weight, linear.bias]
+    return sum(part.numel() * part.itemsize for part in held)
+
+
 def is_plain_norm(norm: Any) -> bool:
     """Whether it is the RMSNorm that `functional.rms_norm` computes; some families add 1 to the weight, or norm by group."""
     plain = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")

@@ -1,0 +1,106 @@
+"""One verify pass, timed: by replays of a captured graph on CUDA, by plain calls on the CPU.
+
+In: a model, the rows of the pass, the tokens cached before it. Out: milliseconds, and the bytes that such a pass has to
+read. A probe gives the model a cache of its own, so an engine that was made for the model earlier is of no more use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from foreword.core.draft import Draft, Tree
+from foreword.core.needs import Needs
+from foreword.core.scores import Scores
+from foreword.core.state import Lanes
+from foreword.model.model import Model
+from foreword.model.pack import read_bytes
+
+WARM_UP = 3
+
+
+class Probe:
+    """A pass of one sequence: `rows` random candidates, each with two behind it, after `context` cached tokens."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Model, rows: int, context: int) -> None:
+        device = model.device
+        self.model = model
+        cache = model.allocate(1, context, rows)
+        cache.held.normal_()
+        cache.length.fill_(context)
+        self.lanes = replace(Lanes.of([0], context, device), changes=device.type == "cuda")  # as in captured rounds
+        tokens = torch.randint(model.vocab_size, (1, rows), device=device)
+        tree = Tree.of(tuple(max(row - 1, 0) // 2 for row in range(rows)), device)
+        self.draft = Draft(tokens, tree, torch.tensor([rows], device=device))
+
+    @torch.inference_mode()
+    def score(self) -> Scores:
+        return self.model.score(self.lanes, self.draft, Needs())
+
+    @torch.inference_mode()
+    def walk(self) -> Tensor:
+        """The pass without norm and head: rows after the last layer."""
+        return self.model.score(self.lanes, self.draft, Needs(hidden=True), logits="none").require_hidden()
+
+
+def bytes_of_pass(model: Model, rows: int, context: int) -> int:
+    """What a pass has to read: the weights of all linears, and the keys and values of every token that a layer sees."""
+    stack = model.layer_stack
+    shape = stack.cache_shape()
+    seen = sum(min(context, sight.window or context) + rows for sight in stack.sights)
+    return read_bytes(model.hf) + shape.bytes_per_row // shape.layers * seen
+
+
+def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Of one call, the median: on CUDA of replays of a captured graph, so that the host has no part in it."""
+    if device.type == "cuda":
+        return replayed(captured(call), repeats)
+    call()
+    return median(_plain(call) for _ in range(repeats)) * 1e3
+
+
+def _plain(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    call()  # whatever is compiled or allocated at the first call may not happen in a capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def replayed(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    """Milliseconds of a replay, the median. They follow each other without a pause, so the host is never waited for."""
+    for _ in range(WARM_UP):
+        graph.replay()
+    return between_marks(graph.replay, repeats)
+
+
+def between_marks(call: Callable[[], object], repeats: int, best: bool = False) -> float:
+    """Milliseconds of a call on the current CUDA device, by events between calls: the median, or the quickest."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    return min(times) if best else median(times)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,261 @@
+"""`foreword profile`: where the time of a round goes on this machine, section by section, as tables, a file or JSON."""
+
+from __future__ import annotations
+
+import json as encoder
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from foreword.cli.console import note, print_json, screen, waiting
+from foreword.cli.options import Json, MethodOptions, ModelOptions
+from foreword.cli.prove import named_methods
+from foreword.errors import StorageError
+
+if TYPE_CHECKING:
+    from foreword.bench.profile import Subject
+
+PROFILE_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword profile
+
+  foreword profile --quick --model ./my-model --threads 4
+
+  foreword profile --shapes 7b --device cuda --cold --out results/profile.json
+"""
+
+
+class Shapes(StrEnum):
+    SMALL = "135m"
+    LARGE = "7b"
+
+
+def profile(
+    model: ModelOptions,
+    shapes: Annotated[
+        Shapes | None,
+        typer.Option(help="Random weights of these shapes in place of a model: nothing is fetched, the text is noise."),
+    ] = None,
+    rows: Annotated[str, typer.Option(metavar="N,N", help="Rows of the passes to time.")] = "1,4,16,64",
+    contexts: Annotated[
+        str, typer.Option(metavar="N,N", help="Tokens before those passes; cut to what the model allows.")
+    ] = "128,512,2048",
+    methods: Annotated[
+        str, typer.Option(metavar="NAMES", help="Methods whose rounds are timed, separated by commas, or `all`.")
+    ] = "plain,token_recycling",
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts side by side in those rounds.")] = 1,
+    context: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the prompt before those rounds.")] = 512,
+    tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens written in those rounds.")] = 96,
+    cold: Annotated[
+        bool, typer.Option("--cold", metavar="", help="Also start a fresh process and time it to its first token.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", metavar="", help="Fewer figures and fewer repeats, for a first look.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write everything to this file as JSON.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show where the time of a round goes, on this machine and with this model.
+
+    Five questions, from the floor up. How fast can this machine read memory? How long does one pass take by its rows and
+    its context, and how much of that speed does it reach? How long does a whole round take, and how much of it does the
+    device wait for the host? Which kernels or operators does a pass consist of? With --cold: how long until the first
+    token of a fresh process? docs/performance.md says how to read the answers.
+
+    A section that fails is told as failed, and the others go on; the exit status is then 1.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells stderr that it starts and stops
+    names = ["plain", *named_methods("all")] if methods == "all" else named_methods(methods)
+    sizes, lengths = _numbers(rows, "--rows"), _numbers(contexts, "--contexts")
+    with _subject(model, shapes, batch) as subject:
+        from foreword.bench.profile import Profile, Settings, failures  # noqa: PLC0415  imports torch
+        from foreword.bench.report import facts  # noqa: PLC0415  imports torch
+
+        settings = Settings(sizes, lengths, tuple(names), context, tokens)
+        settings = settings.quick() if quick else settings
+        about = facts(model=subject.model.name, settings={**asdict(settings), "batch": batch})
+        sections = Profile(subject, settings).sections
+        if cold:
+            sections["cold start"] = _cold(model, shapes, names[-1])
+        found = _run(sections, {"about": about, "sections": {}}, out, shown=not json)
+    if json:
+        print_json(found)
+    if out is not None:
+        note(f"written: {out}")
+    if failures(found["sections"]):
+        raise typer.Exit(1)
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers of 1 or more, such as 1,16", param_hint=option)
+    return found
+
+
+@contextmanager
+def _subject(model: ModelOptions, shapes: Shapes | None, batch: int) -> Iterator[Subject]:
+    if shapes is None:
+        with model.load(MethodOptions(method="plain"), slots=batch) as llm:
+            from foreword.bench.profile import Subject  # noqa: PLC0415  imports torch
+
+            yield Subject.of(llm)
+        return
+    if model.model is not None:
+        raise typer.BadParameter("random weights take the place of a model: leave out --model", param_hint="--shapes")
+    with waiting(f"drawing random weights of {shapes} shapes"):
+        from foreword.bench.profile import drawn  # noqa: PLC0415  imports torch
+
+        subject = drawn(shapes, batch, **model.where())
+    yield subject
+
+
+def _cold(model: ModelOptions, shapes: Shapes | None, method: str) -> Any:
+    from foreword.bench.cold import cold_start  # noqa: PLC0415  beside the other sections
+
+    return lambda: cold_start(shapes, model.model, method, model.where())
+
+
+def _run(sections: dict[str, Any], found: dict[str, Any], out: Path | None, shown: bool) -> dict[str, Any]:
+    """Section by section: each is shown and written down before the next begins, which may take the process with it."""
+    from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
+
+    for name, section in sections.items():
+        with waiting(f"measuring: {name}"):
+            result = found["sections"][name] = attempt(section)
+        if out is not None:
+            _write(out, found)
+        if shown:
+            _print(name, result)
+    return found
+
+
+def _write(out: Path, found: dict[str, Any]) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(encoder.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror}; give --out a file in a folder that can") from error
+
+
+# Tables ------------------------------------------------------------------------------------------------------------------
+
+
+def _print(name: str, result: Any) -> None:
+    if isinstance(result, dict) and "failed" in result:
+        screen().print(Text.assemble((f"{name}: ", "bold"), ("failed: ", "bold red"), result["failed"]), soft_wrap=True)
+    else:
+        for table in TABLES[name](result):
+            screen().print(table)
+            screen().print()
+
+
+def _table(title: str, *heads: str, words: int = 1) -> Table:
+    """The first columns hold words, the others numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < words else "right", overflow="fold")
+    return table
+
+
+def _machine(found: dict[str, Any]) -> list[Table]:
+    table = _table("machine", "", "", words=2)
+    for key in ("device", "dtype", "threads", "torch", "model"):
+        table.add_row(key, str(found[key]))
+    table.add_row("weights", f"{found['weight_bytes'] / 1e6:.1f} MB read by a pass")
+    table.add_row("peak bandwidth", f"{found['bytes_per_second'] / 1e9:.1f} GB/s, measured")
+    return [table]
+
+
+def _passes(found: list[dict[str, Any]]) -> list[Table]:
+    heads = ("context", "rows", "ms", "over one row", "MB", "of peak bandwidth")
+    table = _table("one pass, of one text", *heads, words=0)
+    for one in found:
+        table.add_row(str(one["context"]), str(one["rows"]), *_unless_failed(one, _pass_figures))
+    return [table]
+
+
+def _pass_figures(one: dict[str, Any]) -> list[str]:
+    ratio = f"{one['over_one_row']:.2f}x" if "over_one_row" in one else "-"
+    return [f"{one['ms']:.3f}", ratio, f"{one['bytes'] / 1e6:.1f}", _percent(one["share"])]
+
+
+def _rounds(found: list[dict[str, Any]]) -> list[Table]:
+    texts, context = (next((one[key] for one in found if key in one), "?") for key in ("texts", "context"))
+    heads = ("method", "ms a round", "device ms", "host share", "tokens a round", "prompt ms")
+    table = _table(f"a round, {texts} text(s) after {context} tokens", *heads)
+    for one in found:
+        table.add_row(one["method"], *_unless_failed(one, _round_figures))
+    return [table]
+
+
+def _round_figures(one: dict[str, Any]) -> list[str]:
+    device = "-" if one["device_ms"] is None else f"{one['device_ms']:.3f}"
+    figures = [f"{one['wall_ms']:.3f}", device, _percent(one["host_share"])]
+    return [*figures, f"{one['tokens_per_round']:.2f}", f"{one['prefill_ms']:.2f}"]
+
+
+def _parts(found: list[dict[str, Any]]) -> list[Table]:
+    tables = []
+    for one in found:
+        title = f"where a pass goes, {one['rows']} row(s) after {one['context']} tokens"
+        groups = _table(title, "part", "ms", "share", "count")
+        tables.append(groups)
+        if "failed" in one:
+            groups.add_row(*_unless_failed(one, _pass_figures))
+            continue
+        wall = one["wall_ms"]
+        for group, figures in one["groups"].items():
+            groups.add_row(group, f"{figures['ms']:.3f}", _percent(figures["ms"] / wall), f"{figures['count']:.0f}")
+        unseen = "between kernels, less what overlaps" if one["device"] == "cuda" else "between the products and unseen"
+        groups.add_row(unseen, f"{one['unseen_ms']:.3f}", _percent(one["unseen_ms"] / wall))
+        groups.add_row("whole pass", f"{wall:.3f}")
+        top = _table(f"the longest, {one['rows']} row(s)", "name", "part", "ms", "count", words=2)
+        for row in one["top"]:
+            top.add_row(row["name"][:90], row["group"], f"{row['ms']:.3f}", f"{row['count']:.0f}")
+        tables.append(top)
+    return tables
+
+
+def _cold_start(found: dict[str, Any]) -> list[Table]:
+    table = _table("cold start", found["method"], "seconds")
+    for key, words in (
+        ("python_s", "Python itself"),
+        ("imports_s", "imports"),
+        ("load_s", "load"),
+        ("first_token_s", "first token"),
+        ("total_s", "all"),
+    ):
+        table.add_row(words, f"{found[key]:.2f}")
+    return [table]
+
+
+TABLES: dict[str, Any] = {
+    "machine": _machine,
+    "passes": _passes,
+    "rounds": _rounds,
+    "parts": _parts,
+    "cold start": _cold_start,
+}
+
+
+def _unless_failed(one: dict[str, Any], figures: Any) -> list[Any]:
+    return [Text(f"failed: {one['failed']}", "red")] if "failed" in one else figures(one)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"

@@ -31,10 +31,10 @@ def llama_135m() -> PreTrainedModel:
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama of real width": llama_135m,
-    "llama with biases": lambda: fresh("llama", head_dim=16, attention_bias=True, mlp_bias=True),
-    "mistral": lambda: fresh("mistral", head_dim=16),
-    "qwen2": lambda: fresh("qwen2", head_dim=16),
-    "qwen3": lambda: fresh("qwen3", head_dim=16),
+    "llama with biases": lambda: fresh("llama", torch.float32, head_dim=16, attention_bias=True, mlp_bias=True),
+    "mistral": lambda: fresh("mistral", torch.float32, head_dim=16),
+    "qwen2": lambda: fresh("qwen2", torch.float32, head_dim=16),
+    "qwen3": lambda: fresh("qwen3", torch.float32, head_dim=16),
 }
 
 

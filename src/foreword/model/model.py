@@ -65,11 +65,13 @@ class Model:
     @contextmanager
     def aside(self, slots: int, context: int, scratch: int) -> Iterator[SlotCache]:
         """Another cache for a while; the engine's is back in its place afterwards."""
-        held, before = self.layer_stack.cache, self.context
+        stack, before = self.layer_stack, self.context
+        held = stack.cache, stack.lean, stack.turns  # the very ones: a captured round knows where they lie
         try:
             yield self.allocate(slots, context, scratch)
         finally:
-            self.layer_stack.cache, self.context = held, before
+            stack.cache, stack.lean, stack.turns = held
+            self.context = before
 
     def release(self) -> None:
         """Give up the cache, and give the model back as it was: its own attention, and in training if it was."""

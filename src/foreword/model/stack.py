@@ -88,6 +88,7 @@ class Stack:
         self.sights = [family.sight(layer) for layer in layers]
         self.windows, self.tables = ({getattr(sight, name) for sight in self.sights} for name in ("window", "table"))
         self.lean = lean_layers(layers) if family.lean else None
+        self.turns: dict[str, Any] = {}  # rotary angles of every row a text may have, by table
 
     @staticmethod
     def copied(model: PreTrainedModel, family: Family, layers: int, init: int | None) -> Stack:
@@ -102,6 +103,7 @@ class Stack:
         """Give the stack a cache. The bytes are checked before any is taken; if they do not fit, the old one stays."""
         self.cache = SlotCache(self.cache_shape(), slots, context, scratch, next(self.model.parameters()).device)
         self.lean = lean_layers(self.layers) if self.family.lean else None  # new ones: the old look at the old cache
+        self.turns = self._positions(torch.arange(self.cache.rows, device=self.cache.length.device).unsqueeze(0))
         return self.cache
 
     def free(self) -> None:
@@ -154,12 +156,14 @@ class Stack:
     def _view(self, rows: Rows, hidden: Tensor) -> _View:
         """What all layers share while the rows stay the same: positions, sights, places in the cache."""
         position = rows.position
-        tables = {table: self.family.positions(self.model, hidden, position, table) for table in self.tables}
         seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
+            tables = self._positions(position)
             alone = self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], hidden.dtype)
             return _View(self.sights, tables, position, seen, alone, Pass(rows.base, rows.depth, rows.sees))
         assert rows.lanes is not None
+        known = position.clamp(max=self.cache.rows - 1)  # padding may lie beyond
+        tables = {name: tuple(part[0, known] for part in turn) for name, turn in self.turns.items()}
         scratch = rows.sees.shape[2]
         reach = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
         order = torch.arange(rows.first, scratch, device=hidden.device)
@@ -167,6 +171,11 @@ class Stack:
         masks = {} if has_kernel(self.cache) else self._masks(rows.base, rows, reach, hidden.dtype)
         shared = Pass(rows.base, rows.depth, rows.sees, lanes=rows.lanes, places=places, reach=reach)
         return _View(self.sights, tables, position, seen, masks, shared, self.cache)
+
+    def _positions(self, position: Tensor) -> dict[str, Any]:
+        """What each rotary table says of positions [b, n]."""
+        like = torch.empty(0, dtype=self.model.dtype, device=position.device)
+        return {table: self.family.positions(self.model, like, position, table) for table in self.tables}
 
     def _masks(self, base: Tensor, rows: Rows, reach: int, dtype: torch.dtype) -> dict[int, Tensor]:
         """A mask for each window among the layers."""

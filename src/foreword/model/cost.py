@@ -133,8 +133,13 @@ def _pass(model: Model, rows: int) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         score()
-    graph.replay()
-    return graph.replay
+
+
+    def replay() -> object:
+        graph.replay()
+        return draft, lanes  # what a captured pass reads has to stay where it is
+
+    return replay
 
 
 def _time(one: Callable[[], object], device: torch.device) -> float:

@@ -23,7 +23,8 @@ from foreword.engine.request import Event, Request, Running
 from foreword.errors import ForewordWarning, InputError, NumericsError, PromptError
 from foreword.model.model import Model
 
-PREFILL_CHUNK = 256
+# Prompt tokens in a pass: a CPU should come back to the others soon, a GPU wants to be called seldom.
+PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
 
 
 class Engine:
@@ -33,7 +34,7 @@ class Engine:
         drafter: Drafter,
         slots: int = 4,
         max_context: int | None = None,
-        chunk: int = PREFILL_CHUNK,
+        chunk: int | None = None,
         loop: Loop | None = None,
         graph: bool = True,
         late: bool | None = None,
@@ -45,8 +46,8 @@ class Engine:
         """
         self.target, self.drafter = target, drafter
         self.max_context = _checked_context(max_context, target)
-        _check_positive(slots=slots, chunk=chunk)
-        self.chunk = chunk
+        self.chunk = PREFILL_CHUNK[target.device.type] if chunk is None else chunk
+        _check_positive(slots=slots, chunk=self.chunk)
         target.context = self.max_context
         drafter.bind(target, slots)
         scratch = drafter.shape.nodes + drafter.needs.grafted_rows

@@ -134,7 +134,6 @@ def _pass(model: Model, rows: int) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         score()
 
-
     def replay() -> object:
         graph.replay()
         return draft, lanes  # what a captured pass reads has to stay where it is

@@ -201,8 +201,9 @@ def own_logits(hf: nn.Module, text: Sequence[int]) -> Tensor:
 def replayed(model: Model, text: Sequence[int], read: int, rows: int) -> Tensor:
     """[V]: what the run's own model answers after the text when the first `read` tokens go as a prompt and the others as
     chains of `rows` tokens, the last of them full."""
-    edges = [*range(0, read, PREFILL_CHUNK), read, *reversed(range(len(text), read, -rows))]
-    with model.aside(1, len(text), PREFILL_CHUNK) as cache:
+    longest = PREFILL_CHUNK[model.device.type]
+    edges = [*range(0, read, longest), read, *reversed(range(len(text), read, -rows))]
+    with model.aside(1, len(text), longest) as cache:
         for start, stop in pairwise(edges):
             chunk, lanes = _chain(text[start:stop], model), Lanes.of([0], start, model.device)
             is_last = stop == len(text)

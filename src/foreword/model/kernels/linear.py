@@ -2,8 +2,8 @@
 
 In: 1 to about 128 rows. The gate after a product, bias and residual are part of the same kernel, and so is the RMSNorm
 before it where there is one row, which is multiplied and summed. More rows go through the matrix units, which want them as
-they are: there the norm is a kernel of its own. Sums are float32 and in a fixed order: the same call gives the same bits.
-Safe to capture.
+they are: there the norm is a kernel of its own. Both round in the same places, so a row comes out the same alone and among
+others, but for the order of sums. Sums are float32 and in a fixed order: the same call gives the same bits. Safe to capture.
 How a product is cut is a matter of measuring: `python -m foreword.bench.linears` does it, `TUNED` holds what it found.
 """
 
@@ -148,27 +148,28 @@ def _one_row(
     added = _residual(residual, row, column, column < columns, columns, ADDED)
     masked: tl.constexpr = K % BLOCK_K != 0
     wide = tl.arange(0, BLOCK_K)
+    scale = 1.0
+    if NORMED:
+        squares = tl.zeros([BLOCK_K], tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            x = _load(rows + row * K + start + wide, start + wide < K, masked, "evict_last").to(tl.float32)
+            squares += x * x
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     value = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         at = start + wide
         here = at < K
         w = _load(lines[:, None] + at[None, :], here[None, :], masked, "evict_first").to(tl.float32)
         x = _load(rows + row * K + at, here, masked, "evict_last").to(tl.float32)
-        if NORMED:
-            squares += x * x
-            x *= _load(norm + at, here, masked, "evict_last").to(tl.float32)
+        if NORMED:  # rounded as `_norm` rounds it, so that a row gives the same alone and among others
+            x *= scale * _load(norm + at, here, masked, "evict_last").to(tl.float32)
+            x = x.to(rows.dtype.element_ty).to(tl.float32)
         value += w * x[None, :]
         if GATED:
-            up += (
-                _load(lines[:, None] + above + at[None, :], here[None, :], masked, "evict_first").to(tl.float32) * x[None, :]
-            )
+            u = _load(lines[:, None] + above + at[None, :], here[None, :], masked, "evict_first").to(tl.float32)
+            up += u * x[None, :]
     total, other = tl.sum(value, 1), tl.sum(up, 1)
-    if NORMED:
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
-        total *= scale
-        other *= scale
     _store(total, other, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from foreword.model.kernels.overlap import let_next_start, overlaps, wait_for_previous
 
 PROGRAMS = 264  # as many programs as keep a large GPU busy: two on each of its multiprocessors
-LEAST_KEYS = 96  # what a program should have to do before it is worth a join, for a full block of queries
+MOST_SHARES = 16  # more cost more to join than they save
+SPAN_STEP = 256  # shares change when a text grows by this much, and not before
 LOG2E = math.log2(math.e)  # the hardware's exponential is that of 2
 LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of two infinities is not a number
 
@@ -38,15 +39,13 @@ class Tiles:
 def tiles_for(queries: int, keys: int, units: int, width: int, item: int = 2) -> Tiles:
     """For `queries` that share a key head and up to `keys` keys, in `units` (sequences x key heads), `item` bytes a number.
 
-    Every share but one costs its partial results, written and read again in float32: many queries get few, long shares.
+    How the keys are cut must not depend on the queries: see `_attend`.
     """
     block_q = min(max(16, triton.next_power_of_2(queries)), 64)
     block_k = 64 if width * item <= 256 else 32
-    least = 64 if block_q < 64 else LEAST_KEYS
-    wanted = min(PROGRAMS // (units * triton.cdiv(queries, block_q)), triton.cdiv(keys, least))
-    blocks = triton.cdiv(keys, block_k)
-    splits = triton.cdiv(blocks, triton.cdiv(blocks, max(wanted, 1)))  # no share is left without a block
-    return Tiles(block_q, block_k, 4 if width * item <= 256 else 8, 3 if block_q < 64 or width * item <= 128 else 2, splits)
+    splits = min(triton.cdiv(keys, 64), MOST_SHARES, PROGRAMS // units)
+    stages = 3 if block_q < 64 or width * item <= 128 else 2
+    return Tiles(block_q, block_k, 4 if width * item <= 256 else 8, stages, max(splits, 1))
 
 
 @triton.jit
@@ -106,9 +105,12 @@ def _attend(
     if WINDOW > 0:  # nobody sees what lies before the root's window, and a deeper row's begins later
         origin = tl.maximum(length - WINDOW + 1, 0)
         nearest = tl.load(depth + lane * d_batch + row) - (WINDOW - 1)
-    share = tl.cdiv(tl.cdiv(length + scratch - origin, splits), BLOCK_K) * BLOCK_K
-    first = origin + split * share
-    stop = tl.minimum(first + share, length + scratch)
+    # Shares of the prefix are cut the same for any number of rows, so that a row is rounded alike alone and among others.
+    share = tl.cdiv(tl.cdiv(length - origin, splits), BLOCK_K) * BLOCK_K
+    first = tl.minimum(origin + split * share, length)
+    stop = tl.minimum(first + share, length)
+    if split == splits - 1:
+        stop = length + scratch
     unmasked = first + tl.maximum(tl.minimum(stop, length) - first, 0) // BLOCK_K * BLOCK_K
 
     best = tl.full([BLOCK_Q], LOWEST, tl.float32)
@@ -176,8 +178,9 @@ def attend_tree(
     batch, all_heads, rows, width = query.shape
     heads, scratch = keys.shape[1], sees.shape[2]
     groups = all_heads // heads
-    reach = (min(span, window) if window else span) + scratch
-    tiles = tiles or tiles_for(groups * rows, reach, batch * heads, width, query.element_size())
+    span = triton.cdiv(max(span, 1), SPAN_STEP) * SPAN_STEP
+    keys_seen = min(span, window) if window else span
+    tiles = tiles or tiles_for(groups * rows, keys_seen, batch * heads, width, query.element_size())
     out = torch.empty(batch, rows, all_heads, width, dtype=query.dtype, device=query.device)
     joined = tiles.splits > 1
     parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)

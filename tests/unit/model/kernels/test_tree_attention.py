@@ -111,13 +111,21 @@ def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
     units=st.integers(1, 600),
     width=st.sampled_from([16, 64, 128, 256]),
 )
-def test_tiles_fill_the_machine_and_leave_no_share_empty(queries: int, keys: int, units: int, width: int) -> None:
+def test_tiles_fill_the_machine_and_not_more(queries: int, keys: int, units: int, width: int) -> None:
     tiles = tiles_for(queries, keys, units, width)
-    programs = units * -(-queries // tiles.block_q)
-    assert tiles.splits == 1 or programs * tiles.splits <= PROGRAMS
-    share = -(-keys // tiles.splits // tiles.block_k) * tiles.block_k
-    assert (tiles.splits - 1) * share < keys
+    assert tiles.splits == 1 or units * tiles.splits <= PROGRAMS
+    assert 1 <= tiles.splits <= -(-keys // 64)
 
 
-def test_many_queries_get_longer_shares_than_few() -> None:
-    assert 1 < tiles_for(256, 576, 8, 128).splits < tiles_for(4, 576, 8, 128).splits
+@given(queries=st.integers(1, 3000), keys=st.integers(1, 40_000), units=st.integers(1, 600))
+def test_keys_are_cut_alike_for_any_number_of_queries(queries: int, keys: int, units: int) -> None:
+    few, many = tiles_for(1, keys, units, 64), tiles_for(queries, keys, units, 64)
+    assert (few.splits, few.block_k) == (many.splits, many.block_k)
+
+
+def test_a_row_is_rounded_alike_alone_and_among_others() -> None:
+    """In half precision: what the root gets is the same to the last bit, however many rows stand beside it."""
+    looks = Looks.drawn((4, 2), 16, 9, [150], dtype=torch.float16)
+    alone = replace(looks, query=looks.query[:, :, :1], sees=looks.sees[:, :1, :1], depth=looks.depth[:, :1])
+    among = by_kernel(looks, replace(SMALL, splits=3))
+    assert torch.equal(by_kernel(alone, replace(SMALL, splits=3))[:, 0], among[:, 0])

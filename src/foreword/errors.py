@@ -9,6 +9,7 @@
     │   ├── ModelCorrupt      the bytes are not what they should be
     │   └── ModelUnsupported  a family, quantisation or layout that Foreword does not walk
     ├── DrafterError          this drafter cannot serve this target
+    ├── DataError             training data is damaged, or another model's, or made in another way
     ├── CapacityError         the KV cache asked for does not fit the memory that is there
     ├── StorageError          the cache folder cannot be written, or the disk is full
     └── NumericsError         the target answered NaN
@@ -51,6 +52,10 @@ class ModelUnsupported(ModelError):
 
 class DrafterError(ForewordError):
     """A drafter cannot serve this target."""
+
+
+class DataError(ForewordError):
+    """A folder of training data cannot be used or continued."""
 
 
 class CapacityError(ForewordError):

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from foreword.bench.contenders import Contender
 from foreword.errors import InputError
-from foreword.text import Prompt, groups
-
-LOOP_GRAM = 8
+from foreword.text import Prompt, groups, loop_share
 
 
 @dataclass(frozen=True)
@@ -91,18 +89,6 @@ def _take_turns(contenders: Sequence[Contender], turn: int, group: str, prompt: 
         )
         for name, (answer, seconds) in answers.items()
     ]
-
-
-def loop_share(tokens: Sequence[int], gram: int = LOOP_GRAM) -> float:
-    """The share of tokens that lie in an 8-gram which the answer already had: how much it loops, which flatters lookup."""
-    seen: set[tuple[int, ...]] = set()
-    repeated = [False] * len(tokens)
-    for end in range(gram, len(tokens) + 1):
-        piece = tuple(tokens[end - gram : end])
-        if piece in seen:
-            repeated[end - gram : end] = [True] * gram
-        seen.add(piece)
-    return sum(repeated) / max(len(tokens), 1)
 
 
 def _grouped(prompts: Sequence[Prompt]) -> list[tuple[str, Prompt]]:

@@ -19,6 +19,7 @@ from foreword import __version__
 from foreword.cli.bench import BENCH_EXAMPLES, bench
 from foreword.cli.chat import CHAT_EXAMPLES, chat
 from foreword.cli.console import complain, notes
+from foreword.cli.distill import DISTILL_EXAMPLES, distill
 from foreword.cli.doctor import DOCTOR_EXAMPLES, doctor
 from foreword.cli.generate import GENERATE_EXAMPLES, generate
 from foreword.cli.methods import METHODS_EXAMPLES, methods
@@ -98,5 +99,6 @@ for command, examples in (
     (prove, PROVE_EXAMPLES),
     (bench, BENCH_EXAMPLES),
     (profile, PROFILE_EXAMPLES),
+    (distill, DISTILL_EXAMPLES),
 ):
     app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))

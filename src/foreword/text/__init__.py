@@ -4,12 +4,14 @@ The first room on the path (prompt in) and the last (text out). Nothing here kno
 """
 
 from foreword.text.detokenizer import Detokenizer
+from foreword.text.loops import LOOP_GRAM, loop_share
 from foreword.text.prompts import Message, Prompt, check_messages, groups, read_prompts, spread
 from foreword.text.stop import StopStrings
 from foreword.text.stream import Pushed, TextStream
 from foreword.text.tokenizer import Tokenizer
 
 __all__ = [
+    "LOOP_GRAM",
     "Detokenizer",
     "Message",
     "Prompt",
@@ -19,6 +21,7 @@ __all__ = [
     "Tokenizer",
     "check_messages",
     "groups",
+    "loop_share",
     "read_prompts",
     "spread",
 ]

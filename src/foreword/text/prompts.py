@@ -1,8 +1,8 @@
 """Prompt files and chat messages: what a run is asked.
 
 In: JSON lines (`turns`, `messages`, `conversations` or `prompt`) or plain text, one prompt a line, perhaps compressed
-(.gz, .xz); `-` is standard input. Out: `Prompt`s in file order. What cannot be used is refused with its file and line;
-no row is skipped in silence.
+(.gz, .xz); `-` is standard input. Out: `Prompt`s in file order. What cannot be used is refused with its file and line, or
+put on the caller's list of what was left out; no row is skipped in silence.
 """
 
 import gzip
@@ -61,8 +61,11 @@ def check_messages(messages: object) -> list[Message]:
     return cast(list[Message], messages)
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a file, or all of them."""
+def read_prompts(path: str | Path, limit: int | None = None, left_out: list[str] | None = None) -> list[Prompt]:
+    """The first `limit` prompts of a file, or all of them.
+
+    A row that cannot be used is an error, or, with a list `left_out`, a line on it that says where and why.
+    """
     if limit is not None and limit < 1:
         raise PromptError(f"limit is {limit}; at least one prompt is needed")
     prompts: list[Prompt] = []
@@ -72,7 +75,11 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         try:
             prompts.append(parse(number, line))
         except PromptError as error:
-            raise PromptError(f"{_name(path)}, line {number}: {error}") from error
+            if left_out is None:
+                raise PromptError(f"{_name(path)}, line {number}: {error}") from error
+            left_out.append(f"line {number}: {error}")
+    if not prompts and left_out:
+        raise PromptError(f"{_name(path)}: none of {len(left_out)} rows can be used; {left_out[0]}")
     if not prompts:
         raise PromptError(f"{_name(path)} holds no prompts; give one prompt a line")
     return prompts

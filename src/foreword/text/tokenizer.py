@@ -15,6 +15,8 @@ from jinja2 import TemplateError
 from foreword.errors import InputError, ModelCorrupt, ModelNotFound, PromptError
 from foreword.text.prompts import Message, check_messages
 
+NO_TOKENS = "the prompt has no tokens in this model's vocabulary; give another text"
+
 
 class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
@@ -40,6 +42,26 @@ class Tokenizer:
 
     def encode(self, prompt: str | list[Message], chat: bool = True) -> list[int]:
         """Token ids of a prompt, ready to be continued. With `chat`, a string is one user message."""
+        return self._ids(*self._written(prompt, chat))
+
+    def encode_all(self, prompts: Sequence[str | list[Message]]) -> list[list[int] | PromptError]:
+        """The same for many at once, which is quicker; where a prompt cannot be used, the reason stands in its place."""
+        found: list[Any] = [None] * len(prompts)
+        texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
+        for i, prompt in enumerate(prompts):
+            try:
+                text, special = self._written(prompt, chat=True)
+                texts[special][i] = _unicode(text)
+            except PromptError as error:
+                found[i] = error
+        for special, some in texts.items():
+            many = self.hf(list(some.values()), add_special_tokens=special)["input_ids"] if some else []
+            for i, ids in zip(some, many, strict=True):
+                found[i] = ids or PromptError(NO_TOKENS)
+        return found
+
+    def _written(self, prompt: str | list[Message], chat: bool) -> tuple[str, bool]:
+        """The text that the model reads, and whether the tokenizer has to add its special tokens."""
         has_template = bool(getattr(self.hf, "chat_template", None))
         if not isinstance(prompt, str | list):
             raise PromptError(f"a prompt is a string or a list of chat messages, got {type(prompt).__name__}")
@@ -48,14 +70,14 @@ class Tokenizer:
                 raise PromptError("the prompt is empty; give it some text")
             if not (chat and has_template):
                 bos = self.hf.bos_token
-                return self._ids(prompt, special=not (bos and prompt.startswith(bos)))
+                return prompt, not (bos and prompt.startswith(bos))
             prompt = [{"role": "user", "content": prompt}]
         messages = check_messages(prompt)
         if not (chat and has_template):
             lack = "this model has no chat template" if chat else "chat=False leaves out the chat template"
             raise PromptError(f"chat messages were given, but {lack}; give a string instead")
         # The template writes the special tokens itself: the tokenizer must not add its own before them.
-        return self._ids(self._render(messages), special=False)
+        return self._render(messages), False
 
     def _render(self, messages: list[Message]) -> str:
         try:
@@ -64,13 +86,9 @@ class Tokenizer:
             raise PromptError(f"this model's chat template refuses the messages: {error}; change them") from error
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(f"the prompt is not valid Unicode at character {error.start}; clean the text") from error
-        ids = self.hf.encode(text, add_special_tokens=special)
+        ids = self.hf.encode(_unicode(text), add_special_tokens=special)
         if not ids:
-            raise PromptError("the prompt has no tokens in this model's vocabulary; give another text")
+            raise PromptError(NO_TOKENS)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -105,3 +123,11 @@ class Tokenizer:
         for piece, token in vocabulary.items():
             pieces[token] = piece
         return pieces
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the prompt is not valid Unicode at character {error.start}; clean the text") from error
+    return text

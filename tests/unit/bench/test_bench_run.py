@@ -4,48 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from foreword.bench.contenders import Contender
-from foreword.bench.run import LOOP_GRAM, loop_share, run
+from foreword.bench.run import run
 from foreword.errors import InputError
 from foreword.text import Prompt
 
 Diary = list[tuple[str, str, int]]
-
-
-def slow_loop_share(tokens: list[int], gram: int) -> float:
-    """Token by token: does it lie in a piece that began earlier too?"""
-    starts = range(len(tokens) - gram + 1)
-    repeated = {
-        place
-        for start in starts
-        if any(tokens[start : start + gram] == tokens[before : before + gram] for before in range(start))
-        for place in range(start, start + gram)
-    }
-    return len(repeated) / len(tokens) if tokens else 0.0
-
-
-@given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5))
-def test_loop_share_is_what_it_says(tokens: list[int], gram: int) -> None:
-    assert loop_share(tokens, gram) == pytest.approx(slow_loop_share(tokens, gram))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "share"),
-    [
-        ([], 0.0),
-        (list(range(50)), 0.0),
-        ([7] * LOOP_GRAM, 0.0),
-        ([7] * (LOOP_GRAM + 1), LOOP_GRAM / (LOOP_GRAM + 1)),
-        (list(range(8)) * 2, 0.5),
-        (list(range(7)) + [99] + list(range(7)) + [98], 0.0),
-    ],
-    ids=str,
-)
-def test_loops_counted_by_hand(tokens: list[int], share: float) -> None:
-    assert loop_share(tokens) == pytest.approx(share)
 
 
 def test_everybody_answers_every_prompt_once(stub: Callable[..., Contender], diary: Diary, questions: list[Prompt]) -> None:

@@ -1,0 +1,158 @@
+"""`foreword distill`: a prompt file in, a folder of training data out: what the model itself answers."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreword.cli.console import bar, complain, note, print_json, screen
+from foreword.cli.options import WRITING, Json, MethodOptions, ModelOptions
+
+if TYPE_CHECKING:
+    from foreword.api import LLM
+    from foreword.text import Prompt
+    from foreword.train import Progress, Recipe
+
+DISTILL_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword distill --prompts prompts.jsonl.xz --out data/greedy
+
+  foreword distill --prompts prompts.jsonl.xz --out data/mixed --temperature 0.8 --answers 4 --drop-loops 0.3
+
+  foreword distill --prompts questions.txt --out data/try --limit 100 --max-new-tokens 64 --slots 8
+"""
+SLOTS = {"cpu": 16, "cuda": 512}
+
+
+def distill(
+    model: ModelOptions,
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="What to answer: one prompt a line, or JSON lines with prompt, turns, messages or conversations; "
+            ".gz and .xz too; `-` is standard input.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Where the training data goes.")],
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stop when the model has written so many tokens.")
+    ] = None,
+    answers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="So many answers to each prompt; they differ above temperature 0.")
+    ] = 1,
+    drop_loops: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, metavar="X", help="Leave out answers of which a larger share than X repeats itself; 0.3 is mild."
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Prompts answered side by side; the cache grows with it. Default: 512 on a GPU, or 16.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens an answer may have.", rich_help_panel=WRITING)
+    ] = 512,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, metavar="X", help="0 takes the likeliest token each time.", rich_help_panel=WRITING),
+    ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, metavar="X", help="Draw from the likeliest tokens that hold this share.", rich_help_panel=WRITING
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int,
+        typer.Option(metavar="N", help="Each prompt draws with a seed made of this and its id.", rich_help_panel=WRITING),
+    ] = 0,
+    json: Json = False,
+) -> None:
+    """Have the model answer a prompt file in large batches, and keep what it wrote as training data.
+
+    A drafter learns to guess what this very model writes, so its best teacher is the model's own text. Of several turns
+    each is answered in the context of the earlier ones, with the model's own replies between them.
+
+    The same command again goes on where a run was cut; at most a few seconds of work are lost. Prompts that cannot be used
+    (malformed rows, or too long for --max-context with room for an answer) are skipped and counted. The folder holds
+    shards of token ids with a mask of what the model wrote, and manifest.json: docs/train.md has the format.
+    """
+    left_out: list[str] = []
+    asked = _asked(prompts, limit, left_out)
+    with model.load(MethodOptions(method="plain"), slots or SLOTS[_device(model)]) as llm:
+        from foreword.train import Recipe  # noqa: PLC0415  imports torch
+
+        recipe = Recipe(max_new_tokens, temperature, top_p, seed, answers, drop_loops, tokens)
+        done = _run(llm, asked, out, recipe)
+    if json:
+        print_json(_facts(done, out, left_out))
+    else:
+        screen().print(_summary(done, out, len(left_out)), soft_wrap=True)
+    if left_out:
+        complain(f"{len(left_out)} rows of {prompts} cannot be used; the first: {left_out[0]}", "warning", "yellow")
+
+
+def _asked(file: Path, limit: int | None, left_out: list[str]) -> list[Prompt]:
+    from foreword.text import read_prompts  # noqa: PLC0415  start-up time
+
+    return read_prompts(file, limit, left_out)
+
+
+def _device(model: ModelOptions) -> str:
+    from foreword.model.loading import choose_device  # noqa: PLC0415  imports torch
+
+    return choose_device(model.device).type
+
+
+def _run(llm: LLM, asked: list[Prompt], out: Path, recipe: Recipe) -> Progress:
+    from foreword.train import distill as run  # noqa: PLC0415  imports torch
+
+    with bar("prompts") as show:
+
+        def tell(progress: Progress) -> None:
+            loops = f", {progress.counts['loops']} loops dropped" if recipe.drop_loops is not None else ""
+            what = f"{progress.tokens:,} tokens, {progress.tokens_per_second:,.0f}/s{loops}"
+            show(what, progress.done, progress.talks)
+
+        try:
+            return run(llm, asked, out, recipe, command=shlex.join(["foreword", *sys.argv[1:]]), show=tell)
+        except KeyboardInterrupt:
+            note(f"stopped; {out} can be used as it is, and the same command goes on")
+            raise
+
+
+def _facts(done: Progress, out: Path, left_out: list[str]) -> dict[str, Any]:
+    return {
+        "out": str(out),
+        "talks": done.talks,
+        "done": done.done,
+        **{name: done.counts[name] for name in ("sequences", "tokens", "written", "answers", "loops")},
+        "skipped": done.skipped,
+        "unusable_rows": len(left_out),
+        "seconds": done.seconds,
+        "tokens_per_second": done.tokens_per_second,
+    }
+
+
+def _summary(done: Progress, out: Path, unusable: int) -> str:
+    counts = done.counts
+    parts = [
+        f"{counts['written']:,} tokens written by the model, in {counts['sequences']:,} sequences of {counts['tokens']:,}",
+        f"{done.tokens_per_second:,.0f} tokens/s" if done.written_now else "nothing was left to do",
+    ]
+    parts += [f"{counts['loops']} loops dropped"] if counts["loops"] else []
+    parts += [f"{count} {reason}" for reason, count in done.skipped.items()]
+    parts += [f"{unusable} rows that cannot be used"] if unusable else []
+    return f"{out}: " + " · ".join(parts)

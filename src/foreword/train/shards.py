@@ -1,0 +1,332 @@
+"""Training data on disk: sequences of token ids, and which of them the target wrote.
+
+A folder holds `manifest.json` and shards of four flat files each: `tokens` (uint16, or uint32 for a vocabulary above
+65,536), `mask` (uint8: 1 where the target wrote the token), `starts` (int64: where each sequence begins in the shard) and
+`keys` (uint64: a hash of the prompt's id). The manifest is replaced atomically, after the bytes it speaks of are on disk;
+bytes beyond what it counts do not exist. So the folder can be read, and the work gone on with, after a cut at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from foreword.errors import DataError, InputError, StorageError
+from foreword.model.fingerprint import Fingerprint
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARD_BYTES = 16_000_000  # of a shard's largest file: under 16 MiB
+BUCKET = 64  # batches whose sequences are sorted by length together
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass
+class Shard:
+    number: int
+    sequences: int = 0
+    tokens: int = 0
+    sha256: dict[str, str] = field(default_factory=dict)
+
+    def file(self, folder: Path, kind: str) -> Path:
+        return folder / f"{kind}-{self.number:05d}.bin"
+
+    def count(self, kind: str) -> int:
+        return self.tokens if kind in ("tokens", "mask") else self.sequences
+
+
+def kinds(vocab_size: int) -> dict[str, np.dtype[Any]]:
+    """The files of a shard, and what each holds."""
+    tokens = np.uint16 if vocab_size <= 65_536 else np.uint32
+    return {name: np.dtype(kind) for name, kind in dict(tokens=tokens, mask="u1", starts="i8", keys="u8").items()}
+
+
+def key_of(prompt: str) -> int:
+    """A prompt's id as 64 bits that look random: they decide on which side of a split all of its answers fall."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little")
+
+
+# Reading ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded with zeros to the longest; the mask is False there."""
+
+    tokens: Tensor  # [B, T] long
+    mask: Tensor  # [B, T] bool: the target wrote this token
+    lengths: Tensor  # [B]
+
+
+class Shards:
+    """The sequences of a folder, memory-mapped: `tokens, mask = shards[i]`."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], shards: list[Shard]) -> None:
+        self.folder, self.manifest = folder, manifest
+        types = kinds(manifest["model"]["vocab_size"])
+        self._maps: dict[str, list[Array]] = {
+            kind: [np.memmap(one.file(folder, kind), dtype, "r", shape=(one.count(kind),)) for one in shards]
+            for kind, dtype in types.items()
+        }
+        self.keys = np.concatenate([np.empty(0, types["keys"]), *self._maps["keys"]])
+        ends = [np.diff(starts, append=one.tokens) for one, starts in zip(shards, self._maps["starts"], strict=True)]
+        self.lengths = np.concatenate([np.empty(0, np.int64), *ends])  # [sequences]
+        self._first = np.cumsum([0, *(one.sequences for one in shards)])
+
+    @classmethod
+    def open(cls, folder: str | Path, verify: bool = True) -> Self:
+        """`verify` compares every file with its sha256; without it, only with its size."""
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise DataError(f"{folder} holds no {MANIFEST}; `foreword distill` makes such a folder")
+        shards = [Shard(**one) for one in manifest["shards"]]
+        for shard in shards:
+            check_shard(folder, shard, manifest["model"]["vocab_size"], verify)
+        return cls(folder, manifest, shards)
+
+    @property
+    def model(self) -> Fingerprint:
+        return Fingerprint.from_dict(self.manifest["model"])
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run that wrote it came to its end."""
+        return bool(self.manifest["complete"])
+
+    def check_model(self, model: Fingerprint) -> None:
+        """Refuse data that another model wrote: a drafter would learn to guess the wrong one."""
+        if not self.model.matches(model):
+            raise DataError(
+                f"{self.folder} was written by {self.model}, the target here is {model}; "
+                "distil with this target, or train for that one"
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[Array, Array]:
+        """Token ids and mask of a sequence, as views into the files."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        start = int(self._maps["starts"][shard][index - self._first[shard]])
+        part = slice(start, start + int(self.lengths[index]))
+        return self._maps["tokens"][shard][part], self._maps["mask"][shard][part]
+
+    def split(self, held_out: float = 0.01) -> tuple[Array, Array]:
+        """Indices to train on, and indices kept apart. All answers to a prompt fall on the same side, in every folder."""
+        if not 0 <= held_out < 1:
+            raise InputError(f"held_out is {held_out}; it is a share, from 0 to below 1")
+        apart = self.keys < np.uint64(int(held_out * 2**64))
+        return np.flatnonzero(~apart), np.flatnonzero(apart)
+
+    def shuffled(self, seed: int, among: Array | None = None) -> Array:
+        """Indices in an order that depends on the seed alone."""
+        indices = np.arange(len(self)) if among is None else among
+        return np.random.default_rng(seed).permutation(indices)
+
+    def batches(self, rows: int, context: int, seed: int = 0, among: Array | None = None) -> Iterator[Batch]:
+        """Every sequence once, `rows` at a time, cut to `context` tokens; those of a batch are about equally long.
+
+        A sequence of which nothing that the target wrote lies within the context is left out.
+        """
+        order, pool = self.shuffled(seed, among), rows * BUCKET
+        lots: list[Array] = []
+        for first in range(0, len(order), pool):
+            some = order[first : first + pool]
+            some = some[np.argsort(self.lengths[some], kind="stable")]
+            lots += [some[start : start + rows] for start in range(0, len(some), rows)]
+        for place in np.random.default_rng([seed, 1]).permutation(len(lots)):
+            batch = self._batch(lots[place], context)
+            if batch is not None:
+                yield batch
+
+    def _batch(self, indices: Array, context: int) -> Batch | None:
+        cut = [(tokens[:context], mask[:context]) for tokens, mask in (self[int(i)] for i in indices)]
+        cut = [(tokens, mask) for tokens, mask in cut if mask.any()]
+        if not cut:
+            return None
+        shape = len(cut), max(len(tokens) for tokens, _ in cut)
+        tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
+        for row, (ids, written) in enumerate(cut):
+            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, written
+        lengths = torch.tensor([len(ids) for ids, _ in cut])
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), lengths)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """None where there is none."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / MANIFEST} cannot be read ({error}); distil into another folder") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"{folder / MANIFEST} is not of format {FORMAT}, which is read here; distil into another folder")
+    return manifest
+
+
+def check_shard(folder: Path, shard: Shard, vocab_size: int, verify: bool) -> None:
+    for kind, dtype in kinds(vocab_size).items():
+        file, size = shard.file(folder, kind), shard.count(kind) * dtype.itemsize
+        there = file.stat().st_size if file.is_file() else 0
+        if there < size:
+            raise DataError(f"{file} has {there} of {size} bytes; copy the folder again, or distil into another one")
+        if verify and hash_of(file, size).hexdigest() != shard.sha256[kind]:
+            raise DataError(f"{file} is not what was written (its sha256 differs); copy the folder again, or distil anew")
+
+
+def hash_of(file: Path, size: int) -> Any:
+    """Of the first `size` bytes, to be gone on with."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        digest.update(stream.read(size))
+    return digest
+
+
+# Writing ---------------------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Appends sequences to a folder. What `save` has not written yet is lost in a cut, and made again by the next run.
+
+    `about` says what decides every byte (`model`, `settings`); a folder that was made otherwise is refused.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any], shard_tokens: int | None = None) -> None:
+        self.folder, self.types = folder, kinds(about["model"]["vocab_size"])
+        self.shard_tokens = shard_tokens or SHARD_BYTES // self.types["tokens"].itemsize
+        self.manifest: dict[str, Any] = {"format": FORMAT, **about, "complete": False, "done": 0, "counts": {}}
+        self.shards: list[Shard] = []
+        self.digests: dict[str, Any] = {}
+        self.pending: dict[str, list[Array]] = {kind: [] for kind in self.types}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(folder / ".lock", timeout=0)
+            self.lock.acquire()
+        except Timeout as error:
+            raise StorageError(f"another run is writing to {folder}; wait for it, or name another folder") from error
+        except OSError as error:
+            raise StorageError(f"the folder {folder} cannot be made ({error.strerror}); name another") from error
+        try:
+            self._take_up(about)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_up(self, about: dict[str, Any]) -> None:
+        """Go on where the last run was cut, or begin."""
+        found = read_manifest(self.folder)
+        if found is None:
+            if any(self.folder.glob("tokens-*.bin")):
+                raise DataError(f"{self.folder} holds shards without a {MANIFEST}; name another folder")
+            self.save()
+            return
+        _check_same(self.folder, found, about)
+        self.manifest |= {name: found[name] for name in ("complete", "done", "counts", "command", "versions")}
+        self.shards = [Shard(**one) for one in found["shards"]]
+        for shard in self.shards:
+            check_shard(self.folder, shard, about["model"]["vocab_size"], verify=True)
+        if self.shards and not self.complete:
+            self._reopen(self.shards[-1])
+
+    def _reopen(self, shard: Shard) -> None:
+        for kind, dtype in self.types.items():
+            size = shard.count(kind) * dtype.itemsize
+            os.truncate(shard.file(self.folder, kind), size)
+            self.digests[kind] = hash_of(shard.file(self.folder, kind), size)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.manifest["complete"])
+
+    def add(self, tokens: Sequence[int], written: Sequence[tuple[int, int]], key: int) -> None:
+        """A sequence, the stretches of it that the target wrote, and its prompt's key."""
+        if not self.shards or self.shards[-1].tokens + len(tokens) > self.shard_tokens:
+            self._next_shard()
+        shard = self.shards[-1]
+        mask = np.zeros(len(tokens), self.types["mask"])
+        for start, stop in written:
+            mask[start:stop] = 1
+        for kind, values in dict(tokens=tokens, mask=mask, starts=[shard.tokens], keys=[key]).items():
+            self.pending[kind].append(np.asarray(values, self.types[kind]))
+        shard.sequences += 1
+        shard.tokens += len(tokens)
+
+    def _next_shard(self) -> None:
+        if self.shards:
+            self._append()
+        self.shards.append(Shard(len(self.shards)))
+        self.digests = {kind: hashlib.sha256() for kind in self.types}
+        for kind in self.types:  # what a cut run left there is not counted anywhere
+            with self._says_why():
+                _write(self.shards[-1].file(self.folder, kind), b"", "wb")
+
+    def _append(self) -> None:
+        """Pending bytes to the end of the last shard's files."""
+        shard = self.shards[-1]
+        for kind, waiting in self.pending.items():
+            data = b"".join(values.tobytes() for values in waiting)
+            with self._says_why():
+                _write(shard.file(self.folder, kind), data, "ab")
+            self.digests[kind].update(data)
+            shard.sha256[kind] = self.digests[kind].hexdigest()
+            waiting.clear()
+
+    def save(self) -> None:
+        """All that was added is on disk, and then the manifest says so."""
+        if self.shards and self.pending["tokens"]:
+            self._append()
+        text = json.dumps(self.manifest | {"shards": [asdict(one) for one in self.shards]}, indent=1)
+        aside = self.folder / f"{MANIFEST}.part"
+        with self._says_why():
+            _write(aside, f"{text}\n".encode(), "wb")
+            aside.replace(self.folder / MANIFEST)
+
+    @contextmanager
+    def _says_why(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {self.folder} ({error.strerror}); what was saved before is sound: make room, then run "
+                "the same command again"
+            ) from error
+
+    def close(self) -> None:
+        self.lock.release()
+
+
+def _write(file: Path, data: bytes, mode: str) -> None:
+    with file.open(mode) as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _check_same(folder: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
+    made, wanted = Fingerprint.from_dict(found["model"]), Fingerprint.from_dict(about["model"])
+    if not made.matches(wanted):
+        raise DataError(f"{folder} was begun by {made}, the model here is {wanted}; name another folder")
+    names = dict.fromkeys([*found["settings"], *about["settings"]])
+    other = [
+        f"{name} was {found['settings'].get(name)}, is {about['settings'].get(name)}"
+        for name in names
+        if found["settings"].get(name) != about["settings"].get(name)
+    ]
+    if other:
+        raise DataError(f"{folder} was begun with other settings ({'; '.join(other)}); use those, or name another folder")

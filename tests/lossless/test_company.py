@@ -9,6 +9,8 @@ import pytest
 from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_text, requests, run_to_end, target, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
+from foreword.core.scores import Emission
+from foreword.core.state import State
 from foreword.engine.request import Request
 from foreword.methods import METHODS
 from foreword.model.model import Model
@@ -76,3 +78,27 @@ def test_aborted_company_does_not_matter(after: int, make: Maker) -> None:
     assert gone.finish_reason == "abort" and gone.tokens == written_before
     assert gone.tokens == truth(model.hf, asked[1])[: len(gone.tokens)]
     assert [run.tokens for run in (first, *rest)] == [truth(model.hf, request) for request in (asked[0], *asked[2:])]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@every_drafter
+def test_free_slots_that_pad_a_round_do_not_matter(make: Maker, late: bool) -> None:
+    """Captured rounds come in few sizes. Texts of a second wave begin with what the padding slots still hold."""
+    model = target()
+    first = [replace(one, max_new_tokens=3 + 2 * i) for i, one in enumerate(requests(5, SAMPLINGS["T=0.8"]))]
+    texts = [(*request.prompt, *truth(model.hf, request)) for request in first]
+    second = [Request((*text, 5, 6), Sampling(seed=i), 6, reuse=True) for i, text in enumerate(texts)]
+    steps = engine(make(model, [*first, *second]), model, slots=5, late=late)
+    steps.slots.pads = True
+    sizes, launch = [], steps.loop.round
+
+    def watched(state: State) -> Emission:
+        if set(steps.slots.left) - set(state.lanes.ids):
+            sizes.append(len(state.lanes.ids))
+        return launch(state)
+
+    steps.loop.round = watched  # type: ignore[method-assign]
+    runs = [*steps.generate(first), *steps.generate(second)]
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in [*first, *second]]
+    assert all(run.reused >= len(text) - 2 for run, text in zip(runs[5:], texts, strict=True))
+    assert 4 in sizes and set(sizes) <= {1, 2, 4}, "of rounds that leave a slot free"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,8 +31,41 @@ DISTILL_EXAMPLES = """\
 SLOTS = {"cpu": 16, "cuda": 512}
 
 
+_of_writing = partial(typer.Option, rich_help_panel=WRITING)
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """What decides which tokens are written and kept."""
+
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stop when the model has written so many tokens that were kept.")
+    ] = None
+    answers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="So many answers to each prompt; they differ above temperature 0.")
+    ] = 1
+    drop_loops: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, metavar="X", help="Leave out answers of which a larger share than X repeats itself; 0.3 is mild."
+        ),
+    ] = None
+    max_new_tokens: Annotated[int, _of_writing(min=1, metavar="N", help="Tokens an answer may have.")] = 512
+    temperature: Annotated[float, _of_writing(min=0, metavar="X", help="0 takes the likeliest token each time.")] = 0.0
+    top_p: Annotated[
+        float, _of_writing(min=0, max=1, metavar="X", help="Draw from the likeliest tokens that hold this share.")
+    ] = 1.0
+    seed: Annotated[int, _of_writing(metavar="N", help="Each prompt draws with a seed made of this one and its id.")] = 0
+
+    def recipe(self) -> Recipe:
+        from foreword.train import Recipe  # noqa: PLC0415  imports torch
+
+        return Recipe(**vars(self))
+
+
 def distill(
     model: ModelOptions,
+    recipe: RecipeOptions,
     prompts: Annotated[
         Path,
         typer.Option(
@@ -41,43 +76,12 @@ def distill(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Where the training data goes.")],
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Stop when the model has written so many tokens.")
-    ] = None,
-    answers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="So many answers to each prompt; they differ above temperature 0.")
-    ] = 1,
-    drop_loops: Annotated[
-        float | None,
-        typer.Option(
-            min=0, max=1, metavar="X", help="Leave out answers of which a larger share than X repeats itself; 0.3 is mild."
-        ),
-    ] = None,
     slots: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            metavar="N",
-            help="Prompts answered side by side; the cache grows with it. Default: 512 on a GPU, or 16.",
+            min=1, metavar="N", help="Prompts answered side by side; the cache grows with it. Default: 512 on a GPU, or 16."
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens an answer may have.", rich_help_panel=WRITING)
-    ] = 512,
-    temperature: Annotated[
-        float,
-        typer.Option(min=0, metavar="X", help="0 takes the likeliest token each time.", rich_help_panel=WRITING),
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, metavar="X", help="Draw from the likeliest tokens that hold this share.", rich_help_panel=WRITING
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int,
-        typer.Option(metavar="N", help="Each prompt draws with a seed made of this and its id.", rich_help_panel=WRITING),
-    ] = 0,
     json: Json = False,
 ) -> None:
     """Have the model answer a prompt file in large batches, and keep what it wrote as training data.
@@ -90,12 +94,10 @@ def distill(
     shards of token ids with a mask of what the model wrote, and manifest.json: docs/train.md has the format.
     """
     left_out: list[str] = []
+    wanted = recipe.recipe()
     asked = _asked(prompts, limit, left_out)
     with model.load(MethodOptions(method="plain"), slots or SLOTS[_device(model)]) as llm:
-        from foreword.train import Recipe  # noqa: PLC0415  imports torch
-
-        recipe = Recipe(max_new_tokens, temperature, top_p, seed, answers, drop_loops, tokens)
-        done = _run(llm, asked, out, recipe)
+        done = _run(llm, asked, out, wanted)
     if json:
         print_json(_facts(done, out, left_out))
     else:

@@ -175,8 +175,12 @@ class SamplingTable:
             self.columns[name][slot] = value
         self.columns["key"][slot] = torch.tensor([mixed & _WORD, mixed >> 32])
 
+    def forget(self, slot: int) -> None:
+        """Nobody sits there any more: it has no say in the kind of a round."""
+        del self.requests[slot]
+
     def kind(self, ids: tuple[int, ...]) -> Kind:
-        return Kind.of([self.requests[slot] for slot in ids])
+        return Kind.of([self.requests[slot] for slot in ids if slot in self.requests])
 
     def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:
         return SamplingRows(self.kind(ids), self.ends, self.columns, slots)

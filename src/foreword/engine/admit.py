@@ -19,6 +19,7 @@ class Slots:
     running: dict[int, Running] = field(default_factory=dict)
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
     last: dict[bool, Lanes | None] = field(default_factory=lambda: {True: None, False: None})  # by `ready`
+    pads: bool = False  # rounds are captured: free slots fill them up to one of few sizes
     reread: int = 0  # prompt rows that are read in any case: 1 if the drafter wants to see the row before the root
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class Slots:
         self.left[slot] = written[: running.length] if keep else ()
 
     def lanes(self, device: torch.device, ready: bool, unread: int = 0) -> Lanes | None:
-        """The slots whose prompt is read (or not yet), or None where there are none.
+        """The slots whose prompt is read (or not yet), or None where there are none; behind them, what pads the round.
 
         `unread` is how many tokens a text may be longer than the host knows.
         """
@@ -53,6 +54,10 @@ class Slots:
         if not ids:
             return None
         span = max(self.running[slot].length for slot in ids) + unread
+        if ready and self.pads:
+            padding = sorted(self.left, key=lambda free: len(self.left[free]))[: _round_up(len(ids)) - len(ids)]
+            span = max([span, *(len(self.left[slot]) for slot in padding)])
+            ids += padding
         last = self.last[ready]
         # Mostly the same ones as in the round before: then nothing has to be sent to the device.
         self.last[ready] = replace(last, span=span) if last and last.ids == tuple(ids) else Lanes.of(ids, span, device)
@@ -85,6 +90,11 @@ def _write_columns(state: State, slot: int, running: Running) -> None:
     state.table.set(slot, request.sampling, floor)
     if request.sampling.repetition_penalty != 1:
         state.seen[slot] = prompt.bincount(minlength=state.seen.shape[1]).to(state.seen.dtype)
+
+
+def _round_up(count: int) -> int:
+    """The sizes that rounds come in: every one of them is a graph to capture, and an idle row costs little."""
+    return 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
 
 
 def _common(left: tuple[int, ...], prompt: tuple[int, ...]) -> int:

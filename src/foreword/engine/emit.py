@@ -86,7 +86,8 @@ def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Eve
         running.finish_reason = "stop" if stream.stopped else running.finish_reason
     running.text += text
     event = Event(running, new, text)
-    running.events.append(event)
+    if stream is not None:  # kept for nobody, hundreds of texts side by side would be the garbage collector's work
+        running.events.append(event)
     return event
 
 

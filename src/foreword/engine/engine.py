@@ -55,9 +55,10 @@ class Engine:
         self.loop: Loop = loop or Lockstep(target, drafter)
         if graph and drafter.capturable and target.device.type == "cuda":
             self.loop = Replay(self.loop)
+        captured = isinstance(self.loop, Replay)
         self.late = target.device.type == "cuda" if late is None else late
         self.unread: Launched | None = None
-        self.slots = Slots(slots, reread=int(drafter.needs.prompt != "none"))
+        self.slots = Slots(slots, pads=captured, reread=int(drafter.needs.prompt != "none"))
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends)
         self._ends = set(target.ends.tolist())
@@ -173,17 +174,21 @@ class Engine:
         lanes = self.slots.lanes(self.target.device, ready=True, unread=unread)
         if lanes is None:
             return None
-        return Launched([self.slots.running[slot] for slot in lanes.ids], self.loop.round(self.state.at(lanes)))
+        runs = [self.slots.running[slot] for slot in lanes.ids if slot in self.slots.running]
+        return Launched(runs, self.loop.round(self.state.at(lanes)))
 
     def _release(self, running: Running) -> None:
         """Free a slot. A text that was given up may have left NaN in its rows, which must not reach the next."""
         self.state.alive_slots[running.slot] = False
+        self.state.table.forget(running.slot)
         self.loop.end([running.slot])
         cache = self.target.cache
         written = running.length + max(self.chunk, cache.rows - cache.context)
         sound = running.finish_reason != "abort" or cache.is_sound(running.slot, written)
         if not sound:
             cache.wipe(running.slot)
+        if self.slots.pads:  # what a padding row writes must not touch what is kept, nor look beyond it
+            self.state.lengths[running.slot] = running.length if sound else 0
         self.slots.leave(running.slot, keep=sound)
 
     def _span(self, ids: Iterable[int]) -> int:

@@ -58,7 +58,7 @@ class Running:
     reused: int = 0  # of those, taken over from the slot's earlier text
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    events: list[Event] = field(default_factory=list)  # what each round brought, for those who stream
+    events: list[Event] = field(default_factory=list)  # what each round brought, kept where the request has a stream
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: NumericsError | None = None

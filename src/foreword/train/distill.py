@@ -30,9 +30,8 @@ from foreword.text import Message, Prompt, Tokenizer, loop_share
 from foreword.train.shards import Writer, key_of
 
 WINDOW = 4  # talks sorted by length together, in times the slots
-LOT = 16  # a GPU reads new prompts when a 16th of the slots is free: a pass for each one alone would cost more
+LOT = 8  # a GPU reads new prompts when an eighth of the slots is free: a pass for each one alone would cost more
 SAVE_S = 5.0  # seconds of work that a cut may cost
-SHOW_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def _write(
     save_s: float,
     show: Callable[[Progress], None] | None,
 ) -> None:
-    started = saved = shown = time.perf_counter()
+    started = saved = time.perf_counter()
     for talk in _in_order(_answered(llm, _by_length(talks, llm), progress), progress.done):
         for tokens, written in talk.sequences:
             writer.add(tokens, written, key_of(talk.prompt.id))
@@ -210,9 +209,8 @@ def _write(
         progress.tokens = progress.counts["written"]
         now = time.perf_counter()
         progress.seconds = now - started
-        if show and now - shown >= SHOW_S:
+        if show:
             show(progress)
-            shown = now
         enough = recipe.tokens is not None and progress.tokens >= recipe.tokens
         if enough or now - saved >= save_s:
             _save(writer, progress)
@@ -224,8 +222,6 @@ def _write(
         raise PromptError(f"none of {progress.done} prompts brought an answer that was kept ({reasons})")
     writer.manifest["complete"] = True
     _save(writer, progress)
-    if show:
-        show(progress)
 
 
 def _save(writer: Writer, progress: Progress) -> None:

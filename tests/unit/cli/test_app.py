@@ -13,7 +13,7 @@ import foreword
 from foreword.cli.app import Commands
 from foreword.errors import InputError
 
-COMMANDS = ("generate", "chat", "methods", "doctor", "prove")
+COMMANDS = ("generate", "chat", "methods", "doctor", "prove", "distill")
 
 
 def app_that(raises: BaseException) -> typer.Typer:

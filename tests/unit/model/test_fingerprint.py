@@ -1,0 +1,45 @@
+"""A fingerprint tells models apart, and knows the same one in another dress."""
+
+import pytest
+import torch
+
+import foreword
+from doubles import fresh
+from foreword.model.fingerprint import Fingerprint
+from foreword.model.model import Model
+
+
+def print_of(hf) -> Fingerprint:
+    model = Model(hf, "tiny")
+    try:
+        return Fingerprint.of(model)
+    finally:
+        model.release()
+
+
+def test_the_same_model_in_another_dress(folders, stock):
+    own = print_of(stock["llama"])
+    for options in ({}, {"compile": False}, {"dtype": "bfloat16"}):
+        with foreword.load(folders["llama"], "plain", device="cpu", **options) as llm:
+            assert Fingerprint.of(llm.model).matches(own) and llm.model.name != own.name
+
+
+@pytest.mark.parametrize("spoil", ["model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight", None])
+def test_other_weights_are_another_model(spoil):
+    own, other = print_of(fresh("llama", torch.float32)), fresh("llama", torch.float32, seed=int(spoil is None))
+    if spoil is not None:
+        with torch.no_grad():
+            other.get_parameter(spoil)[0, 0] += 1
+    assert not print_of(other).matches(own)
+
+
+def test_other_shapes_are_another_model():
+    own = print_of(fresh("llama", torch.float32))
+    assert print_of(fresh("llama", torch.float32)).matches(own)
+    assert not print_of(fresh("llama", torch.float32, vocab_size=47)).matches(own)
+    assert print_of(fresh("llama", torch.float32, num_hidden_layers=5)).config != own.config
+
+
+def test_there_and_back():
+    own = print_of(fresh("llama", torch.float32))
+    assert Fingerprint.from_dict(own.to_dict()) == own and own.weights in str(own)

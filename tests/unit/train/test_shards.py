@@ -1,0 +1,188 @@
+"""Shards: what goes in comes out, memory-mapped; what is damaged or strange is refused."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreword.errors import DataError, InputError, StorageError
+from foreword.model.fingerprint import Fingerprint
+from foreword.train import Shards
+from foreword.train.shards import Writer, key_of
+
+MODEL = Fingerprint("tiny", "c0ffee", 1000, "beef")
+
+
+def about(vocabulary: int = 1000) -> dict:
+    model = Fingerprint("tiny", "c0ffee", vocabulary, "beef").to_dict()
+    return {"model": model, "settings": {"seed": 0}, "command": None, "versions": {}}
+
+
+def drawn(count: int, seed: int = 0, vocabulary: int = 1000) -> list[tuple[list[int], tuple[int, int], str]]:
+    """Tokens, what the target wrote, and the prompt's id."""
+    draw = random.Random(seed)
+    found = []
+    for i in range(count):
+        prompt, answer = draw.randint(1, 20), draw.randint(1, 30)
+        tokens = [draw.randrange(vocabulary) for _ in range(prompt + answer)]
+        found.append((tokens, (prompt, prompt + answer), f"p{i // 2}"))
+    return found
+
+
+def fill(folder: Path, sequences: list, shard_tokens: int = 200, vocabulary: int = 1000) -> Shards:
+    writer = Writer(folder, about(vocabulary), shard_tokens)
+    for tokens, span, prompt in sequences:
+        writer.add(tokens, [span], key_of(prompt))
+    writer.save()
+    writer.close()
+    return Shards.open(folder)
+
+
+@pytest.mark.parametrize(("vocabulary", "size"), [(1000, 2), (65_536, 2), (65_537, 4)])
+def test_what_goes_in_comes_out(tmp_path: Path, vocabulary: int, size: int) -> None:
+    sequences = drawn(60, vocabulary=vocabulary)
+    shards = fill(tmp_path, sequences, vocabulary=vocabulary)
+    assert len(shards) == 60 and len(list(tmp_path.glob("tokens-*.bin"))) > 5
+    for i, (tokens, (start, stop), _) in enumerate(sequences):
+        ids, mask = shards[i]
+        assert ids.tolist() == tokens and ids.dtype.itemsize == size and isinstance(ids.base, np.memmap)
+        assert mask.tolist() == [int(start <= place < stop) for place in range(len(tokens))]
+    assert all(file.stat().st_size <= 200 * size for file in tmp_path.glob("tokens-*.bin"))
+    with pytest.raises(IndexError):
+        shards[60]
+
+
+def test_a_default_shard_is_under_16_mib(tmp_path: Path) -> None:
+    for vocabulary in (1000, 100_000):
+        writer = Writer(tmp_path / str(vocabulary), about(vocabulary))
+        assert writer.shard_tokens * writer.types["tokens"].itemsize < 16 * 2**20
+        writer.close()
+
+
+def test_the_order_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    sequences = drawn(80)
+    one, other = fill(tmp_path / "a", sequences), fill(tmp_path / "b", sequences, shard_tokens=10_000)
+    assert one.shuffled(3).tolist() == other.shuffled(3).tolist() != one.shuffled(4).tolist()
+    assert sorted(one.shuffled(3).tolist()) == list(range(80))
+    texts = [[batch.tokens.tolist() for batch in shards.batches(4, 64, seed=3)] for shards in (one, other)]
+    assert texts[0] == texts[1] != [batch.tokens.tolist() for batch in one.batches(4, 64, seed=4)]
+
+
+def test_batches_hold_everything_once(tmp_path: Path) -> None:
+    shards = fill(tmp_path, drawn(83))
+    found = []
+    for batch in shards.batches(4, context=64, seed=1):
+        assert len(batch.tokens) <= 4 and batch.tokens.shape == batch.mask.shape
+        assert batch.tokens.shape[1] == int(batch.lengths.max())
+        for row, length in enumerate(batch.lengths.tolist()):
+            assert not batch.mask[row, length:].any() and not batch.tokens[row, length:].any()
+            found.append((batch.tokens[row, :length].tolist(), batch.mask[row, :length].int().tolist()))
+    assert sorted(found) == sorted((ids.tolist(), mask.tolist()) for ids, mask in (shards[i] for i in range(83)))
+
+
+def test_batches_pad_little(tmp_path: Path) -> None:
+    shards = fill(tmp_path, drawn(400), shard_tokens=100_000)
+    places = sum(batch.tokens.numel() for batch in shards.batches(8, context=64))
+    assert places < 1.1 * shards.lengths.sum()
+
+
+def test_batches_cut_at_the_context_and_drop_what_has_no_answer_in_it(tmp_path: Path) -> None:
+    shards = fill(tmp_path, drawn(60))
+    starts = [int(mask.argmax()) for _, mask in (shards[i] for i in range(60))]
+    batches = list(shards.batches(4, context=10))
+    assert sum(len(batch.tokens) for batch in batches) == sum(start < 10 for start in starts) < 60
+    assert all(batch.tokens.shape[1] <= 10 and batch.mask.any(1).all() for batch in batches)
+
+
+def test_all_answers_to_a_prompt_fall_on_one_side(tmp_path: Path) -> None:
+    shards = fill(tmp_path, drawn(2000), shard_tokens=100_000)
+    train, held = shards.split(0.1)
+    assert sorted([*train, *held]) == list(range(2000)) and 120 < len(held) < 280
+    assert not {i // 2 for i in train.tolist()} & {i // 2 for i in held.tolist()}
+    again = fill(tmp_path / "turned", drawn(2000)[::-1], shard_tokens=100_000).split(0.1)[1]
+    assert sorted(1999 - again) == held.tolist(), "in every folder"
+    assert len(shards.split(0)[1]) == 0
+    with pytest.raises(InputError, match="held_out is 1"):
+        shards.split(1)
+    apart = [batch.tokens.shape[0] for batch in shards.batches(8, 64, among=held)]
+    assert sum(apart) == len(held)
+
+
+# What cannot be used ---------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_the_manifest_does_not_count_do_not_exist(tmp_path: Path) -> None:
+    sequences = drawn(10)
+    before = fill(tmp_path, sequences, shard_tokens=10_000)
+    with (tmp_path / "tokens-00000.bin").open("ab") as stream:
+        stream.write(b"half a seq")
+    assert len(Shards.open(tmp_path)) == len(before) == 10
+    writer = Writer(tmp_path, about(), 10_000)
+    writer.add([1, 2, 3], [(1, 3)], 7)
+    writer.save()
+    writer.close()
+    after = Shards.open(tmp_path)
+    assert after[10][0].tolist() == [1, 2, 3] and after[9][0].tolist() == sequences[9][0]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "mask", "starts", "keys"])
+def test_damaged_files_are_refused(tmp_path: Path, kind: str) -> None:
+    fill(tmp_path, drawn(10))
+    file = tmp_path / f"{kind}-00000.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=f"{kind}-00000.bin has {len(whole) - 1} of {len(whole)} bytes"):
+        Shards.open(tmp_path)
+    file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    with pytest.raises(DataError, match="sha256 differs"):
+        Shards.open(tmp_path)
+    with pytest.raises(DataError, match="sha256 differs"):
+        Writer(tmp_path, about(), 200)
+    Shards.open(tmp_path, verify=False)
+    file.unlink()
+    with pytest.raises(DataError, match="has 0 of"):
+        Shards.open(tmp_path, verify=False)
+
+
+def test_folders_that_are_no_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no manifest.json"):
+        Shards.open(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        Shards.open(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(DataError, match="not of format 1"):
+        Shards.open(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "tokens-00000.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="shards without a manifest"):
+        Writer(tmp_path, about())
+
+
+def test_a_data_folder_of_another_model(tmp_path: Path) -> None:
+    shards = fill(tmp_path, drawn(3))
+    shards.check_model(Fingerprint("by another name", "c0ffee", 1000, "beef"))
+    for other in (Fingerprint("tiny", "c0ffee", 1000, "dead"), Fingerprint("tiny", "c0ffee", 1001, "beef")):
+        with pytest.raises(DataError, match="was written by tiny .*the target here is tiny"):
+            shards.check_model(other)
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, about())
+    with pytest.raises(StorageError, match="another run is writing"):
+        Writer(tmp_path, about())
+    writer.close()
+    Writer(tmp_path, about()).close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be made"):
+        Writer(tmp_path / "file" / "data", about())
+
+
+def test_an_empty_folder_can_be_opened(tmp_path: Path) -> None:
+    shards = fill(tmp_path, [])
+    assert len(shards) == 0 and list(shards.batches(4, 64)) == [] and not shards.complete

@@ -50,10 +50,10 @@ class Slots:
 
         `unread` is how many tokens a text may be longer than the host knows.
         """
-        ids = sorted(slot for slot, running in self.running.items() if running.ready == ready)
-        if not ids:
+        lengths = {slot: running.length for slot, running in self.running.items() if running.ready == ready}
+        if not lengths:
             return None
-        span = max(self.running[slot].length for slot in ids) + unread
+        ids, span = sorted(lengths), max(lengths.values()) + unread
         if ready and self.pads:
             padding = sorted(self.left, key=lambda free: len(self.left[free]))[: _round_up(len(ids)) - len(ids)]
             span = max([span, *(len(self.left[slot]) for slot in padding)])

@@ -145,8 +145,9 @@ class Engine:
         read, self.unread = (self.unread, launched) if self.late else (launched, None)
         present = {run for one in (read, launched) if one is not None for run in one.runs if not run.done}
         events = emit(read, self._ends) if read is not None else []  # EMIT
+        took = time.perf_counter() - started
         for run in present:
-            run.decode_s += time.perf_counter() - started
+            run.decode_s += took
         for event in events:
             if event.running.done:
                 self._release(event.running)

@@ -68,6 +68,9 @@ class Running:
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.rows = len(self.request.prompt) - 1  # of the prompt that are cached; asked for in every round
+
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
@@ -75,17 +78,17 @@ class Running:
     @property
     def ready(self) -> bool:
         """All of the prompt but its last token, the first root, is cached."""
-        return self.prefilled == len(self.request.prompt) - 1
+        return self.prefilled == self.rows
 
     @property
     def length(self) -> int:
         """Committed rows in the cache."""
-        return self.prefilled if not self.ready else len(self.request.prompt) - 1 + len(self.tokens)
+        return self.prefilled + len(self.tokens)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Event:
-    """What a step brought for one request."""
+    """What a step brought for one request. Not frozen: making one, for every text in every round, would cost twice as much."""
 
     running: Running
     tokens: list[int]

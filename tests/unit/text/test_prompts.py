@@ -123,6 +123,18 @@ def test_a_bad_row_is_refused_with_its_place(tmp_path: Path, row: object, says: 
     assert "bad.jsonl, line 3" in str(caught.value)
 
 
+def test_bad_rows_can_be_left_out_and_are_named(tmp_path: Path) -> None:
+    file, left_out = tmp_path / "prompts.jsonl", []
+    file.write_text('{"prompt": "a"}\n{"prompt": " "}\n\nno json\n{"prompt": "b"}\n', encoding="utf-8")
+    assert [prompt.turns for prompt in read_prompts(file, left_out=left_out)] == [["a"], ["b"]]
+    assert [line.split(":")[0] for line in left_out] == ["line 2", "line 4"] and "not JSON" in left_out[1]
+    with pytest.raises(PromptError, match="line 2: prompt holds ' '"):
+        read_prompts(file)
+    file.write_text('{"prompt": " "}\n', encoding="utf-8")
+    with pytest.raises(PromptError, match="none of 1 rows can be used; line 1: prompt holds"):
+        read_prompts(file, left_out=[])
+
+
 def test_bytes_that_are_not_utf8_are_refused_with_their_place(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"Why?\nna\xefve\n")
     with pytest.raises(PromptError, match=r"p\.txt, line 2: not UTF-8"):

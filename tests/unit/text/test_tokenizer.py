@@ -73,6 +73,17 @@ def test_broken_unicode_is_refused(tokenizer: Tokenizer, chat: bool) -> None:
         tokenizer.encode("the \udcff cat", chat=chat)
 
 
+def test_many_at_once_are_the_same(tokenizer: Tokenizer, templateless: Tokenizer) -> None:
+    said = [{"role": "user", "content": "there"}]
+    good = ["hello", "a longer text, of more words", said]
+    found = tokenizer.encode_all([good[0], " ", good[1], [{"role": "?"}], "\ud800", good[2]])
+    assert [one for one in found if isinstance(one, list)] == [tokenizer.encode(prompt) for prompt in good]
+    assert [isinstance(one, PromptError) for one in found] == [False, True, False, True, True, False]
+    begun, bare = str(templateless.hf.bos_token) + "hello", "hello"
+    assert templateless.encode_all([bare, begun]) == [templateless.encode(bare), templateless.encode(begun)]
+    assert isinstance(templateless.encode_all([said])[0], PromptError) and tokenizer.encode_all([]) == []
+
+
 def test_a_text_without_tokens_is_refused() -> None:
     knows_one_letter = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE({"a": 0}, [])))
     assert Tokenizer(knows_one_letter).encode("ba") == [0]

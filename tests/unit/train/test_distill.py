@@ -37,7 +37,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("*.bin"))}
 
 
-def expected(hf: Any, tokenizer: Tokenizer, prompt: Prompt, recipe: Recipe, answer: int) -> list[tuple[list[int], list[int]]]:
+def expected(
+    hf: Any, tokenizer: Tokenizer, prompt: Prompt, recipe: Recipe, answer: int
+) -> list[tuple[list[int], list[int]]]:
     """The slow way: turn by turn, the whole text through the transformers model for every token."""
     said, found = [], []
     for turn in prompt.turns:

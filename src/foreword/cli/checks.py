@@ -114,6 +114,8 @@ def _onednn() -> Finding:
 def _numba() -> Finding:
     if find_spec("numba") is not None:
         return Finding("Numba", "ok", f"{version('numba')}: lean layers on the CPU")
+    if torch.cuda.is_available():
+        return Finding("Numba", "ok", "not installed, and not needed on CUDA")
     return Finding("Numba", "warn", "not installed: slower layers on the CPU", "pip install 'foreword[cpu]'")
 
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foreword import __version__
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.state import Lanes
@@ -167,7 +166,7 @@ def _description(model: Model) -> dict[str, object]:
         "dtype": str(model.dtype),
         "device": [model.device.type, device, platform.node(), os.cpu_count()],
         "threads": torch.get_num_threads(),
-        "versions": [__version__, torch.__version__],
+        "torch": torch.__version__,
     }
 
 

@@ -76,6 +76,18 @@ def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> N
 
 
 @torch.inference_mode()
+def test_prompts_of_any_length_leave_no_buffers() -> None:
+    packed = fresh("llama", torch.float32)
+    pack(packed)
+    model = Model(packed)
+    model.allocate(1, 150, 8)
+    for rows in (1, 4, 65, 90, 120):
+        model.score(Lanes.of([0], 0), chain([[5] * rows]), Needs())
+    (layer, *_) = model.layer_stack.lean or ()
+    assert isinstance(layer, CpuLayer) and set(layer.spaces) == {(1, 1), (1, 4)}
+
+
+@torch.inference_mode()
 def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     graft = Graft(1, (0, 2, 2), (1, 1, 2), lambda real, _: real[:, [0, 2, 2]] * 0.5)
     draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))

@@ -88,7 +88,7 @@ class Running:
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """What a step brought for one request. Not frozen: making one, for every text in every round, would cost twice as much."""
+    """What a step brought for one request. Not frozen: making one, for every text in every round, would cost twice."""
 
     running: Running
     tokens: list[int]

@@ -24,11 +24,12 @@ from foreword.train.distill import script
 from foreword.train.shards import key_of
 
 Make = Callable[..., LLM]
+Row = tuple[list[int], list[int]]
 QUICK = Recipe(max_new_tokens=8)
 DRAWN = Recipe(max_new_tokens=8, temperature=0.8, seed=5, answers=2)
 
 
-def rows(folder: Path) -> list[tuple[list[int], list[int]]]:
+def rows(folder: Path) -> list[Row]:
     shards = Shards.open(folder)
     return [(tokens.tolist(), mask.tolist()) for tokens, mask in (shards[i] for i in range(len(shards)))]
 
@@ -37,9 +38,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("*.bin"))}
 
 
-def expected(
-    hf: Any, tokenizer: Tokenizer, prompt: Prompt, recipe: Recipe, answer: int
-) -> list[tuple[list[int], list[int]]]:
+def expected(hf: Any, tokenizer: Tokenizer, prompt: Prompt, recipe: Recipe, answer: int) -> list[Row]:
     """The slow way: turn by turn, the whole text through the transformers model for every token."""
     said, found = [], []
     for turn in prompt.turns:
@@ -181,7 +180,7 @@ def test_loops_are_dropped_and_end_the_talk(make: Make, talking: Any, questions:
     assert all(answer in whole for row in kept for answer in answers(row)), "kept answers are kept whole"
 
 
-def answers(row: tuple[list[int], list[int]]) -> list[list[int]]:
+def answers(row: Row) -> list[list[int]]:
     """The stretches that the target wrote."""
     found: list[list[int]] = []
     for place, (token, written) in enumerate(zip(*row, strict=True)):

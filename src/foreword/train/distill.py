@@ -29,9 +29,11 @@ from foreword.model.fingerprint import Fingerprint
 from foreword.text import Message, Prompt, Tokenizer, loop_share
 from foreword.train.shards import Writer, key_of
 
-WINDOW = 4  # talks sorted by length together, in times the slots
-LOT = 8  # a GPU reads new prompts when an eighth of the slots is free: a pass for each one alone would cost more
-SAVE_S = 5.0  # seconds of work that a cut may cost
+# A GPU reads many prompts in one pass, which is padded to the longest and costs about the same for one: so prompts of
+# WINDOW times the slots are sorted by length, and enter when a LOT-th of the slots is free. A CPU reads one at a time.
+WINDOW = {"cpu": 1, "cuda": 4}
+LOT = 8
+SAVE_S = 5.0  # seconds between two times that the work is saved
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,18 @@ class Recipe:
 
 @dataclass
 class Progress:
-    """How far a run is. `talks` are prompts times answers; `tokens` are those the target wrote and that were kept."""
+    """How far a run is. `talks` are prompts times answers."""
 
     talks: int
     done: int = 0
-    tokens: int = 0
     written_now: int = 0  # by this run, dropped answers included
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def tokens(self) -> int:
+        """What the target wrote and what was kept, earlier runs included."""
+        return self.counts["written"]
 
     @property
     def tokens_per_second(self) -> float:
@@ -178,7 +184,6 @@ def distill(
     try:
         progress = Progress(len(prompts) * recipe.answers, writer.manifest["done"])
         progress.counts.update(writer.manifest["counts"])
-        progress.tokens = progress.counts["written"]
         if not writer.complete:
             rules = Rules(recipe, llm.tokenizer, engine.max_context)
             _write(llm, _talks(prompts, rules, progress.done), writer, recipe, progress, save_s, show)
@@ -199,14 +204,7 @@ def _write(
 ) -> None:
     started = saved = time.perf_counter()
     for talk in _in_order(_answered(llm, _by_length(talks, llm), progress), progress.done):
-        for tokens, written in talk.sequences:
-            writer.add(tokens, written, key_of(talk.prompt.id))
-            talk.counts["sequences"] += 1
-            talk.counts["tokens"] += len(tokens)
-            talk.counts["written"] += sum(stop - start for start, stop in written)
-        progress.done += 1
-        progress.counts.update(talk.counts)
-        progress.tokens = progress.counts["written"]
+        _take_down(talk, writer, progress)
         now = time.perf_counter()
         progress.seconds = now - started
         if show:
@@ -222,6 +220,16 @@ def _write(
         raise PromptError(f"none of {progress.done} prompts brought an answer that was kept ({reasons})")
     writer.manifest["complete"] = True
     _save(writer, progress)
+
+
+def _take_down(talk: Talk, writer: Writer, progress: Progress) -> None:
+    for tokens, written in talk.sequences:
+        writer.add(tokens, written, key_of(talk.prompt.id))
+        talk.counts["sequences"] += 1
+        talk.counts["tokens"] += len(tokens)
+        talk.counts["written"] += sum(stop - start for start, stop in written)
+    progress.done += 1
+    progress.counts.update(talk.counts)
 
 
 def _save(writer: Writer, progress: Progress) -> None:
@@ -254,7 +262,8 @@ def _talks(prompts: Sequence[Prompt], rules: Rules, first: int) -> Iterator[Talk
 
 def _by_length(talks: Iterator[Talk], llm: LLM) -> Iterator[Talk]:
     """Window by window, tokenized, the short ones first: prompts that are read in one pass are about equally long."""
-    while window := list(islice(talks, WINDOW * llm.engine.slots.count)):
+    size = WINDOW[llm.model.device.type] * llm.engine.slots.count
+    while window := list(islice(talks, size)):
         asked = {id(talk.prompt): _as_prompt(talk.said) for talk in window}  # once for all answers of a prompt
         encoded = dict(zip(asked, llm.tokenizer.encode_all(list(asked.values())), strict=True))
         for talk in window:
@@ -277,7 +286,7 @@ def _answered(llm: LLM, talks: Iterator[Talk], progress: Progress) -> Iterator[T
     """Talks as they end, in any order. Further turns enter before new talks: their slot is still theirs."""
     engine = llm.engine
     slots = engine.slots.count
-    lot = 1 if engine.target.device.type == "cpu" else max(1, slots // LOT)
+    lot = 1 if llm.model.device.type == "cpu" else max(1, slots // LOT)
     active: dict[Running, Talk] = {}
     while True:
         free = slots - len(active)

@@ -186,3 +186,17 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_an_empty_folder_can_be_opened(tmp_path: Path) -> None:
     shards = fill(tmp_path, [])
     assert len(shards) == 0 and list(shards.batches(4, 64)) == [] and not shards.complete
+
+
+def test_what_a_cut_run_left_of_the_next_shard_does_not_count(tmp_path: Path) -> None:
+    sequences = drawn(20)
+    for kind in ("tokens", "mask", "starts", "keys"):
+        (tmp_path / "left").mkdir(exist_ok=True)
+        (tmp_path / "left" / f"{kind}-00001.bin").write_bytes(b"12345678")
+    (tmp_path / "left" / "manifest.json").write_text(json.dumps(_begun()))
+    found, whole = fill(tmp_path / "left", sequences), fill(tmp_path / "whole", sequences)
+    assert [found[i][0].tolist() for i in range(20)] == [whole[i][0].tolist() for i in range(20)]
+
+
+def _begun() -> dict:
+    return {"format": 1, **about(), "complete": False, "done": 0, "counts": {}, "shards": []}

@@ -34,7 +34,7 @@ from foreword.core.state import Lanes, State
 from foreword.core.target import Target
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
-from foreword.methods import METHODS, make
+from foreword.methods import METHODS, make, untrained
 from foreword.model.attention import attend, mask_of
 from foreword.model.model import Model
 
@@ -365,15 +365,30 @@ class Looks:
 
 # Drafters --------------------------------------------------------------------------------------------------------------
 
-TRAINED: dict[str, Callable[[Model], Drafter]] = {}
-"""Methods that need weights: how to make one for a tiny target. The laws go over these as over all others."""
+TRAINED: dict[str, dict[str, Any]] = {
+    "medusa": dict(rows=16, heads=3),
+}
+"""Methods that need weights: with which options the laws go over them, as they go over all others."""
+
+READY = [name for name, method in METHODS.items() if not method.trained]
+"""Methods that need none: any model can be loaded with them."""
 
 
 def drafter(name: str, model: Model) -> Drafter:
     """The method as the laws use it."""
     if METHODS[name].trained:
-        return TRAINED[name](model)
+        return taught(name, model, **TRAINED[name])
     return make(name)
+
+
+def taught(name: str, model: Model, **options: Any) -> Any:
+    """A trained method with random weights, the same ones every time; large, so that none of them goes unnoticed."""
+    made: Any = untrained(name, **options)
+    made.bind(model, 1)
+    generator = torch.Generator().manual_seed(0)
+    for weight in made.module.parameters():
+        weight.data += torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight) * 0.2
+    return made
 
 
 class Liar(Drafter):

@@ -57,7 +57,8 @@ class Engine:
             self.loop = Replay(self.loop)
         self.late = target.device.type == "cuda" if late is None else late
         self.unread: Launched | None = None
-        self.slots = Slots(slots, reread=int(drafter.needs.prompt != "none"))
+        needs = drafter.needs
+        self.slots = Slots(slots, unsure=int(needs.follower), reread=int(needs.prompt != "none"))
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends)
         self._ends = set(target.ends.tolist())

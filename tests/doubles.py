@@ -6,7 +6,7 @@ ours. Only `pick` is shared with the engine; tests/unit/core compares it with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -367,6 +367,9 @@ class Looks:
 
 TRAINED: dict[str, dict[str, Any]] = {
     "medusa": dict(rows=16, heads=3),
+    "hydra": dict(rows=16, heads=3, layers=2, prefix=True),
+    "clover": dict(rows=16, heads=3, top_p=0.98, floor=0.01),
+    "clover2": dict(rows=16, heads=3, taps=(0, 2)),
 }
 """Methods that need weights: with which options the laws go over them, as they go over all others."""
 
@@ -384,10 +387,11 @@ def drafter(name: str, model: Model) -> Drafter:
 def taught(name: str, model: Model, **options: Any) -> Any:
     """A trained method with random weights, the same ones every time; large, so that none of them goes unnoticed."""
     made: Any = untrained(name, **options)
-    made.bind(model, 1)
-    generator = torch.Generator().manual_seed(0)
-    for weight in made.module.parameters():
-        weight.data += torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight) * 0.2
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made.bind(model, 1)
+        for weight in made.module.parameters():
+            weight.data += torch.randn(weight.shape, dtype=torch.float64).to(weight) * 0.2
     return made
 
 

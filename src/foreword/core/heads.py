@@ -45,7 +45,7 @@ class ResBlock(nn.Module):
 
 
 class CosineAttention(nn.Module):
-    """A state [..., H] looks at one token's embedding: x + v * cos(q, k), head by head.
+    """What a state [..., H] sees in one token's embedding: v * cos(q, k), head by head.
 
     With a single key a softmax is always 1; the cosine says instead how much of the value is let in, from -1 to 1.
     """
@@ -70,3 +70,15 @@ class CosineAttention(nn.Module):
 def near_identity(weight: Tensor, noise: Tensor) -> None:
     """Make a weight [H, n H] pass its first H columns through, but for some noise."""
     weight.copy_(torch.eye(*weight.shape, dtype=weight.dtype, device=weight.device) + noise)
+
+
+def counted(rows: Tensor, count: Tensor) -> Tensor:
+    """Rows [b, n, H] with 0 past the first `count` [b]: what was not accepted may be NaN, which must not reach a cache."""
+    order = torch.arange(rows.shape[1], device=rows.device)
+    return rows.where((order < count.unsqueeze(1)).unsqueeze(-1), 0)
+
+
+def last_of(rows: Tensor, count: Tensor, before: Tensor) -> Tensor:
+    """The `count`-th [b] of rows [b, n, H]: [b, H]. Where none counts, what there was `before`."""
+    last = (count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, rows.shape[2])
+    return torch.where((count > 0).unsqueeze(1), rows.gather(1, last).squeeze(1), before)

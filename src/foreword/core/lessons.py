@@ -1,8 +1,8 @@
 """Training: which rows of a text a head learns from, and what it loses where it guesses wrong.
 
-Head i (from 1 on) stands at position t and guesses token t + 1 + i; token t + 1 is the root that it is told. A row counts for
-head i where the target wrote all of the tokens that heads 1 to i guess. Logits are [rows, V]: they are computed for a few
-rows at a time and dropped again, and the head's gradient with them, since the head itself is frozen.
+Head i (from 1 on) stands at position t and guesses token t + 1 + i; token t + 1 is the root that it is told. A row counts
+for head i where the target wrote all of the tokens that heads 1 to i guess. Logits are [rows, V]: they are computed for a
+few rows at a time and dropped again, since the head that makes them is frozen and only the rows' gradient is wanted.
 """
 
 from __future__ import annotations

@@ -39,12 +39,25 @@ TreeKind = Literal["static", "best", "budget"]
 MOST_NODES = 64
 BRANCH = 10
 
+# For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
+USUAL_RATES: Rates = (
+    (0.40, 0.10, 0.065, 0.045, 0.035, 0.028, 0.023, 0.019, 0.016, 0.014),
+    (0.24, 0.09, 0.055, 0.042, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
+    (0.17, 0.08, 0.055, 0.042, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
+    (0.13, 0.075, 0.053, 0.041, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
+    (0.11, 0.07, 0.052, 0.040, 0.032, 0.026, 0.022, 0.019, 0.016, 0.014),
+)
+
 
 class Growth(Protocol):
     """A way to grow trees for one target."""
 
-    shape: Shape
-    branch: int  # guesses wanted behind each live node
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def branch(self) -> int:
+        """Guesses wanted behind each live node."""
 
     def draft(self, state: State, guess: Guess) -> Draft: ...
 
@@ -57,6 +70,7 @@ class TreePlan:
     rows: int | None
     width: int
     rates: Rates
+    paths: Sequence[Sequence[int]] | None = None  # a template of one's own
     top_p: float = 0.8
     floor: float = 0.25
 
@@ -65,14 +79,23 @@ class TreePlan:
             raise InputError(f"{method}: tree is {self.kind!r}; choose from {', '.join(get_args(TreeKind))}")
         if self.width < 1:
             raise InputError(f"{method}: width is {self.width}; at least 1 node of a level is carried on")
+        known = {tuple(path) for path in self.paths or ()}
+        orphans = [path for path in sorted(known) if not path or min(path) < 0 or (path[1:] and path[:-1] not in known)]
+        if orphans:
+            raise InputError(
+                f"{method}: paths has {orphans[0]}; a path is of ranks from 0 on, and what it goes on from is one"
+            )
 
     def on(self, target: Target, depth: int) -> Growth:
         """For trees of at most `depth` levels behind the root."""
         nodes = self.rows or MOST_NODES
         depth, branch = min(depth, nodes - 1), min(BRANCH, target.vocab_size)
+        if self.kind == "static" and self.paths is not None:
+            known = sorted({tuple(path) for path in self.paths if len(path) <= depth}, key=lambda path: (len(path), path))
+            return StaticTree(target, known[: self.rows and nodes - 1])
         if self.kind == "static":
             rates = [row[:branch] for row in self.rates[:depth]]
-            return StaticTree(target, greedy_paths(rates, nodes - 1), rates, pays=self.rows is None)
+            return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
         costs = None if self.rows else RowCosts(target, nodes)
         if self.kind == "best":
             return BestFirst(Shape(nodes, depth), self.width, branch, costs)
@@ -97,8 +120,8 @@ class RowCosts:
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:
     """The draft of the nodes likeliest to be reached, `nodes` of them at most: all that have a chance, or as many as pay.
 
-    `tokens` [b, M], the root first and every parent before its children; `parent` [b or 1, M]; `chance` [b, M] the log-chance
-    of the whole way to a node, so that no child is above its parent. `cost` [nodes or more] by number of rows.
+    `tokens` [b, M], the root first and every parent before its children; `parent` [b or 1, M]; `chance` [b, M] the
+    log-chance of the whole way to a node, so that no child is above its parent. `cost` [nodes or more] by number of rows.
     """
     count = tokens.shape[1]
     nodes = min(nodes, count)
@@ -132,7 +155,7 @@ def _known(state: State, draft: Draft) -> Draft:
 
 
 def greedy_paths(rates: Rates, count: int) -> list[Path]:
-    """Medusa's construction: the `count` likeliest paths of ranks, likeliest first, each behind its parent and elder sibling.
+    """Medusa's construction: the `count` likeliest paths of ranks, each behind its parent and its elder sibling.
 
     From the single path (0) on, the best of all next siblings and first children is added, again and again.
     """
@@ -215,23 +238,26 @@ class Template:
 
 
 class StaticTree:
-    """A template; of its paths as many as pay at this batch size, the likeliest first."""
+    """A template. With `rates` its paths come likeliest first, and as many are drafted as pay at this batch size."""
 
-    def __init__(self, target: Target, paths: Sequence[Path], rates: Rates, pays: bool) -> None:
-        self.target, self.paths, self.pays = target, list(paths), pays
-        self.promised = list(accumulate((promise(path, rates) for path in paths), initial=1.0))
+    def __init__(self, target: Target, paths: Sequence[Path], rates: Rates | None = None) -> None:
+        self.target, self.paths = target, list(paths)
+        self.promised = None if rates is None else list(accumulate((promise(one, rates) for one in paths), initial=1.0))
         self.shape = Shape(len(self.paths) + 1, max(map(len, self.paths), default=0))
-        self.branch = 1 + max((path[-1] for path in self.paths), default=0)
+        self.branch = 1 + max((max(path) for path in self.paths), default=0)
         self._templates: dict[int, Template] = {}
 
     def template(self, batch: int) -> Template:
         if batch not in self._templates:
-            rows = range(1, len(self.paths) + 2)
-            gain = (
-                [self.promised[n - 1] / self.target.cost(batch * n) for n in rows] if self.pays else [float(n) for n in rows]
-            )
-            self._templates[batch] = Template(self.paths[: gain.index(max(gain))], self.target.device)
+            self._templates[batch] = Template(self.paths[: self._pay(batch)], self.target.device)
         return self._templates[batch]
+
+    def _pay(self, batch: int) -> int:
+        """How many paths are worth their rows."""
+        if self.promised is None:
+            return len(self.paths)
+        gain = [promised / self.target.cost(batch * rows) for rows, promised in enumerate(self.promised, start=1)]
+        return gain.index(max(gain))
 
     def draft(self, state: State, guess: Guess) -> Draft:
         template = self.template(len(state.lanes.ids))
@@ -281,7 +307,7 @@ class BestFirst:
             rows = nodes.add(below, above, whole)
             chance, best = whole.topk(min(self.width, whole.shape[1]), dim=1)
             tokens, rows, origin = below.gather(1, best), rows.gather(1, best), best // guessed.shape[2]
-        return _known(state, nodes.draft(self.shape.nodes, self.costs and self.costs.of(len(state.lanes.ids))))
+        return _known(state, nodes.draft(self.shape.nodes, _cost(self.costs, state)))
 
 
 @dataclass(frozen=True)
@@ -314,7 +340,7 @@ class Budgeted:
             tokens, origin = guessed.flatten(1).gather(1, best), best // guessed.shape[2]
             rows = nodes.add(tokens, rows.gather(1, origin), chance)
             tokens, rows, origin, chance = (part[:, : self.width] for part in (tokens, rows, origin, chance))
-        return _known(state, nodes.draft(self.shape.nodes, self.costs and self.costs.of(len(state.lanes.ids))))
+        return _known(state, nodes.draft(self.shape.nodes, _cost(self.costs, state)))
 
     def _likely_enough(self, likely: Tensor) -> Tensor:
         chance = likely.exp()
@@ -326,3 +352,7 @@ class Budgeted:
 def _finite(chance: Tensor) -> Tensor:
     """A NaN would be drafted before everything else."""
     return chance.where(chance.isfinite(), -math.inf)
+
+
+def _cost(costs: RowCosts | None, state: State) -> Tensor | None:
+    return None if costs is None else costs.of(len(state.lanes.ids))

@@ -48,6 +48,24 @@ METHODS: dict[str, Method] = {
         paper="Medusa, arXiv 2401.10774",
         trained=True,
     ),
+    "hydra": Method(
+        "hydra:Hydra",
+        "heads that are told the tokens guessed before them",
+        paper="Hydra, arXiv 2402.05109",
+        trained=True,
+    ),
+    "clover": Method(
+        "clover:Clover",
+        "a layer reads the text, a small recurrent cell goes on from it",
+        paper="Clover, arXiv 2405.00263",
+        trained=True,
+    ),
+    "clover2": Method(
+        "clover2:Clover2",
+        "two layers read the text with each row's next token, a cell goes on",
+        paper="Clover-2, arXiv 2408.00264",
+        trained=True,
+    ),
 }
 
 # The fastest on the default model and the open prompts: see results/.

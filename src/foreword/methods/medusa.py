@@ -8,6 +8,7 @@ Paper: Medusa (arXiv 2401.10774).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,24 +16,16 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import ResBlock
+from foreword.core.heads import ResBlock, last_of
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels, head_loss, rank_rates
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import BRANCH, Rates, TreeKind, TreePlan
+from foreword.core.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan
 from foreword.errors import InputError
 
-# Until a drafter has been calibrated: how often the guesses of heads 1, 2, ... are right, by rank.
-RATES: Rates = (
-    (0.40, 0.10, 0.065, 0.045, 0.035, 0.028, 0.023, 0.019, 0.016, 0.014),
-    (0.24, 0.09, 0.055, 0.042, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
-    (0.17, 0.08, 0.055, 0.042, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
-    (0.13, 0.075, 0.053, 0.041, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
-    (0.11, 0.07, 0.052, 0.040, 0.032, 0.026, 0.022, 0.019, 0.016, 0.014),
-)
 DECAY = 0.8
 
 
@@ -48,20 +41,21 @@ class Medusa(Drafter):
         layers: int = 1,
         tree: TreeKind = "static",
         width: int = 8,
-        rates: Rates | None = None,
+        paths: Sequence[Sequence[int]] | None = None,
+        rates: Rates = USUAL_RATES,
         labels: Labels = "hard",
     ) -> None:
-        """`heads` of `layers` residual blocks each. `tree`: a template built from `rates`, which `calibrate` measures; the
-        likeliest paths ("best"); or Clover's budget. `labels`: what to learn, the tokens or the target's distribution."""
+        """`heads` of `layers` residual blocks each. `tree`: a template built from `rates`, which `calibrate` measures, or
+        made of `paths`; the likeliest paths ("best"); or Clover's budget. `labels`: learn the target's tokens or its
+        distribution."""
         if heads < 1 or layers < 1:
             raise InputError(f"medusa: needs at least one head of one layer, got heads={heads} and layers={layers}")
         check_labels("medusa", labels)
         self.wants_cost = rows is None
         self.heads, self.layers, self.labels = heads, layers, labels
-        self.rates = RATES if rates is None else rates
-        self.plan = TreePlan(tree, rows, width, self.rates)
+        self.plan = TreePlan(tree, rows, width, rates, paths)
         self.plan.check("medusa")
-        self.config: dict[str, Any] = {"heads": heads, "layers": layers, "rates": [list(row) for row in self.rates]}
+        self.config: dict[str, Any] = {"heads": heads, "layers": layers, "rates": [list(row) for row in rates]}
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
@@ -92,11 +86,8 @@ class Medusa(Drafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         hidden = scores.require_hidden()
-        last = accepted.last.view(-1, 1, 1).expand(-1, 1, hidden.shape[2])
-        seen = hidden.gather(1, last).squeeze(1)
-        # A round that decided nothing leaves the state as it was.
-        kept = torch.where((accepted.count > 0).unsqueeze(1), seen, self.hidden[state.slots])
-        self.hidden.index_copy_(0, state.slots, kept)
+        path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[2])
+        self.hidden.index_copy_(0, state.slots, last_of(hidden.gather(1, path), accepted.count, self.hidden[state.slots]))
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()

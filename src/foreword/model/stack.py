@@ -100,7 +100,7 @@ class Stack:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)
 
-    def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
+    def allocate(self, slots: int, context: int, scratch: int = 64) -> SlotCache:
         """Give the stack a cache. The bytes are checked before any is taken; if they do not fit, the old one stays."""
         self.cache = SlotCache(self.cache_shape(), slots, context, scratch, next(self.model.parameters()).device)
         self.lean = lean_layers(self.layers) if self.family.lean else None  # new ones: the old look at the old cache
@@ -125,7 +125,7 @@ class Stack:
         return walked
 
     def restart(self, lanes: Lanes, length: Tensor) -> None:
-        """Sequences enter whose slots hold their first `length` [b] rows already. What lies behind is cleared: it may be NaN."""
+        """Sequences enter whose slots hold their first `length` [b] rows. What lies behind is cleared: it may be NaN."""
         assert self.cache is not None
         self.cache.rewind(lanes, length)
         for slot in lanes.ids:

@@ -76,7 +76,7 @@ class Marks:
     def add(self, head: int, rows: Tensor, weight: float) -> None:
         """`rows` [R, H]: what a head would hand to the target's head."""
         counts = self.lesson.counts[:, head - 1]
-        own = self.target.norm(self.lesson.teacher(self.hidden, head)) if self.labels == "soft" or self.regression else None
+        own = self._own(head) if self.labels == "soft" or self.regression else None
         soft = own if self.labels == "soft" else None
         loss, place = head_loss(rows, self.lesson.label(head), counts, self.target.head, self.target.dtype, soft)
         if self.regression and own is not None:
@@ -85,6 +85,11 @@ class Marks:
         self.loss = self.loss + weight * loss
         self.figures[f"top1/{head}"] = _mean((place < 1).float(), counts)
         self.figures[f"top5/{head}"] = _mean((place < 5).float(), counts)
+
+    @torch.no_grad()
+    def _own(self, head: int) -> Tensor:
+        """[R, H]: the target's own state where it decides what the head guesses."""
+        return self.target.norm(self.lesson.teacher(self.hidden, head))
 
     @property
     def result(self) -> tuple[Tensor, dict[str, Tensor]]:

@@ -9,7 +9,6 @@ import torch
 
 from doubles import (
     CONTEXT,
-    FAMILIES,
     SAMPLINGS,
     TRAINED,
     Recorder,
@@ -68,7 +67,7 @@ def test_every_trained_method_is_here() -> None:
     assert set(TRAINED) == trained == {name for name, _ in FORMS.values()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @every_form
 def test_what_is_trained_is_what_is_drafted(form: str, family: str) -> None:
     """A chain of the drafter's own guesses, laid before its loss as a text: every head finds its guess the best."""
@@ -153,7 +152,7 @@ def test_the_config_makes_the_same_module_again(form: str) -> None:
     assert again.config == drafter.config and again.needs == drafter.needs
 
 
-@every_form
+@pytest.mark.parametrize("form", ["medusa", "hydra, prefix", "clover", "clover2, taps"])
 def test_another_engine_keeps_what_was_learned(form: str) -> None:
     """Other slots, other context: the same weights, at the same place."""
     model, asked = target(), requests(4, SAMPLINGS["greedy"])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,17 +12,19 @@ from doubles import (
     CONTEXT,
     SAMPLINGS,
     TRAINED,
-    Recorder,
+    VOCABULARY,
     chain,
     engine,
     prompts,
     requests,
     target,
     taught,
+    texts_of,
     truth,
     written,
 )
 from foreword.core.needs import Needs
+from foreword.core.sampling import gumbel
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 from foreword.engine.request import Request
@@ -47,7 +50,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 HEADS = 3
-CHAIN = [[0] * depth for depth in range(1, HEADS + 1)]
+FORK = [[first, *[0] * depth] for depth in range(HEADS) for first in (0, 1)]
 
 
 def made(form: str, model: Model, **options: Any) -> Any:
@@ -67,29 +70,67 @@ def test_every_trained_method_is_here() -> None:
     assert set(TRAINED) == trained == {name for name, _ in FORMS.values()}
 
 
+class Heard:
+    """What was handed to the target's head, call by call."""
+
+    def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[torch.Tensor] = []
+        head = model.head
+        monkeypatch.setattr(model, "head", lambda rows: (self.rows.append(rows.detach().clone()), head(rows))[1])
+
+    def of(self, call: Callable[[], object]) -> list[torch.Tensor]:
+        self.rows.clear()
+        call()
+        return list(self.rows)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @every_form
-def test_what_is_trained_is_what_is_drafted(form: str, family: str) -> None:
-    """A chain of the drafter's own guesses, laid before its loss as a text: every head finds its guess the best."""
+def test_what_is_trained_is_what_is_drafted(form: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two branches of a draft, each laid before the loss as a text: every head makes of it what it made in the round."""
     model = target(family)
-    wide = {"tree": "budget", "top_p": 0.0} if FORMS[form][0] == "clover" else {"tree": "static", "paths": CHAIN}
-    drafter = made(form, model, rows=HEADS + 1, **wide)
-    recorder = Recorder(drafter)
-    steps = engine(recorder, model, slots=2)
+    drafter = made(form, model, tree="static", paths=FORK, labels="hard", **{"regression": 0.0} if "clover2" in form else {})
+    steps, heard = engine(drafter, model, slots=2), Heard(model, monkeypatch)
     for prompt in prompts(3)[1:]:
-        steps.add(Request(prompt, SAMPLINGS["greedy"], max_new_tokens=8, ignore_eos=True))
-    while steps.busy:
+        steps.add(Request(prompt, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True))
+    for _ in range(9):  # prompts of several chunks, then a few rounds
         steps.step()
-    late = recorder.proposed[-1]
-    assert late.draft.size.tolist() == [HEADS + 1] * len(late.texts)
-    for lane, text in enumerate(late.texts):
-        whole = text + late.draft.tokens[lane, 1:].tolist()
-        scores = scores_of(model, [whole], drafter.needs)
-        for head in range(1, HEADS + 1):
-            mask = torch.zeros(1, len(whole), dtype=torch.bool)
-            mask[0, len(text) : len(text) + head] = True
-            _, figures = drafter.loss(torch.tensor([whole]), mask, scores, model)
-            assert figures[f"top1/{head}"] == 1, f"head {head}"
+    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    drafts = []
+    with torch.inference_mode():
+        levels = heard.of(lambda: drafts.append(drafter.propose(state)))
+    if form.startswith("medusa"):  # all heads at once, the same for every node
+        levels = [levels[0][:, head : head + 1].expand(-1, 2, -1) for head in range(HEADS)]
+    texts, guessed = texts_of(state), drafts[0].tokens
+    for lane, branch in product(range(2), range(2)):
+        whole = [*texts[lane], *guessed[lane, 1 + branch :: 2].tolist()]
+        scores, mask = scores_of(model, [whole], drafter.needs), torch.zeros(1, len(whole), dtype=torch.bool)
+        mask[0, len(texts[lane]) :] = True
+        trained = heard.of(lambda w=whole, m=mask, s=scores: drafter.loss(torch.tensor([w]), m, s, model))  # type: ignore[misc]
+        for one, other in zip(levels, trained, strict=True):
+            torch.testing.assert_close(one[lane, min(branch, one.shape[1] - 1)], other[0])
+
+
+@pytest.mark.parametrize("form", ["medusa", "hydra", "clover", "clover2"])
+def test_guesses_are_ranked_under_the_noise(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the place where the token will stand: the noise that the target draws with."""
+    model, heat = target(), 0.8
+    drafter = made(form, model, tree="static", paths=FORK)
+    steps = engine(drafter, model, slots=2)
+    for request in requests(3, SAMPLINGS["T=0.8"], ignore_eos=True)[1:]:
+        steps.add(request)
+    for _ in range(7):
+        steps.step()
+    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    heard, drafts = Heard(model, monkeypatch), []
+    with torch.no_grad():
+        rows = heard.of(lambda: drafts.append(drafter.propose(state)))
+    levels = rows if form != "medusa" else [rows[0][:, head : head + 1] for head in range(HEADS)]
+    for level, at in enumerate(levels, start=1):
+        place = (state.length + level).unsqueeze(1).expand(-1, at.shape[1])
+        scores = model.head(at.clone()).detach() / heat + gumbel(state.sampling.key, place, torch.arange(VOCABULARY))
+        wanted = scores.topk(2).indices[:, 0] if level == 1 else scores.argmax(-1).expand(-1, 2)
+        assert drafts[0].tokens[:, 2 * level - 1 : 2 * level + 1].tolist() == wanted.tolist()
 
 
 @every_form

@@ -9,6 +9,7 @@ Paper: Clover (arXiv 2405.00263).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -85,6 +86,7 @@ class Clover(Drafter):
         attention: bool = True,
         tree: TreeKind = "budget",
         width: int = 8,
+        paths: Sequence[Sequence[int]] | None = None,
         top_p: float = 0.8,
         floor: float = 0.25,
         labels: Labels = "hard",
@@ -99,7 +101,7 @@ class Clover(Drafter):
         check_labels("clover", labels)
         self.wants_cost = rows is None
         self.heads, self.block, self.regressive, self.attention, self.labels = heads, block, regressive, attention, labels
-        self.plan = TreePlan(tree, rows, width, USUAL_RATES, top_p=top_p, floor=floor)
+        self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, top_p, floor)
         self.plan.check("clover")
         self.config: dict[str, Any] = dict(heads=heads, block=block, regressive=regressive, attention=attention)
 

@@ -6,7 +6,7 @@ ours. Only `pick` is shared with the engine; tests/unit/core compares it with a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -37,7 +37,7 @@ from foreword.core.state import Lanes, State
 from foreword.core.target import Target
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
-from foreword.methods import METHODS, make
+from foreword.methods import METHODS, make, untrained
 from foreword.model.attention import attend, mask_of
 from foreword.model.model import Model
 from foreword.text import Tokenizer
@@ -381,15 +381,34 @@ class Looks:
 
 # Drafters --------------------------------------------------------------------------------------------------------------
 
-TRAINED: dict[str, Callable[[Model], Drafter]] = {}
-"""Methods that need weights: how to make one for a tiny target. The laws go over these as over all others."""
+TRAINED: dict[str, dict[str, Any]] = {
+    "medusa": dict(rows=16, heads=3),
+    "hydra": dict(rows=16, heads=3, layers=2, prefix=True),
+    "clover": dict(rows=16, heads=3, top_p=0.98, floor=0.01),
+    "clover2": dict(rows=16, heads=3, taps=(0, 2)),
+}
+"""Methods that need weights: with which options the laws go over them, as they go over all others."""
+
+READY = [name for name, method in METHODS.items() if not method.trained]
+"""Methods that need none: any model can be loaded with them."""
 
 
 def drafter(name: str, model: Model) -> Drafter:
     """The method as the laws use it."""
     if METHODS[name].trained:
-        return TRAINED[name](model)
+        return taught(name, model, **TRAINED[name])
     return make(name)
+
+
+def taught(name: str, model: Model, **options: Any) -> Any:
+    """A trained method with random weights, the same ones every time; large, so that none of them goes unnoticed."""
+    made: Any = untrained(name, **options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made.bind(model, 1)
+        for weight in made.module.parameters():
+            weight.data += torch.randn(weight.shape, dtype=torch.float64).to(weight) * 0.2
+    return made
 
 
 class Liar(Drafter):

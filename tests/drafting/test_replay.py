@@ -66,6 +66,29 @@ def test_the_draft_is_a_fresh_drafter_s(make: Callable[[Model], Drafter], sampli
             assert draft == first_draft(make, text, seeds[text[0]])
 
 
+WAYS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "goes on": lambda text: (*text, 9, 30, 12, 5),
+    "diverges in the prompt": lambda text: (*text[:3], 9, 30, 12, 5),
+    "diverges where it goes on": lambda text: (*text[:-4], 9, 30, 12, 5),
+    "is shorter": lambda text: text[:6],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+def test_what_a_slot_still_holds_changes_no_draft(make: Callable[[Model], Drafter], way: str) -> None:
+    """A second text that begins like the first, up to some token: its first drafts are a fresh drafter's."""
+    model, asked = target(), requests(4, max_new_tokens=8, ignore_eos=True)[3]
+    recorder = Recorder(make(model))
+    steps = engine(recorder, model, slots=1)
+    (first,) = steps.generate([asked])
+    rounds = len(recorder.proposed)
+    (second,) = steps.generate([replace(asked, prompt=WAYS[way]((*asked.prompt, *first.tokens)), reuse=True)])
+    assert second.reused > 0
+    for seen in recorder.proposed[rounds : rounds + 2]:
+        assert drafts_of(seen)[0] == first_draft(make, seen.texts[0], asked.sampling)
+
+
 def heard(recorder: Recorder) -> list[tuple[list[list[int]], list[tuple[list[int], list[int]]]]]:
     return [(seen.texts, drafts_of(seen)) for seen in recorder.proposed]
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from doubles import FAMILIES, SAMPLINGS, prompts, tiny, truth
+from doubles import FAMILIES, SAMPLINGS, drafter, prompts, tiny, truth
 from foreword import methods
 from foreword.core.draft import Tree
 from foreword.core.sampling import Sampling, noise_bits
@@ -25,7 +25,8 @@ def test_captured_rounds_write_the_truth(method: str, family: str, sampling: Sam
     hf = copy.deepcopy(tiny(family)).cuda()
     for graph in (False, True):
         for slots in (1, 3):
-            steps = Engine(Model(hf), methods.make(method), slots=slots, max_context=200, chunk=7, graph=graph)
+            model = Model(hf)
+            steps = Engine(model, drafter(method, model), slots=slots, max_context=200, chunk=7, graph=graph)
             assert [run.tokens for run in steps.generate(asked)] == expected
 
 
@@ -36,7 +37,8 @@ def test_captured_drafts_are_the_written_ones(method: str) -> None:
     asked = [Request(p, SAMPLINGS["greedy"], max_new_tokens=60, ignore_eos=True) for p in prompts(4)]
     rounds = []
     for graph in (False, True):
-        steps = Engine(Model(hf), methods.make(method), slots=2, max_context=200, graph=graph)
+        model = Model(hf)
+        steps = Engine(model, drafter(method, model), slots=2, max_context=200, graph=graph)
         rounds.append([(run.accepted, run.drafted) for run in steps.generate(asked)])
     assert rounds[0] == rounds[1]
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from doubles import prompts, tiny
+from doubles import drafter, prompts, tiny
 from foreword import methods
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
@@ -19,7 +19,8 @@ def test_most_tokens_are_plain_s(method: str) -> None:
     """Texts may part at a near-tie; that they agree for long shows that positions, masks and rows are right."""
     hf = copy.deepcopy(tiny("qwen3")).to(torch.bfloat16).cuda()
     asked = [Request(prompt, max_new_tokens=24, ignore_eos=True) for prompt in prompts(8)]
-    plain = [run.tokens for run in Engine(Model(hf), methods.make("plain"), slots=3, max_context=200).generate(asked)]
-    found = [run.tokens for run in Engine(Model(hf), methods.make(method), slots=3, max_context=200).generate(asked)]
+    model = Model(hf)
+    plain = [run.tokens for run in Engine(model, methods.make("plain"), slots=3, max_context=200).generate(asked)]
+    found = [run.tokens for run in Engine(model, drafter(method, model), slots=3, max_context=200).generate(asked)]
     same = sum(one[:4] == other[:4] for one, other in zip(plain, found, strict=True))
     assert same >= 6

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from doubles import chain, fresh, prompts, random_tree
+from doubles import chain, drafter, fresh, prompts, random_tree
 from foreword import methods
 from foreword.core.draft import Draft
 from foreword.core.needs import Needs
@@ -79,6 +79,7 @@ def test_captured_lean_rounds_are_the_written_ones(method: str) -> None:
     asked = [Request(prompt, max_new_tokens=30, ignore_eos=True) for prompt in prompts(5)]
     texts = []
     for graph in (False, True):
-        steps = Engine(Model(hf), methods.make(method), slots=2, max_context=200, graph=graph)
+        model = Model(hf)
+        steps = Engine(model, drafter(method, model), slots=2, max_context=200, graph=graph)
         texts.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
     assert texts[0] == texts[1]

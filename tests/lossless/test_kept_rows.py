@@ -3,19 +3,20 @@
 import pytest
 import torch
 
-from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, engine, full_text, own_cache, requests, target
+from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, drafter, engine, full_text, own_cache, requests, target
 from foreword.core.drafter import Drafter
 from foreword.core.state import Lanes
 from foreword.engine.engine import Engine
 from foreword.engine.lockstep import Lockstep
-from foreword.methods import METHODS, make
+from foreword.methods import METHODS
+from foreword.model.model import Model
 
 KINDS = ["liar", "oracle", "oracle chain", *METHODS]
 
 
-def drafter_of(kind: str, texts: list[list[int]]) -> Drafter:
+def drafter_of(kind: str, texts: list[list[int]], model: Model) -> Drafter:
     oracles = {"oracle": Oracle(texts), "oracle chain": Oracle(texts, lies=0, as_chain=True)}
-    return {"liar": Liar(), **oracles}.get(kind) or make(kind)
+    return {"liar": Liar(), **oracles}.get(kind) or drafter(kind, model)
 
 
 def texts_in(steps: Engine) -> dict[int, list[int]]:
@@ -29,7 +30,7 @@ def texts_in(steps: Engine) -> dict[int, list[int]]:
 def test_the_cache_equals_a_fresh_prefill(kind: str, family: str) -> None:
     """Of running and of left slots: a left one may still be built upon."""
     model, asked = target(family), requests(4, SAMPLINGS["T=0.8"], max_new_tokens=9)
-    steps = engine(drafter_of(kind, [full_text(model.hf, request) for request in asked]), model, slots=3)
+    steps = engine(drafter_of(kind, [full_text(model.hf, request) for request in asked], model), model, slots=3)
     for request in asked:
         steps.add(request)
     while steps.busy:
@@ -57,7 +58,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_a_slot_that_is_not_in_the_round_is_not_touched(kind: str) -> None:
     """Slot 1 is left early; what it held stays, bit for bit, while its neighbours write."""
     model, asked = target(), requests(3, max_new_tokens=30, ignore_eos=True)
-    steps = engine(drafter_of(kind, [full_text(model.hf, request) for request in asked]), model, slots=3)
+    steps = engine(drafter_of(kind, [full_text(model.hf, request) for request in asked], model), model, slots=3)
     runs = [steps.add(request) for request in asked]
     for _ in range(3):
         steps.step()
@@ -71,8 +72,8 @@ def test_a_slot_that_is_not_in_the_round_is_not_touched(kind: str) -> None:
 def test_a_frozen_slot_commits_nothing(kind: str) -> None:
     """A slot that is in the round but no longer alive keeps its length, root, text and committed rows."""
     model, asked = target(), requests(3, max_new_tokens=30, ignore_eos=True)
-    drafter = drafter_of(kind, [full_text(model.hf, request) for request in asked])
-    steps = engine(drafter, model, slots=3)
+    chosen = drafter_of(kind, [full_text(model.hf, request) for request in asked], model)
+    steps = engine(chosen, model, slots=3)
     runs = [steps.add(request) for request in asked]
     while not all(run.ready and run.tokens for run in runs):
         steps.step()
@@ -81,7 +82,7 @@ def test_a_frozen_slot_commits_nothing(kind: str) -> None:
     before = snapshot(steps, 1)
     lanes = Lanes.of([0, 1, 2], int(model.cache.length.max()))
     with torch.inference_mode():
-        emission = Lockstep(model, drafter).round(steps.state.at(lanes))
+        emission = Lockstep(model, chosen).round(steps.state.at(lanes))
     assert emission.count[1] == 0 and not emission.ended[1] and emission.drafted[1] == 0
     assert emission.count[0] > 0 and emission.count[2] > 0
     for one, other in zip(before, snapshot(steps, 1), strict=True):

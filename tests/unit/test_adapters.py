@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import foreword
+from doubles import READY
 from foreword.errors import ModelUnsupported
-from foreword.methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -30,7 +30,7 @@ def lora(talking: Maker) -> Any:
     return peft.get_peft_model(talking("llama"), config).eval()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY)
 def test_a_lora_adapter_counts(method: str, lora: Any, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own) -> None:
     adapted = own_text(lora, ASK)
     with lora.disable_adapter():

@@ -12,12 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import foreword
-from doubles import FAMILIES, truth
+from doubles import FAMILIES, READY, truth
 from foreword.api import LLM
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 from foreword.errors import CapacityError, InputError, PromptError, UnknownMethod
-from foreword.methods import METHODS
 from foreword.model import cache
 from foreword.text import Tokenizer
 
@@ -54,7 +53,7 @@ def expected(hf: PreTrainedModel, tokenizer: Tokenizer, prompt: Any = ASK, ends:
 # Loading -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loaded_folder_writes_the_truth(
     family: str, method: str, folders: dict[str, Path], stock: dict[str, PreTrainedModel]
@@ -469,7 +468,7 @@ def test_two_chats_share_the_slots(llm: LLM) -> None:
 def test_another_method_on_the_same_weights(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain")
     weights, whole = llm.model.hf, llm.generate(ASK, max_new_tokens=12)
-    for method in METHODS:
+    for method in READY:
         assert llm.use(method, rows=5) is llm
         out = llm.generate(ASK, max_new_tokens=12)
         assert (out.tokens, out.method, llm.method) == (whole.tokens, method, method)

@@ -17,9 +17,8 @@ from transformers import (
 )
 
 import foreword
-from doubles import FAMILIES, STOCK_ATTENTION
+from doubles import FAMILIES, READY, STOCK_ATTENTION
 from foreword.errors import InputError, ModelUnsupported, NumericsError
-from foreword.methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -54,7 +53,7 @@ def test_a_wrapped_model_is_still_the_user_s(
         assert place == weights[name][0] and torch.equal(copy, weights[name][1])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", READY)
 def test_the_text_is_that_of_the_model_s_own_generate(
     method: str, talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
 ) -> None:

@@ -46,10 +46,9 @@ SHOWN = 10  # differences on the screen; all of them are in the files
 
 
 def named_methods(wanted: str) -> list[str]:
-    """`all`, or names separated by commas."""
-    names = (
-        [name for name in METHODS if name != "plain"] if wanted == "all" else [name.strip() for name in wanted.split(",")]
-    )
+    """`all` that need no drafter of their own, or names separated by commas."""
+    ready = [name for name, method in METHODS.items() if name != "plain" and not method.trained]
+    names = ready if wanted == "all" else [name.strip() for name in wanted.split(",")]
     for name in names:
         find(name)
     return names

@@ -46,13 +46,15 @@ class Graft:
 
 @dataclass(frozen=True)
 class Needs:
-    """`prompt` asks for the prompt's rows too: none of them, the last one before the root, or all."""
+    """`prompt` asks for the prompt's rows too: none of them, the last one before the root, or all. `follower` says that a
+    row is kept together with the token after it: a slot's last kept row is read again, since another one may follow now."""
 
     hidden: bool = False
     logits: bool = False
     taps: tuple[int, ...] = ()
     grafts: tuple[Graft, ...] = ()
     prompt: Literal["none", "last", "all"] = "none"
+    follower: bool = False
 
     def __post_init__(self) -> None:
         layers = [graft.layer for graft in self.grafts]

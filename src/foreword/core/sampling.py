@@ -210,13 +210,26 @@ def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, token
     With `tokens` [b, N, C], `logits` are those of the given candidates alone, and the answer is indices into them.
     Sharing the noise couples the guess to the draw, so a good guess stays good at any temperature.
     """
+    return best(_under_noise(logits, position, sampling, _all_tokens(logits) if tokens is None else tokens), k)
+
+
+def guesses(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
+    """The k best guesses as `rank` has them, and the log-chance of each: [b, N, V] -> twice [b, N, k].
+
+    A chance is the softmax of what the guesses are ranked by. Where noise is shared, it already tells which of the likely
+    tokens will win, so chances under it are sharper than those of the logits.
+    """
+    scores = _under_noise(logits, position, sampling, _all_tokens(logits))
+    tokens = best(scores, k)
+    return tokens, scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
+
+
+def _under_noise(logits: Tensor, position: Tensor, sampling: SamplingRows, tokens: Tensor) -> Tensor:
     if not sampling.kind.noise:
-        return best(logits, k)
+        return logits
     temperature = _column(sampling.temperature, logits)
     scaled = logits / torch.where(temperature > 0, temperature, 1)
-    ids = _all_tokens(logits) if tokens is None else tokens
-    drawn = (scaled + gumbel(sampling.key, position, ids)).where(temperature > 0, scaled)
-    return best(drawn, k)
+    return (scaled + gumbel(sampling.key, position, tokens)).where(temperature > 0, scaled)
 
 
 _BLOCK = 128

@@ -18,6 +18,7 @@ class Target(Protocol):
     hidden_size: int
     vocab_size: int
     layers: int
+    attention_heads: int
     max_context: int  # positions it was trained for
     context: int  # tokens a text may have in this engine
     ends: Tensor  # [E] ids of the end tokens
@@ -36,6 +37,9 @@ class Target(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Normed hidden states to logits, in float32 or better."""
+
+    def head_weight(self) -> Tensor:
+        """[V, H]: what the head multiplies with. A row is how a token looks from behind the last layer."""
 
     def score(self, lanes: Lanes, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
         """One pass over a tree, or over some of its rows while the scratch rows before them are kept."""

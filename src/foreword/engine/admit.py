@@ -20,6 +20,7 @@ class Slots:
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
     last: dict[bool, Lanes | None] = field(default_factory=lambda: {True: None, False: None})  # by `ready`
     pads: bool = False  # rounds are captured: free slots fill them up to one of few sizes
+    unsure: int = 0  # kept rows that are read again: 1 if the drafter pairs a row with the token after it
     reread: int = 0  # prompt rows that are read in any case: 1 if the drafter wants to see the row before the root
 
     def __post_init__(self) -> None:
@@ -31,7 +32,8 @@ class Slots:
         if running.request.reuse:
             slot = max(self.left, key=lambda free: _common(self.left[free], prompt))
             most = max(len(prompt) - 1 - self.reread, 0)
-            running.reused = running.prefilled = min(_common(self.left[slot], prompt), most)
+            kept = max(_common(self.left[slot], prompt) - self.unsure, 0)
+            running.reused = running.prefilled = min(kept, most)
         else:
             slot = min(self.left, key=lambda free: len(self.left[free]) > 0)
         del self.left[slot]

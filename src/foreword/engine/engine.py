@@ -55,7 +55,8 @@ class Engine:
         captured = isinstance(self.loop, Replay)
         self.late = target.device.type == "cuda" if late is None else late
         self.unread: Launched | None = None
-        self.slots = Slots(slots, pads=captured, reread=int(drafter.needs.prompt != "none"))
+        needs = drafter.needs
+        self.slots = Slots(slots, pads=captured, unsure=int(needs.follower), reread=int(needs.prompt != "none"))
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends)
         self._ends = set(target.ends.tolist())

@@ -12,7 +12,7 @@ from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from foreword.errors import InputError, UnknownMethod
+from foreword.errors import DrafterError, InputError, UnknownMethod
 
 if TYPE_CHECKING:
     from foreword.core.drafter import Drafter
@@ -42,6 +42,30 @@ METHODS: dict[str, Method] = {
         "reuses the target's own runner-up tokens",
         paper="Token Recycling, arXiv 2408.08696",
     ),
+    "medusa": Method(
+        "medusa:Medusa",
+        "heads on the last state guess the tokens ahead, each for itself",
+        paper="Medusa, arXiv 2401.10774",
+        trained=True,
+    ),
+    "hydra": Method(
+        "hydra:Hydra",
+        "heads that are told the tokens guessed before them",
+        paper="Hydra, arXiv 2402.05109",
+        trained=True,
+    ),
+    "clover": Method(
+        "clover:Clover",
+        "a layer reads the text, a small recurrent cell goes on from it",
+        paper="Clover, arXiv 2405.00263",
+        trained=True,
+    ),
+    "clover2": Method(
+        "clover2:Clover2",
+        "two layers read the text with each row's next token, a cell goes on",
+        paper="Clover-2, arXiv 2408.00264",
+        trained=True,
+    ),
 }
 
 # The fastest on the default model and the open prompts: see results/.
@@ -60,7 +84,17 @@ def find(name: str) -> Method:
 
 
 def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
-    """A drafter by its name. `rows` bounds the rows of a pass, the root included; None means: what pays here."""
+    """A drafter by its name, ready to serve. `rows` bounds the rows of a pass, the root included; None: what pays here."""
+    drafter = untrained(name, rows, **options)
+    if METHODS[name].trained:
+        raise DrafterError(
+            f"{name} has weights of its own, trained for one model, and none are given; `foreword train {name}` makes them"
+        )
+    return drafter
+
+
+def untrained(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
+    """The same with no weights read: a trained method is as it starts, for the training loop to bind and teach."""
     if rows is not None and (type(rows) is not int or not 1 <= rows <= MOST_ROWS):
         raise InputError(f"rows is {rows!r}; a pass has at least 1 row, the root, and at most {MOST_ROWS}")
     kind = find(name).load()

@@ -16,13 +16,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from foreword.core.draft import Draft, Shape, Tree
+from foreword.core.draft import Draft, Shape
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
 from foreword.core.sampling import best, rank
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
+from foreword.core.trees import RowCosts, choose
 from foreword.errors import InputError
 
 TableMode = Literal["shared", "session", "reset"]
@@ -85,7 +86,7 @@ class TokenRecycling(Drafter):
         most = len(paths) if device.type == "cpu" else ROWS_ON_GPU
         nodes = min(self.rows or most, len(paths))
         self.shape = Shape(nodes, min(max(depths), nodes - 1))
-        self._costs: dict[int, Tensor] = {}
+        self.costs = RowCosts(target, nodes)
 
     def begin(self, state: State) -> None:
         if self.mode == "shared":
@@ -105,8 +106,10 @@ class TokenRecycling(Drafter):
         self._learn(state, draft.tokens, scores.require_logits(), counts, rows + later)
 
     def propose(self, state: State) -> Draft:
+        """Of the template's nodes those worth their rows: likeliest to be reached, as many as pay on this machine."""
         tokens, chances = self._walk(state)
-        return self._best(tokens, chances, len(state.lanes.ids))
+        cost = self.costs.of(len(state.lanes.ids)) if self.rows is None else None
+        return choose(tokens, self.parent.unsqueeze(0), chances, self.shape.nodes, cost)
 
     def _walk(self, state: State) -> tuple[Tensor, Tensor]:
         """The whole template from each root: tokens [b, 81], and log-chances that the target goes that way."""
@@ -129,22 +132,6 @@ class TokenRecycling(Drafter):
             done = stop
         return tokens, chances + self.fading
 
-    def _best(self, tokens: Tensor, chances: Tensor, batch: int) -> Draft:
-        """The nodes worth their rows: those likeliest to be reached, as many as pay on this machine."""
-        nodes = self.shape.nodes
-        order = chances.argsort(dim=1, descending=True, stable=True)[:, :nodes]
-        chance = chances.gather(1, order).exp()  # falls from 1, the root
-        promised = chance.cumsum(1) / self._cost(batch)
-        size = (promised.argmax(1) + 1) if self.rows is None else (chance > 0).sum(1)
-        kept = torch.arange(nodes, device=tokens.device) < size.unsqueeze(1)
-        # Back in template order, so that parents come first; dropped nodes go to the end.
-        chosen = torch.where(kept, order, len(self.parent)).sort(1).values
-        place = torch.zeros(tokens.shape[0], len(self.parent) + 1, dtype=torch.long, device=tokens.device)
-        place.scatter_(1, chosen, torch.arange(nodes, device=tokens.device).expand_as(chosen))
-        chosen = chosen.where(kept, 0)
-        parent = place.gather(1, self.parent[chosen])
-        return Draft(tokens.gather(1, chosen), Tree(parent), size)
-
     def _learn(self, state: State, tokens: Tensor, logits: Tensor, counts: Tensor, when: Tensor) -> None:
         """Overwrite the table rows of `tokens` [b, n] where `counts`; of equal tokens the latest `when` has its way."""
         likeliest = best(logits, CANDIDATES)
@@ -163,13 +150,6 @@ class TokenRecycling(Drafter):
     def _tables(self, state: State) -> Tensor:
         """Which table each sequence uses: [b, 1]."""
         return (state.slots if self.mode != "shared" else torch.zeros_like(state.slots)).unsqueeze(1)
-
-    def _cost(self, batch: int) -> Tensor:
-        """What 1 .. nodes rows cost for each of `batch` sequences, in passes of one row each."""
-        if batch not in self._costs:
-            cost = [self.target.cost(batch * rows) for rows in range(1, self.shape.nodes + 1)]
-            self._costs[batch] = torch.tensor(cost, device=self.parent.device)
-        return self._costs[batch]
 
     def end(self, slots: Sequence[int]) -> None:
         if self.mode == "reset":

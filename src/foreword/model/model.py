@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 from weakref import finalize
 
 import torch
@@ -39,6 +39,7 @@ class Model:
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
         self.hidden_size: int = hf.config.hidden_size
         self.vocab_size: int = hf.config.vocab_size
+        self.attention_heads: int = hf.config.num_attention_heads
         self.layers = len(self.layer_stack.layers)
         self.ends = torch.tensor(_end_tokens(hf), dtype=torch.long, device=self.device)
         self.max_context: int = hf.config.max_position_embeddings
@@ -87,6 +88,10 @@ class Model:
     def head(self, hidden: Tensor) -> Tensor:
         logits = self.family.head(self.hf, hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def head_weight(self) -> Tensor:
+        head: Any = self.hf.lm_head
+        return (head.stock().weight if head.weight is None else head.weight).detach()  # a packed one may have given it up
 
     def cost(self, rows: int) -> float:
         return 1.0 if self.curve is None else self.curve.relative(rows)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from foreword.core.draft import Tree
 from foreword.core.needs import Graft, Skip, on_device
 from foreword.core.state import Lanes
 from foreword.model.attention import Pass, has_kernel, mask_of, within
@@ -100,7 +101,7 @@ class Stack:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)
 
-    def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
+    def allocate(self, slots: int, context: int, scratch: int = 64) -> SlotCache:
         """Give the stack a cache. The bytes are checked before any is taken; if they do not fit, the old one stays."""
         self.cache = SlotCache(self.cache_shape(), slots, context, scratch, next(self.model.parameters()).device)
         self.lean = lean_layers(self.layers) if self.family.lean else None  # new ones: the old look at the old cache
@@ -115,6 +116,29 @@ class Stack:
         config = self.model.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return CacheShape(len(self.layers), config.num_key_value_heads, width, self.model.dtype)
+
+    def read(self, hidden: Tensor, lanes: Lanes, count: Tensor, skip: Skip | None = None) -> Tensor:
+        """Rows [b, n, H] of a text, behind those that are cached: walked as a chain, and the first `count` [b] committed."""
+        assert self.cache is not None
+        chain = Tree.chain(hidden.shape[1], hidden.device)
+        rows = Rows(self.cache.length[lanes.slots], chain.depth, chain.ancestors, lanes)
+        walked = self.walk(hidden, rows, skip=skip).hidden
+        self.cache.advance(lanes, count)
+        return walked
+
+    def restart(self, lanes: Lanes, length: Tensor) -> None:
+        """Sequences enter whose slots hold their first `length` [b] rows. What lies behind is cleared: it may be NaN."""
+        assert self.cache is not None
+        self.cache.rewind(lanes, length)
+        for slot in lanes.ids:
+            self.cache.wipe_scratch(slot)
+
+    def over(self, hidden: Tensor, skip: Skip | None = None) -> Tensor:
+        """Whole texts [b, n, H] from their first row on, without a cache: how the layers are trained."""
+        order = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        causal = order.unsqueeze(2) >= order.unsqueeze(1)
+        alone = Stack(self.model, self.family, self.layers)
+        return alone.walk(hidden, Rows(torch.zeros_like(order[:, 0]), order, causal), skip=skip).hidden
 
     def walk(
         self,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import foreword
+from doubles import READY
 from foreword.api import LLM
 from foreword.bench import baseline, contender, run
 from foreword.errors import InputError, UnknownMethod
-from foreword.methods import METHODS
 from foreword.text import Prompt
 
 ASK = [{"role": "user", "content": "the words that come before the words that come before"}]
@@ -40,7 +40,7 @@ def test_the_rounds_of_a_baseline_are_its_passes(llm: LLM, folders: dict[str, Pa
 def test_methods_have_caches_of_their_own(llm: LLM) -> None:
     """In turns on shared weights, as the loop runs them."""
     whole = llm.generate(ASK, max_new_tokens=16)
-    contenders = [contender(llm, name, max_context=128) for name in METHODS]
+    contenders = [contender(llm, name, max_context=128) for name in READY]
     for _ in range(2):
         for one in contenders:
             answer = one.write(ASK, 16)

@@ -9,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.sampling import Kind, Sampling, SamplingRows, SamplingTable, best, gumbel, judge, keeps, pick, rank
+from foreword.core.sampling import (
+    Kind,
+    Sampling,
+    SamplingRows,
+    SamplingTable,
+    best,
+    guesses,
+    gumbel,
+    judge,
+    keeps,
+    pick,
+    rank,
+)
 from foreword.errors import InputError
 
 ENDS = torch.tensor([1, 4])
@@ -246,9 +258,9 @@ def test_rank_begins_with_what_the_target_would_pick() -> None:
     """A drafter that knows the target's logits guesses its draw at any temperature: that is the coupling."""
     logits, position = logits_of(3, 50), torch.arange(50).expand(3, -1)
     sampling = rows_of(Sampling(0.0, seed=1), Sampling(0.7, seed=2), Sampling(1.5, seed=3))
-    guesses = rank(logits, position, sampling, 3)
-    assert torch.equal(guesses[..., 0], pick(logits, position, sampling))
-    assert not torch.equal(guesses[2, :, 0], logits[2].argmax(-1))
+    ranked = rank(logits, position, sampling, 3)
+    assert torch.equal(ranked[..., 0], pick(logits, position, sampling))
+    assert not torch.equal(ranked[2, :, 0], logits[2].argmax(-1))
 
 
 def test_rank_is_best_first_by_the_draw() -> None:
@@ -265,6 +277,18 @@ def test_rank_over_given_candidates_sees_the_same_noise() -> None:
     order = rank(logits.gather(2, tokens), position, sampling, 4, tokens)
     scores = judge(logits, position, sampling).gather(2, tokens)
     assert torch.equal(scores.gather(2, order), scores.sort(dim=-1, descending=True).values)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_guess_has_the_chance_of_what_it_is_ranked_by(temperature: float) -> None:
+    """Of the logits where there is no noise, of what the target's draw will look at where there is."""
+    logits, position = logits_of(2, 3), torch.tensor([[4, 5, 6], [1, 2, 3]])
+    sampling = rows_of(Sampling(temperature=temperature, seed=3), Sampling(seed=4))
+    tokens, chances = guesses(logits, position, sampling, 5)
+    assert torch.equal(tokens, rank(logits, position, sampling, 5))
+    scores = judge(logits, position, sampling)
+    torch.testing.assert_close(chances, scores.log_softmax(-1).gather(2, tokens))
+    assert (chances.diff(dim=-1) <= 0).all()
 
 
 def test_without_noise_rank_is_the_order_of_the_logits() -> None:

@@ -1,0 +1,84 @@
+"""Parts that draft heads are built of, each in the dtype and on the device of the target that it is made for.
+
+Where a part starts from matters more than its size: an untrained head answers what the target's own head would.
+Papers: Medusa (arXiv 2401.10774), Clover (arXiv 2405.00263), Clover-2 (arXiv 2408.00264).
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreword.core.target import Target
+
+
+def linear(target: Target, columns_in: int, columns_out: int, bias: bool = True) -> nn.Linear:
+    return nn.Linear(columns_in, columns_out, bias, device=target.device, dtype=target.dtype)
+
+
+def norm_like(target: Target) -> nn.RMSNorm:
+    """A norm of one's own that starts as the target's final one: what that makes of ones is its weight."""
+    norm = plain_norm(target)
+    with torch.no_grad():
+        norm.weight.copy_(target.norm(torch.ones(1, 1, target.hidden_size, device=target.device, dtype=target.dtype))[0, 0])
+    return norm
+
+
+def plain_norm(target: Target) -> nn.RMSNorm:
+    return nn.RMSNorm(target.hidden_size, eps=1e-5, device=target.device, dtype=target.dtype)
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b). W and b start at 0, so that the block starts as nothing."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.linear = linear(target, target.hidden_size, target.hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + functional.silu(self.linear(rows))
+
+
+class CosineAttention(nn.Module):
+    """What a state [..., H] sees in one token's embedding: v * cos(q, k), head by head.
+
+    With a single key a softmax is always 1; the cosine says instead how much of the value is let in, from -1 to 1.
+    """
+
+    def __init__(self, target: Target, bias: bool) -> None:
+        super().__init__()
+        size = target.hidden_size
+        self.heads = gcd(size, target.attention_heads)
+        self.norm = plain_norm(target)
+        self.query, self.key, self.value = (linear(target, size, size, bias) for _ in range(3))
+        for part in (self.query, self.key, self.value):
+            if bias:
+                nn.init.zeros_(part.bias)
+
+    def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
+        parts = self.query(self.norm(state)), self.key(embedding), self.value(embedding)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in parts)
+        return (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
+
+
+@torch.no_grad()
+def near_identity(weight: Tensor, noise: Tensor) -> None:
+    """Make a weight [H, n H] pass its first H columns through, but for some noise."""
+    weight.copy_(torch.eye(*weight.shape, dtype=weight.dtype, device=weight.device) + noise)
+
+
+def counted(rows: Tensor, count: Tensor) -> Tensor:
+    """Rows [b, n, H] with 0 past the first `count` [b]: what was not accepted may be NaN, which must not reach a cache."""
+    order = torch.arange(rows.shape[1], device=rows.device)
+    return rows.where((order < count.unsqueeze(1)).unsqueeze(-1), 0)
+
+
+def last_of(rows: Tensor, count: Tensor, before: Tensor) -> Tensor:
+    """The `count`-th [b] of rows [b, n, H]: [b, H]. Where none counts, what there was `before`."""
+    last = (count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, rows.shape[2])
+    return torch.where((count > 0).unsqueeze(1), rows.gather(1, last).squeeze(1), before)

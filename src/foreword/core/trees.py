@@ -1,0 +1,358 @@
+"""DRAFT: how a tree of guesses is grown, level by level, for drafters that guess a token from the path before it.
+
+In: a `Guess`, which answers the likeliest tokens behind some live nodes. Out: a `Draft` of fixed shape. Three ways to choose
+nodes: a template fixed beforehand (`StaticTree`), the likeliest paths of all (`BestFirst`), and Clover's running budget
+(`Budgeted`). Of two nodes that are drafted, the likelier is never the child, so what is chosen is again a tree.
+Papers: Medusa (arXiv 2401.10774) for the templates, Clover (arXiv 2405.00263) for the budget.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from foreword.core.draft import Draft, Shape, Tree
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.errors import InputError
+
+Path = tuple[int, ...]
+Rates = Sequence[Sequence[float]]
+"""By depth, then by rank among the guesses: how often that guess is right where everything before it was."""
+
+Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(level, tokens [b, w], origin [b, w]) -> guesses and their log-chances, each [b, w, k], best first.
+
+`tokens` are those of the live nodes, one level above `level`; `origin` says which live node of the call before each of them
+hangs on. The first call is about the root alone, with origin 0.
+"""
+
+TreeKind = Literal["static", "best", "budget"]
+MOST_NODES = 64
+BRANCH = 10
+
+# For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
+USUAL_RATES: Rates = (
+    (0.40, 0.10, 0.065, 0.045, 0.035, 0.028, 0.023, 0.019, 0.016, 0.014),
+    (0.24, 0.09, 0.055, 0.042, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
+    (0.17, 0.08, 0.055, 0.042, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
+    (0.13, 0.075, 0.053, 0.041, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
+    (0.11, 0.07, 0.052, 0.040, 0.032, 0.026, 0.022, 0.019, 0.016, 0.014),
+)
+
+
+class Growth(Protocol):
+    """A way to grow trees for one target."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def branch(self) -> int:
+        """Guesses wanted behind each live node."""
+
+    def draft(self, state: State, guess: Guess) -> Draft: ...
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """What a drafter's options say of its trees. `rows` None means: what pays on this machine."""
+
+    kind: TreeKind
+    rows: int | None
+    width: int
+    rates: Rates
+    paths: Sequence[Sequence[int]] | None = None  # a template of one's own
+    top_p: float = 0.8
+    floor: float = 0.25
+
+    def check(self, method: str) -> None:
+        if self.kind not in get_args(TreeKind):
+            raise InputError(f"{method}: tree is {self.kind!r}; choose from {', '.join(get_args(TreeKind))}")
+        if self.width < 1:
+            raise InputError(f"{method}: width is {self.width}; at least 1 node of a level is carried on")
+        known = {tuple(path) for path in self.paths or ()}
+        orphans = [path for path in sorted(known) if not path or min(path) < 0 or (path[1:] and path[:-1] not in known)]
+        if orphans:
+            raise InputError(
+                f"{method}: paths has {orphans[0]}; a path is of ranks from 0 on, and what it goes on from is one"
+            )
+
+    def on(self, target: Target, depth: int) -> Growth:
+        """For trees of at most `depth` levels behind the root."""
+        nodes = self.rows or MOST_NODES
+        depth, branch = min(depth, nodes - 1), min(BRANCH, target.vocab_size)
+        if self.kind == "static" and self.paths is not None:
+            known = sorted({tuple(path) for path in self.paths if len(path) <= depth}, key=lambda path: (len(path), path))
+            return StaticTree(target, known[: self.rows and nodes - 1])
+        if self.kind == "static":
+            rates = [row[:branch] for row in self.rates[:depth]]
+            return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
+        costs = None if self.rows else RowCosts(target, nodes)
+        if self.kind == "best":
+            return BestFirst(Shape(nodes, depth), self.width, branch, costs)
+        return Budgeted(Shape(nodes, depth), self.width, branch, costs, self.top_p, self.floor)
+
+
+class RowCosts:
+    """What 1 .. `nodes` rows of each sequence cost on this machine, in passes of one row each."""
+
+    def __init__(self, target: Target, nodes: int) -> None:
+        self.target, self.nodes = target, nodes
+        self._known: dict[int, Tensor] = {}
+
+    def of(self, batch: int) -> Tensor:
+        """[nodes], asked of the target once for every batch size."""
+        if batch not in self._known:
+            cost = [self.target.cost(batch * rows) for rows in range(1, self.nodes + 1)]
+            self._known[batch] = torch.tensor(cost, device=self.target.device)
+        return self._known[batch]
+
+
+def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:
+    """The draft of the nodes likeliest to be reached, `nodes` of them at most: all that have a chance, or as many as pay.
+
+    `tokens` [b, M], the root first and every parent before its children; `parent` [b or 1, M]; `chance` [b, M] the
+    log-chance of the whole way to a node, so that no child is above its parent. `cost` [nodes or more] by number of rows.
+    """
+    count = tokens.shape[1]
+    nodes = min(nodes, count)
+    order = chance.argsort(dim=1, descending=True, stable=True)[:, :nodes]
+    likely = chance.gather(1, order).exp()  # falls from 1, the root
+    size = (likely > 0).sum(1)
+    if cost is not None:
+        size = torch.minimum(size, (likely.cumsum(1) / cost[:nodes]).argmax(1) + 1)
+    rows = torch.arange(nodes, device=tokens.device)
+    kept = rows < size.unsqueeze(1)
+    # Back in the given order, so that parents come first; dropped nodes go to the end.
+    chosen = torch.where(kept, order, count).sort(1).values
+    place = torch.zeros(tokens.shape[0], count + 1, dtype=torch.long, device=tokens.device)
+    place.scatter_(1, chosen, rows.expand_as(chosen))
+    chosen = chosen.where(kept, 0)
+    above = parent.expand_as(tokens).gather(1, chosen)
+    return Draft(tokens.gather(1, chosen), Tree(place.gather(1, above)), size)
+
+
+def carried(rows: Tensor, origin: Tensor) -> Tensor:
+    """What a drafter keeps of its live nodes [b, w, H], for those that hang on them: [b, w', H]."""
+    return rows.gather(1, origin.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+
+
+def _known(state: State, draft: Draft) -> Draft:
+    """Before the second token of a text no row has been read, and nothing can be guessed."""
+    return Draft(draft.tokens, draft.tree, draft.size.where(state.length > 0, 1))
+
+
+# Templates -------------------------------------------------------------------------------------------------------------
+
+
+def greedy_paths(rates: Rates, count: int) -> list[Path]:
+    """Medusa's construction: the `count` likeliest paths of ranks, each behind its parent and its elder sibling.
+
+    From the single path (0) on, the best of all next siblings and first children is added, again and again.
+    """
+    if not rates or not rates[0] or count < 1:
+        return []
+    paths: list[Path] = []
+    waiting: list[tuple[float, Path]] = [(-rates[0][0], (0,))]
+    while waiting and len(paths) < count:
+        _, path = heapq.heappop(waiting)
+        paths.append(path)
+        near = [(*path[:-1], path[-1] + 1), (*path, 0)]
+        for one in near:
+            if len(one) <= len(rates) and one[-1] < len(rates[len(one) - 1]):
+                heapq.heappush(waiting, (-promise(one, rates), one))
+    return paths
+
+
+def level_paths(counts: Sequence[int], rates: Rates) -> list[Path]:
+    """The likeliest paths with so many nodes at each depth: how published templates are described."""
+    paths: list[Path] = []
+    above: list[Path] = [()]
+    for count, ranks in zip(counts, rates, strict=False):
+        below = [(*path, rank) for path in above for rank in range(len(ranks))]
+        above = sorted(below, key=lambda path: (-promise(path, rates), path))[:count]
+        paths += above
+    return paths
+
+
+def promise(path: Path, rates: Rates) -> float:
+    """How often all of a path is right."""
+    return math.prod(rates[depth][rank] for depth, rank in enumerate(path))
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a template: which nodes above it are live, and where its own nodes get their tokens."""
+
+    live: Tensor  # [w] nodes of the level above that have children
+    origin: Tensor  # [w] which live node of the level before each hangs on
+    nodes: Tensor  # [m]
+    place: Tensor  # [m] which live node each hangs on
+    rank: Tensor  # [m] which of its guesses it takes
+
+
+class Template:
+    """A tree of paths of ranks, fixed beforehand."""
+
+    def __init__(self, paths: Sequence[Path], device: torch.device) -> None:
+        self.paths: list[Path] = [(), *paths]
+        self.device = device
+        self.index = {path: node for node, path in enumerate(self.paths)}
+        self.depth = max(map(len, self.paths))
+        self.tree = Tree.of(tuple(self.index[path[:-1]] for path in self.paths), device)
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        levels: list[Level] = []
+        above: list[Path] = []
+        for depth in range(1, self.depth + 1):
+            own = [path for path in self.paths if len(path) == depth]
+            live = sorted({path[:-1] for path in own}, key=self.index.__getitem__)
+            columns = (
+                [self.index[path] for path in live],
+                [above.index(path[:-1]) if above else 0 for path in live],
+                [self.index[path] for path in own],
+                [live.index(path[:-1]) for path in own],
+                [path[-1] for path in own],
+            )
+            levels.append(Level(*(torch.tensor(column, device=self.device) for column in columns)))
+            above = live
+        return levels
+
+    def tokens(self, root: Tensor, guess: Guess) -> Tensor:
+        """[b, N]: the tokens that stand at the template's nodes."""
+        tokens = root.unsqueeze(1).repeat(1, len(self.paths))
+        for depth, level in enumerate(self.levels, start=1):
+            guessed, _ = guess(depth, tokens[:, level.live], level.origin.expand(root.shape[0], -1))
+            tokens.index_copy_(1, level.nodes, guessed[:, level.place, level.rank])
+        return tokens
+
+
+class StaticTree:
+    """A template. With `rates` its paths come likeliest first, and as many are drafted as pay at this batch size."""
+
+    def __init__(self, target: Target, paths: Sequence[Path], rates: Rates | None = None) -> None:
+        self.target, self.paths = target, list(paths)
+        self.promised = None if rates is None else list(accumulate((promise(one, rates) for one in paths), initial=1.0))
+        self.shape = Shape(len(self.paths) + 1, max(map(len, self.paths), default=0))
+        self.branch = 1 + max((max(path) for path in self.paths), default=0)
+        self._templates: dict[int, Template] = {}
+
+    def template(self, batch: int) -> Template:
+        if batch not in self._templates:
+            self._templates[batch] = Template(self.paths[: self._pay(batch)], self.target.device)
+        return self._templates[batch]
+
+    def _pay(self, batch: int) -> int:
+        """How many paths are worth their rows."""
+        if self.promised is None:
+            return len(self.paths)
+        gain = [promised / self.target.cost(batch * rows) for rows, promised in enumerate(self.promised, start=1)]
+        return gain.index(max(gain))
+
+    def draft(self, state: State, guess: Guess) -> Draft:
+        template = self.template(len(state.lanes.ids))
+        tokens = template.tokens(state.root, guess)
+        return _known(state, Draft(tokens, template.tree, torch.full_like(state.root, tokens.shape[1])))
+
+
+# Trees that follow the guesses -----------------------------------------------------------------------------------------
+
+
+class _Nodes:
+    """Nodes as they are found: the root, then level by level."""
+
+    def __init__(self, root: Tensor) -> None:
+        self.tokens, self.parent = [root.unsqueeze(1)], [torch.zeros_like(root).unsqueeze(1)]
+        self.chance = [torch.zeros(root.shape[0], 1, device=root.device)]
+        self.count = 1
+
+    def add(self, tokens: Tensor, parent: Tensor, chance: Tensor) -> Tensor:
+        """Their numbers [b, m]."""
+        rows = torch.arange(self.count, self.count + tokens.shape[1], device=tokens.device).expand_as(tokens)
+        self.tokens, self.parent, self.chance = [*self.tokens, tokens], [*self.parent, parent], [*self.chance, chance]
+        self.count += tokens.shape[1]
+        return rows
+
+    def draft(self, nodes: int, cost: Tensor | None) -> Draft:
+        chance = torch.cat(self.chance, 1)
+        return choose(torch.cat(self.tokens, 1), torch.cat(self.parent, 1), chance, nodes, cost)
+
+
+@dataclass(frozen=True)
+class BestFirst:
+    """The likeliest nodes of all: of every level the best `width` are carried on, and the best of everything is drafted."""
+
+    shape: Shape
+    width: int
+    branch: int
+    costs: RowCosts | None
+
+    def draft(self, state: State, guess: Guess) -> Draft:
+        nodes, root = _Nodes(state.root), state.root.unsqueeze(1)
+        tokens, rows, origin, chance = root, torch.zeros_like(root), torch.zeros_like(root), nodes.chance[0]
+        for level in range(1, self.shape.depth + 1):
+            guessed, likely = guess(level, tokens, origin)  # [b, w, k]
+            whole = _finite(chance.unsqueeze(2) + likely).flatten(1)
+            below, above = guessed.flatten(1), rows.unsqueeze(2).expand_as(guessed).flatten(1)
+            rows = nodes.add(below, above, whole)
+            chance, best = whole.topk(min(self.width, whole.shape[1]), dim=1)
+            tokens, rows, origin = below.gather(1, best), rows.gather(1, best), best // guessed.shape[2]
+        return _known(state, nodes.draft(self.shape.nodes, _cost(self.costs, state)))
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """Clover's rule: what is likely enough is taken level by level until a budget is spent, the root not counted.
+
+    Behind each live node those guesses stand that together hold `top_p`, and of these the ones that have at least `floor`
+    times the first one's chance; the first always stands. A wide first level leaves little for the next, a confident one a
+    deep chain. Once nothing is left the later levels are masked. Of a wide level the best `width` nodes are carried on.
+    """
+
+    shape: Shape
+    width: int
+    branch: int
+    costs: RowCosts | None
+    top_p: float
+    floor: float
+
+    def draft(self, state: State, guess: Guess) -> Draft:
+        nodes, root = _Nodes(state.root), state.root.unsqueeze(1)
+        tokens, rows, origin, chance = root, torch.zeros_like(root), torch.zeros_like(root), nodes.chance[0]
+        left = torch.full_like(root, self.shape.nodes - 1)  # [b, 1]
+        for level in range(1, self.shape.depth + 1):
+            guessed, likely = guess(level, tokens, origin)  # [b, w, k]
+            whole = _finite(chance.unsqueeze(2) + likely).masked_fill(~self._likely_enough(likely), -math.inf).flatten(1)
+            chance, best = whole.topk(min(self.shape.nodes - 1, whole.shape[1]), dim=1)
+            place = torch.arange(best.shape[1], device=best.device)
+            chance = chance.masked_fill(place >= left, -math.inf)
+            left = left - (chance > -math.inf).sum(1, keepdim=True)
+            tokens, origin = guessed.flatten(1).gather(1, best), best // guessed.shape[2]
+            rows = nodes.add(tokens, rows.gather(1, origin), chance)
+            tokens, rows, origin, chance = (part[:, : self.width] for part in (tokens, rows, origin, chance))
+        return _known(state, nodes.draft(self.shape.nodes, _cost(self.costs, state)))
+
+    def _likely_enough(self, likely: Tensor) -> Tensor:
+        chance = likely.exp()
+        inside = chance.cumsum(-1) <= self.top_p + 1e-6  # a sum that is exactly top_p may be rounded up
+        first = torch.arange(likely.shape[-1], device=likely.device) == 0
+        return (inside & (chance >= self.floor * chance[..., :1])) | first
+
+
+def _finite(chance: Tensor) -> Tensor:
+    """A NaN would be drafted before everything else."""
+    return chance.where(chance.isfinite(), -math.inf)
+
+
+def _cost(costs: RowCosts | None, state: State) -> Tensor | None:
+    return None if costs is None else costs.of(len(state.lanes.ids))

@@ -1,0 +1,165 @@
+"""DRAFT: heads that know what was guessed before them. One decoder layer behind the target's last reads the whole text; from
+its newest row a small recurrent cell goes on, token by token, and each step's state makes one guess.
+
+The cell (Attention Decoder) lets the state look at the embedding of the token just chosen (Regressive Connection); the layer
+(Augmenting Block) has a cache of its own over committed rows. Each of the three can be left out. The target's own head,
+frozen, makes logits; the tree follows Clover's running budget.
+Paper: Clover (arXiv 2405.00263).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreword.core.draft import Draft
+from foreword.core.drafter import Drafter
+from foreword.core.heads import CosineAttention, ResBlock, counted, last_of, linear, near_identity, norm_like
+from foreword.core.lessons import Labels, Lesson, Marks, check_labels
+from foreword.core.needs import Needs, Skip
+from foreword.core.sampling import guesses
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried
+from foreword.errors import InputError
+
+Block = Literal["full", "attention", "mlp", "none"]
+HALVES = {"full": Skip(), "attention": Skip.of(mlp=(0,)), "mlp": Skip.of(attention=(0,))}
+DECAY = 0.8
+
+
+class Cell(nn.Module):
+    """h + SiLU(what the state sees in the chosen token). With `attention` off, an MLP over both side by side."""
+
+    def __init__(self, target: Target, attention: bool) -> None:
+        super().__init__()
+        size = target.hidden_size
+        self.look: nn.Module = CosineAttention(target, bias=False) if attention else Beside(linear(target, 2 * size, size))
+        with torch.no_grad():
+            if isinstance(self.look, CosineAttention):
+                for part in (self.look.query, self.look.key):
+                    near_identity(part.weight, 0.01 * torch.randn_like(part.weight))
+                self.look.value.weight.zero_()
+
+    def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
+        return state + functional.silu(self.look(state, embedding))
+
+
+class Beside(nn.Module):
+    """A linear over a state and an embedding laid side by side, starting at 0."""
+
+    def __init__(self, product: nn.Linear) -> None:
+        super().__init__()
+        self.product = product
+        nn.init.zeros_(product.weight)
+        nn.init.zeros_(product.bias)
+
+    def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
+        return self.product(torch.cat([state, embedding], dim=-1))
+
+
+class Weights(nn.Module):
+    def __init__(self, target: Target, heads: int, layers: nn.ModuleList | None, regressive: bool, attention: bool) -> None:
+        super().__init__()
+        self.block = layers
+        self.norm = norm_like(target)  # what the block gives has no norm behind it yet
+        self.cell = Cell(target, attention) if regressive else None
+        self.heads = nn.ModuleList(ResBlock(target) for _ in range(heads))
+
+
+class Clover(Drafter):
+    paper = "Clover, arXiv 2405.00263"
+    needs = Needs(hidden=True, prompt="all")
+    module: Weights
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        heads: int = 4,
+        block: Block = "full",
+        regressive: bool = True,
+        attention: bool = True,
+        tree: TreeKind = "budget",
+        width: int = 8,
+        paths: Sequence[Sequence[int]] | None = None,
+        top_p: float = 0.8,
+        floor: float = 0.25,
+        labels: Labels = "hard",
+    ) -> None:
+        """`block`: all of the Augmenting Block, its attention or its MLP alone, or none. `attention` off: the cell is an MLP
+        over state and embedding; `regressive` off: there is no cell, and heads do not know what was guessed. `top_p` and
+        `floor` are the budgeted tree's: the paper's tree of 4 is `rows=5`."""
+        if heads < 1:
+            raise InputError(f"clover: needs at least one head, got heads={heads}")
+        if block not in get_args(Block):
+            raise InputError(f"clover: block is {block!r}; choose from {', '.join(get_args(Block))}")
+        check_labels("clover", labels)
+        self.wants_cost = rows is None
+        self.heads, self.block, self.regressive, self.attention, self.labels = heads, block, regressive, attention, labels
+        self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, top_p, floor)
+        self.plan.check("clover")
+        self.config: dict[str, Any] = dict(heads=heads, block=block, regressive=regressive, attention=attention)
+
+    def bind(self, target: Target, slots: int) -> None:
+        self.target = target
+        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
+            self.stack = None if self.block == "none" else target.stack(slots, 1, init=target.layers - 1)
+            layers = None if self.stack is None else self.stack.layers
+            self.module = Weights(target, self.heads, layers, self.regressive, self.attention)
+        elif self.stack is not None:
+            self.stack.allocate(slots, target.context)
+        self.growth = self.plan.on(target, self.heads)
+        self.shape = self.growth.shape
+        self.embedding = target.head_weight()
+        self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def begin(self, state: State) -> None:
+        if self.stack is not None:
+            self.stack.restart(state.lanes, state.length)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self._follow(state, scores.require_hidden(), chunk.size)
+
+    def propose(self, state: State) -> Draft:
+        known = self.state[state.slots].unsqueeze(1)  # [b, 1, H]
+
+        def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal known
+            known = self._step(carried(known, origin), tokens)
+            position = (state.length + level).unsqueeze(1).expand_as(tokens)
+            logits = self.target.head(self.module.heads[level - 1](known))
+            return guesses(logits, position, state.sampling, self.growth.branch)
+
+        return self.growth.draft(state, guess)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        hidden = scores.require_hidden()
+        path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[2])
+        self._follow(state, hidden.gather(1, path), accepted.count)
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = scores.require_hidden()
+        marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
+        walked = hidden if self.stack is None else self.stack.over(hidden, HALVES[self.block])
+        known = self.module.norm(marks.lesson.of_rows(walked))
+        for number, head in enumerate(self.module.heads, start=1):
+            known = self._step(known, marks.lesson.token(number))
+            marks.add(number, head(known), DECAY**number)
+        return marks.result
+
+    def _follow(self, state: State, hidden: Tensor, count: Tensor) -> None:
+        """Rows [b, n, H] were committed, the first `count` of them: the block reads them, and the last is what is known."""
+        if self.stack is not None:
+            hidden = self.stack.read(counted(hidden, count), state.lanes, count, HALVES[self.block])
+        self.state.index_copy_(0, state.slots, last_of(self.module.norm(hidden), count, self.state[state.slots]))
+
+    def _step(self, known: Tensor, tokens: Tensor) -> Tensor:
+        """The state once a token is chosen."""
+        if self.module.cell is None:
+            return known
+        return self.module.cell(known, functional.normalize(self.embedding[tokens], dim=-1))

@@ -1,0 +1,173 @@
+"""DRAFT: Clover with the next token told earlier. Every committed row is fused with the token that follows it before two
+decoder layers read the text; from their newest row, which so knows the root, a light recurrent cell goes on.
+
+The layers run once a round, over what was accepted, with a cache of their own; the cell runs once a level. States after some
+of the target's layers (taps) may be added to the last one. The target's own head, frozen, makes logits. What is learned is
+the target's distribution, and the state that it comes from.
+Paper: Clover-2 (arXiv 2408.00264).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreword.core.draft import Draft
+from foreword.core.drafter import Drafter
+from foreword.core.heads import CosineAttention, counted, last_of, linear, near_identity, norm_like, plain_norm
+from foreword.core.lessons import Labels, Lesson, Marks, check_labels
+from foreword.core.needs import Needs
+from foreword.core.sampling import guesses
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried, level_paths
+from foreword.errors import DrafterError, InputError
+
+LAYERS = 2
+DECAY = 0.7
+COUNTS = (4, 8, 8, 3, 2)  # nodes at each depth of the paper's static tree
+
+
+class Weights(nn.Module):
+    def __init__(self, target: Target, layers: nn.ModuleList, taps: int) -> None:
+        super().__init__()
+        size = target.hidden_size
+        self.taps = linear(target, taps * size, size, bias=False) if taps else None
+        self.fuse, self.step = CosineAttention(target, bias=True), CosineAttention(target, bias=True)
+        self.block, self.norm = layers, norm_like(target)
+        self.first, self.later = linear(target, size, size), linear(target, 2 * size, size)
+        self.last_norm = plain_norm(target)
+        self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Everything passes what it is given through, but for a little noise."""
+        if self.taps is not None:
+            self.taps.weight.zero_()
+        for look in (self.fuse, self.step):
+            near_identity(look.query.weight, _little(look.query.weight))
+            near_identity(look.key.weight, _little(look.key.weight))
+            look.value.weight.copy_(_little(look.value.weight))
+        for product in (self.first, self.later):
+            near_identity(product.weight, _little(product.weight))
+            product.bias.zero_()
+        # Rows come here as the final norm leaves them; at that size they are to stay.
+        self.last_norm.weight.fill_(self.norm.weight.square().mean().sqrt())
+
+    def fused(self, hidden: Tensor, taps: dict[int, Tensor], following: Tensor) -> Tensor:
+        """Rows of the target [..., H] with what it held further down, and the embedding of the token after each."""
+        if self.taps is not None:
+            hidden = hidden + self.taps(torch.cat([taps[layer] for layer in sorted(taps)], dim=-1))
+        return hidden + self.fuse(hidden, following)
+
+    def guess_first(self, state: Tensor) -> Tensor:
+        return self.last_norm(self.first(state))
+
+    def guess_later(self, state: Tensor, embedding: Tensor) -> Tensor:
+        return self.last_norm(self.later(torch.cat([state, embedding], dim=-1)))
+
+
+def _little(weight: Tensor) -> Tensor:
+    return 0.01 * torch.rand_like(weight)
+
+
+class Clover2(Drafter):
+    paper = "Clover-2, arXiv 2408.00264"
+    module: Weights
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        heads: int = 5,
+        taps: Sequence[int] = (),
+        tree: TreeKind = "best",
+        width: int = 8,
+        paths: Sequence[Sequence[int]] | None = None,
+        labels: Labels = "soft",
+        regression: float = 10.0,
+    ) -> None:
+        """`heads` guess that many tokens ahead. `taps`: layers of the target whose states are added. `tree`: the likeliest
+        paths, or "static", the paper's 25 nodes unless `paths` names others. `labels` and `regression`: learn the target's
+        distribution or its tokens, and with which weight its states."""
+        if heads < 1:
+            raise InputError(f"clover2: needs at least one head, got heads={heads}")
+        check_labels("clover2", labels)
+        self.wants_cost = rows is None
+        self.heads, self.labels, self.regression = heads, labels, regression
+        self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", follower=True)
+        self.plan = TreePlan(tree, rows, width, USUAL_RATES, level_paths(COUNTS, USUAL_RATES) if paths is None else paths)
+        self.plan.check("clover2")
+        self.config: dict[str, Any] = dict(heads=heads, taps=list(self.needs.taps))
+
+    def bind(self, target: Target, slots: int) -> None:
+        outside = [layer for layer in self.needs.taps if not 0 <= layer <= target.layers]
+        if outside:
+            raise DrafterError(
+                f"clover2: tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}"
+            )
+        self.target = target
+        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
+            self.stack = target.stack(slots, LAYERS, init=target.layers - 1)
+            self.module = Weights(target, self.stack.layers, len(self.needs.taps))
+        else:
+            self.stack.allocate(slots, target.context)
+        self.growth = self.plan.on(target, self.heads)
+        self.shape = self.growth.shape
+        self.embedding = target.head_weight()
+        self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def begin(self, state: State) -> None:
+        self.stack.restart(state.lanes, state.length)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self._follow(state, scores.require_hidden(), scores.taps, chunk.size)
+
+    def propose(self, state: State) -> Draft:
+        known = self.state[state.slots].unsqueeze(1)  # [b, 1, H]
+
+        def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal known
+            known, rows = self._step(level, carried(known, origin), tokens)
+            position = (state.length + level).unsqueeze(1).expand_as(tokens)
+            return guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
+
+        return self.growth.draft(state, guess)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        hidden = scores.require_hidden()
+        path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[2])
+        taps = {layer: tap.gather(1, path) for layer, tap in scores.taps.items()}
+        self._follow(state, hidden.gather(1, path), taps, accepted.count)
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = scores.require_hidden()
+        marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden, self.regression)
+        following = self.embedding[functional.pad(tokens[:, 1:], (0, 1))]
+        walked = self.stack.over(self.module.fused(hidden, scores.taps, following))
+        known = self.module.norm(marks.lesson.of_rows(walked))
+        for number in range(1, self.heads + 1):
+            known, rows = self._step(number, known, marks.lesson.token(number))
+            marks.add(number, rows, DECAY ** (number - 1))
+        return marks.result
+
+    def _follow(self, state: State, hidden: Tensor, taps: dict[int, Tensor], count: Tensor) -> None:
+        """Rows [b, n, H] were committed, the first `count` of them: the layers read them, the last is what is known."""
+        first = self.stack.cache.length[state.slots].unsqueeze(1) + 1
+        column = first + torch.arange(hidden.shape[1], device=hidden.device)
+        following = state.tokens[state.slots.unsqueeze(1), column.clamp(max=state.tokens.shape[1] - 1)]
+        fused = self.module.fused(hidden, taps, self.embedding[following])
+        walked = self.stack.read(counted(fused, count), state.lanes, count)
+        self.state.index_copy_(0, state.slots, last_of(self.module.norm(walked), count, self.state[state.slots]))
+
+    def _step(self, level: int, known: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The state once a token is chosen, and what its guess is read from. The first token, the root, is known already."""
+        if level == 1:
+            return known, self.module.guess_first(known)
+        embedding = self.embedding[tokens]
+        known = known + self.module.step(known, embedding)
+        return known, self.module.guess_later(known, embedding)

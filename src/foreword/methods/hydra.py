@@ -1,0 +1,134 @@
+"""DRAFT: Medusa's heads, told what was guessed. Head i reads the target's last state and the input embeddings of the root
+and of the i - 1 tokens chosen behind it, side by side.
+
+With `prefix` (Hydra++) a decoder layer over the whole text, with a cache of its own, stands between the target's state and
+the heads. The target's own head, frozen, makes logits. What is learned is the target's distribution.
+Paper: Hydra (arXiv 2402.05109).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreword.core.draft import Draft
+from foreword.core.drafter import Drafter
+from foreword.core.heads import ResBlock, counted, last_of, linear, norm_like
+from foreword.core.lessons import Labels, Lesson, Marks, check_labels
+from foreword.core.needs import Needs
+from foreword.core.sampling import guesses
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, carried
+from foreword.errors import InputError
+
+
+class Head(nn.Module):
+    """R c + SiLU(W c) over `parts` states side by side, then residual blocks. W starts at 0."""
+
+    def __init__(self, target: Target, parts: int, layers: int) -> None:
+        super().__init__()
+        size = target.hidden_size
+        self.through, self.bent = linear(target, parts * size, size, bias=False), linear(target, parts * size, size)
+        nn.init.zeros_(self.bent.weight)
+        nn.init.zeros_(self.bent.bias)
+        self.blocks = nn.Sequential(*(ResBlock(target) for _ in range(layers - 1)))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.blocks(self.through(rows) + functional.silu(self.bent(rows)))
+
+
+class Weights(nn.Module):
+    def __init__(self, target: Target, heads: int, layers: int, prefix: nn.ModuleList | None) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.norm = None if prefix is None else norm_like(target)
+        self.heads = nn.ModuleList(Head(target, number + 1, layers) for number in range(1, heads + 1))
+
+
+class Hydra(Drafter):
+    paper = "Hydra, arXiv 2402.05109"
+    module: Weights
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        heads: int = 4,
+        layers: int = 1,
+        prefix: bool = False,
+        tree: TreeKind = "best",
+        width: int = 8,
+        paths: Sequence[Sequence[int]] | None = None,
+        rates: Rates = USUAL_RATES,
+        labels: Labels = "soft",
+    ) -> None:
+        """`heads` of `layers` layers each. `prefix`: a decoder layer over the text before them. `tree`: the likeliest paths;
+        "static", a template built from `rates` or made of `paths`; or Clover's budget."""
+        if heads < 1 or layers < 1:
+            raise InputError(f"hydra: needs at least one head of one layer, got heads={heads} and layers={layers}")
+        check_labels("hydra", labels)
+        self.wants_cost = rows is None
+        self.heads, self.layers, self.prefix, self.labels = heads, layers, prefix, labels
+        self.needs = Needs(hidden=True, prompt="all" if prefix else "last")
+        self.plan = TreePlan(tree, rows, width, rates, paths)
+        self.plan.check("hydra")
+        self.config: dict[str, Any] = dict(heads=heads, layers=layers, prefix=prefix)
+
+    def bind(self, target: Target, slots: int) -> None:
+        self.target = target
+        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
+            self.stack = target.stack(slots, 1, init=target.layers - 1) if self.prefix else None
+            self.module = Weights(target, self.heads, self.layers, None if self.stack is None else self.stack.layers)
+        elif self.stack is not None:
+            self.stack.allocate(slots, target.context)
+        self.growth = self.plan.on(target, self.heads)
+        self.shape = self.growth.shape
+        self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def begin(self, state: State) -> None:
+        if self.stack is not None:
+            self.stack.restart(state.lanes, state.length)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self._follow(state, scores.require_hidden(), chunk.size)
+
+    def propose(self, state: State) -> Draft:
+        known = self.state[state.slots].unsqueeze(1)  # [b, 1, H], and at each level one part more
+
+        def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal known
+            known = torch.cat([carried(known, origin), self.target.embed(tokens)], dim=-1)
+            position = (state.length + level).unsqueeze(1).expand_as(tokens)
+            logits = self.target.head(self.module.heads[level - 1](known))
+            return guesses(logits, position, state.sampling, self.growth.branch)
+
+        return self.growth.draft(state, guess)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        hidden = scores.require_hidden()
+        path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[2])
+        self._follow(state, hidden.gather(1, path), accepted.count)
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = scores.require_hidden()
+        marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
+        walked = hidden if self.stack is None else self.stack.over(hidden)
+        known = self._normed(marks.lesson.of_rows(walked))
+        for number, head in enumerate(self.module.heads, start=1):
+            known = torch.cat([known, target.embed(marks.lesson.token(number))], dim=-1)
+            marks.add(number, head(known), 1.0)
+        return marks.result
+
+    def _follow(self, state: State, hidden: Tensor, count: Tensor) -> None:
+        """Rows [b, n, H] were committed, the first `count` of them; the last is what is known."""
+        if self.stack is not None:
+            hidden = self.stack.read(counted(hidden, count), state.lanes, count)
+        self.state.index_copy_(0, state.slots, last_of(self._normed(hidden), count, self.state[state.slots]))
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return self.target.norm(hidden) if self.module.norm is None else self.module.norm(hidden)

@@ -1,0 +1,114 @@
+"""DRAFT: K heads on the target's last state. Head k guesses, from the row before the root, the token k places behind it.
+
+The heads do not know each other's guesses, so one product answers all of them, and every node of a level shares them. Each
+head is a residual block or a few; the target's own head, frozen, makes logits of it (Medusa-1). An untrained head guesses
+what the target's head says. What is kept of a sequence is one hidden state.
+Paper: Medusa (arXiv 2401.10774).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foreword.core.draft import Draft
+from foreword.core.drafter import Drafter
+from foreword.core.heads import ResBlock, last_of
+from foreword.core.lessons import Labels, Lesson, Marks, check_labels, head_loss, rank_rates
+from foreword.core.needs import Needs
+from foreword.core.sampling import guesses
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.core.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan
+from foreword.errors import InputError
+
+DECAY = 0.8
+
+
+class Medusa(Drafter):
+    paper = "Medusa, arXiv 2401.10774"
+    needs = Needs(hidden=True, prompt="last")
+    module: nn.ModuleList
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        heads: int = 4,
+        layers: int = 1,
+        tree: TreeKind = "static",
+        width: int = 8,
+        paths: Sequence[Sequence[int]] | None = None,
+        rates: Rates = USUAL_RATES,
+        labels: Labels = "hard",
+    ) -> None:
+        """`heads` of `layers` residual blocks each. `tree`: a template built from `rates`, which `calibrate` measures, or
+        made of `paths`; the likeliest paths ("best"); or Clover's budget. `labels`: learn the target's tokens or its
+        distribution."""
+        if heads < 1 or layers < 1:
+            raise InputError(f"medusa: needs at least one head of one layer, got heads={heads} and layers={layers}")
+        check_labels("medusa", labels)
+        self.wants_cost = rows is None
+        self.heads, self.layers, self.labels = heads, layers, labels
+        self.plan = TreePlan(tree, rows, width, rates, paths)
+        self.plan.check("medusa")
+        self.config: dict[str, Any] = {"heads": heads, "layers": layers, "rates": [list(row) for row in rates]}
+
+    def bind(self, target: Target, slots: int) -> None:
+        self.target = target
+        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
+            self.module = nn.ModuleList(
+                nn.Sequential(*(ResBlock(target) for _ in range(self.layers))) for _ in range(self.heads)
+            )
+        self.growth = self.plan.on(target, self.heads)
+        self.shape = self.growth.shape
+        self.hidden = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self.hidden.index_copy_(0, state.slots, scores.require_hidden()[:, -1])
+
+    def propose(self, state: State) -> Draft:
+        if self.shape.depth == 0:
+            return Draft.nothing(state.root)
+        rows = self._heads(self.target.norm(self.hidden[state.slots]))  # [b, K, H]
+        ahead = torch.arange(1, self.heads + 1, device=rows.device)
+        position = state.length.unsqueeze(1) + ahead
+        tokens, chances = guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
+
+        def guess(level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            shape = (-1, live.shape[1], -1)
+            return tokens[:, level - 1 : level].expand(shape), chances[:, level - 1 : level].expand(shape)
+
+        return self.growth.draft(state, guess)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        hidden = scores.require_hidden()
+        path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[2])
+        self.hidden.index_copy_(0, state.slots, last_of(hidden.gather(1, path), accepted.count, self.hidden[state.slots]))
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = scores.require_hidden()
+        marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
+        state = target.norm(marks.lesson.of_rows(hidden))
+        for number, head in enumerate(self.module, start=1):
+            marks.add(number, head(state), DECAY**number)
+        return marks.result
+
+    @torch.no_grad()
+    def calibrate(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> Rates:
+        """How often the guesses of each head are right by rank, on text kept apart: the `rates` of a better template."""
+        lesson = Lesson.of(tokens, mask, self.heads)
+        rows = self._heads(target.norm(lesson.of_rows(scores.require_hidden())))
+        rates = []
+        for number in range(1, self.heads + 1):
+            counts = lesson.counts[:, number - 1]
+            _, places = head_loss(rows[:, number - 1], lesson.label(number), counts, target.head, target.dtype)
+            rates.append(rank_rates(places, counts, BRANCH))
+        return rates
+
+    def _heads(self, state: Tensor) -> Tensor:
+        """[b, H] -> [b, K, H]."""
+        return torch.stack([head(state) for head in self.module], dim=1)

@@ -1,0 +1,94 @@
+"""medusa: heads that start as the target's own, and trees of guesses that do not depend on one another."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from doubles import (
+    CONTEXT,
+    SAMPLINGS,
+    VOCABULARY,
+    Recorder,
+    chain,
+    drafts_of,
+    engine,
+    own_hidden,
+    path_to,
+    requests,
+    target,
+    taught,
+    written,
+)
+from foreword.core.lessons import Lesson
+from foreword.core.needs import Needs
+from foreword.core.state import Lanes
+from foreword.methods import untrained
+from foreword.methods.medusa import Medusa
+from foreword.model.model import Model
+
+
+def last_states(model: Model, text: list[int]) -> torch.Tensor:
+    """[H]: of the row before the root, normed."""
+    return model.norm(own_hidden(model.hf, text[:-1])[-1][-1]).detach()
+
+
+def test_an_untrained_head_says_what_the_target_s_says() -> None:
+    model = target()
+    recorder = Recorder(untrained("medusa", rows=3, heads=2, paths=[[0], [0, 0]]))
+    written(engine(recorder, model), requests(3))
+    late = recorder.proposed[-1]
+    for text, (tokens, _) in zip(late.texts, drafts_of(late), strict=True):
+        again = int(model.head(last_states(model, text)).argmax())
+        assert tokens == [text[-1], again, again]
+
+
+@pytest.mark.parametrize("nodes", [4, 16])
+def test_the_likeliest_paths_are_products_of_the_heads_chances(nodes: int) -> None:
+    """Against every path of up to three tokens: the heads do not know each other, so chances multiply."""
+    model = target()
+    drafter: Medusa = taught("medusa", model, rows=nodes, heads=3, tree="best", width=64)
+    recorder = Recorder(drafter)
+    written(engine(recorder, model), requests(4))
+    late = recorder.proposed[-1]
+    for text, (tokens, parent) in zip(late.texts, drafts_of(late), strict=True):
+        state = last_states(model, text)
+        chances = [model.head(head(state)).log_softmax(-1).detach() for head in drafter.module]
+        best = [list(zip(*map(torch.Tensor.tolist, chance.topk(10)), strict=True)) for chance in chances]
+        paths = [path for depth in range(1, 4) for path in product(*best[:depth])]
+        likely = sorted(paths, key=lambda path: -sum(chance for chance, _ in path))[: nodes - 1]
+        drafted = {tuple(tokens[row] for row in path_to(parent, node)[1:]) for node in range(1, len(tokens))}
+        assert drafted == {tuple(token for _, token in path) for path in likely}
+
+
+def test_calibration_counts_the_places_of_what_was_written() -> None:
+    model = target()
+    drafter: Medusa = taught("medusa", model, heads=2)
+    texts = torch.randint(3, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 20, dtype=torch.bool)
+    model.allocate(3, CONTEXT, 20)
+    with torch.no_grad():
+        scores = model.score(Lanes.of([0, 1, 2], 0), chain(texts.tolist()), Needs(hidden=True))
+    rates = drafter.calibrate(texts, mask, scores, model)
+    lesson, found = Lesson.of(texts, mask, 2), [[0] * 10 for _ in range(2)]
+    for head in (1, 2):
+        rows = drafter.module[head - 1](model.norm(lesson.of_rows(scores.require_hidden())))
+        order = model.head(rows).argsort(-1, descending=True)[:, :10]
+        for row, label in zip(
+            order[lesson.counts[:, head - 1]], lesson.label(head)[lesson.counts[:, head - 1]], strict=True
+        ):
+            for rank in range(10):
+                found[head - 1][rank] += int(row[rank] == label)
+        total = int(lesson.counts[:, head - 1].sum())
+        assert rates[head - 1] == pytest.approx([count / total for count in found[head - 1]])
+    again = Medusa(**{**drafter.config, "rates": rates, "rows": 8})
+    again.bind(model, 1)
+    assert again.growth.shape.nodes == 8 and again.config["rates"] == rates
+
+
+def test_a_text_of_one_token_is_not_guessed_on() -> None:
+    model = target()
+    recorder = Recorder(taught("medusa", model, rows=6))
+    written(engine(recorder, model), requests(1, SAMPLINGS["greedy"], max_new_tokens=3, ignore_eos=True))
+    assert [len(text) for text in recorder.proposed[0].texts] == [1]
+    assert recorder.proposed[0].draft.size.tolist() == [1] and recorder.proposed[1].draft.size.tolist() == [6]

@@ -1,0 +1,252 @@
+"""Drafters with weights: what is trained is what is drafted, every weight learns, and the weights outlive an engine."""
+
+import json
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from doubles import (
+    CONTEXT,
+    SAMPLINGS,
+    TRAINED,
+    VOCABULARY,
+    chain,
+    engine,
+    prompts,
+    requests,
+    target,
+    taught,
+    texts_of,
+    truth,
+    written,
+)
+from foreword.core.needs import Needs
+from foreword.core.sampling import gumbel
+from foreword.core.scores import Scores
+from foreword.core.state import Lanes
+from foreword.engine.request import Request
+from foreword.errors import DrafterError, InputError
+from foreword.methods import METHODS, make, untrained
+from foreword.model.model import Model
+
+# Every form a trained method has: its name and the options that matter to the way a guess is made.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {}),
+    "medusa, two layers": ("medusa", {"layers": 2}),
+    "hydra": ("hydra", {}),
+    "hydra, two layers": ("hydra", {"layers": 2}),
+    "hydra, prefix": ("hydra", {"prefix": True}),
+    "clover": ("clover", {}),
+    "clover, attention of the block": ("clover", {"block": "attention"}),
+    "clover, MLP of the block": ("clover", {"block": "mlp"}),
+    "clover, no block": ("clover", {"block": "none"}),
+    "clover, no attention decoder": ("clover", {"attention": False}),
+    "clover, not regressive": ("clover", {"regressive": False}),
+    "clover2": ("clover2", {}),
+    "clover2, taps": ("clover2", {"taps": (1, 3)}),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+HEADS = 3
+FORK = [[first, *[0] * depth] for depth in range(HEADS) for first in (0, 1)]
+
+
+def made(form: str, model: Model, **options: Any) -> Any:
+    name, own = FORMS[form]
+    return taught(name, model, heads=HEADS, **own | options)
+
+
+def scores_of(model: Model, texts: list[list[int]], needs: Needs) -> Scores:
+    """A full causal pass, as training makes it."""
+    model.allocate(len(texts), CONTEXT, len(texts[0]))
+    with torch.no_grad():
+        return model.score(Lanes.of(range(len(texts)), 0), chain(texts), needs)  # type: ignore[arg-type]
+
+
+def test_every_trained_method_is_here() -> None:
+    trained = {name for name, method in METHODS.items() if method.trained}
+    assert set(TRAINED) == trained == {name for name, _ in FORMS.values()}
+
+
+class Heard:
+    """What was handed to the target's head, call by call."""
+
+    def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[torch.Tensor] = []
+        head = model.head
+        monkeypatch.setattr(model, "head", lambda rows: (self.rows.append(rows.detach().clone()), head(rows))[1])
+
+    def of(self, call: Callable[[], object]) -> list[torch.Tensor]:
+        self.rows.clear()
+        call()
+        return list(self.rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@every_form
+def test_what_is_trained_is_what_is_drafted(form: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two branches of a draft, each laid before the loss as a text: every head makes of it what it made in the round."""
+    model = target(family)
+    drafter = made(form, model, tree="static", paths=FORK, labels="hard", **{"regression": 0.0} if "clover2" in form else {})
+    steps, heard = engine(drafter, model, slots=2), Heard(model, monkeypatch)
+    for prompt in prompts(3)[1:]:
+        steps.add(Request(prompt, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True))
+    for _ in range(9):  # prompts of several chunks, then a few rounds
+        steps.step()
+    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    drafts = []
+    with torch.inference_mode():
+        levels = heard.of(lambda: drafts.append(drafter.propose(state)))
+    if form.startswith("medusa"):  # all heads at once, the same for every node
+        levels = [levels[0][:, head : head + 1].expand(-1, 2, -1) for head in range(HEADS)]
+    texts, guessed = texts_of(state), drafts[0].tokens
+    for lane, branch in product(range(2), range(2)):
+        whole = [*texts[lane], *guessed[lane, 1 + branch :: 2].tolist()]
+        scores, mask = scores_of(model, [whole], drafter.needs), torch.zeros(1, len(whole), dtype=torch.bool)
+        mask[0, len(texts[lane]) :] = True
+        trained = heard.of(lambda w=whole, m=mask, s=scores: drafter.loss(torch.tensor([w]), m, s, model))  # type: ignore[misc]
+        for one, other in zip(levels, trained, strict=True):
+            torch.testing.assert_close(one[lane, min(branch, one.shape[1] - 1)], other[0])
+
+
+@pytest.mark.parametrize("form", ["medusa", "hydra", "clover", "clover2"])
+def test_guesses_are_ranked_under_the_noise(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the place where the token will stand: the noise that the target draws with."""
+    model, heat = target(), 0.8
+    drafter = made(form, model, tree="static", paths=FORK)
+    steps = engine(drafter, model, slots=2)
+    for request in requests(3, SAMPLINGS["T=0.8"], ignore_eos=True)[1:]:
+        steps.add(request)
+    for _ in range(7):
+        steps.step()
+    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    heard, drafts = Heard(model, monkeypatch), []
+    with torch.no_grad():
+        rows = heard.of(lambda: drafts.append(drafter.propose(state)))
+    levels = rows if form != "medusa" else [rows[0][:, head : head + 1] for head in range(HEADS)]
+    for level, at in enumerate(levels, start=1):
+        place = (state.length + level).unsqueeze(1).expand(-1, at.shape[1])
+        scores = model.head(at.clone()).detach() / heat + gumbel(state.sampling.key, place, torch.arange(VOCABULARY))
+        wanted = scores.topk(2).indices[:, 0] if level == 1 else scores.argmax(-1).expand(-1, 2)
+        assert drafts[0].tokens[:, 2 * level - 1 : 2 * level + 1].tolist() == wanted.tolist()
+
+
+@every_form
+def test_a_form_writes_the_truth(form: str) -> None:
+    model, asked = target("qwen3"), requests(4, SAMPLINGS["T=0.8"])
+    assert written(engine(made(form, model), model, 2), asked) == [truth(model.hf, request) for request in asked]
+
+
+def lesson(model: Model, needs: Needs) -> tuple[torch.Tensor, torch.Tensor, Scores]:
+    texts = [[*request.prompt[:1], *truth(model.hf, request)] for request in requests(4, max_new_tokens=20, ignore_eos=True)]
+    mask = torch.ones(4, 21, dtype=torch.bool)
+    mask[:, 0] = False
+    return torch.tensor(texts), mask, scores_of(model, texts, needs)
+
+
+@every_form
+def test_every_weight_learns(form: str) -> None:
+    """A few steps on a few texts: the loss falls, the guesses get better, and no weight stays as it was."""
+    model = target()
+    drafter = made(form, model)
+    tokens, mask, scores = lesson(model, drafter.needs)
+    weights = dict(drafter.module.named_parameters())
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    steps = torch.optim.Adam(weights.values(), lr=0.01)
+    seen: list[tuple[float, dict[str, torch.Tensor]]] = []
+    for _ in range(25):
+        loss, figures = drafter.loss(tokens, mask, scores, model)
+        steps.zero_grad()
+        loss.backward()
+        steps.step()
+        seen.append((loss.item(), figures))
+    assert seen[-1][0] < 0.7 * seen[0][0]
+    assert list(seen[0][1]) == [f"top{n}/{head}" for head in range(1, HEADS + 1) for n in (1, 5)]
+    assert seen[-1][1]["top1/1"] > seen[0][1]["top1/1"] and all(value.ndim == 0 for value in seen[0][1].values())
+    idle = {"attention": "mlp", "mlp": "self_attn"}.get(getattr(drafter, "block", ""), "-")  # the half that is left out
+    norm = {"attention": "post_attention", "mlp": "input_layernorm"}.get(getattr(drafter, "block", ""), "-")
+    same = {name for name, weight in weights.items() if torch.equal(weight, before[name])}
+    assert all(idle in name or norm in name for name in same)
+
+
+@every_form
+def test_padding_teaches_nothing(form: str) -> None:
+    model = target()
+    drafter = made(form, model)
+    tokens, mask, scores = lesson(model, drafter.needs)
+    alone, _ = drafter.loss(tokens, mask, scores, model)
+    padded = torch.nn.functional.pad(tokens, (0, 4), value=9)
+    wide = scores_of(model, padded.tolist(), drafter.needs)
+    loss, _ = drafter.loss(padded, torch.nn.functional.pad(mask, (0, 4)), wide, model)
+    torch.testing.assert_close(loss, alone)
+
+
+@every_form
+def test_the_config_makes_the_same_module_again(form: str) -> None:
+    model = target()
+    drafter = made(form, model)
+    again: Any = untrained(FORMS[form][0], **json.loads(json.dumps(drafter.config)))
+    again.bind(model, 2)
+    again.module.load_state_dict(drafter.module.state_dict())
+    assert again.config == drafter.config and again.needs == drafter.needs
+
+
+@pytest.mark.parametrize("form", ["medusa", "hydra, prefix", "clover", "clover2, taps"])
+def test_another_engine_keeps_what_was_learned(form: str) -> None:
+    """Other slots, other context: the same weights, at the same place."""
+    model, asked = target(), requests(4, SAMPLINGS["greedy"])
+    drafter = made(form, model)
+    places = {name: weight.data_ptr() for name, weight in drafter.module.named_parameters()}
+    for slots, context in ((1, 64), (3, 50)):
+        found = written(engine(drafter, model, slots, context), asked)
+        assert found == [truth(model.hf, request, context) for request in asked]
+    assert places == {name: weight.data_ptr() for name, weight in drafter.module.named_parameters()}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("name", TRAINED)
+def test_few_rows(name: str, rows: int) -> None:
+    model, asked = target(), requests(3)
+    drafter = taught(name, model, rows=rows)
+    assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
+    assert drafter.shape.nodes == rows
+
+
+@pytest.mark.parametrize("tree", ["static", "best", "budget"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_tree(name: str, tree: str) -> None:
+    model, asked = target(), requests(3, SAMPLINGS["T=0.8"])
+    drafter = taught(name, model, tree=tree)
+    assert drafter.wants_cost
+    assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_weights_are_asked_for(name: str) -> None:
+    with pytest.raises(DrafterError, match=f"{name} has weights of its own.*foreword train {name}"):
+        make(name)
+
+
+BAD: dict[str, Callable[[], object]] = {
+    "needs at least one head": lambda: untrained("clover", heads=0),
+    "heads=0 and layers=1": lambda: untrained("medusa", heads=0),
+    "heads=4 and layers=0": lambda: untrained("hydra", layers=0),
+    "block is 'half'; choose from full, attention, mlp, none": lambda: untrained("clover", block="half"),
+    "labels is 'firm'": lambda: untrained("medusa", labels="firm"),
+    "tree is 'tall'": lambda: untrained("clover2", tree="tall"),
+    "an option is of the wrong type": lambda: untrained("clover2", taps=3),
+}
+
+
+@pytest.mark.parametrize("match", BAD)
+def test_options_that_cannot_be(match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        BAD[match]()
+
+
+def test_a_tap_outside_the_target() -> None:
+    drafter = untrained("clover2", taps=(2, 9))
+    with pytest.raises(DrafterError, match="tap 9 lies outside tiny-llama, which has layers 0 to 4"):
+        drafter.bind(target(), 1)

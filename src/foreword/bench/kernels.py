@@ -21,9 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.model.attention import attend, mask_of
+from foreword.model.capture import Captured
 
 if TYPE_CHECKING:
     from foreword.model.kernels.tree_attention import Tiles
@@ -126,20 +128,9 @@ def _trial(rig: Rig, tiles: Tiles, expected: Tensor, timer: Timer) -> Trial:
 
 def by_graph(calls: list[Callable[[], Tensor]]) -> float:
     """Microseconds a call, all of them in one captured graph: the quickest of several replays."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = Captured(lambda: [call() for call in calls])
     graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    return min(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) * 1e3 / len(calls)
+    return between_marks(graph.replay, REPLAYS, best=True) * 1e3 / len(calls)
 
 
 def table(trials: list[list[Trial]], best: int) -> Table:

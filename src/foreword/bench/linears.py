@@ -24,12 +24,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear
 
 from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.model.kernels import overlap
 from foreword.model.kernels.linear import BUCKETS, PROGRAMS, Tiles, few_rows_linear, tiles_for
+from foreword.model.lean_cuda import many_rows_linear
 
 ROWS = (1, 16, 64)
 READ_PER_GRAPH = 256 * 2**20  # bytes: several times the L2 cache
@@ -139,14 +140,9 @@ class Given:
         return lambda weight: few_rows_linear(self.rows, weight, tiles=tiles, **options)
 
     def exact(self, weight: Tensor) -> Tensor:
-        rows = self.rows.float()
-        if self.norm is not None:
-            rows = rms_norm(rows, rows.shape[-1:], self.norm[0].float(), self.norm[1])
-        out = linear(rows, weight.float())
-        if self.product.gated:
-            gate, up = out.chunk(2, dim=-1)
-            out = silu(gate) * up
-        return out if self.residual is None else out + self.residual.float()
+        norm = None if self.norm is None else (self.norm[0].float(), self.norm[1])
+        residual = None if self.residual is None else self.residual.float()
+        return many_rows_linear(self.rows.float(), weight.float(), norm=norm, residual=residual, gated=self.product.gated)
 
 
 def drawn(count: int) -> Tensor:

@@ -26,8 +26,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import linear
 
+from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
+from foreword.model.capture import Captured
 from foreword.model.kernels import overlap
 from foreword.model.kernels.linear import BUCKETS, PROGRAMS, Tiles, few_rows_linear, tiles_for
 from foreword.model.lean_cuda import many_rows_linear
@@ -167,24 +169,17 @@ def microseconds(product: Callable[[Tensor], Tensor], weights: list[Tensor], sam
     """Of one launch in a graph that goes round all weights. With `same_bits` a replay must give those of a plain call."""
     order = list(islice(cycle(weights), max(LEAST_LAUNCHES, len(weights))))
     expected = product(order[-1])
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    found: list[Tensor] = []
+
+    def launches() -> None:
         for weight in order:
-            last = product(weight)
-    times = [_replayed(graph) for _ in range(7)][2:]
-    if same_bits and not torch.equal(last, expected):
+            found[:] = [product(weight)]
+
+    graph = Captured(launches)
+    times = [between_marks(graph.replay, 1) for _ in range(7)][2:]
+    if same_bits and not torch.equal(found[0], expected):
         raise ArithmeticError("a replay gave other bits than a plain call")
     return median(times) * 1e3 / len(order)
-
-
-def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
 
 
 @dataclass

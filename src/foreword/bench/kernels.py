@@ -28,7 +28,7 @@ from foreword.model.attention import attend, mask_of
 from foreword.model.capture import Captured
 
 if TYPE_CHECKING:
-    from foreword.model.kernels.tree_attention import Tiles
+    from foreword.kernels.tree_attention import Tiles
 
 CACHED_BYTES = 100e6  # caches of one trial together: more than a GPU keeps close
 MOST_CACHES = 64
@@ -84,7 +84,7 @@ class Rig:
         return [partial(attend, self.query, keys, values, mask, self.scaling) for keys, values in self.caches]
 
     def by_kernel(self, tiles: Tiles) -> list[Callable[[], Tensor]]:
-        from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
+        from foreword.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
 
         seen = (self.slots, self.base, self.sees, self.case.context, self.scaling)
         return [partial(attend_tree, self.query, keys, values, *seen, tiles=tiles) for keys, values in self.caches]
@@ -92,7 +92,7 @@ class Rig:
 
 def grid(case: Case) -> list[Tiles]:
     """The default first, then what differs from it in the block, the warps and loads in flight, or the shares."""
-    from foreword.model.kernels.tree_attention import Tiles, tiles_for  # noqa: PLC0415  triton is there only where CUDA is
+    from foreword.kernels.tree_attention import Tiles, tiles_for  # noqa: PLC0415  triton is there only where CUDA is
 
     default = tiles_for(case.queries, case.context + case.rows, case.key_heads, case.width)
     blocks = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]

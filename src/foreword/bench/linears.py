@@ -2,7 +2,7 @@
 
 Times a grid of `Tiles` for every product of two models at 1, 16 and 64 rows, beside torch's own linear. A graph runs over
 copies of the weights that no cache can hold, as a pass over a model does. Worker processes compile ahead, each into
-Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `model/kernels/linear.py`.
+Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `kernels/linear.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.nn.functional import linear
 from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
+from foreword.kernels import overlap
+from foreword.kernels.linear import BUCKETS, PROGRAMS, Tiles, few_rows_linear, tiles_for
 from foreword.model.capture import Captured
-from foreword.model.kernels import overlap
-from foreword.model.kernels.linear import BUCKETS, PROGRAMS, Tiles, few_rows_linear, tiles_for
 from foreword.model.lean_cuda import many_rows_linear
 
 ROWS = (1, 16, 64)

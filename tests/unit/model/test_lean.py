@@ -15,9 +15,9 @@ from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.core.state import Lanes
+from foreword.kernels.linear import few_rows_linear
 from foreword.model import lean
 from foreword.model.cache import look
-from foreword.model.kernels.linear import few_rows_linear
 from foreword.model.lean_cpu import CpuLayer
 from foreword.model.lean_cuda import CudaLayer, many_rows_linear
 from foreword.model.model import Model

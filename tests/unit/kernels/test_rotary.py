@@ -11,7 +11,7 @@ from foreword.model.cache import CacheShape, SlotCache, store
 
 pytest.importorskip("triton")
 
-from foreword.model.kernels.rotary import turn_and_store
+from foreword.kernels.rotary import turn_and_store
 
 EPSILON = 1e-3
 

@@ -24,7 +24,7 @@ CLOSE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | None = None) -> float:
     """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
-    from foreword.model.kernels.tree_attention import attend_tree, tiles_for  # noqa: PLC0415  needs triton
+    from foreword.kernels.tree_attention import attend_tree, tiles_for  # noqa: PLC0415  needs triton
 
     looks = looks.to("cuda").within(window) if window else looks.to("cuda")
     batch, heads, rows, width = looks.query.shape
@@ -71,7 +71,7 @@ def test_soft_caps(softcap: float, window: int, dtype: torch.dtype) -> None:
 
 def test_the_kernel_is_captured() -> None:
     """Replayed on other lengths, sight and queries than those it was captured with."""
-    from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  needs triton
+    from foreword.kernels.tree_attention import attend_tree  # noqa: PLC0415  needs triton
 
     first, second = (
         Looks.drawn((9, 3), 64, 20, lengths, dtype=torch.bfloat16, seed=seed).to("cuda")

@@ -29,7 +29,7 @@ CASES += [(*shape, dtype) for shape in SHAPES[:4] for dtype in (torch.float16, t
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 100])
 @pytest.mark.parametrize(("n", "k", "kind", "dtype"), CASES)
 def test_products_at_real_shapes(n: int, k: int, kind: str, rows: int, dtype: torch.dtype) -> None:
-    from foreword.model.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
+    from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
 
     gated = kind == "gated"
     x, weight = drawn(rows, k, dtype=dtype), drawn(2 * n if gated else n, k, dtype=dtype, seed=1) * k**-0.5
@@ -52,7 +52,7 @@ def test_products_at_real_shapes(n: int, k: int, kind: str, rows: int, dtype: to
 @pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), (4096, 14336)])
 def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> None:
     """Every product reads what the one before wrote: a kernel that starts early and does not wait gives other numbers."""
-    from foreword.model.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
+    from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
 
     weights = [
         (drawn(2 * mlp, hidden, dtype=torch.bfloat16, seed=i) / hidden**0.5,
@@ -87,7 +87,7 @@ def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> 
 def test_rotation_and_cache(
     heads: int, key_heads: int, width: int, batch: int, rows: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    from foreword.model.kernels.rotary import turn_and_store  # noqa: PLC0415  needs triton
+    from foreword.kernels.rotary import turn_and_store  # noqa: PLC0415  needs triton
 
     qkv = drawn(batch, rows, (heads + 2 * key_heads) * width, dtype=dtype)
     cosine, sine = drawn(batch, rows, width, dtype=dtype, seed=1), drawn(batch, rows, width, dtype=dtype, seed=2)

@@ -18,6 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # From the ground up; rooms of one tier do not see each other. `foreword` is the package's own list of public names.
 TIERS = [
     {"errors"},
+    {"kernels"},
     {"core"},
     {"model", "text"},
     {"engine", "methods"},

@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.model.attention import attend, mask_of
+from foreword.model.capture import Captured
 
 if TYPE_CHECKING:
-    from foreword.model.kernels.tree_attention import Tiles
+    from foreword.kernels.tree_attention import Tiles
 
 CACHED_BYTES = 100e6  # caches of one trial together: more than a GPU keeps close
 MOST_CACHES = 64
@@ -82,7 +84,7 @@ class Rig:
         return [partial(attend, self.query, keys, values, mask, self.scaling) for keys, values in self.caches]
 
     def by_kernel(self, tiles: Tiles) -> list[Callable[[], Tensor]]:
-        from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
+        from foreword.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
 
         seen = (self.slots, self.base, self.sees, self.case.context, self.scaling)
         return [partial(attend_tree, self.query, keys, values, *seen, tiles=tiles) for keys, values in self.caches]
@@ -90,7 +92,7 @@ class Rig:
 
 def grid(case: Case) -> list[Tiles]:
     """The default first, then what differs from it in the block, the warps and loads in flight, or the shares."""
-    from foreword.model.kernels.tree_attention import Tiles, tiles_for  # noqa: PLC0415  triton is there only where CUDA is
+    from foreword.kernels.tree_attention import Tiles, tiles_for  # noqa: PLC0415  triton is there only where CUDA is
 
     default = tiles_for(case.queries, case.context + case.rows, case.key_heads, case.width)
     blocks = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
@@ -126,20 +128,9 @@ def _trial(rig: Rig, tiles: Tiles, expected: Tensor, timer: Timer) -> Trial:
 
 def by_graph(calls: list[Callable[[], Tensor]]) -> float:
     """Microseconds a call, all of them in one captured graph: the quickest of several replays."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+    graph = Captured(lambda: [call() for call in calls])
     graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    return min(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) * 1e3 / len(calls)
+    return between_marks(graph.replay, REPLAYS, best=True) * 1e3 / len(calls)
 
 
 def table(trials: list[list[Trial]], best: int) -> Table:

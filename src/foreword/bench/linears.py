@@ -2,7 +2,7 @@
 
 Times a grid of `Tiles` for every product of two models at 1, 16 and 64 rows, beside torch's own linear. A graph runs over
 copies of the weights that no cache can hold, as a pass over a model does. Worker processes compile ahead, each into
-Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `model/kernels/linear.py`.
+Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `kernels/linear.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear
 
+from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
-from foreword.model.kernels import overlap
-from foreword.model.kernels.linear import BUCKETS, PROGRAMS, Tiles, few_rows_linear, tiles_for
+from foreword.kernels import overlap
+from foreword.kernels.linear import BUCKETS, PROGRAMS, Tiles, few_rows_linear, tiles_for
+from foreword.model.capture import Captured
+from foreword.model.lean_cuda import many_rows_linear
 
 ROWS = (1, 16, 64)
 READ_PER_GRAPH = 256 * 2**20  # bytes: several times the L2 cache
@@ -139,14 +142,9 @@ class Given:
         return lambda weight: few_rows_linear(self.rows, weight, tiles=tiles, **options)
 
     def exact(self, weight: Tensor) -> Tensor:
-        rows = self.rows.float()
-        if self.norm is not None:
-            rows = rms_norm(rows, rows.shape[-1:], self.norm[0].float(), self.norm[1])
-        out = linear(rows, weight.float())
-        if self.product.gated:
-            gate, up = out.chunk(2, dim=-1)
-            out = silu(gate) * up
-        return out if self.residual is None else out + self.residual.float()
+        norm = None if self.norm is None else (self.norm[0].float(), self.norm[1])
+        residual = None if self.residual is None else self.residual.float()
+        return many_rows_linear(self.rows.float(), weight.float(), norm=norm, residual=residual, gated=self.product.gated)
 
 
 def drawn(count: int) -> Tensor:
@@ -171,24 +169,17 @@ def microseconds(product: Callable[[Tensor], Tensor], weights: list[Tensor], sam
     """Of one launch in a graph that goes round all weights. With `same_bits` a replay must give those of a plain call."""
     order = list(islice(cycle(weights), max(LEAST_LAUNCHES, len(weights))))
     expected = product(order[-1])
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    found: list[Tensor] = []
+
+    def launches() -> None:
         for weight in order:
-            last = product(weight)
-    times = [_replayed(graph) for _ in range(7)][2:]
-    if same_bits and not torch.equal(last, expected):
+            found[:] = [product(weight)]
+
+    graph = Captured(launches)
+    times = [between_marks(graph.replay, 1) for _ in range(7)][2:]
+    if same_bits and not torch.equal(found[0], expected):
         raise ArithmeticError("a replay gave other bits than a plain call")
     return median(times) * 1e3 / len(order)
-
-
-def _replayed(graph: torch.cuda.CUDAGraph) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
 
 
 @dataclass

@@ -17,10 +17,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from foreword.bench.passes import Probe, milliseconds, settle
+from foreword.bench.passes import Probe, milliseconds
 from foreword.core.sampling import Sampling
 from foreword.core.state import State
 from foreword.engine.accept import accept
+from foreword.model.capture import settle
 from foreword.model.model import Model
 
 TOP = 12

@@ -19,6 +19,7 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
+from foreword.model.capture import Captured
 from foreword.model.model import Model
 from foreword.model.pack import read_bytes
 
@@ -61,7 +62,7 @@ def bytes_of_pass(model: Model, rows: int, context: int) -> int:
 def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Of one call, the median: on CUDA of replays of a captured graph, so that the host has no part in it."""
     if device.type == "cuda":
-        return replayed(captured(call), repeats)
+        return replayed(Captured(call), repeats)
     call()
     return median(_plain(call) for _ in range(repeats)) * 1e3
 
@@ -72,16 +73,7 @@ def _plain(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    call()  # whatever is compiled or allocated at the first call may not happen in a capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def replayed(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+def replayed(graph: Captured | torch.cuda.CUDAGraph, repeats: int) -> float:
     """Milliseconds of a replay, the median. They follow each other without a pause, so the host is never waited for."""
     for _ in range(WARM_UP):
         graph.replay()
@@ -98,9 +90,3 @@ def between_marks(call: Callable[[], object], repeats: int, best: bool = False) 
     torch.cuda.synchronize()
     times = [before.elapsed_time(after) for before, after in pairwise(marks)]
     return min(times) if best else median(times)
-
-
-def settle(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -19,13 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 from foreword import methods
 from foreword.api import LLM
 from foreword.bench.parts import busy_ms, parts_of_pass
-from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds, replayed, settle
+from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds, replayed
 from foreword.bench.report import cpu_name
 from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError
 from foreword.model.cache import free_memory
+from foreword.model.capture import settle
 from foreword.model.cost import curve_for
 from foreword.model.loading import choose_device, choose_dtype
 from foreword.model.model import Model

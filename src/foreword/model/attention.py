@@ -117,7 +117,7 @@ def has_kernel(cache: SlotCache) -> bool:
 
 def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
     """query [b, heads, n, width] over what its layer has cached: [b, n, heads, width]."""
-    from foreword.model.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
+    from foreword.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
 
     assert view.keys is not None and view.values is not None and view.lanes is not None
     depth = view.depth[:, -query.shape[2] :]

@@ -56,15 +56,6 @@ class SlotCache:
         head_of_slot = lanes.slots.view(-1, 1, 1) * self.shape.heads + heads
         return (head_of_slot * self.rows + rows.clamp(max=self.rows - 1).unsqueeze(1)).flatten()
 
-    def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store a pass's keys and values [b, heads, n, width] at the flat `places`."""
-        store(self.keys[layer], places, key)
-        store(self.values[layer], places, value)
-
-    def read(self, layer: int, lanes: Lanes, rows: int) -> tuple[Tensor, Tensor]:
-        """The first `rows` rows of each slot: [b, heads, rows, width]."""
-        return look(self.keys[layer], lanes, rows), look(self.values[layer], lanes, rows)
-
     def keep(self, lanes: Lanes, path: Tensor, count: Tensor) -> None:
         """Commit scratch rows `path[:, :count]` [b, n] in their order; the rest of the scratch is forgotten."""
         base = self.length[lanes.slots].unsqueeze(1)

@@ -26,6 +26,7 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.state import Lanes
 from foreword.errors import ForewordWarning, StorageError
+from foreword.model.capture import Captured, settle
 from foreword.model.storage import home, place
 
 if TYPE_CHECKING:
@@ -127,31 +128,18 @@ def _pass(model: Model, rows: int) -> Callable[[], object]:
     def score() -> object:
         return model.score(lanes, draft, Needs())
 
+    if device.type == "cuda":
+        return Captured(score).replay
     score()
-    if device.type != "cuda":
-        return score
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        score()
-
-    def replay() -> object:
-        graph.replay()
-        return draft, lanes  # what a captured pass reads has to stay where it is
-
-    return replay
+    return score
 
 
 def _time(one: Callable[[], object], device: torch.device) -> float:
-    _settle(device)
+    settle(device)
     started = time.perf_counter()
     one()
-    _settle(device)
+    settle(device)
     return time.perf_counter() - started
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _description(model: Model) -> dict[str, object]:

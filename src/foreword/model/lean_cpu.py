@@ -47,7 +47,7 @@ class CpuLayer:
 
     def __init__(self, layer: Any, spaces: dict[tuple[int, int], Workspace]) -> None:
         """`spaces` are those of all layers of a stack."""
-        from foreword.model.kernels import between  # noqa: PLC0415  Numba is optional
+        from foreword.kernels import between  # noqa: PLC0415  Numba is optional
 
         self.between, self.spaces = between, spaces
         attention, mlp = layer.self_attn, layer.mlp

@@ -24,8 +24,8 @@ class CudaLayer:
     """Reads the weights of a fused layer; the layer itself stays as it is."""
 
     def __init__(self, layer: Any) -> None:
-        from foreword.model.kernels.linear import few_rows_linear  # noqa: PLC0415  Triton is there only where CUDA is
-        from foreword.model.kernels.rotary import turn_and_store  # noqa: PLC0415
+        from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  Triton is there only where CUDA is
+        from foreword.kernels.rotary import turn_and_store  # noqa: PLC0415
 
         self.few_rows_linear, self.turn_and_store = few_rows_linear, turn_and_store
         attention, mlp = layer.self_attn, layer.mlp

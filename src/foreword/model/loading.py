@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
+from foreword.model import pack
 from foreword.model.families import family_of
-from foreword.model.pack import can_fuse, can_pack, fuse, pack
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,10 +51,8 @@ def choose_dtype(wanted: str | torch.dtype | None, device: torch.device) -> torc
 def load_weights(folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool = True) -> PreTrainedModel:
     """The model in `folder`, ours to rebuild for speed."""
     model = load_stock(folder, device, dtype)
-    if rebuild and can_pack(device, dtype):
-        pack(model)
-    if rebuild and can_fuse(device, dtype):
-        fuse(model)
+    if rebuild:
+        pack.rebuild(model, device, dtype)
     return model
 
 

@@ -169,6 +169,14 @@ def _bytes(linear: nn.Linear | JointLinear | PackedLinear) -> int:
     return sum(part.numel() * part.itemsize for part in held)
 
 
+def rebuild(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Whatever makes a model faster on its device and in its dtype."""
+    if can_pack(device, dtype):
+        pack(model)
+    if can_fuse(device, dtype):
+        fuse(model)
+
+
 def is_plain_norm(norm: Any) -> bool:
     """Whether it is the RMSNorm that `functional.rms_norm` computes; some families add 1 to the weight, or norm by group."""
     plain = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foreword.errors import InputError
-from foreword.model.pack import can_fuse, can_pack, fuse, pack
+from foreword.model import pack
 
 _CONTEXT = 8192
 
@@ -49,8 +49,6 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, rebuild: 
     with device, torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.eval().requires_grad_(False).to(device)
-    if rebuild and can_pack(device, dtype):
-        pack(model)
-    if rebuild and can_fuse(device, dtype):
-        fuse(model)
+    if rebuild:
+        pack.rebuild(model, device, dtype)
     return model

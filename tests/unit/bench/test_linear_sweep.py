@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from foreword.bench.linears import PRODUCTS, ROWS, Product, Result, Trial, best, grid, second_look, tuned
-from foreword.model.kernels.linear import Tiles, tiles_for
+from foreword.kernels.linear import Tiles, tiles_for
 
 
 @pytest.mark.parametrize("rows", ROWS)

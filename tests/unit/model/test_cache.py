@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from foreword.core.state import Lanes
 from foreword.errors import CapacityError
-from foreword.model.cache import CacheShape, SlotCache, free_memory
+from foreword.model.cache import CacheShape, SlotCache, free_memory, look, store
 
 SHAPE = CacheShape(layers=2, heads=3, width=4, dtype=torch.float64)
 SLOTS, CONTEXT, SCRATCH = 4, 10, 6
@@ -80,8 +80,9 @@ def test_rows_are_read_where_they_were_written(ids: list[int]) -> None:
     cache, lanes = filled([0] * SLOTS), Lanes.of(ids, 0)
     rows = torch.tensor([[1, 4, 2], [0, 5, 9], [7, 8, 3]])[: len(ids)]
     key, value = torch.randn(2, len(ids), 3, 3, 4, dtype=torch.float64)
-    cache.write(1, cache.places(lanes, rows), key, value)
-    keys, values = cache.read(1, lanes, 10)
+    for cached, written in ((cache.keys[1], key), (cache.values[1], value)):
+        store(cached, cache.places(lanes, rows), written)
+    keys, values = look(cache.keys[1], lanes, 10), look(cache.values[1], lanes, 10)
     for lane, slot in enumerate(ids):
         assert torch.equal(keys[lane][:, rows[lane]], key[lane])
         assert torch.equal(values[lane][:, rows[lane]], value[lane])
@@ -96,7 +97,8 @@ def test_rows_beyond_the_slot_are_waste() -> None:
     before = tensors(cache)
     places = cache.places(Lanes.of([1], 0), torch.tensor([[cache.rows - 1, cache.rows, cache.rows + 5]]))
     assert len(set(places.tolist())) == SHAPE.heads
-    cache.write(0, places, torch.zeros(1, 3, 3, 4).double(), torch.zeros(1, 3, 3, 4).double())
+    for cached in (cache.keys[0], cache.values[0]):
+        store(cached, places, torch.zeros(1, 3, 3, 4).double())
     assert torch.equal(cache.keys[0][:, :, :-1], before[0][:, :, :-1])
     assert torch.equal(cache.keys[0][[0, 2, 3]], before[0][[0, 2, 3]])
 

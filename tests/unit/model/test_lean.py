@@ -15,8 +15,9 @@ from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.core.state import Lanes
+from foreword.kernels.linear import few_rows_linear
 from foreword.model import lean
-from foreword.model.kernels.linear import few_rows_linear
+from foreword.model.cache import look
 from foreword.model.lean_cpu import CpuLayer
 from foreword.model.lean_cuda import CudaLayer, many_rows_linear
 from foreword.model.model import Model
@@ -69,8 +70,9 @@ def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> N
         for model in models:
             model.cache.keep(lanes, torch.tensor([[0], [0]]), torch.tensor([1, 1]))
     for layer in range(models[0].layers):
-        for one, other in zip(models[0].cache.read(layer, lanes, 11), models[1].cache.read(layer, lanes, 11), strict=True):
-            close(other, one)
+        caches = [model.cache for model in models]
+        for one, other in ([cache.keys[layer] for cache in caches], [cache.values[layer] for cache in caches]):
+            close(look(other, lanes, 11), look(one, lanes, 11))
 
 
 @torch.inference_mode()

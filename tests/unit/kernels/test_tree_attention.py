@@ -14,8 +14,8 @@ from doubles import Looks
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from foreword.model.kernels import tree_attention
-from foreword.model.kernels.tree_attention import PROGRAMS, Tiles, attend_tree, tiles_for
+from foreword.kernels import tree_attention
+from foreword.kernels.tree_attention import PROGRAMS, Tiles, attend_tree, tiles_for
 
 SMALL = Tiles(block_q=16, block_k=16, warps=4, stages=2, splits=1)
 PRECISE = 2e-6

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from foreword.model.kernels import between
+from foreword.kernels import between
 
 EPSILON = 1e-3  # large enough to be seen
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.model.kernels.overlap import let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import let_next_start, overlaps, wait_for_previous
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.model.kernels.overlap import let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import let_next_start, overlaps, wait_for_previous
 
 PROGRAMS = 264  # as many programs as keep a large GPU busy: two on each of its multiprocessors
 MOST_SHARES = 16  # more cost more to join than they save

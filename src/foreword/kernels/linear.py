@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.model.kernels.overlap import fetch, let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import fetch, let_next_start, overlaps, wait_for_previous
 
 PROGRAMS = 2 * 132  # two for every multiprocessor of a large GPU
 BUCKETS = (1, 16, 64)  # row counts that are measured; more rows than these run as several blocks

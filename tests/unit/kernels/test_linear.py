@@ -9,7 +9,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 pytest.importorskip("triton")
 
-from foreword.model.kernels.linear import BUCKETS, TUNED, Tiles, few_rows_linear, tiles_for
+from foreword.kernels.linear import BUCKETS, TUNED, Tiles, few_rows_linear, tiles_for
 
 SMALL = Tiles(16, 16, 32, warps=4, stages=2)
 ONE = Tiles(1, 8, 64, warps=4, stages=2)

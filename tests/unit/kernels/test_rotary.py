@@ -7,11 +7,11 @@ from torch.nn.functional import rms_norm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from foreword.core.state import Lanes
-from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.cache import CacheShape, SlotCache, store
 
 pytest.importorskip("triton")
 
-from foreword.model.kernels.rotary import turn_and_store
+from foreword.kernels.rotary import turn_and_store
 
 EPSILON = 1e-3
 
@@ -47,7 +47,8 @@ def test_it_is_norm_rotation_and_write(
         rms_norm(part, (width,), *norms[name]) if name in norms else part for name, part in zip("qk", parts[:2], strict=True)
     )
     q, k = apply_rotary_pos_emb(q, k, cosine, sine)
-    exact.write(0, places, k, parts[2])
+    store(exact.keys[0], places, k)
+    store(exact.values[0], places, parts[2])
     for one, other in ((query, q), (found.keys[0], exact.keys[0]), (found.values[0], exact.values[0])):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

@@ -1,0 +1,24 @@
+"""Trainable: a drafter with weights of its own. What `foreword train` asks of a method, and all that it asks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from foreword.core.needs import Needs
+from foreword.core.scores import Scores
+from foreword.core.target import Target
+
+
+class Trainable(Protocol):
+    """A drafter with weights of its own, that learns from what the target wrote."""
+
+    needs: Needs  # hidden, taps, logits it wants of the target
+    module: nn.Module  # the weights; made by bind(target, slots), on the target's device
+    config: dict[str, Any]  # what makes the same module again (sizes, options); JSON
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        """tokens [b, n] of texts, mask [b, n] bool: written by the target; scores of a full causal pass over them
+        (hidden [b, n, H] before the final norm, taps, logits if needed). Returns the loss and figures to log
+        (e.g. "top1/1", "top5/1", "top1/2", ... accuracies by head, as 0-d tensors)."""

@@ -12,6 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
@@ -21,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.masking_utils import eager_mask
 from transformers.models.gemma2 import modeling_gemma2
@@ -37,6 +40,7 @@ from foreword.engine.request import Request
 from foreword.methods import METHODS, make
 from foreword.model.attention import attend, mask_of
 from foreword.model.model import Model
+from foreword.text import Tokenizer
 
 VOCABULARY = 48
 END = 2
@@ -216,6 +220,18 @@ def own_cache(model: PreTrainedModel, text: Sequence[int]) -> list[tuple[Tensor,
 def own_window(model: PreTrainedModel, layer: int) -> int | None:
     """How many positions transformers lets a row of a layer see: some families say it of the layer, some of all."""
     return getattr(model.model.layers[layer].self_attn, "sliding_window", getattr(model.config, "sliding_window", None))
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def tokenizer() -> Tokenizer:
+    """Two letters a token, so that a stop string may begin and end inside one."""
+    pieces = ["<pad>", "<s>", "</s>", *(chr(97 + i % 7) + chr(97 + i // 7) for i in range(VOCABULARY - 3))]
+    backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<pad>"))
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
 
 
 # Requests and engines --------------------------------------------------------------------------------------------------

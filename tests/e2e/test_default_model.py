@@ -33,7 +33,7 @@ def llm(in_model_home: None) -> Iterator[foreword.LLM]:
 
 @pytest.mark.model
 def test_it_loads_in_seconds(llm: foreword.LLM) -> None:
-    """It was fetched and converted before; everything is imported."""
+    """It was fetched and converted before; everything is imported, and the loops between the products are compiled."""
     before = torch.get_num_threads()
     try:
         started = time.perf_counter()

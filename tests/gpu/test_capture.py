@@ -7,6 +7,7 @@ import torch
 
 from doubles import FAMILIES, SAMPLINGS, prompts, tiny, truth
 from foreword import methods
+from foreword.core.draft import Tree
 from foreword.core.sampling import Sampling, noise_bits
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
@@ -44,3 +45,16 @@ def test_the_noise_is_the_same_on_both_devices() -> None:
     key, position, tokens = torch.tensor([[123456789, 987654321]]), torch.arange(50)[None], torch.arange(5000)
     here = noise_bits(key, position, tokens)
     assert torch.equal(here, noise_bits(key.cuda(), position.cuda(), tokens.cuda()).cpu())
+
+
+def test_what_a_captured_round_reads_stays_where_it_is() -> None:
+    """Prompts of hundreds of lengths come between two replays, and what they leave behind must not be read as a tree."""
+    hf = copy.deepcopy(tiny("llama")).cuda()
+    (asked,) = [Request(p, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True) for p in prompts(1)]
+    steps = Engine(Model(hf), methods.make("plain"), slots=1, max_context=200)
+    (before,) = steps.generate([asked])
+    for nodes in range(1, 700):
+        Tree.chain(nodes, "cuda")
+    junk = [torch.full((64,), 7, device="cuda") for _ in range(2000)]
+    (after,) = steps.generate([asked])
+    assert after.tokens == before.tokens and len(junk) == 2000

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from doubles import SAMPLINGS, VOCABULARY, Plan, Playback, engine, full_text, requests, target, truth, written
+from doubles import SAMPLINGS, VOCABULARY, Liar, Plan, Playback, engine, full_text, requests, target, truth, written
+from foreword.core.draft import Draft
+from foreword.core.state import State
 
 NODES = st.tuples(st.integers(0, 999), st.none() | st.none() | st.integers(0, VOCABULARY - 1))
 PLANS = st.builds(Plan, st.lists(NODES, max_size=8).map(tuple), st.integers(1, 9))
@@ -17,3 +19,14 @@ def test_any_draft_gives_the_truth(sampling: str, plans: list[Plan], slots: int)
     model, asked = target(), requests(3, SAMPLINGS[sampling], max_new_tokens=8)
     playback = Playback(plans, [full_text(model.hf, request) for request in asked])
     assert written(engine(playback, model, slots), asked) == [truth(model.hf, request) for request in asked]
+
+
+def test_not_even_about_the_root_a_drafter_is_believed() -> None:
+    class Careless(Liar):
+        def propose(self, state: State) -> Draft:
+            draft = super().propose(state)
+            draft.tokens[:, 0] = (state.root + 1) % VOCABULARY
+            return draft
+
+    model, asked = target(), requests(3, max_new_tokens=8)
+    assert written(engine(Careless(), model), asked) == [truth(model.hf, request) for request in asked]

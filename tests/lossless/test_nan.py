@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from doubles import CONTEXT, Liar, Plan, Playback, engine, fresh, full_text, requests, run_to_end, tiny, truth
+from doubles import CONTEXT, Liar, Plan, Playback, engine, fresh, full_text, requests, run_to_end, tiny, tokenizer, truth
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.errors import ForewordWarning, NumericsError
 from foreword.methods import make
 from foreword.model.model import Model
+from foreword.text import TextStream
 
 WAYS = {
     "greedy": Sampling(seed=1),
@@ -103,6 +104,28 @@ def test_a_nan_in_a_guess_does_not_reach_the_text(late: bool, way: str) -> None:
         run_to_end(steps)
     assert sick.tokens == alone.tokens == truth(hf, asked)
     assert sick.accepted[0] == 0 and sum(sick.accepted) == len(sick.tokens)
+
+
+def test_a_round_that_was_under_way_is_not_the_text_s_fault() -> None:
+    """It was launched before the scratch was wiped, drafts nothing, and answers NaN all the same."""
+    hf, bad, nothing = poisoned_model(), Plan(((0, None), (1, None), (0, POISON)), 4), Plan((), 1)
+    steps = engine(Playback([bad, nothing, nothing], [full_text(tiny("qwen3"), HEALTHY)]), Model(hf), slots=1, late=True)
+    with pytest.warns(ForewordWarning):
+        (run,) = steps.generate([HEALTHY])
+    assert run.tokens == truth(hf, HEALTHY)
+
+
+def test_a_round_behind_the_end_leaves_nothing_to_the_next_text() -> None:
+    """A stop string is found while the next round runs, and that one has a NaN in its draft."""
+    hf = poisoned_model()
+    said = tokenizer().decode(truth(hf, HEALTHY)[:3])
+    stops = replace(HEALTHY, stream=TextStream(tokenizer(), (said[-2:],)))
+    drafter = Playback([Plan((), 1), Plan((), 1), Plan((), 1), Plan(((0, POISON),), 2)], [[]])
+    steps = engine(drafter, Model(hf), slots=1, late=True)
+    (first,) = steps.generate([stops])
+    assert first.finish_reason == "stop" and drafter.played == 4
+    (second,) = steps.generate([replace(HEALTHY, speculate=False)])
+    assert second.tokens == truth(hf, HEALTHY)
 
 
 def test_a_slot_where_a_guess_was_nan_guesses_again() -> None:

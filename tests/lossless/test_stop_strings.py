@@ -1,26 +1,12 @@
 """Stop strings that end inside a draft: tokens, text and reason are those of plain decoding, and of a slow search."""
 
-from functools import lru_cache
-
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
-from transformers import PreTrainedTokenizerFast
 
-from doubles import END, SAMPLINGS, VOCABULARY, Oracle, engine, full_text, requests, target, truth
+from doubles import END, SAMPLINGS, Oracle, engine, full_text, requests, target, tokenizer, truth
 from foreword.core.drafter import Drafter
 from foreword.engine.request import Request, Running
 from foreword.methods import make
-from foreword.text import TextStream, Tokenizer
-
-
-@lru_cache
-def tokenizer() -> Tokenizer:
-    """Two letters a token, so that a stop string may begin and end inside one."""
-    pieces = ["<pad>", "<s>", "</s>", *(chr(97 + i % 7) + chr(97 + i // 7) for i in range(VOCABULARY - 3))]
-    backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<pad>"))
-    backend.decoder = decoders.Fuse()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+from foreword.text import TextStream
 
 
 def asked(seed: int, stop: tuple[str, ...] = ()) -> Request:

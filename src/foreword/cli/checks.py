@@ -55,7 +55,7 @@ def examine(model: ModelOptions, fetch: bool) -> Iterator[Finding]:
     yield from _device(model)
     yield _threads(model.threads)
     yield _onednn()
-    yield _numba()
+    yield _numba(model)
     yield _memory()
     yield from _cache()
     yield _drafters()
@@ -111,9 +111,11 @@ def _onednn() -> Finding:
     return Finding("oneDNN", "warn", "not in this torch: on the CPU every candidate costs", "install torch from its wheels")
 
 
-def _numba() -> Finding:
+def _numba(model: ModelOptions) -> Finding:
     if find_spec("numba") is not None:
         return Finding("Numba", "ok", f"{version('numba')}: lean layers on the CPU")
+    if (model.device or "cuda").startswith("cuda") and torch.cuda.is_available():
+        return Finding("Numba", "ok", "not installed, and not needed on CUDA")
     return Finding("Numba", "warn", "not installed: slower layers on the CPU", "pip install 'foreword[cpu]'")
 
 

@@ -8,12 +8,14 @@ with the rest, because shapes are fixed, and can never be accepted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from foreword.errors import DrafterError
+
+KEPT_CHAINS = 128  # rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Tree:
 
     @staticmethod
     def chain(nodes: int, device: torch.device | str = "cpu") -> Tree:
-        return Tree.of((0, *range(nodes - 1)), device)
+        """Those that drafts are made of are built once, and stay where they are: captured rounds read them. Longer ones,
+        which prompts are read in, come in too many lengths to be kept."""
+        return (_kept_chain if nodes <= KEPT_CHAINS else _chain)(nodes, torch.device(device))
 
     @property
     def nodes(self) -> int:
@@ -81,7 +85,19 @@ class Tree:
         return tree
 
 
-@lru_cache(maxsize=512)
+def _chain(nodes: int, device: torch.device) -> Tree:
+    if nodes < 1:
+        raise DrafterError(f"not a tree: a chain of {nodes} rows; it needs the root at least")
+    rows = torch.arange(nodes, device=device)
+    tree = Tree((rows - 1).clamp(min=0).unsqueeze(0), is_chain=True)
+    tree.ancestors, tree.depth = (rows.unsqueeze(1) >= rows).unsqueeze(0), rows.unsqueeze(0)
+    return tree
+
+
+_kept_chain = cache(_chain)
+
+
+@cache
 def _static_tree(parents: tuple[int, ...], device: torch.device) -> Tree:
     wrong = [i for i, parent in enumerate(parents) if not 0 <= parent < max(i, 1)]
     if not parents or wrong:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 
-@lru_cache(maxsize=256)
+@cache
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Fixed numbers as a tensor, sent to the device once and not in every round."""
+    """Fixed numbers as a tensor, sent to the device once and kept: captured rounds read them where they lie."""
     return torch.tensor(numbers, dtype=torch.long, device=device)
 
 

@@ -286,12 +286,12 @@ def _pick_among_best(scores: Tensor, position: Tensor, sampling: SamplingRows) -
     If not even the last of the best scores survives the filters, no other token does, and the race is among the best. Each
     row answers that for itself, so its token does not depend on its company.
     """
-    best = scores.topk(min(max(_BEST, sampling.kind.top_k + 1), scores.shape[-1]), dim=-1)
-    floor = _floor(best.values, sampling, scores.logsumexp(-1, keepdim=True))
-    winner = _race(best.values, best.indices, position, sampling, floor).argmax(-1, keepdim=True)
+    top = scores.topk(min(max(_BEST, sampling.kind.top_k + 1), scores.shape[-1]), dim=-1)
+    floor = _floor(top.values, sampling, scores.logsumexp(-1, keepdim=True))
+    winner = _race(top.values, top.indices, position, sampling, floor).argmax(-1, keepdim=True)
     drawn = (sampling.temperature > 0).unsqueeze(1)
-    choice = torch.where(drawn, best.indices.gather(-1, winner).squeeze(-1), scores.argmax(-1))
-    sure = (floor > best.values[..., -1:]).squeeze(-1) | ~drawn
+    choice = torch.where(drawn, top.indices.gather(-1, winner).squeeze(-1), scores.argmax(-1))
+    sure = (floor > top.values[..., -1:]).squeeze(-1) | ~drawn
     if bool(sure.all()):
         return choice
     return torch.where(sure, choice, _race(scores, _all_tokens(scores), position, sampling).argmax(-1))
@@ -316,9 +316,9 @@ def _floor(scores: Tensor, sampling: SamplingRows, log_mass: Tensor) -> Tensor:
 def _top_k_floor(scores: Tensor, k: Tensor, largest: int) -> Tensor:
     """The k-th best score of each row; minus infinity where top-k is off."""
     largest = min(largest, scores.shape[-1])
-    best = scores.topk(largest, dim=-1).values
+    top = scores.topk(largest, dim=-1).values
     place = (k - 1).clamp(0, largest - 1).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
-    return best.gather(-1, place).masked_fill((k <= 0).view(-1, 1, 1), -math.inf)
+    return top.gather(-1, place).masked_fill((k <= 0).view(-1, 1, 1), -math.inf)
 
 
 def _top_p_floor(scores: Tensor, probability: Tensor, top_p: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ class Launched:
 
     def __init__(self, runs: list[Running], emission: Emission) -> None:
         self.runs = runs
+        self.alone = [run.spoiled for run in runs]  # launched without guesses, on a scratch that was wiped
         self.emission = emission.fetched()
         self.arrived: torch.cuda.Event | None = None
         if emission.count.is_cuda:
@@ -40,7 +41,7 @@ def emit(launched: Launched, ends: set[int]) -> list[Event]:
         if running.done:  # found finished after this round was launched
             continue
         if broken[lane]:
-            events.append(_fail(running, drafted[lane]))
+            events.append(_fail(running, drafted[lane] > 0, launched.alone[lane]))
             continue
         new = tokens[lane][: counts[lane]]
         running.accepted.append(len(new))
@@ -52,12 +53,12 @@ def emit(launched: Launched, ends: set[int]) -> list[Event]:
     return events
 
 
-def _fail(running: Running, drafted: int) -> Event:
+def _fail(running: Running, drafted: bool, alone: bool) -> Event:
     """NaN, and whose fault it is: a masked row counts 0 times its value, so a NaN in any guess spoils the rows beside it.
     A text with guesses gets another round without them."""
     running.accepted.append(0)
     running.drafted.append(0)
-    if drafted or (any(running.drafted) and not running.spoiled):
+    if drafted or (not alone and (running.spoiled or any(running.drafted))):
         running.spoiled = True
     else:
         running.finish_reason = "abort"

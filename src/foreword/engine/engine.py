@@ -23,9 +23,6 @@ from foreword.engine.request import Event, Request, Running
 from foreword.errors import ForewordWarning, InputError, NumericsError, PromptError
 from foreword.model.model import Model
 
-# Prompt tokens in a pass: a CPU should come back to the others soon, a GPU wants to be called seldom.
-PREFILL_CHUNK = {"cpu": 256, "cuda": 1024}
-
 
 class Engine:
     def __init__(
@@ -46,7 +43,7 @@ class Engine:
         """
         self.target, self.drafter = target, drafter
         self.max_context = _checked_context(max_context, target)
-        self.chunk = PREFILL_CHUNK[target.device.type] if chunk is None else chunk
+        self.chunk = prefill_chunk(target.device) if chunk is None else chunk
         _check_positive(slots=slots, chunk=self.chunk)
         target.context = self.max_context
         drafter.bind(target, slots)
@@ -180,7 +177,9 @@ class Engine:
         self.state.alive_slots[running.slot] = False
         self.loop.end([running.slot])
         cache = self.target.cache
-        written = running.length + max(self.chunk, cache.rows - cache.context)
+        written = running.length + max(self.chunk, cache.rows - cache.context) + self.late * (self.drafter.shape.depth + 1)
+        if self.late:  # the round under way may write what nobody will read, NaN too
+            cache.wipe_scratch(running.slot)
         sound = running.finish_reason != "abort" or cache.is_sound(running.slot, written)
         if not sound:
             cache.wipe(running.slot)
@@ -201,6 +200,11 @@ class Engine:
         outside = [token for token in request.prompt if not 0 <= token < self.target.vocab_size]
         if outside:
             raise PromptError(f"token id {outside[0]} is outside the model's vocabulary of {self.target.vocab_size}")
+
+
+def prefill_chunk(device: torch.device) -> int:
+    """Prompt tokens in a pass: a CPU should come back to the others soon, a GPU wants to be called seldom."""
+    return 1024 if device.type == "cuda" else 256
 
 
 def _checked_context(wanted: int | None, target: Model) -> int:

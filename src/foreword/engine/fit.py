@@ -22,5 +22,7 @@ def fit(draft: Draft, state: State, needs: Needs) -> Draft:
     if size.device.type == "cpu" and not needs.grafts:
         draft = draft.head(int(size.max()))
     draft = Draft(draft.tokens, draft.tree, size)
-    # Padding goes through the target too: it repeats the root, which the target has to answer to anyway.
-    return replace(draft, tokens=draft.tokens.where(draft.counts, state.root.unsqueeze(1)))
+    # Padding goes through the target too: it repeats the root, which the target has to answer to anyway. And the root is
+    # the engine's to say: a drafter that got it wrong costs speed, not text.
+    guessed = draft.counts & (draft.tree.depth > 0)
+    return replace(draft, tokens=draft.tokens.where(guessed, state.root.unsqueeze(1)))

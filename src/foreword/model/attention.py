@@ -121,8 +121,8 @@ def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
 
     assert view.keys is not None and view.values is not None and view.lanes is not None
     depth = view.depth[:, -query.shape[2] :]
-    look = view.lanes.slots, view.base, view.sees, view.lanes.span, scaling, depth, view.sight.window, view.sight.softcap
-    return attend_tree(query, view.keys, view.values, *look)
+    where = view.lanes.slots, view.base, view.sees, view.lanes.span, scaling, depth, view.sight.window, view.sight.softcap
+    return attend_tree(query, view.keys, view.values, *where)
 
 
 def within(sees: Tensor, depth: Tensor, window: int) -> Tensor:

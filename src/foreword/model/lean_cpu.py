@@ -17,6 +17,7 @@ from foreword.model.attention import Pass
 from foreword.model.cache import look
 from foreword.model.pack import Buffer
 
+KEPT_ROWS = 64  # passes of more rows are prompts, of any length, and bound by arithmetic: their buffers are made anew
 _NO_NORM = np.empty(0, dtype=np.float32)
 
 
@@ -33,7 +34,7 @@ class Workspace:
         self.gated = Buffer.of(rows, layer.down.columns_in)
 
 
-class Sight(NamedTuple):
+class Looked(NamedTuple):
     """What a layer looks at in its cache, made once for as long as it looks there."""
 
     key: tuple[Tensor, tuple[int, ...], int]
@@ -58,15 +59,15 @@ class CpuLayer:
         self.q_norm, self.head_epsilon = _norm(getattr(attention, "q_norm", None))
         self.k_norm, _ = _norm(getattr(attention, "k_norm", None))
         self.q_size: int = attention.q_proj.columns.stop
-        self.sight: Sight | None = None
+        self.looked: Looked | None = None
 
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         """Rows [b, n, H] through the layer; keys and values of the rows land in the view's cache."""
         batch, count, size = hidden.shape
         assert view.keys is not None
-        space = self.spaces.get((batch, count))
-        if space is None:
-            space = self.spaces[batch, count] = Workspace(self, batch, count, view.keys.shape[1])
+        space = self.spaces.get((batch, count)) or Workspace(self, batch, count, view.keys.shape[1])
+        if batch * count <= KEPT_ROWS:
+            self.spaces[batch, count] = space
         rows = hidden.reshape(-1, size).numpy()
         self.between.normed(rows, *self.before_attention, space.ready.array)
         own = self.out.into(self._attend(space, positions, view), space.own)
@@ -98,9 +99,9 @@ class CpuLayer:
         if view.lanes.run is None:  # copied, so never the same again
             return look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
         key = view.keys, view.lanes.ids, view.reach
-        if self.sight is None or self.sight.key[0] is not key[0] or self.sight.key[1:] != key[1:]:
-            self.sight = Sight(key, look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach))
-        return self.sight.keys, self.sight.values
+        if self.looked is None or self.looked.key[0] is not key[0] or self.looked.key[1:] != key[1:]:
+            self.looked = Looked(key, look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach))
+        return self.looked.keys, self.looked.values
 
 
 def _norm(norm: Any) -> tuple[np.ndarray, float]:

@@ -114,7 +114,7 @@ class FusedPart(nn.Module):
         return self.fusion.linear.stock(self.columns)
 
 
-class FusedNorm(nn.Module):
+class FusedRMSNorm(nn.Module):
     """RMSNorm as one kernel; in float32 the same numbers as the five steps of transformers."""
 
     def __init__(self, norm: Any) -> None:
@@ -141,7 +141,7 @@ def pack(model: nn.Module) -> None:
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(*_weights([child]), keep_stock))
             elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
-                setattr(module, name, FusedNorm(child))
+                setattr(module, name, FusedRMSNorm(child))
 
 
 def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
@@ -172,7 +172,7 @@ def _bytes(linear: nn.Linear | JointLinear | PackedLinear) -> int:
 def is_plain_norm(norm: Any) -> bool:
     """Whether it is the RMSNorm that `functional.rms_norm` computes; some families add 1 to the weight, or norm by group."""
     plain = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-    return isinstance(norm, FusedNorm) or type(norm).__name__ in plain
+    return isinstance(norm, FusedRMSNorm) or type(norm).__name__ in plain
 
 
 def unpacked(layer: nn.Module) -> nn.Module:

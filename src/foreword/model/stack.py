@@ -1,7 +1,8 @@
 """Stack: decoder layers with a cache of their own, walked whole or in part. The target has one; so may a drafter.
 
 In: hidden rows, and `Rows`, which says where they stand and whom they see. Out: the rows after the last layer walked,
-with taps and grafted rows where asked. The layers are those of transformers, called one by one. With a cache, the keys
+with taps and grafted rows where asked. The layers are those of transformers, called one by one, or
+lean ones that compute the same. With a cache, the keys
 and values of the rows land in its scratch; without, rows see each other only, and gradients flow.
 """
 
@@ -114,6 +115,7 @@ class Stack:
 
     def free(self) -> None:
         self.cache = self.lean = None
+        self.turns = {}
 
     def cache_shape(self) -> CacheShape:
         config = self.model.config

@@ -25,7 +25,7 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.sampling import Kind, Sampling, SamplingTable, judge
 from foreword.core.state import Lanes
-from foreword.engine.engine import PREFILL_CHUNK
+from foreword.engine.engine import prefill_chunk
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
@@ -201,7 +201,7 @@ def own_logits(hf: nn.Module, text: Sequence[int]) -> Tensor:
 def replayed(model: Model, text: Sequence[int], read: int, rows: int) -> Tensor:
     """[V]: what the run's own model answers after the text when the first `read` tokens go as a prompt and the others as
     chains of `rows` tokens, the last of them full."""
-    longest = PREFILL_CHUNK[model.device.type]
+    longest = prefill_chunk(model.device)
     edges = [*range(0, read, longest), read, *reversed(range(len(text), read, -rows))]
     with model.aside(1, len(text), longest) as cache:
         for start, stop in pairwise(edges):

@@ -5,7 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from foreword.cli.prove import PROMPTS
 from foreword.core.draft import Draft
@@ -46,10 +45,11 @@ def test_prompts_of_a_file_by_group(run, tiny_model, tmp_path):
 
 
 class Wrong(Plain):
-    """Has the target go on from a token that nobody wrote."""
+    """Has the target go on from a token that nobody wrote: it does what no drafter may, and writes to the state."""
 
     def propose(self, state) -> Draft:
-        return Draft.nothing(torch.full_like(state.root, 7))
+        state.roots[state.slots] = 7
+        return super().propose(state)
 
 
 def test_a_bug_is_status_1_and_named(run, tiny_model, monkeypatch):

@@ -61,6 +61,26 @@ def test_static_trees_are_built_once() -> None:
     assert Tree.of((0, 0, 1)) is Tree.of((0, 0, 1))
 
 
+def test_chains_of_drafts_stay_where_they_are() -> None:
+    """Captured rounds read them, and nobody else holds them."""
+    chain = Tree.chain(1)
+    for nodes in range(1, 700):
+        Tree.chain(nodes)
+    assert Tree.chain(1) is chain
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 200])
+def test_a_chain_is_the_tree_of_its_parents(nodes: int) -> None:
+    chain, tree = Tree.chain(nodes), Tree.of((0, *range(nodes - 1)))
+    assert chain.is_chain and torch.equal(chain.parent, tree.parent)
+    assert torch.equal(chain.ancestors, tree.ancestors) and torch.equal(chain.depth, tree.depth)
+
+
+def test_an_empty_chain_is_refused() -> None:
+    with pytest.raises(DrafterError, match="root"):
+        Tree.chain(0)
+
+
 @pytest.mark.parametrize("parents", [(), (1,), (0, 1), (0, 0, 2), (0, -1), (0, 2, 0)])
 def test_what_is_no_tree_is_refused(parents: tuple[int, ...]) -> None:
     with pytest.raises(DrafterError, match="earlier row"):

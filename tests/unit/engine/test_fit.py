@@ -37,7 +37,7 @@ def test_a_tree_s_head_is_a_tree() -> None:
     assert fitted.tree.parent.tolist() == [[0, 0, 1]] and fitted.tokens.tolist() == [[1, 2, 3]]
 
 
-def test_padding_repeats_the_root() -> None:
+def test_the_root_is_the_state_s_and_padding_repeats_it() -> None:
     """What a drafter leaves behind its own size goes through the target too, and may be anything."""
     fitted = fit(draft_of([2, 4, 1]), state_of([[7], [8], [9]]), Needs())
-    assert fitted.tokens.tolist() == [[1, 2, 7, 7], [1, 2, 3, 4], [1, 9, 9, 9]]
+    assert fitted.tokens.tolist() == [[7, 2, 7, 7], [8, 2, 3, 4], [9, 9, 9, 9]]

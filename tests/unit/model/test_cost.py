@@ -5,11 +5,14 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from doubles import target
+from doubles import fresh, target
 from foreword.errors import ForewordWarning
 from foreword.model import cost
 from foreword.model.cost import CostCurve, Tries, curve_for, measure
+from foreword.model.model import Model
+from foreword.model.pack import fuse
 
 CURVE = CostCurve((1, 4, 8), (2.0, 5.0, 6.0))
 
@@ -61,6 +64,14 @@ def test_what_a_busy_machine_shows_is_not_kept(measured: list[Tries]) -> None:
 def test_another_kind_of_model_has_another_curve(measured: list[Tries]) -> None:
     measured += [STEADY, Tries((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
     assert curve_for(target("llama")) != curve_for(target("qwen3"))
+
+
+def test_other_layers_have_another_curve(measured: list[Tries]) -> None:
+    """The same model, rebuilt: its passes cost otherwise."""
+    measured += [STEADY, Tries((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
+    stock, rebuilt = (Model(fresh("llama", torch.float32, head_dim=16)) for _ in range(2))
+    fuse(rebuilt.hf)
+    assert curve_for(stock) != curve_for(Model(rebuilt.hf))
 
 
 def test_a_damaged_file_is_measured_anew(measured: list[Tries], tmp_path: Path) -> None:

@@ -54,15 +54,13 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("seats", [[0, 1], [2, 0]], ids=["side by side", "apart"])
 def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> None:
-    for_cuda = isinstance(models[1].layer_stack.layers[0].self_attn.q_proj.fusion.linear, JointLinear)
-    if for_cuda and seats == [0, 1]:
-        pytest.skip("slots are looked up, wherever they lie")
+    fused = isinstance(models[1].layer_stack.layers[0].self_attn.q_proj.fusion.linear, JointLinear)
     generator = torch.Generator().manual_seed(1)
     lanes = Lanes.of(seats, 40)
     for model in models:  # a text longer than the windows
         model.score(lanes, chain([list(range(3, 12))] * 2), Needs())
         model.cache.advance(lanes, torch.tensor([9, 9]))
-    for rows in (1, 5) if for_cuda else (9, 1, 3, 12):  # the interpreter is slow
+    for rows in (1, 5) if fused else (9, 1, 3, 12):  # Triton's interpreter is slow
         tokens = torch.randint(0, VOCABULARY, (2, rows), generator=generator)
         draft = Draft(tokens, random_tree(2, rows, generator), torch.full((2,), rows))
         stock, lean = (model.score(lanes, draft, Needs(hidden=True, taps=(0, 2))) for model in models)
@@ -73,6 +71,18 @@ def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> N
     for layer in range(models[0].layers):
         for one, other in zip(models[0].cache.read(layer, lanes, 11), models[1].cache.read(layer, lanes, 11), strict=True):
             close(other, one)
+
+
+@torch.inference_mode()
+def test_prompts_of_any_length_leave_no_buffers() -> None:
+    packed = fresh("llama", torch.float32)
+    pack(packed)
+    model = Model(packed)
+    model.allocate(1, 150, 8)
+    for rows in (1, 4, 65, 90, 120):
+        model.score(Lanes.of([0], 0), chain([[5] * rows]), Needs())
+    (layer, *_) = model.layer_stack.lean or ()
+    assert isinstance(layer, CpuLayer) and set(layer.spaces) == {(1, 1), (1, 4)}
 
 
 @torch.inference_mode()

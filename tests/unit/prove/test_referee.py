@@ -127,7 +127,7 @@ def test_a_norm_of_another_form_is_refused() -> None:
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("read", [0, 3, 12, 17, 19])
 def test_replays_of_every_shape_answer_the_same(read: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(referee.PREFILL_CHUNK, "cpu", 6)
+    monkeypatch.setattr(referee, "prefill_chunk", lambda _: 6)
     model = target("llama")
     with torch.inference_mode():
         found = replayed(model, TEXT, read, rows)

@@ -95,3 +95,13 @@ def test_default_tiles_can_be_launched(rows: int, n: int, k: int, gated: bool) -
     assert tiles.block_m <= BUCKETS[-1] and (tiles.splits == 1 or not gated)
     held = tiles.block_m + tiles.block_n * (2 if gated else 1)
     assert tiles.block_m == 1 or (tiles.block_k >= 16 and tiles.stages * held * tiles.block_k * 2 <= 220 * 1024)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_is_rounded_alike_alone_and_among_others(gated: bool) -> None:
+    """In half precision, where only the order of sums may differ: nearly every number is the same to the last bit."""
+    case = Case(5, 48, 100, gated)
+    rows, weight, norm = case.rows.half(), case.weight.half(), (case.norm[0].half(), case.norm[1])
+    among = few_rows_linear(rows, weight, norm=norm, gated=gated, tiles=SMALL)
+    alone = torch.cat([few_rows_linear(row, weight, norm=norm, gated=gated, tiles=ONE) for row in rows.split(1)])
+    assert (alone == among).float().mean() > 0.95

@@ -589,6 +589,53 @@ class LastHidden(Drafter):
         self.hidden[state.slots] = scores.require_hidden()[rows, accepted.last]
 
 
+class TwoHeads(LastHidden):
+    """A small Trainable: one residual block a head over the last hidden state, the target's own head behind both."""
+
+    def __init__(self, heads: int = 2) -> None:
+        self.heads, self.config = heads, {"heads": heads}
+
+    def bind(self, target: Target, slots: int) -> None:
+        super().bind(target, slots)
+        self.shape = Shape(1 + self.heads, self.heads)
+        size = target.hidden_size
+        self.module = nn.ModuleList(nn.Linear(size, size) for _ in range(self.heads)).to(target.device, target.dtype)
+
+    def _logits(self, head: int, hidden: Tensor) -> Tensor:
+        rows = self.target.norm(hidden)
+        return self.target.head(rows + functional.silu(self.module[head](rows)))
+
+    def propose(self, state: State) -> Draft:
+        guesses = [self._logits(head, self.hidden[state.slots]).argmax(-1) for head in range(self.heads)]
+        tokens = torch.stack([state.root, *guesses], dim=1)
+        return Draft(tokens, Tree.chain(1 + self.heads), torch.full_like(state.root, 1 + self.heads))
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        total, figures = torch.zeros(()), {}
+        noise = 1 + 0.01 * torch.randn(())  # a method may draw: a run that goes on must draw the same
+        for head in range(self.heads):
+            ahead = head + 2  # the row before the root guesses what comes behind the root
+            logits = self._logits(head, scores.require_hidden()[:, :-ahead])
+            label, counts = tokens[:, ahead:], mask[:, ahead:]
+            total = total + noise * functional.cross_entropy(logits[counts], label[counts])
+            figures[f"top1/{head + 1}"] = (logits.argmax(-1) == label)[counts].double().mean()
+        return total, figures
+
+
+@dataclass(frozen=True)
+class TextList:
+    """Training texts in memory."""
+
+    texts: list[tuple[Tensor, Tensor]]
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(tokens) for tokens, _ in self.texts])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.texts[index]
+
+
 def text_of(state: State, lane: int) -> list[int]:
     return state.tokens[state.slots[lane], : int(state.length[lane]) + 1].tolist()
 

@@ -8,6 +8,7 @@ from foreword.core.sampling import Sampling, pick, rank
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.core.target import Target
+from foreword.core.trainable import Trainable
 
 __all__ = [
     "Accepted",
@@ -24,6 +25,7 @@ __all__ = [
     "Skip",
     "State",
     "Target",
+    "Trainable",
     "Tree",
     "pick",
     "rank",

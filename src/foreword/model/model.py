@@ -37,6 +37,7 @@ class Model:
         self._give_back.atexit = False
         self.name = name or hf.config.name_or_path or hf.config.model_type
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
+        self._reader = Stack(hf, self.family, self.family.layers(hf))  # the same layers, and never a cache
         self.hidden_size: int = hf.config.hidden_size
         self.vocab_size: int = hf.config.vocab_size
         self.attention_heads: int = hf.config.num_attention_heads
@@ -129,6 +130,27 @@ class Model:
             taps=walked.taps,
             grafted=walked.grafted,
         )
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, needs: Needs) -> Scores:
+        """A full causal pass over texts [b, n], without a cache. Padding stands behind a text, where no row of it looks.
+
+        The logits of all rows are large: a caller that wants those of some rows asks `head` itself.
+        """
+        attention.route(self.hf)
+        rows = Rows.causal(tokens.shape[1], self.device)
+        walked = self._reader.walk(self.embed(tokens), rows, taps=needs.taps)
+        logits = self.head(self.norm(walked.hidden)) if needs.logits else None
+        return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this model from another: its sizes and a few weights, which a dtype rounds but does not change."""
+        table = self.hf.get_input_embeddings().weight.detach()
+        rows = torch.linspace(0, table.shape[0] - 1, 8).long().to(table.device)
+        columns = torch.linspace(0, table.shape[1] - 1, 4).long().to(table.device)
+        few = table[rows][:, columns].flatten().float().cpu().tolist()
+        sizes = {"hidden_size": self.hidden_size, "layers": self.layers, "vocab_size": self.vocab_size}
+        return {"name": self.name, **sizes, "weights": few}
 
 
 def _end_tokens(hf: PreTrainedModel) -> list[int]:

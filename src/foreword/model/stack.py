@@ -44,6 +44,12 @@ class Rows:
     lanes: Lanes | None = None
     anchors: tuple[int, ...] = ()  # of the rows that were grafted, which are the last ones
 
+    @staticmethod
+    def causal(count: int, device: torch.device) -> Rows:
+        """Whole texts from their first token on: every row sees itself and those before it, in all texts alike."""
+        sees = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
+        return Rows(torch.zeros(1, dtype=torch.long, device=device), torch.arange(count, device=device).unsqueeze(0), sees)
+
     @property
     def count(self) -> int:
         return self.sees.shape[1]

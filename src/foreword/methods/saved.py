@@ -1,0 +1,90 @@
+"""Trained drafters as folders: config.json, model.safetensors, and what `train` writes beside them.
+
+In: a drafter that is bound to its target. Out: a folder that only the same method, on the same target, takes in again.
+Loading is strict: another target, another method, other sizes or a damaged file are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foreword.core.target import Target
+from foreword.core.trainable import Trainable
+from foreword.errors import DrafterError
+from foreword.model.checkpoint import Stored, read_weights, write_weights
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CLOSE = 2.0**-6  # relative: what rounding to bfloat16 and to float16 may do to a weight, and nothing more
+
+
+def method_of(drafter: Trainable) -> str:
+    """A method is called as its file is."""
+    return type(drafter).__module__.rsplit(".", 1)[-1]
+
+
+def save(drafter: Trainable, folder: str | Path, target: Target, dtype: Stored = "bfloat16") -> None:
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype, "target": target.fingerprint()}
+    write_weights(drafter.module.state_dict(), folder / WEIGHTS, dtype)
+    (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """`method`, `config`, `dtype` and `target` of a saved drafter."""
+    file = Path(folder) / CONFIG
+    try:
+        about = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise DrafterError(f"{file} is missing; name the folder of a trained drafter") from error
+    except (OSError, ValueError) as error:
+        raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
+    if not isinstance(about, dict) or not {"method", "config", "target"} <= set(about):
+        raise DrafterError(f"{file} does not describe a drafter: it needs method, config and target")
+    return about
+
+
+@torch.no_grad()
+def load_into(drafter: Trainable, folder: str | Path, target: Target) -> None:
+    """Put saved weights into a bound drafter's module."""
+    about, method = read_config(folder), method_of(drafter)
+    if about["method"] != method:
+        raise DrafterError(f"{folder} holds a drafter of {about['method']}, not of {method}; choose that method")
+    _check_target(method, about["target"], target.fingerprint())
+    own = json.loads(json.dumps(drafter.config))
+    if own != about["config"]:
+        raise DrafterError(f"{method}: made with {own}, but {folder} was trained with {about['config']}; use those options")
+    weights, places = read_weights(Path(folder) / WEIGHTS), drafter.module.state_dict()
+    _check_shapes(Path(folder) / WEIGHTS, weights, places)
+    for name, place in places.items():
+        place.copy_(weights[name])
+
+
+def _check_target(method: str, trained_for: dict[str, Any], found: dict[str, Any]) -> None:
+    sizes = "hidden_size", "layers", "vocab_size"
+    same = all(trained_for.get(size) == found[size] for size in sizes)
+    if same:
+        one, other = (torch.tensor(about["weights"]) for about in (trained_for, found))
+        same = one.shape == other.shape and bool(torch.allclose(one, other, rtol=CLOSE, atol=1e-6))
+    if not same:
+        said = [f"{about.get('name')} ({', '.join(f'{s} {about.get(s)}' for s in sizes)})" for about in (trained_for, found)]
+        raise DrafterError(
+            f"{method}: trained for {said[0]}, but the target is {said[1]}, with other weights; "
+            "load the matching drafter or train one"
+        )
+
+
+def _check_shapes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+    wrong = sorted(set(weights) ^ set(places))
+    if wrong:
+        where = "lacks" if wrong[0] in places else "has an unknown"
+        raise DrafterError(f"{file} {where} tensor {wrong[0]!r}; copy or train the drafter again")
+    for name, place in places.items():
+        if weights[name].shape != place.shape:
+            raise DrafterError(f"{file}: {name} has shape {tuple(weights[name].shape)}, needed is {tuple(place.shape)}")

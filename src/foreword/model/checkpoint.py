@@ -1,0 +1,51 @@
+"""Weights of trained drafters in and out of a safetensors file, beside `methods/saved.py`, which knows what they are for.
+
+In: a module's tensors. Out: the same in bfloat16, or with every matrix as int8 and a scale for each of its rows, which
+halves the file again. What is read comes back as float tensors, whichever way it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foreword.errors import DrafterError
+
+Stored = Literal["bfloat16", "int8"]
+SCALE = ".scale"  # behind the name of a matrix: the tensor that holds its rows' scales
+
+
+def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> None:
+    """All at once or not at all: a run that is cut leaves the file of before."""
+    held: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        weight = weight.detach().cpu()
+        if dtype == "int8" and weight.is_floating_point() and weight.dim() > 1:
+            held[name], held[name + SCALE] = _to_int8(weight.float())
+        else:
+            held[name] = weight.bfloat16().contiguous() if weight.is_floating_point() else weight.contiguous()
+    partial = file.with_suffix(".partial")
+    save_file(held, partial)
+    partial.replace(file)
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    try:
+        held = load_file(file)
+    except FileNotFoundError as error:
+        raise DrafterError(f"{file} is missing; a trained drafter is a folder with config.json and {file.name}") from error
+    except (SafetensorError, OSError) as error:
+        raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
+    scales = {name.removesuffix(SCALE): held.pop(name) for name in list(held) if name.endswith(SCALE)}
+    return {name: weight.float() * scales[name] if name in scales else weight for name, weight in held.items()}
+
+
+def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127  # a row of zeros stays one
+    return (weight / scale).round().to(torch.int8).contiguous(), scale.contiguous()

@@ -1,0 +1,120 @@
+"""How good a drafter is: its loss and accuracies on texts kept apart, and what counts, tokens per round in the real engine.
+
+In: weights as they stand in training. Out: figures. A drafter of its own, bound to an engine once, takes the weights in
+as any user's would be loaded, in the target's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+import torch
+
+from foreword.core.drafter import Drafter
+from foreword.core.sampling import Sampling
+from foreword.core.trainable import Trainable
+from foreword.engine.engine import Engine
+from foreword.engine.request import Request, Running
+from foreword.errors import InputError
+from foreword.model.model import Model
+from foreword.results import Stats
+from foreword.train.schedule import Settings, Texts, padded
+
+SLOTS = {"cpu": 4, "cuda": 32}
+HELD_OUT = "held out"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A prompt that was never trained on."""
+
+    prompt: tuple[int, ...]
+    category: str = HELD_OUT
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of the real engine, greedy: pooled, and by category."""
+
+    tokens_per_round: float
+    accepted_per_position: list[float]
+    categories: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def trials_of(texts: Texts, count: int, longest: int) -> list[Trial]:
+    """The first prompts of texts kept apart: what stands before the first token that the target wrote."""
+    found: list[Trial] = []
+    for index in range(len(texts.lengths)):
+        tokens, mask = texts[index]
+        first = int(mask.int().argmax()) if bool(mask.any()) else 0
+        if 0 < first <= longest:
+            found.append(Trial(tuple(tokens[:first].tolist())))
+        if len(found) == count:
+            break
+    return found
+
+
+class Measure:
+    def __init__(self, model: Model, make: Callable[[], Drafter], trials: Sequence[Trial], new_tokens: int) -> None:
+        if not trials:
+            raise InputError("no prompts to measure tokens per round on; give some with --prompts")
+        self.trials, self.new_tokens, self.drafter = list(trials), new_tokens, make()
+        context = max(len(trial.prompt) for trial in trials) + new_tokens
+        if context > model.max_context:
+            raise InputError(f"prompt and answer have up to {context} tokens, {model.name} reads {model.max_context}")
+        slots = min(SLOTS[model.device.type], len(self.trials))
+        self.engine = Engine(model, self.drafter, slots=slots, max_context=context)
+
+    @torch.no_grad()
+    def run(self, weights: dict[str, torch.Tensor] | None = None) -> Measured:
+        """With these weights, or with those that the drafter holds."""
+        if weights is not None:
+            cast(Trainable, self.drafter).module.load_state_dict(weights)  # in place: a captured round knows the addresses
+        asked = [Request(trial.prompt, Sampling(seed=0), max_new_tokens=self.new_tokens) for trial in self.trials]
+        runs = self.engine.generate(asked)
+        groups: dict[str, list[Running]] = {}
+        for trial, one in zip(self.trials, runs, strict=True):
+            groups.setdefault(trial.category, []).append(one)
+        pooled = Stats.of(runs)
+        return Measured(
+            pooled.tokens_per_round, pooled.accepted_per_position, {name: _brief(some) for name, some in groups.items()}
+        )
+
+
+def _brief(runs: list[Running]) -> dict[str, Any]:
+    stats = Stats.of(runs)
+    return {
+        "prompts": len(runs),
+        "tokens_per_round": stats.tokens_per_round,
+        "accepted_per_position": stats.accepted_per_position,
+    }
+
+
+@torch.no_grad()
+def read_apart(drafter: Trainable, model: Model, texts: Texts, settings: Settings, at_once: int) -> dict[str, float]:
+    """Loss and accuracies on texts kept apart, weighted by what the target wrote of each batch."""
+    count = min(settings.held_out, len(texts.lengths))
+    order = texts.lengths[:count].argsort(stable=True).tolist()
+    sums: dict[str, float] = {}
+    total = 0
+    for first in range(0, count, at_once):
+        tokens, mask = padded(texts, order[first : first + at_once], settings.max_length, model.device)
+        written = int(mask.sum())
+        if written:
+            with computing(model):
+                loss, figures = drafter.loss(tokens, mask, model.read(tokens, drafter.needs), model)
+            for name, value in {"loss": loss, **figures}.items():
+                sums[name] = sums.get(name, 0.0) + written * float(value)
+            total += written
+    return {name: value / total for name, value in sums.items()}
+
+
+def computing(model: Model) -> torch.autocast:
+    """Products in bfloat16 where the target computes in half precision; the weights in training stay wider."""
+    half = model.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=half)

@@ -1,0 +1,183 @@
+"""The training loop, one for every Trainable: read texts with the frozen target, ask the drafter for its loss, step.
+
+In: a target, a way to make the drafter, texts, prompts kept apart. Out: a folder with the best drafter by measured tokens
+per round. A step depends on its number, the weights and the optimizer alone, random numbers included: a run that was cut
+and goes on is the run that was not, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from foreword.core.drafter import Drafter
+from foreword.core.trainable import Trainable
+from foreword.errors import DrafterError, InputError, NumericsError
+from foreword.methods.saved import load_into, method_of, save
+from foreword.model.checkpoint import Stored
+from foreword.model.model import Model
+from foreword.train.evaluate import Measure, Trial, computing, read_apart
+from foreword.train.record import CHECKPOINT, Progress, read_checkpoint, write_checkpoint, write_record
+from foreword.train.schedule import Order, Settings, Texts, padded
+
+Watch = Callable[[int, int, dict[str, float]], None]  # step, of how many, figures
+
+
+def processes(device: str | None = None) -> Any:
+    """accelerate's view of this process among those that train together; alone, there is one."""
+    try:
+        from accelerate import Accelerator  # noqa: PLC0415  an extra: only training needs it
+    except ImportError as error:
+        raise InputError("training needs accelerate; pip install 'foreword[train]'") from error
+    return Accelerator(cpu=device == "cpu")
+
+
+class Training:
+    def __init__(
+        self,
+        model: Model,
+        make: Callable[[], Drafter],
+        texts: Texts,
+        apart: Texts,
+        trials: Sequence[Trial],
+        settings: Settings,
+        folder: str | Path,
+        data: dict[str, Any] | None = None,
+        stored: Stored = "bfloat16",
+        watch: Watch = lambda step, steps, figures: None,
+    ) -> None:
+        """`data` says where the texts are from, for the record; `watch` is told of every step."""
+        self.model, self.texts, self.apart, self.settings, self.watch = model, texts, apart, settings, watch
+        self.folder, self.run_folder, self.stored = Path(folder), Path(folder) / "run", stored
+        self.group = processes(model.device.type)
+        self.order = Order(texts.lengths, settings)
+        self.at_once = _at_once(settings, self.group.num_processes)
+        if settings.max_length > model.max_context:
+            raise InputError(f"max_length is {settings.max_length}, {model.name} reads {model.max_context} tokens at most")
+        model.hf.requires_grad_(False)
+        torch.manual_seed(settings.seed)
+        self.drafter = _trainable(make(), model)
+        self.measure = Measure(model, make, trials, settings.new_tokens)
+        self.module = self.drafter.module.to(torch.promote_types(model.dtype, torch.float32))
+        self.module.train()
+        rate, decay = settings.learning_rate, settings.weight_decay
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), rate, betas=(0.9, 0.95), weight_decay=decay)
+        about = {"method": method_of(self.drafter), "config": self.drafter.config, "target": model.fingerprint()}
+        about |= {"settings": asdict(settings), "data": data or {}}
+        self.progress = Progress(json.loads(json.dumps(about)))
+
+    def run(self, resume: bool = False) -> dict[str, Any]:
+        """To the end, from the beginning or from the last checkpoint; the record."""
+        if resume:
+            self._resume()
+        elif (self.run_folder / CHECKPOINT).exists():
+            raise InputError(f"{self.folder} holds a run already; go on with it by --resume, or name another folder")
+        steps, settings = self.order.steps, self.settings
+        for step in range(self.progress.step, steps):
+            started = time.perf_counter()
+            figures = self._learn(step)
+            self.progress.step, last = step + 1, step + 1 == steps
+            if last or (step + 1) % settings.evaluate_every == 0:
+                figures |= self._evaluate()
+            self.progress.seconds += time.perf_counter() - started
+            if last or (step + 1) % settings.checkpoint_every == 0 or "tokens_per_round" in figures:
+                self._checkpoint()
+            self.watch(step + 1, steps, figures)
+        return self._finish()
+
+    def _learn(self, step: int) -> dict[str, float]:
+        """One step of the optimizer: passes over this process's share of the texts, then one change of the weights."""
+        torch.manual_seed((self.settings.seed * 1_000_003 + step) * 4099 + self.group.process_index)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.rate(step, self.order.steps)
+        self.optimizer.zero_grad(set_to_none=True)
+        chosen = self.order.texts(step)
+        self.progress.tokens += int(self.texts.lengths[chosen].clamp(max=self.settings.max_length).sum())
+        parts = [chosen[first : first + self.at_once] for first in range(0, len(chosen), self.at_once)]
+        sums: dict[str, Tensor] = {}
+        for part in parts[self.group.process_index :: self.group.num_processes]:
+            for name, value in self._backward(part, len(parts) // self.group.num_processes).items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        gradients = [one.grad for one in self.module.parameters() if one.grad is not None]
+        if self.group.num_processes > 1:
+            for gradient in gradients:
+                gradient.copy_(self.group.reduce(gradient, "mean"))
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.clip)
+        if not bool(torch.isfinite(norm)):
+            self._broken(step)
+        self.optimizer.step()
+        return {name: float(value) for name, value in sums.items()} | {"gradient": float(norm)}
+
+    def _backward(self, part: list[int], passes: int) -> dict[str, Tensor]:
+        tokens, mask = padded(self.texts, part, self.settings.max_length, self.model.device)
+        with computing(self.model):
+            loss, figures = self.drafter.loss(tokens, mask, self.model.read(tokens, self.drafter.needs), self.model)
+        (loss / passes).backward()
+        return {name: value.detach().double() / passes for name, value in {"loss": loss, **figures}.items()}
+
+    def _broken(self, step: int) -> None:
+        kept = self.run_folder / CHECKPOINT
+        where = f"the last good checkpoint is {kept}" if kept.exists() else "there is no checkpoint yet"
+        raise NumericsError(
+            f"the loss or its gradient is not a number at step {step + 1}; nothing of that step was kept, and {where}. "
+            f"Try a lower learning rate than {self.settings.learning_rate}, or a longer warm-up, in another folder"
+        )
+
+    def _evaluate(self) -> dict[str, float]:
+        """Every process computes the same; the first of them writes."""
+        self.module.eval()
+        figures = read_apart(self.drafter, self.model, self.apart, self.settings, self.at_once)
+        self.module.train()
+        measured = self.measure.run(self.module.state_dict())
+        found = {"step": self.progress.step, "figures": figures, **measured.to_dict()}
+        brief = {"step": self.progress.step, **figures, "tokens_per_round": measured.tokens_per_round}
+        self.progress.history.append(brief)
+        if measured.tokens_per_round > self.progress.best_figure:
+            self.progress.best = found
+            if self.group.is_main_process:
+                save(self.drafter, self.folder, self.model, self.stored)
+                write_record(self.folder, self.progress, {})
+        apart = {f"apart/{name}": value for name, value in figures.items()}
+        return {**apart, "tokens_per_round": measured.tokens_per_round, "best": self.progress.best_figure}
+
+    def _checkpoint(self) -> None:
+        if self.group.is_main_process:
+            write_checkpoint(self.run_folder, self.progress, self.module.state_dict(), self.optimizer.state_dict())
+
+    def _resume(self) -> None:
+        self.progress, module, optimizer = read_checkpoint(self.run_folder, self.progress.about)
+        self.module.load_state_dict(module)
+        self.optimizer.load_state_dict(optimizer)
+
+    def _finish(self) -> dict[str, Any]:
+        """Measure once more what lies in the folder, as it was stored."""
+        if not self.group.is_main_process:
+            return {}
+        load_into(cast(Trainable, self.measure.drafter), self.folder, self.model)
+        stored = {"dtype": self.stored, "tokens_per_round": self.measure.run().tokens_per_round}
+        return write_record(self.folder, self.progress, {"stored": stored})
+
+
+def _trainable(drafter: Drafter, model: Model) -> Trainable:
+    if not hasattr(drafter, "loss"):
+        raise DrafterError(
+            f"{method_of(cast(Trainable, drafter))} has no weights to train; `foreword methods` says which do"
+        )
+    drafter.bind(model, 1)
+    return cast(Trainable, drafter)
+
+
+def _at_once(settings: Settings, count: int) -> int:
+    at_once = settings.at_once or max(1, settings.batch // count)
+    if at_once < 1 or settings.batch % (at_once * count):
+        raise InputError(
+            f"a batch of {settings.batch} texts does not divide into passes of {at_once} on each of {count} processes"
+        )
+    return at_once

@@ -1,0 +1,91 @@
+"""What is kept of a run: a checkpoint to go on from, and beside the saved drafter its record and model card.
+
+A checkpoint is whole or is not there. The weights in the folder are those of the best evaluation so far, at any time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from foreword.errors import InputError, StorageError
+
+CHECKPOINT = "checkpoint.pt"
+
+
+@dataclass
+class Progress:
+    """How far a run is. `about` is what it was begun with: another may not go on from it."""
+
+    about: dict[str, Any]
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def best_figure(self) -> float:
+        return self.best.get("tokens_per_round", 0.0)
+
+
+def write_checkpoint(folder: Path, progress: Progress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    file, partial = folder / CHECKPOINT, folder / f"{CHECKPOINT}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"progress": vars(progress), "module": module, "optimizer": optimizer}, partial)
+        partial.replace(file)
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"the checkpoint {file} cannot be written ({error}); make room, then --resume") from error
+
+
+def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[Progress, dict[str, Any], dict[str, Any]]:
+    file = folder / CHECKPOINT
+    try:
+        held = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise InputError(f"{folder} holds no run to go on with; leave --resume out to begin one") from error
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise StorageError(f"the checkpoint {file} cannot be read ({error}); begin again in another folder") from error
+    progress, about = Progress(**held["progress"]), json.loads(json.dumps(about))
+    for part in about:
+        if progress.about.get(part) != about[part]:
+            told = f"{part} was {progress.about.get(part)}, is {about[part]}"
+            raise InputError(f"the run in {folder} was begun with others: {told}; give the same, or name another folder")
+    return progress, held["module"], held["optimizer"]
+
+
+def write_record(folder: Path, progress: Progress, more: dict[str, Any]) -> dict[str, Any]:
+    """record.json and README.md beside the weights."""
+    run = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 1)}
+    record = {**progress.about, **run, "best": progress.best, "history": progress.history, **more}
+    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "README.md").write_text(card(record))
+    return record
+
+
+def card(record: dict[str, Any]) -> str:
+    best, target = record["best"], record["target"]
+    lines = [
+        f"# A drafter for {target['name']}: {record['method']}",
+        "",
+        f"It guesses tokens ahead for {target['name']}, which checks every guess: the text does not change, only the speed.",
+        "Use it with Foreword, on that model alone.",
+        "",
+        f"Trained on {record['tokens']:,} tokens in {record['step']} steps; these are the weights of step {best['step']}, "
+        f"the best by tokens per round on prompts kept apart (greedy): **{best['tokens_per_round']:.2f}**.",
+        "",
+        "| category | prompts | tokens/round | accepted by position |",
+        "|---|---|---|---|",
+    ]
+    for name, part in best["categories"].items():
+        shares = " ".join(f"{share:.2f}" for share in part["accepted_per_position"])
+        lines.append(f"| {name} | {part['prompts']} | {part['tokens_per_round']:.2f} | {shares} |")
+    lines += ["", "| on texts kept apart | |", "|---|---|"]
+    lines += [f"| {name} | {value:.3f} |" for name, value in best["figures"].items()]
+    return "\n".join([*lines, "", "How it was trained, with every setting: record.json.", ""])

@@ -1,0 +1,101 @@
+"""What a step of training is, as a function of its number alone: which texts it reads and how far it moves the weights.
+
+Nothing here is state, so a run that was cut goes on exactly by knowing how many steps it made.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foreword.errors import InputError
+
+POOL = 64  # batches whose texts are sorted by length together: little padding, and still an order at random
+
+
+class Texts(Protocol):
+    """Texts by number, and how long each is."""
+
+    @property
+    def lengths(self) -> Tensor: ...  # [count]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """tokens [n] and mask [n]: written by the target."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what is learned. `batch` texts make a step; `at_once` of them a pass on one device."""
+
+    epochs: int = 2
+    steps: int | None = None
+    batch: int = 64
+    at_once: int | None = None
+    max_length: int = 1024
+    learning_rate: float = 1e-3
+    warm_up: int = 100
+    floor: float = 0.05  # of the learning rate, where the cosine ends
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    evaluate_every: int = 500
+    checkpoint_every: int = 200
+    new_tokens: int = 128  # of an answer, when tokens per round are measured
+    held_out: int = 512  # texts of those kept apart that an evaluation reads
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = "epochs", "batch", "max_length", "evaluate_every", "checkpoint_every", "new_tokens", "held_out"
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if not 0 < self.learning_rate < math.inf or self.clip <= 0:
+            raise InputError(f"learning_rate is {self.learning_rate} and clip {self.clip}; both must be above 0")
+        if self.steps is not None and self.steps < 1:
+            raise InputError(f"steps is {self.steps}; it must be 1 or more")
+
+    def rate(self, step: int, steps: int) -> float:
+        """Up in a line, then down along a cosine."""
+        warm_up = min(self.warm_up, steps // 2)
+        if step < warm_up:
+            return self.learning_rate * (step + 1) / warm_up
+        gone = (step - warm_up) / max(1, steps - 1 - warm_up)
+        return self.learning_rate * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(gone, 1.0))) / 2)
+
+
+class Order:
+    """Which texts each step reads: all of them once an epoch, those of a step about equally long."""
+
+    def __init__(self, lengths: Tensor, settings: Settings) -> None:
+        self.lengths, self.batch, self.seed = lengths, settings.batch, settings.seed
+        self.per_epoch = len(lengths) // self.batch
+        if not self.per_epoch:
+            raise InputError(f"the data holds {len(lengths)} texts to train on, a step reads {self.batch}; lower the batch")
+        self.steps = settings.steps or settings.epochs * self.per_epoch
+        self._epoch, self._batches = -1, torch.empty(0)
+
+    def texts(self, step: int) -> list[int]:
+        epoch, place = divmod(step, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, self._drawn(epoch)
+        return self._batches[place].tolist()
+
+    def _drawn(self, epoch: int) -> Tensor:
+        """[batches, batch]"""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.lengths), generator=generator)[: self.per_epoch * self.batch]
+        pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * self.batch)]
+        batches = torch.cat(pools).view(self.per_epoch, self.batch)
+        return batches[torch.randperm(self.per_epoch, generator=generator)]
+
+
+def padded(texts: Texts, indices: list[int], max_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """tokens and mask [b, n] of some texts, cut to `max_length`; behind the end of a text both are 0."""
+    rows = [texts[index] for index in indices]
+    rows = [(tokens[:max_length].long(), mask[:max_length].bool()) for tokens, mask in rows]
+    columns = [torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True)]
+    tokens, mask = (column.to(device, non_blocking=True) for column in columns)
+    return tokens, mask

@@ -1,0 +1,189 @@
+"""The training loop: it learns, it goes on exactly where it was cut, it measures what the engine does, it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from doubles import TextList, TwoHeads, fresh, requests
+from foreword.core.needs import Needs
+from foreword.core.sampling import Sampling
+from foreword.engine.engine import Engine
+from foreword.engine.request import Request
+from foreword.errors import DrafterError, InputError, NumericsError
+from foreword.methods.plain import Plain
+from foreword.methods.saved import load_into, save
+from foreword.model.model import Model
+from foreword.results import Stats
+from foreword.train.evaluate import trials_of
+from foreword.train.loop import Training
+from foreword.train.schedule import Order, Settings
+
+QUICK = dict(batch=8, at_once=4, steps=12, evaluate_every=6, checkpoint_every=4, warm_up=2, learning_rate=0.02)
+QUICK |= dict(new_tokens=8, max_length=64, held_out=8)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(fresh("llama", torch.float32), name="tiny")
+
+
+@pytest.fixture(scope="module")
+def texts(model: Model) -> TextList:
+    """What the target itself writes."""
+    runs = Engine(model, Plain(), slots=4, max_context=64).generate(requests(32, max_new_tokens=20, ignore_eos=True))
+    whole = [(run.request.prompt, run.tokens) for run in runs]
+    return TextList(
+        [(torch.tensor([*a, *b]), torch.tensor([False] * len(a) + [True] * len(b))) for a, b in whole if len(b) > 4]
+    )
+
+
+def training(model: Model, texts: TextList, folder: Path, make: Any = TwoHeads, **changes: Any) -> Training:
+    apart = TextList(texts.texts[:6])
+    stored = changes.pop("stored", "bfloat16")
+    return Training(model, make, texts, apart, trials_of(apart, 3, 40), Settings(**QUICK | changes), folder, stored=stored)
+
+
+def weights(run: Training) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in run.module.state_dict().items()}
+
+
+def test_it_learns_and_leaves_a_drafter(model: Model, texts: TextList, tmp_path: Path) -> None:
+    run, seen = training(model, texts, tmp_path, steps=160, evaluate_every=80), []
+    run.watch = lambda step, steps, figures: seen.append(figures)
+    record = run.run()
+    first, last = (sum(one["loss"] for one in some) / 4 for some in (seen[:4], seen[-4:]))
+    assert len(seen) == 160 and last < 0.75 * first
+    assert {"config.json", "model.safetensors", "record.json", "README.md"} <= {file.name for file in tmp_path.iterdir()}
+    assert json.loads((tmp_path / "record.json").read_text()) == record
+    assert [one["step"] for one in record["history"]] == [80, 160]
+    assert record["best"]["tokens_per_round"] == max(one["tokens_per_round"] for one in record["history"])
+    assert f"**{record['best']['tokens_per_round']:.2f}**" in (tmp_path / "README.md").read_text()
+
+
+def test_a_run_that_was_cut_is_the_run_that_was_not(model: Model, texts: TextList, tmp_path: Path) -> None:
+    whole = training(model, texts, tmp_path / "whole")
+    record = whole.run()
+    cut = training(model, texts, tmp_path / "cut")
+
+    def stop(step: int, steps: int, figures: dict[str, float]) -> None:
+        if step == 10:  # two steps behind the checkpoint of step 8
+            raise KeyboardInterrupt
+
+    cut.watch = stop
+    with pytest.raises(KeyboardInterrupt):
+        cut.run()
+    again = training(model, texts, tmp_path / "cut")
+    resumed = again.run(resume=True)
+    ours, theirs = weights(again), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert (resumed["history"], resumed["tokens"], resumed["best"]) == (record["history"], record["tokens"], record["best"])
+
+
+def test_passes_of_a_step_add_up(model: Model, texts: TextList, tmp_path: Path) -> None:
+    """Every pass of a step counts, and only once: two of four texts are nearly one of eight, up to their own means."""
+    one, two = (training(model, texts, tmp_path / str(n), at_once=n) for n in (8, 4))
+    found = [run._learn(0)["loss"] for run in (one, two)]
+    assert found[1] == pytest.approx(found[0], rel=0.1)
+
+
+def test_the_figure_is_the_engine_s(model: Model, texts: TextList, tmp_path: Path) -> None:
+    run = training(model, texts, tmp_path)
+    record = run.run()
+    drafter = TwoHeads()
+    engine = Engine(model, drafter, slots=1, max_context=64)
+    load_into(drafter, tmp_path, model)
+    asked = [Request(trial.prompt, Sampling(seed=0), max_new_tokens=8) for trial in run.measure.trials]
+    assert Stats.of(engine.generate(asked)).tokens_per_round == record["stored"]["tokens_per_round"]
+
+
+def test_nan_stops_and_keeps_the_last_good_checkpoint(model: Model, texts: TextList, tmp_path: Path) -> None:
+    run = training(model, texts, tmp_path)
+    learned = run.drafter.loss
+    run.drafter.loss = lambda *given: (learned(*given)[0] * (torch.nan if run.progress.step >= 5 else 1), {})  # type: ignore
+    with pytest.raises(NumericsError, match=r"step 6; .*last good checkpoint is .*checkpoint.pt.*lower learning rate"):
+        run.run()
+    assert all(torch.isfinite(weight).all() for weight in weights(run).values())
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["progress"]["step"] == 4
+
+
+def test_refusals(model: Model, texts: TextList, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no run to go on with"):
+        training(model, texts, tmp_path).run(resume=True)
+    training(model, texts, tmp_path, steps=4).run()
+    with pytest.raises(InputError, match="holds a run already; go on with it by --resume"):
+        training(model, texts, tmp_path).run()
+    with pytest.raises(InputError, match="settings was"):
+        training(model, texts, tmp_path, steps=5).run(resume=True)
+    with pytest.raises(InputError, match="a batch of 8 texts does not divide into passes of 3"):
+        training(model, texts, tmp_path, at_once=3)
+    with pytest.raises(InputError, match="a step reads 99; lower the batch"):
+        training(model, texts, tmp_path, batch=99)
+    with pytest.raises(DrafterError, match="plain has no weights to train"):
+        training(model, texts, tmp_path, make=Plain)
+    with pytest.raises(InputError, match="no prompts to measure"):
+        Training(model, TwoHeads, texts, texts, [], Settings(**QUICK), tmp_path)  # type: ignore[arg-type]
+
+
+def test_an_epoch_reads_every_text_once_in_an_order_of_its_own() -> None:
+    settings = Settings(batch=4, epochs=2)
+    order = Order(torch.arange(24) + 5, settings)
+    first, second = ([order.texts(step) for step in range(6 * e, 6 * e + 6)] for e in (0, 1))
+    assert order.steps == 12
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(24)) and first != second
+    assert Order(torch.arange(24) + 5, settings).texts(7) == second[1]
+
+
+def test_the_rate_rises_and_falls() -> None:
+    settings = Settings(learning_rate=1.0, warm_up=4, floor=0.1)
+    rates = [settings.rate(step, 20) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
+    assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+def test_read_equals_the_engine_s_pass_and_ignores_padding(model: Model) -> None:
+    text = torch.tensor([[5, 6, 7, 8, 9]])
+    longer = torch.cat([torch.tensor([[5, 6, 7, 0, 0]]), text])
+    alone, both = (model.read(rows, Needs(hidden=True, logits=True, taps=(2,))) for rows in (text, longer))
+    stock = model.hf(input_ids=text, use_cache=False).logits
+    torch.testing.assert_close(alone.require_logits(), stock, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(both.require_hidden()[0, :3], alone.require_hidden()[0, :3], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(both.taps[2][1], alone.taps[2][0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2**-8), ("int8", 1 / 254)])
+def test_saved_weights_come_back(model: Model, tmp_path: Path, dtype: Any, error: float) -> None:
+    one, other = TwoHeads(), TwoHeads()
+    one.bind(model, 1)
+    other.bind(model, 1)
+    save(one, tmp_path, model, dtype)
+    load_into(other, tmp_path, model)
+    for name, weight in one.module.state_dict().items():
+        scale = weight.abs().amax(-1, keepdim=True)
+        assert ((other.module.state_dict()[name] - weight).abs() <= scale * error * 1.01).all()
+
+
+def test_a_drafter_that_does_not_belong_here_is_refused(model: Model, tmp_path: Path) -> None:
+    drafter = TwoHeads()
+    drafter.bind(model, 1)
+    with pytest.raises(DrafterError, match=r"config.json is missing"):
+        load_into(drafter, tmp_path, model)
+    save(drafter, tmp_path, model)
+    half = Model(fresh("llama", torch.float16), name="the same in half precision")
+    load_into(drafter, tmp_path, half)
+    with pytest.raises(DrafterError, match="trained for tiny .* but the target is other .* train one"):
+        load_into(drafter, tmp_path, Model(fresh("llama", torch.float32, seed=1), name="other"))
+    with pytest.raises(DrafterError, match="was trained with {'heads': 2}"):
+        three = TwoHeads(3)
+        three.bind(model, 1)
+        load_into(three, tmp_path, model)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    with pytest.raises(DrafterError, match="cannot be read"):
+        load_into(drafter, tmp_path, model)
+    file.unlink()
+    with pytest.raises(DrafterError, match="model.safetensors is missing"):
+        load_into(drafter, tmp_path, model)

@@ -160,20 +160,23 @@ class SamplingTable:
 
     def set(self, slot: int, sampling: Sampling, floor: int = 0) -> None:
         """`floor`: end tokens are held back until the text is that long."""
-        assert sampling.seed is not None, "a request's seed is settled before it enters"
-        self.requests[slot] = (sampling, floor > 0)
-        mixed = _mix64(sampling.seed)
-        values = {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "penalty": sampling.repetition_penalty,
-            "floor": floor,
-        }
+        self.set_all({slot: (sampling, floor)}, torch.tensor([slot]).to(self.ends.device))
+
+    def set_all(self, given: dict[int, tuple[Sampling, int]], slots: Tensor) -> None:
+        """Sampling and floor of several slots, which `slots` [n] names in the same order on the device."""
+        reals, wholes = [], []
+        for slot, (sampling, floor) in given.items():
+            assert sampling.seed is not None, "a request's seed is settled before it enters"
+            self.requests[slot] = (sampling, floor > 0)
+            mixed = _mix64(sampling.seed)
+            reals.append((sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty))
+            wholes.append((sampling.top_k, floor, mixed & _WORD, mixed >> 32))
+        real = torch.tensor(reals, dtype=torch.float32).to(slots.device, non_blocking=True)
+        whole = torch.tensor(wholes).to(slots.device, non_blocking=True)
+        values = dict(zip(("temperature", "top_p", "min_p", "penalty"), real.unbind(1), strict=True))
+        values |= {"top_k": whole[:, 0], "floor": whole[:, 1], "key": whole[:, 2:]}
         for name, value in values.items():
-            self.columns[name][slot] = value
-        self.columns["key"][slot] = torch.tensor([mixed & _WORD, mixed >> 32])
+            self.columns[name].index_copy_(0, slots, value)
 
     def forget(self, slot: int) -> None:
         """Nobody sits there any more: it has no say in the kind of a round."""

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from foreword.core.state import Lanes, State
 from foreword.engine.request import Running
@@ -71,27 +72,41 @@ def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:
     taken = []
     while waiting and slots.left:
         running = waiting.popleft()
-        slot = slots.take(running)
-        _write_columns(state, slot, running)
-        taken.append(slot)
-    return taken
+        slots.take(running)
+        taken.append(running)
+    if taken:
+        _write_columns(state, taken)
+    return [running.slot for running in taken]
 
 
-def _write_columns(state: State, slot: int, running: Running) -> None:
+def _write_columns(state: State, taken: list[Running]) -> None:
+    """Everybody's at once: a GPU is told of a hundred texts as quickly as of one."""
+    device, context = state.tokens.device, state.tokens.shape[1] - 1
+    slots = torch.tensor([running.slot for running in taken]).to(device, non_blocking=True)
+    prompts = [torch.tensor(running.request.prompt) for running in taken]
+    texts = pad_sequence(prompts, batch_first=True).to(device, non_blocking=True)
+    state.tokens[:, : texts.shape[1]].index_copy_(0, slots, texts)
+    columns = [state.roots, state.lengths, state.limits, state.heeds_ends, state.speculates, state.alive_slots]
+    values = torch.tensor([_values(running, context) for running in taken]).to(device, non_blocking=True)
+    for column, value in zip(columns, values.unbind(1), strict=True):
+        column.index_copy_(0, slots, value.to(column.dtype))
+    state.table.set_all({running.slot: (running.request.sampling, _floor(running, context)) for running in taken}, slots)
+    for running, prompt in zip(taken, prompts, strict=True):
+        if running.request.sampling.repetition_penalty != 1:
+            state.seen[running.slot] = prompt.bincount(minlength=state.seen.shape[1]).to(state.seen)
+
+
+def _values(running: Running, context: int) -> tuple[int, int, int, bool, bool, bool]:
+    """Root, length, limit, heeds ends, speculates, alive."""
     request = running.request
-    prompt = torch.tensor(request.prompt, device=state.tokens.device)
-    context = state.tokens.shape[1] - 1
-    state.tokens[slot, : len(prompt)] = prompt
-    state.roots[slot] = request.prompt[-1]
-    state.lengths[slot] = running.prefilled
-    state.limits[slot] = min(len(prompt) + request.max_new_tokens, context)
-    state.heeds_ends[slot] = not request.ignore_eos
-    state.speculates[slot] = request.speculate
-    state.alive_slots[slot] = True
-    floor = min(len(prompt) + request.min_new_tokens, context) if request.min_new_tokens else 0
-    state.table.set(slot, request.sampling, floor)
-    if request.sampling.repetition_penalty != 1:
-        state.seen[slot] = prompt.bincount(minlength=state.seen.shape[1]).to(state.seen.dtype)
+    limit = min(len(request.prompt) + request.max_new_tokens, context)
+    return request.prompt[-1], running.prefilled, limit, not request.ignore_eos, request.speculate, True
+
+
+def _floor(running: Running, context: int) -> int:
+    """End tokens are held back until the text is that long."""
+    request = running.request
+    return min(len(request.prompt) + request.min_new_tokens, context) if request.min_new_tokens else 0
 
 
 def _round_up(count: int) -> int:

@@ -80,7 +80,7 @@ class Engine:
         if running in self.waiting:
             self.waiting.remove(running)
         else:
-            self._release(running)
+            self._release([running])
 
     def give_up(self) -> None:
         """Abort everything, before the cache goes away or to another engine."""
@@ -146,10 +146,9 @@ class Engine:
         took = time.perf_counter() - started
         for run in present:
             run.decode_s += took
+        self._release([event.running for event in events if event.running.done])
         for event in events:
-            if event.running.done:
-                self._release(event.running)
-            elif event.running.spoiled and self.state.speculates[event.running.slot]:
+            if not event.running.done and event.running.spoiled and self.state.speculates[event.running.slot]:
                 self._go_on_alone(event.running)
         # Only when everybody has been served: the others' texts go on in the next step.
         for event in events:
@@ -176,21 +175,32 @@ class Engine:
         runs = [self.slots.running[slot] for slot in lanes.ids if slot in self.slots.running]
         return Launched(runs, self.loop.round(self.state.at(lanes)))
 
-    def _release(self, running: Running) -> None:
-        """Free a slot. A text that was given up may have left NaN in its rows, which must not reach the next."""
-        self.state.alive_slots[running.slot] = False
-        self.state.table.forget(running.slot)
-        self.loop.end([running.slot])
+    def _release(self, finished: list[Running]) -> None:
+        """Free slots. A text that was given up may have left NaN in its rows, which must not reach the next."""
+        if not finished:
+            return
+        ids = [running.slot for running in finished]
+        slots = torch.tensor(ids).to(self.target.device, non_blocking=True)
+        self.state.alive_slots.index_fill_(0, slots, False)
+        self.loop.end(ids)
+        sound = [self._clear(running) for running in finished]
+        if self.slots.pads:  # what a padding row writes must not touch what is kept, nor look beyond it
+            kept = [running.length * fine for running, fine in zip(finished, sound, strict=True)]
+            self.state.lengths.index_copy_(0, slots, torch.tensor(kept).to(self.target.device, non_blocking=True))
+        for running, fine in zip(finished, sound, strict=True):
+            self.state.table.forget(running.slot)
+            self.slots.leave(running.slot, keep=fine)
+
+    def _clear(self, running: Running) -> bool:
+        """Whether what the cache holds of a text may stay."""
         cache = self.target.cache
         written = running.length + max(self.chunk, cache.rows - cache.context) + self.late * (self.drafter.shape.depth + 1)
         if self.late:  # the round under way may write what nobody will read, NaN too
-            cache.wipe_scratch(running.slot)
+            cache.wipe(running.slot, running.length, written)
         sound = running.finish_reason != "abort" or cache.is_sound(running.slot, written)
         if not sound:
             cache.wipe(running.slot)
-        if self.slots.pads:  # what a padding row writes must not touch what is kept, nor look beyond it
-            self.state.lengths[running.slot] = running.length if sound else 0
-        self.slots.leave(running.slot, keep=sound)
+        return sound
 
     def _span(self, ids: Iterable[int]) -> int:
         return max(self.slots.running[slot].length for slot in ids)

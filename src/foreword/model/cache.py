@@ -75,9 +75,9 @@ class SlotCache:
         """Whether all of a slot's first rows are finite. Asks the device, so not for the loop."""
         return bool(self.held[:, :, slot, :, :rows].isfinite().all())
 
-    def wipe(self, slot: int) -> None:
-        """Clear a slot that is not sound: a masked row counts 0 times its value, and 0 x NaN is NaN."""
-        self.held[:, :, slot] = 0
+    def wipe(self, slot: int, first: int = 0, stop: int | None = None) -> None:
+        """Clear rows that may not be sound: a masked row counts 0 times its value, and 0 x NaN is NaN."""
+        self.held[:, :, slot, :, first:stop] = 0
 
     def wipe_scratch(self, slot: int) -> None:
         """The same for what is not committed, by the device's own count: a round may be under way."""

@@ -56,21 +56,24 @@ class Tree:
     def nodes(self) -> int:
         return self.parent.shape[1]
 
-    @cached_property
+    @property
     def ancestors(self) -> Tensor:
         """[b or 1, N, N] bool: entry (i, j) says that j lies on the way from the root to i, i itself included."""
-        rows = torch.arange(self.nodes, device=self.parent.device)
-        reach = (rows == self.parent.unsqueeze(-1)) | (rows == rows.unsqueeze(-1))
-        # Each squaring doubles how far up a row can look, so log2(N) of them reach the root.
-        for _ in range((self.nodes - 1).bit_length()):
-            step = reach.to(torch.float32)
-            reach = (step @ step) > 0
-        return reach
+        return self.lineage[0]
 
-    @cached_property
+    @property
     def depth(self) -> Tensor:
         """[b or 1, N]: edges between the root and each row."""
-        return self.ancestors.sum(-1) - 1
+        return self.lineage[1]
+
+    @cached_property
+    def lineage(self) -> tuple[Tensor, Tensor]:
+        """Ancestors and depth, derived together."""
+        if self.parent.is_cuda:
+            from foreword.kernels.tree import lineage  # noqa: PLC0415  Triton is there only where CUDA is
+
+            return lineage(self.parent)
+        return lineage_of(self.parent)
 
     def head(self, nodes: int) -> Tree:
         """The tree of the first `nodes` rows."""
@@ -78,11 +81,21 @@ class Tree:
             return self
         tree = Tree(self.parent[:, :nodes], self.is_chain)
         # What the whole tree already knows, its prefix knows too.
-        if "ancestors" in self.__dict__:
-            tree.ancestors = self.ancestors[:, :nodes, :nodes]
-        if "depth" in self.__dict__:
-            tree.depth = self.depth[:, :nodes]
+        if "lineage" in self.__dict__:
+            tree.lineage = self.ancestors[:, :nodes, :nodes], self.depth[:, :nodes]
         return tree
+
+
+def lineage_of(parent: Tensor) -> tuple[Tensor, Tensor]:
+    """Ancestors and depth of trees [b or 1, N]."""
+    nodes = parent.shape[1]
+    rows = torch.arange(nodes, device=parent.device)
+    reach = (rows == parent.unsqueeze(-1)) | (rows == rows.unsqueeze(-1))
+    # Each squaring doubles how far up a row can look, so log2(N) of them reach the root.
+    for _ in range((nodes - 1).bit_length()):
+        step = reach.to(torch.float32)
+        reach = (step @ step) > 0
+    return reach, reach.sum(-1) - 1
 
 
 def _chain(nodes: int, device: torch.device) -> Tree:
@@ -90,7 +103,7 @@ def _chain(nodes: int, device: torch.device) -> Tree:
         raise DrafterError(f"not a tree: a chain of {nodes} rows; it needs the root at least")
     rows = torch.arange(nodes, device=device)
     tree = Tree((rows - 1).clamp(min=0).unsqueeze(0), is_chain=True)
-    tree.ancestors, tree.depth = (rows.unsqueeze(1) >= rows).unsqueeze(0), rows.unsqueeze(0)
+    tree.lineage = (rows.unsqueeze(1) >= rows).unsqueeze(0), rows.unsqueeze(0)
     return tree
 
 
@@ -104,7 +117,7 @@ def _static_tree(parents: tuple[int, ...], device: torch.device) -> Tree:
         raise DrafterError(f"not a tree: every parent must be an earlier row, rows {wrong} of {parents} are not")
     is_chain = parents == (0, *range(len(parents) - 1))
     tree = Tree(torch.tensor([parents], device=device), is_chain)
-    tree.depth  # noqa: B018 - derived here once, shared by every later round
+    tree.lineage  # noqa: B018 - derived here once, shared by every later round
     return tree
 
 

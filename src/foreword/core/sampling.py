@@ -87,6 +87,11 @@ class Kind:
     def filters(self) -> bool:
         return bool(self.top_k or self.top_p or self.min_p)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Nothing has a say but the logits."""
+        return not (self.noise or self.penalties or self.floors)
+
     @staticmethod
     def of(requests: list[tuple[Sampling, bool]]) -> Kind:
         """Of (sampling, whether end tokens are held back) pairs."""
@@ -192,9 +197,11 @@ class SamplingTable:
 def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None = None) -> Tensor:
     """The target's own token at every row: [b, N, V] -> [b, N].
 
-    `position` [b, N] is where the chosen token will stand. `seen` [b, N, V] counts the tokens of the text before it and is
-    needed when a penalty is on.
+    `position` [b, N] is where the chosen token will stand; greedy rounds do not look at it. `seen` [b, N, V] counts the
+    tokens of the text before it and is needed when a penalty is on.
     """
+    if sampling.kind.is_greedy:
+        return _first_largest(logits)
     scores = _process(logits, position, sampling, seen)
     if scores.device.type == "cpu" and sampling.kind.filters:
         return _pick_among_best(scores, position, sampling)
@@ -213,7 +220,7 @@ def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, token
     With `tokens` [b, N, C], `logits` are those of the given candidates alone, and the answer is indices into them.
     Sharing the noise couples the guess to the draw, so a good guess stays good at any temperature.
     """
-    return best(_under_noise(logits, position, sampling, _all_tokens(logits) if tokens is None else tokens), k)
+    return best(_under_noise(logits, position, sampling, tokens), k)
 
 
 def guesses(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
@@ -222,20 +229,35 @@ def guesses(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) ->
     A chance is the softmax of what the guesses are ranked by. Where noise is shared, it already tells which of the likely
     tokens will win, so chances under it are sharper than those of the logits.
     """
-    scores = _under_noise(logits, position, sampling, _all_tokens(logits))
-    tokens = best(scores, k)
-    return tokens, scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
+    return likeliest(_under_noise(logits, position, sampling), k)
 
 
-def _under_noise(logits: Tensor, position: Tensor, sampling: SamplingRows, tokens: Tensor) -> Tensor:
+def _under_noise(logits: Tensor, position: Tensor, sampling: SamplingRows, tokens: Tensor | None = None) -> Tensor:
     if not sampling.kind.noise:
         return logits
+    tokens = _all_tokens(logits) if tokens is None else tokens
     temperature = _column(sampling.temperature, logits)
     scaled = logits / torch.where(temperature > 0, temperature, 1)
     return (scaled + gumbel(sampling.key, position, tokens)).where(temperature > 0, scaled)
 
 
 _BLOCK = 128
+_MOST = 16  # best ones that a kernel looks for
+
+
+def likeliest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest along the last axis, largest first, and the log of their softmax: twice [.., k]."""
+    if _has_kernel(scores, k):
+        from foreword.kernels.top import top_with_chances  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return top_with_chances(scores, k)
+    tokens, scores = best(scores, k), widened(scores)
+    return tokens, scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In float32 at least, which half precision fits into exactly: for all that is more than a comparison."""
+    return logits if logits.dtype.itemsize >= 4 else logits.float()
 
 
 def best(scores: Tensor, k: int) -> Tensor:
@@ -244,6 +266,10 @@ def best(scores: Tensor, k: int) -> Tensor:
     A vocabulary is long and k is short: what is among the k largest lies in one of the k blocks with the largest maxima,
     so one sweep finds those, and the rest is done on a few hundred numbers.
     """
+    if _has_kernel(scores, k):
+        from foreword.kernels.top import top  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return top(scores, k)
     size = scores.shape[-1]
     if size % _BLOCK or size < 4 * k * _BLOCK:
         return scores.topk(k, dim=-1).indices
@@ -256,12 +282,18 @@ def best(scores: Tensor, k: int) -> Tensor:
 
 def _first_largest(scores: Tensor) -> Tensor:
     """argmax, of equal ones the first. On a CPU that of torch is slow, and a maximum is quick: so by blocks."""
+    if _has_kernel(scores, 1):
+        return best(scores, 1).squeeze(-1)
     if scores.device.type != "cpu" or scores.shape[-1] % _BLOCK:
         return scores.argmax(-1)
     blocks = scores.unflatten(-1, (-1, _BLOCK))
     block = blocks.amax(-1).argmax(-1, keepdim=True)
     place = blocks.gather(-2, block.unsqueeze(-1).expand(*block.shape, _BLOCK)).squeeze(-2).argmax(-1)
     return block.squeeze(-1) * _BLOCK + place
+
+
+def _has_kernel(scores: Tensor, k: int) -> bool:
+    return scores.is_cuda and scores.dtype != torch.float64 and k <= _MOST
 
 
 def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
@@ -273,7 +305,7 @@ def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
 
 def _process(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None) -> Tensor:
     """Logits after penalties, held-back end tokens, and / T."""
-    kind, scores = sampling.kind, logits
+    kind, scores = sampling.kind, widened(logits)
     if kind.penalties:
         assert seen is not None, "a repetition penalty needs the counts of the text"
         penalty = _column(sampling.penalty, scores)

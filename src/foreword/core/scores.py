@@ -17,7 +17,7 @@ class Scores:
     the logits of a round, which the engine itself needs.
     """
 
-    logits: Tensor | None = None  # [b, N, V] float32, or float64 where the model computes in it
+    logits: Tensor | None = None  # [b, N, V] in the dtype of the model; `sampling.widened` where one computes with them
     hidden: Tensor | None = None  # [b, N, H]
     taps: dict[int, Tensor] = field(default_factory=dict)  # layer -> [b, N, H]
     grafted: Tensor | None = None  # [b, R, H], rows of all grafts in their order

@@ -126,9 +126,10 @@ def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Ten
     count = tokens.shape[1]
     nodes = min(nodes, count)
     order = chance.argsort(dim=1, descending=True, stable=True)[:, :nodes]
-    likely = chance.gather(1, order).exp()  # falls from 1, the root
-    size = (likely > 0).sum(1)
+    likely = chance.gather(1, order)  # falls from 0, the root
+    size = (likely > -math.inf).sum(1)
     if cost is not None:
+        likely = likely.exp()
         size = torch.minimum(size, (likely.cumsum(1) / cost[:nodes]).argmax(1) + 1)
     rows = torch.arange(nodes, device=tokens.device)
     kept = rows < size.unsqueeze(1)

@@ -7,11 +7,13 @@ would have written alone, whoever drafted. A stop inside the draft cuts the path
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from foreword.core.draft import Draft
-from foreword.core.sampling import pick
+from foreword.core.sampling import pick, widened
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import State
 
@@ -19,26 +21,40 @@ from foreword.core.state import State
 def accept(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Accepted, Emission]:
     """`depth` bounds the tree, so that a path has `depth + 1` places."""
     logits = scores.require_logits()
-    position = state.length.unsqueeze(1) + draft.tree.depth + 1
-    sampling = state.sampling
-    seen = count_seen(state, draft) if sampling.kind.penalties else None
-    choice = pick(logits, position, sampling, seen)  # [b, N]
-    path, count = longest_path(draft, choice, min(draft.nodes, depth + 1))
+    kind, places = state.sampling.kind, min(draft.nodes, depth + 1)
+    choice = _choices(state, draft, logits)  # [b, N]
+    # A NaN beats every number in a maximum, so the chosen logit shows it, unless a filter dropped it: then look again.
+    peak = logits.amax(-1, keepdim=True) if kind.filters else logits
+    accepted, emission = (_settle_by_kernel if choice.is_cuda else settle)(state, draft, choice, peak, places)
+    return accepted, replace(emission, **_logprobs(logits, accepted.path, emission.tokens, kind.logprobs))
+
+
+def _choices(state: State, draft: Draft, logits: Tensor) -> Tensor:
+    kind, position = state.sampling.kind, draft.tree.depth
+    if not kind.is_greedy:
+        position = state.length.unsqueeze(1) + position + 1
+    return pick(logits, position, state.sampling, count_seen(state, draft) if kind.penalties else None)
+
+
+def settle(state: State, draft: Draft, choice: Tensor, peak: Tensor, places: int) -> tuple[Accepted, Emission]:
+    """What stands of the draft where the target chose `choice` [b, N]; a NaN in `peak` [b, N, V or 1] decides nothing."""
+    path, count = longest_path(draft, choice, places)
     tokens = choice.gather(1, path)  # [b, D+1]
     count, ended = cut(state, tokens, count)
-    broken = _broken(logits, choice, sampling.kind.filters, path, count)
+    broken = _broken(peak, choice, path, count)
     count = count.where(~broken, 0)
     last = (count - 1).clamp(min=0).unsqueeze(1)
     accepted = Accepted(path, count, tokens.gather(1, last).squeeze(1))
-    emission = Emission(
-        tokens=tokens,
-        count=count,
-        drafted=(draft.size - 1) * state.alive,
-        ended=ended & ~broken,
-        broken=broken,
-        **_logprobs(logits, path, tokens, sampling.kind.logprobs),
-    )
-    return accepted, emission
+    return accepted, Emission(tokens, count, (draft.size - 1) * state.alive, ended & ~broken, broken)
+
+
+def _settle_by_kernel(state: State, draft: Draft, choice: Tensor, peak: Tensor, places: int) -> tuple[Accepted, Emission]:
+    from foreword.kernels.settle import decided  # noqa: PLC0415  Triton is there only where CUDA is
+
+    tree = draft.tree.parent, *draft.tree.lineage
+    found = decided(state, state.table.ends, choice, draft.tokens, tree, draft.size, peak, places)
+    emission = Emission(found.tokens, found.count, found.drafted, found.ended, found.broken)
+    return Accepted(found.path, found.count, found.next), emission
 
 
 def longest_path(draft: Draft, choice: Tensor, places: int) -> tuple[Tensor, Tensor]:
@@ -79,17 +95,17 @@ def count_seen(state: State, draft: Draft) -> Tensor:
     return seen.scatter_add_(2, draft.tokens.unsqueeze(1).expand_as(on_way), on_way.to(seen.dtype))
 
 
-def _broken(logits: Tensor, choice: Tensor, filters: bool, path: Tensor, count: Tensor) -> Tensor:
-    """A NaN beats every number in a maximum, so the chosen logit shows it, unless a filter dropped it: then look again."""
-    peak = logits.amax(-1) if filters else logits.gather(2, choice.unsqueeze(2)).squeeze(2)
+def _broken(peak: Tensor, choice: Tensor, path: Tensor, count: Tensor) -> Tensor:
+    shown = peak.gather(2, choice.clamp(max=peak.shape[2] - 1).unsqueeze(2)).squeeze(2)
     kept = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
-    return (peak.gather(1, path).isnan() & kept).any(1)
+    return (shown.gather(1, path).isnan() & kept).any(1)
 
 
 def _logprobs(logits: Tensor, path: Tensor, tokens: Tensor, top: int) -> dict[str, Tensor]:
     if top < 0:
         return {}
-    rows = logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1])).log_softmax(-1)
+    rows = logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+    rows = widened(rows).log_softmax(-1)
     best = rows.topk(min(top, rows.shape[-1]), dim=-1)
     chosen = rows.gather(2, tokens.unsqueeze(-1)).squeeze(-1)
     return {"logprobs": chosen, "top_tokens": best.indices, "top_logprobs": best.values}

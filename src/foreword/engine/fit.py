@@ -16,13 +16,20 @@ from foreword.core.state import State
 
 
 def fit(draft: Draft, state: State, needs: Needs) -> Draft:
-    speculates = state.speculates[state.slots] & state.alive
-    size = torch.where(speculates, draft.size, 1)
+    if draft.size.is_cuda:
+        from foreword.kernels.settle import fitted  # noqa: PLC0415  Triton is there only where CUDA is
+
+        tokens, size = fitted(state, draft.tokens, draft.tree.depth, draft.size)
+        return Draft(tokens, draft.tree, size)
+    size = torch.where(state.speculates[state.slots] & state.alive, draft.size, 1)
     # Grafted rows hang on fixed nodes, so those nodes must stay.
-    if size.device.type == "cpu" and not needs.grafts:
+    if not needs.grafts:
         draft = draft.head(int(size.max()))
-    draft = Draft(draft.tokens, draft.tree, size)
-    # Padding goes through the target too: it repeats the root, which the target has to answer to anyway. And the root is
-    # the engine's to say: a drafter that got it wrong costs speed, not text.
+    return rooted(Draft(draft.tokens, draft.tree, size), state)
+
+
+def rooted(draft: Draft, state: State) -> Draft:
+    """Padding goes through the target too: it repeats the root, which the target has to answer to anyway. And the root is
+    the engine's to say: a drafter that got it wrong costs speed, not text."""
     guessed = draft.counts & (draft.tree.depth > 0)
     return replace(draft, tokens=draft.tokens.where(guessed, state.root.unsqueeze(1)))

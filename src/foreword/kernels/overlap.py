@@ -9,6 +9,7 @@ it: that a kernel is done is how the next one knows that all kernels before are 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +24,12 @@ SECTOR = tl.constexpr(32)  # bytes that one request brings into the L2 cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels on this device are launched early. Pass it as EARLY, and `launch_pdl=True` with it."""
     return ENABLED and device.type == "cuda" and _is_capable(device)
+
+
+def launched(device: torch.device, warps: int = 4) -> dict[str, Any]:
+    """How a small kernel that takes part is launched: EARLY among the rest."""
+    early = overlaps(device)
+    return {"EARLY": early, "num_warps": max(1, warps)} | ({"launch_pdl": True} if early else {})
 
 
 @cache

@@ -16,10 +16,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from foreword.core.draft import Draft, Shape
+from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
-from foreword.core.sampling import best, rank
+from foreword.core.sampling import likeliest, rank
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
@@ -68,25 +68,32 @@ class TokenRecycling(Drafter):
         self.rows, self.mode, self.fade = rows, table, fade
 
     def bind(self, target: Target, slots: int) -> None:
-        paths = template()
         self.target = target
         self.vocabulary = target.vocab_size
-        tables = 1 if self.mode == "shared" else slots
-        device = target.device
+        tables, device = 1 if self.mode == "shared" else slots, target.device
         # One row past the vocabulary takes the writes that must not count.
         self.tokens = torch.zeros(tables, self.vocabulary + 1, CANDIDATES, dtype=torch.int32, device=device)
         self.chances = torch.full(self.tokens.shape, -math.inf, dtype=torch.float32, device=device)
+        depth = self.bind_template(device)
+        # A GPU checks as many rows each time, used or not; up to this many are one block of its matrix units.
+        most = len(self.parent) if device.type == "cpu" else ROWS_ON_GPU
+        nodes = min(self.rows or most, len(self.parent))
+        self.shape = Shape(nodes, min(depth, nodes - 1))
+        self.costs = RowCosts(target, nodes)
+
+    def bind_template(self, device: torch.device) -> int:
+        """The template as tensors: the nodes level by level, and the ranks along each node's way. Returns its depth."""
+        paths = template()
         index = {path: i for i, path in enumerate(paths)}
         self.parent = torch.tensor([index[path[:-1]] for path in paths], device=device)
         self.rank = torch.tensor([path[-1] if path else 0 for path in paths], device=device)
         depths = [len(path) for path in paths]
-        self.levels = [(depths.index(d), depths.index(d) + depths.count(d)) for d in range(1, max(depths) + 1)]
-        self.fading = torch.tensor(depths, device=device) * math.log(self.fade)
-        # A GPU checks as many rows each time, used or not; up to this many are one block of its matrix units.
-        most = len(paths) if device.type == "cpu" else ROWS_ON_GPU
-        nodes = min(self.rows or most, len(paths))
-        self.shape = Shape(nodes, min(max(depths), nodes - 1))
-        self.costs = RowCosts(target, nodes)
+        deepest = max(depths)
+        self.levels = [(depths.index(d), depths.index(d) + depths.count(d)) for d in range(1, deepest + 1)]
+        self.depths = torch.tensor(depths, dtype=torch.int32, device=device)
+        self.fading = self.depths * math.log(self.fade)
+        self.ways = torch.tensor([path + (0,) * (deepest - len(path)) for path in paths], dtype=torch.int32, device=device)
+        return deepest
 
     def begin(self, state: State) -> None:
         if self.mode == "shared":
@@ -95,20 +102,24 @@ class TokenRecycling(Drafter):
         self.chances[fresh] = -math.inf
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        rows = torch.arange(chunk.nodes, device=chunk.size.device)
-        self._learn(state, chunk.tokens, scores.require_logits(), chunk.counts, rows.expand_as(chunk.tokens))
+        self._learn(state, chunk, scores)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        rows = torch.arange(draft.nodes, device=draft.size.device).expand_as(draft.tokens)
-        counts = draft.counts & (accepted.count > 0).unsqueeze(1)
-        # Accepted rows saw the true text, so they have the last word on their tokens.
-        later = torch.zeros_like(rows).scatter_add(1, accepted.path, accepted.kept * draft.nodes)
-        self._learn(state, draft.tokens, scores.require_logits(), counts, rows + later)
+        self._learn(state, draft, scores, accepted)
 
     def propose(self, state: State) -> Draft:
-        """Of the template's nodes those worth their rows: likeliest to be reached, as many as pay on this machine."""
+        """Of the template's nodes the likeliest to be reached: as many as pay on this machine, and where rows cost the same
+        used or not, as many as there is room for."""
+        if state.slots.is_cuda and not state.sampling.kind.noise:
+            from foreword.kernels.recycle import walked  # noqa: PLC0415  Triton is there only where CUDA is
+
+            template = self.ways, self.depths, self.parent, self.fading
+            own = self.mode != "shared"
+            drafted = walked((self.tokens, self.chances), template, state.slots, state.roots, self.shape.nodes, own)
+            return Draft(drafted[0], Tree(drafted[1]), drafted[2])
         tokens, chances = self._walk(state)
-        cost = self.costs.of(len(state.lanes.ids)) if self.rows is None else None
+        counts_rows = self.rows is None and not state.slots.is_cuda
+        cost = self.costs.of(len(state.lanes.ids)) if counts_rows else None
         return choose(tokens, self.parent.unsqueeze(0), chances, self.shape.nodes, cost)
 
     def _walk(self, state: State) -> tuple[Tensor, Tensor]:
@@ -132,10 +143,26 @@ class TokenRecycling(Drafter):
             done = stop
         return tokens, chances + self.fading
 
-    def _learn(self, state: State, tokens: Tensor, logits: Tensor, counts: Tensor, when: Tensor) -> None:
-        """Overwrite the table rows of `tokens` [b, n] where `counts`; of equal tokens the latest `when` has its way."""
-        likeliest = best(logits, CANDIDATES)
-        chances = logits.gather(-1, likeliest) - logits.logsumexp(-1, keepdim=True)
+    def _learn(self, state: State, draft: Draft, scores: Scores, accepted: Accepted | None = None) -> None:
+        """Overwrite the table rows of a draft's tokens; of equal ones the latest has its way. Accepted rows saw the true
+        text, so they have the last word."""
+        candidates, chances = likeliest(scores.require_logits(), CANDIDATES)
+        if candidates.is_cuda:
+            from foreword.kernels.recycle import learnt  # noqa: PLC0415  Triton is there only where CUDA is
+
+            path = None if accepted is None else (accepted.path, accepted.count)
+            table, own = (self.tokens, self.chances), self.mode != "shared"
+            learnt(table, state.slots, draft.tokens, draft.size, (candidates, chances), path, own)
+        else:
+            self._write(state, draft, accepted, candidates, chances)
+
+    def _write(self, state: State, draft: Draft, accepted: Accepted | None, candidates: Tensor, chances: Tensor) -> None:
+        """Candidates and chances [b, n, K] into the table, as torch operations."""
+        tokens, counts = draft.tokens, draft.counts
+        when = torch.arange(draft.nodes, device=tokens.device).expand_as(tokens)
+        if accepted is not None:
+            counts = counts & (accepted.count > 0).unsqueeze(1)
+            when = when + torch.zeros_like(when).scatter_add(1, accepted.path, accepted.kept * draft.nodes)
         chances = chances.where(chances.isfinite(), -math.inf)  # a NaN would be drafted before the root
         table = self._tables(state).expand_as(tokens)
         row = torch.where(counts, table * (self.vocabulary + 1) + tokens, -1).flatten()
@@ -144,7 +171,7 @@ class TokenRecycling(Drafter):
         beaten = ((row.unsqueeze(1) == row) & (time.unsqueeze(1) < time)).any(1)
         waste = self.vocabulary
         row = torch.where(beaten | (row < 0), waste, row)
-        self.tokens.view(-1, CANDIDATES).index_copy_(0, row, likeliest.reshape(-1, CANDIDATES).int())
+        self.tokens.view(-1, CANDIDATES).index_copy_(0, row, candidates.reshape(-1, CANDIDATES).int())
         self.chances.view(-1, CANDIDATES).index_copy_(0, row, chances.reshape(-1, CANDIDATES).float())
 
     def _tables(self, state: State) -> Tensor:

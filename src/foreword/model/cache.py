@@ -58,6 +58,16 @@ class SlotCache:
 
     def keep(self, lanes: Lanes, path: Tensor, count: Tensor) -> None:
         """Commit scratch rows `path[:, :count]` [b, n] in their order; the rest of the scratch is forgotten."""
+        if self.held.is_cuda:
+            from foreword.kernels.keep import keep_rows  # noqa: PLC0415  Triton is there only where CUDA is
+
+            keep_rows(self.held, lanes.slots, self.length, path, count)
+        else:
+            self._move(lanes, path, count)
+        self.advance(lanes, count)
+
+    def _move(self, lanes: Lanes, path: Tensor, count: Tensor) -> None:
+        """Rows `path[:, :count]` to the front of the scratch, as torch operations."""
         base = self.length[lanes.slots].unsqueeze(1)
         order = torch.arange(path.shape[1], device=path.device)
         # Entries past `count` copy a row onto itself, so that the shape stays fixed.
@@ -65,7 +75,6 @@ class SlotCache:
         source, goal = self.places(lanes, base + chosen), self.places(lanes, base + order)
         flat = self.held.view(2 * self.shape.layers, -1, self.shape.width)
         flat.index_copy_(1, goal, flat.index_select(1, source))
-        self.length.index_copy_(0, lanes.slots, self.length[lanes.slots] + count)
 
     def advance(self, lanes: Lanes, count: Tensor) -> None:
         """Commit the first `count` scratch rows where they lie."""

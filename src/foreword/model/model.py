@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from foreword.core.draft import Draft
 from foreword.core.needs import Needs, Skip
+from foreword.core.sampling import widened
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 from foreword.model import attention
@@ -87,8 +88,7 @@ class Model:
         return self.family.norm(self.hf, hidden)
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits = self.family.head(self.hf, hidden)
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return widened(self.family.head(self.hf, hidden))
 
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head
@@ -125,7 +125,8 @@ class Model:
             self.embed(draft.tokens[:, part]), where, skip=skip, grafts=needs.grafts, taps=needs.taps
         )
         return Scores(
-            logits=self.head(self.norm(walked.hidden)) if logits == "all" else None,
+            # As they are: to compare them, which is all that a greedy round does, they need not be any wider.
+            logits=self.family.head(self.hf, self.norm(walked.hidden)) if logits == "all" else None,
             hidden=walked.hidden if needs.hidden else None,
             taps=walked.taps,
             grafted=walked.grafted,

@@ -1,0 +1,116 @@
+"""The k best of a long row, and how likely each is: what a vocabulary is asked for, in two launches.
+
+In: scores [.., V] in float32 or half precision. Out: the places of the k largest, largest first, and on demand their
+log-chances under a softmax over the row. Of equal scores the first comes first, and a NaN comes before every number: the
+order of torch's stable sort, and with k = 1 its argmax. A program finds the best of a stretch, then one joins a row's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+
+MOST = 16  # best ones that can be asked for: each is one more look at what a program holds
+
+_LOW = tl.constexpr(0x7FFFFFFF)
+_NOTHING = tl.constexpr(-(2**63))
+_HUGE = tl.constexpr(3.0e38)
+
+
+@triton.jit
+def _packed(value, column):
+    """Score and place as one whole number, so that one maximum finds both: larger scores first, then earlier columns."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # the two zeros are equal
+    order = tl.where(bits < 0, bits ^ _LOW, bits)
+    order = tl.where(value != value, _LOW, order)
+    return (order.to(tl.int64) << 32) | (column ^ _LOW).to(tl.int64)
+
+
+@triton.jit
+def _stretch(
+    scores, best, peaks, masses, width,
+    K: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """The K best of one stretch of a row, by K maxima; and its sum of exponentials, behind its peak."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    piece = row * tl.num_programs(1) + tl.program_id(1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < width
+    value = tl.load(scores + row * width + column, mask=here, other=float("-inf")).to(tl.float32)
+    left = tl.where(here, _packed(value, column), _NOTHING)
+    for i in tl.static_range(K):
+        largest = tl.max(left, 0)
+        tl.store(best + piece * K + i, largest)
+        left = tl.where(left == largest, _NOTHING, left)
+    if MASS:
+        peak = tl.minimum(tl.maximum(tl.max(value, 0), -_HUGE), _HUGE)  # finite, so that infinities behave
+        tl.store(peaks + piece, peak)
+        tl.store(masses + piece, tl.sum(tl.exp(value - peak), 0))
+
+
+@triton.jit
+def _join(
+    best, peaks, masses, places, chances, stretches,
+    K: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """The K best of a row among the best of its stretches."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    left = tl.load(best + row * stretches * K + at, mask=at < stretches * K, other=_NOTHING)
+    log_mass = 0.0
+    if MASS:
+        piece = tl.arange(0, STRETCHES)
+        here = piece < stretches
+        peak = tl.load(peaks + row * stretches + piece, mask=here, other=-_HUGE)
+        mass = tl.load(masses + row * stretches + piece, mask=here, other=0.0)
+        highest = tl.max(peak, 0)
+        log_mass = tl.log(tl.sum(mass * tl.exp(peak - highest), 0)) + highest
+    for i in tl.static_range(K):
+        largest = tl.max(left, 0)
+        left = tl.where(left == largest, _NOTHING, left)
+        tl.store(places + row * K + i, (largest & _LOW) ^ _LOW)
+        if MASS:
+            order = (largest >> 32).to(tl.int32)
+            value = tl.where(order < 0, order ^ _LOW, order).to(tl.float32, bitcast=True)
+            tl.store(chances + row * K + i, value - log_mass)
+
+
+def top(scores: Tensor, k: int) -> Tensor:
+    """Places of the k largest of scores [.., V], largest first: [.., k]."""
+    return _top(scores, k, mass=False)[0]
+
+
+def top_with_chances(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same, and their scores less the logsumexp of the row, in float32: twice [.., k]."""
+    return _top(scores, k, mass=True)
+
+
+def _top(scores: Tensor, k: int, mass: bool) -> tuple[Tensor, Tensor]:
+    width, device = scores.shape[-1], scores.device
+    assert 1 <= k <= min(MOST, width) and scores.dtype.itemsize <= 4
+    flat = scores.reshape(-1, width)
+    rows = flat.shape[0]
+    # Few rows are cut finer, so that all of the device has work.
+    block = min(triton.next_power_of_2(width), 1024 if rows <= 16 else 4096)
+    stretches = triton.cdiv(width, block)
+    best = torch.empty(rows, stretches, k, dtype=torch.long, device=device)
+    sums = torch.empty(2, rows, stretches if mass else 0, dtype=torch.float32, device=device)
+    places = torch.empty(*scores.shape[:-1], k, dtype=torch.long, device=device)
+    chances = torch.empty(places.shape if mass else (0,), dtype=torch.float32, device=device)
+    if rows:
+        _stretch[(rows, stretches)](flat, best, *sums, width, K=k, MASS=mass, BLOCK=block, **launched(device, block // 512))
+        _join[(rows,)](
+            best, *sums, places, chances, stretches, K=k, MASS=mass,
+            BLOCK=triton.next_power_of_2(stretches * k), STRETCHES=triton.next_power_of_2(stretches), **launched(device),
+        )  # fmt: skip
+    return places, chances

@@ -1,0 +1,56 @@
+"""Who stands above whom in a tree of guesses, by walking up from every row at once: one launch in place of log2 N products.
+
+In: `parent` [b or 1, N], every parent an earlier row and the root its own. Out: the rows on the way from the root to each
+row, itself included, and how many edges that way has.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+
+ROWS = 16  # of a tree, for one program
+
+
+@triton.jit
+def _climb(
+    parent, ancestors, depth, p_lane, p_row,
+    NODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """All of the rows step up together, until the last has come to the root."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    lane = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    real = row < NODES
+    at = tl.where(real, row, 0).to(tl.int64)
+    met = (column[None, :] == at[:, None]).to(tl.int32)
+    steps = tl.zeros([ROWS], tl.int64)
+    taken = 0
+    while (tl.max(at, 0) > 0) & (taken < NODES):
+        steps += (at > 0).to(tl.int64)
+        at = tl.load(parent + lane * p_lane + at * p_row)
+        met |= (column[None, :] == at[:, None]).to(tl.int32)
+        taken += 1
+    place = (lane * NODES + row)[:, None] * NODES + column[None, :]
+    tl.store(ancestors + place, met.to(tl.uint8), mask=real[:, None] & (column < NODES)[None, :])
+    tl.store(depth + lane * NODES + row, steps, mask=real)
+
+
+def lineage(parent: Tensor) -> tuple[Tensor, Tensor]:
+    """Ancestors [b or 1, N, N] bool and depth [b or 1, N] of trees [b or 1, N]."""
+    lanes, nodes = parent.shape
+    ancestors = torch.empty(lanes, nodes, nodes, dtype=torch.bool, device=parent.device)
+    depth = torch.empty(lanes, nodes, dtype=torch.long, device=parent.device)
+    if lanes:
+        _climb[(lanes, triton.cdiv(nodes, ROWS))](
+            parent, ancestors.view(torch.uint8), depth, *parent.stride(),
+            NODES=nodes, ROWS=ROWS, BLOCK=triton.next_power_of_2(nodes), **launched(parent.device),
+        )  # fmt: skip
+    return ancestors, depth

@@ -1,0 +1,220 @@
+"""Random rounds for the kernels around the pass, and the checks that both devices run: kernels against what they replace.
+
+A check makes everything twice from one seed: on the CPU, for the torch operations that say what is right, and on the device
+that is asked for, for the kernels. What comes out has to be equal, not close.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from doubles import random_tree
+from foreword.core.draft import Draft, Tree, lineage_of
+from foreword.core.scores import Accepted, Emission
+from foreword.core.state import Lanes, State
+from foreword.core.trees import choose
+from foreword.engine.accept import settle
+from foreword.engine.commit import write
+from foreword.engine.fit import rooted
+from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
+from foreword.model.cache import CacheShape, SlotCache
+
+TOKENS = 6  # ids, so few that guesses meet what is chosen
+FIELDS = ("tokens", "count", "drafted", "ended", "broken")
+
+
+@dataclass(frozen=True)
+class Round:
+    state: State
+    draft: Draft
+    choice: Tensor
+    peak: Tensor
+    places: int
+
+    @staticmethod
+    def drawn(seed: int, device: str, nodes: int, ends: int = 1, shared: bool = False) -> Round:
+        """Slots in any order, of which some are frozen, heed no end, do not speculate, or are near their limit."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def whole(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        slots, lanes = 5, int(whole(1, 5, 1))
+        tree = random_tree(1 if seed % 3 == 0 else lanes, nodes, generator)
+        lengths = whole(0, 20, slots)
+        state = State(
+            lanes=Lanes(torch.randperm(slots, generator=generator)[:lanes], tuple(range(lanes)), 20),
+            roots=whole(0, TOKENS, slots),
+            lengths=lengths,
+            tokens=whole(0, TOKENS, slots, 60),
+            limits=lengths + whole(2, 9, slots),
+            **{name: whole(0, 4, slots) > 0 for name in ("heeds_ends", "speculates", "alive_slots")},
+            seen=torch.zeros(slots, 0, dtype=torch.int32),
+            table=State.empty(slots, 1, lengths, torch.arange(ends)).table,
+        )
+        size, tokens = whole(1, nodes + 1, lanes), whole(0, TOKENS, lanes, nodes)
+        choice = whole(0, TOKENS, lanes, nodes)
+        peak = torch.randn(lanes, nodes, 1 if shared else TOKENS, generator=generator)
+        peak = peak.masked_fill(torch.rand(peak.shape, generator=generator) < 0.03, torch.nan)
+        places = min(nodes, int(lineage_of(tree.parent)[1].max()) + 1)
+        return Round(*_on(device, state, Draft(tokens, tree, size)), choice.to(device), peak.to(device), places)
+
+
+def _on(device: str, state: State, draft: Draft) -> tuple[State, Draft]:
+    columns = {name: part.to(device) for name, part in vars(state).items() if isinstance(part, Tensor)}
+    lanes = replace(state.lanes, slots=state.slots.to(device))
+    table = replace(state.table, ends=state.table.ends.to(device))
+    tree = Tree(draft.tree.parent.to(device))
+    return replace(state, **columns, lanes=lanes, table=table), Draft(draft.tokens.to(device), tree, draft.size.to(device))
+
+
+def same(found: Tensor, exact: Tensor) -> bool:
+    return found.dtype == exact.dtype and torch.equal(found.cpu(), exact.cpu())
+
+
+# The kernels of a round --------------------------------------------------------------------------------------------------
+
+
+def check_fit(seed: int, device: str, nodes: int) -> None:
+    from foreword.kernels.settle import fitted  # noqa: PLC0415  decided by the environment that a test sets first
+
+    given, truth = (Round.drawn(seed, where, nodes) for where in (device, "cpu"))
+    tokens, size = fitted(given.state, given.draft.tokens, given.draft.tree.depth, given.draft.size)
+    state = truth.state
+    speculates = state.speculates[state.slots] & state.alive
+    exact = rooted(replace(truth.draft, size=torch.where(speculates, truth.draft.size, 1)), state)
+    assert same(tokens, exact.tokens) and same(size, exact.size)
+
+
+def check_settle(seed: int, device: str, nodes: int, ends: int, shared: bool) -> tuple[Accepted, Emission]:
+    """ACCEPT and COMMIT's columns, one after the other, as in a round."""
+    from foreword.kernels.settle import decided, written  # noqa: PLC0415
+
+    given, truth = (Round.drawn(seed, where, nodes, ends, shared) for where in (device, "cpu"))
+    accepted, emission = settle(truth.state, truth.draft, truth.choice, truth.peak, truth.places)
+    tree = given.draft.tree.parent, *given.draft.tree.lineage
+    state, draft = given.state, given.draft
+    found = decided(state, state.table.ends, given.choice, draft.tokens, tree, draft.size, given.peak, given.places)
+    for name in FIELDS:
+        assert same(getattr(found, name), getattr(emission, name)), name
+    assert same(found.path, accepted.path) and same(found.next, accepted.next)
+
+    write(truth.state, accepted, emission)
+    written(state, found.tokens, found.count, found.next, found.ended)
+    assert same(state.tokens[:, :-1], truth.state.tokens[:, :-1])
+    assert same(state.roots, truth.state.roots) and same(state.alive_slots, truth.state.alive_slots)
+    return accepted, emission
+
+
+def check_keep(seed: int, device: str, nodes: int, width: int, dtype: torch.dtype) -> None:
+    from foreword.kernels.keep import keep_rows  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    caches = [SlotCache(CacheShape(3, 2, width, dtype), 4, 20, nodes, where) for where in (device, "cpu")]
+    drawn = torch.randn(caches[0].held.shape, generator=generator).to(dtype)
+    length = torch.randint(0, 20, (4,), generator=generator)
+    slots = torch.randperm(4, generator=generator)[:3]
+    ways = [torch.randperm(nodes - 1, generator=generator)[: nodes // 2].sort().values + 1 for _ in range(3)]
+    path = torch.stack([torch.cat([torch.zeros(1, dtype=torch.long), way]) for way in ways])
+    count = torch.randint(0, path.shape[1] + 1, (3,), generator=generator)
+    for cache in caches:
+        cache.held.copy_(drawn)
+        cache.length.copy_(length)
+    given, truth = caches
+    keep_rows(given.held, *(part.to(device) for part in (slots, length, path, count)))
+    truth._move(Lanes(slots, (0, 1, 2), 20), path, count)
+    assert same(given.held, truth.held)
+
+
+# The longest rows --------------------------------------------------------------------------------------------------------
+
+
+def scores_with_ties(seed: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Few values, so that most are met more than once, both zeros and both infinities among them, and NaN in some rows."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(-4, 5, (rows, width), generator=generator).to(torch.float32) / 2
+    odd = torch.rand(rows, width, generator=generator)
+    scores = scores.masked_fill(odd < 0.1, -0.0).masked_fill(odd > 0.9, -torch.inf)
+    scores[rows // 2] = scores[rows // 2].masked_fill(odd[rows // 2] > 0.8, torch.nan)
+    if rows > 2:
+        scores[0], scores[-1, width // 3] = -torch.inf, torch.inf
+    return scores.to(dtype)
+
+
+def check_top(scores: Tensor, k: int, device: str) -> None:
+    from foreword.kernels.top import top, top_with_chances  # noqa: PLC0415
+
+    exact = scores.float().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    found, chances = top_with_chances(scores.to(device), k)
+    assert same(found, exact) and same(top(scores.to(device), k), exact)
+    wide = scores.float()
+    true = wide.gather(-1, exact) - wide.logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(chances.cpu(), true, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# Token Recycling ---------------------------------------------------------------------------------------------------------
+
+
+class Tables:
+    """A drafter's tables without a target, filled at random: unknown rows, and chances that are often equal."""
+
+    def __init__(self, seed: int, device: str, mode: str, vocabulary: int = 30) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        drafter = TokenRecycling(table=mode)  # type: ignore[arg-type]
+        drafter.vocabulary = vocabulary
+        drafter.bind_template(torch.device(device))
+        shape = (1 if mode == "shared" else 4, vocabulary + 1, CANDIDATES)
+        drafter.tokens = torch.randint(0, vocabulary, shape, dtype=torch.int32, generator=generator).to(device)
+        chances = (-torch.rand(shape, generator=generator) * 8).round() / 4
+        known = torch.rand(shape[:2], generator=generator) < 0.9
+        drafter.chances = chances.sort(-1, descending=True).values.where(known.unsqueeze(-1), -torch.inf).to(device)
+        self.drafter = drafter
+
+
+def check_walk(seed: int, device: str, nodes: int, mode: str) -> None:
+    from foreword.kernels.recycle import walked  # noqa: PLC0415
+
+    given, truth = (Tables(seed, where, mode).drafter for where in (device, "cpu"))
+    asked, exact_state = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    exact_state = replace(exact_state, lanes=replace(exact_state.lanes, slots=exact_state.slots % 4))
+    slots = exact_state.slots.to(device)
+    template = given.ways, given.depths, given.parent, given.fading
+    table, own = (given.tokens, given.chances), mode != "shared"
+    tokens, parent, size = walked(table, template, slots, asked.roots, nodes, own)
+    exact = choose(*_walked(truth, exact_state), nodes)
+    assert same(size, exact.size) and same(tokens, exact.tokens) and same(parent, exact.tree.parent)
+
+
+def _walked(drafter: TokenRecycling, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, chances = drafter._walk(state)
+    return tokens, drafter.parent.unsqueeze(0), chances
+
+
+def check_learn(seed: int, device: str, nodes: int, mode: str, accepts: bool) -> None:
+    """A pass that names every token several times, also across sequences, and chances that are not all finite."""
+    from foreword.kernels.recycle import learnt  # noqa: PLC0415
+
+    given, truth = (Tables(seed, where, mode).drafter for where in (device, "cpu"))
+    asked = Round.drawn(seed, "cpu", nodes)
+    accepted, _ = settle(asked.state, asked.draft, asked.choice, asked.peak, asked.places)
+    lanes = replace(asked.state.lanes, slots=torch.randperm(4, generator=torch.Generator().manual_seed(seed)))
+    state = replace(asked.state, lanes=replace(lanes, slots=lanes.slots[: asked.choice.shape[0]]))
+    generator = torch.Generator().manual_seed(seed)
+    ranked = torch.randint(0, 30, (*asked.choice.shape, CANDIDATES), generator=generator)
+    chances = -torch.rand(ranked.shape, generator=generator)
+    chances = chances.masked_fill(chances > -0.1, torch.nan).masked_fill(chances < -0.9, torch.inf)
+
+    truth._write(state, asked.draft, accepted if accepts else None, ranked, chances)
+    learnt(
+        (given.tokens, given.chances),
+        *(part.to(device) for part in (state.slots, asked.draft.tokens, asked.draft.size)),
+        (ranked.to(device), chances.to(device)),
+        (accepted.path.to(device), accepted.count.to(device)) if accepts else None,
+        mode != "shared",
+    )
+    waste = truth.vocabulary
+    assert same(given.tokens[:, :waste], truth.tokens[:, :waste])
+    assert same(given.chances[:, :waste], truth.chances[:, :waste])

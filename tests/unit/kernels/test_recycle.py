@@ -1,0 +1,24 @@
+"""Token Recycling's walk and its lessons as kernels against the method's own torch operations, in Triton's interpreter."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from rounds import check_learn, check_walk
+
+MODES = ("shared", "session")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("nodes", [1, 7, 64, 81])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_likeliest_nodes_are_drafted(seed: int, nodes: int, mode: str) -> None:
+    check_walk(seed, "cpu", nodes, mode)
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("nodes", [1, 12, 70])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_latest_row_has_the_last_word(seed: int, nodes: int, mode: str, accepts: bool) -> None:
+    check_learn(seed, "cpu", nodes, mode, accepts)

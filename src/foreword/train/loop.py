@@ -22,6 +22,7 @@ from foreword.core.trainable import Trainable
 from foreword.errors import DrafterError, InputError, NumericsError
 from foreword.methods.saved import load_into, method_of, save
 from foreword.model.checkpoint import Stored
+from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
 from foreword.train.evaluate import Measure, Trial, computing, read_apart
 from foreword.train.record import CHECKPOINT, Progress, read_checkpoint, write_checkpoint, write_record
@@ -69,7 +70,7 @@ class Training:
         self.module.train()
         rate, decay = settings.learning_rate, settings.weight_decay
         self.optimizer = torch.optim.AdamW(self.module.parameters(), rate, betas=(0.9, 0.95), weight_decay=decay)
-        about = {"method": method_of(self.drafter), "config": self.drafter.config, "target": model.fingerprint()}
+        about = {"method": method_of(self.drafter), "config": self.drafter.config, "target": Fingerprint.of(model).to_dict()}
         about |= {"settings": asdict(settings), "data": data or {}}
         self.progress = Progress(json.loads(json.dumps(about)))
 

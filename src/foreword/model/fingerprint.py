@@ -39,9 +39,7 @@ class Fingerprint:
         config = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
         parts = _parts(model)
         few = tuple(float(value) for part in parts for value in _spaced(part, FEW)[:FEW].float().cpu())
-        return Fingerprint(
-            model.name, config, model.vocab_size, _hash(parts), str(model.dtype).removeprefix("torch."), few
-        )
+        return Fingerprint(model.name, config, model.vocab_size, _hash(parts), str(model.dtype).removeprefix("torch."), few)
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Fingerprint:

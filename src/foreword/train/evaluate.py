@@ -98,7 +98,7 @@ def _brief(runs: list[Running]) -> dict[str, Any]:
 @torch.no_grad()
 def read_apart(drafter: Trainable, model: Model, texts: Texts, settings: Settings, at_once: int) -> dict[str, float]:
     """Loss and accuracies on texts kept apart, weighted by what the target wrote of each batch."""
-    count = min(settings.held_out, len(texts.lengths))
+    count = min(settings.texts_apart, len(texts.lengths))
     order = texts.lengths[:count].argsort(stable=True).tolist()
     sums: dict[str, float] = {}
     total = 0

@@ -15,6 +15,7 @@ import typer
 
 from foreword.cli.console import bar, complain, notes, print_json, screen
 from foreword.cli.options import METHOD, Json, MethodOptions, ModelOptions
+from foreword.cli.prove import make_folder
 from foreword.errors import DrafterError
 from foreword.methods import METHODS, find
 
@@ -148,6 +149,7 @@ def train(
     """
     settings, own = learning.settings(), MethodOptions(method=method, method_option=option or []).own()
     _check_options(method, settings.rows, own)
+    make_folder(out)
     group, model = _among_processes(model)
     with model.load(MethodOptions(method="plain"), slots=1) as llm:
         training = _training(llm, method, own, settings, data, out, held_out, _asked(prompts, measured, llm), store.value)
@@ -229,7 +231,7 @@ def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, 
 
     write = board(out / "run") if shown else None
     if shown and write is None:
-        notes().print(f"[dim]{HOW}[/]")
+        notes().print(f"[dim]{HOW}[/]", soft_wrap=True)
     with bar("learning", shown) as show, _finishing(training):
         last: dict[str, float] = {}
 

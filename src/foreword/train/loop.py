@@ -8,7 +8,8 @@ and goes on is the run that was not, bit for bit. On a GPU the host runs ahead, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from foreword.core.drafter import Drafter
 from foreword.core.trainable import Trainable
-from foreword.errors import DrafterError, InputError, NumericsError
+from foreword.errors import CapacityError, DrafterError, InputError, NumericsError
 from foreword.methods.saved import load_into, method_of, save
 from foreword.model.checkpoint import Stored
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
 from foreword.train.evaluate import Measure, Trial, computing, read_apart
-from foreword.train.record import CHECKPOINT, Clock, Progress, read_checkpoint, write_checkpoint, write_record
+from foreword.train.record import CHECKPOINT, Clock, Progress, read_checkpoint, says_why, write_checkpoint, write_record
 from foreword.train.schedule import Order, Settings, Texts, padded
 from foreword.train.step import Stepper
 
@@ -89,18 +90,16 @@ class Training:
             raise InputError(f"{self.folder} holds a run already; go on with it by --resume, or name another folder")
         self.clock = Clock(self.progress)
         for step in range(self.progress.step, self.order.steps):
-            self._learn(step)
+            with _says_when_memory_is_out(self.at_once):
+                self._learn(step)
             self.progress.step = step + 1
-            if self._is_due(REPORT[self.model.device.type]) or self._is_due(self.settings.evaluate_every) or self._ends():
+            every = REPORT[self.model.device.type], self.settings.evaluate_every, self.settings.checkpoint_every
+            if any(map(self._is_due, every)) or (self.stopped and self.group.num_processes == 1):
                 self._pause()
         return self._finish()
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step == self.order.steps or self.progress.step % every == 0
-
-    def _ends(self) -> bool:
-        """Whether this is where a checkpoint is due, or someone asked for the end and no other process must agree."""
-        return self._is_due(self.settings.checkpoint_every) or (self.stopped and self.group.num_processes == 1)
 
     def _pause(self) -> None:
         """Ask the device for figures; evaluate, write and stop where that is due."""
@@ -180,8 +179,9 @@ class Training:
         if measured.tokens_per_round > self.progress.best_figure:
             self.progress.best = found
             if self.group.is_main_process:
-                save(self.drafter, self.folder, self.model, self.stored)
-                write_record(self.folder, self.progress, self.origin)
+                with says_why(self.folder):
+                    save(self.drafter, self.folder, self.model, self.stored)
+                    write_record(self.folder, self.progress, self.origin)
         apart = {f"apart/{name}": value for name, value in figures.items()}
         return {**apart, "tokens_per_round": measured.tokens_per_round, "best": self.progress.best_figure}
 
@@ -200,7 +200,18 @@ class Training:
             return {}
         load_into(cast(Trainable, self.measure.drafter), self.folder, self.model)
         stored = {"dtype": self.stored, "tokens_per_round": self.measure.run().tokens_per_round}
-        return write_record(self.folder, self.progress, {"stored": stored, **self.origin})
+        with says_why(self.folder):
+            return write_record(self.folder, self.progress, {"stored": stored, **self.origin})
+
+
+@contextmanager
+def _says_when_memory_is_out(at_once: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"a pass over {at_once} texts does not fit the memory of the device; lower --at-once, or --max-length"
+        ) from error
 
 
 def _trainable(drafter: Drafter, model: Model) -> Trainable:

@@ -65,12 +65,19 @@ class Clock:
 
 def write_checkpoint(folder: Path, progress: Progress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
     file, partial = folder / CHECKPOINT, folder / f"{CHECKPOINT}.partial"
-    try:
+    with says_why(folder):
         folder.mkdir(parents=True, exist_ok=True)
         torch.save({"progress": vars(progress), "module": module, "optimizer": optimizer}, partial)
         partial.replace(file)
+
+
+@contextmanager
+def says_why(folder: Path) -> Iterator[None]:
+    """A full disk, by name; torch calls it a RuntimeError."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
-        raise StorageError(f"the checkpoint {file} cannot be written ({error}); make room, then --resume") from error
+        raise StorageError(f"cannot write to {folder} ({error}); make room, then --resume") from error
 
 
 def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[Progress, dict[str, Any], dict[str, Any]]:

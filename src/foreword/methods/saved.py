@@ -31,9 +31,13 @@ def method_of(drafter: Trainable) -> str:
 def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = "bfloat16") -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    write_weights(drafter.module.state_dict(), folder / WEIGHTS, dtype)
+    write_config(drafter, folder, target, dtype)
+
+
+def write_config(drafter: Trainable, folder: Path, target: Model, dtype: Stored) -> None:
     about = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype}
     about |= {"target": Fingerprint.of(target).to_dict()}
-    write_weights(drafter.module.state_dict(), folder / WEIGHTS, dtype)
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -57,7 +61,12 @@ def load_into(drafter: Trainable, folder: str | Path, target: Model) -> None:
     about, method = read_config(folder), method_of(drafter)
     if about["method"] != method:
         raise DrafterError(f"{folder} holds a drafter of {about['method']}, not of {method}; choose that method")
-    trained_for, found = Fingerprint.from_dict(about["target"]), Fingerprint.of(target)
+    try:
+        trained_for, found = Fingerprint.from_dict(about["target"]), Fingerprint.of(target)
+    except TypeError as error:
+        raise DrafterError(
+            f"{folder}/{CONFIG} does not say which model it was trained for ({error}); train again"
+        ) from error
     if not trained_for.matches(found):
         raise DrafterError(
             f"{method}: trained for {trained_for}, but the target is {found}; load the matching drafter or train one"

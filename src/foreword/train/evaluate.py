@@ -129,6 +129,21 @@ def read_apart(drafter: Trainable, model: Model, texts: Texts, settings: Setting
     return {name: value / max(weights[name], 1.0) for name, value in sums.items()}
 
 
+@torch.no_grad()
+def rates_apart(drafter: Any, model: Model, texts: Texts, settings: Settings, at_once: int) -> list[list[float]]:
+    """How often a head's guesses are right by rank, on texts kept apart: what a template is built from."""
+    total = 0
+    sums = torch.zeros(())
+    for first in range(0, min(settings.texts_apart, len(texts.lengths)), at_once):
+        last = min(first + at_once, len(texts.lengths))
+        tokens, mask = padded(texts, list(range(first, last)), settings.max_length, model.device)
+        with computing(model):
+            rates = drafter.calibrate(tokens, mask, model.read(tokens, drafter.needs), model)
+        written = int(mask.sum())
+        sums, total = sums + written * torch.tensor(rates), total + written
+    return [[round(rate, 4) for rate in row] for row in (sums / max(total, 1)).tolist()]
+
+
 def computing(model: Model) -> torch.autocast:
     """Products in bfloat16 where the target computes in half precision; the weights in training stay wider."""
     half = model.dtype in (torch.bfloat16, torch.float16)

@@ -20,12 +20,21 @@ from torch import Tensor
 from foreword.core.drafter import Drafter
 from foreword.core.trainable import Trainable
 from foreword.errors import CapacityError, DrafterError, InputError, NumericsError
-from foreword.methods.saved import load_into, method_of, save
+from foreword.methods.saved import load_into, method_of, save, write_config
 from foreword.model.checkpoint import Stored
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
-from foreword.train.evaluate import Measure, Trial, computing, read_apart
-from foreword.train.record import CHECKPOINT, Clock, Progress, read_checkpoint, says_why, write_checkpoint, write_record
+from foreword.train.evaluate import Measure, Measured, Trial, computing, rates_apart, read_apart
+from foreword.train.record import (
+    CHECKPOINT,
+    Clock,
+    Progress,
+    read_checkpoint,
+    read_record,
+    says_why,
+    write_checkpoint,
+    write_record,
+)
 from foreword.train.schedule import Order, Settings, Texts, padded
 from foreword.train.step import Stepper
 
@@ -46,7 +55,7 @@ class Training:
     def __init__(
         self,
         model: Model,
-        make: Callable[[], Drafter],
+        make: Callable[..., Drafter],
         texts: Texts,
         apart: Texts,
         trials: Sequence[Trial],
@@ -57,9 +66,11 @@ class Training:
         stored: Stored = "bfloat16",
         watch: Watch = lambda step, steps, figures: None,
     ) -> None:
-        """`about`: what else decides the weights, such as where the texts are from; `origin`: who runs this where. Both go
-        to the record; `about` must be equal for a run to go on. `watch` is told of figures."""
+        """`make` takes options of the method. `about`: what else decides the weights, such as where the texts are from;
+        `origin`: who runs this where. Both go to the record; `about` must be equal for a run to go on. `watch` is told of
+        figures."""
         self.model, self.texts, self.apart, self.settings, self.watch = model, texts, apart, settings, watch
+        self.make = make
         self.folder, self.run_folder, self.stored = Path(folder), Path(folder) / "run", stored
         self.group, self.origin, self.stopped = processes(model.device.type), origin or {}, False
         self.order = Order(texts.lengths, settings)
@@ -88,6 +99,8 @@ class Training:
             self._resume()
         elif (self.run_folder / CHECKPOINT).exists():
             raise InputError(f"{self.folder} holds a run already; go on with it by --resume, or name another folder")
+        if self.progress.step == self.order.steps and (done := read_record(self.folder)):
+            return done
         self.clock = Clock(self.progress)
         for step in range(self.progress.step, self.order.steps):
             with _says_when_memory_is_out(self.at_once):
@@ -198,10 +211,23 @@ class Training:
         """Measure once more what lies in the folder, as it was stored."""
         if not self.group.is_main_process:
             return {}
-        load_into(cast(Trainable, self.measure.drafter), self.folder, self.model)
-        stored = {"dtype": self.stored, "tokens_per_round": self.measure.run().tokens_per_round}
+        drafter = cast(Trainable, self.measure.drafter)
+        load_into(drafter, self.folder, self.model)
+        stored = self.measure.run()
+        if hasattr(drafter, "calibrate") and "rates" not in self.progress.about.get("options", {}):
+            drafter, stored = self._with_own_rates(drafter, stored)
         with says_why(self.folder):
-            return write_record(self.folder, self.progress, {"stored": stored, **self.origin})
+            write_config(drafter, self.folder, self.model, self.stored)
+            more = {"config": drafter.config, "stored": {"dtype": self.stored, **stored.to_dict()}, **self.origin}
+            return write_record(self.folder, self.progress, more)
+
+    def _with_own_rates(self, drafter: Trainable, before: Measured) -> tuple[Trainable, Measured]:
+        """The same weights with trees built from what they get right, if those bring more than the usual ones."""
+        rates = rates_apart(drafter, self.model, self.apart, self.settings, self.at_once)
+        measure = Measure(self.model, lambda: self.make(rates=rates), self.measure.trials, self.settings.new_tokens)
+        after = measure.run(drafter.module.state_dict())
+        better = after.tokens_per_round > before.tokens_per_round
+        return (cast(Trainable, measure.drafter), after) if better else (drafter, before)
 
 
 @contextmanager

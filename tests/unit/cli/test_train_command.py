@@ -1,4 +1,4 @@
-"""`foreword train`: what was distilled in, a drafter out; cut and gone on with, it is the same; what cannot work is refused."""
+"""`foreword train`: what was distilled in, a drafter out; cut and gone on with, it is the same; bad input is refused."""
 
 import json
 import os
@@ -12,11 +12,15 @@ import torch
 
 from foreword.api import LLM, load
 from foreword.cli.train import LearningOptions
+from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
+from foreword.engine.request import Request
 from foreword.methods import untrained
 from foreword.methods.saved import load_into, read_config
+from foreword.model.fingerprint import Fingerprint
 from foreword.results import Stats
-from foreword.train import Settings
+from foreword.text import Prompt
+from foreword.train import Recipe, Settings, distill, open_data, split_data
 from foreword.train.evaluate import trials_of
 from foreword.train.loop import Training
 
@@ -27,9 +31,6 @@ SMALL += ("--new-tokens", 6, "--measured", 3, "--rows", 8, "--held-out", 0.2, "-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     """What the tiny model answers to thirty prompts."""
-    from foreword.text import Prompt
-    from foreword.train import Recipe, distill
-
     folder = tmp_path_factory.mktemp("data")
     prompts = [Prompt(f"q{i}", "prompts", [f"the book {i} that comes"]) for i in range(30)]
     with load(tiny_model, "plain", slots=8, max_context=128, device="cpu") as llm:
@@ -123,7 +124,10 @@ def test_what_cannot_be_used(run: Any, asked: Any, changes: Any, reason: str) ->
 
 def test_methods_that_are_not_trained(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
     rest = ("--model", tiny_model, "--data", data, "--out", tmp_path)
-    for method, reason in (("plain", "plain has no weights to train; these have: medusa"), ("medsua", "did you mean 'medusa'")):
+    for method, reason in (
+        ("plain", "plain has no weights to train; these have: medusa"),
+        ("medsua", "did you mean 'medusa'"),
+    ):
         shown = run("train", method, *rest)
         assert shown.exit_code == 2 and reason in shown.stderr
 
@@ -153,12 +157,12 @@ def test_defaults_are_those_of_the_library() -> None:
     assert LearningOptions().settings() == Settings()
 
 
-@pytest.mark.parametrize("method", ["medusa", "clover2"])
+@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50)])
 def test_a_trained_drafter_guesses_better_than_an_untrained_one(
-    method: str, run: Any, tiny_model: str, data: Path, tmp_path: Path
+    method: str, steps: int, run: Any, tiny_model: str, data: Path, tmp_path: Path
 ) -> None:
     """From prompts to a folder to tokens per round, measured by an engine of our own on texts it has seen."""
-    given = ("--steps", 150, "--learning-rate", 0.01, "--batch", 16, "--evaluate-every", 150, "--option", "heads=2")
+    given = ("--steps", steps, "--learning-rate", 0.01, "--batch", 16, "--evaluate-every", steps, "--option", "heads=2")
     shown = run("train", method, "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *given)
     assert shown.exit_code == 0
     with load(tiny_model, "plain", slots=1, device="cpu", compile=False) as llm:
@@ -167,11 +171,6 @@ def test_a_trained_drafter_guesses_better_than_an_untrained_one(
 
 
 def _tokens_per_round(llm: LLM, method: str, data: Path, folder: Path | None) -> float:
-    from foreword.core.sampling import Sampling
-    from foreword.engine.request import Request
-    from foreword.model.fingerprint import Fingerprint
-    from foreword.train import open_data, split_data
-
     torch.manual_seed(0)
     own: Any = {} if folder is None else read_config(folder)["config"]
     drafter: Any = untrained(method, rows=8, **{"heads": 2} | own)

@@ -92,6 +92,11 @@ class Kind:
         """Nothing has a say but the logits."""
         return not (self.noise or self.penalties or self.floors)
 
+    @property
+    def is_drawn(self) -> bool:
+        """Temperature and noise have a say, and nothing else."""
+        return self.noise and not (self.filters or self.penalties or self.floors)
+
     @staticmethod
     def of(requests: list[tuple[Sampling, bool]]) -> Kind:
         """Of (sampling, whether end tokens are held back) pairs."""
@@ -202,6 +207,8 @@ def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor 
     """
     if sampling.kind.is_greedy:
         return _first_largest(logits)
+    if sampling.kind.is_drawn and _has_kernel(logits, 1):
+        return _top(logits, position, sampling, 1)[0].squeeze(-1)
     scores = _process(logits, position, sampling, seen)
     if scores.device.type == "cpu" and sampling.kind.filters:
         return _pick_among_best(scores, position, sampling)
@@ -229,7 +236,17 @@ def guesses(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) ->
     A chance is the softmax of what the guesses are ranked by. Where noise is shared, it already tells which of the likely
     tokens will win, so chances under it are sharper than those of the logits.
     """
+    if sampling.kind.noise and _has_kernel(logits, k):
+        return _top(logits, position, sampling, k)
     return likeliest(_under_noise(logits, position, sampling), k)
+
+
+def _top(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
+    """`guesses` by a kernel that makes the noise where it needs it, equal to the tensors' up to a logarithm's rounding."""
+    from foreword.kernels.top import Noise, top_with_chances  # noqa: PLC0415  Triton is there only where CUDA is
+
+    noise = Noise(sampling.key, position.expand(logits.shape[:-1]), sampling.temperature)
+    return top_with_chances(logits, k, noise)
 
 
 def _under_noise(logits: Tensor, position: Tensor, sampling: SamplingRows, tokens: Tensor | None = None) -> Tensor:

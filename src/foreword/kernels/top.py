@@ -1,17 +1,21 @@
 """The k best of a long row, and how likely each is: what a vocabulary is asked for, in two launches.
 
-In: scores [.., V] in float32 or half precision. Out: the places of the k largest, largest first, and on demand their
-log-chances under a softmax over the row. Of equal scores the first comes first, and a NaN comes before every number: the
-order of torch's stable sort, and with k = 1 its argmax. A program finds the best of a stretch, then one joins a row's.
+In: scores [.., V] in float32 or half precision, and perhaps the `Noise` that they race under. Out: the places of the k
+largest, largest first, and on demand their log-chances under a softmax over the row. Of equal scores the first comes first,
+and a NaN comes before every number: the order of torch's stable sort, and with k = 1 its argmax. A program finds the best of
+a stretch, then one joins a row's.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreword.kernels.noise import gumbel, noise_bits
 from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
 
 MOST = 16  # best ones that can be asked for: each is one more look at what a program holds
@@ -19,6 +23,14 @@ MOST = 16  # best ones that can be asked for: each is one more look at what a pr
 _LOW = tl.constexpr(0x7FFFFFFF)
 _NOTHING = tl.constexpr(-(2**63))
 _HUGE = tl.constexpr(3.0e38)
+
+
+class Noise(NamedTuple):
+    """What the tokens of a row race under: scores / T + noise where T > 0, else the scores alone."""
+
+    key: Tensor  # [b, 2] int64
+    position: Tensor  # [b, N]
+    temperature: Tensor  # [b] float32
 
 
 @triton.jit
@@ -32,8 +44,8 @@ def _packed(value, column):
 
 @triton.jit
 def _stretch(
-    scores, best, peaks, masses, width,
-    K: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    scores, best, peaks, masses, key, position, temperature, width, each,
+    K: tl.constexpr, MASS: tl.constexpr, NOISY: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """The K best of one stretch of a row, by K maxima; and its sum of exponentials, behind its peak."""
     if EARLY:
@@ -44,6 +56,12 @@ def _stretch(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < width
     value = tl.load(scores + row * width + column, mask=here, other=float("-inf")).to(tl.float32)
+    if NOISY:
+        heat = tl.load(temperature + row // each)
+        drawn = value / tl.where(heat > 0, heat, 1.0) + gumbel(
+            noise_bits(key + row // each * 2, tl.load(position + row), column)
+        )
+        value = tl.where(heat > 0, drawn, value)
     left = tl.where(here, _packed(value, column), _NOTHING)
     for i in tl.static_range(K):
         largest = tl.max(left, 0)
@@ -85,17 +103,17 @@ def _join(
             tl.store(chances + row * K + i, value - log_mass)
 
 
-def top(scores: Tensor, k: int) -> Tensor:
+def top(scores: Tensor, k: int, noise: Noise | None = None) -> Tensor:
     """Places of the k largest of scores [.., V], largest first: [.., k]."""
-    return _top(scores, k, mass=False)[0]
+    return _top(scores, k, False, noise)[0]
 
 
-def top_with_chances(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_with_chances(scores: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
     """The same, and their scores less the logsumexp of the row, in float32: twice [.., k]."""
-    return _top(scores, k, mass=True)
+    return _top(scores, k, True, noise)
 
 
-def _top(scores: Tensor, k: int, mass: bool) -> tuple[Tensor, Tensor]:
+def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None) -> tuple[Tensor, Tensor]:
     width, device = scores.shape[-1], scores.device
     assert 1 <= k <= min(MOST, width) and scores.dtype.itemsize <= 4
     flat = scores.reshape(-1, width)
@@ -107,8 +125,13 @@ def _top(scores: Tensor, k: int, mass: bool) -> tuple[Tensor, Tensor]:
     sums = torch.empty(2, rows, stretches if mass else 0, dtype=torch.float32, device=device)
     places = torch.empty(*scores.shape[:-1], k, dtype=torch.long, device=device)
     chances = torch.empty(places.shape if mass else (0,), dtype=torch.float32, device=device)
+    race = (best, best, best) if noise is None else tuple(part.contiguous() for part in noise)
+    each = 1 if noise is None else noise.position.shape[-1]
     if rows:
-        _stretch[(rows, stretches)](flat, best, *sums, width, K=k, MASS=mass, BLOCK=block, **launched(device, block // 512))
+        _stretch[(rows, stretches)](
+            flat, best, *sums, *race, width, each, K=k, MASS=mass, NOISY=noise is not None, BLOCK=block,
+            **launched(device, block // 512),
+        )  # fmt: skip
         _join[(rows,)](
             best, *sums, places, chances, stretches, K=k, MASS=mass,
             BLOCK=triton.next_power_of_2(stretches * k), STRETCHES=triton.next_power_of_2(stretches), **launched(device),

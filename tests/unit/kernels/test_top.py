@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from foreword.core.sampling import _MOST
-from foreword.kernels.top import MOST, top
+from foreword.core.sampling import _MOST, gumbel, noise_bits
+from foreword.kernels.top import MOST, Noise, top, top_with_chances
 from rounds import check_top, scores_with_ties
 
 
@@ -36,3 +36,29 @@ def test_rows_keep_their_shape() -> None:
 
 def test_sampling_asks_for_no_more_than_it_finds() -> None:
     assert _MOST == MOST
+
+
+def test_the_noise_is_that_of_the_tensors() -> None:
+    """Three requests, one of them greedy; ids beyond one stretch, positions beyond 16 bits."""
+    key = torch.tensor([[0x9ABCDEF0, 0x12345678], [1, 0xFFFFFFFF], [7, 7]])
+    position = torch.tensor([[3, 70_000], [1, 2], [0, 2**31 + 5]])
+    temperature = torch.tensor([0.7, 0.0, 1.3])
+    scores = torch.randn(3, 2, 2500, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    wide = scores.float() / torch.where(temperature > 0, temperature, 1).view(3, 1, 1)
+    wide = (wide + gumbel(key, position, torch.arange(2500))).where(temperature.view(3, 1, 1) > 0, wide)
+    places, chances = top_with_chances(scores, 6, Noise(key, position, temperature))
+    assert torch.equal(places, wide.topk(6).indices)
+    torch.testing.assert_close(chances, wide.log_softmax(-1).gather(-1, places), rtol=1e-5, atol=1e-5)
+
+
+def test_noise_is_precise_over_all_its_range() -> None:
+    """Against float64, from the rarest large noise to the smallest."""
+    ids = torch.arange(1 << 20)
+    bits = noise_bits(torch.tensor([[5, 6]]), torch.tensor([[9]]), ids)[0, 0].double()
+    exact = -torch.log(-torch.log1p(-((bits + 0.5) * 2.0**-31)))
+    zeros, order = torch.zeros(1, 1, 1 << 20), exact.argsort(descending=True)
+    noise = Noise(torch.tensor([[5, 6]]), torch.tensor([[9]]), torch.ones(1))
+    places, chances = top_with_chances(zeros, 16, noise)
+    found = chances + exact.exp().sum().log().float()
+    assert torch.equal(places[0, 0], order[:16])
+    torch.testing.assert_close(found[0, 0].double(), exact[order[:16]], rtol=0, atol=2e-5)

@@ -23,6 +23,10 @@ Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
 
 FETCHED = 2**15  # numbers that a program asks for while it waits: what it needs first, and no more than 16 requests a thread
 
+# A row times a norm's weight, before it is divided by its length, may be too large for these numbers or too small: rows are
+# normalised before they are rounded, and the norm is a kernel of its own, or reads its row twice.
+NORMED_FIRST = (torch.float16,)
+
 
 @triton.jit
 def _load(place, here, MASKED: tl.constexpr, POLICY: tl.constexpr):
@@ -277,20 +281,16 @@ class Prepared(NamedTuple):
 
 
 def prepare(rows: Tensor, norm: Norm | None, tiles: Tiles) -> Prepared:
-    """Launches the norm where it is a kernel of its own.
-
-    Rows times the norm's weight, before anything has made them small, may be too large for float16: there they are
-    normalised first.
-    """
+    """Launches the norm where it is a kernel of its own."""
     if norm is None:
         return Prepared(rows, rows, 0.0, "")
-    half = rows.dtype == torch.float16
+    first = rows.dtype in NORMED_FIRST
     if tiles.block_m == 1:
-        return Prepared(rows, *norm, "first" if half else "inside")
-    if tiles.norm_inside and not half:
+        return Prepared(rows, *norm, "first" if first else "inside")
+    if tiles.norm_inside and not first:
         assert tiles.splits == 1, "a program that has a part of the sum cannot know the row's length"
         return Prepared(rows, *norm, "inside")
-    return _normed(rows, *norm, first=half)
+    return _normed(rows, *norm, first)
 
 
 def _normed(rows: Tensor, weight: Tensor, epsilon: float, first: bool) -> Prepared:

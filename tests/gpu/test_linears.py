@@ -1,5 +1,7 @@
 """Products of few rows, and what lies between them, on CUDA: real shapes, captured, the same bits every time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,6 +48,58 @@ def test_products_at_real_shapes(n: int, k: int, kind: str, rows: int, dtype: to
     exact = exact if residual is None else exact + residual.double()
     assert error(found[0], exact) < TOLERANCE[dtype]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("rows", [2, 16, 33, 64])
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(960, 576, False), (1536, 576, True), (14336, 4096, True), (1152, 896, False)]
+)
+def test_a_norm_inside_and_one_apart_are_the_same(n: int, k: int, gated: bool, rows: int) -> None:
+    """And both are what a row gives alone, but for the order of sums: nearly all numbers to the last bit."""
+    from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
+    from foreword.kernels.tiles import tiles_for  # noqa: PLC0415
+
+    x, norm = drawn(rows, k, dtype=torch.bfloat16), (drawn(k, dtype=torch.bfloat16, seed=2), 1e-5)
+    weight = drawn(2 * n if gated else n, k, dtype=torch.bfloat16, seed=1) * k**-0.5
+    tiles = replace(tiles_for(rows, n, k, "gated" if gated else "plain"), splits=1)
+    alone = torch.cat([few_rows_linear(row, weight, norm=norm, gated=gated) for row in x.split(1)])
+    for inside in (True, False):
+        cut = replace(tiles, norm_inside=inside)
+        found = few_rows_linear(x, weight, norm=norm, gated=gated, tiles=cut)
+        assert (found == alone).float().mean() > 0.95
+        assert torch.equal(found, few_rows_linear(x, weight, norm=norm, gated=gated, tiles=cut))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [(1, 1), (1, 16), (1, 64), (3, 1), (2, 17)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "k"), [(9, 3, 64, 576), (32, 8, 128, 4096), (14, 2, 64, 896), (4, 2, 16, 64)]
+)
+def test_the_turned_product_is_product_and_rotation(
+    heads: int, key_heads: int, width: int, k: int, rows: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Nearly every number to the last bit, since both round in the same places."""
+    from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
+    from foreword.kernels.qkv import linear_turn_and_store  # noqa: PLC0415
+    from foreword.kernels.rotary import turn_and_store  # noqa: PLC0415
+
+    batch, count = rows
+    columns = (heads + 2 * key_heads) * width
+    x, norm = drawn(batch, count, k, dtype=dtype), (drawn(k, dtype=dtype, seed=2), 1e-5)
+    weight, bias = drawn(columns, k, dtype=dtype, seed=1) * k**-0.5, drawn(columns, dtype=dtype, seed=3)
+    turn = [drawn(batch, count, width, dtype=dtype, seed=seed) for seed in (4, 5)]
+    places = torch.randperm(2 * batch * key_heads * count, device="cuda")[: batch * key_heads * count]
+
+    def cache() -> list[Tensor]:
+        return [torch.zeros(2 * batch, key_heads, count, width, dtype=dtype, device="cuda") for _ in range(2)]
+
+    product = few_rows_linear(x, weight, bias, norm=norm)
+    apart, found, again = cache(), cache(), cache()
+    expected = [turn_and_store(product, *turn, *apart, places), *apart]
+    query, same = (linear_turn_and_store(x, weight, bias, norm, *turn, *part, places) for part in (found, again))
+    for one, other, exact in zip((query, *found), (same, *again), expected, strict=True):
+        assert torch.equal(one, other) and error(one, exact.double()) < TOLERANCE[dtype]
+        assert dtype == torch.float32 or (one == exact).float().mean() > 0.95
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])

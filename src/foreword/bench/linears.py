@@ -1,8 +1,9 @@
 """How to cut the products of a decoding pass: `python -m foreword.bench.linears --out F`, on a CUDA device.
 
-Times a grid of `Tiles` for every product of two models at 1, 16 and 64 rows, beside torch's own linear. A graph runs over
-copies of the weights that no cache can hold, as a pass over a model does. Worker processes compile ahead, each into
-Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `kernels/linear.py`.
+Times a grid of `Tiles` for every product of two models at 1, 16 and 64 rows, beside torch's own linear: norms inside and
+apart, and q, k and v turned and stored by the product or by a kernel behind it. A graph runs over copies of the weights that
+no cache can hold, as a pass over a model does. Worker processes compile ahead, each into Triton's cache on disk, and compare
+with float32. The last lines are ready for `TUNED` in `kernels/tiles.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.kernels import overlap
-from foreword.kernels.linear import BUCKETS, PROGRAMS, Tiles, few_rows_linear, tiles_for
+from foreword.kernels.linear import few_rows_linear
+from foreword.kernels.qkv import linear_turn_and_store
+from foreword.kernels.rotary import turn_and_store
+from foreword.kernels.tiles import BUCKETS, PROGRAMS, Kind, Tiles, tiles_for
 from foreword.model.capture import Captured
 from foreword.model.lean_cuda import many_rows_linear
 
@@ -48,11 +52,17 @@ class Product:
     k: int
     normed: bool = False
     added: bool = False
-    gated: bool = False
+    kind: Kind = "plain"
+    heads: tuple[int, int] = (0, 0)  # of queries and of keys, where the product is turned
 
     @property
     def weights(self) -> int:
-        return (2 if self.gated else 1) * self.n * self.k
+        return (2 if self.kind == "gated" else 1) * self.n * self.k
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        return self.n // (self.heads[0] + 2 * self.heads[1])
 
 
 @dataclass(frozen=True)
@@ -61,22 +71,23 @@ class Trial:
     rows: int
     tiles: Tiles
     overlap: bool = True
+    apart: bool = False  # turned and stored by a kernel of its own; the tiles are those of a plain product
 
 
 PRODUCTS = (
-    Product("135M", "qkv", 960, 576, normed=True),
+    Product("135M", "qkv", 960, 576, normed=True, kind="turned", heads=(9, 3)),
     Product("135M", "o", 576, 576, added=True),
-    Product("135M", "gate_up", 1536, 576, normed=True, gated=True),
+    Product("135M", "gate_up", 1536, 576, normed=True, kind="gated"),
     Product("135M", "down", 576, 1536, added=True),
     Product("135M", "head", 49152, 576, normed=True),
-    Product("7.2B", "qkv", 6144, 4096, normed=True),
+    Product("7.2B", "qkv", 6144, 4096, normed=True, kind="turned", heads=(32, 8)),
     Product("7.2B", "o", 4096, 4096, added=True),
-    Product("7.2B", "gate_up", 14336, 4096, normed=True, gated=True),
+    Product("7.2B", "gate_up", 14336, 4096, normed=True, kind="gated"),
     Product("7.2B", "down", 4096, 14336, added=True),
     Product("7.2B", "head", 32000, 4096, normed=True),
 )
 
-# (block_m, block_n, block_k, warps, stages). Where a product is gated, a program has as many columns of gate and of up.
+# (block_m, block_n, block_k, warps, stages). Where columns come in pairs, a program has half as many of them.
 _ONE_ROW_LONG = [
     (1, 4, 1024, 4, 1), (1, 8, 512, 4, 1), (1, 8, 1024, 4, 1), (1, 8, 1024, 8, 1), (1, 16, 512, 4, 1), (1, 16, 512, 8, 1),
     (1, 8, 1024, 4, 3), (1, 8, 512, 4, 4), (1, 16, 256, 4, 4), (1, 4, 2048, 8, 2), (16, 16, 256, 4, 5), (16, 32, 128, 4, 6),
@@ -102,13 +113,18 @@ _FEW_ROWS = {
 
 
 def grid(product: Product, rows: int) -> list[Tiles]:
-    """What is worth a try, the default first."""
-    first = tiles_for(rows, product.n, product.k, product.gated)
-    return list(dict.fromkeys([first, *_candidates(product, rows)]))
+    """What is worth a try, the default first; matrix units with the norm inside and apart."""
+    first = tiles_for(rows, product.n, product.k, product.kind)
+    tried = [first, *_candidates(product, rows)]
+    if product.normed:
+        whole = [tiles for tiles in tried if tiles.block_m > 1 and tiles.splits == 1]
+        tried += [replace(tiles, norm_inside=inside) for tiles in whole for inside in (True, False)]
+    return list(dict.fromkeys(tried))
 
 
 def _candidates(product: Product, rows: int) -> Iterator[Tiles]:
     small = product.n * product.k <= 2**22
+    taken = product.n // 2 if product.kind == "turned" else product.n
     if rows == 1 and product.k <= 2048:
         whole = 1 << (product.k - 1).bit_length()
         yield from (Tiles(1, width, whole, warps, 1) for width in (2, 4, 8, 16) for warps in (2, 4))
@@ -116,11 +132,13 @@ def _candidates(product: Product, rows: int) -> Iterator[Tiles]:
         return
     sizes = _ONE_ROW_LONG if rows == 1 else _FEW_ROWS["small" if small else "large", rows]
     for m, n, k, warps, stages in sizes:
-        if product.gated and n >= 16:
+        if product.kind != "plain" and n >= 16:
             n //= 2
+        if product.kind == "turned" and n > product.width // 2:
+            continue
         yield Tiles(m, n, k, warps, stages)
-        splits = min(8, PROGRAMS // math.ceil(product.n / n), product.k // 512)
-        if m > 1 and splits > 1 and not product.gated:
+        splits = min(8, PROGRAMS // math.ceil(taken / n), product.k // 512)
+        if m > 1 and splits > 1 and product.kind != "gated":
             yield Tiles(m, n, k, warps, stages, splits=1 << (splits.bit_length() - 1))
 
 
@@ -134,17 +152,58 @@ class Given:
         self.norm = (torch.rand(k, device="cuda").bfloat16() + 0.5, 1e-5) if product.normed else None
         self.residual = torch.randn(rows, n, device="cuda").bfloat16() if product.added else None
         copies = max(1, min(memory.numel() // product.weights, math.ceil(READ_PER_GRAPH / (2 * product.weights))))
-        shape = (2 * n if product.gated else n, k)
+        shape = (2 * n if product.kind == "gated" else n, k)
         self.weights = [memory[i * product.weights : (i + 1) * product.weights].view(shape) for i in range(copies)]
+        self.turn = Turn(product, rows) if product.kind == "turned" else None
 
-    def ours(self, tiles: Tiles) -> Callable[[Tensor], Tensor]:
-        options: dict[str, Any] = {"norm": self.norm, "residual": self.residual, "gated": self.product.gated}
-        return lambda weight: few_rows_linear(self.rows, weight, tiles=tiles, **options)
+    def ours(self, tiles: Tiles, apart: bool = False) -> Callable[[Tensor], Tensor]:
+        if self.turn is not None and not apart:
+            where = self.turn.where
+            return lambda weight: linear_turn_and_store(self.rows[None], weight, None, self.norm, *where, tiles=tiles)
+        options: dict[str, Any] = {"norm": self.norm, "residual": self.residual, "gated": self.product.kind == "gated"}
+
+        def product(weight: Tensor) -> Tensor:
+            out = few_rows_linear(self.rows, weight, tiles=tiles, **options)
+            return out if self.turn is None else turn_and_store(out[None], *self.turn.where)
+
+        return product
 
     def exact(self, weight: Tensor) -> Tensor:
         norm = None if self.norm is None else (self.norm[0].float(), self.norm[1])
         residual = None if self.residual is None else self.residual.float()
-        return many_rows_linear(self.rows.float(), weight.float(), norm=norm, residual=residual, gated=self.product.gated)
+        gated = self.product.kind == "gated"
+        out = many_rows_linear(self.rows.float(), weight.float(), norm=norm, residual=residual, gated=gated)
+        return out if self.turn is None else self.turn.exact(out)
+
+    def error(self, tiles: Tiles, apart: bool) -> float:
+        """How far one launch is from float32; keys and values in the cache count, too."""
+        found, exact = self.ours(tiles, apart)(self.weights[0]), self.exact(self.weights[0])
+        found = (found if self.turn is None else self.turn.found(found)).float()
+        return ((found - exact).norm() / exact.norm()).item()
+
+
+class Turn:
+    """Positions of the rows of one sequence, and a cache that has room for them alone."""
+
+    def __init__(self, product: Product, rows: int) -> None:
+        (self.heads, key_heads), width = product.heads, product.width
+        angle = torch.rand(1, rows, width // 2, device="cuda").repeat(1, 1, 2)
+        cache = torch.zeros(2, 1, key_heads, rows, width, device="cuda", dtype=torch.bfloat16)
+        self.keys, self.values = cache
+        places = torch.arange(key_heads * rows, device="cuda")
+        self.where = angle.cos().bfloat16(), angle.sin().bfloat16(), self.keys, self.values, places
+
+    def found(self, query: Tensor) -> Tensor:
+        return torch.cat([query, self.keys, self.values], dim=1)
+
+    def exact(self, qkv: Tensor) -> Tensor:
+        """[1, all heads, rows, width], the last of which are values and stay as they are."""
+        cosine, sine = (part.float()[:, None] for part in self.where[:2])
+        heads = qkv.view(1, len(qkv), -1, self.keys.shape[-1]).transpose(1, 2)
+        low, high = heads.chunk(2, dim=-1)
+        turned = heads * cosine + torch.cat([-high, low], dim=-1) * sine
+        last = self.values.shape[1]
+        return torch.cat([turned[:, :-last], heads[:, -last:]], dim=1)
 
 
 def drawn(count: int) -> Tensor:
@@ -158,8 +217,7 @@ def compile_ahead(trial: Trial) -> str | None:
         torch.backends.cuda.matmul.allow_tf32 = False
         overlap.ENABLED = trial.overlap
         given = Given(trial.product, trial.rows, drawn(trial.product.weights))
-        found, exact = given.ours(trial.tiles)(given.weights[0]).float(), given.exact(given.weights[0])
-        error = ((found - exact).norm() / exact.norm()).item()
+        error = given.error(trial.tiles, trial.apart)
         return None if error < 1e-2 else f"off by {error:.1e}"
     except Exception as problem:  # a trial that cannot run is one of the results
         return f"{type(problem).__name__}: {str(problem).splitlines()[0][:150] if str(problem) else ''}"
@@ -202,7 +260,7 @@ def timed(trials: list[Trial], problems: list[str | None], memory: Tensor) -> li
             overlap.ENABLED = trial.overlap
             given = Given(trial.product, trial.rows, memory)
             try:
-                result.us = microseconds(given.ours(trial.tiles), given.weights)
+                result.us = microseconds(given.ours(trial.tiles, trial.apart), given.weights)
             except (RuntimeError, ArithmeticError) as failure:
                 result.failed = str(failure).splitlines()[0]
         results.append(result)
@@ -220,23 +278,46 @@ def best(results: list[Result]) -> dict[tuple[Product, int], Result]:
 
 
 def second_look(winners: dict[tuple[Product, int], Result]) -> list[Trial]:
-    """The best cuts again, without the early start, and without the norm: what these two bring and cost."""
-    trials = [replace(winner.trial, overlap=False) for winner in winners.values()]
-    normed = [winner.trial for winner in winners.values() if winner.trial.product.normed]
-    return trials + [replace(trial, product=replace(trial.product, normed=False)) for trial in normed]
+    """The best cuts again, without the early start, without the norm, and turned apart: what these bring and cost."""
+    found = [winner.trial for winner in winners.values()]
+    trials = [replace(trial, overlap=False) for trial in found]
+    trials += [replace(trial, product=replace(trial.product, normed=False)) for trial in found if trial.product.normed]
+    turned = [trial for trial in found if trial.product.kind == "turned"]
+    return trials + [
+        replace(trial, tiles=tiles_for(trial.rows, trial.product.n, trial.product.k), apart=True) for trial in turned
+    ]
 
 
-def table(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product, int], float], looks: list[Result]) -> Table:
-    found = Table("model", "product", "rows", "us", "TB/s", "torch us", "no overlap", "no norm", "tiles", title="linears")
+def table(
+    winners: dict[tuple[Product, int], Result],
+    stock: dict[tuple[Product, int], float],
+    results: list[Result],
+    looks: list[Result],
+) -> Table:
+    others = "no overlap", "no norm", "norm inside", "norm apart", "turned apart"
+    found = Table("model", "product", "rows", "us", "TB/s", "torch us", *others, "tiles", title="linears")
     for (product, rows), winner in winners.items():
-        plain = [r.us for r in looks if r.trial == replace(winner.trial, overlap=False)]
-        bare = [r.us for r in looks if product.normed and r.trial.product == replace(product, normed=False)
-                and r.trial.rows == rows]  # fmt: skip
-        tiles = ",".join(str(size) for size in asdict(winner.trial.tiles).values())
-        others = [f"{us[0]:.2f}" if us and us[0] else "-" for us in (plain, bare)]
         figures = f"{winner.us:.2f}", f"{winner.speed:.2f}", f"{stock[product, rows]:.2f}"
-        found.add_row(product.model, product.name, str(rows), *figures, *others, tiles)
+        ways = [f"{us:.2f}" if us else "-" for us in other_ways(winner, results, looks)]
+        tiles = ",".join(str(int(size)) for size in asdict(winner.trial.tiles).values())
+        found.add_row(product.model, product.name, str(rows), *figures, *ways, tiles)
     return found
+
+
+def other_ways(winner: Result, results: list[Result], looks: list[Result]) -> list[float | None]:
+    """The quickest without overlap, without norm, with the norm inside and apart, and turned apart."""
+    asked, product = winner.trial, winner.trial.product
+
+    def quickest(found: list[Result], **changed: Any) -> float | None:
+        wanted = replace(asked, **changed)
+        return min((r.us for r in found if r.us and replace(r.trial, tiles=wanted.tiles) == wanted), default=None)
+
+    norms = [
+        quickest([r for r in results if r.trial.tiles.block_m > 1 and r.trial.tiles.norm_inside is inside])
+        if product.normed else None for inside in (True, False)
+    ]  # fmt: skip
+    bare = quickest(looks, product=replace(product, normed=False)) if product.normed else None
+    return [quickest(looks, overlap=False), bare, *norms, quickest(looks, apart=True)]
 
 
 def layers(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product, int], float]) -> str:
@@ -254,7 +335,7 @@ def layers(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product
 
 def tuned(winners: dict[tuple[Product, int], Result]) -> str:
     return "\n".join(
-        f"    ({next(size for size in BUCKETS if rows <= size)}, {product.n}, {product.k}, {product.gated}): "
+        f'    ({next(size for size in BUCKETS if rows <= size)}, {product.n}, {product.k}, "{product.kind}"): '
         f"{winner.trial.tiles},"
         for (product, rows), winner in winners.items()
     )
@@ -290,13 +371,15 @@ def report(
     looks: list[Result],
 ) -> None:
     """On the console, what matters most last."""
-    console = Console(width=150)
-    console.print(table(winners, stock, looks))
+    console = Console(width=170)
+    console.print(table(winners, stock, results, looks))
     print(layers(winners, stock))
     failed = [result for result in results + looks if result.failed]
     for result in failed:
-        console.print(f"failed: {result.trial.product.model} {result.trial.product.name} {result.trial.rows} rows, "
-                      f"{result.trial.tiles}, overlap {result.trial.overlap}: {result.failed}", markup=False)  # fmt: skip
+        trial = result.trial
+        asked = f"{trial.product.model} {trial.product.name} {trial.rows} rows, {trial.tiles}"
+        ways = f"overlap {trial.overlap}, apart {trial.apart}"
+        console.print(f"failed: {asked}, {ways}: {result.failed}", markup=False)
     console.print(f"{len(results + looks)} trials, {len(failed)} failed")
     print(tuned(winners))
 

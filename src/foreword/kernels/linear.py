@@ -1,16 +1,15 @@
 """Products of a few rows with a weight matrix, as a decoding pass makes them: every weight is read once.
 
-In: 1 to about 128 rows. The gate after a product, bias and residual are part of the same kernel, and so is the RMSNorm
-before it where there is one row, which is multiplied and summed. More rows go through the matrix units, which want them as
-they are: there the norm is a kernel of its own. Both round in the same places, so a row comes out the same alone and among
+In: 1 to about 128 rows. The gate behind a product, bias and residual are part of the same kernel, and so may be the RMSNorm
+before it: rows are multiplied by its weight, rounded and summed; how long they are is only known at the end of the sums, and
+divides them there. A norm in a kernel of its own rounds in the same places, so a row comes out the same alone and among
 others, but for the order of sums. Sums are float32 and in a fixed order: the same call gives the same bits. Safe to capture.
-How a product is cut is a matter of measuring: `python -m foreword.bench.linears` does it, `TUNED` holds what it found.
+How a product is cut is a matter of measuring: `python -m foreword.bench.linears` does it, tiles.py holds what it found.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -18,84 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.overlap import fetch, let_next_start, overlaps, wait_for_previous
+from foreword.kernels.tiles import Tiles, fitting, tiles_for
 
-PROGRAMS = 2 * 132  # two for every multiprocessor of a large GPU
-BUCKETS = (1, 16, 64)  # row counts that are measured; more rows than these run as several blocks
+Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
+
 FETCHED = 2**15  # numbers that a program asks for while it waits: what it needs first, and no more than 16 requests a thread
 
-
-@dataclass(frozen=True)
-class Tiles:
-    """A program takes `block_m` rows (1: no matrix unit) and `block_n` columns, `block_k` numbers of each at a time.
-
-    `stages` of them are on their way at once. With `splits` > 1 that many programs share the sum, and a second kernel
-    adds their parts in order: for products with few columns and long sums.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    splits: int = 1
-
-
-# (bucket, columns, k, gated) -> what the sweep found on an H200 in bfloat16.
-TUNED: dict[tuple[int, int, int, bool], Tiles] = {
-    (1, 960, 576, False): Tiles(1, 8, 1024, warps=2, stages=1),
-    (16, 960, 576, False): Tiles(16, 16, 64, warps=4, stages=6),
-    (64, 960, 576, False): Tiles(64, 32, 64, warps=4, stages=6),
-    (1, 576, 576, False): Tiles(1, 4, 256, warps=4, stages=3),
-    (16, 576, 576, False): Tiles(16, 16, 128, warps=2, stages=5),
-    (64, 576, 576, False): Tiles(64, 32, 64, warps=4, stages=6),
-    (1, 1536, 576, True): Tiles(1, 2, 1024, warps=4, stages=1),
-    (16, 1536, 576, True): Tiles(16, 16, 64, warps=2, stages=6),
-    (64, 1536, 576, True): Tiles(64, 16, 128, warps=4, stages=4),
-    (1, 576, 1536, False): Tiles(1, 2, 2048, warps=2, stages=1),
-    (16, 576, 1536, False): Tiles(16, 32, 64, warps=2, stages=6, splits=2),
-    (64, 576, 1536, False): Tiles(64, 16, 64, warps=4, stages=6),
-    (1, 6144, 4096, False): Tiles(1, 16, 512, warps=4, stages=1),
-    (16, 6144, 4096, False): Tiles(16, 128, 64, warps=4, stages=5, splits=4),
-    (64, 6144, 4096, False): Tiles(64, 128, 64, warps=4, stages=4, splits=4),
-    (1, 4096, 4096, False): Tiles(1, 16, 512, warps=8, stages=1),
-    (16, 4096, 4096, False): Tiles(16, 64, 128, warps=4, stages=5, splits=4),
-    (64, 4096, 4096, False): Tiles(64, 32, 128, warps=4, stages=6),
-    (1, 14336, 4096, True): Tiles(1, 8, 1024, warps=4, stages=3),
-    (16, 14336, 4096, True): Tiles(16, 64, 64, warps=4, stages=5),
-    (64, 14336, 4096, True): Tiles(64, 128, 64, warps=8, stages=4),
-    (1, 4096, 14336, False): Tiles(1, 16, 512, warps=8, stages=1),
-    (16, 4096, 14336, False): Tiles(16, 64, 128, warps=4, stages=5, splits=4),
-    (64, 4096, 14336, False): Tiles(64, 32, 128, warps=4, stages=6),
-}
-
-
-def tiles_for(rows: int, n: int, k: int, gated: bool) -> Tiles:
-    """How to cut `rows` x `k` times `n` columns (of the gate alone where gated)."""
-    bucket = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
-    tiles = TUNED.get((bucket, n, k, gated))
-    if tiles is None:
-        tiles = _tiles_for_one(n, k, gated) if bucket == 1 else _tiles_for_few(bucket, n, k, gated)
-    return replace(tiles, block_m=min(tiles.block_m, max(16, triton.next_power_of_2(rows))))
-
-
-def _tiles_for_one(n: int, k: int, gated: bool) -> Tiles:
-    """Many small programs; a short sum in one go, a long one in steps of 16 KiB."""
-    width = next((size for size in (16, 8, 4) if n // size >= PROGRAMS), 4)
-    if k <= 2048:
-        return Tiles(1, width, max(triton.next_power_of_2(k), 128), warps=4, stages=1)
-    width = min(width, 8) if gated else width
-    return Tiles(1, width, 512 if gated or width > 8 else 1024, warps=4, stages=1)
-
-
-def _tiles_for_few(bucket: int, n: int, k: int, gated: bool) -> Tiles:
-    """Every program reads all of its rows, so a large product wants wide programs, and a small one few rows in each."""
-    depth = 128 if k >= 128 else max(16, triton.next_power_of_2(k))
-    if n * k <= 2**22:
-        return Tiles(16 if k > 1024 else min(bucket, 32), 16, depth, warps=4, stages=5)
-    width = 64 if bucket == 64 else 32
-    width = width // 2 if gated else width
-    splits = 1 if gated else min(8, PROGRAMS // triton.cdiv(n, width), k // 1024)
-    return Tiles(bucket, width, depth, warps=4, stages=4 if bucket == 64 else 5, splits=max(1, splits))
+# A row times a norm's weight, before it is divided by its length, may be too large for these numbers or too small: rows are
+# normalised before they are rounded, and the norm is a kernel of its own, or reads its row twice.
+NORMED_FIRST = (torch.float16,)
 
 
 @triton.jit
@@ -128,31 +58,32 @@ def _residual(residual, row, column, here, columns, ADDED: tl.constexpr):
 
 
 @triton.jit
-def _one_row(
-    rows, weight, bias, residual, norm, out, columns, epsilon,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    GATED: tl.constexpr, NORMED: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
-) -> None:  # fmt: skip
-    """One row times BLOCK_N columns: products are summed where they lie, and across only at the end."""
-    row = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = tl.minimum(column, columns - 1).to(tl.int64)  # instead of a mask
-    lines = weight + real * K
-    above = tl.cast(columns, tl.int64) * K  # from a row of the gate to that of up
-    if EARLY:
-        let_next_start()
-        fetch(lines, AHEAD)
-        if GATED:
-            fetch(lines + above, AHEAD)
-        wait_for_previous()
-    added = _residual(residual, row, column, column < columns, columns, ADDED)
+def start_early(lines, above, AHEAD: tl.constexpr, PAIRED: tl.constexpr) -> None:
+    """Ask for the weights at `lines`, and for those `above` them, while the kernel before still runs."""
+    let_next_start()
+    fetch(lines, AHEAD)
+    if PAIRED:
+        fetch(lines + above, AHEAD)
+    wait_for_previous()
+
+
+@triton.jit
+def one_row_sums(
+    x_at, lines, above, norm, epsilon,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    PAIRED: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """A row times the weights at `lines` [BLOCK_N], and times those `above` them: summed where they lie, across at the end.
+
+    NORM "inside": see the top. "first": the row is divided before it is rounded, for which it is read twice.
+    """
     masked: tl.constexpr = K % BLOCK_K != 0
     wide = tl.arange(0, BLOCK_K)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     scale = 1.0
-    if NORMED:
-        squares = tl.zeros([BLOCK_K], tl.float32)
+    if NORM == "first":
         for start in tl.range(0, K, BLOCK_K):
-            x = _load(rows + row * K + start + wide, start + wide < K, masked, "evict_last").to(tl.float32)
+            x = _load(x_at + start + wide, start + wide < K, masked, "evict_last").to(tl.float32)
             squares += x * x
         scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     value = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -161,23 +92,81 @@ def _one_row(
         at = start + wide
         here = at < K
         w = _load(lines[:, None] + at[None, :], here[None, :], masked, "evict_first").to(tl.float32)
-        x = _load(rows + row * K + at, here, masked, "evict_last").to(tl.float32)
-        if NORMED:  # rounded as `_norm` rounds it, so that a row gives the same alone and among others
+        x = _load(x_at + at, here, masked, "evict_last").to(tl.float32)
+        if NORM == "inside":
+            squares += x * x
+        if NORM != "":
             x *= scale * _load(norm + at, here, masked, "evict_last").to(tl.float32)
-            x = x.to(rows.dtype.element_ty).to(tl.float32)
+            x = x.to(x_at.dtype.element_ty).to(tl.float32)
         value += w * x[None, :]
-        if GATED:
+        if PAIRED:
             u = _load(lines[:, None] + above + at[None, :], here[None, :], masked, "evict_first").to(tl.float32)
             up += u * x[None, :]
-    total, other = tl.sum(value, 1), tl.sum(up, 1)
-    _store(total, other, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
+    behind = 1.0
+    if NORM == "inside":
+        behind = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
+    return tl.sum(value, 1) * behind, tl.sum(up, 1) * behind
+
+
+@triton.jit
+def few_rows_sums(
+    x_at, lines, above, norm, row, left, epsilon,
+    K: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows at `x_at` [BLOCK_M] times the weights at `lines` [BLOCK_N], and times those `above` them, `left` numbers of each.
+
+    NORM "inside": see the top. "before": the rows come multiplied and rounded, and `norm` holds what they are scaled by.
+    """
+    behind = tl.full([BLOCK_M], 1.0, tl.float32)
+    if NORM == "before":
+        behind = tl.load(norm + row)
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
+        at = start + tl.arange(0, BLOCK_K)
+        here = at < left
+        x = _load(x_at[:, None] + at[None, :], here[None, :], MASKED, "evict_last")
+        if NORM == "inside":
+            raw = x.to(tl.float32)
+            squares += raw * raw
+            x = (raw * _load(norm + at, here, MASKED, "evict_last").to(tl.float32)[None, :]).to(x.dtype)
+        w = _load(lines[:, None] + at[None, :], here[None, :], MASKED, "evict_first")
+        value = tl.dot(x, tl.trans(w), value, input_precision=PRECISION)
+        if PAIRED:
+            u = _load(lines[:, None] + above + at[None, :], here[None, :], MASKED, "evict_first")
+            up = tl.dot(x, tl.trans(u), up, input_precision=PRECISION)
+    if NORM == "inside":
+        behind = tl.rsqrt(tl.sum(squares, 1) / K + epsilon)
+    if NORM != "":
+        value, up = value * behind[:, None], up * behind[:, None]
+    return value, up
+
+
+@triton.jit
+def _one_row(
+    rows, weight, bias, residual, norm, out, columns, epsilon,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row times BLOCK_N columns."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines = weight + tl.minimum(column, columns - 1).to(tl.int64) * K  # instead of a mask
+    above = tl.cast(columns, tl.int64) * K  # from a row of the gate to that of up
+    if EARLY:
+        start_early(lines, above, AHEAD, GATED)
+    added = _residual(residual, row, column, column < columns, columns, ADDED)
+    value, up = one_row_sums(rows + row * K, lines, above, norm, epsilon, K, BLOCK_N, BLOCK_K, STAGES, GATED, NORM)
+    _store(value, up, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _few_rows(
-    rows, weight, bias, residual, out, part, count, columns,
+    rows, weight, bias, residual, norm, out, part, count, columns, epsilon,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr,
+    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
     BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_M rows times BLOCK_N columns, or one of SPLITS stretches of their sums, which goes to `part`."""
@@ -188,26 +177,14 @@ def _few_rows(
     lines = weight + tl.minimum(column, columns - 1).to(tl.int64) * K + first
     above = tl.cast(columns, tl.int64) * K
     if EARLY:
-        let_next_start()
-        fetch(lines, AHEAD)
-        if GATED:
-            fetch(lines + above, AHEAD)
-        wait_for_previous()
+        start_early(lines, above, AHEAD, GATED)
     inside = (row < count)[:, None] & (column < columns)[None, :]
     added = _residual(residual, row[:, None], column[None, :], inside, columns, ADDED and SPLITS == 1)
-    masked: tl.constexpr = K != SPLITS * EACH
-    places = rows + tl.minimum(row, count - 1) * K + first
-    value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
-        at = start + tl.arange(0, BLOCK_K)
-        here = at < K - first
-        x = _load(places[:, None] + at[None, :], here[None, :], masked, "evict_last")
-        w = _load(lines[:, None] + at[None, :], here[None, :], masked, "evict_first")
-        value = tl.dot(x, tl.trans(w), value, input_precision=PRECISION)
-        if GATED:
-            u = _load(lines[:, None] + above + at[None, :], here[None, :], masked, "evict_first")
-            up = tl.dot(x, tl.trans(u), up, input_precision=PRECISION)
+    real = tl.minimum(row, count - 1)
+    value, up = few_rows_sums(
+        rows + real * K + first, lines, above, norm, real, K - first, epsilon,
+        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, GATED, NORM, PRECISION,
+    )  # fmt: skip
     if SPLITS > 1:
         line = split * count + row
         tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)
@@ -215,12 +192,24 @@ def _few_rows(
         _store(value, up, added, bias, out, row[:, None], column[None, :], inside, columns, GATED, BIASED)
 
 
+@triton.jit
+def joined(part, row, column, here, count, columns, scales, SPLITS: tl.constexpr, SCALED: tl.constexpr):
+    """The parts of one row's sums, added in order, and scaled where the row comes from a norm."""
+    value = tl.zeros(column.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        line = split * count + row
+        value += tl.load(part + line.to(tl.int64) * columns + column, mask=here, other=0.0)
+    if SCALED:
+        value *= tl.load(scales + row)
+    return value
+
+
 @triton.jit(do_not_specialize=["count"])
 def _join(
-    part, bias, residual, out, count, columns,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+    part, bias, residual, scales, out, count, columns,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
+    BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The parts of one row's sums, added in order."""
     if EARLY:
         let_next_start()
         wait_for_previous()
@@ -228,26 +217,29 @@ def _join(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = column < columns
     added = _residual(residual, row, column, here, columns, ADDED)
-    value = tl.zeros([BLOCK_N], tl.float32)
-    for split in tl.static_range(SPLITS):
-        line = split * count + row
-        value += tl.load(part + line.to(tl.int64) * columns + column, mask=here, other=0.0)
+    value = joined(part, row, column, here, count, columns, scales, SPLITS, SCALED)
     _store(value, value, added, bias, out, row, column, here, columns, False, BIASED)
 
 
 @triton.jit
-def _norm(rows, weight, out, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """RMSNorm of one row."""
+def _norm(
+    rows, weight, out, scales, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, EARLY: tl.constexpr
+) -> None:  # fmt: skip
+    """RMSNorm of one row: all of it where FIRST, or its weight alone, and what the row is still to be scaled by."""
     at = tl.arange(0, BLOCK_K)
     here = at < K
-    scale = tl.load(weight + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    factor = tl.load(weight + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if EARLY:
         let_next_start()
         wait_for_previous()
-    place = tl.program_id(0) * K + at
-    x = tl.load(rows + place, mask=here, other=0.0).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, 0) / K + epsilon) * scale
-    tl.store(out + place, x.to(out.dtype.element_ty), mask=here)
+    row = tl.program_id(0)
+    x = tl.load(rows + row * K + at, mask=here, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / K + epsilon)
+    if FIRST:
+        factor *= scale
+    else:
+        tl.store(scales + row, scale)
+    tl.store(out + row * K + at, (x * factor).to(out.dtype.element_ty), mask=here)
 
 
 def few_rows_linear(
@@ -255,105 +247,126 @@ def few_rows_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Rows [.., K] times weight [N, K]: norm(rows) @ weight.T + bias + residual, [.., N].
 
-    `norm` is the weight [K] and the epsilon of an RMSNorm. `gated`: the weight is [2N, K], gate above up, and what is
-    given back is silu(gate) * up.
+    `gated`: the weight is [2N, K], gate above up, and what is given back is silu(gate) * up.
     """
     k = weight.shape[1]
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     flat = rows.reshape(-1, k).contiguous()
-    tiles = _fitting(tiles or tiles_for(flat.shape[0], columns, k, gated), rows.dtype)
+    tiles = fitting(tiles or tiles_for(flat.shape[0], columns, k, "gated" if gated else "plain"), rows.dtype)
     assert weight.is_contiguous() and not (gated and tiles.splits > 1)
     out = torch.empty(*rows.shape[:-1], columns, dtype=rows.dtype, device=rows.device)
     if not flat.shape[0]:
         return out
-    early = overlaps(rows.device)
-    given = _Given(flat, weight, out if bias is None else bias, out if residual is None else residual.contiguous(), out)
-    flags = {"GATED": gated, "BIASED": bias is not None, "ADDED": residual is not None, "EARLY": early}
-    options: dict[str, Any] = {
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-        **({"launch_pdl": True} if early else {}),
-    }
-    if tiles.block_m == 1:
-        _launch_one(given, norm, columns, tiles, flags, options)
-    else:
-        given = given if norm is None else given._replace(rows=normed(flat, *norm))
-        _launch_few(given, columns, tiles, flags, options)
+    given = _Given(weight, out if bias is None else bias, out if residual is None else residual.contiguous(), out)
+    flags = {"BIASED": bias is not None, "ADDED": residual is not None, "EARLY": overlaps(rows.device)}
+    launch = _launch_one if tiles.block_m == 1 else _launch_few
+    launch(prepare(flat, norm, tiles), given, columns, tiles, gated, flags)
     return out
 
 
-def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm of rows [m, K]."""
+class Prepared(NamedTuple):
+    """Rows as a product reads them, and what is left of the norm for it to do: NORM of the kernels."""
+
+    rows: Tensor
+    norm: Tensor  # its weight, or the scales of the rows
+    epsilon: float
+    kind: Literal["", "first", "inside", "before"]
+
+
+def prepare(rows: Tensor, norm: Norm | None, tiles: Tiles) -> Prepared:
+    """Launches the norm where it is a kernel of its own."""
+    if norm is None:
+        return Prepared(rows, rows, 0.0, "")
+    first = rows.dtype in NORMED_FIRST
+    if tiles.block_m == 1:
+        return Prepared(rows, *norm, "first" if first else "inside")
+    if tiles.norm_inside and not first:
+        assert tiles.splits == 1, "a program that has a part of the sum cannot know the row's length"
+        return Prepared(rows, *norm, "inside")
+    return _normed(rows, *norm, first)
+
+
+def _normed(rows: Tensor, weight: Tensor, epsilon: float, first: bool) -> Prepared:
     count, k = rows.shape
     out, early = torch.empty_like(rows), overlaps(rows.device)
-    options: dict[str, Any] = {"num_warps": 4} | ({"launch_pdl": True} if early else {})
-    _norm[(count,)](rows, weight, out, epsilon, K=k, BLOCK_K=triton.next_power_of_2(k), EARLY=early, **options)
-    return out
+    scales = torch.empty(count, dtype=torch.float32, device=rows.device)
+    _norm[(count,)](
+        rows, weight, out, scales, epsilon,
+        K=k, BLOCK_K=triton.next_power_of_2(k), FIRST=first, EARLY=early, num_warps=4, **early_launch(early),
+    )  # fmt: skip
+    return Prepared(out, scales, 0.0, "" if first else "before")
 
 
 class _Given(NamedTuple):
     """What a product reads and writes; where there is no bias or residual, `out` stands in for it and is not read."""
 
-    rows: Tensor
     weight: Tensor
     bias: Tensor
     residual: Tensor
     out: Tensor
 
 
-def _launch_one(
-    given: _Given,
-    norm: tuple[Tensor, float] | None,
-    columns: int,
-    tiles: Tiles,
-    flags: dict[str, bool],
-    options: dict[str, Any],
-) -> None:
-    count, k = given.rows.shape
-    scale, epsilon = norm or (given.out, 0.0)
-    ahead = _ahead(k, tiles, flags)
+def _launch_one(ready: Prepared, given: _Given, columns: int, tiles: Tiles, gated: bool, flags: dict[str, bool]) -> None:
+    count, k = ready.rows.shape
     _one_row[(count, triton.cdiv(columns, tiles.block_n))](
-        given.rows, given.weight, given.bias, given.residual, scale, given.out, columns, epsilon,
-        K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=ahead,
-        NORMED=norm is not None, **flags, **options,
+        ready.rows, given.weight, given.bias, given.residual, ready.norm, given.out, columns, ready.epsilon,
+        K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=ahead(k, tiles, gated),
+        GATED=gated, NORM=ready.kind, **flags, **launch_options(tiles, flags["EARLY"]),
     )  # fmt: skip
 
 
-def _launch_few(given: _Given, columns: int, tiles: Tiles, flags: dict[str, bool], options: dict[str, Any]) -> None:
-    count, k = given.rows.shape
-    precision = "ieee" if given.rows.dtype == torch.float32 else "tf32"
-    part = given.out
-    if tiles.splits > 1:
-        part = torch.empty(tiles.splits, count, columns, dtype=torch.float32, device=part.device)
+def _launch_few(ready: Prepared, given: _Given, columns: int, tiles: Tiles, gated: bool, flags: dict[str, bool]) -> None:
+    count = ready.rows.shape[0]
+    part = parts(ready, columns, tiles) if tiles.splits > 1 else given.out
     blocks = triton.cdiv(count, tiles.block_m), triton.cdiv(columns, tiles.block_n), tiles.splits
-    each = triton.cdiv(k, tiles.block_k * tiles.splits) * tiles.block_k
-    ahead = _ahead(k - each * (tiles.splits - 1), tiles, flags)  # the last split is the shortest
     _few_rows[blocks](
-        *given, part, count, columns,
-        K=k, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages,
-        SPLITS=tiles.splits, EACH=each, AHEAD=ahead, PRECISION=precision, **flags, **options,
+        ready.rows, given.weight, given.bias, given.residual, ready.norm, given.out, part, count, columns, ready.epsilon,
+        GATED=gated, **cut(ready, tiles, gated), **flags, **launch_options(tiles, flags["EARLY"]),
     )  # fmt: skip
     if tiles.splits > 1:
         wide = min(512, triton.next_power_of_2(columns))
         _join[(count, triton.cdiv(columns, wide))](
-            part, given.bias, given.residual, given.out, count, columns,
-            BLOCK_N=wide, SPLITS=tiles.splits, BIASED=flags["BIASED"], ADDED=flags["ADDED"], EARLY=flags["EARLY"],
-            **{**options, "num_warps": 4, "num_stages": 1},
+            part, given.bias, given.residual, ready.norm, given.out, count, columns,
+            BLOCK_N=wide, SPLITS=tiles.splits, SCALED=ready.kind == "before", **flags,
+            num_warps=4, num_stages=1, **early_launch(flags["EARLY"]),
         )  # fmt: skip
 
 
-def _ahead(k: int, tiles: Tiles, flags: dict[str, bool]) -> int:
+def parts(ready: Prepared, columns: int, tiles: Tiles) -> Tensor:
+    """Room for the sums of programs that share them."""
+    rows = ready.rows
+    return torch.empty(tiles.splits, rows.shape[0], columns, dtype=torch.float32, device=rows.device)
+
+
+def cut(ready: Prepared, tiles: Tiles, paired: bool) -> dict[str, Any]:
+    """What a product by matrix units has to be compiled for. Where the sums are shared, whoever joins them scales them."""
+    k = ready.rows.shape[1]
+    each = triton.cdiv(k, tiles.block_k * tiles.splits) * tiles.block_k
+    last = k - each * (tiles.splits - 1)  # the shortest
+    return {
+        "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.stages,
+        "SPLITS": tiles.splits, "EACH": each, "AHEAD": ahead(last, tiles, paired),
+        "NORM": ready.kind if tiles.splits == 1 else "",
+        "PRECISION": "ieee" if ready.rows.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+def ahead(k: int, tiles: Tiles, paired: bool) -> int:
     """How much of each of its weight rows a program asks for early, where it has `k` numbers of them."""
-    return max(0, min(k, FETCHED // (tiles.block_n * (2 if flags["GATED"] else 1))))
+    return max(0, min(k, FETCHED // (tiles.block_n * (2 if paired else 1))))
 
 
-def _fitting(tiles: Tiles, dtype: torch.dtype) -> Tiles:
-    """Tiles are meant for half precision; numbers twice as long come half as many at a time."""
-    return tiles if dtype.itemsize <= 2 else replace(tiles, block_k=max(16, tiles.block_k // 2))
+def launch_options(tiles: Tiles, early: bool) -> dict[str, Any]:
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages, **early_launch(early)}
+
+
+def early_launch(early: bool) -> dict[str, Any]:
+    """Only where it is asked for: other devices do not know the option."""
+    return {"launch_pdl": True} if early else {}

@@ -1,7 +1,8 @@
 """Between the q/k/v product and attention, in one kernel: norms on q and k, rotary positions, rows into the cache.
 
 In: the product's rows as they came out, cosines and sines of their positions, and their places in the cache. Out: the
-queries, turned; keys, turned, and values are in the cache. A program takes one head of one row.
+queries, turned; keys, turned, and values are in the cache. A program takes one head of one row. Few rows whose heads have no
+norms need no such kernel: qkv.py does the same behind the product, with the pieces that are here.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def _turn(
         wait_for_previous()
     line, head = tl.program_id(0), tl.program_id(1)
     lane, row = line // rows, line % rows
-    # Heads are a multiple of key heads. Queries have no place, but asking later would make the others wait.
-    place = tl.load(places + (lane * KEY_HEADS + head % KEY_HEADS) * rows + row)
+    place = place_of(places, lane, row, head, rows, KEY_HEADS)
     at = tl.arange(0, BLOCK)
     here = at < HALF
     source = qkv + (line.to(tl.int64) * (HEADS + 2 * KEY_HEADS) + head) * (2 * HALF) + at
@@ -43,19 +43,9 @@ def _turn(
         if (head >= HEADS) & (head < HEADS + KEY_HEADS):
             low, high = _normed(low, high, k_norm, k_epsilon, at, here, HALF)
     if head < HEADS + KEY_HEADS:
-        cos = cosine + lane * c_batch + row * c_row + at
-        sin = sine + lane * s_batch + row * s_row + at
-        turned = low * tl.load(cos, mask=here, other=0.0).to(tl.float32)
-        turned -= high * tl.load(sin, mask=here, other=0.0).to(tl.float32)
-        high = high * tl.load(cos + HALF, mask=here, other=0.0).to(tl.float32)
-        high += low * tl.load(sin + HALF, mask=here, other=0.0).to(tl.float32)
-        low = turned
-    if head < HEADS:
-        _put(out, line.to(tl.int64) * HEADS + head, low, high, at, here, HALF)
-    elif head < HEADS + KEY_HEADS:
-        _put(keys, place, low, high, at, here, HALF)
-    else:
-        _put(values, place, low, high, at, here, HALF)
+        angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
+        low, high = turned(low, high, angle)
+    put(out, keys, values, line, place, head, low, high, at, here, HEADS, KEY_HEADS, HALF)
 
 
 @triton.jit
@@ -64,6 +54,46 @@ def _normed(low, high, weight, epsilon, at, here, HALF: tl.constexpr):
     low = low * scale * tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
     high = high * scale * tl.load(weight + HALF + at, mask=here, other=0.0).to(tl.float32)
     return low, high
+
+
+@triton.jit
+def place_of(places, lane, row, head, rows, KEY_HEADS: tl.constexpr):
+    """Where a head of a row lies in the cache. Heads are a multiple of key heads.
+
+    Queries have no place, but whoever asks only once it knows would make keys and values wait.
+    """
+    return tl.load(places + (lane * KEY_HEADS + head % KEY_HEADS) * rows + row)
+
+
+@triton.jit
+def angles(cosine, sine, c_at, s_at, at, here, HALF: tl.constexpr):
+    """Cosines and sines of the low half of a head, then those of the high half."""
+    cos, sin = cosine + c_at + at, sine + s_at + at
+    cos_low, sin_low = tl.load(cos, mask=here, other=0.0), tl.load(sin, mask=here, other=0.0)
+    cos_high, sin_high = tl.load(cos + HALF, mask=here, other=0.0), tl.load(sin + HALF, mask=here, other=0.0)
+    return cos_low, sin_low, cos_high, sin_high
+
+
+@triton.jit
+def turned(low, high, angle):
+    """Halves of a head, in float32."""
+    cos_low, sin_low, cos_high, sin_high = angle
+    turned_low = low * cos_low.to(tl.float32) - high * sin_low.to(tl.float32)
+    return turned_low, high * cos_high.to(tl.float32) + low * sin_high.to(tl.float32)
+
+
+@triton.jit
+def put(
+    out, keys, values, line, place, head, low, high, at, here,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    """A head of row `line` to the queries, or to its place in the cache."""
+    if head < HEADS:
+        _put(out, line.to(tl.int64) * HEADS + head, low, high, at, here, HALF)
+    elif head < HEADS + KEY_HEADS:
+        _put(keys, place, low, high, at, here, HALF)
+    else:
+        _put(values, place, low, high, at, here, HALF)
 
 
 @triton.jit

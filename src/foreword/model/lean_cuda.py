@@ -1,9 +1,9 @@
-"""A decoder layer as six kernels of ours, for models that were fused for CUDA: what a pass of few rows needs, and no more.
+"""A decoder layer as a few kernels of ours, for models that were fused for CUDA: what a pass of few rows needs, and no more.
 
-The rows of a draft cost next to nothing; what costs is reading the weights, and starting kernels. So the norm before a
-product, the gate and the residual behind it are part of the product (kernels/linear.py), rotation and storing are one
-kernel (kernels/rotary.py), and attention is ours anyway. A pass of many rows, such as a prompt's, is bound by arithmetic
-and goes through torch's own products.
+The rows of a draft cost next to nothing; what costs is reading the weights, and starting kernels. So a layer is four
+products and attention, and what lies before and behind a product is part of it: norm, gate and residual (kernels/linear.py),
+rotation and the way into the cache (kernels/qkv.py; heads with norms of their own have a kernel for it, kernels/rotary.py).
+A pass of many rows, such as a prompt's, is bound by arithmetic and goes through torch's own products.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class CudaLayer:
 
     def __init__(self, layer: Any) -> None:
         from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  Triton is there only where CUDA is
+        from foreword.kernels.qkv import linear_turn_and_store  # noqa: PLC0415
         from foreword.kernels.rotary import turn_and_store  # noqa: PLC0415
 
         self.few_rows_linear, self.turn_and_store = few_rows_linear, turn_and_store
+        self.linear_turn_and_store = linear_turn_and_store
         attention, mlp = layer.self_attn, layer.mlp
         self.scaling: float = attention.scaling
         self.qkv, self.out = attention.q_proj.fusion.linear, attention.o_proj
@@ -37,14 +39,23 @@ class CudaLayer:
 
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         """Rows [b, n, H] through the layer; keys and values of the rows land in the view's cache."""
-        assert view.keys is not None and view.values is not None and view.places is not None
-        product = self.few_rows_linear if hidden.shape[0] * hidden.shape[1] <= FEW_ROWS else many_rows_linear
-        qkv = product(hidden, self.qkv.weight, self.qkv.bias, norm=self.before_attention)
-        query = self.turn_and_store(qkv, *positions, view.keys, view.values, view.places, self.q_norm, self.k_norm)
+        few = hidden.shape[0] * hidden.shape[1] <= FEW_ROWS
+        product = self.few_rows_linear if few else many_rows_linear
+        query = self._query(hidden, positions, view, few)
         mixed = attend_by_kernel(query, view, self.scaling).flatten(2)
         hidden = product(mixed, self.out.weight, self.out.bias, residual=hidden)
         gated = product(hidden, self.gate_up.weight, self.gate_up.bias, norm=self.before_mlp, gated=True)
         return product(gated, self.down.weight, self.down.bias, residual=hidden)
+
+    def _query(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass, few: bool) -> Tensor:
+        """Queries [b, heads, n, width] of the rows; their keys and values go to the cache."""
+        assert view.keys is not None and view.values is not None and view.places is not None
+        weight, bias, norm = self.qkv.weight, self.qkv.bias, self.before_attention
+        goal = view.keys, view.values, view.places
+        if few and self.q_norm is None and self.k_norm is None:
+            return self.linear_turn_and_store(hidden, weight, bias, norm, *positions, *goal)
+        product = self.few_rows_linear if few else many_rows_linear
+        return self.turn_and_store(product(hidden, weight, bias, norm=norm), *positions, *goal, self.q_norm, self.k_norm)
 
 
 def many_rows_linear(

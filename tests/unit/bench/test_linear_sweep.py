@@ -1,23 +1,32 @@
 """The sweep over tiles: what it tries can be launched, and what it prints can be pasted."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton")
 
-from foreword.bench.linears import PRODUCTS, ROWS, Product, Result, Trial, best, grid, second_look, tuned
-from foreword.kernels.linear import Tiles, tiles_for
+from foreword.bench.linears import PRODUCTS, ROWS, Product, Result, Trial, best, grid, other_ways, second_look, tuned
+from foreword.kernels.tiles import Tiles, tiles_for
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: f"{product.model} {product.name}")
 def test_the_grid_is_modest_and_can_be_launched(product: Product, rows: int) -> None:
     tried = grid(product, rows)
-    assert tried[0] == tiles_for(rows, product.n, product.k, product.gated)
-    assert 5 <= len(tried) <= 20 and len(set(tried)) == len(tried)
+    assert tried[0] == tiles_for(rows, product.n, product.k, product.kind)
+    assert 5 <= len(tried) <= 25 and len(set(tried)) == len(tried)
     for tiles in tried:
-        held = (0 if tiles.block_m == 1 else tiles.block_m) + tiles.block_n * (2 if product.gated else 1)
+        held = (0 if tiles.block_m == 1 else tiles.block_m) + tiles.block_n * (1 if product.kind == "plain" else 2)
         assert held * tiles.block_k * 2 * max(1, tiles.stages - (tiles.block_m < 64)) <= 227 * 1024
-        assert tiles.splits == 1 or not product.gated
+        assert tiles.splits == 1 or (product.kind != "gated" and not tiles.norm_inside)
+        assert product.kind != "turned" or tiles.block_n <= product.width // 2
+    ways = {tiles.norm_inside for tiles in tried if tiles.block_m > 1}
+    assert ways == ({True, False} if product.normed else {False})
+
+
+def test_the_whole_sweep_is_bounded() -> None:
+    assert sum(len(grid(product, rows)) for product in PRODUCTS for rows in ROWS) < 480
 
 
 def test_the_quickest_that_worked_is_kept() -> None:
@@ -25,5 +34,17 @@ def test_the_quickest_that_worked_is_kept() -> None:
     slow, quick, broken = (Trial(product, 16, Tiles(16, 16, size, 4, 4)) for size in (32, 64, 128))
     winners = best([Result(slow, us=3.0), Result(quick, us=2.0), Result(broken, failed="too large")])
     assert winners[product, 16].trial == quick
-    assert eval(f"{{{tuned(winners)}}}") == {(16, 960, 576, False): quick.tiles}
-    assert [(trial.overlap, trial.product.normed) for trial in second_look(winners)] == [(False, True), (True, False)]
+    assert eval(f"{{{tuned(winners)}}}") == {(16, 960, 576, "turned"): quick.tiles}
+
+
+def test_the_other_ways_are_told_apart() -> None:
+    product = PRODUCTS[0]
+    inside, apart, slow = (Trial(product, 16, Tiles(16, 8, 64, 4, stages, norm_inside=stages == 6)) for stages in (6, 5, 4))
+    results = [Result(inside, us=2.0), Result(slow, us=4.0), Result(apart, us=3.0), Result(replace(apart, rows=64), us=1.0)]
+    again = second_look(best(results[:3]))
+    assert [(look.overlap, look.product.normed, look.apart) for look in again] == [
+        (False, True, False), (True, False, False), (True, True, True)
+    ]  # fmt: skip
+    assert again[2].tiles == tiles_for(16, product.n, product.k)
+    looks = [Result(look, us=5.0 + number) for number, look in enumerate(again)]
+    assert other_ways(results[0], results, looks) == [5.0, 6.0, 2.0, 3.0, 7.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,14 @@ from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 
 
+@dataclass(frozen=True)
+class Grown:
+    """A target that is another one made wider, its function unchanged: how many times, and the other one's fingerprint."""
+
+    times: int
+    original: dict[str, Any]
+
+
 class Target(Protocol):
     name: str
     hidden_size: int
@@ -22,6 +31,7 @@ class Target(Protocol):
     max_context: int  # positions it was trained for
     context: int  # tokens a text may have in this engine
     ends: Tensor  # [E] ids of the end tokens
+    grown: Grown | None  # drafters of its original serve it too, once they are widened
 
     @property
     def device(self) -> torch.device: ...

@@ -1,6 +1,7 @@
 """Trained drafters as folders: config.json, model.safetensors, and what `train` writes beside them.
 
-In: a drafter that is bound to its target. Out: a folder that only the same method, on the same target, takes in again.
+In: a drafter that is bound to its target. Out: a folder that only the same method, on the same target, takes in again, or on
+that target grown, which has the same function: then the weights are widened as the target was.
 Loading is strict: another target, another method, other sizes or a damaged file are refused by name.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from foreword.core.target import Target
 from foreword.core.trainable import Trainable
+from foreword.core.widening import widened
 from foreword.errors import DrafterError
 from foreword.model.checkpoint import Stored, read_weights, write_weights
 
@@ -56,11 +58,16 @@ def load_into(drafter: Trainable, folder: str | Path, target: Target) -> None:
     about, method = read_config(folder), method_of(drafter)
     if about["method"] != method:
         raise DrafterError(f"{folder} holds a drafter of {about['method']}, not of {method}; choose that method")
-    _check_target(method, about["target"], target.fingerprint())
+    grown = target.grown
+    _check_target(method, about["target"], target.fingerprint() if grown is None else grown.original)
     own = json.loads(json.dumps(drafter.config))
     if own != about["config"]:
         raise DrafterError(f"{method}: made with {own}, but {folder} was trained with {about['config']}; use those options")
     weights, places = read_weights(Path(folder) / WEIGHTS), drafter.module.state_dict()
+    _check_names(Path(folder) / WEIGHTS, weights, places)
+    if grown is not None:
+        wide, times, hidden = drafter.wide, grown.times, target.hidden_size // grown.times
+        weights = {name: widened(name, one.to(target.device), wide, times, hidden) for name, one in weights.items()}
     _check_shapes(Path(folder) / WEIGHTS, weights, places)
     for name, place in places.items():
         place.copy_(weights[name])
@@ -80,11 +87,14 @@ def _check_target(method: str, trained_for: dict[str, Any], found: dict[str, Any
         )
 
 
-def _check_shapes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+def _check_names(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
     wrong = sorted(set(weights) ^ set(places))
     if wrong:
         where = "lacks" if wrong[0] in places else "has an unknown"
         raise DrafterError(f"{file} {where} tensor {wrong[0]!r}; copy or train the drafter again")
+
+
+def _check_shapes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
     for name, place in places.items():
         if weights[name].shape != place.shape:
             raise DrafterError(f"{file}: {name} has shape {tuple(weights[name].shape)}, needed is {tuple(place.shape)}")

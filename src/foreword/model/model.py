@@ -19,6 +19,7 @@ from foreword.core.draft import Draft
 from foreword.core.needs import Needs, Skip
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
+from foreword.core.target import Grown
 from foreword.model import attention
 from foreword.model.cache import SlotCache
 from foreword.model.cost import CostCurve
@@ -29,7 +30,13 @@ from foreword.model.stack import Rows, Stack
 class Model:
     """Satisfies `core.Target`."""
 
-    def __init__(self, hf: PreTrainedModel, name: str | None = None, curve: CostCurve | None = None) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        name: str | None = None,
+        curve: CostCurve | None = None,
+        grown: Grown | None = None,
+    ) -> None:
         self.hf = hf
         self.family = family_of(hf.config)
         attention.install(hf)
@@ -46,6 +53,7 @@ class Model:
         self.max_context: int = hf.config.max_position_embeddings
         self.context = self.max_context
         self.curve = curve
+        self.grown = grown
 
     @property
     def device(self) -> torch.device:

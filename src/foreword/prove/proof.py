@@ -55,6 +55,18 @@ def prove(
     return Report.of(llm, named, max_new_tokens, proofs)
 
 
+def compare(original: LLM, other: LLM, prompts: Sequence[Prompt], max_new_tokens: int = 64) -> MethodProof:
+    """Test that another model, of the same function, writes what `original` writes: both plainly and greedily.
+
+    Where they part, the original is asked again in float64, as for a method. Both LLMs are left with plain decoding.
+    """
+    sampling = Sampling(seed=0)
+    requests = _requests(original, prompts, sampling, max_new_tokens)
+    texts = _write_plain(original.use("plain").engine, prompts, requests, lambda: None)
+    trial = Trial(name_of(sampling), texts).run(other.use("plain").engine, lambda: None)
+    return _proof([trial], original, Referee(original.model))
+
+
 def _check(methods: Sequence[str], prompts: Sequence[Prompt], samplings: Sequence[Sampling], rows: int | None) -> None:
     """Refuse now what would fail after plain decoding has written everything."""
     for given, name in ((methods, "methods"), (prompts, "prompts"), (samplings, "samplings")):

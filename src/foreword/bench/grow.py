@@ -91,11 +91,12 @@ def load_grown(
     precision = choose_dtype(dtype, place)
     hf = load_stock(folder, place, precision)
     wide = grow(hf, times)
+    parameters = sum(weight.numel() for weight in wide.parameters())  # a rebuilt model hides some of them
     if compile:
         for one in (hf, wide):
             pack.rebuild(one, place, precision)
     original = Model(hf, str(model) if model is not None else folder.name)
-    grown = Model(wide, f"{original.name}, grown r={times}", grown=Grown(times, original.fingerprint()))
+    grown = Model(wide, f"{original.name}, grown r={times}", grown=Grown(times, original.fingerprint(), parameters))
     words = Tokenizer.load(folder)
     first, second = (LLM(one, words, "plain", methods.make("plain"), slots, max_context, graph) for one in (original, grown))
     return first, second

@@ -213,6 +213,17 @@ class WritingOptions:
         return given
 
 
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Such as `1,16` of an option."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers of 1 or more, such as 1,16", param_hint=option)
+    return found
+
+
 _HAVE_OPTIONS = {"slots"} | {one.name for group in (MethodOptions, ModelOptions) for one in fields(group)}
 
 

@@ -20,6 +20,7 @@ class Grown:
 
     times: int
     original: dict[str, Any]
+    parameters: int  # of the wide one, counted as transformers does
 
 
 class Target(Protocol):

@@ -12,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -183,7 +183,7 @@ def _batch_lines(benchmarks: Sequence[Benchmark], base: str) -> list[str]:
         cells = [f"{row[name].tokens_per_second:.1f} | {row[name].speedup:.2f}x" for name in others]
         lines.append(f"| {' | '.join([str(batch), f'{row[base].tokens_per_second:.1f}', *cells])} |")
     stops = stops_paying({batch: _others(table, base) for batch, table in batches.items()})
-    lines += ["", *(f"- {stop_words(name, batch, max(batches))}" for name, batch in stops.items())]
+    lines += ["", *(f"- {stop_words(name, stop, batches)}" for name, stop in stops.items())]
     warm = [f"batch {one.batch}: {sum(one.warm_up_s.values()):.1f} s" for one in benchmarks]
     return [*lines, "", f"Warming up and capturing rounds, for all together and in no figure above: {', '.join(warm)}."]
 
@@ -192,8 +192,10 @@ def _others(table: list[Row], base: str) -> list[Row]:
     return [row for row in table if row.contender != base]
 
 
-def stop_words(name: str, batch: int | None, largest: int) -> str:
-    return f"{name} stops paying at batch {batch}" if batch else f"{name} still pays at batch {largest}, the largest tried"
+def stop_words(name: str, stop: int | None, batches: Collection[int]) -> str:
+    if stop is None:
+        return f"{name} still pays at batch {max(batches)}, the largest tried"
+    return f"{name} pays at no batch tried" if stop == min(batches) else f"{name} stops paying at batch {stop}"
 
 
 def grown_words(grown: dict[str, Any]) -> str:

@@ -94,7 +94,7 @@ def _tell(done: list[Benchmark], about: dict[str, Any], json: bool, out: Path | 
     if json:
         print_json(content(done, facts(**about)))
     else:
-        _print(done)
+        _print(done, about)
     if out is not None:
         write_report(done, out, **about)
         note(f"written: {out / 'results.json'}, {out / 'report.md'}")
@@ -113,17 +113,19 @@ def _drafters(folders: list[Path]) -> dict[str, Path]:
     return found
 
 
-def _print(done: list[Benchmark]) -> None:
-    from foreword.bench.report import by_batch, stop_words, stops_paying, tables  # noqa: PLC0415  imports torch
+def _print(done: list[Benchmark], about: dict[str, Any]) -> None:
+    from foreword.bench.report import by_batch, grown_words, stop_words, stops_paying, tables  # noqa: PLC0415  imports torch
 
+    if "grown" in about:
+        screen().print(grown_words(about["grown"]))
     for name, rows in tables(done).items():
         screen().print(_table(name, rows))
     if [one.batch for one in done] != [1]:
         batches = by_batch(done)
         screen().print(_batch_table(batches))
-        for name, batch in stops_paying(batches).items():
+        for name, stop in stops_paying(batches).items():
             if name != done[0].base:
-                screen().print(stop_words(name, batch, max(batches)))
+                screen().print(stop_words(name, stop, batches))
 
 
 def _batch_table(batches: dict[int, list[Row]]) -> Table:

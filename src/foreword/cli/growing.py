@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreword.cli.console import note, waiting
+from foreword.cli.console import waiting
 from foreword.cli.options import MODEL, MethodOptions, ModelOptions
 from foreword.errors import ModelError
 
@@ -52,7 +52,6 @@ def loaded(
 
 
 def _compared(original: LLM, grown: LLM, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    from foreword.bench.report import grown_words  # noqa: PLC0415  imports torch
     from foreword.prove import compare  # noqa: PLC0415  imports torch
 
     found = compare(original, grown, prompts)
@@ -64,5 +63,4 @@ def _compared(original: LLM, grown: LLM, prompts: Sequence[Prompt]) -> dict[str,
     assert grown.model.grown is not None
     said = {name: getattr(found, name) for name in ("prompts", "tokens", "identical", "ties")}
     said |= {"times": grown.model.grown.times, "parameters": grown.model.grown.parameters}
-    note(grown_words(said))
     return {"grown": said}

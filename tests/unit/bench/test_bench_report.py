@@ -11,7 +11,7 @@ import torch
 
 import foreword
 from foreword.bench import report as report_module
-from foreword.bench.report import Row, content, facts, grown_words, rows, stops_paying, tables, write_report
+from foreword.bench.report import Row, content, facts, grown_words, rows, stop_words, stops_paying, tables, write_report
 from foreword.bench.run import Benchmark, Timing
 from foreword.errors import StorageError
 
@@ -156,6 +156,7 @@ def test_a_method_stops_paying_where_it_is_never_ahead_again() -> None:
     found = content(BATCHES, {})
     assert found["stops_paying"] == {"fast": 8, "late": None}
     assert stops_paying({2: rows(batch(2, plain=1.0, fast=2.0))})["fast"] == 2
+    assert stop_words("fast", 2, [2, 4]) == "fast pays at no batch tried"
 
 
 def test_batches_in_the_files(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 import foreword
 from doubles import READY, taught
 from foreword.api import LLM
-from foreword.bench import baseline, contender, context_for, load_grown, run
+from foreword.bench import baseline, contender, context_for, run
+from foreword.bench.grow import load_grown
 from foreword.errors import DrafterError, InputError, UnknownMethod
 from foreword.methods import saved
 from foreword.text import Prompt

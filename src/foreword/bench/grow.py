@@ -17,13 +17,13 @@ from torch import nn
 
 from foreword import methods
 from foreword.api import LLM
-from foreword.core.target import Grown
 from foreword.core.widening import NORM, check_times, layers_at, per_token, widened
 from foreword.errors import InputError, ModelUnsupported
 from foreword.model import pack
+from foreword.model.fingerprint import Fingerprint
 from foreword.model.hub import resolve
 from foreword.model.loading import choose_device, choose_dtype, load_stock
-from foreword.model.model import Model
+from foreword.model.model import Grown, Model
 from foreword.text import Tokenizer
 
 GROWS = ("llama", "mistral", "qwen2")
@@ -96,7 +96,7 @@ def load_grown(
         for one in (hf, wide):
             pack.rebuild(one, place, precision)
     original = Model(hf, str(model) if model is not None else folder.name)
-    grown = Model(wide, f"{original.name}, grown r={times}", grown=Grown(times, original.fingerprint(), parameters))
+    grown = Model(wide, f"{original.name}, grown r={times}", grown=Grown(times, Fingerprint.of(original), parameters))
     words = Tokenizer.load(folder)
     first, second = (LLM(one, words, "plain", methods.make("plain"), slots, max_context, graph) for one in (original, grown))
     return first, second

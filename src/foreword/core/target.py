@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,15 +13,6 @@ from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 
 
-@dataclass(frozen=True)
-class Grown:
-    """A target that is another one made wider, its function unchanged: how many times, and the other one's fingerprint."""
-
-    times: int
-    original: dict[str, Any]
-    parameters: int  # of the wide one, counted as transformers does
-
-
 class Target(Protocol):
     name: str
     hidden_size: int
@@ -32,7 +22,6 @@ class Target(Protocol):
     max_context: int  # positions it was trained for
     context: int  # tokens a text may have in this engine
     ends: Tensor  # [E] ids of the end tokens
-    grown: Grown | None  # drafters of its original serve it too, once they are widened
 
     @property
     def device(self) -> torch.device: ...
@@ -60,6 +49,3 @@ class Target(Protocol):
 
     def cost(self, rows: int) -> float:
         """What a pass over `rows` rows costs on this machine, one row being 1.0."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Its name, its sizes and a few weights: what a trained drafter is checked against."""

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.core.target import Target
 from foreword.core.trainable import Trainable
 from foreword.core.widening import widened
 from foreword.errors import DrafterError
 from foreword.model.checkpoint import Stored, read_weights, write_weights
+from foreword.model.fingerprint import Fingerprint
+from foreword.model.model import Model
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-CLOSE = 2.0**-6  # relative: what rounding to bfloat16 and to float16 may do to a weight, and nothing more
 
 
 def method_of(drafter: Trainable) -> str:
@@ -30,11 +30,16 @@ def method_of(drafter: Trainable) -> str:
     return type(drafter).__module__.rsplit(".", 1)[-1]
 
 
-def save(drafter: Trainable, folder: str | Path, target: Target, dtype: Stored = "bfloat16") -> None:
+def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = "bfloat16") -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype, "target": target.fingerprint()}
     write_weights(drafter.module.state_dict(), folder / WEIGHTS, dtype)
+    write_config(drafter, folder, target, dtype)
+
+
+def write_config(drafter: Trainable, folder: Path, target: Model, dtype: Stored) -> None:
+    about = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype}
+    about |= {"target": Fingerprint.of(target).to_dict()}
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -53,38 +58,32 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_into(drafter: Trainable, folder: str | Path, target: Target) -> None:
+def load_into(drafter: Trainable, folder: str | Path, target: Model) -> None:
     """Put saved weights into a bound drafter's module."""
     about, method = read_config(folder), method_of(drafter)
     if about["method"] != method:
         raise DrafterError(f"{folder} holds a drafter of {about['method']}, not of {method}; choose that method")
-    grown = target.grown
-    _check_target(method, about["target"], target.fingerprint() if grown is None else grown.original)
+    try:
+        trained_for, found = Fingerprint.from_dict(about["target"]), Fingerprint.of_function(target)
+    except TypeError as error:
+        raise DrafterError(
+            f"{folder}/{CONFIG} does not say which model it was trained for ({error}); train again"
+        ) from error
+    if not trained_for.matches(found):
+        raise DrafterError(
+            f"{method}: trained for {trained_for}, but the target is {found}; load the matching drafter or train one"
+        )
     own = json.loads(json.dumps(drafter.config))
     if own != about["config"]:
         raise DrafterError(f"{method}: made with {own}, but {folder} was trained with {about['config']}; use those options")
     weights, places = read_weights(Path(folder) / WEIGHTS), drafter.module.state_dict()
     _check_names(Path(folder) / WEIGHTS, weights, places)
-    if grown is not None:
+    if grown := target.grown:
         wide, times, hidden = drafter.wide, grown.times, target.hidden_size // grown.times
         weights = {name: widened(name, one.to(target.device), wide, times, hidden) for name, one in weights.items()}
     _check_shapes(Path(folder) / WEIGHTS, weights, places)
     for name, place in places.items():
         place.copy_(weights[name])
-
-
-def _check_target(method: str, trained_for: dict[str, Any], found: dict[str, Any]) -> None:
-    sizes = "hidden_size", "layers", "vocab_size"
-    same = all(trained_for.get(size) == found[size] for size in sizes)
-    if same:
-        one, other = (torch.tensor(about["weights"]) for about in (trained_for, found))
-        same = one.shape == other.shape and bool(torch.allclose(one, other, rtol=CLOSE, atol=1e-6))
-    if not same:
-        said = [f"{about.get('name')} ({', '.join(f'{s} {about.get(s)}' for s in sizes)})" for about in (trained_for, found)]
-        raise DrafterError(
-            f"{method}: trained for {said[0]}, but the target is {said[1]}, with other weights; "
-            "load the matching drafter or train one"
-        )
 
 
 def _check_names(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:

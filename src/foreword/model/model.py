@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 import torch
@@ -19,12 +20,23 @@ from foreword.core.draft import Draft
 from foreword.core.needs import Needs, Skip
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
-from foreword.core.target import Grown
 from foreword.model import attention
 from foreword.model.cache import SlotCache
 from foreword.model.cost import CostCurve
 from foreword.model.families import family_of
 from foreword.model.stack import Rows, Stack
+
+if TYPE_CHECKING:
+    from foreword.model.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Of a model that is another one made wider, its function unchanged: how many times, and who the other one is."""
+
+    times: int
+    original: Fingerprint
+    parameters: int  # of the wide one, counted as transformers does
 
 
 class Model:
@@ -150,15 +162,6 @@ class Model:
         walked = self._reader.walk(self.embed(tokens), rows, taps=needs.taps)
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
         return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What tells this model from another: its sizes and a few weights, which a dtype rounds but does not change."""
-        table = self.hf.get_input_embeddings().weight.detach()
-        rows = torch.linspace(0, table.shape[0] - 1, 8).long().to(table.device)
-        columns = torch.linspace(0, table.shape[1] - 1, 4).long().to(table.device)
-        few = table[rows][:, columns].flatten().float().cpu().tolist()
-        sizes = {"hidden_size": self.hidden_size, "layers": self.layers, "vocab_size": self.vocab_size}
-        return {"name": self.name, **sizes, "weights": few}
 
 
 def _end_tokens(hf: PreTrainedModel) -> list[int]:

@@ -6,6 +6,9 @@ A checkpoint is whole or is not there. The weights in the folder are those of th
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,7 +28,8 @@ class Progress:
     about: dict[str, Any]
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of learning
+    evaluating: float = 0.0  # seconds too
     history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
 
@@ -33,15 +37,47 @@ class Progress:
     def best_figure(self) -> float:
         return self.best.get("tokens_per_round", 0.0)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Of learning; evaluations have a clock of their own."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Clock:
+    """Adds the time that goes by to a run's progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.last = progress, time.perf_counter()
+
+    def read(self) -> None:
+        now = time.perf_counter()
+        self.progress.seconds += now - self.last
+        self.last = now
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.read()
+        yield
+        now = time.perf_counter()
+        self.progress.evaluating += now - self.last
+        self.last = now
+
 
 def write_checkpoint(folder: Path, progress: Progress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
     file, partial = folder / CHECKPOINT, folder / f"{CHECKPOINT}.partial"
-    try:
+    with says_why(folder):
         folder.mkdir(parents=True, exist_ok=True)
         torch.save({"progress": vars(progress), "module": module, "optimizer": optimizer}, partial)
         partial.replace(file)
+
+
+@contextmanager
+def says_why(folder: Path) -> Iterator[None]:
+    """A full disk, by name; torch calls it a RuntimeError."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
-        raise StorageError(f"the checkpoint {file} cannot be written ({error}); make room, then --resume") from error
+        raise StorageError(f"cannot write to {folder} ({error}); make room, then --resume") from error
 
 
 def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[Progress, dict[str, Any], dict[str, Any]]:
@@ -63,14 +99,25 @@ def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[Progress, dict
 def write_record(folder: Path, progress: Progress, more: dict[str, Any]) -> dict[str, Any]:
     """record.json and README.md beside the weights."""
     run = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 1)}
+    run |= {"evaluating_seconds": round(progress.evaluating, 1), "tokens_per_second": round(progress.tokens_per_second)}
     record = {**progress.about, **run, "best": progress.best, "history": progress.history, **more}
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "README.md").write_text(card(record))
     return record
 
 
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Of a run that came to its end."""
+    try:
+        record = json.loads((folder / "record.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return record if "stored" in record else None
+
+
 def card(record: dict[str, Any]) -> str:
     best, target = record["best"], record["target"]
+    figure = (record.get("stored") or best)["tokens_per_round"]
     lines = [
         f"# A drafter for {target['name']}: {record['method']}",
         "",
@@ -78,12 +125,13 @@ def card(record: dict[str, Any]) -> str:
         "Use it with Foreword, on that model alone.",
         "",
         f"Trained on {record['tokens']:,} tokens in {record['step']} steps; these are the weights of step {best['step']}, "
-        f"the best by tokens per round on prompts kept apart (greedy): **{best['tokens_per_round']:.2f}**.",
+        f"the best by tokens per round on prompts kept apart (greedy, at most {record['settings']['rows']} rows a pass): "
+        f"**{figure:.2f}**.",
         "",
         "| category | prompts | tokens/round | accepted by position |",
         "|---|---|---|---|",
     ]
-    for name, part in best["categories"].items():
+    for name, part in (record.get("stored") or best)["categories"].items():
         shares = " ".join(f"{share:.2f}" for share in part["accepted_per_position"])
         lines.append(f"| {name} | {part['prompts']} | {part['tokens_per_round']:.2f} | {shares} |")
     lines += ["", "| on texts kept apart | |", "|---|---|"]

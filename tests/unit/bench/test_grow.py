@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from doubles import SAMPLINGS, engine, fresh, own_hidden, own_logits, requests, taught, written
 from foreword.bench.grow import GROWS, grow, load_grown
-from foreword.core.target import Grown
 from foreword.errors import DrafterError, InputError, ModelUnsupported
 from foreword.methods import METHODS, saved, untrained
 from foreword.model import pack
-from foreword.model.model import Model
+from foreword.model.fingerprint import Fingerprint
+from foreword.model.model import Grown, Model
 from foreword.prove import compare
 from foreword.text import Prompt
 
@@ -141,7 +141,7 @@ def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path
     taught_one = taught(name, original, rows=12, heads=3, **options)
     saved.save(taught_one, tmp_path, original)
     saved.load_into(taught_one, tmp_path, original)  # rounded, as the other one reads them
-    target = Model(wide, "grown", grown=Grown(times, original.fingerprint(), 1))
+    target = Model(wide, "grown", grown=Grown(times, Fingerprint.of(original), 1))
     other: Any = untrained(name, rows=12, heads=3, **options)
     other.bind(target, 1)
     saved.load_into(other, tmp_path, target)
@@ -155,7 +155,7 @@ def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path
 def test_a_drafter_of_another_model_is_refused_by_a_grown_one_too(tmp_path: Path) -> None:
     stranger, (narrow, wide) = Model(fresh("llama", seed=1), "stranger"), pair(torch.float64, 2)
     saved.save(taught("medusa", stranger), tmp_path, stranger)
-    target = Model(wide, "grown", grown=Grown(2, Model(narrow, "original").fingerprint(), 1))
+    target = Model(wide, "grown", grown=Grown(2, Fingerprint.of(Model(narrow, "original")), 1))
     other: Any = untrained("medusa")
     other.bind(target, 1)
     with pytest.raises(DrafterError, match="trained for stranger.* but the target is original"):
@@ -166,7 +166,7 @@ def test_what_nothing_says_how_to_widen_is_refused(tmp_path: Path, monkeypatch: 
     narrow, wide = pair(torch.float64, 2)
     original = Model(narrow, "original")
     saved.save(taught("medusa", original), tmp_path, original)
-    target = Model(wide, "grown", grown=Grown(2, original.fingerprint(), 1))
+    target = Model(wide, "grown", grown=Grown(2, Fingerprint.of(original), 1))
     other: Any = untrained("medusa")
     other.bind(target, 1)
     monkeypatch.setattr(type(other), "wide", {})
@@ -181,7 +181,7 @@ def test_loaded_grown_it_writes_the_same_text(folders: dict[str, Path], stock: d
     original, grown = load_grown(folders["llama"], 4, device="cpu", max_context=256)
     assert grown.model.name == f"{folders['llama']}, grown r=4" and grown.model.hidden_size == 128
     counted = sum(weight.numel() for weight in grow(stock["llama"], 4).parameters())
-    assert grown.model.grown == Grown(4, original.model.fingerprint(), counted)
+    assert grown.model.grown == Grown(4, Fingerprint.of(original.model), counted)
     assert grown.model.ends.tolist() == original.model.ends.tolist()
     asked = [Prompt(str(i), "qa", [text]) for i, text in enumerate(("hello", "the words that come before"))]
     found = compare(original, grown, asked, max_new_tokens=24)

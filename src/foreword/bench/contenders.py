@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from foreword import methods
 from foreword.api import LLM
 from foreword.errors import InputError
+from foreword.methods.wanted import Wanted
 from foreword.model.loading import load_stock
 from foreword.model.model import Model
 from foreword.text import Message
@@ -34,12 +34,11 @@ class Contender:
 
 
 def contender(llm: LLM, method: str, max_context: int | None = None, **options: Any) -> Contender:
-    """A method on the weights of `llm`, one text at a time, greedy."""
+    """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`: one text at a time, greedy."""
     own = LLM(
         Model(llm.model.hf, llm.model.name, llm.model.curve),
         llm.tokenizer,
-        method,
-        methods.make(method, **options),
+        Wanted.of(method, **options),
         slots=1,
         max_context=max_context,
     )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from foreword.cli.console import bar, note, print_json, screen
 from foreword.cli.options import Json, MethodOptions, ModelOptions
-from foreword.cli.prove import asked_prompts, make_folder, named_methods
+from foreword.cli.prove import NAMES_HELP, and_shipped, asked_prompts, make_folder, named_methods
 
 if TYPE_CHECKING:
     from foreword.bench.report import Row
@@ -22,13 +22,15 @@ BENCH_EXAMPLES = """\
 
   foreword bench --prompts questions.jsonl --per-group 8 --out results/cpu --baselines hf
 
+  foreword bench --methods prompt_lookup,clover=runs/clover,clover=runs/other
+
   foreword bench --methods plain,token_recycling --model ./my-model --threads 4 --json
 """
 
 
 def bench(
     model: ModelOptions,
-    methods: Annotated[str, typer.Option(metavar="NAMES", help="Methods to time, separated by commas, or `all`.")] = "all",
+    methods: Annotated[str, typer.Option(metavar="NAMES", help=f"Methods to time{NAMES_HELP}")] = "all",
     baselines: Annotated[
         str,
         typer.Option(metavar="NAMES", help="Others on the same weights: hf (generate of transformers), hf_lookup."),
@@ -52,7 +54,7 @@ def bench(
     the prompt. Speed-ups are over `plain`, which runs on the same fast path as every method. The loop share beside each
     figure says how much of the answers repeats itself, which flatters methods that look things up.
     """
-    names, asked = ["plain", *named_methods(methods)], asked_prompts(prompts, limit, per_group)
+    names, asked = named_methods(methods), asked_prompts(prompts, limit, per_group)
     if out is not None:
         make_folder(out)
     with model.load(MethodOptions(method="plain"), slots=1) as llm, bar("answers") as show:
@@ -60,7 +62,8 @@ def bench(
         from foreword.bench.report import facts, tables  # noqa: PLC0415  imports torch
         from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
 
-        contenders = [contender(llm, name, model.max_context) for name in dict.fromkeys(names)]
+        names = list(dict.fromkeys(["plain", *and_shipped(methods, names, llm.model)]))
+        contenders = [contender(llm, name, model.max_context) for name in names]
         contenders += [baseline(name, llm, resolve(model.model)) for name in baselines.split(",") if name]
         done = run(contenders, asked, max_new_tokens, lambda count, total: show("answers", count, total))
         about = {"model": llm.model.name, "dtype": str(llm.model.dtype).removeprefix("torch."), "prompts": len(asked)}

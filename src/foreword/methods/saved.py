@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from foreword.core.drafter import Drafter
 from foreword.core.target import Target
 from foreword.core.trainable import Trainable
-from foreword.errors import DrafterError
+from foreword.errors import DrafterError, InputError
+from foreword.methods import METHODS, untrained
 from foreword.model.checkpoint import Stored, read_weights, write_weights
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -42,12 +44,53 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         about = json.loads(file.read_text())
     except FileNotFoundError as error:
-        raise DrafterError(f"{file} is missing; name the folder of a trained drafter") from error
+        missing = file if file.parent.is_dir() else f"the folder {file.parent}"
+        raise DrafterError(f"{missing} is missing; name the folder of a trained drafter") from error
     except (OSError, ValueError) as error:
         raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
     if not isinstance(about, dict) or not {"method", "config", "target"} <= set(about):
         raise DrafterError(f"{file} does not describe a drafter: it needs method, config and target")
     return about
+
+
+def outline(folder: str | Path, rows: int | None = None, **options: Any) -> Drafter:
+    """The drafter that a folder describes, not bound and without its weights. `options` may add to what it was trained
+    with, not change it."""
+    about = read_config(folder)
+    method, config = about["method"], about["config"]
+    if not (method in METHODS and METHODS[method].trained):
+        raise DrafterError(f"{folder} holds a drafter of {method!r}, which this version of Foreword does not train")
+    try:
+        untrained(method, **config)
+    except (InputError, TypeError) as error:
+        raise DrafterError(f"{Path(folder) / CONFIG} cannot be used ({error}); copy or train the drafter again") from error
+    drafter = untrained(method, rows, **config | options)
+    made = json.loads(json.dumps(cast(Trainable, drafter).config))
+    for name in options:
+        if name in made and made[name] != config.get(name):
+            told = f"{name}={options[name]!r} is given, but {folder} was trained with {name}={config.get(name)!r}"
+            raise InputError(f"{method}: {told}; leave {name} out")
+    return drafter
+
+
+def restore(folder: str | Path, target: Target, rows: int | None = None, **options: Any) -> Drafter:
+    """The drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
+    drafter = outline(folder, rows, **options)
+    about = read_config(folder)
+    _check_target(about["method"], about["target"], target.fingerprint())
+    drafter.bind(target, 1)
+    load_into(cast(Trainable, drafter), folder, target)
+    return drafter
+
+
+def fits(folder: str | Path, target: Target) -> bool:
+    """Whether a saved drafter was trained for this target."""
+    about = read_config(folder)
+    try:
+        _check_target(about["method"], about["target"], target.fingerprint())
+    except DrafterError:
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ def test_a_curve_that_cannot_be_kept_is_used_all_the_same(
     (tmp_path / "home" / blocked).write_text("")
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "home"))
     measured.append(STEADY)
-    with pytest.warns(ForewordWarning, match="row costs are measured at every load: .*home"):
+    with pytest.warns(ForewordWarning, match="costs are measured at every load: .*home"):
         assert curve_for(target()) == STEADY.curve()
 
 

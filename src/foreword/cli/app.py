@@ -26,6 +26,7 @@ from foreword.cli.methods import METHODS_EXAMPLES, methods
 from foreword.cli.options import unfold
 from foreword.cli.profile import PROFILE_EXAMPLES, profile
 from foreword.cli.prove import PROVE_EXAMPLES, prove
+from foreword.cli.train import TRAIN_EXAMPLES, train
 from foreword.errors import ForewordError, ForewordWarning
 
 
@@ -100,5 +101,6 @@ for command, examples in (
     (bench, BENCH_EXAMPLES),
     (profile, PROFILE_EXAMPLES),
     (distill, DISTILL_EXAMPLES),
+    (train, TRAIN_EXAMPLES),
 ):
     app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))

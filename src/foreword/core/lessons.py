@@ -37,12 +37,16 @@ class Lesson:
 
     @staticmethod
     def of(tokens: Tensor, mask: Tensor, heads: int) -> Lesson:
-        """`mask` [b, n]: tokens that the target wrote. Texts are padded on the right."""
-        padded = functional.pad(tokens, (0, heads + 1))
+        """`mask` [b, n]: tokens that the target wrote. Texts are padded on the right.
+
+        The mask lies on the host: how many rows there are is known without waiting for the device.
+        """
         written = functional.pad(mask, (0, heads + 1)).unfold(1, heads + 2, 1)[:, :, 2:]  # [b, n, heads]
         counts = written.cumprod(-1).bool().flatten(0, 1)
-        rows = counts[:, 0].nonzero().squeeze(1)
-        return Lesson(rows, padded.unfold(1, heads + 2, 1).flatten(0, 1)[rows], counts[rows])
+        chosen = counts[:, 0].nonzero().squeeze(1)
+        rows, counts = (_sent(part, tokens.device) for part in (chosen, counts[chosen]))
+        padded = functional.pad(tokens, (0, heads + 1))
+        return Lesson(rows, padded.unfold(1, heads + 2, 1).flatten(0, 1)[rows], counts)
 
     def of_rows(self, values: Tensor) -> Tensor:
         """[b, n, H] -> [R, H]."""
@@ -83,8 +87,9 @@ class Marks:
             far = functional.smooth_l1_loss(rows.float(), own.float(), reduction="none").mean(-1)
             loss = loss + self.regression * _mean(far, counts)
         self.loss = self.loss + weight * loss
-        self.figures[f"top1/{head}"] = _mean((place < 1).float(), counts)
-        self.figures[f"top5/{head}"] = _mean((place < 5).float(), counts)
+        some = counts[: place.shape[0]]
+        self.figures[f"top1/{head}"] = _mean((place < 1).float(), some)
+        self.figures[f"top5/{head}"] = _mean((place < 5).float(), some)
 
     @torch.no_grad()
     def _own(self, head: int) -> Tensor:
@@ -106,7 +111,8 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of rows [R, H] where `counts` [R], and each label's place [R] among the guesses, 0 the best.
 
-    With `teacher` [R, H] the wanted answer is the head's distribution there, else the label alone.
+    With `teacher` [R, H] the wanted answer is the head's distribution there, else the label alone. While learning, only the
+    first rows have their places looked up: that costs another reading of the logits.
     """
     learns = torch.is_grad_enabled() and rows.requires_grad
     total = counts.sum().clamp(min=1)
@@ -122,8 +128,9 @@ def head_loss(
         if learns:
             gradient[part] = torch.autograd.grad(lost, leaf)[0]
         loss = loss + lost.detach()
-        best = logits.detach()
-        places.append((best > best.gather(1, labels[part].unsqueeze(1))).sum(1))
+        if first == 0 or not learns:
+            best = logits.detach()
+            places.append((best > best.gather(1, labels[part].unsqueeze(1))).sum(1))
     return (_Known.apply(rows, loss, gradient) if learns else loss), torch.cat(places)
 
 
@@ -149,6 +156,11 @@ class _Known(torch.autograd.Function):
 def rank_rates(places: Tensor, counts: Tensor, ranks: int) -> list[float]:
     """How often the label stood at place 0, 1, ... among the guesses."""
     return [float(_mean((places == rank).float(), counts)) for rank in range(ranks)]
+
+
+def _sent(part: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for what it is doing."""
+    return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
 
 
 def _mean(values: Tensor, counts: Tensor) -> Tensor:

@@ -49,6 +49,3 @@ class Target(Protocol):
 
     def cost(self, rows: int) -> float:
         """What a pass over `rows` rows costs on this machine, one row being 1.0."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Its name, its sizes and a few weights: what a trained drafter is checked against."""

@@ -21,6 +21,6 @@ class Trainable(Protocol):
     config: dict[str, Any]  # what makes the same module again (sizes, options); JSON
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens [b, n] of texts, mask [b, n] bool: written by the target; scores of a full causal pass over them
-        (hidden [b, n, H] before the final norm, taps, logits if needed). Returns the loss and figures to log
-        (e.g. "top1/1", "top5/1", "top1/2", ... accuracies by head, as 0-d tensors)."""
+        """tokens [b, n] of texts, mask [b, n] bool, on the host: written by the target; scores of a full causal pass over
+        them (hidden [b, n, H] before the final norm, taps, logits if needed). Returns the loss, 0 if there is nothing to
+        learn from, and figures to log ("top1/1", "top5/1", "top1/2", ... accuracies by head, as 0-d tensors)."""

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from foreword.core.drafter import Drafter
-from foreword.core.target import Target
 from foreword.core.trainable import Trainable
 from foreword.errors import DrafterError, InputError
 from foreword.methods import METHODS, untrained
 from foreword.model.checkpoint import Stored, read_weights, write_weights
+from foreword.model.fingerprint import Fingerprint
+from foreword.model.model import Model
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-CLOSE = 2.0**-6  # relative: what rounding to bfloat16 and to float16 may do to a weight, and nothing more
 
 
 def method_of(drafter: Trainable) -> str:
@@ -30,10 +30,11 @@ def method_of(drafter: Trainable) -> str:
     return type(drafter).__module__.rsplit(".", 1)[-1]
 
 
-def save(drafter: Trainable, folder: str | Path, target: Target, dtype: Stored = "bfloat16") -> None:
+def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = "bfloat16") -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype, "target": target.fingerprint()}
+    about = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype}
+    about |= {"target": Fingerprint.of(target).to_dict()}
     write_weights(drafter.module.state_dict(), folder / WEIGHTS, dtype)
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
 
@@ -73,54 +74,52 @@ def outline(folder: str | Path, rows: int | None = None, **options: Any) -> Draf
     return drafter
 
 
-def restore(folder: str | Path, target: Target, rows: int | None = None, **options: Any) -> Drafter:
+def restore(folder: str | Path, target: Model, rows: int | None = None, **options: Any) -> Drafter:
     """The drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
     drafter = outline(folder, rows, **options)
-    about = read_config(folder)
-    _check_target(about["method"], about["target"], target.fingerprint())
+    _check_target(folder, target)
     drafter.bind(target, 1)
-    load_into(cast(Trainable, drafter), folder, target)
+    _fill(cast(Trainable, drafter), folder)
     return drafter
 
 
-def fits(folder: str | Path, target: Target) -> bool:
-    """Whether a saved drafter was trained for this target."""
-    about = read_config(folder)
+def trained_for(folder: str | Path) -> Fingerprint:
     try:
-        _check_target(about["method"], about["target"], target.fingerprint())
-    except DrafterError:
-        return False
-    return True
+        return Fingerprint.from_dict(read_config(folder)["target"])
+    except TypeError as error:
+        file = Path(folder) / CONFIG
+        raise DrafterError(
+            f"{file} does not say which model it is for ({error}); copy or train the drafter again"
+        ) from error
 
 
-@torch.no_grad()
-def load_into(drafter: Trainable, folder: str | Path, target: Target) -> None:
+def load_into(drafter: Trainable, folder: str | Path, target: Model) -> None:
     """Put saved weights into a bound drafter's module."""
     about, method = read_config(folder), method_of(drafter)
     if about["method"] != method:
         raise DrafterError(f"{folder} holds a drafter of {about['method']}, not of {method}; choose that method")
-    _check_target(method, about["target"], target.fingerprint())
+    _check_target(folder, target)
     own = json.loads(json.dumps(drafter.config))
     if own != about["config"]:
         raise DrafterError(f"{method}: made with {own}, but {folder} was trained with {about['config']}; use those options")
+    _fill(drafter, folder)
+
+
+def _check_target(folder: str | Path, target: Model) -> None:
+    wanted, found = trained_for(folder), Fingerprint.of(target)
+    if not wanted.matches(found):
+        method = read_config(folder)["method"]
+        raise DrafterError(
+            f"{method}: trained for {wanted}, but the target is {found}; load the matching drafter or train one"
+        )
+
+
+@torch.no_grad()
+def _fill(drafter: Trainable, folder: str | Path) -> None:
     weights, places = read_weights(Path(folder) / WEIGHTS), drafter.module.state_dict()
     _check_shapes(Path(folder) / WEIGHTS, weights, places)
     for name, place in places.items():
         place.copy_(weights[name])
-
-
-def _check_target(method: str, trained_for: dict[str, Any], found: dict[str, Any]) -> None:
-    sizes = "hidden_size", "layers", "vocab_size"
-    same = all(trained_for.get(size) == found[size] for size in sizes)
-    if same:
-        one, other = (torch.tensor(about["weights"]) for about in (trained_for, found))
-        same = one.shape == other.shape and bool(torch.allclose(one, other, rtol=CLOSE, atol=1e-6))
-    if not same:
-        said = [f"{about.get('name')} ({', '.join(f'{s} {about.get(s)}' for s in sizes)})" for about in (trained_for, found)]
-        raise DrafterError(
-            f"{method}: trained for {said[0]}, but the target is {said[1]}, with other weights; "
-            "load the matching drafter or train one"
-        )
 
 
 def _check_shapes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:

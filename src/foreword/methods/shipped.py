@@ -1,7 +1,7 @@
 """Trained drafters that come with Foreword: `weights/<method>/`, a folder each, as training left them.
 
 Read without torch, so that a listing of the methods answers at once. Whether one serves a target at hand is for
-`saved.fits` to say.
+its fingerprint to say: `auto.fitting`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def shipped() -> dict[str, Path]:
     return {name: WEIGHTS / name for name in trained if (WEIGHTS / name / "config.json").is_file()}
 
 
-def trained_for(folder: Path) -> str:
+def model_of(folder: Path) -> str:
     """The name of the model that a drafter was trained for."""
     try:
         return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["target"]["name"])

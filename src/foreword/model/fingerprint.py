@@ -1,7 +1,8 @@
 """Which model made this: a name for people, and hashes that tell two models apart whatever they are called.
 
-In: a Model as it lies in memory, rebuilt for speed or not, in any wide enough dtype. Out: a Fingerprint, which travels in
-manifests and checkpoints. Equal weights give equal prints in float32 and bfloat16, on CPU and GPU.
+In: a Model as it lies in memory, rebuilt for speed or not. Out: a Fingerprint, which travels in manifests and beside
+trained drafters. Equal weights match in float32, bfloat16 and float16, on CPU and GPU: the hash is of what the first two
+have in common; float16 rounds otherwise, so there a few weights are compared.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from foreword.model.model import Model
 from foreword.model.pack import unpacked
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
+FEW = 16  # of each tensor that are kept
+CLOSE = 2.0**-8, 2.0**-24  # relative and absolute: what rounding to bfloat16 and to float16 may do, and nothing more
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -27,42 +30,57 @@ class Fingerprint:
     config: str
     vocab_size: int
     weights: str
+    dtype: str = ""
+    few: tuple[float, ...] = ()
 
     @staticmethod
     def of(model: Model) -> Fingerprint:
         shape = {name: getattr(model.hf.config, name, None) for name in SHAPE}
         config = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
-        return Fingerprint(model.name, config, model.vocab_size, _hash_weights(model))
+        parts = _parts(model)
+        few = tuple(float(value) for part in parts for value in _spaced(part, FEW)[:FEW].float().cpu())
+        return Fingerprint(model.name, config, model.vocab_size, _hash(parts), str(model.dtype).removeprefix("torch."), few)
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Fingerprint:
-        return Fingerprint(**fields)
+        return Fingerprint(**fields | {"few": tuple(fields.get("few", ()))})
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """JSON."""
+        return asdict(self) | {"few": list(self.few)}
 
     def matches(self, other: Fingerprint) -> bool:
         """The same model, under this name or another."""
-        mine, theirs = ((one.config, one.vocab_size, one.weights) for one in (self, other))
-        return mine == theirs
+        if (self.config, self.vocab_size) != (other.config, other.vocab_size):
+            return False
+        return self.weights == other.weights or ("float16" in (self.dtype, other.dtype) and self._is_close(other))
+
+    def _is_close(self, other: Fingerprint) -> bool:
+        mine, theirs = torch.tensor(self.few), torch.tensor(other.few)
+        return mine.shape == theirs.shape and bool(self.few) and torch.allclose(mine, theirs, *CLOSE)
 
     def __str__(self) -> str:
         return f"{self.name} (weights {self.weights}, vocabulary {self.vocab_size})"
 
 
 @torch.no_grad()
-def _hash_weights(model: Model) -> str:
-    """Of the embedding, and of one layer in the middle, which any training moves."""
+def _parts(model: Model) -> list[Tensor]:
+    """The embedding, and one layer in the middle, which any training moves."""
     layers = model.layer_stack.layers
     middle = unpacked(layers[len(layers) // 2])
     parts = [model.hf.get_input_embeddings().weight, *(part for _, part in sorted(middle.named_parameters()))]
+    return [part.detach() for part in parts]
+
+
+def _hash(parts: list[Tensor]) -> str:
+    """Rounded to bfloat16: what a model loaded in float32 and the same one in bfloat16 have in common."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(_sample(part))
+        digest.update(_spaced(part, SAMPLED).to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _sample(part: Tensor) -> bytes:
-    """Rounded to bfloat16: what a model loaded in float32 and the same one in bfloat16 have in common."""
-    flat = part.detach().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLED)].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
+def _spaced(part: Tensor, count: int) -> Tensor:
+    """About `count` values of a tensor, evenly spaced."""
+    flat = part.flatten()
+    return flat[:: max(1, flat.numel() // count)]

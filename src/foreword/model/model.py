@@ -143,15 +143,6 @@ class Model:
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
         return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What tells this model from another: its sizes and a few weights, which a dtype rounds but does not change."""
-        table = self.hf.get_input_embeddings().weight.detach()
-        rows = torch.linspace(0, table.shape[0] - 1, 8).long().to(table.device)
-        columns = torch.linspace(0, table.shape[1] - 1, 4).long().to(table.device)
-        few = table[rows][:, columns].flatten().float().cpu().tolist()
-        sizes = {"hidden_size": self.hidden_size, "layers": self.layers, "vocab_size": self.vocab_size}
-        return {"name": self.name, **sizes, "weights": few}
-
 
 def _end_tokens(hf: PreTrainedModel) -> list[int]:
     """Ids that end a text: generation_config.json names one or a list; the model's config is the older place."""

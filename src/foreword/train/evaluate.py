@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,11 @@ from foreword.core.sampling import Sampling
 from foreword.core.trainable import Trainable
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
-from foreword.errors import InputError
+from foreword.errors import InputError, PromptError
 from foreword.model.model import Model
 from foreword.results import Stats
+from foreword.text import Tokenizer
+from foreword.text.prompts import groups, read_prompts, spread
 from foreword.train.schedule import Settings, Texts, padded
 
 SLOTS = {"cpu": 4, "cuda": 32}
@@ -56,6 +59,17 @@ def trials_of(texts: Texts, count: int, longest: int) -> list[Trial]:
             found.append(Trial(tuple(tokens[:first].tolist())))
         if len(found) == count:
             break
+    return found
+
+
+def trials_in(file: str | Path, count: int, longest: int, tokenizer: Tokenizer) -> list[Trial]:
+    """Prompts of a file, evenly of its categories: the first turn of each, if it leaves room for an answer."""
+    prompts = read_prompts(file)
+    prompts = spread(prompts, -(-count // len(groups(prompts))))[:count]
+    encoded = [(prompt.category, tokenizer.encode(prompt.first())) for prompt in prompts]
+    found = [Trial(tuple(ids), category) for category, ids in encoded if len(ids) <= longest]
+    if not found:
+        raise PromptError(f"every prompt of {file} has more than {longest} tokens; raise --max-context, or ask for less")
     return found
 
 
@@ -98,7 +112,7 @@ def _brief(runs: list[Running]) -> dict[str, Any]:
 @torch.no_grad()
 def read_apart(drafter: Trainable, model: Model, texts: Texts, settings: Settings, at_once: int) -> dict[str, float]:
     """Loss and accuracies on texts kept apart, weighted by what the target wrote of each batch."""
-    count = min(settings.held_out, len(texts.lengths))
+    count = min(settings.texts_apart, len(texts.lengths))
     order = texts.lengths[:count].argsort(stable=True).tolist()
     sums: dict[str, float] = {}
     total = 0

@@ -2,17 +2,16 @@
 
 In: a target, a way to make the drafter, texts, prompts kept apart. Out: a folder with the best drafter by measured tokens
 per round. A step depends on its number, the weights and the optimizer alone, random numbers included: a run that was cut
-and goes on is the run that was not, bit for bit.
+and goes on is the run that was not, bit for bit. On a GPU the host runs ahead, and asks for figures every few steps.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +21,15 @@ from foreword.core.trainable import Trainable
 from foreword.errors import DrafterError, InputError, NumericsError
 from foreword.methods.saved import load_into, method_of, save
 from foreword.model.checkpoint import Stored
+from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
 from foreword.train.evaluate import Measure, Trial, computing, read_apart
-from foreword.train.record import CHECKPOINT, Progress, read_checkpoint, write_checkpoint, write_record
+from foreword.train.record import CHECKPOINT, Clock, Progress, read_checkpoint, write_checkpoint, write_record
 from foreword.train.schedule import Order, Settings, Texts, padded
+from foreword.train.step import Stepper
 
 Watch = Callable[[int, int, dict[str, float]], None]  # step, of how many, figures
+REPORT = {"cpu": 1, "cuda": 20}  # steps between two times that figures are asked for
 
 
 def processes(device: str | None = None) -> Any:
@@ -49,14 +51,16 @@ class Training:
         trials: Sequence[Trial],
         settings: Settings,
         folder: str | Path,
-        data: dict[str, Any] | None = None,
+        about: dict[str, Any] | None = None,
+        origin: dict[str, Any] | None = None,
         stored: Stored = "bfloat16",
         watch: Watch = lambda step, steps, figures: None,
     ) -> None:
-        """`data` says where the texts are from, for the record; `watch` is told of every step."""
+        """`about`: what else decides the weights, such as where the texts are from; `origin`: who runs this where. Both go
+        to the record; `about` must be equal for a run to go on. `watch` is told of figures."""
         self.model, self.texts, self.apart, self.settings, self.watch = model, texts, apart, settings, watch
         self.folder, self.run_folder, self.stored = Path(folder), Path(folder) / "run", stored
-        self.group = processes(model.device.type)
+        self.group, self.origin, self.stopped = processes(model.device.type), origin or {}, False
         self.order = Order(texts.lengths, settings)
         self.at_once = _at_once(settings, self.group.num_processes)
         if settings.max_length > model.max_context:
@@ -67,11 +71,15 @@ class Training:
         self.measure = Measure(model, make, trials, settings.new_tokens)
         self.module = self.drafter.module.to(torch.promote_types(model.dtype, torch.float32))
         self.module.train()
-        rate, decay = settings.learning_rate, settings.weight_decay
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), rate, betas=(0.9, 0.95), weight_decay=decay)
-        about = {"method": method_of(self.drafter), "config": self.drafter.config, "target": model.fingerprint()}
-        about |= {"settings": asdict(settings), "data": data or {}}
-        self.progress = Progress(json.loads(json.dumps(about)))
+        self.stepper = Stepper(self.module, settings.clip, settings.weight_decay)
+        told = {"method": method_of(self.drafter), "config": self.drafter.config}
+        told |= {"target": Fingerprint.of(model).to_dict(), "settings": asdict(settings), **(about or {})}
+        self.progress = Progress(json.loads(json.dumps(told)))
+        self.sums: dict[str, Tensor] = {}
+
+    def stop(self) -> None:
+        """End after the step that is being made, with a checkpoint to go on from."""
+        self.stopped = True
 
     def run(self, resume: bool = False) -> dict[str, Any]:
         """To the end, from the beginning or from the last checkpoint; the record."""
@@ -79,41 +87,71 @@ class Training:
             self._resume()
         elif (self.run_folder / CHECKPOINT).exists():
             raise InputError(f"{self.folder} holds a run already; go on with it by --resume, or name another folder")
-        steps, settings = self.order.steps, self.settings
-        for step in range(self.progress.step, steps):
-            started = time.perf_counter()
-            figures = self._learn(step)
-            self.progress.step, last = step + 1, step + 1 == steps
-            if last or (step + 1) % settings.evaluate_every == 0:
-                figures |= self._evaluate()
-            self.progress.seconds += time.perf_counter() - started
-            if last or (step + 1) % settings.checkpoint_every == 0 or "tokens_per_round" in figures:
-                self._checkpoint()
-            self.watch(step + 1, steps, figures)
+        self.clock = Clock(self.progress)
+        for step in range(self.progress.step, self.order.steps):
+            self._learn(step)
+            self.progress.step = step + 1
+            if self._is_due(REPORT[self.model.device.type]) or self._is_due(self.settings.evaluate_every) or self._ends():
+                self._pause()
         return self._finish()
 
-    def _learn(self, step: int) -> dict[str, float]:
+    def _is_due(self, every: int) -> bool:
+        return self.progress.step == self.order.steps or self.progress.step % every == 0
+
+    def _ends(self) -> bool:
+        """Whether this is where a checkpoint is due, or someone asked for the end and no other process must agree."""
+        return self._is_due(self.settings.checkpoint_every) or (self.stopped and self.group.num_processes == 1)
+
+    def _pause(self) -> None:
+        """Ask the device for figures; evaluate, write and stop where that is due."""
+        figures, stopped = self._report(), self._agreed_to_stop()
+        evaluates = self._is_due(self.settings.evaluate_every)
+        if evaluates:
+            with self.clock.evaluating():
+                figures |= self._evaluate()
+        if stopped or evaluates or self._is_due(self.settings.checkpoint_every):
+            self._checkpoint()
+        self.watch(self.progress.step, self.order.steps, figures)
+        if stopped and self.progress.step < self.order.steps:
+            raise KeyboardInterrupt
+
+    def _learn(self, step: int) -> None:
         """One step of the optimizer: passes over this process's share of the texts, then one change of the weights."""
         torch.manual_seed((self.settings.seed * 1_000_003 + step) * 4099 + self.group.process_index)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.rate(step, self.order.steps)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.stepper.forget()
         chosen = self.order.texts(step)
         self.progress.tokens += int(self.texts.lengths[chosen].clamp(max=self.settings.max_length).sum())
         parts = [chosen[first : first + self.at_once] for first in range(0, len(chosen), self.at_once)]
-        sums: dict[str, Tensor] = {}
         for part in parts[self.group.process_index :: self.group.num_processes]:
-            for name, value in self._backward(part, len(parts) // self.group.num_processes).items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
-        gradients = [one.grad for one in self.module.parameters() if one.grad is not None]
+            self._add(self._backward(part, len(parts) // self.group.num_processes))
         if self.group.num_processes > 1:
-            for gradient in gradients:
+            for gradient in self.stepper.gradients():
                 gradient.copy_(self.group.reduce(gradient, "mean"))
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.clip)
-        if not bool(torch.isfinite(norm)):
-            self._broken(step)
-        self.optimizer.step()
-        return {name: float(value) for name, value in sums.items()} | {"gradient": float(norm)}
+        norm = self.stepper.step(self.settings.rate(step, self.order.steps))
+        self._add({"gradient": norm, "steps": torch.ones_like(norm)})
+
+    def _add(self, figures: dict[str, Tensor]) -> None:
+        for name, value in figures.items():
+            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value
+
+    def _report(self) -> dict[str, float]:
+        """Figures of the steps since the last time, which all were sound."""
+        found = dict(zip(self.sums, torch.stack([value.double() for value in self.sums.values()]).tolist(), strict=True))
+        self.sums, steps = {}, found.pop("steps")
+        sound = self.stepper.check()
+        if sound is not None:
+            self._broken(self.progress.step - int(steps) + sound + 1)
+        self.clock.read()
+        rate = self.settings.rate(self.progress.step - 1, self.order.steps)
+        figures = {name: value / steps for name, value in found.items()}
+        return figures | {"rate": rate, "tokens_per_second": self.progress.tokens_per_second}
+
+    def _agreed_to_stop(self) -> bool:
+        """Processes that are told to stop hear it at different steps, and must stop at the same one."""
+        if self.group.num_processes == 1:
+            return self.stopped
+        told = torch.tensor(float(self.stopped), device=self.model.device)
+        return bool(self.group.reduce(told, "sum") > 0)
 
     def _backward(self, part: list[int], passes: int) -> dict[str, Tensor]:
         tokens, mask = padded(self.texts, part, self.settings.max_length, self.model.device)
@@ -122,11 +160,11 @@ class Training:
         (loss / passes).backward()
         return {name: value.detach().double() / passes for name, value in {"loss": loss, **figures}.items()}
 
-    def _broken(self, step: int) -> None:
+    def _broken(self, step: int) -> NoReturn:
         kept = self.run_folder / CHECKPOINT
         where = f"the last good checkpoint is {kept}" if kept.exists() else "there is no checkpoint yet"
         raise NumericsError(
-            f"the loss or its gradient is not a number at step {step + 1}; nothing of that step was kept, and {where}. "
+            f"the loss or its gradient is not a number at step {step}; nothing of that step was kept, and {where}. "
             f"Try a lower learning rate than {self.settings.learning_rate}, or a longer warm-up, in another folder"
         )
 
@@ -143,18 +181,18 @@ class Training:
             self.progress.best = found
             if self.group.is_main_process:
                 save(self.drafter, self.folder, self.model, self.stored)
-                write_record(self.folder, self.progress, {})
+                write_record(self.folder, self.progress, self.origin)
         apart = {f"apart/{name}": value for name, value in figures.items()}
         return {**apart, "tokens_per_round": measured.tokens_per_round, "best": self.progress.best_figure}
 
     def _checkpoint(self) -> None:
         if self.group.is_main_process:
-            write_checkpoint(self.run_folder, self.progress, self.module.state_dict(), self.optimizer.state_dict())
+            write_checkpoint(self.run_folder, self.progress, self.module.state_dict(), self.stepper.optimizer.state_dict())
 
     def _resume(self) -> None:
         self.progress, module, optimizer = read_checkpoint(self.run_folder, self.progress.about)
         self.module.load_state_dict(module)
-        self.optimizer.load_state_dict(optimizer)
+        self.stepper.optimizer.load_state_dict(optimizer)
 
     def _finish(self) -> dict[str, Any]:
         """Measure once more what lies in the folder, as it was stored."""
@@ -162,7 +200,7 @@ class Training:
             return {}
         load_into(cast(Trainable, self.measure.drafter), self.folder, self.model)
         stored = {"dtype": self.stored, "tokens_per_round": self.measure.run().tokens_per_round}
-        return write_record(self.folder, self.progress, {"stored": stored})
+        return write_record(self.folder, self.progress, {"stored": stored, **self.origin})
 
 
 def _trainable(drafter: Drafter, model: Model) -> Trainable:

@@ -6,6 +6,9 @@ A checkpoint is whole or is not there. The weights in the folder are those of th
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,13 +28,39 @@ class Progress:
     about: dict[str, Any]
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of learning
+    evaluating: float = 0.0  # seconds too
     history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
 
     @property
     def best_figure(self) -> float:
         return self.best.get("tokens_per_round", 0.0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of learning; evaluations have a clock of their own."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Clock:
+    """Adds the time that goes by to a run's progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.last = progress, time.perf_counter()
+
+    def read(self) -> None:
+        now = time.perf_counter()
+        self.progress.seconds += now - self.last
+        self.last = now
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.read()
+        yield
+        now = time.perf_counter()
+        self.progress.evaluating += now - self.last
+        self.last = now
 
 
 def write_checkpoint(folder: Path, progress: Progress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
@@ -63,6 +92,7 @@ def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[Progress, dict
 def write_record(folder: Path, progress: Progress, more: dict[str, Any]) -> dict[str, Any]:
     """record.json and README.md beside the weights."""
     run = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 1)}
+    run |= {"evaluating_seconds": round(progress.evaluating, 1), "tokens_per_second": round(progress.tokens_per_second)}
     record = {**progress.about, **run, "best": progress.best, "history": progress.history, **more}
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "README.md").write_text(card(record))

@@ -29,10 +29,11 @@ class Texts(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what is learned. `batch` texts make a step; `at_once` of them a pass on one device."""
+    """Everything that decides what is learned, and which weights are kept. A run has so many `steps`, or about so many
+    `tokens`; with neither, it reads every text once. `batch` texts make a step; `at_once` of them a pass on one device."""
 
-    epochs: int = 2
     steps: int | None = None
+    tokens: int | None = None
     batch: int = 64
     at_once: int | None = None
     max_length: int = 1024
@@ -44,18 +45,21 @@ class Settings:
     evaluate_every: int = 500
     checkpoint_every: int = 200
     new_tokens: int = 128  # of an answer, when tokens per round are measured
-    held_out: int = 512  # texts of those kept apart that an evaluation reads
+    rows: int = 64  # of a pass, then
+    texts_apart: int = 512  # of those kept apart, that an evaluation reads
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = "epochs", "batch", "max_length", "evaluate_every", "checkpoint_every", "new_tokens", "held_out"
-        for name in counts:
-            if getattr(self, name) < 1:
+        counts = "batch", "max_length", "evaluate_every", "checkpoint_every", "new_tokens", "texts_apart", "rows"
+        for name in (*counts, "steps", "tokens", "at_once"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if not 0 < self.learning_rate < math.inf or self.clip <= 0:
             raise InputError(f"learning_rate is {self.learning_rate} and clip {self.clip}; both must be above 0")
-        if self.steps is not None and self.steps < 1:
-            raise InputError(f"steps is {self.steps}; it must be 1 or more")
+        if self.steps is not None and self.tokens is not None:
+            raise InputError(f"steps is {self.steps} and tokens {self.tokens}; give one of them")
+        if self.warm_up < 0:
+            raise InputError(f"warm_up is {self.warm_up}; it is a number of steps, 0 or more")
 
     def rate(self, step: int, steps: int) -> float:
         """Up in a line, then down along a cosine."""
@@ -74,8 +78,15 @@ class Order:
         self.per_epoch = len(lengths) // self.batch
         if not self.per_epoch:
             raise InputError(f"the data holds {len(lengths)} texts to train on, a step reads {self.batch}; lower the batch")
-        self.steps = settings.steps or settings.epochs * self.per_epoch
+        self.steps = settings.steps or self._steps_of(settings) or self.per_epoch
         self._epoch, self._batches = -1, torch.empty(0)
+
+    def _steps_of(self, settings: Settings) -> int | None:
+        """How many read about `tokens` tokens."""
+        if settings.tokens is None:
+            return None
+        read = self.lengths.clamp(max=settings.max_length).double().mean().item() * self.batch
+        return max(1, round(settings.tokens / read))
 
     def texts(self, step: int) -> list[int]:
         epoch, place = divmod(step, self.per_epoch)
@@ -93,9 +104,10 @@ class Order:
 
 
 def padded(texts: Texts, indices: list[int], max_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """tokens and mask [b, n] of some texts, cut to `max_length`; behind the end of a text both are 0."""
+    """tokens [b, n] on the device and mask [b, n] on the host, of some texts cut to `max_length`; behind a text's end 0."""
     rows = [texts[index] for index in indices]
     rows = [(tokens[:max_length].long(), mask[:max_length].bool()) for tokens, mask in rows]
-    columns = [torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True)]
-    tokens, mask = (column.to(device, non_blocking=True) for column in columns)
+    tokens, mask = (torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True))
+    if device.type == "cuda":  # from pinned memory a copy does not wait for what the device is doing
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
     return tokens, mask

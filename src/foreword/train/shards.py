@@ -106,6 +106,11 @@ class Shards:
         """Whether the run that wrote it came to its end."""
         return bool(self.manifest["complete"])
 
+    @property
+    def digest(self) -> str:
+        """Of every byte that is read here."""
+        return hashlib.sha256(json.dumps([one["sha256"] for one in self.manifest["shards"]]).encode()).hexdigest()[:16]
+
     def check_model(self, model: Fingerprint) -> None:
         """Refuse data that another model wrote: a drafter would learn to guess the wrong one."""
         if not self.model.matches(model):

@@ -172,7 +172,9 @@ def test_an_unknown_option_of_a_method(run, tiny_model):
 
 
 def test_an_option_without_its_method(run, tiny_model):
-    one_line(run("generate", "hi", "--model", tiny_model, "--method-option", "table=reset"), "table: an option belongs to one")
+    one_line(
+        run("generate", "hi", "--model", tiny_model, "--method-option", "table=reset"), "table: an option belongs to one"
+    )
 
 
 def test_a_wrong_model_folder(run, tmp_path):

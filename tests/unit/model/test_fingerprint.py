@@ -19,7 +19,7 @@ def print_of(hf) -> Fingerprint:
 
 def test_the_same_model_in_another_dress(folders, stock):
     own = print_of(stock["llama"])
-    for options in ({}, {"compile": False}, {"dtype": "bfloat16"}):
+    for options in ({}, {"compile": False}, {"dtype": "bfloat16"}, {"dtype": "float16"}):
         with foreword.load(folders["llama"], "plain", device="cpu", **options) as llm:
             assert Fingerprint.of(llm.model).matches(own) and llm.model.name != own.name
 
@@ -31,6 +31,13 @@ def test_other_weights_are_another_model(spoil):
         with torch.no_grad():
             other.get_parameter(spoil)[0, 0] += 1
     assert not print_of(other).matches(own)
+    assert not print_of(other.half()).matches(own)
+
+
+def test_float16_of_weights_that_it_rounds_otherwise():
+    """Random float32 weights: rounded to float16 first, many of them end at another bfloat16."""
+    own, half = print_of(fresh("llama", torch.float32)), print_of(fresh("llama", torch.float32).half())
+    assert half.weights != own.weights and half.matches(own) and own.matches(half)
 
 
 def test_other_shapes_are_another_model():

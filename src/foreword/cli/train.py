@@ -1,0 +1,300 @@
+"""`foreword train`: folders of `foreword distill` in, a trained drafter out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreword.cli.console import bar, complain, notes, print_json, screen
+from foreword.cli.options import METHOD, Json, MethodOptions, ModelOptions
+from foreword.errors import DrafterError
+from foreword.methods import METHODS, find
+
+if TYPE_CHECKING:
+    from foreword.api import LLM
+    from foreword.train import Sequences, Settings, Training, Trial
+
+TRAIN_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword train medusa --data data/greedy --out drafters/medusa
+
+  foreword train clover2 --data data/greedy --data data/drawn --out drafters/clover2 --tokens 60000000 --option taps=10,20
+
+  foreword train clover --data data/greedy --out drafters/clover --prompts questions.jsonl --store int8
+
+  accelerate launch -m foreword train hydra --data data/greedy --out drafters/hydra
+"""
+MEASURED = 48
+
+LEARNING, MEASURING = "Learning", "Measuring"  # panels of --help
+_of_learning = partial(typer.Option, rich_help_panel=LEARNING)
+_of_measuring = partial(typer.Option, rich_help_panel=MEASURING)
+
+
+class Store(StrEnum):
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+
+
+@dataclass(frozen=True)
+class LearningOptions:
+    """What decides the weights. Named as in `Settings`."""
+
+    tokens: Annotated[
+        int | None, _of_learning(min=1, metavar="N", help="Train on about so many tokens. Default: every text once.")
+    ] = None
+    steps: Annotated[int | None, _of_learning(min=1, metavar="N", help="Make so many steps instead.")] = None
+    batch: Annotated[int, _of_learning(min=1, metavar="N", help="Texts of a step.")] = 64
+    at_once: Annotated[
+        int | None,
+        _of_learning(
+            min=1,
+            metavar="N",
+            help="Texts of a pass on one device; a step is made of as many passes as it takes. Lower it where memory "
+            "runs out. Default: all of the batch.",
+        ),
+    ] = None
+    max_length: Annotated[int, _of_learning(min=3, metavar="N", help="Texts are cut to so many tokens.")] = 1024
+    learning_rate: Annotated[
+        float, _of_learning(metavar="X", help="At its highest; it rises in a line and falls along a cosine.")
+    ] = 1e-3
+    warm_up: Annotated[int, _of_learning(min=0, metavar="N", help="Steps until it is there.")] = 100
+    weight_decay: Annotated[float, _of_learning(min=0, metavar="X", help="Of AdamW.")] = 0.0
+    seed: Annotated[int, _of_learning(metavar="N", help="Of the order of texts, and of what starts at random.")] = 0
+    evaluate_every: Annotated[int, _of_measuring(min=1, metavar="N", help="Steps between two evaluations.")] = 500
+    checkpoint_every: Annotated[
+        int, _of_learning(min=1, metavar="N", help="Steps between two checkpoints, which --resume goes on from.")
+    ] = 200
+    rows: Annotated[
+        int, _of_measuring(min=2, metavar="N", help="At most so many candidates in a pass, when that is measured.")
+    ] = 64
+    new_tokens: Annotated[int, _of_measuring(min=1, metavar="N", help="Tokens of an answer, then.")] = 128
+
+    def settings(self) -> Settings:
+        from foreword.train import Settings  # noqa: PLC0415  imports torch
+
+        return Settings(**{one.name: getattr(self, one.name) for one in fields(self)})
+
+
+def _trained(method: str) -> str:
+    if not find(method).trained:
+        known = ", ".join(name for name, one in METHODS.items() if one.trained)
+        raise DrafterError(f"{method} has no weights to train; these have: {known}")
+    return method
+
+
+def train(
+    method: Annotated[
+        str,
+        typer.Argument(
+            callback=_trained,
+            autocompletion=lambda: list(METHODS),
+            metavar="METHOD",
+            help="Which method; `foreword methods` lists them.",
+        ),
+    ],
+    model: ModelOptions,
+    learning: LearningOptions,
+    data: Annotated[
+        list[Path], typer.Option(metavar="DIR", help="A folder that `foreword distill` wrote; may be repeated.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Where the drafter goes.")],
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "--method-option",
+            metavar="KEY=VALUE",
+            rich_help_panel=METHOD,
+            help="An option of the method itself, such as heads=5, labels=soft or taps=10,20; may be repeated.",
+        ),
+    ] = None,
+    held_out: Annotated[
+        float,
+        _of_measuring(min=0, max=1, metavar="X", help="Share of the prompts whose texts are kept apart and never learned."),
+    ] = 0.01,
+    prompts: Annotated[
+        Path | None,
+        _of_measuring(
+            metavar="FILE", help="Prompts on which tokens per round are measured. Default: those that are kept apart."
+        ),
+    ] = None,
+    measured: Annotated[
+        int, _of_measuring(min=1, metavar="N", help="At most so many prompts, evenly of the file's categories.")
+    ] = MEASURED,
+    store: Annotated[
+        Store, typer.Option(help="How weights are stored: int8 with a scale a row is half as large.")
+    ] = Store.bfloat16,
+    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Go on with the run in --out.")] = False,
+    json: Json = False,
+) -> None:
+    """Train a drafter on what the model wrote: small weights that guess its next tokens.
+
+    The frozen model reads the texts of `foreword distill` as training goes, so nothing but tokens is stored. At every
+    evaluation the drafter answers prompts in the real engine; the weights in the folder are those with the most tokens a
+    round so far. A drafter works with the one model it was trained for.
+
+    Ctrl-C ends the run after the step it is at; the same command with --resume goes on as if nothing had happened. On
+    several GPUs: accelerate launch -m foreword train ... Needs accelerate, which the extra "train" brings..
+    """
+    settings, own = learning.settings(), MethodOptions(method=method, method_option=option or []).own()
+    _check_options(method, settings.rows, own)
+    group, model = _among_processes(model)
+    with model.load(MethodOptions(method="plain"), slots=1) as llm:
+        training = _training(llm, method, own, settings, data, out, held_out, _asked(prompts, measured, llm), store.value)
+        record = _run(training, out, resume, shown=group.is_main_process)
+    if not group.is_main_process:
+        return
+    if json:
+        print_json(record)
+    else:
+        screen().print(_summary(record, out), soft_wrap=True)
+
+
+def _check_options(method: str, rows: int, own: dict[str, Any]) -> None:
+    """Before seconds go by with loading."""
+    from foreword.methods import untrained  # noqa: PLC0415  the method imports torch
+
+    untrained(method, rows=rows, **own)
+
+
+def _among_processes(model: ModelOptions) -> tuple[Any, ModelOptions]:
+    """accelerate's view, and the model where this process is to have it. Gradients do not flow through packed linears."""
+    from foreword.model.loading import choose_device  # noqa: PLC0415  imports torch
+    from foreword.train.loop import processes  # noqa: PLC0415  imports torch
+
+    device = choose_device(model.device)
+    group = processes(device.type)
+    if group.num_processes > 1:
+        device = group.device
+    return group, replace(model, device=str(device), no_compile=model.no_compile or device.type == "cpu")
+
+
+def _asked(file: Path | None, count: int, llm: LLM) -> Callable[[Sequences, int], list[Trial]]:
+    """How prompts to measure on are found among texts kept apart, or in a file that is read now."""
+    from foreword.train import trials_of  # noqa: PLC0415  imports torch
+    from foreword.train.evaluate import trials_in  # noqa: PLC0415  imports torch
+
+    if file is None:
+        return lambda apart, longest: trials_of(apart, count, longest)
+    return lambda apart, longest: trials_in(file, count, longest, llm.tokenizer)
+
+
+def _training(
+    llm: LLM,
+    method: str,
+    own: dict[str, Any],
+    settings: Settings,
+    folders: list[Path],
+    out: Path,
+    held_out: float,
+    trials: Callable[[Sequences, int], list[Trial]],
+    stored: Any,
+) -> Training:
+    from foreword.bench.report import facts  # noqa: PLC0415  imports torch
+    from foreword.methods import untrained  # noqa: PLC0415  imports torch
+    from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
+    from foreword.train import Training, about_data, open_data, split_data  # noqa: PLC0415  imports torch
+
+    data = open_data(folders, Fingerprint.of(llm.model))
+    learn, apart = split_data(data, held_out, settings.max_length)
+    about = {"options": own, "held_out": held_out, "data": about_data(data)}
+    asked = trials(apart, llm.engine.max_context - settings.new_tokens)
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    return Training(
+        llm.model,
+        lambda: untrained(method, rows=settings.rows, **own),
+        learn,
+        apart,
+        asked,
+        settings,
+        out,
+        about,
+        {"run": facts(dtype=dtype)},
+        stored,
+    )
+
+
+def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, Any]:
+    from foreword.train.board import HOW, board  # noqa: PLC0415  beside what imports torch
+
+    write = board(out / "run") if shown else None
+    if shown and write is None:
+        notes().print(f"[dim]{HOW}[/]")
+    with bar("learning", shown) as show, _finishing(training):
+        last: dict[str, float] = {}
+
+        def watch(step: int, steps: int, figures: dict[str, float]) -> None:
+            last.update(figures)
+            show(_line(last), step, steps)
+            if shown and "tokens_per_round" in figures:
+                notes().print(f"step {step} of {steps}: {_evaluation(figures)}", soft_wrap=True)
+            if write is not None:
+                write(step, figures)
+
+        training.watch = watch
+        try:
+            return training.run(resume)
+        except KeyboardInterrupt:
+            if shown:
+                complain(
+                    f"stopped after step {training.progress.step}; the same command with --resume goes on", "note", "bold"
+                )
+            raise
+
+
+@contextmanager
+def _finishing(training: Training) -> Iterator[None]:
+    """The first Ctrl-C lets a step end; the second does not wait."""
+
+    def heard(*_: object) -> None:
+        training.stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, heard)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _line(figures: dict[str, float]) -> str:
+    parts = [f"loss {figures['loss']:.3f}", f"{figures['tokens_per_second']:,.0f} tokens/s", *_accuracies(figures, "")]
+    if "tokens_per_round" in figures:
+        parts.append(f"{figures['tokens_per_round']:.2f} tokens/round, best {figures['best']:.2f}")
+    return " · ".join(parts)
+
+
+def _evaluation(figures: dict[str, float]) -> str:
+    round_ = f"{figures['tokens_per_round']:.3f} tokens/round (best {figures['best']:.3f})"
+    parts = [round_, f"loss {figures['apart/loss']:.3f}", *_accuracies(figures, "apart/")]
+    return " · ".join([*parts, f"{figures['tokens_per_second']:,.0f} tokens/s"])
+
+
+def _accuracies(figures: dict[str, float], place: str) -> list[str]:
+    """By head, in percent."""
+    found = []
+    for kind, name in (("top1", "top-1"), ("top5", "top-5")):
+        values = [f"{100 * value:.0f}" for key, value in figures.items() if key.startswith(f"{place}{kind}/")]
+        found += [f"{name} {' '.join(values)} %"] if values else []
+    return found
+
+
+def _summary(record: dict[str, Any], out: Path) -> str:
+    best, stored = record["best"], record["stored"]
+    parts = [
+        f"{stored['tokens_per_round']:.2f} tokens/round as {stored['dtype']}",
+        f"the weights of step {best['step']}",
+        f"{record['tokens']:,} tokens in {record['seconds']:.0f} s, {record['tokens_per_second']:,}/s",
+        f"evaluations {record['evaluating_seconds']:.0f} s",
+    ]
+    return f"{out}: " + " · ".join(parts)

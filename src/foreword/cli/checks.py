@@ -21,7 +21,7 @@ from foreword.cli.console import waiting
 from foreword.errors import ForewordError
 from foreword.methods import METHODS
 from foreword.methods.auto import Expected, expectations, fitting
-from foreword.methods.shipped import shipped, trained_for
+from foreword.methods.shipped import model_of, shipped
 from foreword.model.cache import free_memory
 from foreword.model.hub import default_model, resolve
 from foreword.model.loading import choose_device, choose_dtype
@@ -145,7 +145,7 @@ def _cache() -> Iterator[Finding]:
 
 def _drafters() -> Finding:
     try:
-        ships = [f"{name} (for {trained_for(folder)})" for name, folder in shipped().items()]
+        ships = [f"{name} (for {model_of(folder)})" for name, folder in shipped().items()]
     except ForewordError as error:
         return Finding("drafters", "fail", str(error))
     lacking = [name for name, method in METHODS.items() if method.trained and name not in shipped()]

@@ -11,7 +11,7 @@ from rich.text import Text
 from foreword.cli.console import print_json, screen, waiting
 from foreword.cli.options import Json, MethodOptions, ModelOptions
 from foreword.methods import METHODS
-from foreword.methods.shipped import shipped, trained_for
+from foreword.methods.shipped import model_of, shipped
 
 if TYPE_CHECKING:
     from foreword.methods.auto import Expected
@@ -60,11 +60,11 @@ def _drafter(name: str) -> str:
     if not METHODS[name].trained:
         return "not needed"
     folder = shipped().get(name)
-    return "to be trained" if folder is None else f"ships for {trained_for(folder)}"
+    return "to be trained" if folder is None else f"ships for {model_of(folder)}"
 
 
 def _fields() -> dict[str, dict[str, Any]]:
-    ships = {name: trained_for(folder) for name, folder in shipped().items()}
+    ships = {name: model_of(folder) for name, folder in shipped().items()}
     return {
         name: {"summary": one.summary, "trained": one.trained, "paper": one.paper, "ships_for": ships.get(name)}
         for name, one in METHODS.items()

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from foreword.core.trees import MOST_NODES
 from foreword.errors import DrafterError
 from foreword.methods import make
-from foreword.methods.saved import fits, outline, read_config
+from foreword.methods.saved import outline, read_config, trained_for
 from foreword.methods.shipped import shipped
 from foreword.model.cost import ROWS, CostCurve, curve_for, draft_seconds
+from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
 
 
@@ -58,7 +58,9 @@ PLAIN = Expected("plain", 1, 1.0, 1.0, "by definition")
 
 def fitting(model: Model) -> dict[str, Path]:
     """The shipped drafters that were trained for this model: method -> folder."""
-    return {method: folder for method, folder in shipped().items() if fits(folder, model)}
+    there = shipped()
+    found = Fingerprint.of(model) if there else None
+    return {method: folder for method, folder in there.items() if found and trained_for(folder).matches(found)}
 
 
 def expectations(model: Model, rows: int | None = None) -> list[Expected]:
@@ -86,11 +88,10 @@ def recorded(folder: Path) -> tuple[Yield, ...]:
     file = folder / "record.json"
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        tokens, most = float(record.get("stored", record["best"])["tokens_per_round"]), int(record.get("rows") or MOST_NODES)
+        tokens, most = float(record.get("stored", record["best"])["tokens_per_round"]), int(record["settings"]["rows"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DrafterError(
-            f"{file} does not say how many tokens a round brings ({error}); train the drafter again"
-        ) from error
+        told = f"{file} does not say how many tokens a round brings, and with how many rows ({error!r})"
+        raise DrafterError(f"{told}; train the drafter again") from error
     counts = [*(count for count in ROWS if 1 < count < most), most]
     return tuple(Yield(count, 1 + (tokens - 1) * math.log(count) / math.log(most), "record.json") for count in counts)
 

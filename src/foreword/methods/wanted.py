@@ -14,9 +14,9 @@ from typing import Any
 from foreword.core.drafter import Drafter
 from foreword.errors import DrafterError, InputError
 from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, check_rows, find, make, untrained
-from foreword.methods.auto import expectations
-from foreword.methods.saved import fits, outline, read_config, restore
-from foreword.methods.shipped import shipped, trained_for
+from foreword.methods.auto import expectations, fitting
+from foreword.methods.saved import outline, read_config, restore
+from foreword.methods.shipped import model_of, shipped
 from foreword.model.cost import curve_for
 from foreword.model.model import Model
 
@@ -61,8 +61,8 @@ class Wanted:
         if self.method == AUTO:
             best = expectations(model, self.rows)[0]
             return Wanted.of(best.method, rows=self.rows).on(model)
-        if self.ships and self.folder is not None and not fits(self.folder, model):
-            raise _none_shipped(self.method, f"{model.name} (there is one for {trained_for(self.folder)})")
+        if self.ships and self.folder is not None and self.method not in fitting(model):
+            raise _none_shipped(self.method, f"{model.name} (there is one for {model_of(self.folder)})")
         if self.folder is None:
             drafter = make(self.method, self.rows, **self.options)
         else:

@@ -59,8 +59,8 @@ class Wanted:
     def on(self, model: Model) -> tuple[str, Drafter]:
         """The method's name, and the drafter."""
         if self.method == AUTO:
-            best = expectations(model, self.rows)[0]
-            return Wanted.of(best.method, rows=self.rows).on(model)
+            best = expectations(model, self.rows)[0].method
+            return Wanted(best, shipped().get(best), self.rows).on(model)
         if self.ships and self.folder is not None and self.method not in fitting(model):
             raise _none_shipped(self.method, f"{model.name} (there is one for {model_of(self.folder)})")
         if self.folder is None:

@@ -619,6 +619,7 @@ class TwoHeads(LastHidden):
             label, counts = tokens[:, ahead:], mask[:, ahead:]
             total = total + noise * functional.cross_entropy(logits[counts], label[counts])
             figures[f"top1/{head + 1}"] = (logits.argmax(-1) == label)[counts].double().mean()
+            figures[f"rows/{head + 1}"] = counts.sum()
         return total, figures
 
 

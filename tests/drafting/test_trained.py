@@ -163,12 +163,24 @@ def test_every_weight_learns(form: str) -> None:
         steps.step()
         seen.append((loss.item(), figures))
     assert seen[-1][0] < 0.7 * seen[0][0]
-    assert list(seen[0][1]) == [f"top{n}/{head}" for head in range(1, HEADS + 1) for n in (1, 5)]
+    assert list(seen[0][1]) == [f"{name}/{head}" for head in range(1, HEADS + 1) for name in ("top1", "top5", "rows")]
     assert seen[-1][1]["top1/1"] > seen[0][1]["top1/1"] and all(value.ndim == 0 for value in seen[0][1].values())
     idle = {"attention": "mlp", "mlp": "self_attn"}.get(getattr(drafter, "block", ""), "-")  # the half that is left out
     norm = {"attention": "post_attention", "mlp": "input_layernorm"}.get(getattr(drafter, "block", ""), "-")
     same = {name for name, weight in weights.items() if torch.equal(weight, before[name])}
     assert all(idle in name or norm in name for name in same)
+
+
+@every_form
+def test_where_nothing_was_written_there_is_nothing_to_learn(form: str) -> None:
+    """A loss of 0 that can be stepped on, not the mean of nothing."""
+    model = target()
+    drafter = made(form, model)
+    tokens, mask, scores = lesson(model, drafter.needs)
+    loss, figures = drafter.loss(tokens, torch.zeros_like(mask), scores, model)
+    loss.backward()
+    assert loss == 0 and all(value == 0 for value in figures.values())
+    assert all(weight.grad is None or (weight.grad == 0).all() for weight in drafter.module.parameters())
 
 
 @every_form

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -15,11 +15,13 @@ import typer
 
 from foreword.cli.console import bar, complain, notes, print_json, screen
 from foreword.cli.options import METHOD, Json, MethodOptions, ModelOptions
+from foreword.cli.prove import make_folder
 from foreword.errors import DrafterError
 from foreword.methods import METHODS, find
 
 if TYPE_CHECKING:
     from foreword.api import LLM
+    from foreword.core.drafter import Drafter
     from foreword.train import Sequences, Settings, Training, Trial
 
 TRAIN_EXAMPLES = """\
@@ -33,11 +35,22 @@ TRAIN_EXAMPLES = """\
 
   accelerate launch -m foreword train hydra --data data/greedy --out drafters/hydra
 """
-MEASURED = 48
 
 LEARNING, MEASURING = "Learning", "Measuring"  # panels of --help
 _of_learning = partial(typer.Option, rich_help_panel=LEARNING)
 _of_measuring = partial(typer.Option, rich_help_panel=MEASURING)
+
+
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "--method-option",
+        metavar="KEY=VALUE",
+        rich_help_panel=METHOD,
+        help="An option of the method itself, such as heads=5, labels=soft or taps=10,20; may be repeated.",
+    ),
+]
 
 
 class Store(StrEnum):
@@ -85,6 +98,33 @@ class LearningOptions:
         return Settings(**{one.name: getattr(self, one.name) for one in fields(self)})
 
 
+@dataclass(frozen=True)
+class MeasuringOptions:
+    """What a drafter is judged by."""
+
+    held_out: Annotated[
+        float,
+        _of_measuring(min=0, max=1, metavar="X", help="Share of the prompts whose texts are kept apart and never learned."),
+    ] = 0.01
+    prompts: Annotated[
+        Path | None,
+        _of_measuring(
+            metavar="FILE", help="Prompts on which tokens per round are measured. Default: those that are kept apart."
+        ),
+    ] = None
+    measured: Annotated[
+        int, _of_measuring(min=1, metavar="N", help="About so many prompts, evenly of the file's categories.")
+    ] = 48
+
+    def trials(self, apart: Sequences, llm: LLM, new_tokens: int) -> list[Trial]:
+        from foreword.train.evaluate import trials_in, trials_of  # noqa: PLC0415  imports torch
+
+        longest = llm.engine.max_context - new_tokens
+        if self.prompts is None:
+            return trials_of(apart, self.measured, longest)
+        return trials_in(self.prompts, self.measured, longest, llm.tokenizer)
+
+
 def _trained(method: str) -> str:
     if not find(method).trained:
         known = ", ".join(name for name, one in METHODS.items() if one.trained)
@@ -104,33 +144,12 @@ def train(
     ],
     model: ModelOptions,
     learning: LearningOptions,
+    measuring: MeasuringOptions,
     data: Annotated[
         list[Path], typer.Option(metavar="DIR", help="A folder that `foreword distill` wrote; may be repeated.")
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Where the drafter goes.")],
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "--method-option",
-            metavar="KEY=VALUE",
-            rich_help_panel=METHOD,
-            help="An option of the method itself, such as heads=5, labels=soft or taps=10,20; may be repeated.",
-        ),
-    ] = None,
-    held_out: Annotated[
-        float,
-        _of_measuring(min=0, max=1, metavar="X", help="Share of the prompts whose texts are kept apart and never learned."),
-    ] = 0.01,
-    prompts: Annotated[
-        Path | None,
-        _of_measuring(
-            metavar="FILE", help="Prompts on which tokens per round are measured. Default: those that are kept apart."
-        ),
-    ] = None,
-    measured: Annotated[
-        int, _of_measuring(min=1, metavar="N", help="At most so many prompts, evenly of the file's categories.")
-    ] = MEASURED,
+    option: Option = None,
     store: Annotated[
         Store, typer.Option(help="How weights are stored: int8 with a scale a row is half as large.")
     ] = Store.bfloat16,
@@ -144,19 +163,18 @@ def train(
     round so far. A drafter works with the one model it was trained for.
 
     Ctrl-C ends the run after the step it is at; the same command with --resume goes on as if nothing had happened. On
-    several GPUs: accelerate launch -m foreword train ... Needs accelerate, which the extra "train" brings..
+    several GPUs: accelerate launch -m foreword train ... Needs accelerate, which the extra "train" brings.
     """
     settings, own = learning.settings(), MethodOptions(method=method, method_option=option or []).own()
     _check_options(method, settings.rows, own)
+    make_folder(out)
     group, model = _among_processes(model)
     with model.load(MethodOptions(method="plain"), slots=1) as llm:
-        training = _training(llm, method, own, settings, data, out, held_out, _asked(prompts, measured, llm), store.value)
+        training = _training(llm, method, own, settings, measuring, data, out, store.value)
         record = _run(training, out, resume, shown=group.is_main_process)
-    if not group.is_main_process:
-        return
-    if json:
+    if json and group.is_main_process:
         print_json(record)
-    else:
+    elif group.is_main_process:
         screen().print(_summary(record, out), soft_wrap=True)
 
 
@@ -179,25 +197,14 @@ def _among_processes(model: ModelOptions) -> tuple[Any, ModelOptions]:
     return group, replace(model, device=str(device), no_compile=model.no_compile or device.type == "cpu")
 
 
-def _asked(file: Path | None, count: int, llm: LLM) -> Callable[[Sequences, int], list[Trial]]:
-    """How prompts to measure on are found among texts kept apart, or in a file that is read now."""
-    from foreword.train import trials_of  # noqa: PLC0415  imports torch
-    from foreword.train.evaluate import trials_in  # noqa: PLC0415  imports torch
-
-    if file is None:
-        return lambda apart, longest: trials_of(apart, count, longest)
-    return lambda apart, longest: trials_in(file, count, longest, llm.tokenizer)
-
-
 def _training(
     llm: LLM,
     method: str,
     own: dict[str, Any],
     settings: Settings,
+    measuring: MeasuringOptions,
     folders: list[Path],
     out: Path,
-    held_out: float,
-    trials: Callable[[Sequences, int], list[Trial]],
     stored: Any,
 ) -> Training:
     from foreword.bench.report import facts  # noqa: PLC0415  imports torch
@@ -205,23 +212,15 @@ def _training(
     from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
     from foreword.train import Training, about_data, open_data, split_data  # noqa: PLC0415  imports torch
 
+    def make(**more: Any) -> Drafter:
+        return untrained(method, rows=settings.rows, **own | more)
+
     data = open_data(folders, Fingerprint.of(llm.model))
-    learn, apart = split_data(data, held_out, settings.max_length)
-    about = {"options": own, "held_out": held_out, "data": about_data(data)}
-    asked = trials(apart, llm.engine.max_context - settings.new_tokens)
-    dtype = str(llm.model.dtype).removeprefix("torch.")
-    return Training(
-        llm.model,
-        lambda: untrained(method, rows=settings.rows, **own),
-        learn,
-        apart,
-        asked,
-        settings,
-        out,
-        about,
-        {"run": facts(dtype=dtype)},
-        stored,
-    )
+    learn, apart = split_data(data, measuring.held_out, settings.max_length)
+    trials = measuring.trials(apart, llm, settings.new_tokens)
+    about = {"options": own, "held_out": measuring.held_out, "data": about_data(data)}
+    origin = {"run": facts(dtype=str(llm.model.dtype).removeprefix("torch."))}
+    return Training(llm.model, make, learn, apart, trials, settings, out, about, origin, stored)
 
 
 def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, Any]:
@@ -229,7 +228,7 @@ def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, 
 
     write = board(out / "run") if shown else None
     if shown and write is None:
-        notes().print(f"[dim]{HOW}[/]")
+        notes().print(f"[dim]{HOW}[/]", soft_wrap=True)
     with bar("learning", shown) as show, _finishing(training):
         last: dict[str, float] = {}
 

@@ -90,6 +90,7 @@ class Marks:
         some = counts[: place.shape[0]]
         self.figures[f"top1/{head}"] = _mean((place < 1).float(), some)
         self.figures[f"top5/{head}"] = _mean((place < 5).float(), some)
+        self.figures[f"rows/{head}"] = some.sum()
 
     @torch.no_grad()
     def _own(self, head: int) -> Tensor:

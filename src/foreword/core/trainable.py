@@ -23,4 +23,5 @@ class Trainable(Protocol):
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         """tokens [b, n] of texts, mask [b, n] bool, on the host: written by the target; scores of a full causal pass over
         them (hidden [b, n, H] before the final norm, taps, logits if needed). Returns the loss, 0 if there is nothing to
-        learn from, and figures to log ("top1/1", "top5/1", "top1/2", ... accuracies by head, as 0-d tensors)."""
+        learn from, and figures as 0-d tensors: accuracies by head ("top1/1", "top5/1", "top1/2", ...), and over how many
+        rows they are means ("rows/1", ...)."""

@@ -33,9 +33,13 @@ def method_of(drafter: Trainable) -> str:
 def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = "bfloat16") -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    write_weights(drafter.module.state_dict(), folder / WEIGHTS, dtype)
+    write_config(drafter, folder, target, dtype)
+
+
+def write_config(drafter: Trainable, folder: Path, target: Model, dtype: Stored) -> None:
     about = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype}
     about |= {"target": Fingerprint.of(target).to_dict()}
-    write_weights(drafter.module.state_dict(), folder / WEIGHTS, dtype)
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -89,7 +93,7 @@ def trained_for(folder: str | Path) -> Fingerprint:
     except TypeError as error:
         file = Path(folder) / CONFIG
         raise DrafterError(
-            f"{file} does not say which model it is for ({error}); copy or train the drafter again"
+            f"{file} does not say which model it was trained for ({error}); copy or train the drafter again"
         ) from error
 
 

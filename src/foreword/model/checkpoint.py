@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foreword.errors import DrafterError
+from foreword.errors import DrafterError, StorageError
 
 Stored = Literal["bfloat16", "int8"]
 SCALE = ".scale"  # behind the name of a matrix: the tensor that holds its rows' scales
@@ -31,8 +31,11 @@ def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> N
         else:
             held[name] = weight.bfloat16().contiguous() if weight.is_floating_point() else weight.contiguous()
     partial = file.with_suffix(".partial")
-    save_file(held, partial)
-    partial.replace(file)
+    try:
+        save_file(held, partial)
+        partial.replace(file)
+    except (SafetensorError, OSError) as error:
+        raise StorageError(f"{file} cannot be written ({error}); make room, or name another folder") from error
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

@@ -65,9 +65,9 @@ def trials_of(texts: Texts, count: int, longest: int) -> list[Trial]:
 def trials_in(file: str | Path, count: int, longest: int, tokenizer: Tokenizer) -> list[Trial]:
     """Prompts of a file, evenly of its categories: the first turn of each, if it leaves room for an answer."""
     prompts = read_prompts(file)
-    prompts = spread(prompts, -(-count // len(groups(prompts))))[:count]
-    encoded = [(prompt.category, tokenizer.encode(prompt.first())) for prompt in prompts]
-    found = [Trial(tuple(ids), category) for category, ids in encoded if len(ids) <= longest]
+    chosen = groups(spread(prompts, -(-count // len(groups(prompts)))))
+    encoded = [(group, tokenizer.encode(one.first())) for group, some in chosen.items() for one in some]
+    found = [Trial(tuple(ids), group) for group, ids in encoded if len(ids) <= longest]
     if not found:
         raise PromptError(f"every prompt of {file} has more than {longest} tokens; raise --max-context, or ask for less")
     return found
@@ -111,21 +111,37 @@ def _brief(runs: list[Running]) -> dict[str, Any]:
 
 @torch.no_grad()
 def read_apart(drafter: Trainable, model: Model, texts: Texts, settings: Settings, at_once: int) -> dict[str, float]:
-    """Loss and accuracies on texts kept apart, weighted by what the target wrote of each batch."""
+    """Loss and accuracies on texts kept apart: means over all rows that a head was asked at, whatever batch they lay in."""
     count = min(settings.texts_apart, len(texts.lengths))
     order = texts.lengths[:count].argsort(stable=True).tolist()
     sums: dict[str, float] = {}
-    total = 0
+    weights: dict[str, float] = {}
     for first in range(0, count, at_once):
         tokens, mask = padded(texts, order[first : first + at_once], settings.max_length, model.device)
+        with computing(model):
+            loss, found = drafter.loss(tokens, mask, model.read(tokens, drafter.needs), model)
+        figures = {name: float(value) for name, value in found.items()}
+        figures |= {"loss": float(loss), "rows/loss": float(mask.sum())}
+        for name in [name for name in figures if not name.startswith("rows/")]:
+            rows = figures[f"rows/{name.split('/')[-1]}"]
+            sums[name] = sums.get(name, 0.0) + rows * figures[name]
+            weights[name] = weights.get(name, 0.0) + rows
+    return {name: value / max(weights[name], 1.0) for name, value in sums.items()}
+
+
+@torch.no_grad()
+def rates_apart(drafter: Any, model: Model, texts: Texts, settings: Settings, at_once: int) -> list[list[float]]:
+    """How often a head's guesses are right by rank, on texts kept apart: what a template is built from."""
+    total = 0
+    sums = torch.zeros(())
+    for first in range(0, min(settings.texts_apart, len(texts.lengths)), at_once):
+        last = min(first + at_once, len(texts.lengths))
+        tokens, mask = padded(texts, list(range(first, last)), settings.max_length, model.device)
+        with computing(model):
+            rates = drafter.calibrate(tokens, mask, model.read(tokens, drafter.needs), model)
         written = int(mask.sum())
-        if written:
-            with computing(model):
-                loss, figures = drafter.loss(tokens, mask, model.read(tokens, drafter.needs), model)
-            for name, value in {"loss": loss, **figures}.items():
-                sums[name] = sums.get(name, 0.0) + written * float(value)
-            total += written
-    return {name: value / total for name, value in sums.items()}
+        sums, total = sums + written * torch.tensor(rates), total + written
+    return [[round(rate, 4) for rate in row] for row in (sums / max(total, 1)).tolist()]
 
 
 def computing(model: Model) -> torch.autocast:

@@ -8,7 +8,8 @@ and goes on is the run that was not, bit for bit. On a GPU the host runs ahead, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -18,13 +19,22 @@ from torch import Tensor
 
 from foreword.core.drafter import Drafter
 from foreword.core.trainable import Trainable
-from foreword.errors import DrafterError, InputError, NumericsError
-from foreword.methods.saved import load_into, method_of, save
+from foreword.errors import CapacityError, DrafterError, InputError, NumericsError
+from foreword.methods.saved import load_into, method_of, save, write_config
 from foreword.model.checkpoint import Stored
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
-from foreword.train.evaluate import Measure, Trial, computing, read_apart
-from foreword.train.record import CHECKPOINT, Clock, Progress, read_checkpoint, write_checkpoint, write_record
+from foreword.train.evaluate import Measure, Measured, Trial, computing, rates_apart, read_apart
+from foreword.train.record import (
+    CHECKPOINT,
+    Clock,
+    Progress,
+    read_checkpoint,
+    read_record,
+    says_why,
+    write_checkpoint,
+    write_record,
+)
 from foreword.train.schedule import Order, Settings, Texts, padded
 from foreword.train.step import Stepper
 
@@ -45,7 +55,7 @@ class Training:
     def __init__(
         self,
         model: Model,
-        make: Callable[[], Drafter],
+        make: Callable[..., Drafter],
         texts: Texts,
         apart: Texts,
         trials: Sequence[Trial],
@@ -56,9 +66,11 @@ class Training:
         stored: Stored = "bfloat16",
         watch: Watch = lambda step, steps, figures: None,
     ) -> None:
-        """`about`: what else decides the weights, such as where the texts are from; `origin`: who runs this where. Both go
-        to the record; `about` must be equal for a run to go on. `watch` is told of figures."""
+        """`make` takes options of the method. `about`: what else decides the weights, such as where the texts are from;
+        `origin`: who runs this where. Both go to the record; `about` must be equal for a run to go on. `watch` is told of
+        figures."""
         self.model, self.texts, self.apart, self.settings, self.watch = model, texts, apart, settings, watch
+        self.make = make
         self.folder, self.run_folder, self.stored = Path(folder), Path(folder) / "run", stored
         self.group, self.origin, self.stopped = processes(model.device.type), origin or {}, False
         self.order = Order(texts.lengths, settings)
@@ -87,20 +99,20 @@ class Training:
             self._resume()
         elif (self.run_folder / CHECKPOINT).exists():
             raise InputError(f"{self.folder} holds a run already; go on with it by --resume, or name another folder")
+        if self.progress.step == self.order.steps and (done := read_record(self.folder)):
+            return done
         self.clock = Clock(self.progress)
         for step in range(self.progress.step, self.order.steps):
-            self._learn(step)
+            with _says_when_memory_is_out(self.at_once):
+                self._learn(step)
             self.progress.step = step + 1
-            if self._is_due(REPORT[self.model.device.type]) or self._is_due(self.settings.evaluate_every) or self._ends():
+            every = REPORT[self.model.device.type], self.settings.evaluate_every, self.settings.checkpoint_every
+            if any(map(self._is_due, every)) or (self.stopped and self.group.num_processes == 1):
                 self._pause()
         return self._finish()
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step == self.order.steps or self.progress.step % every == 0
-
-    def _ends(self) -> bool:
-        """Whether this is where a checkpoint is due, or someone asked for the end and no other process must agree."""
-        return self._is_due(self.settings.checkpoint_every) or (self.stopped and self.group.num_processes == 1)
 
     def _pause(self) -> None:
         """Ask the device for figures; evaluate, write and stop where that is due."""
@@ -180,8 +192,9 @@ class Training:
         if measured.tokens_per_round > self.progress.best_figure:
             self.progress.best = found
             if self.group.is_main_process:
-                save(self.drafter, self.folder, self.model, self.stored)
-                write_record(self.folder, self.progress, self.origin)
+                with says_why(self.folder):
+                    save(self.drafter, self.folder, self.model, self.stored)
+                    write_record(self.folder, self.progress, self.origin)
         apart = {f"apart/{name}": value for name, value in figures.items()}
         return {**apart, "tokens_per_round": measured.tokens_per_round, "best": self.progress.best_figure}
 
@@ -198,9 +211,33 @@ class Training:
         """Measure once more what lies in the folder, as it was stored."""
         if not self.group.is_main_process:
             return {}
-        load_into(cast(Trainable, self.measure.drafter), self.folder, self.model)
-        stored = {"dtype": self.stored, "tokens_per_round": self.measure.run().tokens_per_round}
-        return write_record(self.folder, self.progress, {"stored": stored, **self.origin})
+        drafter = cast(Trainable, self.measure.drafter)
+        load_into(drafter, self.folder, self.model)
+        stored = self.measure.run()
+        if hasattr(drafter, "calibrate") and "rates" not in self.progress.about.get("options", {}):
+            drafter, stored = self._with_own_rates(drafter, stored)
+        with says_why(self.folder):
+            write_config(drafter, self.folder, self.model, self.stored)
+            more = {"config": drafter.config, "stored": {"dtype": self.stored, **stored.to_dict()}, **self.origin}
+            return write_record(self.folder, self.progress, more)
+
+    def _with_own_rates(self, drafter: Trainable, before: Measured) -> tuple[Trainable, Measured]:
+        """The same weights with trees built from what they get right, if those bring more than the usual ones."""
+        rates = rates_apart(drafter, self.model, self.apart, self.settings, self.at_once)
+        measure = Measure(self.model, lambda: self.make(rates=rates), self.measure.trials, self.settings.new_tokens)
+        after = measure.run(drafter.module.state_dict())
+        better = after.tokens_per_round > before.tokens_per_round
+        return (cast(Trainable, measure.drafter), after) if better else (drafter, before)
+
+
+@contextmanager
+def _says_when_memory_is_out(at_once: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"a pass over {at_once} texts does not fit the memory of the device; lower --at-once, or --max-length"
+        ) from error
 
 
 def _trainable(drafter: Drafter, model: Model) -> Trainable:

@@ -65,12 +65,19 @@ class Clock:
 
 def write_checkpoint(folder: Path, progress: Progress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
     file, partial = folder / CHECKPOINT, folder / f"{CHECKPOINT}.partial"
-    try:
+    with says_why(folder):
         folder.mkdir(parents=True, exist_ok=True)
         torch.save({"progress": vars(progress), "module": module, "optimizer": optimizer}, partial)
         partial.replace(file)
+
+
+@contextmanager
+def says_why(folder: Path) -> Iterator[None]:
+    """A full disk, by name; torch calls it a RuntimeError."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
-        raise StorageError(f"the checkpoint {file} cannot be written ({error}); make room, then --resume") from error
+        raise StorageError(f"cannot write to {folder} ({error}); make room, then --resume") from error
 
 
 def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[Progress, dict[str, Any], dict[str, Any]]:
@@ -99,8 +106,18 @@ def write_record(folder: Path, progress: Progress, more: dict[str, Any]) -> dict
     return record
 
 
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Of a run that came to its end."""
+    try:
+        record = json.loads((folder / "record.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return record if "stored" in record else None
+
+
 def card(record: dict[str, Any]) -> str:
     best, target = record["best"], record["target"]
+    figure = (record.get("stored") or best)["tokens_per_round"]
     lines = [
         f"# A drafter for {target['name']}: {record['method']}",
         "",
@@ -108,12 +125,13 @@ def card(record: dict[str, Any]) -> str:
         "Use it with Foreword, on that model alone.",
         "",
         f"Trained on {record['tokens']:,} tokens in {record['step']} steps; these are the weights of step {best['step']}, "
-        f"the best by tokens per round on prompts kept apart (greedy): **{best['tokens_per_round']:.2f}**.",
+        f"the best by tokens per round on prompts kept apart (greedy, at most {record['settings']['rows']} rows a pass): "
+        f"**{figure:.2f}**.",
         "",
         "| category | prompts | tokens/round | accepted by position |",
         "|---|---|---|---|",
     ]
-    for name, part in best["categories"].items():
+    for name, part in (record.get("stored") or best)["categories"].items():
         shares = " ".join(f"{share:.2f}" for share in part["accepted_per_position"])
         lines.append(f"| {name} | {part['prompts']} | {part['tokens_per_round']:.2f} | {shares} |")
     lines += ["", "| on texts kept apart | |", "|---|---|"]

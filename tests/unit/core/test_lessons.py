@@ -106,7 +106,7 @@ def test_figures_and_distances() -> None:
         marks.add(2, rows + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64), 0.5)
         losses[name], figures = marks.result
         if name == "own":
-            assert figures == {"top1/2": 1, "top5/2": 1}
+            assert figures == {"top1/2": 1, "top5/2": 1, "rows/2": 12}
             counts = marks.lesson.counts[:, 1]
             chances = marks.lesson.teacher(logits, 2)[counts].softmax(-1)
             entropy = -(chances * chances.log()).sum(-1).mean()

@@ -140,7 +140,7 @@ def test_another_target_is_refused_with_both_names(trained: dict[str, Path], oth
 
 
 def test_a_folder_that_does_not_say_whose_it_is(clover: Path, model: Model) -> None:
-    with pytest.raises(DrafterError, match="does not say which model it is for"):
+    with pytest.raises(DrafterError, match="does not say which model it was trained for"):
         Wanted.of(drafter=change(clover, target={"name": "x"})).on(model)
 
 

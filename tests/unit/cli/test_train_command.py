@@ -1,0 +1,182 @@
+"""`foreword train`: what was distilled in, a drafter out; cut and gone on with, it is the same; bad input is refused."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foreword.api import LLM, load
+from foreword.cli.train import LearningOptions
+from foreword.core.sampling import Sampling
+from foreword.engine.engine import Engine
+from foreword.engine.request import Request
+from foreword.methods import untrained
+from foreword.methods.saved import load_into, read_config
+from foreword.model.fingerprint import Fingerprint
+from foreword.results import Stats
+from foreword.text import Prompt
+from foreword.train import Recipe, Settings, distill, open_data, split_data
+from foreword.train.evaluate import trials_of
+from foreword.train.loop import Training
+
+SMALL = ("--batch", 8, "--steps", 6, "--warm-up", 1, "--evaluate-every", 3, "--checkpoint-every", 2, "--max-length", 64)
+SMALL += ("--new-tokens", 6, "--measured", 3, "--rows", 8, "--held-out", 0.2, "--threads", 1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    """What the tiny model answers to thirty prompts."""
+    folder = tmp_path_factory.mktemp("data")
+    prompts = [Prompt(f"q{i}", "prompts", [f"the book {i} that comes"]) for i in range(30)]
+    with load(tiny_model, "plain", slots=8, max_context=128, device="cpu") as llm:
+        distill(llm, prompts, folder, Recipe(max_new_tokens=24))
+    return folder
+
+
+@pytest.fixture
+def asked(tiny_model: str, data: Path, tmp_path: Path) -> tuple[object, ...]:
+    return "train", "medusa", "--model", tiny_model, "--data", data, "--out", tmp_path / "out", *SMALL
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "run" / "checkpoint.pt", weights_only=True)["module"]
+
+
+def test_a_drafter_with_its_record(run: Any, asked: Any, tmp_path: Path, data: Path) -> None:
+    shown = run(*asked, "--option", "heads=2")
+    out = tmp_path / "out"
+    assert shown.exit_code == 0 and f"{out}: " in shown.stdout and "tokens/round as bfloat16" in shown.stdout
+    assert "step 3 of 6: " in shown.stderr and "top-5" in shown.stderr
+    record = json.loads((out / "record.json").read_text())
+    assert record["options"] == {"heads": 2} and record["settings"]["batch"] == 8 and record["step"] == 6
+    assert record["data"][0]["counts"] == json.loads((data / "manifest.json").read_text())["counts"]
+    assert {"command", "commit", "machine", "versions"} <= set(record["run"])
+    assert record["tokens"] > 0 and record["tokens_per_second"] > 0
+    assert set(record["best"]["figures"]) == {"loss", "top1/1", "top5/1", "top1/2", "top5/2"}
+    assert record["stored"]["categories"]["held out"]["prompts"] == 3
+    assert read_config(out)["config"] == record["config"] and read_config(out)["method"] == "medusa"
+    assert json.loads(run(*asked, "--option", "heads=2", "--resume", "--json").stdout) == record  # nothing is left to do
+
+
+def test_prompts_of_a_file_by_category_and_int8(run: Any, asked: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"words {i}", "category": "ab"[i % 2]} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {}
+    for store in ("bfloat16", "int8"):
+        out = tmp_path / store
+        given = [out if one == tmp_path / "out" else one for one in asked]
+        record = json.loads(run(*given, "--prompts", file, "--measured", 4, "--store", store, "--json").stdout)
+        assert {name: part["prompts"] for name, part in record["stored"]["categories"].items()} == {"a": 2, "b": 2}
+        assert record["stored"]["dtype"] == read_config(out)["dtype"] == store
+        sizes[store] = (out / "model.safetensors").stat().st_size
+    assert sizes["int8"] < 0.8 * sizes["bfloat16"]
+
+
+def test_ctrl_c_ends_the_step_and_resume_gives_the_same_bits(
+    run: Any, asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(*asked).exit_code == 0
+    whole = weights(tmp_path / "out")
+    given = [tmp_path / "cut" if one == tmp_path / "out" else one for one in asked]
+    learn = Training._learn
+
+    def interrupted(training: Training, step: int) -> None:
+        learn(training, step)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "_learn", interrupted)
+        shown = run(*given)
+    assert shown.exit_code == 130 and "stopped after step 5; the same command with --resume goes on" in shown.stderr
+    assert "holds a run already; go on with it by --resume" in run(*given).stderr
+    assert run(*given, "--resume").exit_code == 0
+    again = weights(tmp_path / "cut")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert "settings was" in run(*given, "--resume", "--learning-rate", 0.5).stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (("--option", "hats=3"), "medusa: no option is called 'hats'; there are: rows, heads"),
+        (("--option", "heads=0"), "needs at least one head"),
+        (("--device", "cuda"), "torch sees no CUDA device here"),
+        (("--steps", 3, "--tokens", 5), "give one of them"),
+        (("--learning-rate", 0), "learning_rate is 0.0"),
+        (("--batch", 1000, "--at-once", 1000), "a step reads 1000; lower the batch"),
+        (("--held-out", 0), "raise --held-out"),
+        (("--max-length", 600), "reads 512 tokens at most"),
+        (("--resume",), "holds no run to go on with"),
+        (("--prompts", "no such file"), "cannot read the prompt file"),
+    ],
+)
+def test_what_cannot_be_used(run: Any, asked: Any, changes: Any, reason: str) -> None:
+    shown = run(*asked, *changes)
+    assert shown.exit_code == 2 and reason in shown.stderr and "Traceback" not in shown.stderr
+
+
+def test_methods_that_are_not_trained(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
+    rest = ("--model", tiny_model, "--data", data, "--out", tmp_path)
+    for method, reason in (
+        ("plain", "plain has no weights to train; these have: medusa"),
+        ("medsua", "did you mean 'medusa'"),
+    ):
+        shown = run("train", method, *rest)
+        assert shown.exit_code == 2 and reason in shown.stderr
+
+
+def test_data_that_does_not_belong_here(run: Any, asked: Any, data: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "holds no manifest.json; `foreword distill` makes such a folder" in run(*asked, "--data", empty).stderr
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in data.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["model"] |= {"weights": "0123456789abcdef", "name": "another"}
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    shown = run(*asked, "--data", other)
+    assert shown.exit_code == 2 and "was written by another (weights 0123456789abcdef" in shown.stderr
+
+
+def test_without_accelerate(run: Any, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    shown = run(*asked)
+    assert shown.exit_code == 2 and "training needs accelerate; pip install 'foreword[train]'" in shown.stderr
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    assert LearningOptions().settings() == Settings()
+
+
+@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50)])
+def test_a_trained_drafter_guesses_better_than_an_untrained_one(
+    method: str, steps: int, run: Any, tiny_model: str, data: Path, tmp_path: Path
+) -> None:
+    """From prompts to a folder to tokens per round, measured by an engine of our own on texts it has seen."""
+    given = ("--steps", steps, "--learning-rate", 0.01, "--batch", 16, "--evaluate-every", steps, "--option", "heads=2")
+    shown = run("train", method, "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *given)
+    assert shown.exit_code == 0
+    with load(tiny_model, "plain", slots=1, device="cpu", compile=False) as llm:
+        before, after = (_tokens_per_round(llm, method, data, folder) for folder in (None, tmp_path))
+    assert after > before + 0.1
+
+
+def _tokens_per_round(llm: LLM, method: str, data: Path, folder: Path | None) -> float:
+    torch.manual_seed(0)
+    own: Any = {} if folder is None else read_config(folder)["config"]
+    drafter: Any = untrained(method, rows=8, **{"heads": 2} | own)
+    engine = Engine(llm.model, drafter, slots=4, max_context=128)
+    if folder is not None:
+        load_into(drafter, folder, llm.model)
+    learned, _ = split_data(open_data([data], Fingerprint.of(llm.model)), 0.2, 64)
+    asked = [Request(one.prompt, Sampling(seed=0), max_new_tokens=20) for one in trials_of(learned, 8, 60)]
+    return Stats.of(engine.generate(asked)).tokens_per_round

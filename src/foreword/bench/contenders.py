@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from foreword import methods
 from foreword.api import LLM
 from foreword.bench.grow import grow
 from foreword.bench.warm import capture_rounds
 from foreword.errors import InputError
-from foreword.methods import saved
+from foreword.methods.wanted import Wanted
 from foreword.model.loading import load_stock
 from foreword.model.model import Model
 from foreword.text import Message, Prompt
@@ -47,21 +46,13 @@ def contender(
     method: str,
     max_context: int | None = None,
     slots: int = 1,
-    drafter: Path | None = None,
     graph: bool = True,
     **options: Any,
 ) -> Contender:
-    """A method on the weights of `llm`, greedy, `slots` texts side by side. `drafter`: the folder of a trained one."""
+    """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`: greedy, `slots` texts side by side."""
     model = llm.model
-    made: Any
-    if drafter is None:
-        made = methods.make(method, **options)
-    else:
-        made = methods.untrained(method, **saved.read_config(drafter)["config"] | options)
     shared = Model(model.hf, model.name, model.curve, model.grown)
-    own = LLM(shared, llm.tokenizer, method, made, slots, max_context, graph)
-    if drafter is not None:
-        saved.load_into(made, drafter, shared)
+    own = LLM(shared, llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
 
     def write(prompts: Sequence[Turns], max_new_tokens: int) -> list[Answer]:
         results = own.generate(list(prompts), max_new_tokens=max_new_tokens)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from foreword import methods
 from foreword.api import LLM
 from foreword.core.widening import NORM, check_times, layers_at, per_token, widened
 from foreword.errors import InputError, ModelUnsupported
+from foreword.methods.wanted import Wanted
 from foreword.model import pack
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.hub import resolve
@@ -98,5 +98,5 @@ def load_grown(
     original = Model(hf, str(model) if model is not None else folder.name)
     grown = Model(wide, f"{original.name}, grown r={times}", grown=Grown(times, Fingerprint.of(original), parameters))
     words = Tokenizer.load(folder)
-    first, second = (LLM(one, words, "plain", methods.make("plain"), slots, max_context, graph) for one in (original, grown))
+    first, second = (LLM(one, words, Wanted.of("plain"), slots, max_context, graph) for one in (original, grown))
     return first, second

@@ -11,7 +11,7 @@ from rich.table import Table
 from foreword.cli.console import bar, note, print_json, screen
 from foreword.cli.growing import Grow, loaded
 from foreword.cli.options import Json, ModelOptions, numbers
-from foreword.cli.prove import asked_prompts, make_folder, named_methods
+from foreword.cli.prove import NAMES_HELP, and_shipped, asked_prompts, make_folder, named_methods
 
 if TYPE_CHECKING:
     from foreword.bench.report import Row
@@ -24,7 +24,9 @@ BENCH_EXAMPLES = """\
 
   foreword bench --prompts questions.jsonl --per-group 8 --out results/cpu --baselines hf
 
-  foreword bench --prompts questions.jsonl --batch 1,4,8,16,32 --grow 8 --drafter drafters/clover
+  foreword bench --methods prompt_lookup,clover=runs/clover,clover=runs/other
+
+  foreword bench --prompts questions.jsonl --batch 1,4,8,16,32 --grow 8 --methods clover=runs/clover
 
   foreword bench --methods plain,token_recycling --model ./my-model --threads 4 --json
 """
@@ -32,11 +34,7 @@ BENCH_EXAMPLES = """\
 
 def bench(
     model: ModelOptions,
-    methods: Annotated[str, typer.Option(metavar="NAMES", help="Methods to time, separated by commas, or `all`.")] = "all",
-    drafter: Annotated[
-        list[Path],
-        typer.Option(metavar="DIR", file_okay=False, help="A trained drafter to time with its method; may be repeated."),
-    ] = [],  # noqa: B006  typer takes its defaults so
+    methods: Annotated[str, typer.Option(metavar="NAMES", help=f"Methods to time{NAMES_HELP}")] = "all",
     baselines: Annotated[
         str,
         typer.Option(metavar="NAMES", help="Others on the same weights: hf (generate of transformers), hf_lookup."),
@@ -65,22 +63,21 @@ def bench(
     With --batch 1,8,32 it is done with that many texts at once; one that ends makes room for the next. With --grow 8 the
     model is first made 8 times as wide, and writes the same text at the cost of a larger one, which is checked.
     """
-    asked, batches = asked_prompts(prompts, limit, per_group), numbers(batch, "--batch")
-    others = [name for name in baselines.split(",") if name]
+    names, asked = named_methods(methods), asked_prompts(prompts, limit, per_group)
+    batches, others = numbers(batch, "--batch"), [name for name in baselines.split(",") if name]
     if others and batches != (1,):
         raise typer.BadParameter("others write one text at a time: leave out --batch", param_hint="--baselines")
-    trained = _drafters(drafter)
-    names = list(dict.fromkeys(["plain", *named_methods(methods), *trained]))
     if out is not None:
         make_folder(out)
     with loaded(model, grow, 1, asked) as (llm, grown), bar("answers") as show:
         from foreword.bench import Contender, baseline, contender, context_for, sweep  # noqa: PLC0415  imports torch
         from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
 
+        names = list(dict.fromkeys(["plain", *and_shipped(methods, names, llm.model)]))
         context = model.max_context or context_for(llm, asked, max_new_tokens)
 
         def make(count: int) -> list[Contender]:
-            ours = [contender(llm, name, context, count, trained.get(name), not model.no_graph) for name in names]
+            ours = [contender(llm, name, context, count, not model.no_graph) for name in names]
             return ours + [baseline(name, llm, resolve(model.model)) for name in others]
 
         done = sweep(make, batches, asked, max_new_tokens, lambda size, *count: show(f"batch {size}", *count))
@@ -98,19 +95,6 @@ def _tell(done: list[Benchmark], about: dict[str, Any], json: bool, out: Path | 
     if out is not None:
         write_report(done, out, **about)
         note(f"written: {out / 'results.json'}, {out / 'report.md'}")
-
-
-def _drafters(folders: list[Path]) -> dict[str, Path]:
-    """Folders of trained drafters, by their method."""
-    from foreword.methods.saved import read_config  # noqa: PLC0415  imports torch
-
-    found: dict[str, Path] = {}
-    for folder in folders:
-        method = read_config(folder)["method"]
-        if method in found:
-            raise typer.BadParameter(f"{found[method]} and {folder} are both of {method}; give one", param_hint="--drafter")
-        found[method] = folder
-    return found
 
 
 def _print(done: list[Benchmark], about: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 from foreword.cli.console import note, print_json, screen, waiting
 from foreword.cli.growing import Grow, loaded
 from foreword.cli.options import Json, ModelOptions, numbers
-from foreword.cli.prove import asked_prompts, named_methods
+from foreword.cli.prove import NAMES_HELP, and_shipped, asked_prompts, named_methods
 from foreword.errors import StorageError
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ PROFILE_EXAMPLES = """\
   foreword profile
 
   foreword profile --quick --model ./my-model --threads 4
+
+  foreword profile --methods plain,clover=runs/clover
 
   foreword profile --shapes 7b --device cuda --cold --out results/profile.json
 """
@@ -51,7 +53,7 @@ def profile(
         str, typer.Option(metavar="N,N", help="Tokens before those passes; cut to what the model allows.")
     ] = "128,512,2048",
     methods: Annotated[
-        str, typer.Option(metavar="NAMES", help="Methods whose rounds are timed, separated by commas, or `all`.")
+        str, typer.Option(metavar="NAMES", help=f"Methods whose rounds are timed{NAMES_HELP}")
     ] = "plain,token_recycling",
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts side by side in those rounds.")] = 1,
     context: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the prompt before those rounds.")] = 512,
@@ -86,6 +88,7 @@ def profile(
         from foreword.bench.profile import Profile, Settings, failures  # noqa: PLC0415  imports torch
         from foreword.bench.report import facts  # noqa: PLC0415  imports torch
 
+        names = and_shipped(methods, names, subject.model)
         settings = Settings(sizes, lengths, tuple(names), context, tokens)
         settings = settings.quick() if quick else settings
         about = facts(model=subject.model.name, settings={**asdict(settings), "batch": batch}, **grown)

@@ -30,7 +30,7 @@ def medusa(tiny_model: str, tmp_path: Path) -> Path:
 
 def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questions, medusa, tmp_path):
     out = tmp_path / "out"
-    arguments = ("--methods", "prompt_lookup", "--drafter", medusa, "--batch", "1,2", "--grow", 2, "--out", out)
+    arguments = ("--methods", f"prompt_lookup,medusa={medusa}", "--batch", "1,2", "--grow", 2, "--out", out)
     result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *arguments)
     assert result.exit_code == 0, result.output
     assert "by batch" in result.stdout and "pay" in result.stdout and "Grown r=2" in result.stdout
@@ -40,9 +40,9 @@ def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questi
     assert (grown["times"], grown["prompts"], grown["identical"] + (grown["ties"] > 0) >= 4) == (2, 4, True)
     assert list(found["batches"]) == ["1", "2"] and found["tables"]
     for table in found["batches"].values():
-        assert [row["contender"] for row in table] == ["plain", "prompt_lookup", "medusa"]
+        assert [row["contender"] for row in table] == ["plain", "prompt_lookup", f"medusa={medusa}"]
         assert all(row["prompts"] == 6 for row in table)
-    assert set(found["stops_paying"]) == {"prompt_lookup", "medusa"}
+    assert set(found["stops_paying"]) == {"prompt_lookup", f"medusa={medusa}"}
     text = (out / "report.md").read_text()
     assert "grown r=2" in text and "Grown r=2" in text and "## by batch" in text
 
@@ -80,7 +80,7 @@ def test_a_grown_model_is_profiled(run, tiny_model):
         (("bench", "--batch", "1,x"), "whole numbers"),
         (("bench", "--batch", "0"), "whole numbers"),
         (("bench", "--batch", "2", "--baselines", "hf"), "one text at a time"),
-        (("bench", "--drafter", "nowhere"), "config.json is missing"),
+        (("bench", "--methods", "medusa=nowhere"), "nowhere is missing"),
         (("bench", "--grow", "1"), "--grow"),
         (("profile", "--grow", "2", "--cold"), "leave out --shapes"),
     ],
@@ -94,8 +94,3 @@ def test_what_cannot_grow(run, tiny_model, questions):
     for given, words in ((("--grow", 3), "power of two"), (("--batch", "8"), "cannot fill a batch of 8")):
         result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", *given)
         assert result.exit_code == 2 and words in result.output
-
-
-def test_two_drafters_of_one_method(run, medusa):
-    result = run("bench", "--drafter", medusa, "--drafter", medusa)
-    assert result.exit_code == 2 and "both of medusa" in " ".join(result.output.split())

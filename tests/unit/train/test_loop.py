@@ -1,6 +1,7 @@
 """The training loop: it learns, it goes on exactly where it was cut, it measures what the engine does, it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from foreword.engine.request import Request
 from foreword.errors import DrafterError, InputError, NumericsError
 from foreword.methods.plain import Plain
 from foreword.methods.saved import load_into, save
+from foreword.model.checkpoint import write_weights
 from foreword.model.model import Model
 from foreword.results import Stats
+from foreword.train import loop
 from foreword.train.evaluate import trials_of
 from foreword.train.loop import Training
 from foreword.train.schedule import Order, Settings
@@ -112,6 +115,23 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(model: Model, texts: TextL
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["progress"]["step"] == 4
 
 
+def test_nan_that_is_heard_of_late_changes_nothing(
+    model: Model, texts: TextList, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the host asks every few steps: the weights are those before the broken step all the same."""
+    monkeypatch.setitem(loop.REPORT, "cpu", 5)
+    run, other = (training(model, texts, tmp_path / name, checkpoint_every=100) for name in ("broken", "sound"))
+    learned = run.drafter.loss
+    bad = iter([False] * 12 + [True] + [False] * 99)  # two passes a step: the seventh step
+    run.drafter.loss = lambda *given: (learned(*given)[0] * (torch.nan if next(bad) else 1), {})  # type: ignore
+    with pytest.raises(NumericsError, match=r"step 7; .*there is no checkpoint yet"):
+        run.settings = replace(run.settings, evaluate_every=100)
+        run.run()
+    for step in range(6):
+        other._learn(step)
+    assert run.progress.step == 10 and all(torch.equal(weights(run)[name], w) for name, w in weights(other).items())
+
+
 def test_refusals(model: Model, texts: TextList, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no run to go on with"):
         training(model, texts, tmp_path).run(resume=True)
@@ -178,6 +198,19 @@ def test_a_drafter_that_does_not_belong_here_is_refused(model: Model, tmp_path: 
     load_into(drafter, tmp_path, half)
     with pytest.raises(DrafterError, match="trained for tiny .* but the target is other .* train one"):
         load_into(drafter, tmp_path, Model(fresh("llama", torch.float32, seed=1), name="other"))
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"vocab_size"', '"words"'))
+    with pytest.raises(DrafterError, match="does not say which model it was trained for"):
+        load_into(drafter, tmp_path, model)
+    (tmp_path / "config.json").write_text(config)
+    held = drafter.module.state_dict()
+    write_weights({**held, "0.weight": held["0.weight"][1:]}, tmp_path / "model.safetensors", "bfloat16")
+    with pytest.raises(DrafterError, match=r"0.weight has shape \(31, 32\), needed is \(32, 32\)"):
+        load_into(drafter, tmp_path, model)
+    write_weights({"0.weight": held["0.weight"]}, tmp_path / "model.safetensors", "bfloat16")
+    with pytest.raises(DrafterError, match="lacks tensor '0.bias'"):
+        load_into(drafter, tmp_path, model)
+    save(drafter, tmp_path, model)
     with pytest.raises(DrafterError, match="was trained with {'heads': 2}"):
         three = TwoHeads(3)
         three.bind(model, 1)

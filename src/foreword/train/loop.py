@@ -84,7 +84,7 @@ class Training:
         self.module = self.drafter.module.to(torch.promote_types(model.dtype, torch.float32))
         self.module.train()
         self.stepper = Stepper(self.module, settings.clip, settings.weight_decay)
-        told = {"method": method_of(self.drafter), "config": self.drafter.config}
+        told: dict[str, Any] = {"method": method_of(self.drafter), "config": self.drafter.config, "store": stored}
         told |= {"target": Fingerprint.of(model).to_dict(), "settings": asdict(settings), **(about or {})}
         self.progress = Progress(json.loads(json.dumps(told)))
         self.sums: dict[str, Tensor] = {}
@@ -170,7 +170,8 @@ class Training:
         with computing(self.model):
             loss, figures = self.drafter.loss(tokens, mask, self.model.read(tokens, self.drafter.needs), self.model)
         (loss / passes).backward()
-        return {name: value.detach().double() / passes for name, value in {"loss": loss, **figures}.items()}
+        shown = {name: value for name, value in figures.items() if not name.startswith("rows/")}
+        return {name: value.detach().double() / passes for name, value in {"loss": loss, **shown}.items()}
 
     def _broken(self, step: int) -> NoReturn:
         kept = self.run_folder / CHECKPOINT

@@ -9,14 +9,13 @@ from typing import Any, Self, overload
 import torch
 from torch import nn
 
-from foreword import methods
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError, PromptError
 from foreword.methods import DEFAULT_METHOD
-from foreword.model.cost import curve_for
+from foreword.methods.wanted import Wanted
 from foreword.model.hub import default_model, resolve
 from foreword.model.loading import check_wrapped, choose_device, choose_dtype, load_weights
 from foreword.model.model import Model
@@ -32,6 +31,7 @@ def load(
     model: str | os.PathLike[str] | None = None,
     method: str = DEFAULT_METHOD,
     *,
+    drafter: str | os.PathLike[str] | None = None,
     rows: int | None = None,
     slots: int = 4,
     max_context: int | None = None,
@@ -44,13 +44,14 @@ def load(
 ) -> LLM:
     """A model, ready to write.
 
-    `model`: a folder, a GGUF file or a Hugging Face id; None is SmolLM2-135M-Instruct, fetched once. `rows`: at most so
-    many rows in a pass; None is what pays on this machine. `slots`: texts written at a time. `max_context`: tokens a text
-    may have, prompt included; None is what the model was trained for, at most 4096. `compile`: run the layers of known
-    families as our own kernels, on linears rebuilt for it. `graph`: on CUDA, capture a round and replay it. `options` go to
-    the method.
+    `model`: a folder, a GGUF file or a Hugging Face id; None is SmolLM2-135M-Instruct, fetched once. `method`: "auto" is
+    what is expected to be fastest on this machine. `drafter`: the folder of a trained drafter, which says itself whose it
+    is; None is the one that ships for this model. `rows`: at most so many rows in a pass; None is what pays on this
+    machine. `slots`: texts written at a time. `max_context`: tokens a text may have, prompt included; None is what the
+    model was trained for, at most 4096. `compile`: run the layers of known families as our own kernels, on linears rebuilt
+    for it. `graph`: on CUDA, capture a round and replay it. `options` go to the method.
     """
-    drafter = methods.make(method, rows=rows, **options)
+    wanted = Wanted.of(method, drafter, rows, **options)
     if threads is not None:
         if threads < 1:
             raise InputError(f"threads is {threads}; it must be 1 or more")
@@ -60,7 +61,7 @@ def load(
     folder = resolve(model)
     hf = load_weights(folder, place, precision, rebuild=compile)
     name = str(model) if model is not None else folder.name
-    return LLM(Model(hf, name), Tokenizer.load(folder), method, drafter, slots, max_context, graph)
+    return LLM(Model(hf, name), Tokenizer.load(folder), wanted, slots, max_context, graph)
 
 
 def wrap(
@@ -68,6 +69,7 @@ def wrap(
     tokenizer: Any,
     method: str = DEFAULT_METHOD,
     *,
+    drafter: str | os.PathLike[str] | None = None,
     rows: int | None = None,
     slots: int = 4,
     max_context: int | None = None,
@@ -75,9 +77,9 @@ def wrap(
     **options: Any,
 ) -> LLM:
     """A transformers model that is already in memory. Nothing in it is replaced: its own `generate` still works."""
-    drafter = methods.make(method, rows=rows, **options)
+    wanted = Wanted.of(method, drafter, rows, **options)
     hf, words = check_wrapped(model), Tokenizer(tokenizer)
-    return LLM(Model(hf), words, method, drafter, slots, max_context, graph)
+    return LLM(Model(hf), words, wanted, slots, max_context, graph)
 
 
 class LLM:
@@ -87,8 +89,7 @@ class LLM:
         self,
         model: Model,
         tokenizer: Tokenizer,
-        method: str,
-        drafter: Drafter,
+        wanted: Wanted,
         slots: int,
         max_context: int | None,
         graph: bool = True,
@@ -98,22 +99,28 @@ class LLM:
         self._graph = graph
         self._closed = False
         try:
-            self._take(method, drafter)
+            self._take(*wanted.on(model))
         except BaseException:
             model.release()  # the caller never gets an LLM to close
             raise
 
-    def use(self, method: str, rows: int | None = None, **options: Any) -> Self:
+    def use(
+        self,
+        method: str = DEFAULT_METHOD,
+        rows: int | None = None,
+        *,
+        drafter: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> Self:
         """Go on with another method on the same weights. What was being written is given up."""
-        drafter = methods.make(method, rows=rows, **options)
+        wanted = Wanted.of(method, drafter, rows, **options)
         self._check_open()
+        found = wanted.on(self.model)  # all that can be refused is, before the engine at work gives way
         self.engine.give_up()
-        self._take(method, drafter)
+        self._take(*found)
         return self
 
     def _take(self, method: str, drafter: Drafter) -> None:
-        if drafter.wants_cost and self.model.curve is None:
-            self.model.curve = curve_for(self.model)
         self.method, self.engine = method, Engine(self.model, drafter, *self._capacity, graph=self._graph)
 
     @overload

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import foreword
+from foreword.methods.shipped import shipped
 
 FOUR = [
     "Why is the sky blue?",
@@ -64,7 +65,7 @@ def plain(llm: foreword.LLM) -> dict[float, list[list[int]]]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling"])
+@pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling", *shipped(), "auto"])
 def test_a_method_changes_no_token(method: str, llm: foreword.LLM, plain: dict[float, list[list[int]]]) -> None:
     """Four at a time, greedy and drawn."""
     llm.use(method)

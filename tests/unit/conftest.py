@@ -1,5 +1,7 @@
 """Tiny models on disk, as `foreword.load` finds them: random weights beside a byte-level tokenizer with a chat template."""
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from doubles import FAMILIES, STOCK_ATTENTION, fresh
+from doubles import FAMILIES, STOCK_ATTENTION, TRAINED, fresh, taught
+from foreword.methods import shipped
+from foreword.methods.saved import save
+from foreword.model.model import Model
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -86,3 +91,41 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("FOREWORD_HOME", str(home))
         yield home
+
+
+@pytest.fixture(scope="session")
+def keep_drafter() -> Callable[..., Path]:
+    """Saves a drafter with random weights for a model folder: keep_drafter("clover", model, folder, heads=2)."""
+
+    def keep(method: str, model: str | Path, folder: Path, tokens_per_round: float = 2.5, **changes: Any) -> Path:
+        options = TRAINED[method] | changes
+        target = Model(AutoModelForCausalLM.from_pretrained(model), name=Path(model).name)
+        save(taught(method, target, **options), folder, target)
+        record = {
+            "settings": {"rows": 64},
+            "best": {"tokens_per_round": 9.9},
+            "stored": {"tokens_per_round": tokens_per_round},
+        }
+        (folder / "record.json").write_text(json.dumps(record))
+        return folder
+
+    return keep
+
+
+@pytest.fixture(scope="session")
+def trained(folders: dict[str, Path], keep_drafter: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A drafter of every method with weights, for the tiny Llama. No test changes them."""
+    home = tmp_path_factory.mktemp("drafters")
+    return {method: keep_drafter(method, folders["llama"], home / method) for method in TRAINED}
+
+
+@pytest.fixture
+def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """Puts a saved drafter where the shipped ones lie, which is a folder of the test's own."""
+    monkeypatch.setattr(shipped, "WEIGHTS", tmp_path / "weights")
+
+    def put(folder: Path) -> Path:
+        method = json.loads((folder / "config.json").read_text())["method"]
+        return Path(shutil.copytree(folder, tmp_path / "weights" / method))
+
+    return put

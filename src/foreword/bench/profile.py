@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from foreword import methods
 from foreword.api import LLM
 from foreword.bench.parts import busy_ms, parts_of_pass
 from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds, replayed
@@ -25,9 +24,9 @@ from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError
+from foreword.methods.wanted import Wanted
 from foreword.model.cache import free_memory
 from foreword.model.capture import settle
-from foreword.model.cost import curve_for
 from foreword.model.loading import choose_device, choose_dtype
 from foreword.model.model import Model
 from foreword.model.pack import read_bytes
@@ -88,9 +87,7 @@ def drawn(
     model = Model(hf, f"random weights of {shape} shapes")
 
     def engine(method: str) -> Engine:
-        drafter = methods.make(method)
-        if drafter.wants_cost and model.curve is None:
-            model.curve = curve_for(model)
+        _, drafter = Wanted.of(method).on(model)
         return Engine(model, drafter, slots, max_context, graph=graph)
 
     return Subject(model, engine)

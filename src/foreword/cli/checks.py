@@ -20,6 +20,8 @@ from foreword.api import load
 from foreword.cli.console import waiting
 from foreword.errors import ForewordError
 from foreword.methods import METHODS
+from foreword.methods.auto import Expected, expectations, fitting
+from foreword.methods.shipped import model_of, shipped
 from foreword.model.cache import free_memory
 from foreword.model.hub import default_model, resolve
 from foreword.model.loading import choose_device, choose_dtype
@@ -142,9 +144,13 @@ def _cache() -> Iterator[Finding]:
 
 
 def _drafters() -> Finding:
-    trained = [name for name, method in METHODS.items() if method.trained]
-    said = f"needed by {', '.join(trained)}" if trained else "none shipped, and no method here needs one"
-    return Finding("drafters", "ok", said)
+    try:
+        ships = [f"{name} (for {model_of(folder)})" for name, folder in shipped().items()]
+    except ForewordError as error:
+        return Finding("drafters", "fail", str(error))
+    lacking = [name for name, method in METHODS.items() if method.trained and name not in shipped()]
+    said = f"shipped: {', '.join(ships) or 'none'}"
+    return Finding("drafters", "ok", said + (f"; to be trained: {', '.join(lacking)}" if lacking else ""))
 
 
 def _model(model: ModelOptions, fetch: bool) -> Finding:
@@ -165,13 +171,24 @@ def _self_test(model: ModelOptions) -> Iterator[Finding]:
             llm = load(model.model, "plain", slots=1, **model.where())
             _write(llm)  # the first text pays for warming up
             plain = _write(llm)
-        for method in TRIED:
+        for method in (*TRIED, *fitting(llm.model)):
             with waiting(f"self-test: {method}"):
                 found = _write(llm.use(method))
             yield _compare(method, plain, found, str(llm.model.dtype).removeprefix("torch."))
         yield _curve(llm)
+        with waiting("measuring what a round costs"):
+            expected = expectations(llm.model)
+        yield from _choice(expected)
     except ForewordError as error:
         yield Finding("self-test", "fail", str(error))
+
+
+def _choice(expected: list[Expected]) -> Iterator[Finding]:
+    """What `auto` takes, and why."""
+    for one in expected:
+        figures = f"{one.tokens_per_round:.2f} tokens/round, a round costs {one.round_cost:.2f} of plain's"
+        yield Finding(f"expected {one.method}", "ok", f"{figures}: {one.speedup:.2f}x its speed")
+    yield Finding("auto", "ok", f"takes {expected[0].method} here; texts differ: foreword bench measures on yours")
 
 
 def _write(llm: LLM) -> list[Result]:

@@ -32,6 +32,8 @@ GENERATE_EXAMPLES = """\
 
   foreword generate "def fibonacci(n):" --raw --method prompt_lookup --max-new-tokens 64
 
+  foreword generate "Why is the sky blue?" --drafter runs/clover
+
   foreword generate --prompts questions.jsonl --limit 20 --json > answers.jsonl
 """
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from foreword.cli.console import waiting
-from foreword.methods import DEFAULT_METHOD, METHODS, find
+from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, find
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -34,7 +34,10 @@ Slots = Annotated[int, _of_model(min=1, metavar="N", help="Texts written side by
 
 
 def _known(method: str) -> str:
-    find(method)
+    """NAME, or NAME=FOLDER."""
+    name = method.partition("=")[0]
+    if name != AUTO:
+        find(name)
     return method
 
 
@@ -46,11 +49,19 @@ class MethodOptions:
         str,
         _of_method(
             callback=_known,
-            autocompletion=lambda: list(METHODS),
+            autocompletion=lambda: [AUTO, *METHODS],
             metavar="NAME",
-            help="How tokens are guessed; `foreword methods` lists them. The text is the same with every method.",
+            help="How tokens are guessed; `foreword methods` lists them. The text is the same with every method. Default: "
+            "what is expected to be fastest on this machine.",
         ),
     ] = DEFAULT_METHOD
+    drafter: Annotated[
+        Path | None,
+        _of_method(
+            metavar="FOLDER",
+            help="A trained drafter, which says itself of which method it is. Default: the one that ships for the model.",
+        ),
+    ] = None
     rows: Annotated[
         int | None,
         _of_method(
@@ -130,7 +141,9 @@ class ModelOptions:
         with waiting(f"loading {self.name}") if self.is_here() else nullcontext():
             from foreword.api import load  # noqa: PLC0415  imports torch: seconds that only loading commands pay
 
-            return load(self.model, method.method, rows=method.rows, slots=slots, **self.where(), **own)
+            return load(
+                self.model, method.method, drafter=method.drafter, rows=method.rows, slots=slots, **self.where(), **own
+            )
 
     def where(self) -> dict[str, Any]:
         """The arguments of `foreword.load` that these options are, but for the model itself."""
@@ -211,6 +224,17 @@ class WritingOptions:
         given["max_new_tokens"] = self.max_new_tokens or max_new_tokens
         given["speculate"] = not given.pop("no_speculation")
         return given
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Such as `1,16` of an option."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers of 1 or more, such as 1,16", param_hint=option)
+    return found
 
 
 _HAVE_OPTIONS = {"slots"} | {one.name for group in (MethodOptions, ModelOptions) for one in fields(group)}

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from foreword.cli.console import note, print_json, screen, waiting
-from foreword.cli.options import Json, MethodOptions, ModelOptions
-from foreword.cli.prove import named_methods
+from foreword.cli.growing import Grow, loaded
+from foreword.cli.options import Json, ModelOptions, numbers
+from foreword.cli.prove import NAMES_HELP, and_shipped, asked_prompts, named_methods
 from foreword.errors import StorageError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ PROFILE_EXAMPLES = """\
   foreword profile
 
   foreword profile --quick --model ./my-model --threads 4
+
+  foreword profile --methods plain,clover=runs/clover
 
   foreword profile --shapes 7b --device cuda --cold --out results/profile.json
 """
@@ -50,11 +53,12 @@ def profile(
         str, typer.Option(metavar="N,N", help="Tokens before those passes; cut to what the model allows.")
     ] = "128,512,2048",
     methods: Annotated[
-        str, typer.Option(metavar="NAMES", help="Methods whose rounds are timed, separated by commas, or `all`.")
+        str, typer.Option(metavar="NAMES", help=f"Methods whose rounds are timed{NAMES_HELP}")
     ] = "plain,token_recycling",
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts side by side in those rounds.")] = 1,
     context: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the prompt before those rounds.")] = 512,
     tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens written in those rounds.")] = 96,
+    grow: Grow = None,
     cold: Annotated[
         bool, typer.Option("--cold", metavar="", help="Also start a fresh process and time it to its first token.")
     ] = False,
@@ -77,14 +81,17 @@ def profile(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells stderr that it starts and stops
     names = ["plain", *named_methods("all")] if methods == "all" else named_methods(methods)
-    sizes, lengths = _numbers(rows, "--rows"), _numbers(contexts, "--contexts")
-    with _subject(model, shapes, batch) as subject:
+    sizes, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
+    if grow and (shapes or cold):
+        raise typer.BadParameter("a grown model is loaded here: leave out --shapes and --cold", param_hint="--grow")
+    with _subject(model, shapes, batch, grow) as (subject, grown):
         from foreword.bench.profile import Profile, Settings, failures  # noqa: PLC0415  imports torch
         from foreword.bench.report import facts  # noqa: PLC0415  imports torch
 
+        names = and_shipped(methods, names, subject.model)
         settings = Settings(sizes, lengths, tuple(names), context, tokens)
         settings = settings.quick() if quick else settings
-        about = facts(model=subject.model.name, settings={**asdict(settings), "batch": batch})
+        about = facts(model=subject.model.name, settings={**asdict(settings), "batch": batch}, **grown)
         sections = Profile(subject, settings).sections
         if cold:
             sections["cold start"] = _cold(model, shapes, names[-1])
@@ -97,23 +104,15 @@ def profile(
         raise typer.Exit(1)
 
 
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = (0,)
-    if min(found) < 1:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers of 1 or more, such as 1,16", param_hint=option)
-    return found
-
-
 @contextmanager
-def _subject(model: ModelOptions, shapes: Shapes | None, batch: int) -> Iterator[Subject]:
+def _subject(
+    model: ModelOptions, shapes: Shapes | None, batch: int, grow: int | None
+) -> Iterator[tuple[Subject, dict[str, Any]]]:
     if shapes is None:
-        with model.load(MethodOptions(method="plain"), slots=batch) as llm:
+        with loaded(model, grow, batch, asked_prompts(None, None, None)) as (llm, grown):
             from foreword.bench.profile import Subject  # noqa: PLC0415  imports torch
 
-            yield Subject.of(llm)
+            yield Subject.of(llm), grown
         return
     if model.model is not None:
         raise typer.BadParameter("random weights take the place of a model: leave out --model", param_hint="--shapes")
@@ -121,7 +120,7 @@ def _subject(model: ModelOptions, shapes: Shapes | None, batch: int) -> Iterator
         from foreword.bench.profile import drawn  # noqa: PLC0415  imports torch
 
         subject = drawn(shapes, batch, **model.where())
-    yield subject
+    yield subject, {}
 
 
 def _cold(model: ModelOptions, shapes: Shapes | None, method: str) -> Any:

@@ -15,6 +15,7 @@ from foreword.errors import StorageError
 from foreword.methods import METHODS, find
 
 if TYPE_CHECKING:
+    from foreword.model.model import Model
     from foreword.prove import Difference, MethodProof, Report
     from foreword.text import Prompt
 
@@ -24,6 +25,8 @@ PROVE_EXAMPLES = """\
   foreword prove
 
   foreword prove --methods token_recycling --prompts questions.jsonl --per-group 5
+
+  foreword prove --methods clover=runs/clover
 
   foreword prove --model ./my-model --dtype bfloat16 --temperature 1 --out proof/ --json
 """
@@ -42,21 +45,32 @@ PROMPTS = (
     'Reply with JSON only: an object with the keys "name", "age" and "skills" for an imaginary engineer.',
     "Repeat after me, ten times, one per line: the quick brown fox.",
 )
+NAMES_HELP = ", separated by commas, or `all`. NAME=FOLDER is a trained drafter of your own."
 SHOWN = 10  # differences on the screen; all of them are in the files
 
 
 def named_methods(wanted: str) -> list[str]:
-    """`all` that need no drafter of their own, or names separated by commas."""
+    """Names or NAME=FOLDER, separated by commas; `all` is what needs no weights, until the model is known."""
     ready = [name for name, method in METHODS.items() if name != "plain" and not method.trained]
     names = ready if wanted == "all" else [name.strip() for name in wanted.split(",")]
     for name in names:
-        find(name)
+        if find(name.partition("=")[0]).trained or "=" in name:
+            from foreword.methods.wanted import Wanted  # noqa: PLC0415  imports torch
+
+            Wanted.of(name)  # what is wrong with a folder is said before a model is loaded
     return names
+
+
+def and_shipped(wanted: str, names: list[str], model: Model) -> list[str]:
+    """To `all` come the trained methods whose shipped drafters serve this model."""
+    from foreword.methods.auto import fitting  # noqa: PLC0415  imports torch
+
+    return [*names, *(fitting(model) if wanted == "all" else ())]
 
 
 def prove(
     model: ModelOptions,
-    methods: Annotated[str, typer.Option(metavar="NAMES", help="Methods to test, separated by commas, or `all`.")] = "all",
+    methods: Annotated[str, typer.Option(metavar="NAMES", help=f"Methods to test{NAMES_HELP}")] = "all",
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts to test on. Default: ten that are built in.")
     ] = None,
@@ -93,7 +107,7 @@ def prove(
         from foreword.prove import prove as run  # noqa: PLC0415  imports torch
 
         samplings = [Sampling(seed=seed)] + ([Sampling(temperature=temperature, seed=seed)] if temperature else [])
-        report = run(llm, names, asked, samplings, max_new_tokens, rows, progress=show)
+        report = run(llm, and_shipped(methods, names, llm.model), asked, samplings, max_new_tokens, rows, progress=show)
     if json:
         print_json(report.to_dict())
     else:

@@ -58,7 +58,7 @@ class Slots:
             return None
         ids, span = sorted(lengths), max(lengths.values()) + unread
         if ready and self.pads:
-            padding = sorted(self.left, key=lambda free: len(self.left[free]))[: _round_up(len(ids)) - len(ids)]
+            padding = sorted(self.left, key=lambda free: len(self.left[free]))[: round_up(len(ids)) - len(ids)]
             span = max([span, *(len(self.left[slot]) for slot in padding)])
             ids += padding
         last = self.last[ready]
@@ -109,7 +109,7 @@ def _floor(running: Running, context: int) -> int:
     return min(len(request.prompt) + request.min_new_tokens, context) if request.min_new_tokens else 0
 
 
-def _round_up(count: int) -> int:
+def round_up(count: int) -> int:
     """The sizes that rounds come in: every one of them is a graph to capture, and an idle row costs little."""
     return 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
 

@@ -68,8 +68,9 @@ METHODS: dict[str, Method] = {
     ),
 }
 
-# The fastest on the default model and the open prompts: see results/.
-DEFAULT_METHOD = "prompt_lookup"
+# What is expected to be fastest on the machine at hand: methods/auto.py.
+AUTO = "auto"
+DEFAULT_METHOD = AUTO
 
 # A tree knows who sees whom, which is rows x rows; past this no machine gains from another row.
 MOST_ROWS = 1024
@@ -84,7 +85,8 @@ def find(name: str) -> Method:
 
 
 def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
-    """A drafter by its name, ready to serve. `rows` bounds the rows of a pass, the root included; None: what pays here."""
+    """A drafter without weights by its name, ready to serve. `rows` bounds the rows of a pass, the root included; None:
+    what pays here."""
     drafter = untrained(name, rows, **options)
     if METHODS[name].trained:
         raise DrafterError(
@@ -93,10 +95,14 @@ def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
     return drafter
 
 
-def untrained(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
-    """The same with no weights read: a trained method is as it starts, for the training loop to bind and teach."""
+def check_rows(rows: int | None) -> None:
     if rows is not None and (type(rows) is not int or not 1 <= rows <= MOST_ROWS):
         raise InputError(f"rows is {rows!r}; a pass has at least 1 row, the root, and at most {MOST_ROWS}")
+
+
+def untrained(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
+    """The same with no weights read: a trained method is as it starts, for the training loop to bind and teach."""
+    check_rows(rows)
     kind = find(name).load()
     known = signature(kind).parameters
     for option in options:

@@ -26,6 +26,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried
+from foreword.core.widening import NORM, WITHIN, Wide, layers_at
 from foreword.errors import InputError
 
 Block = Literal["full", "attention", "mlp", "none"]
@@ -75,6 +76,16 @@ class Weights(nn.Module):
 class Clover(Drafter):
     paper = "Clover, arXiv 2405.00263"
     needs = Needs(hidden=True, prompt="all")
+    wide = {
+        "cell.look.query": WITHIN,
+        "cell.look.key": Wide("normed", "unit"),
+        "cell.look.value": Wide("normed", "unit"),
+        "cell.look.norm": NORM,
+        "cell.look.product": Wide("normed", ("normed", "unit")),
+        "heads.*.linear": WITHIN,
+        "norm": NORM,
+        **layers_at("block"),
+    }
     module: Weights
 
     def __init__(

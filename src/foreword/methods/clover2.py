@@ -26,6 +26,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried, level_paths
+from foreword.core.widening import NORM, WITHIN, Wide, layers_at
 from foreword.errors import DrafterError, InputError
 
 LAYERS = 2
@@ -78,6 +79,19 @@ def _little(weight: Tensor) -> Tensor:
 
 class Clover2(Drafter):
     paper = "Clover-2, arXiv 2408.00264"
+    wide = {
+        "taps": Wide("stream", ("stream",)),
+        "*.query": WITHIN,
+        "*.key": Wide("normed", "stream"),
+        "fuse.value": Wide("stream", "stream"),
+        "step.value": Wide("normed", "stream"),
+        "first": WITHIN,
+        "later": Wide("normed", ("normed", "stream")),
+        "norm": NORM,
+        "*_norm": NORM,
+        "*.norm": NORM,
+        **layers_at("block"),
+    }
     module: Weights
 
     def __init__(

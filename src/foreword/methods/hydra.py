@@ -25,6 +25,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, carried
+from foreword.core.widening import NORM, WITHIN, Wide, layers_at
 from foreword.errors import InputError
 
 
@@ -53,6 +54,13 @@ class Weights(nn.Module):
 
 class Hydra(Drafter):
     paper = "Hydra, arXiv 2402.05109"
+    wide = {
+        "heads.*.through": Wide("normed", ("normed", "stream")),
+        "heads.*.bent": Wide("normed", ("normed", "stream")),
+        "heads.*.blocks.*.linear": WITHIN,
+        "norm": NORM,
+        **layers_at("prefix"),
+    }
     module: Weights
 
     def __init__(

@@ -24,6 +24,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan
+from foreword.core.widening import WITHIN
 from foreword.errors import InputError
 
 DECAY = 0.8
@@ -32,6 +33,7 @@ DECAY = 0.8
 class Medusa(Drafter):
     paper = "Medusa, arXiv 2401.10774"
     needs = Needs(hidden=True, prompt="last")
+    wide = {"*.linear": WITHIN}
     module: nn.ModuleList
 
     def __init__(

@@ -1,6 +1,7 @@
 """Trained drafters as folders: config.json, model.safetensors, and what `train` writes beside them.
 
-In: a drafter that is bound to its target. Out: a folder that only the same method, on the same target, takes in again.
+In: a drafter that is bound to its target. Out: a folder that only the same method, on the same target, takes in again, or on
+that target grown, which has the same function: then the weights are widened as the target was.
 Loading is strict: another target, another method, other sizes or a damaged file are refused by name.
 """
 
@@ -9,13 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from foreword.core.drafter import Drafter
 from foreword.core.trainable import Trainable
-from foreword.errors import DrafterError
+from foreword.core.widening import widened
+from foreword.errors import DrafterError, InputError
+from foreword.methods import METHODS, untrained
 from foreword.model.checkpoint import Stored, read_weights, write_weights
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
@@ -47,7 +51,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     try:
         about = json.loads(file.read_text())
     except FileNotFoundError as error:
-        raise DrafterError(f"{file} is missing; name the folder of a trained drafter") from error
+        missing = file if file.parent.is_dir() else f"the folder {file.parent}"
+        raise DrafterError(f"{missing} is missing; name the folder of a trained drafter") from error
     except (OSError, ValueError) as error:
         raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
     if not isinstance(about, dict) or not {"method", "config", "target"} <= set(about):
@@ -55,36 +60,86 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return about
 
 
-@torch.no_grad()
+def outline(folder: str | Path, rows: int | None = None, **options: Any) -> Drafter:
+    """The drafter that a folder describes, not bound and without its weights. `options` may add to what it was trained
+    with, not change it."""
+    about = read_config(folder)
+    method, config = about["method"], about["config"]
+    if not (method in METHODS and METHODS[method].trained):
+        raise DrafterError(f"{folder} holds a drafter of {method!r}, which this version of Foreword does not train")
+    try:
+        untrained(method, **config)
+    except (InputError, TypeError) as error:
+        raise DrafterError(f"{Path(folder) / CONFIG} cannot be used ({error}); copy or train the drafter again") from error
+    drafter = untrained(method, rows, **config | options)
+    made = json.loads(json.dumps(cast(Trainable, drafter).config))
+    for name in options:
+        if name in made and made[name] != config.get(name):
+            told = f"{name}={options[name]!r} is given, but {folder} was trained with {name}={config.get(name)!r}"
+            raise InputError(f"{method}: {told}; leave {name} out")
+    return drafter
+
+
+def restore(folder: str | Path, target: Model, rows: int | None = None, **options: Any) -> Drafter:
+    """The drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
+    drafter = outline(folder, rows, **options)
+    _check_target(folder, target)
+    drafter.bind(target, 1)
+    _fill(cast(Trainable, drafter), folder, target)
+    return drafter
+
+
+def trained_for(folder: str | Path) -> Fingerprint:
+    try:
+        return Fingerprint.from_dict(read_config(folder)["target"])
+    except TypeError as error:
+        file = Path(folder) / CONFIG
+        raise DrafterError(
+            f"{file} does not say which model it was trained for ({error}); copy or train the drafter again"
+        ) from error
+
+
 def load_into(drafter: Trainable, folder: str | Path, target: Model) -> None:
     """Put saved weights into a bound drafter's module."""
     about, method = read_config(folder), method_of(drafter)
     if about["method"] != method:
         raise DrafterError(f"{folder} holds a drafter of {about['method']}, not of {method}; choose that method")
-    try:
-        trained_for, found = Fingerprint.from_dict(about["target"]), Fingerprint.of(target)
-    except TypeError as error:
-        raise DrafterError(
-            f"{folder}/{CONFIG} does not say which model it was trained for ({error}); train again"
-        ) from error
-    if not trained_for.matches(found):
-        raise DrafterError(
-            f"{method}: trained for {trained_for}, but the target is {found}; load the matching drafter or train one"
-        )
+    _check_target(folder, target)
     own = json.loads(json.dumps(drafter.config))
     if own != about["config"]:
         raise DrafterError(f"{method}: made with {own}, but {folder} was trained with {about['config']}; use those options")
+    _fill(drafter, folder, target)
+
+
+def _check_target(folder: str | Path, target: Model) -> None:
+    wanted, found = trained_for(folder), Fingerprint.of_function(target)
+    if not wanted.matches(found):
+        method = read_config(folder)["method"]
+        raise DrafterError(
+            f"{method}: trained for {wanted}, but the target is {found}; load the matching drafter or train one"
+        )
+
+
+@torch.no_grad()
+def _fill(drafter: Trainable, folder: str | Path, target: Model) -> None:
     weights, places = read_weights(Path(folder) / WEIGHTS), drafter.module.state_dict()
+    _check_names(Path(folder) / WEIGHTS, weights, places)
+    if grown := target.grown:
+        wide, times, hidden = drafter.wide, grown.times, target.hidden_size // grown.times
+        weights = {name: widened(name, one.to(target.device), wide, times, hidden) for name, one in weights.items()}
     _check_shapes(Path(folder) / WEIGHTS, weights, places)
     for name, place in places.items():
         place.copy_(weights[name])
 
 
-def _check_shapes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+def _check_names(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
     wrong = sorted(set(weights) ^ set(places))
     if wrong:
         where = "lacks" if wrong[0] in places else "has an unknown"
         raise DrafterError(f"{file} {where} tensor {wrong[0]!r}; copy or train the drafter again")
+
+
+def _check_shapes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
     for name, place in places.items():
         if weights[name].shape != place.shape:
             raise DrafterError(f"{file}: {name} has shape {tuple(weights[name].shape)}, needed is {tuple(place.shape)}")

@@ -1,7 +1,8 @@
 """What a pass costs by its number of rows, on this machine: measured once per model, device, dtype and thread count.
 
 Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs. The curve is
-kept under `place()/costs`, so only the first load pays the second or two that measuring takes.
+kept under `place()/costs`, so only the first load pays the second or two that measuring takes. What a drafter's own work
+costs, which is no pass of the target, is measured and kept in the same way, under `place()/drafts`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from foreword.core.draft import Draft, Tree
+from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
-from foreword.core.state import Lanes
+from foreword.core.sampling import Sampling
+from foreword.core.scores import Accepted
+from foreword.core.state import Lanes, State
 from foreword.errors import ForewordWarning, StorageError
 from foreword.model.capture import Captured, settle
 from foreword.model.storage import home, place
@@ -62,12 +66,21 @@ class CostCurve:
 
 def curve_for(model: Model) -> CostCurve:
     """The curve of this model on this machine, from the cache or measured now."""
-    file = place() / "costs" / f"{_mark(model)}.json"
+    return _remembered(model, "costs", lambda: measure(model))
+
+
+def draft_seconds(model: Model, name: str, make: Callable[[], Drafter]) -> float:
+    """What a drafter does in a round beside the target's pass, from the cache under this name or measured now."""
+    return _remembered(model, f"drafts/{name}", lambda: measure_draft(model, make())).at(1)
+
+
+def _remembered(model: Model, folder: str, measured: Callable[[], Tries]) -> CostCurve:
+    file = place() / folder / f"{_mark(model)}.json"
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]))
     except (OSError, ValueError, KeyError, TypeError):
-        tries = measure(model)
+        tries = measured()
     curve = tries.curve()
     if tries.steady:  # what a busy machine shows is used once and not remembered
         _keep(file, {"what": _description(model), **asdict(curve)})
@@ -79,11 +92,11 @@ def _keep(file: Path, content: dict[str, object]) -> None:
     written = file.with_suffix(f".{os.getpid()}")
     try:
         home()
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         written.write_text(json.dumps(content, indent=1), encoding="utf-8")
         os.replace(written, file)
     except (OSError, StorageError) as error:
-        warnings.warn(f"row costs are measured at every load: {error}", ForewordWarning, stacklevel=2)
+        warnings.warn(f"costs are measured at every load: {error}", ForewordWarning, stacklevel=2)
         with suppress(OSError):
             written.unlink()
 
@@ -118,8 +131,33 @@ def measure(model: Model, rows: tuple[int, ...] = ROWS) -> Tries:
         return Tries(rows, [[_time(one, model.device) for _ in range(REPEATS)] for one in passes])
 
 
+@torch.inference_mode()
+def measure_draft(model: Model, drafter: Drafter) -> Tries:
+    """Time `propose` and `observe` on a made-up text, of which a round accepts the root alone."""
+    device = model.device
+    with model.aside(1, CONTEXT, 1):
+        drafter.bind(model, 1)
+        cache = model.allocate(1, CONTEXT, drafter.shape.nodes + drafter.needs.grafted_rows)
+        state = State.empty(1, CONTEXT, cache.length, model.ends)
+        state.table.set(0, Sampling(seed=0))
+        cache.length.fill_(CONTEXT // 2)
+        state = state.at(replace(Lanes.of([0], CONTEXT // 2, device), changes=device.type == "cuda"))
+        drafter.begin(state)
+        draft = drafter.propose(state)
+        scores = model.score(state.lanes, draft, drafter.needs)
+        path = torch.zeros(1, min(drafter.shape.depth + 1, draft.nodes), dtype=torch.long, device=device)
+        accepted = Accepted(path, torch.ones_like(path[:, 0]), state.root)
+
+        def work() -> None:
+            drafter.propose(state)
+            drafter.observe(state, draft, scores, accepted)
+
+        once = _ready(work, device, drafter.capturable)
+        return Tries((1,), [[_time(once, device) for _ in range(REPEATS)]])
+
+
 def _pass(model: Model, rows: int) -> Callable[[], object]:
-    """A pass over so many rows, warmed up; on CUDA captured, as rounds are."""
+    """A pass over so many rows, ready to be timed."""
     device = model.device
     tokens = torch.zeros(1, rows, dtype=torch.long, device=device)
     draft = Draft(tokens, Tree.chain(rows, device), torch.tensor([rows], device=device))
@@ -128,10 +166,15 @@ def _pass(model: Model, rows: int) -> Callable[[], object]:
     def score() -> object:
         return model.score(lanes, draft, Needs())
 
-    if device.type == "cuda":
-        return Captured(score).replay
-    score()
-    return score
+    return _ready(score, device)
+
+
+def _ready(call: Callable[[], object], device: torch.device, capturable: bool = True) -> Callable[[], object]:
+    """Warmed up; on CUDA captured, as rounds are."""
+    if device.type == "cuda" and capturable:
+        return Captured(call).replay
+    call()
+    return call
 
 
 def _time(one: Callable[[], object], device: torch.device) -> float:

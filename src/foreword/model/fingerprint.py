@@ -42,6 +42,11 @@ class Fingerprint:
         return Fingerprint(model.name, config, model.vocab_size, _hash(parts), str(model.dtype).removeprefix("torch."), few)
 
     @staticmethod
+    def of_function(model: Model) -> Fingerprint:
+        """Of the model, or of the one that it was grown from, which computes the same: whose drafters serve it."""
+        return Fingerprint.of(model) if model.grown is None else model.grown.original
+
+    @staticmethod
     def from_dict(fields: dict[str, Any]) -> Fingerprint:
         return Fingerprint(**fields)
 

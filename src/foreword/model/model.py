@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 import torch
@@ -26,11 +27,29 @@ from foreword.model.cost import CostCurve
 from foreword.model.families import family_of
 from foreword.model.stack import Rows, Stack
 
+if TYPE_CHECKING:
+    from foreword.model.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Of a model that is another one made wider, its function unchanged: how many times, and who the other one is."""
+
+    times: int
+    original: Fingerprint
+    parameters: int  # of the wide one, counted as transformers does
+
 
 class Model:
     """Satisfies `core.Target`."""
 
-    def __init__(self, hf: PreTrainedModel, name: str | None = None, curve: CostCurve | None = None) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        name: str | None = None,
+        curve: CostCurve | None = None,
+        grown: Grown | None = None,
+    ) -> None:
         self.hf = hf
         self.family = family_of(hf.config)
         attention.install(hf)
@@ -47,6 +66,7 @@ class Model:
         self.max_context: int = hf.config.max_position_embeddings
         self.context = self.max_context
         self.curve = curve
+        self.grown = grown
 
     @property
     def device(self) -> torch.device:

@@ -133,7 +133,7 @@ def pack(model: nn.Module) -> None:
     """Rebuild a float32 model on the CPU; an embedding tied to the head keeps its own weights."""
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     keep_stock = size <= _KEEP_BOTH_BYTES
-    for module in list(model.modules()):
+    for module in _parents(model):
         for names in FUSED:
             if all(type(getattr(module, name, None)) is nn.Linear for name in names):
                 _replace(module, names, lambda weight, bias: PackedLinear(weight, bias, keep_stock))
@@ -150,10 +150,15 @@ def can_fuse(device: torch.device, dtype: torch.dtype) -> bool:
 
 def fuse(model: nn.Module) -> None:
     """Rebuild a model in half precision on CUDA."""
-    for module in list(model.modules()):
+    for module in _parents(model):
         for names in FUSED:
             if all(type(getattr(module, name, None)) is nn.Linear for name in names):
                 _replace(module, names, JointLinear)
+
+
+def _parents(model: nn.Module) -> list[nn.Module]:
+    """Every module but the linears: holding those would keep all their weights until the last of them is replaced."""
+    return [module for module in model.modules() if type(module) is not nn.Linear]
 
 
 def read_bytes(model: nn.Module) -> int:

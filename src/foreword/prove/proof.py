@@ -18,7 +18,7 @@ from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError
-from foreword.methods import make
+from foreword.methods.wanted import Wanted
 from foreword.prove.referee import Referee, Ruling
 from foreword.prove.report import Choice, Difference, MethodProof, Report, name_of
 from foreword.results import Stats
@@ -38,10 +38,10 @@ def prove(
 ) -> Report:
     """Test that each method writes what plain decoding writes. `rows` bounds its passes; None is what pays here.
 
-    `progress` hears what is being run, how many texts of it are done, and of how many. The LLM is left with the last
-    method.
+    A method is a name, or NAME=FOLDER for a trained drafter. `progress` hears what is being run, how many texts of it are
+    done, and of how many. The LLM is left with the last method.
     """
-    _check(methods, prompts, samplings, rows)
+    _check(llm, methods, prompts, samplings, rows)
     named = {name_of(sampling): sampling for sampling in [sampling.seeded() for sampling in samplings]}
     asked = {name: _requests(llm, prompts, sampling, max_new_tokens) for name, sampling in named.items()}
     total = len(prompts) * len(named)
@@ -55,13 +55,27 @@ def prove(
     return Report.of(llm, named, max_new_tokens, proofs)
 
 
-def _check(methods: Sequence[str], prompts: Sequence[Prompt], samplings: Sequence[Sampling], rows: int | None) -> None:
+def compare(original: LLM, other: LLM, prompts: Sequence[Prompt], max_new_tokens: int = 64) -> MethodProof:
+    """Test that another model, of the same function, writes what `original` writes: both plainly and greedily.
+
+    Where they part, the original is asked again in float64, as for a method. Both LLMs are left with plain decoding.
+    """
+    sampling = Sampling(seed=0)
+    requests = _requests(original, prompts, sampling, max_new_tokens)
+    texts = _write_plain(original.use("plain").engine, prompts, requests, lambda: None)
+    trial = Trial(name_of(sampling), texts).run(other.use("plain").engine, lambda: None)
+    return _proof([trial], original, Referee(original.model))
+
+
+def _check(
+    llm: LLM, methods: Sequence[str], prompts: Sequence[Prompt], samplings: Sequence[Sampling], rows: int | None
+) -> None:
     """Refuse now what would fail after plain decoding has written everything."""
     for given, name in ((methods, "methods"), (prompts, "prompts"), (samplings, "samplings")):
         if not given:
             raise InputError(f"there are no {name} to prove with; give at least one")
     for method in methods:
-        make(method, rows=rows)
+        Wanted.of(method, rows=rows).on(llm.model)
 
 
 def _requests(llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int) -> list[Request]:

@@ -1,6 +1,6 @@
 """Contenders and prompts for the measuring loop, and timings whose every figure is known."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -14,9 +14,9 @@ class Stub:
     def __init__(self, name: str, diary: list[tuple[str, str, int]], tokens: list[int], rounds: int) -> None:
         self.name, self.diary, self.answer = name, diary, Answer(tokens, rounds, 0.25)
 
-    def __call__(self, prompt: list[Message], max_new_tokens: int) -> Answer:
-        self.diary.append((self.name, prompt[-1]["content"], max_new_tokens))
-        return self.answer
+    def __call__(self, prompts: Sequence[list[Message]], max_new_tokens: int) -> list[Answer]:
+        self.diary += [(self.name, prompt[-1]["content"], max_new_tokens) for prompt in prompts]
+        return [self.answer] * len(prompts)
 
 
 @pytest.fixture

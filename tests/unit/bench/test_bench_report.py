@@ -11,13 +11,13 @@ import torch
 
 import foreword
 from foreword.bench import report as report_module
-from foreword.bench.report import Row, facts, rows, tables, write_report
+from foreword.bench.report import Row, content, facts, grown_words, rows, stop_words, stops_paying, tables, write_report
 from foreword.bench.run import Benchmark, Timing
 from foreword.errors import StorageError
 
 
 def timing(contender: str, group: str, tokens: int, rounds: int, seconds: float, loops: float, same: bool = True) -> Timing:
-    return Timing("q", group, contender, tokens, rounds, seconds, None, loops, same)
+    return Timing("q", group, contender, tokens, rounds, seconds, None, loops, int(same))
 
 
 BENCHMARK = Benchmark(
@@ -55,7 +55,7 @@ def test_without_plain_speeds_are_over_the_first() -> None:
 
 
 def test_tables_overall_where_text_is_copied_and_by_group() -> None:
-    found = tables(BENCHMARK)
+    found = tables([BENCHMARK])
     assert list(found) == ["overall", "rag + translation", "rag", "qa", "translation"]
     assert found["rag + translation"] == rows(BENCHMARK, ["rag", "translation"])
     assert found["qa"] == rows(BENCHMARK, ["qa"])
@@ -63,25 +63,25 @@ def test_tables_overall_where_text_is_copied_and_by_group() -> None:
 
 def test_one_group_of_copied_text_needs_no_sum() -> None:
     some = Benchmark(("plain",), 8, (timing("plain", "rag", 8, 8, 1.0, 0.0), timing("plain", "qa", 8, 8, 1.0, 0.0)))
-    assert list(tables(some)) == ["overall", "rag", "qa"]
+    assert list(tables([some])) == ["overall", "rag", "qa"]
 
 
 def test_one_group_is_the_whole() -> None:
-    assert list(tables(Benchmark(("plain",), 8, (timing("plain", "rag", 8, 8, 1.0, 0.0),)))) == ["overall"]
+    assert list(tables([Benchmark(("plain",), 8, (timing("plain", "rag", 8, 8, 1.0, 0.0),))])) == ["overall"]
 
 
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("sys.argv", ["/some/where/foreword", "bench", "--prompts", "my questions.jsonl"])
     folder = tmp_path / "deep" / "down"
-    write_report(BENCHMARK, folder, dtype="float32", model="tiny")
+    write_report([BENCHMARK], folder, dtype="float32", model="tiny")
     return folder
 
 
 def test_results_json_holds_every_number_and_its_origin(report: Path) -> None:
     found = json.loads((report / "results.json").read_text())
     assert found["timings"] == [asdict(one) for one in BENCHMARK.timings]
-    assert found["tables"] == {name: [asdict(row) for row in table] for name, table in tables(BENCHMARK).items()}
+    assert found["tables"] == {name: [asdict(row) for row in table] for name, table in tables([BENCHMARK]).items()}
     assert (found["max_new_tokens"], found["base"]) == (128, "plain")
     about = found["about"]
     assert about["command"] == "foreword bench --prompts 'my questions.jsonl'"
@@ -93,14 +93,16 @@ def test_results_json_holds_every_number_and_its_origin(report: Path) -> None:
 def test_report_md_reads_like_the_tables(report: Path) -> None:
     text = (report / "report.md").read_text()
     assert "`foreword bench --prompts 'my questions.jsonl'`" in text and "at most 128 new tokens" in text
-    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == list(tables(BENCHMARK))
+    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [
+        f"{name}, one text at a time" for name in tables([BENCHMARK])
+    ]
     assert "| fast | 22.5 | 1.88x | 2.40 | 11% | 2 of 3 |" in text and "over plain" in text
     widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert widths == {7}
 
 
 def test_a_report_may_be_written_again(report: Path) -> None:
-    write_report(BENCHMARK, report)
+    write_report([BENCHMARK], report)
     assert "model" not in json.loads((report / "results.json").read_text())["about"]
 
 
@@ -131,4 +133,49 @@ def test_the_commit_says_whether_the_source_was_changed(tmp_path: Path, monkeypa
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/out.*name a folder"):
-        write_report(BENCHMARK, tmp_path / "file" / "out")
+        write_report([BENCHMARK], tmp_path / "file" / "out")
+
+
+# Several texts at once ----------------------------------------------------------------------------------------------------
+
+
+def batch(size: int, **seconds: float) -> Benchmark:
+    timings = (Timing("1 2", "mixed", name, 120, 60, spent, None, 0.0, 2, 2, size) for name, spent in seconds.items())
+    return Benchmark(tuple(seconds), 64, tuple(timings), size, {"plain": 1.5, "fast": 0.75, "late": 0.75})
+
+
+BATCHES = [
+    batch(1, plain=10.0, fast=5.0, late=8.0),
+    batch(4, plain=6.0, fast=4.0, late=6.0),
+    batch(8, plain=4.0, fast=5.0, late=3.2),
+    batch(16, plain=2.0, fast=2.0, late=1.0),
+]
+
+
+def test_a_method_stops_paying_where_it_is_never_ahead_again() -> None:
+    found = content(BATCHES, {})
+    assert found["stops_paying"] == {"fast": 8, "late": None}
+    assert stops_paying({2: rows(batch(2, plain=1.0, fast=2.0))})["fast"] == 2
+    assert stop_words("fast", 2, [2, 4]) == "fast pays at no batch tried"
+
+
+def test_batches_in_the_files(tmp_path: Path) -> None:
+    grown = {"times": 8, "parameters": 7_010_000_000, "prompts": 4, "tokens": 200, "identical": 3, "ties": 1}
+    write_report(BATCHES, tmp_path, model="tiny, grown r=8", grown=grown)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert list(found["batches"]) == ["1", "4", "8", "16"] and len(found["timings"]) == 12
+    assert found["batches"]["4"][1]["speedup"] == 1.5 and found["warm_up_s"]["8"]["fast"] == 0.75
+    text = (tmp_path / "report.md").read_text()
+    assert "| batch | plain, tokens/s | fast, tokens/s | fast, over plain | late, tokens/s | late, over plain |" in text
+    assert "| 8 | 30.0 | 24.0 | 0.80x | 37.5 | 1.25x |" in text
+    assert "- fast stops paying at batch 8\n- late still pays at batch 16, the largest tried\n" in text
+    assert "in no figure above: batch 1: 3.0 s" in text
+    assert "tiny, grown r=8" in text and grown_words(grown) in text
+    for words in ("Grown r=8", "7.01 B", "3 of them are its original's", "1 in all"):
+        assert words in grown_words(grown)
+
+
+def test_batches_alone_have_no_tables_of_groups(tmp_path: Path) -> None:
+    write_report(BATCHES[1:], tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## by batch"]

@@ -55,7 +55,7 @@ def test_only_our_own_warnings_are_shown(capsys):
 
 
 def test_figures_are_pooled(tiny_model):
-    with foreword.load(tiny_model) as llm:
+    with foreword.load(tiny_model, "prompt_lookup") as llm:
         results = llm.generate(["one", "two"], max_new_tokens=8, ignore_eos=True)
     rounds = sum(result.stats.rounds for result in results)
     assert (

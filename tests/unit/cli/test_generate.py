@@ -166,8 +166,15 @@ def test_an_unknown_method_names_the_nearest(run):
 
 
 def test_an_unknown_option_of_a_method(run, tiny_model):
-    one_line(run("generate", "hi", "--model", tiny_model, "--method-option", "tabel=reset"), "prompt_lookup", "tabel")
-    one_line(run("generate", "hi", "--model", tiny_model, "--method-option", "name=x"), "prompt_lookup", "name")
+    asked = ("generate", "hi", "--model", tiny_model, "--method", "prompt_lookup", "--method-option")
+    one_line(run(*asked, "tabel=reset"), "prompt_lookup", "tabel")
+    one_line(run(*asked, "name=x"), "prompt_lookup", "name")
+
+
+def test_an_option_without_its_method(run, tiny_model):
+    one_line(
+        run("generate", "hi", "--model", tiny_model, "--method-option", "table=reset"), "table: an option belongs to one"
+    )
 
 
 def test_a_wrong_model_folder(run, tmp_path):
@@ -229,7 +236,7 @@ def test_a_cache_folder_that_cannot_be_written(run, tiny_model, tmp_path, monkey
     shown = run("generate", "hi", "--model", tiny_model, *SHORT)
     assert shown.exit_code == 0 and shown.stdout
     (line,) = shown.stderr.splitlines()
-    assert line.startswith("warning: row costs are measured at every load") and "FOREWORD_HOME" in line
+    assert line.startswith("warning: costs are measured at every load") and "FOREWORD_HOME" in line
 
 
 def test_a_missing_prompt_file(run, tmp_path):

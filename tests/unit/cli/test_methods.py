@@ -29,4 +29,5 @@ def test_json(run):
         "summary": METHODS["token_recycling"].summary,
         "trained": False,
         "paper": "Token Recycling, arXiv 2408.08696",
+        "ships_for": None,
     }

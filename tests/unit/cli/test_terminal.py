@@ -76,7 +76,8 @@ def terminal(*args: object, **environment: str) -> Iterator[Terminal]:
 
 
 def test_generate_streams_and_ends_with_figures(tiny_model):
-    with terminal("generate", "hello", "--model", tiny_model, "--max-new-tokens", 8, "--ignore-eos") as screen:
+    asked = ("--model", tiny_model, "--max-new-tokens", 8, "--ignore-eos", "--method", "prompt_lookup")
+    with terminal("generate", "hello", *asked) as screen:
         shown = screen.wait_for("prompt_lookup")
         assert screen.wait() == 0
     assert re.search(r"\x1b\[2m8 tokens, all that --max-new-tokens allows · [\d.]+ tokens/round · [\d.]+ tokens/s", shown)

@@ -2,15 +2,20 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from doubles import fresh, target
+from doubles import TRAINED, LastHidden, fresh, target
+from foreword.core.draft import Draft
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
 from foreword.errors import ForewordWarning
+from foreword.methods import METHODS, make, untrained
 from foreword.model import cost
-from foreword.model.cost import CostCurve, Tries, curve_for, measure
+from foreword.model.cost import CostCurve, Tries, curve_for, draft_seconds, measure, measure_draft
 from foreword.model.model import Model
 from foreword.model.pack import fuse
 
@@ -119,7 +124,7 @@ def test_a_curve_that_cannot_be_kept_is_used_all_the_same(
     (tmp_path / "home" / blocked).write_text("")
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "home"))
     measured.append(STEADY)
-    with pytest.warns(ForewordWarning, match="row costs are measured at every load: .*home"):
+    with pytest.warns(ForewordWarning, match="costs are measured at every load: .*home"):
         assert curve_for(target()) == STEADY.curve()
 
 
@@ -139,3 +144,41 @@ def test_measuring_leaves_the_engine_its_cache() -> None:
     held = model.allocate(2, 40, 4)
     measure(model, rows=(1,))
     assert model.cache is held and model.context == 40
+
+
+# Drafts -------------------------------------------------------------------------------------------------------------------
+
+
+class Slow(LastHidden):
+    """Takes its time in both halves of a round."""
+
+    def propose(self, state: State) -> Draft:
+        time.sleep(0.01)
+        return super().propose(state)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        time.sleep(0.02)
+        super().observe(state, draft, scores, accepted)
+
+
+def test_a_drafters_own_work_is_timed() -> None:
+    """Both halves of a round, and not the pass between them."""
+    tries = measure_draft(target(), Slow())
+    assert tries.rows == (1,) and 0.03 <= min(tries.seconds[0]) < 0.1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_drafter_can_be_timed(name: str) -> None:
+    model = target()
+    drafter = untrained(name, **TRAINED[name]) if name in TRAINED else make(name)
+    assert measure_draft(model, drafter).curve().at(1) > 0
+    assert model.context == model.max_context  # what was there before is back
+
+
+def test_what_a_draft_costs_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    monkeypatch.setattr(Tries, "steady", True)
+    first = draft_seconds(target(), "slow", Slow)
+    assert draft_seconds(target(), "slow", lambda: pytest.fail("measured again")) == first
+    assert draft_seconds(target(), "quick", LastHidden) < first
+    assert len(list((tmp_path / "drafts").rglob("*.json"))) == 2 and not (tmp_path / "costs").exists()

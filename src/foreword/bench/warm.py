@@ -1,0 +1,47 @@
+"""Capturing before the clock runs: every round that texts of known lengths can meet, in all numbers of them at once.
+
+In: an engine, and how long texts are at first and at last. Out: its captured rounds; the texts that made them are noise, and
+what a drafter learned from them is forgotten. An engine that captures nothing is left alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foreword.engine.admit import round_up
+from foreword.engine.engine import Engine
+from foreword.engine.graph import SPAN_BUCKET, Replay
+from foreword.engine.request import Request
+
+ROUNDS = 4  # the first of a bucket runs as it is written, the second is captured, and late reading takes one more
+
+
+def capture_rounds(engine: Engine, shortest: int, longest: int) -> None:
+    """For texts that begin with `shortest` tokens or more and end with `longest` or fewer."""
+    if not isinstance(engine.loop, Replay):
+        return
+    held = {name: value.clone() for name, value in vars(engine.drafter).items() if isinstance(value, Tensor)}
+    generator = torch.Generator().manual_seed(0)
+    for length in lengths(shortest, longest + engine.drafter.shape.depth + 1, engine.max_context):
+        for count in sizes(engine.slots.count):
+            engine.generate(_requests(engine, count, length, generator))
+    for name, value in held.items():
+        getattr(engine.drafter, name).copy_(value)
+
+
+def lengths(shortest: int, longest: int, context: int) -> list[int]:
+    """Of prompts, one for each span that rounds are captured for: just long enough for it."""
+    spans = range(max(shortest - 1, 1) // SPAN_BUCKET, -(-longest // SPAN_BUCKET))
+    return [span * SPAN_BUCKET + 2 for span in spans if span * SPAN_BUCKET + 3 < context]
+
+
+def sizes(slots: int) -> list[int]:
+    """How many texts a captured round can have: free slots fill it up, as far as there are any."""
+    return sorted({min(round_up(count), slots) for count in range(1, slots + 1)})
+
+
+def _requests(engine: Engine, count: int, length: int, generator: torch.Generator) -> list[Request]:
+    tokens = torch.randint(engine.target.vocab_size, (count, length), generator=generator).tolist()
+    most = min(ROUNDS * (engine.drafter.shape.depth + 1), engine.max_context - length)
+    return [Request(tuple(prompt), max_new_tokens=most, ignore_eos=True) for prompt in tokens]

@@ -1,0 +1,66 @@
+"""`--grow R`, for the commands that time a model: loaded, made wider, and its text compared before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreword.cli.console import waiting
+from foreword.cli.options import MODEL, MethodOptions, ModelOptions
+from foreword.errors import ModelError
+
+if TYPE_CHECKING:
+    from foreword.api import LLM
+    from foreword.text import Prompt
+
+COMPARED = 4  # prompts
+
+Grow = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        metavar="R",
+        rich_help_panel=MODEL,
+        help="Make the model R times as wide (2, 4, 8, ...) without changing its function: its text at the cost of a larger "
+        "one. The default model grown 8 times has 7.0 B parameters.",
+    ),
+]
+
+
+@contextmanager
+def loaded(
+    model: ModelOptions, times: int | None, slots: int, prompts: Sequence[Prompt]
+) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """The model, grown if asked, decoding plainly; and what a report has to say of it."""
+    if times is None:
+        with model.load(MethodOptions(method="plain"), slots) as llm:
+            yield llm, {}
+        return
+    # Fetching draws a bar of its own, and two live displays would overwrite each other.
+    with waiting(f"growing {model.name} {times} times") if model.is_here() else nullcontext():
+        from foreword.bench.grow import load_grown  # noqa: PLC0415  imports torch
+
+        original, grown = load_grown(model.model, times, slots=slots, **model.where())
+    with grown:
+        with original, waiting("comparing its text with the original's"):
+            said = _compared(original, grown, prompts[:COMPARED])
+        del original
+        yield grown, said
+
+
+def _compared(original: LLM, grown: LLM, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    from foreword.prove import compare  # noqa: PLC0415  imports torch
+
+    found = compare(original, grown, prompts)
+    if found.bugs:
+        raise ModelError(
+            f"{grown.model.name}: its text parts from the original's at {found.bugs} places that are no ties, so that its "
+            "figures would mean nothing; use a wider dtype"
+        )
+    assert grown.model.grown is not None
+    said = {name: getattr(found, name) for name in ("prompts", "tokens", "identical", "ties")}
+    said |= {"times": grown.model.grown.times, "parameters": grown.model.grown.parameters}
+    return {"grown": said}

@@ -1,0 +1,83 @@
+"""How weights for hidden size H become weights for r H that compute the same: those of a target, and those of its drafters.
+
+A wide row is r copies of a narrow one, end to end, in one of three sizes: what a norm gives is copied as it is; the stream
+that layers add to, which the embedding begins, is divided by r, so that a head tied to the embedding sums r copies to what
+it was; a row of length 1 is so much shorter in every copy. A weight says what it reads and writes, and the rest follows.
+With r a power of two nothing is rounded, except where a row of length 1 is read and r is no square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foreword.errors import InputError
+
+Size = Literal["normed", "stream", "unit"]
+
+
+@dataclass(frozen=True)
+class Wide:
+    """What a linear, its bias included, or the weight of a norm, which reads whatever it is given, has to do with rows.
+
+    `reads` is a row of any width, or several of hidden size side by side; where there are more, they are like the last.
+    """
+
+    writes: Size
+    reads: Size | tuple[Size, ...] = "normed"
+
+    def widened(self, weight: Tensor, times: int, hidden: int) -> Tensor:
+        """A weight [out, in], bias or norm for rows `times` as wide; `hidden` is the narrow hidden size."""
+        size = {"normed": 1.0, "stream": 1 / times, "unit": times**-0.5}
+        if weight.dim() == 1:
+            return (weight * size[self.writes]).repeat(times)
+        reads = (self.reads,) if isinstance(self.reads, str) else self.reads
+        parts = [weight] if isinstance(self.reads, str) else weight.split(hidden, dim=1)
+        sizes = [size[reads[min(place, len(reads) - 1)]] for place in range(len(parts))]
+        scaled = [part * (size[self.writes] / read / times) for part, read in zip(parts, sizes, strict=True)]
+        return torch.cat([part.repeat(1, times) for part in scaled], dim=1).repeat(times, 1)
+
+
+NORM = Wide("normed")
+WITHIN = Wide("normed", "normed")
+INTO_STREAM = Wide("stream", "normed")
+
+LAYER = {
+    "self_attn.[qkv]_proj": WITHIN,
+    "self_attn.o_proj": INTO_STREAM,
+    "mlp.gate_proj": WITHIN,
+    "mlp.up_proj": WITHIN,
+    "mlp.down_proj": INTO_STREAM,
+    "*_layernorm": NORM,
+}
+"""A decoder layer with a norm before each half, and rotary positions: its heads are copied, and stay as wide as they are."""
+
+Table = Mapping[str, Wide]
+"""Names of modules, `*` for any part of a name, and how their weights widen."""
+
+
+def layers_at(place: str) -> dict[str, Wide]:
+    return {f"{place}.*.{name}": wide for name, wide in LAYER.items()}
+
+
+def widened(name: str, weight: Tensor, table: Table, times: int, hidden: int) -> Tensor:
+    """The weight called `name`, such as `block.0.mlp.up_proj.weight`, for rows `times` as wide."""
+    found = {wide for pattern, wide in table.items() if fnmatchcase(name.rpartition(".")[0], pattern)}
+    if len(found) != 1:
+        raise InputError(f"nothing says how {name} widens, or two things do; its table knows {', '.join(table)}")
+    return found.pop().widened(weight, times, hidden)
+
+
+def per_token(weight: Tensor, times: int) -> Tensor:
+    """An embedding or a head [V, H]: its rows belong to tokens and are as many as before."""
+    return (weight / times).repeat(1, times)
+
+
+def check_times(times: int) -> None:
+    if type(times) is not int or times < 1 or times & (times - 1):
+        raise InputError(f"a model grows by a power of two, which rounds nothing, got {times!r}; use 2, 4, 8 or 16")

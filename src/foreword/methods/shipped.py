@@ -1,0 +1,29 @@
+"""Trained drafters that come with Foreword: `weights/<method>/`, a folder each, as training left them.
+
+Read without torch, so that a listing of the methods answers at once. Whether one serves a target at hand is for
+its fingerprint to say: `auto.fitting`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from foreword.errors import DrafterError
+from foreword.methods import METHODS
+
+WEIGHTS = Path(__file__).parents[1] / "weights"
+
+
+def shipped() -> dict[str, Path]:
+    """Method -> folder."""
+    trained = [name for name, method in METHODS.items() if method.trained]
+    return {name: WEIGHTS / name for name in trained if (WEIGHTS / name / "config.json").is_file()}
+
+
+def model_of(folder: Path) -> str:
+    """The name of the model that a drafter was trained for."""
+    try:
+        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["target"]["name"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DrafterError(f"{folder / 'config.json'} cannot be read ({error}); install Foreword again") from error

@@ -1,0 +1,89 @@
+"""What a user asks for, a method or a trained drafter or neither, on its way to a Drafter that serves.
+
+`Wanted.of` refuses what can be refused before a model is loaded; `on` gives the drafter for the loaded target, with its
+weights. A trained method without a folder takes the drafter that ships for the target; "auto" what is expected fastest.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foreword.core.drafter import Drafter
+from foreword.errors import DrafterError, InputError
+from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, check_rows, find, make, untrained
+from foreword.methods.auto import expectations, fitting
+from foreword.methods.saved import outline, read_config, restore
+from foreword.methods.shipped import model_of, shipped
+from foreword.model.cost import curve_for
+from foreword.model.model import Model
+
+
+@dataclass(frozen=True)
+class Wanted:
+    method: str
+    folder: Path | None = None
+    rows: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    ships: bool = False  # the folder is ours, not one that the user named
+
+    @staticmethod
+    def of(
+        method: str = DEFAULT_METHOD,
+        drafter: str | os.PathLike[str] | None = None,
+        rows: int | None = None,
+        **options: Any,
+    ) -> Wanted:
+        """`method` may be NAME=FOLDER, which is both in one word. A folder alone says itself whose drafter it holds."""
+        name, both, folder = method.partition("=")
+        if both and drafter is not None:
+            raise InputError(f"method {method!r} names a drafter, and {str(drafter)!r} is given too; give one of them")
+        check_rows(rows)
+        given = folder if both else drafter
+        if given is not None:
+            return _from_folder(name, Path(given).expanduser(), rows, options)
+        if name == AUTO:
+            if options:
+                raise InputError(f"{', '.join(options)}: an option belongs to one method; name the method too")
+            return Wanted(AUTO, None, rows)
+        untrained(name, rows, **options)
+        if not METHODS[name].trained:
+            return Wanted(name, None, rows, options)
+        if name not in shipped():
+            raise _none_shipped(name, "this model")
+        outline(shipped()[name], rows, **options)
+        return Wanted(name, shipped()[name], rows, options, ships=True)
+
+    def on(self, model: Model) -> tuple[str, Drafter]:
+        """The method's name, and the drafter."""
+        if self.method == AUTO:
+            best = expectations(model, self.rows)[0].method
+            return Wanted(best, shipped().get(best), self.rows).on(model)
+        if self.ships and self.folder is not None and self.method not in fitting(model):
+            raise _none_shipped(self.method, f"{model.name} (there is one for {model_of(self.folder)})")
+        if self.folder is None:
+            drafter = make(self.method, self.rows, **self.options)
+        else:
+            drafter = restore(self.folder, model, self.rows, **self.options)
+        if drafter.wants_cost and model.curve is None:
+            model.curve = curve_for(model)
+        return self.method, drafter
+
+
+def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
+    if name != AUTO and not find(name).trained:
+        raise DrafterError(f"{name} has no weights of its own, so it takes no drafter; leave {folder} out")
+    held = read_config(folder)["method"]
+    if name not in (AUTO, held):
+        raise DrafterError(f"{folder} holds a drafter of {held}, not of {name}; choose {held}, or leave the method out")
+    outline(folder, rows, **options)
+    return Wanted(held, folder, rows, options)
+
+
+def _none_shipped(method: str, model: str) -> DrafterError:
+    return DrafterError(
+        f"{method} has weights of its own, and no drafter of it ships for {model}; "
+        f"train one with `foreword train {method}`, or name its folder with drafter=... (--drafter FOLDER)"
+    )

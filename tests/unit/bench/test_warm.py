@@ -1,0 +1,79 @@
+"""Capturing before the clock runs: every bucket that a benchmark can meet has been met, and nothing else has changed."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from doubles import CONTEXT, engine, requests, target
+from foreword.bench import warm
+from foreword.bench.warm import capture_rounds, lengths, sizes
+from foreword.engine import graph
+from foreword.engine.engine import Engine
+from foreword.engine.graph import Replay, _bucket
+from foreword.methods import make
+
+STEP = 16
+
+
+class Counting(Replay):
+    """Rounds run as they are written, and buckets are counted: what a GPU would have captured."""
+
+    def __init__(self, loop: Any) -> None:
+        super().__init__(loop)
+        self.met: dict[Any, int] = {}
+
+    def round(self, state: Any) -> Any:
+        bucket = _bucket(state)
+        self.met[bucket] = self.met.get(bucket, 0) + 1
+        return self.loop.round(state)
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (graph, warm):
+        monkeypatch.setattr(module, "SPAN_BUCKET", STEP)
+
+
+def counting(method: str, slots: int) -> tuple[Any, Counting]:
+    made = Engine(target(), make(method), slots=slots, max_context=CONTEXT)  # a GPU reads such prompts in one pass
+    made.loop = Counting(made.loop)
+    made.slots.pads = True
+    return made, made.loop
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4])
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
+def test_no_round_is_new_afterwards(method: str, slots: int) -> None:
+    made, loop = counting(method, slots)
+    asked = requests(9, max_new_tokens=14)[1:]  # the first has one token, which no chat has
+    counts = [len(request.prompt) for request in asked]
+    capture_rounds(made, min(counts), max(counts) + 14)
+    captured = {bucket for bucket, times in loop.met.items() if times > 1}
+    loop.met.clear()
+    made.generate(asked)
+    assert loop.met and set(loop.met) <= captured
+
+
+def test_what_noise_taught_is_forgotten() -> None:
+    made, loop = counting("token_recycling", 2)
+    before = {name: value.clone() for name, value in vars(made.drafter).items() if isinstance(value, torch.Tensor)}
+    capture_rounds(made, 2, 40)
+    assert loop.met and before
+    assert all(torch.equal(value, getattr(made.drafter, name)) for name, value in before.items())
+
+
+def test_an_engine_that_captures_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(make("plain"))
+    monkeypatch.setattr(made, "generate", lambda *_: pytest.fail("nothing was to be written"))
+    capture_rounds(made, 2, 40)
+
+
+def test_lengths_reach_every_span_and_stay_inside_the_context() -> None:
+    assert lengths(3, 40, CONTEXT) == [2, 18, 34]
+    assert lengths(17, 40, CONTEXT) == [18, 34]
+    assert lengths(3, 60, 35) == [2, 18]
+
+
+def test_sizes_are_those_that_rounds_are_filled_up_to() -> None:
+    assert sizes(1) == [1] and sizes(6) == [1, 2, 4, 6] and sizes(32) == [1, 2, 4, 8, 16, 32]

@@ -1,0 +1,130 @@
+"""--drafter and NAME=FOLDER on every command that writes, the listing, and the doctor's words on the choice."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.methods import METHODS
+
+
+@pytest.fixture(scope="session")
+def clover(tiny_model: str, keep_drafter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return keep_drafter("clover", tiny_model, tmp_path_factory.mktemp("drafters") / "clover")
+
+
+def test_generate(run: Any, tiny_model: str, clover: Path) -> None:
+    asked = ("generate", "hello", "--model", tiny_model, "--max-new-tokens", 8, "--ignore-eos", "--json")
+    plain = json.loads(run(*asked, "--method", "plain").stdout)
+    for option in (("--drafter", clover), ("--method", "clover", "--drafter", clover), ("--method", f"clover={clover}")):
+        found = json.loads(run(*asked, *option, "--rows", 4).stdout)
+        assert found["method"] == "clover" and found["tokens"] == plain["tokens"]
+        assert found["stats"]["spec_decode_num_draft_tokens"] > 0
+
+
+def test_chat(run: Any, tiny_model: str, clover: Path) -> None:
+    asked = ("chat", "--model", tiny_model, "--drafter", clover, "--max-new-tokens", 4, "--json")
+    said = [json.loads(line) for line in run(*asked, input="hello\nagain\n").stdout.splitlines()]
+    assert [one["method"] for one in said] == ["clover", "clover"]
+
+
+def test_prove(run: Any, tiny_model: str, clover: Path) -> None:
+    quick = ("--model", tiny_model, "--limit", 2, "--max-new-tokens", 6, "--threads", 1, "--json")
+    found = json.loads(run("prove", "--methods", f"clover={clover}, plain", *quick).stdout)
+    assert list(found["methods"]) == [f"clover={clover}", "plain"] and found["bugs"] == 0
+
+
+def test_bench_and_profile(run: Any, tiny_model: str, clover: Path) -> None:
+    name = f"clover={clover}"
+    quick = ("--model", tiny_model, "--methods", name, "--threads", 1, "--json")
+    found = json.loads(run("bench", *quick, "--limit", 2, "--max-new-tokens", 6).stdout)
+    assert [row["contender"] for row in found["tables"]["overall"]] == ["plain", name]
+    asked = ("profile", *quick, "--quick", "--tokens", 16, "--context", 16, "--contexts", 16, "--rows", 1)
+    (rounds,) = json.loads(run(*asked).stdout)["sections"]["rounds"]
+    assert rounds["method"] == name and rounds["tokens_per_round"] >= 1
+
+
+def test_all_has_what_ships_for_the_model(
+    run: Any, tiny_model: str, clover: Path, ship: Callable[[Path], Path], keep_drafter: Any, folders: Any, tmp_path: Path
+) -> None:
+    ship(clover)
+    ship(keep_drafter("medusa", folders["qwen3"], tmp_path / "medusa"))
+    quick = ("--model", tiny_model, "--limit", 1, "--max-new-tokens", 4, "--temperature", 0, "--json")
+    assert list(json.loads(run("prove", *quick).stdout)["methods"]) == ["prompt_lookup", "token_recycling", "clover"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "hi", "--drafter", "none/here"), "the folder none/here is missing"),
+        (("generate", "hi", "--drafter", "none", "--method", "plain"), "plain has no weights"),
+        (("generate", "hi", "--method", "medusa"), "no drafter of it ships"),
+        (("generate", "hi", "--method", "clovr=x"), "did you mean 'clover'"),
+        (("prove", "--methods", "clover=none/here"), "the folder none/here is missing"),
+        (("bench", "--methods", "plain,medusa"), "no drafter of it ships"),
+        (("profile", "--methods", "plain=x"), "plain has no weights"),
+    ],
+)
+def test_what_is_refused_in_one_line_and_before_loading(
+    run: Any, arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))  # where there is no model
+    monkeypatch.setattr("foreword.methods.shipped.WEIGHTS", tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert said in line
+
+
+# The listing, and the choice ---------------------------------------------------------------------------------------------
+
+
+def test_the_listing_says_what_ships(run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str) -> None:
+    ship(clover)
+    lines = {line.split()[0]: line for line in run("methods").stdout.splitlines()}
+    assert f"ships for {Path(tiny_model).name}" in lines["clover"]
+    assert "to be trained" in lines["medusa"] and "not needed" in lines["plain"]
+    listed = json.loads(run("methods", "--json").stdout)
+    assert {name: one["ships_for"] for name, one in listed["methods"].items()} == dict.fromkeys(METHODS) | {
+        "clover": Path(tiny_model).name
+    }
+    assert "expected" not in listed
+
+
+def test_the_listing_measures(run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str) -> None:
+    ship(clover)
+    asked = ("methods", "--measure", "--model", tiny_model, "--threads", 1)
+    found = json.loads(run(*asked, "--json").stdout)["expected"]
+    assert {one["method"] for one in found} == {"plain", "prompt_lookup", "token_recycling", "clover"}
+    speeds = [one["speedup"] for one in found]
+    assert speeds == sorted(speeds, reverse=True)
+    shown = run(*asked).stdout
+    assert "over plain" in shown and "record.json" in shown
+
+
+def test_the_doctor_says_what_auto_takes_and_why(
+    run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str
+) -> None:
+    ship(clover)
+    result = run("doctor", "--model", tiny_model, "--threads", 1, "--json")
+    said = {check["check"]: check["said"] for check in json.loads(result.stdout)["checks"]}
+    assert said["drafters"].startswith(f"shipped: clover (for {Path(tiny_model).name}); to be trained: medusa")
+    assert said["self-test clover"].startswith("same 64 tokens as plain")
+    assert "tokens/round, a round costs" in said["expected clover"]
+    assert said["expected plain"].endswith("1.00x its speed")
+    speeds = {
+        name: float(words.split(": ")[1].split("x")[0]) for name, words in said.items() if name.startswith("expected ")
+    }
+    fastest = said["auto"].split()[1]
+    assert speeds[f"expected {fastest}"] == max(speeds.values())
+
+
+def test_a_damaged_shipped_drafter_is_a_finding(
+    run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str
+) -> None:
+    (ship(clover) / "config.json").write_text("{")
+    result = run("doctor", "--model", tiny_model, "--threads", 1, "--json")
+    checks = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
+    assert result.exit_code == 1 and checks["drafters"]["status"] == "fail"

@@ -1,0 +1,189 @@
+"""From what a user asks for to a drafter that serves: folders that say what they are, and what is refused, and when."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from doubles import TRAINED
+from foreword.errors import DrafterError, InputError, UnknownMethod
+from foreword.methods.saved import restore
+from foreword.methods.wanted import Wanted
+from foreword.model.model import Model
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+
+@pytest.fixture(scope="module")
+def model(folders: dict[str, Path]) -> Model:
+    return Model(AutoModelForCausalLM.from_pretrained(folders["llama"]), name="tiny")
+
+
+@pytest.fixture(scope="module")
+def other(talking: Any) -> Model:
+    """The same sizes, other weights."""
+    return Model(talking("llama", seed=1), name="another")
+
+
+@pytest.fixture
+def clover(trained: dict[str, Path], tmp_path: Path) -> Path:
+    """One to spoil."""
+    return Path(shutil.copytree(trained["clover"], tmp_path / "clover"))
+
+
+def change(folder: Path, **fields: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return folder
+
+
+# What a folder decides ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_a_folder_decides_method_and_options(method: str, trained: dict[str, Path], model: Model) -> None:
+    """Named or not, in one word or in two; the weights are those of the file."""
+    held = load_file(trained[method] / "model.safetensors")
+    for wanted in (
+        Wanted.of(drafter=trained[method], rows=8),
+        Wanted.of(method, str(trained[method]), 8),
+        Wanted.of(f"{method}={trained[method]}", rows=8),
+    ):
+        name, drafter = wanted.on(model)
+        found: Any = drafter
+        assert (name, found.heads, found.shape.nodes) == (method, 3, 8)
+        for key, weight in found.module.state_dict().items():
+            assert torch.equal(weight, held[key].float()), key
+
+
+def test_options_that_are_not_trained_can_be_given(trained: dict[str, Path], model: Model) -> None:
+    _, drafter = Wanted.of("clover", trained["clover"], rows=8, tree="best", width=2, heads=3).on(model)
+    assert type(drafter.growth).__name__ == "BestFirst"  # type: ignore[attr-defined]
+
+
+def test_taps_are_the_same_in_any_order(trained: dict[str, Path], model: Model) -> None:
+    _, drafter = Wanted.of("clover2", trained["clover2"], rows=8, taps=(2, 0)).on(model)
+    assert drafter.needs.taps == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"heads": 2}, "clover: heads=2 is given, but .*clover was trained with heads=3; leave heads out"),
+        ({"block": "none"}, "block='none' is given.*block='full'"),
+        ({"colour": 1}, "clover: no option is called 'colour'"),
+        ({"rows": 0}, "rows is 0"),
+    ],
+)
+def test_options_that_contradict_the_folder(options: dict[str, Any], said: str, trained: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match=said):
+        Wanted.of("clover", trained["clover"], **options)
+
+
+# What is refused before a model is there ----------------------------------------------------------------------------------
+
+
+def test_another_method_than_the_folders(trained: dict[str, Path]) -> None:
+    with pytest.raises(DrafterError, match="medusa holds a drafter of medusa, not of clover; choose medusa"):
+        Wanted.of("clover", trained["medusa"])
+    with pytest.raises(DrafterError, match="prompt_lookup has no weights of its own"):
+        Wanted.of("prompt_lookup", trained["medusa"])
+    with pytest.raises(UnknownMethod, match="'clover'"):
+        Wanted.of("clovr", trained["clover"])
+    with pytest.raises(InputError, match="give one of them"):
+        Wanted.of(f"clover={trained['clover']}", trained["clover"])
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, said in (("none", "the folder .*none is missing"), (".", "config.json is missing"), ("file", "file")):
+        with pytest.raises(DrafterError, match=said):
+            Wanted.of(drafter=tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "does not describe a drafter"),
+        ('{"method": "clover"}', "needs method, config and target"),
+        ('{"method": "clover9", "config": {}, "target": {}}', "'clover9', which this version of Foreword does not train"),
+        ('{"method": "plain", "config": {}, "target": {}}', "'plain', which this version"),
+        ('{"method": "clover", "config": {"colour": 1}, "target": {}}', "cannot be used .*'colour'"),
+        ('{"method": "clover", "config": [], "target": {}}', "cannot be used"),
+    ],
+)
+def test_a_damaged_description(text: str, said: str, clover: Path) -> None:
+    (clover / "config.json").write_text(text)
+    with pytest.raises(DrafterError, match=said):
+        Wanted.of(drafter=clover)
+
+
+def test_an_option_without_its_method() -> None:
+    with pytest.raises(InputError, match="table: an option belongs to one method"):
+        Wanted.of(table="reset")
+
+
+# What is refused once it is there -----------------------------------------------------------------------------------------
+
+
+def test_another_target_is_refused_with_both_names(trained: dict[str, Path], other: Model, folders: dict[str, Path]) -> None:
+    name = folders["llama"].name
+    with pytest.raises(DrafterError, match=f"clover: trained for {name} .*, but the target is another .*train one"):
+        Wanted.of(drafter=trained["clover"]).on(other)
+
+
+def test_a_folder_that_does_not_say_whose_it_is(clover: Path, model: Model) -> None:
+    with pytest.raises(DrafterError, match="does not say which model it was trained for"):
+        Wanted.of(drafter=change(clover, target={"name": "x"})).on(model)
+
+
+def test_damaged_weights(clover: Path, model: Model) -> None:
+    file = clover / "model.safetensors"
+    whole, held = file.read_bytes(), {name: weight.clone() for name, weight in load_file(file).items()}
+    wanted = Wanted.of(drafter=clover)
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DrafterError, match="model.safetensors cannot be read"):
+        wanted.on(model)
+    name = "norm.weight"
+    for spoilt, said in (
+        ({**held, name: held[name][:3].clone()}, rf"{name} has shape \(3,\), needed is \(32,\)"),
+        ({key: value for key, value in held.items() if key != name}, f"lacks tensor '{name}'"),
+        ({**held, "more": held[name].clone()}, "has an unknown tensor 'more'"),
+    ):
+        save_file(spoilt, file)
+        with pytest.raises(DrafterError, match=said):
+            wanted.on(model)
+    file.unlink()
+    with pytest.raises(DrafterError, match="model.safetensors is missing"):
+        restore(clover, model)
+
+
+# Shipped ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_takes_the_drafter_that_ships_for_the_model(
+    trained: dict[str, Path], ship: Callable[[Path], Path], model: Model
+) -> None:
+    ship(trained["medusa"])
+    name, drafter = Wanted.of("medusa", rows=8).on(model)
+    assert name == "medusa" and drafter.heads == 3  # type: ignore[attr-defined]
+    with pytest.raises(InputError, match="heads=5 is given"):
+        Wanted.of("medusa", heads=5)
+
+
+def test_none_ships_for_the_model(
+    trained: dict[str, Path], ship: Callable[[Path], Path], other: Model, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(DrafterError, match="no drafter of it ships.*`foreword train medusa`.*--drafter FOLDER"):
+        Wanted.of("medusa")
+    ship(trained["medusa"])
+    said = f"no drafter of it ships for another \\(there is one for {folders['llama'].name}\\)"
+    with pytest.raises(DrafterError, match=said):
+        Wanted.of("medusa").on(other)

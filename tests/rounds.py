@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from doubles import random_tree
+from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Tree, lineage_of
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
@@ -19,6 +19,7 @@ from foreword.core.trees import choose
 from foreword.engine.accept import settle
 from foreword.engine.commit import write
 from foreword.engine.fit import rooted
+from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
 
@@ -218,3 +219,25 @@ def check_learn(seed: int, device: str, nodes: int, mode: str, accepts: bool) ->
     waste = truth.vocabulary
     assert same(given.tokens[:, :waste], truth.tokens[:, :waste])
     assert same(given.chances[:, :waste], truth.chances[:, :waste])
+
+
+# Prompt Lookup -----------------------------------------------------------------------------------------------------------
+
+
+def check_look_up(seed: int, device: str, nodes: int, match: int, longest: int) -> None:
+    """Texts of few ids, so that matches abound; the shortest has nothing before its root."""
+    from foreword.kernels.lookup import looked_up  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    drafter = PromptLookup(rows=nodes, max_match=match, min_match=1 + seed % match)
+    drafter.bind(target(), 5)
+    state = State.empty(5, longest, torch.randint(0, longest, (5,), generator=generator), torch.tensor([END]))
+    state.lengths[seed % 5] = 0
+    state.tokens.copy_(torch.randint(0, 2 + seed % 5, state.tokens.shape, generator=generator))
+    state.roots.copy_(state.tokens.gather(1, state.lengths.unsqueeze(1)).squeeze(1))
+    state = state.at(Lanes.of([3, 0, 4, 1, 2], longest))
+    sizes = drafter._chain_sizes(5)
+    exact = drafter._look_up(state, sizes)
+    given = (part.to(device) for part in (state.tokens, state.slots, state.lengths, sizes))
+    tokens, size = looked_up(*given, nodes)
+    assert same(tokens, exact.tokens) and same(size, exact.size)

@@ -49,9 +49,9 @@ def _walk(
     rows = tl.sum(kept.to(tl.int32), 0)
     # A node's row is the number of kept nodes before it. So is its parent's: a child is never likelier, nor earlier.
     parent = tl.load(parents + node, mask=real, other=0)
-    chosen = kept.to(tl.int32)[None, :]
-    place = tl.sum(tl.where(node[None, :] < node[:, None], chosen, 0), 1)
-    hangs = tl.sum(tl.where(node[None, :] < parent[:, None], chosen, 0), 1)
+    chosen = kept.to(tl.int32)
+    place = tl.cumsum(chosen, 0) - chosen
+    hangs = tl.sum(tl.where(node[None, :] < parent[:, None], chosen[None, :], 0), 1)
     first = lane * NODES
     tl.store(out + first + place, token, mask=kept)
     tl.store(above + first + place, hangs.to(tl.int64), mask=kept)

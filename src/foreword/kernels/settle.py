@@ -74,7 +74,7 @@ def _fit(
 def _decide(
     choice, guessed, parent, ancestors, depth, size, peak, slots, lengths, limits, alive, heeds_ends, ends,
     path, tokens, count, last, drafted, ended, broken,
-    g_lane, p_lane, p_row, a_lane, a_row, a_column, d_lane, d_row, k_lane, k_row, k_token,
+    p_lane, p_row, a_lane, a_row, a_column, d_lane, d_row, k_lane, k_row, k_token,
     NODES: tl.constexpr, PLACES: tl.constexpr, ENDS: tl.constexpr,
     BLOCK: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -89,7 +89,7 @@ def _decide(
     above = tl.load(parent + lane * p_lane + row * p_row, mask=real, other=0)
     deep = tl.load(depth + lane * d_lane + row * d_row, mask=real, other=0)
     wanted = tl.load(choice + lane * NODES + above, mask=real, other=0)
-    token = tl.load(guessed + lane * g_lane + row, mask=real, other=0)
+    token = tl.load(guessed + lane * NODES + row, mask=real, other=0)
     matches = ((token == wanted) & (row < rows)) | (row == 0)
     # A row lives if no row on its way fails; rows of the matrix are rows of the tree.
     both = real[:, None] & real[None, :]
@@ -184,12 +184,12 @@ def decided(
     shared = peak.shape[2] == 1
     block = triton.next_power_of_2(nodes)
     _decide[(lanes,)](
-        choice.contiguous(), tokens, parent, _bytes(ancestors), depth, size, peak, state.slots, state.lengths,
+        choice.contiguous(), tokens.contiguous(), parent, _bytes(ancestors), depth, size, peak, state.slots, state.lengths,
         state.limits, _bytes(state.alive_slots), _bytes(state.heeds_ends), ends, *whole, *map(_bytes, flags),
-        tokens.stride(0), *_strides(parent), *_strides(ancestors), *_strides(depth),
+        *_strides(parent), *_strides(ancestors), *_strides(depth),
         *peak.stride()[:2], 0 if shared else peak.stride(2),
         NODES=nodes, PLACES=places, ENDS=ends.shape[0], BLOCK=block, WAY=triton.next_power_of_2(places),
-        **launched(device, 1 if block <= 16 else 4),
+        **launched(device, min(16, block * block // 1024)),
     )  # fmt: skip
     return Decided(*whole, *flags)
 

@@ -49,6 +49,16 @@ class PromptLookup(Drafter):
         self._sizes: dict[int, Tensor] = {}
 
     def propose(self, state: State) -> Draft:
+        sizes = self._chain_sizes(len(state.lanes.ids))
+        if state.slots.is_cuda:
+            from foreword.kernels.lookup import looked_up  # noqa: PLC0415  Triton is there only where CUDA is
+
+            tokens, size = looked_up(state.tokens, state.slots, state.lengths, sizes, self.shape.nodes)
+            return Draft(tokens, self.tree, size)
+        return self._look_up(state, sizes)
+
+    def _look_up(self, state: State, sizes: Tensor) -> Draft:
+        """As torch operations."""
         text, end = state.tokens[state.slots], state.length  # [b, L], [b]
         text = text[:, : state.lanes.span + 1]
         matched, place = self._longest_match(text, end)
@@ -56,7 +66,7 @@ class PromptLookup(Drafter):
         period = (end - place).unsqueeze(1)
         source = place.unsqueeze(1) + 1 + ahead % period
         tokens = torch.cat([state.root.unsqueeze(1), text.gather(1, source)], dim=1)
-        return Draft(tokens, self.tree, self._chain_sizes(len(state.lanes.ids))[matched])
+        return Draft(tokens, self.tree, sizes[matched])
 
     def _longest_match(self, text: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         """How many tokens match [b], and where the match ends [b]: the longest, and of those the latest."""

@@ -1,0 +1,80 @@
+"""The kernels around the pass on a CUDA device: equal to the torch operations that they replace, and safe to capture."""
+
+import pytest
+import torch
+
+from doubles import random_tree
+from foreword.core.draft import Tree, lineage_of
+from foreword.core.sampling import best, likeliest
+from rounds import (
+    check_fit,
+    check_keep,
+    check_learn,
+    check_look_up,
+    check_settle,
+    check_top,
+    check_walk,
+    same,
+    scores_with_ties,
+)
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width", "k"), [(1, 1, 1), (3, 40, 8), (1, 49152, 1), (64, 49152, 8), (3, 128256, 16)])
+def test_the_best_are_those_of_the_stable_sort(rows: int, width: int, k: int, dtype: torch.dtype) -> None:
+    check_top(scores_with_ties(width + k, rows, width, dtype), k, "cuda")
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 16, 64, 81, 130])
+def test_a_tree_knows_its_lineage(nodes: int) -> None:
+    tree = random_tree(5, nodes, torch.Generator().manual_seed(nodes))
+    assert all(same(*pair) for pair in zip(Tree(tree.parent.cuda()).lineage, lineage_of(tree.parent), strict=True))
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 16, 64, 100])
+def test_rounds_are_fitted_and_settled(nodes: int) -> None:
+    for seed in range(30):
+        check_fit(seed, "cuda", nodes)
+        check_settle(seed, "cuda", nodes, ends=seed % 4, shared=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize(("nodes", "width"), [(2, 16), (9, 80), (24, 64), (64, 128)])
+def test_accepted_rows_move_and_no_others(nodes: int, width: int, dtype: torch.dtype) -> None:
+    for seed in range(5):
+        check_keep(seed, "cuda", nodes, width, dtype)
+
+
+@pytest.mark.parametrize("mode", ["shared", "session"])
+def test_recycling_walks_and_learns(mode: str) -> None:
+    for seed in range(10):
+        for nodes in (1, 7, 64, 81):
+            check_walk(seed, "cuda", nodes, mode)
+            check_learn(seed, "cuda", nodes, mode, accepts=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("longest", [1, 40, 3000])
+def test_the_longest_match_goes_on(longest: int) -> None:
+    for seed in range(10):
+        check_look_up(seed, "cuda", 1 + seed, 1 + seed % 5, longest)
+
+
+def test_a_captured_search_reads_what_lies_there_now() -> None:
+    """Launched early as they are, each kernel of a graph waits for the one before it."""
+    scores = torch.randn(64, 49152, device="cuda")
+    likeliest(scores, 8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        changed = scores * 2 + 1
+        places, chances = likeliest(changed, 8)
+        again = best(chances, 1)
+    for seed in range(5):
+        scores.copy_(torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        exact = (scores * 2 + 1).topk(8)
+        assert torch.equal(changed.gather(1, places), exact.values) and not again.any()
+        torch.testing.assert_close(chances, exact.values - (scores * 2 + 1).logsumexp(-1, keepdim=True))

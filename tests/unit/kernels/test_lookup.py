@@ -1,0 +1,20 @@
+"""The longest match and its continuation against the method's own torch operations, through Triton's interpreter."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from rounds import check_look_up
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 5), st.integers(1, 40))
+def test_any_text(seed: int, nodes: int, match: int, longest: int) -> None:
+    check_look_up(seed, "cpu", nodes, match, longest)
+
+
+def test_texts_longer_than_a_look() -> None:
+    for seed in range(3):
+        check_look_up(seed, "cpu", 9, 5, 2500)

@@ -170,7 +170,7 @@ def train(
     make_folder(out)
     group, model = _among_processes(model)
     with model.load(MethodOptions(method="plain"), slots=1) as llm:
-        training = _training(llm, method, own, settings, measuring, data, out, store.value)
+        training = _training(llm, method, own, settings, measuring, data, out, store.value, not model.no_graph)
         record = _run(training, out, resume, shown=group.is_main_process)
     if json and group.is_main_process:
         print_json(record)
@@ -206,6 +206,7 @@ def _training(
     folders: list[Path],
     out: Path,
     stored: Any,
+    graph: bool,
 ) -> Training:
     from foreword.bench.report import facts  # noqa: PLC0415  imports torch
     from foreword.methods import untrained  # noqa: PLC0415  imports torch
@@ -220,7 +221,7 @@ def _training(
     trials = measuring.trials(apart, llm, settings.new_tokens)
     about = {"options": own, "held_out": measuring.held_out, "data": about_data(data)}
     origin = {"run": facts(dtype=str(llm.model.dtype).removeprefix("torch."))}
-    return Training(llm.model, make, learn, apart, trials, settings, out, about, origin, stored)
+    return Training(llm.model, make, learn, apart, trials, settings, out, about, origin, stored, graph)
 
 
 def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, Any]:

@@ -125,10 +125,10 @@ def head_loss(
             logits = head(leaf.to(dtype))
             wanted = labels[part] if teacher is None else _answers(head, teacher[part].to(dtype))
             each = functional.cross_entropy(logits, wanted, reduction="none")
-            lost = (each * counts[part]).sum() / total
-        if learns:
-            gradient[part] = torch.autograd.grad(lost, leaf)[0]
-        loss = loss + lost.detach()
+            lost = (each * counts[part]).sum()
+        if learns:  # divided afterwards: a mean over many rows has gradients too small for half precision
+            gradient[part] = torch.autograd.grad(lost, leaf)[0] / total
+        loss = loss + lost.detach() / total
         if first == 0 or not learns:
             best = logits.detach()
             places.append((best > best.gather(1, labels[part].unsqueeze(1))).sum(1))

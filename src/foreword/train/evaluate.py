@@ -74,7 +74,9 @@ def trials_in(file: str | Path, count: int, longest: int, tokenizer: Tokenizer) 
 
 
 class Measure:
-    def __init__(self, model: Model, make: Callable[[], Drafter], trials: Sequence[Trial], new_tokens: int) -> None:
+    def __init__(
+        self, model: Model, make: Callable[[], Drafter], trials: Sequence[Trial], new_tokens: int, graph: bool = True
+    ) -> None:
         if not trials:
             raise InputError("no prompts to measure tokens per round on; give some with --prompts")
         self.trials, self.new_tokens, self.drafter = list(trials), new_tokens, make()
@@ -82,7 +84,7 @@ class Measure:
         if context > model.max_context:
             raise InputError(f"prompt and answer have up to {context} tokens, {model.name} reads {model.max_context}")
         slots = min(SLOTS[model.device.type], len(self.trials))
-        self.engine = Engine(model, self.drafter, slots=slots, max_context=context)
+        self.engine = Engine(model, self.drafter, slots=slots, max_context=context, graph=graph)
 
     @torch.no_grad()
     def run(self, weights: dict[str, torch.Tensor] | None = None) -> Measured:

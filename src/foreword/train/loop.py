@@ -64,13 +64,14 @@ class Training:
         about: dict[str, Any] | None = None,
         origin: dict[str, Any] | None = None,
         stored: Stored = "bfloat16",
+        graph: bool = True,
         watch: Watch = lambda step, steps, figures: None,
     ) -> None:
         """`make` takes options of the method. `about`: what else decides the weights, such as where the texts are from;
-        `origin`: who runs this where. Both go to the record; `about` must be equal for a run to go on. `watch` is told of
-        figures."""
+        `origin`: who runs this where. Both go to the record; `about` must be equal for a run to go on. `graph`: as of
+        `foreword.load`, when tokens per round are measured. `watch` is told of figures."""
         self.model, self.texts, self.apart, self.settings, self.watch = model, texts, apart, settings, watch
-        self.make = make
+        self.make, self.graph = make, graph
         self.folder, self.run_folder, self.stored = Path(folder), Path(folder) / "run", stored
         self.group, self.origin, self.stopped = processes(model.device.type), origin or {}, False
         self.order = Order(texts.lengths, settings)
@@ -80,11 +81,11 @@ class Training:
         model.hf.requires_grad_(False)
         torch.manual_seed(settings.seed)
         self.drafter = _trainable(make(), model)
-        self.measure = Measure(model, make, trials, settings.new_tokens)
+        self.measure = Measure(model, make, trials, settings.new_tokens, graph)
         self.module = self.drafter.module.to(torch.promote_types(model.dtype, torch.float32))
         self.module.train()
         self.stepper = Stepper(self.module, settings.clip, settings.weight_decay)
-        told = {"method": method_of(self.drafter), "config": self.drafter.config}
+        told: dict[str, Any] = {"method": method_of(self.drafter), "config": self.drafter.config, "store": stored}
         told |= {"target": Fingerprint.of(model).to_dict(), "settings": asdict(settings), **(about or {})}
         self.progress = Progress(json.loads(json.dumps(told)))
         self.sums: dict[str, Tensor] = {}
@@ -170,7 +171,8 @@ class Training:
         with computing(self.model):
             loss, figures = self.drafter.loss(tokens, mask, self.model.read(tokens, self.drafter.needs), self.model)
         (loss / passes).backward()
-        return {name: value.detach().double() / passes for name, value in {"loss": loss, **figures}.items()}
+        shown = {name: value for name, value in figures.items() if not name.startswith("rows/")}
+        return {name: value.detach().double() / passes for name, value in {"loss": loss, **shown}.items()}
 
     def _broken(self, step: int) -> NoReturn:
         kept = self.run_folder / CHECKPOINT
@@ -224,7 +226,8 @@ class Training:
     def _with_own_rates(self, drafter: Trainable, before: Measured) -> tuple[Trainable, Measured]:
         """The same weights with trees built from what they get right, if those bring more than the usual ones."""
         rates = rates_apart(drafter, self.model, self.apart, self.settings, self.at_once)
-        measure = Measure(self.model, lambda: self.make(rates=rates), self.measure.trials, self.settings.new_tokens)
+        trials, new_tokens = self.measure.trials, self.settings.new_tokens
+        measure = Measure(self.model, lambda: self.make(rates=rates), trials, new_tokens, self.graph)
         after = measure.run(drafter.module.state_dict())
         better = after.tokens_per_round > before.tokens_per_round
         return (cast(Trainable, measure.drafter), after) if better else (drafter, before)

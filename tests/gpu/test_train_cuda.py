@@ -1,0 +1,65 @@
+"""Training in bfloat16 on CUDA: the host runs ahead and hears of figures late, and a broken step still changes nothing."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from doubles import TRAINED, TextList, requests, tiny
+from foreword.engine.engine import Engine
+from foreword.errors import NumericsError
+from foreword.methods import untrained
+from foreword.methods.plain import Plain
+from foreword.model.model import Model
+from foreword.train.evaluate import trials_of
+from foreword.train.loop import Training
+from foreword.train.schedule import Settings
+
+pytestmark = pytest.mark.gpu
+
+
+def training(method: str, folder: Path, steps: int) -> Training:
+    model = Model(copy.deepcopy(tiny("llama")).to(torch.bfloat16).cuda(), "tiny")
+    runs = Engine(model, Plain(), slots=8, max_context=64).generate(requests(32, max_new_tokens=20, ignore_eos=True))
+    texts = [([*run.request.prompt, *run.tokens], len(run.request.prompt)) for run in runs]
+    held = TextList([(torch.tensor(text), torch.arange(len(text)) >= first) for text, first in texts])
+    settings = Settings(
+        batch=16, steps=steps, evaluate_every=steps, warm_up=2, learning_rate=0.01, new_tokens=8, max_length=64
+    )
+    return Training(
+        model,
+        lambda **more: untrained(method, **TRAINED[method] | more),
+        held,
+        held,
+        trials_of(held, 4, 40),
+        settings,
+        folder,
+    )
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_the_loss_falls(method: str, tmp_path: Path) -> None:
+    run, seen = training(method, tmp_path, 60), []
+    run.watch = lambda step, steps, figures: seen.append((step, figures["loss"]))
+    record = run.run()
+    assert [step for step, _ in seen] == [20, 40, 60] and seen[-1][1] < seen[0][1]
+    assert record["stored"]["tokens_per_round"] >= 1
+
+
+def test_a_broken_step_changes_nothing(tmp_path: Path) -> None:
+    run, sound = training("medusa", tmp_path / "broken", 20), training("medusa", tmp_path / "sound", 20)
+    learned, passes = run.drafter.loss, iter(range(99))
+
+    def spoilt(*given: Any) -> Any:
+        loss, figures = learned(*given)
+        return loss * (torch.nan if next(passes) == 6 else 1), figures
+
+    run.drafter.loss = spoilt  # type: ignore[method-assign]
+    with pytest.raises(NumericsError, match="step 7;"):
+        run.run()
+    for step in range(6):
+        sound._learn(step)
+    for one, other in zip(run.module.state_dict().values(), sound.module.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)  # sums on a GPU have no fixed order

@@ -1,7 +1,7 @@
 """Processes of their own, as a user starts them, and a cache folder with the default model in it.
 
-Everything runs on one thread, and what a row costs is measured in a second and kept however busy the machine is: tests
-that share it with others would otherwise measure for minutes.
+Everything runs on one thread, and what a row and a draft cost is measured in a second and kept however busy the machine
+is: tests that share it with others would otherwise measure for minutes.
 """
 
 import os
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import foreword
+from foreword.methods.auto import expectations
 from foreword.model import cost
 from foreword.model.loading import load_stock, load_weights
 from foreword.model.model import Model
@@ -34,6 +35,10 @@ def model_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = Model(load(folder, torch.device("cpu"), torch.float32))
         curve = cost.measure(model, rows=(1, 16)).curve()
         cost._keep(home / "costs" / f"{cost._mark(model)}.json", asdict(curve))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FOREWORD_HOME", str(home))
+            patch.setattr(cost.Tries, "steady", True)
+            expectations(model)
     return home
 
 

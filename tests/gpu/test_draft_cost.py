@@ -1,0 +1,20 @@
+"""On CUDA a drafter's own work is timed as it runs there: captured."""
+
+import copy
+
+import pytest
+import torch
+
+from doubles import TRAINED, tiny
+from foreword.methods import METHODS, make, untrained
+from foreword.model.cost import measure_draft
+from foreword.model.model import Model
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_drafter_can_be_timed_captured(method: str) -> None:
+    model = Model(copy.deepcopy(tiny("qwen3")).to(torch.bfloat16).cuda())
+    drafter = untrained(method, **TRAINED[method]) if method in TRAINED else make(method)
+    assert 0 < measure_draft(model, drafter).curve().at(1) < 1

@@ -298,4 +298,4 @@ def test_the_manifest_says_what_made_it(make: Make, questions: list[Prompt], tmp
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["command"] == "foreword distill ..." and manifest["versions"]["torch"] == torch.__version__
     assert manifest["settings"]["temperature"] == 0.8 and manifest["settings"]["max_context"] == 200
-    assert set(manifest["model"]) == {"name", "config", "vocab_size", "weights"}
+    assert set(manifest["model"]) == {"name", "config", "vocab_size", "weights", "dtype", "few"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Tree, lineage_of
@@ -241,6 +242,23 @@ def check_look_up(seed: int, device: str, nodes: int, match: int, longest: int) 
     given = (part.to(device) for part in (state.tokens, state.slots, state.lengths, sizes))
     tokens, size = looked_up(*given, nodes)
     assert same(tokens, exact.tokens) and same(size, exact.size)
+
+
+# The trained methods -----------------------------------------------------------------------------------------------------
+
+
+def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtype, silu: bool) -> None:
+    """Against torch in double precision; a key of zeros is among the rows."""
+    from foreword.kernels.look import looked  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    state, *parts = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
+    parts[1][0, 0] = 0
+    found = looked(state.to(device), *(part.to(device) for part in parts), heads, silu)
+    query, key, value = (part.double().unflatten(-1, (heads, width)) for part in parts)
+    seen = (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
+    exact = state.double() + (functional.silu(seen) if silu else seen)
+    torch.testing.assert_close(found.cpu(), exact.to(dtype))
 
 
 # Trees that follow the guesses -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from rounds import (
     check_grow,
     check_keep,
     check_learn,
+    check_look,
     check_look_up,
     check_settle,
     check_top,
@@ -66,6 +67,13 @@ def test_trees_follow_the_guesses(nodes: int, depth: int, width: int, branch: in
     for seed in range(10):
         check_grow(seed, "cuda", BestFirst(Shape(nodes, depth), width, branch, None))
         check_grow(seed, "cuda", Budgeted(Shape(nodes, depth), width, branch, None, 0.8, 0.25))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "width"), [(1, 1), (9, 64), (3, 20), (32, 128)])
+def test_a_state_sees_a_token(heads: int, width: int, dtype: torch.dtype) -> None:
+    check_look(heads, "cuda", heads, width, dtype, silu=True)
+    check_look(width, "cuda", heads, width, dtype, silu=False)
 
 
 @pytest.mark.parametrize("longest", [1, 40, 3000])

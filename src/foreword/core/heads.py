@@ -61,9 +61,20 @@ class CosineAttention(nn.Module):
                 nn.init.zeros_(part.bias)
 
     def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
-        parts = self.query(self.norm(state)), self.key(embedding), self.value(embedding)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in parts)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in self._parts(state, embedding))
         return (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
+
+    def onto(self, state: Tensor, embedding: Tensor, silu: bool = False) -> Tensor:
+        """The state with what it sees added, behind a SiLU where one is asked for."""
+        if state.is_cuda and not torch.is_grad_enabled():
+            from foreword.kernels.look import looked  # noqa: PLC0415  Triton is there only where CUDA is
+
+            return looked(state, *self._parts(state, embedding), self.heads, silu)
+        seen = self(state, embedding)
+        return state + (functional.silu(seen) if silu else seen)
+
+    def _parts(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query(self.norm(state)), self.key(embedding), self.value(embedding)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from foreword.core.sampling import widened
 from foreword.core.target import Target
 from foreword.errors import InputError
 
@@ -122,7 +123,7 @@ def head_loss(
         part = slice(first, first + ROWS_AT_A_TIME)
         with torch.set_grad_enabled(learns):
             leaf = rows[part].detach().requires_grad_(learns)
-            logits = head(leaf.to(dtype))
+            logits = widened(head(leaf.to(dtype)))
             wanted = labels[part] if teacher is None else _answers(head, teacher[part].to(dtype))
             each = functional.cross_entropy(logits, wanted, reduction="none")
             lost = (each * counts[part]).sum()
@@ -137,7 +138,7 @@ def head_loss(
 
 @torch.no_grad()
 def _answers(head: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    return head(rows).softmax(-1)
+    return widened(head(rows)).softmax(-1)
 
 
 class _Known(torch.autograd.Function):

@@ -230,15 +230,20 @@ def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, token
     return best(_under_noise(logits, position, sampling, tokens), k)
 
 
-def guesses(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
+def guesses(logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
     """The k best guesses as `rank` has them, and the log-chance of each: [b, N, V] -> twice [b, N, k].
+
+    `position` [b, N or 1] may be left out where there is no noise.
 
     A chance is the softmax of what the guesses are ranked by. Where noise is shared, it already tells which of the likely
     tokens will win, so chances under it are sharper than those of the logits.
     """
-    if sampling.kind.noise and _has_kernel(logits, k):
+    if not sampling.kind.noise:
+        return likeliest(logits, k)
+    assert position is not None
+    if _has_kernel(logits, k):
         return _top(logits, position, sampling, k)
-    return likeliest(_under_noise(logits, position, sampling), k)
+    return likeliest(_under_noise(widened(logits), position, sampling), k)
 
 
 def _top(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:

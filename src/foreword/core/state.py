@@ -89,6 +89,11 @@ class State:
         """[b]: committed rows, which is also the root's position."""
         return self.lengths[self.slots]
 
+    def ahead(self, steps: int | Tensor) -> Tensor | None:
+        """[b, 1 or more]: where tokens so many steps behind the root will stand; None in rounds without noise, which is all
+        that depends on it."""
+        return self.length.unsqueeze(1) + steps if self.sampling.kind.noise else None
+
     @property
     def alive(self) -> Tensor:
         """[b] bool: sequences that still run; a finished one is frozen."""

@@ -36,7 +36,7 @@ class Target(Protocol):
         """The final norm."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Normed hidden states to logits, in float32 or better."""
+        """Normed hidden states to logits, in the dtype of the model; `sampling.widened` where one computes with them."""
 
     def head_weight(self) -> Tensor:
         """[V, H]: what the head multiplies with. A row is how a token looks from behind the last layer."""

@@ -146,6 +146,8 @@ def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Ten
 
 def carried(rows: Tensor, origin: Tensor) -> Tensor:
     """What a drafter keeps of its live nodes [b, w, H], for those that hang on them: [b, w', H]."""
+    if rows.shape[1] == origin.shape[1] == 1:
+        return rows  # one hangs on the only one
     return rows.gather(1, origin.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
 
 
@@ -231,6 +233,12 @@ class Template:
             above = live
         return levels
 
+    @cached_property
+    def ranks(self) -> tuple[Tensor, Tensor]:
+        """[N - 1] each: of all nodes but the root, the level, from 0 on, and the rank."""
+        levels, ranks = [len(path) - 1 for path in self.paths[1:]], [path[-1] for path in self.paths[1:]]
+        return torch.tensor(levels, device=self.device), torch.tensor(ranks, device=self.device)
+
     def tokens(self, root: Tensor, guess: Guess) -> Tensor:
         """[b, N]: the tokens that stand at the template's nodes."""
         tokens = root.unsqueeze(1).repeat(1, len(self.paths))
@@ -264,7 +272,15 @@ class StaticTree:
 
     def draft(self, state: State, guess: Guess) -> Draft:
         template = self.template(len(state.lanes.ids))
-        tokens = template.tokens(state.root, guess)
+        return self._draft(state, template, template.tokens(state.root, guess))
+
+    def filled(self, state: State, guessed: Tensor) -> Draft:
+        """The draft of guesses [b, depth or more, k] that do not depend on what was guessed before them."""
+        template = self.template(len(state.lanes.ids))
+        level, rank = template.ranks
+        return self._draft(state, template, torch.cat([state.root.unsqueeze(1), guessed[:, level, rank]], dim=1))
+
+    def _draft(self, state: State, template: Template, tokens: Tensor) -> Draft:
         return _known(state, Draft(tokens, template.tree, torch.full_like(state.root, tokens.shape[1])))
 
 

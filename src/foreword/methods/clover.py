@@ -48,6 +48,8 @@ class Cell(nn.Module):
                 self.look.value.weight.zero_()
 
     def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
+        if isinstance(self.look, CosineAttention):
+            return self.look.onto(state, embedding, silu=True)
         return state + functional.silu(self.look(state, embedding))
 
 
@@ -142,9 +144,8 @@ class Clover(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known = self._step(carried(known, origin), tokens)
-            position = (state.length + level).unsqueeze(1).expand_as(tokens)
             logits = self.target.head(self.module.heads[level - 1](known))
-            return guesses(logits, position, state.sampling, self.growth.branch)
+            return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

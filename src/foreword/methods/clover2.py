@@ -64,7 +64,7 @@ class Weights(nn.Module):
         """Rows of the target [..., H] with what it held further down, and the embedding of the token after each."""
         if self.taps is not None:
             hidden = hidden + self.taps(torch.cat([taps[layer] for layer in sorted(taps)], dim=-1))
-        return hidden + self.fuse(hidden, following)
+        return self.fuse.onto(hidden, following)
 
     def guess_first(self, state: Tensor) -> Tensor:
         return self.last_norm(self.first(state))
@@ -147,8 +147,7 @@ class Clover2(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known, rows = self._step(level, carried(known, origin), tokens)
-            position = (state.length + level).unsqueeze(1).expand_as(tokens)
-            return guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
+            return guesses(self.target.head(rows), state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 
@@ -183,5 +182,5 @@ class Clover2(Drafter):
         if level == 1:
             return known, self.module.guess_first(known)
         embedding = self.embedding[tokens]
-        known = known + self.module.step(known, embedding)
+        known = self.module.step.onto(known, embedding)
         return known, self.module.guess_later(known, embedding)

@@ -111,9 +111,8 @@ class Hydra(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known = torch.cat([carried(known, origin), self.target.embed(tokens)], dim=-1)
-            position = (state.length + level).unsqueeze(1).expand_as(tokens)
             logits = self.target.head(self.module.heads[level - 1](known))
-            return guesses(logits, position, state.sampling, self.growth.branch)
+            return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

@@ -23,7 +23,7 @@ from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan
+from foreword.core.trees import BRANCH, USUAL_RATES, Rates, StaticTree, TreeKind, TreePlan
 from foreword.core.widening import WITHIN
 from foreword.errors import InputError
 
@@ -67,6 +67,7 @@ class Medusa(Drafter):
             )
         self.growth = self.plan.on(target, self.heads)
         self.shape = self.growth.shape
+        self.number = torch.arange(1, self.heads + 1, device=target.device)
         self.hidden = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
@@ -76,9 +77,10 @@ class Medusa(Drafter):
         if self.shape.depth == 0:
             return Draft.nothing(state.root)
         rows = self._heads(self.target.norm(self.hidden[state.slots]))  # [b, K, H]
-        ahead = torch.arange(1, self.heads + 1, device=rows.device)
-        position = state.length.unsqueeze(1) + ahead
+        position = state.ahead(self.number)
         tokens, chances = guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
+        if isinstance(self.growth, StaticTree):
+            return self.growth.filled(state, tokens)
 
         def guess(level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             shape = (-1, live.shape[1], -1)

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from foreword.core.draft import Draft
 from foreword.core.needs import Needs, Skip
-from foreword.core.sampling import widened
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 from foreword.model import attention
@@ -108,7 +107,7 @@ class Model:
         return self.family.norm(self.hf, hidden)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return widened(self.family.head(self.hf, hidden))
+        return self.family.head(self.hf, hidden)
 
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head
@@ -146,7 +145,7 @@ class Model:
         )
         return Scores(
             # As they are: to compare them, which is all that a greedy round does, they need not be any wider.
-            logits=self.family.head(self.hf, self.norm(walked.hidden)) if logits == "all" else None,
+            logits=self.head(self.norm(walked.hidden)) if logits == "all" else None,
             hidden=walked.hidden if needs.hidden else None,
             taps=walked.taps,
             grafted=walked.grafted,

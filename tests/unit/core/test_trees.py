@@ -142,6 +142,19 @@ def test_a_template_is_filled_with_the_guesses_of_its_ranks(seed: int, count: in
             assert tokens[lane, node] == words[-1]
 
 
+def test_guesses_known_beforehand_fill_a_template_at_once() -> None:
+    guessed, tree = torch.randint(0, 1000, (2, 3, 10)), growth("static", rows=20)
+    assert isinstance(tree, StaticTree)
+
+    def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+        found = guessed[:, level - 1 : level].expand(-1, tokens.shape[1], -1)
+        return found, torch.zeros(found.shape)
+
+    state = state_of([[1, 2, 3], [4]])
+    found, exact = tree.filled(state, guessed), tree.draft(state, guess)
+    assert torch.equal(found.tokens, exact.tokens) and torch.equal(found.size, exact.size) and found.tree is exact.tree
+
+
 def growth(kind: TreeKind, rows: int | None = None, curve: CostCurve | None = None, **options: object) -> Growth:
     model = target()
     model.curve = curve

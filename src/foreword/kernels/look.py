@@ -1,0 +1,53 @@
+"""What a state sees in a token: cosine attention to a single key, head by head, in one launch.
+
+In: query, key and value rows [.., H] of `heads` heads, and the state that they came from. Out: the state with v * cos(q, k)
+added, behind a SiLU where one is asked for. core/heads.py computes the same with torch operations, which training needs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+
+_SMALLEST = tl.constexpr(1e-8)  # length of a vector: torch's own bound
+
+
+@triton.jit
+def _look(
+    state, query, key, value, out,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
+    LINES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row, with its heads below each other."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    head, column = tl.arange(0, LINES), tl.arange(0, BLOCK)
+    real = (head < HEADS)[:, None] & (column < WIDTH)[None, :]
+    at = tl.program_id(0).to(tl.int64) * HEADS * WIDTH + head[:, None] * WIDTH + column[None, :]
+    q = tl.load(query + at, mask=real, other=0.0).to(tl.float32)
+    k = tl.load(key + at, mask=real, other=0.0).to(tl.float32)
+    v = tl.load(value + at, mask=real, other=0.0).to(tl.float32)
+    lengths = tl.maximum(tl.sqrt(tl.sum(q * q, 1)), _SMALLEST) * tl.maximum(tl.sqrt(tl.sum(k * k, 1)), _SMALLEST)
+    seen = v * (tl.sum(q * k, 1) / lengths)[:, None]
+    if SILU:
+        seen = seen / (1.0 + tl.exp(-seen))
+    before = tl.load(state + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + at, (before + seen).to(out.dtype.element_ty), mask=real)
+
+
+def looked(state: Tensor, query: Tensor, key: Tensor, value: Tensor, heads: int, silu: bool) -> Tensor:
+    """state + v * cos(q, k), all [.., H]; with `silu`, state + SiLU(v * cos(q, k))."""
+    state, query, key, value = (part.contiguous() for part in (state, query, key, value))
+    out, width = torch.empty_like(state), state.shape[-1] // heads
+    lines, block = triton.next_power_of_2(heads), triton.next_power_of_2(width)
+    warps = min(8, lines * block // 256)
+    _look[(state.numel() // state.shape[-1],)](
+        state, query, key, value, out,
+        HEADS=heads, WIDTH=width, SILU=silu, LINES=lines, BLOCK=block, **launched(state.device, warps),
+    )  # fmt: skip
+    return out

@@ -30,8 +30,8 @@ class CudaLayer:
 
     def __init__(self, layer: Any, after: CudaLayer | None) -> None:
         """`after` is the layer that comes next."""
-        from foreword.kernels.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415  Triton is there only
-        from foreword.kernels.qkv import linear_turn_and_store  # noqa: PLC0415                   where CUDA is
+        from foreword.kernels.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415  Triton comes with CUDA
+        from foreword.kernels.qkv import linear_turn_and_store  # noqa: PLC0415
         from foreword.kernels.rotary import turn_and_store  # noqa: PLC0415
 
         self.few_rows_linear, self.linear_and_hand_on = few_rows_linear, linear_and_hand_on
@@ -52,22 +52,18 @@ class CudaLayer:
         return self._few(hidden, positions, view) if few else self._many(hidden, positions, view)
 
     def _few(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        out, gate_up, down = self.out, self.gate_up, self.down
+        out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
         handed, self.handed = self.handed, None
         mixed = attend_by_kernel(self._query(hidden, handed, positions, view), view, self.scaling).flatten(2)
-        hidden, handed = self.linear_and_hand_on(mixed, out.weight, out.bias, hidden, self.before_mlp[0])
-        gated = self.few_rows_linear(
-            hidden, gate_up.weight, gate_up.bias, norm=self.before_mlp, handed=handed, gated=True
-        )  # fmt: skip
+        hidden, handed = self.linear_and_hand_on(mixed, out.weight, out.bias, hidden, norm[0])
+        gated = self.few_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=norm, handed=handed, gated=True)
         if self.after is None:
             return self.few_rows_linear(gated, down.weight, down.bias, residual=hidden)
         weight = self.after.before_attention[0]
         hidden, self.after.handed = self.linear_and_hand_on(gated, down.weight, down.bias, hidden, weight)
         return hidden
 
-    def _query(
-        self, hidden: Tensor, handed: Handed | None, positions: tuple[Tensor, Tensor], view: Pass
-    ) -> Tensor:  # fmt: skip
+    def _query(self, hidden: Tensor, handed: Handed | None, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         """Queries [b, heads, n, width] of the rows; their keys and values go to the cache."""
         weight, bias, norm = self.qkv.weight, self.qkv.bias, self.before_attention
         if self.q_norm is None and self.k_norm is None:

@@ -29,7 +29,7 @@ def capture_rounds(engine: Engine, shortest: int, longest: int) -> None:
     for length in prompt_lengths(shortest, min(longest, engine.max_context - 1), engine.chunk):
         for count in range(1, min(engine.slots.count, MOST_TEXTS) + 1):
             for _ in range(2):
-                engine.generate(_requests(engine, count, length, generator))
+                engine.generate(_requests(engine, count, length, generator, most=1))
     for name, value in held.items():
         getattr(engine.drafter, name).copy_(value)
 
@@ -54,7 +54,7 @@ def sizes(slots: int) -> list[int]:
     return sorted({min(round_up(count), slots) for count in range(1, slots + 1)})
 
 
-def _requests(engine: Engine, count: int, length: int, generator: torch.Generator) -> list[Request]:
+def _requests(engine: Engine, count: int, length: int, generator: torch.Generator, most: int | None = None) -> list[Request]:
     tokens = torch.randint(engine.target.vocab_size, (count, length), generator=generator).tolist()
-    most = min(ROUNDS * (engine.drafter.shape.depth + 1), engine.max_context - length)
+    most = most or min(ROUNDS * (engine.drafter.shape.depth + 1), engine.max_context - length)
     return [Request(tuple(prompt), max_new_tokens=most, ignore_eos=True) for prompt in tokens]

@@ -15,7 +15,7 @@ from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Tree, lineage_of
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
-from foreword.core.trees import choose
+from foreword.core.trees import BestFirst, Budgeted, Guess, by_kernel, choose
 from foreword.engine.accept import settle
 from foreword.engine.commit import write
 from foreword.engine.fit import rooted
@@ -241,3 +241,35 @@ def check_look_up(seed: int, device: str, nodes: int, match: int, longest: int) 
     given = (part.to(device) for part in (state.tokens, state.slots, state.lengths, sizes))
     tokens, size = looked_up(*given, nodes)
     assert same(tokens, exact.tokens) and same(size, exact.size)
+
+
+# Trees that follow the guesses -------------------------------------------------------------------------------------------
+
+
+def drawn_guesses(seed: int, lanes: int, branch: int, device: str) -> Guess:
+    """Of few values, so that many chances are equal, and some no number. At odd seeds all live nodes share what a level has,
+    as Medusa's do."""
+
+    def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+        generator, live = torch.Generator().manual_seed(seed * 10 + level), tokens.shape[1]
+        shape = (lanes, 1 if seed % 2 else live, branch)
+        likely = (-torch.rand(shape, generator=generator) * 8).round() / 4
+        odd = torch.rand(shape, generator=generator)
+        likely = (
+            likely.sort(-1, descending=True).values.masked_fill(odd < 0.05, torch.nan).masked_fill(odd > 0.9, -torch.inf)
+        )
+        words = torch.randint(0, 1000, shape, generator=generator)
+        if seed % 2 == 0:  # what is handed on shows in what is guessed
+            words = words + (tokens + 3 * origin).cpu().unsqueeze(-1)
+        return words.to(device).expand(-1, live, -1), likely.to(device).expand(-1, live, -1)
+
+    return guess
+
+
+def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
+    given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    lanes = truth.slots.shape[0]
+    found = by_kernel(growth, given, drawn_guesses(seed, lanes, growth.branch, device))
+    exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"))
+    assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
+    assert same(found.tree.parent, exact.tree.parent)

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from doubles import random_tree
-from foreword.core.draft import Tree, lineage_of
+from foreword.core.draft import Shape, Tree, lineage_of
 from foreword.core.sampling import best, likeliest
+from foreword.core.trees import BestFirst, Budgeted
 from rounds import (
     check_fit,
+    check_grow,
     check_keep,
     check_learn,
     check_look_up,
@@ -55,6 +57,15 @@ def test_recycling_walks_and_learns(mode: str) -> None:
         for nodes in (1, 7, 64, 81):
             check_walk(seed, "cuda", nodes, mode)
             check_learn(seed, "cuda", nodes, mode, accepts=seed % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "depth", "width", "branch"), [(2, 1, 1, 1), (7, 3, 3, 4), (64, 5, 8, 10), (64, 4, 64, 10)]
+)
+def test_trees_follow_the_guesses(nodes: int, depth: int, width: int, branch: int) -> None:
+    for seed in range(10):
+        check_grow(seed, "cuda", BestFirst(Shape(nodes, depth), width, branch, None))
+        check_grow(seed, "cuda", Budgeted(Shape(nodes, depth), width, branch, None, 0.8, 0.25))
 
 
 @pytest.mark.parametrize("longest", [1, 40, 3000])

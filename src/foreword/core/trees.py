@@ -87,16 +87,18 @@ class TreePlan:
             )
 
     def on(self, target: Target, depth: int) -> Growth:
-        """For trees of at most `depth` levels behind the root."""
+        """For trees of at most `depth` levels behind the root. Where a round's rows are fixed beforehand, as on CUDA, rows
+        that stay empty save nothing, and none is dropped for its cost."""
         nodes = self.rows or MOST_NODES
+        all_pay = self.rows is not None or target.device.type == "cuda"
         depth, branch = min(depth, nodes - 1), min(BRANCH, target.vocab_size)
         if self.kind == "static" and self.paths is not None:
             known = sorted({tuple(path) for path in self.paths if len(path) <= depth}, key=lambda path: (len(path), path))
             return StaticTree(target, known[: self.rows and nodes - 1])
         if self.kind == "static":
             rates = [row[:branch] for row in self.rates[:depth]]
-            return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
-        costs = None if self.rows else RowCosts(target, nodes)
+            return StaticTree(target, greedy_paths(rates, nodes - 1), None if all_pay else rates)
+        costs = None if all_pay else RowCosts(target, nodes)
         if self.kind == "best":
             return BestFirst(Shape(nodes, depth), self.width, branch, costs)
         return Budgeted(Shape(nodes, depth), self.width, branch, costs, self.top_p, self.floor)
@@ -299,6 +301,9 @@ class BestFirst:
     costs: RowCosts | None
 
     def draft(self, state: State, guess: Guess) -> Draft:
+        return by_kernel(self, state, guess) if state.slots.is_cuda and self.shape.depth else self.grow(state, guess)
+
+    def grow(self, state: State, guess: Guess) -> Draft:
         nodes, root = _Nodes(state.root), state.root.unsqueeze(1)
         tokens, rows, origin, chance = root, torch.zeros_like(root), torch.zeros_like(root), nodes.chance[0]
         for level in range(1, self.shape.depth + 1):
@@ -306,7 +311,7 @@ class BestFirst:
             whole = _finite(chance.unsqueeze(2) + likely).flatten(1)
             below, above = guessed.flatten(1), rows.unsqueeze(2).expand_as(guessed).flatten(1)
             rows = nodes.add(below, above, whole)
-            chance, best = whole.topk(min(self.width, whole.shape[1]), dim=1)
+            chance, best = _largest(whole, self.width)
             tokens, rows, origin = below.gather(1, best), rows.gather(1, best), best // guessed.shape[2]
         return _known(state, nodes.draft(self.shape.nodes, _cost(self.costs, state)))
 
@@ -328,13 +333,16 @@ class Budgeted:
     floor: float
 
     def draft(self, state: State, guess: Guess) -> Draft:
+        return by_kernel(self, state, guess) if state.slots.is_cuda and self.shape.depth else self.grow(state, guess)
+
+    def grow(self, state: State, guess: Guess) -> Draft:
         nodes, root = _Nodes(state.root), state.root.unsqueeze(1)
         tokens, rows, origin, chance = root, torch.zeros_like(root), torch.zeros_like(root), nodes.chance[0]
         left = torch.full_like(root, self.shape.nodes - 1)  # [b, 1]
         for level in range(1, self.shape.depth + 1):
             guessed, likely = guess(level, tokens, origin)  # [b, w, k]
             whole = _finite(chance.unsqueeze(2) + likely).masked_fill(~self._likely_enough(likely), -math.inf).flatten(1)
-            chance, best = whole.topk(min(self.shape.nodes - 1, whole.shape[1]), dim=1)
+            chance, best = _largest(whole, self.shape.nodes - 1)
             place = torch.arange(best.shape[1], device=best.device)
             chance = chance.masked_fill(place >= left, -math.inf)
             left = left - (chance > -math.inf).sum(1, keepdim=True)
@@ -350,9 +358,29 @@ class Budgeted:
         return (inside & (chance >= self.floor * chance[..., :1])) | first
 
 
+def by_kernel(growth: BestFirst | Budgeted, state: State, guess: Guess) -> Draft:
+    from foreword.kernels.growth import Budget, Grown  # noqa: PLC0415  Triton is there only where CUDA is
+
+    shape = growth.shape
+    budget = Budget(shape.nodes - 1, growth.top_p, growth.floor) if isinstance(growth, Budgeted) else None
+    grown = Grown(state, shape.depth, growth.width, growth.branch, budget)
+    tokens = state.root.unsqueeze(1)
+    origin = torch.zeros_like(tokens)
+    for level in range(1, shape.depth + 1):
+        tokens, origin = grown.add(*guess(level, tokens, origin))
+    tokens, parent, size = grown.chosen(shape.nodes)
+    return Draft(tokens, Tree(parent), size)
+
+
 def _finite(chance: Tensor) -> Tensor:
     """A NaN would be drafted before everything else."""
     return chance.where(chance.isfinite(), -math.inf)
+
+
+def _largest(chance: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of [b, m] and where they are, of equal ones the first: an order that `topk` does not promise."""
+    values, places = chance.sort(dim=1, descending=True, stable=True)
+    return values[:, :count], places[:, :count]
 
 
 def _cost(costs: RowCosts | None, state: State) -> Tensor | None:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreword.kernels.growth import draft_likeliest
 from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
 
 
@@ -42,22 +43,8 @@ def _walk(
     chance += tl.load(fading + node, mask=real, other=0.0)
     chance = tl.where(real, chance, float("-inf"))
 
-    # How many come before a node: those likelier, and of those as likely the earlier ones.
-    other, own = chance[None, :], chance[:, None]
-    before = (other > own) | ((other == own) & (node[None, :] < node[:, None]))
-    kept = (tl.sum(before.to(tl.int32), 1) < NODES) & (chance > float("-inf"))
-    rows = tl.sum(kept.to(tl.int32), 0)
-    # A node's row is the number of kept nodes before it. So is its parent's: a child is never likelier, nor earlier.
-    parent = tl.load(parents + node, mask=real, other=0)
-    chosen = kept.to(tl.int32)
-    place = tl.cumsum(chosen, 0) - chosen
-    hangs = tl.sum(tl.where(node[None, :] < parent[:, None], chosen[None, :], 0), 1)
-    first = lane * NODES
-    tl.store(out + first + place, token, mask=kept)
-    tl.store(above + first + place, hangs.to(tl.int64), mask=kept)
-    padding = (node >= rows) & (node < NODES)
-    tl.store(out + first + node, tl.zeros([BLOCK], tl.int64) + root, mask=padding)
-    tl.store(above + first + node, tl.zeros([BLOCK], tl.int64), mask=padding)
+    parent = tl.load(parents + node, mask=real, other=0).to(tl.int32)
+    rows = draft_likeliest(token, chance, parent, root, out, above, lane, COUNT, NODES, BLOCK)
     tl.store(size + lane, rows.to(tl.int64))
 
 

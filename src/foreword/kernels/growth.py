@@ -1,0 +1,218 @@
+"""Trees that follow the guesses: one launch for each level, and one that chooses among all nodes found.
+
+In: the guesses behind the live nodes of a level, and their log-chances, [b, w, k] each. Out: the nodes to go on from, and in
+the end a draft. Nodes lie in buffers [b, M], the root first, then level by level. What is computed stands, as torch
+operations, in core/trees.py: `BestFirst`, `Budgeted`, `choose`. One program has a sequence; of equal chances the first comes first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.settle import Columns
+
+_NEVER = tl.constexpr(float("-inf"))
+_PAIRS = tl.constexpr(16384)  # that are compared at a time: what the registers of 16 warps hold with ease
+
+
+class Budget(NamedTuple):
+    """Clover's rule: how many nodes may stand behind the root, and which guesses are likely enough."""
+
+    nodes: int
+    top_p: float
+    floor: float
+
+
+@triton.jit
+def _ahead(chance, node, others, numbers):
+    """How many of the others come before each node: those likelier, and of those as likely the earlier ones."""
+    other, own = others[None, :], chance[:, None]
+    before = (other > own) | ((other == own) & (numbers[None, :] < node[:, None]))
+    return tl.sum(before.to(tl.int32), 1)
+
+
+@triton.jit
+def draft_likeliest(
+    token, chance, parent, root, out, above, lane, COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the NODES likeliest of COUNT nodes, in the order given, behind each other, then padding. How many there are.
+
+    All [BLOCK], with a chance of -inf behind the last.
+    """
+    node = tl.arange(0, BLOCK)
+    place = tl.zeros([BLOCK], tl.int32)
+    part: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
+    for start in range(0, COUNT, part):
+        numbers = start + tl.arange(0, part)
+        place += _ahead(chance, node, tl.gather(chance, numbers, 0), numbers)
+    kept = (place < NODES) & (chance > _NEVER)
+    chosen = kept.to(tl.int32)
+    rows = tl.sum(chosen, 0)
+    row = tl.where(kept, tl.cumsum(chosen, 0) - chosen, 0)
+    first = lane * NODES
+    tl.store(out + first + row, token, mask=kept)
+    tl.store(above + first + row, tl.gather(row, parent, 0).to(tl.int64), mask=kept)
+    padding = (node >= rows) & (node < NODES)
+    tl.store(out + first + node, tl.zeros([BLOCK], tl.int64) + root, mask=padding)
+    tl.store(above + first + node, tl.zeros([BLOCK], tl.int64), mask=padding)
+    return rows
+
+
+@triton.jit
+def _whole(
+    likely, live, chances, lane, candidate, l_lane, l_live, l_rank, top_p, floor,
+    FIRST: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
+    BUDGETED: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Log-chances of the whole way to candidates, -inf where one is none."""
+    place, rank = candidate // K, candidate % K
+    real = place < LIVE
+    behind = likely + lane * l_lane + place * l_live
+    whole = tl.load(behind + rank * l_rank, mask=real, other=_NEVER).to(tl.float32)
+    if not FIRST:
+        node = tl.load(live + lane * LIVE + place, mask=real, other=0)
+        whole += tl.load(chances + lane * MOST + node, mask=real, other=0.0)
+    counts = real & (tl.abs(whole) < float("inf"))
+    if BUDGETED:
+        other = tl.arange(0, RANKS)
+        up_to = real[:, None] & (other[None, :] <= rank[:, None])
+        some = tl.load(behind[:, None] + other[None, :] * l_rank, mask=up_to, other=_NEVER).to(tl.float32)
+        chance = tl.exp(some)
+        own = tl.sum(tl.where(other[None, :] == rank[:, None], chance, 0.0), 1)
+        best = tl.sum(tl.where(other[None, :] == 0, chance, 0.0), 1)
+        inside = tl.sum(chance, 1) <= top_p + 1e-6
+        counts = counts & ((inside & (own >= floor * best)) | (rank == 0))
+    return tl.where(counts, whole, _NEVER)
+
+
+@triton.jit(do_not_specialize=["base"])
+def _level(
+    guessed, likely, slots, roots, live, left, tokens, parents, chances, on_tokens, on_origin, on_nodes, on_left,
+    base, g_lane, g_live, g_rank, l_lane, l_live, l_rank, top_p, floor,
+    FIRST: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr,
+    MOST: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One sequence: add the nodes of a level, and name those to go on from. BUDGET 0: all are added, in their order."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    lane = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, BLOCK)
+    real = candidate < LIVE * K
+    whole = _whole(
+        likely, live, chances, lane, candidate, l_lane, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
+    )
+    place = tl.zeros([BLOCK], tl.int32)
+    part: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
+    for start in range(0, LIVE * K, part):
+        other = start + tl.arange(0, part)
+        theirs = _whole(
+            likely, live, chances, lane, other, l_lane, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
+        )
+        place += _ahead(whole, candidate, theirs, other)
+
+    origin = candidate // K
+    token = tl.load(guessed + lane * g_lane + origin * g_live + candidate % K * g_rank, mask=real, other=0)
+    parent = tl.zeros([BLOCK], tl.int64)
+    if not FIRST:
+        parent = tl.load(live + lane * LIVE + origin, mask=real, other=0)
+    added, spot = real, candidate
+    if BUDGET > 0:
+        room = BUDGET if FIRST else tl.load(left + lane)
+        added, spot = real & (place < BUDGET), place
+        whole = tl.where(place < room, whole, _NEVER)
+        tl.store(on_left + lane, room - tl.sum((added & (whole > _NEVER)).to(tl.int64), 0))
+    at = lane * MOST + base + spot
+    tl.store(tokens + at, token, mask=added)
+    tl.store(parents + at, parent, mask=added)
+    tl.store(chances + at, whole, mask=added)
+    if FIRST:
+        tl.store(tokens + lane * MOST, tl.load(roots + tl.load(slots + lane)))
+        tl.store(parents + lane * MOST, 0)
+        tl.store(chances + lane * MOST, 0.0)
+    goes_on = real & (place < WIDTH)
+    on = lane * WIDTH + place
+    tl.store(on_tokens + on, token, mask=goes_on)
+    tl.store(on_origin + on, origin.to(tl.int64), mask=goes_on)
+    tl.store(on_nodes + on, (base + spot).to(tl.int64), mask=goes_on)
+
+
+@triton.jit
+def _choose(
+    tokens, parents, chances, slots, lengths, out, above, size,
+    COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One sequence: of its nodes the likeliest. Before the second token of a text only the root counts."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+    lane = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK)
+    real = node < COUNT
+    at = lane * COUNT + node
+    token = tl.load(tokens + at, mask=real, other=0)
+    chance = tl.load(chances + at, mask=real, other=_NEVER)
+    parent = tl.load(parents + at, mask=real, other=0).to(tl.int32)
+    root = tl.load(tokens + lane * COUNT)
+    rows = draft_likeliest(token, chance, parent, root, out, above, lane, COUNT, NODES, BLOCK)
+    known = tl.load(lengths + tl.load(slots + lane)) > 0
+    tl.store(size + lane, tl.where(known, rows, 1).to(tl.int64))
+
+
+class Grown:
+    """Trees of some sequences while they grow: `add` for each of `depth` levels, then `chosen`."""
+
+    def __init__(self, state: Columns, depth: int, width: int, branch: int, budget: Budget | None = None) -> None:
+        self.state, self.width, self.branch, self.budget = state, width, branch, budget
+        self.count, self.live, self.most = 1, 1, self._room(depth)
+        lanes, device = state.slots.shape[0], state.slots.device
+        self.tokens, self.parents = torch.empty(2, lanes, self.most, dtype=torch.long, device=device)
+        self.chances = torch.empty(lanes, self.most, dtype=torch.float32, device=device)
+        self.nodes = self.left = state.slots  # the first level has none
+
+    def _room(self, depth: int) -> int:
+        room = live = 1
+        for _ in range(depth):
+            room += self._added(live)
+            live = min(self.width, self._added(live))
+        return room
+
+    def _added(self, live: int) -> int:
+        return live * self.branch if self.budget is None else min(live * self.branch, self.budget.nodes)
+
+    def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
+        """The guesses behind the live nodes, [b, w, k]. Tokens of those to go on from, and which of the w each hangs on."""
+        lanes, live, branch = guessed.shape
+        assert likely.shape == guessed.shape and (live, branch) == (self.live, self.branch)
+        most = self._added(live)
+        width, block = min(self.width, most), triton.next_power_of_2(live * branch)
+        tokens, origin, nodes = torch.empty(3, lanes, width, dtype=torch.long, device=guessed.device)
+        left = torch.empty_like(self.left)
+        rule = self.budget or Budget(0, 0.0, 0.0)
+        _level[(lanes,)](
+            guessed, likely, self.state.slots, self.state.roots, self.nodes, self.left,
+            self.tokens, self.parents, self.chances, tokens, origin, nodes, left,
+            self.count, *guessed.stride(), *likely.stride(), rule.top_p, rule.floor,
+            FIRST=self.count == 1, LIVE=live, K=branch, WIDTH=width, BUDGET=rule.nodes, MOST=self.most,
+            RANKS=triton.next_power_of_2(branch), BLOCK=block, **launched(guessed.device, min(16, block // 16)),
+        )  # fmt: skip
+        self.count, self.live, self.nodes, self.left = self.count + most, width, nodes, left
+        return tokens, origin
+
+    def chosen(self, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The draft of at most `nodes` rows: tokens and parents [b, nodes], and sizes [b]."""
+        (lanes, count), nodes = self.tokens.shape, min(nodes, self.most)
+        out, above = torch.empty(2, lanes, nodes, dtype=torch.long, device=self.tokens.device)
+        size = torch.empty_like(self.state.slots)
+        block = triton.next_power_of_2(count)
+        _choose[(lanes,)](
+            self.tokens, self.parents, self.chances, self.state.slots, self.state.lengths, out, above, size,
+            COUNT=count, NODES=nodes, BLOCK=block, **launched(out.device, min(16, block // 16)),
+        )  # fmt: skip
+        return out, above, size

@@ -1,0 +1,26 @@
+"""Trees grown by kernels against the torch operations of core/trees.py, in Triton's interpreter."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from foreword.core.draft import Shape
+from foreword.core.trees import BestFirst, Budgeted
+from rounds import check_grow
+
+SHAPES = [(Shape(2, 1), 1, 1), (Shape(7, 3), 3, 4), (Shape(64, 5), 8, 10), (Shape(30, 2), 9, 6), (Shape(6, 5), 2, 1)]
+
+
+@pytest.mark.parametrize(("shape", "width", "branch"), SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_likeliest_nodes_are_drafted(seed: int, shape: Shape, width: int, branch: int) -> None:
+    check_grow(seed, "cpu", BestFirst(shape, width, branch, None))
+
+
+@pytest.mark.parametrize(("top_p", "floor"), [(0.8, 0.25), (1.0, 0.0)])
+@pytest.mark.parametrize(("shape", "width", "branch"), SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_budget_is_spent_level_by_level(
+    seed: int, shape: Shape, width: int, branch: int, top_p: float, floor: float
+) -> None:
+    check_grow(seed, "cpu", Budgeted(shape, width, branch, None, top_p, floor))

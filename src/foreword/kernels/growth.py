@@ -2,7 +2,8 @@
 
 In: the guesses behind the live nodes of a level, and their log-chances, [b, w, k] each. Out: the nodes to go on from, and in
 the end a draft. Nodes lie in buffers [b, M], the root first, then level by level. What is computed stands, as torch
-operations, in core/trees.py: `BestFirst`, `Budgeted`, `choose`. One program has a sequence; of equal chances the first comes first.
+operations, in core/trees.py: `BestFirst`, `Budgeted`, `choose`. One program has a sequence; of equal chances the first comes
+first.
 """
 
 from __future__ import annotations

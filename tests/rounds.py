@@ -273,9 +273,8 @@ def drawn_guesses(seed: int, lanes: int, branch: int, device: str) -> Guess:
         shape = (lanes, 1 if seed % 2 else live, branch)
         likely = (-torch.rand(shape, generator=generator) * 8).round() / 4
         odd = torch.rand(shape, generator=generator)
-        likely = (
-            likely.sort(-1, descending=True).values.masked_fill(odd < 0.05, torch.nan).masked_fill(odd > 0.9, -torch.inf)
-        )
+        likely = likely.sort(-1, descending=True).values.masked_fill(odd < 0.05, torch.nan)
+        likely = likely.masked_fill(odd > 0.9, -torch.inf).masked_fill(odd > 0.97, torch.inf)
         words = torch.randint(0, 1000, shape, generator=generator)
         if seed % 2 == 0:  # what is handed on shows in what is guessed
             words = words + (tokens + 3 * origin).cpu().unsqueeze(-1)

@@ -34,8 +34,8 @@ def random_logits(batch: int, rows: int, seed: int = 0) -> Tensor:
 
 
 def taught(seed: int = 0, **options: object) -> TokenRecycling:
-    """A drafter that has seen every token of the vocabulary once."""
-    drafter = bound(**options)  # type: ignore[arg-type]
+    """A drafter that has seen every token of the vocabulary once, whoever asks."""
+    drafter = bound(**{"table": "shared", **options})  # type: ignore[arg-type]
     tokens = torch.arange(VOCABULARY).unsqueeze(0)
     drafter.read(state_of([[1, 2]]), chain(tokens.tolist()), Scores(random_logits(1, VOCABULARY, seed)))
     return drafter
@@ -82,7 +82,7 @@ def test_rows_are_respected(rows: int) -> None:
 
 def test_after_a_round_the_table_holds_what_the_target_ranked() -> None:
     """Of equal tokens the later row has its way, and accepted rows come last of all; row by row across the batch."""
-    drafter, generator = bound(), torch.Generator().manual_seed(3)
+    drafter, generator = bound(table="shared"), torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 6, (3, 12), generator=generator)  # few ids, so that they meet
     draft = Draft(tokens, random_tree(3, 12, generator), torch.tensor([12, 7, 10]))
     logits, paths = random_logits(3, 12), [[0, 2, 5], [0], [0, 1, 4, 6]]
@@ -142,7 +142,7 @@ def test_a_shared_table_serves_all() -> None:
     assert drafter.tokens.shape[0] == 1 and int(draft.size[0]) == int(draft.size[1]) > 1
 
 
-@pytest.mark.parametrize("mode", ["session", "reset"])
+@pytest.mark.parametrize("mode", ["slot", "session", "reset"])
 def test_slots_do_not_learn_from_one_another(mode: str) -> None:
     drafter, state = bound(table=mode), state_of([[5], [5], [5]])
     learn(drafter, window(state, 1), [5, 6])
@@ -150,7 +150,7 @@ def test_slots_do_not_learn_from_one_another(mode: str) -> None:
     assert [set(rows_of(drafter, table)) for table in range(3)] == [set(), {5, 6}, set()]
 
 
-@pytest.mark.parametrize(("mode", "remembers"), [("shared", True), ("session", True), ("reset", False)])
+@pytest.mark.parametrize(("mode", "remembers"), [("slot", True), ("shared", True), ("session", True), ("reset", False)])
 def test_a_second_turn_of_a_conversation(mode: str, remembers: bool) -> None:
     """The slot still holds the beginning of the text: a session goes on, a reset one begins anew."""
     drafter, state = bound(table=mode), state_of([[5, 6, 5]])
@@ -160,7 +160,7 @@ def test_a_second_turn_of_a_conversation(mode: str, remembers: bool) -> None:
     assert bool(drafter.propose(state).size > 1) == remembers
 
 
-@pytest.mark.parametrize(("mode", "remembers"), [("shared", True), ("session", False), ("reset", False)])
+@pytest.mark.parametrize(("mode", "remembers"), [("slot", True), ("shared", True), ("session", False), ("reset", False)])
 def test_another_text_in_the_same_slot(mode: str, remembers: bool) -> None:
     drafter, state = bound(table=mode), state_of([[5]])
     learn(drafter, state, [5, 6])
@@ -254,5 +254,5 @@ def test_what_cannot_be_is_refused(options: dict[str, object], named: str) -> No
 
 
 def test_the_table_is_small() -> None:
-    drafter = bound()
+    drafter = bound(slots=1)
     assert drafter.tokens.dtype == torch.int32 and drafter.tokens.shape == (1, VOCABULARY + 1, CANDIDATES)

@@ -1,7 +1,5 @@
 """Products of few rows, and what lies between them, on CUDA: real shapes, captured, the same bits every time."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ CASES = [(*shape, torch.bfloat16) for shape in SHAPES]
 CASES += [(*shape, dtype) for shape in SHAPES[:4] for dtype in (torch.float16, torch.float32)]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 100])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 33, 64, 100])
 @pytest.mark.parametrize(("n", "k", "kind", "dtype"), CASES)
 def test_products_at_real_shapes(n: int, k: int, kind: str, rows: int, dtype: torch.dtype) -> None:
     from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
@@ -50,28 +48,32 @@ def test_products_at_real_shapes(n: int, k: int, kind: str, rows: int, dtype: to
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("rows", [2, 16, 33, 64])
-@pytest.mark.parametrize(
-    ("n", "k", "gated"), [(960, 576, False), (1536, 576, True), (14336, 4096, True), (1152, 896, False)]
-)
-def test_a_norm_inside_and_one_apart_are_the_same(n: int, k: int, gated: bool, rows: int) -> None:
-    """And both are what a row gives alone, but for the order of sums: nearly all numbers to the last bit."""
-    from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
-    from foreword.kernels.tiles import tiles_for  # noqa: PLC0415
+@pytest.mark.parametrize("rows", [2, 16, 33, 64, 100])
+@pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), (4096, 14336), (896, 1152)])
+def test_a_norm_inside_apart_and_handed_on_is_the_same(hidden: int, mlp: int, rows: int) -> None:
+    """But for the order of sums: nearly all numbers to the last bit."""
+    from foreword.kernels.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415  needs triton
 
-    x, norm = drawn(rows, k, dtype=torch.bfloat16), (drawn(k, dtype=torch.bfloat16, seed=2), 1e-5)
-    weight = drawn(2 * n if gated else n, k, dtype=torch.bfloat16, seed=1) * k**-0.5
-    tiles = replace(tiles_for(rows, n, k, "gated" if gated else "plain"), splits=1)
-    alone = torch.cat([few_rows_linear(row, weight, norm=norm, gated=gated) for row in x.split(1)])
-    for inside in (True, False):
-        cut = replace(tiles, norm_inside=inside)
-        found = few_rows_linear(x, weight, norm=norm, gated=gated, tiles=cut)
-        assert (found == alone).float().mean() > 0.95
-        assert torch.equal(found, few_rows_linear(x, weight, norm=norm, gated=gated, tiles=cut))
+    x, residual = drawn(rows, mlp, dtype=torch.bfloat16), drawn(rows, hidden, dtype=torch.bfloat16, seed=3)
+    norm = (drawn(hidden, dtype=torch.bfloat16, seed=2), 1e-5)
+    down = drawn(hidden, mlp, dtype=torch.bfloat16, seed=1) * mlp**-0.5
+    up = drawn(2 * mlp, hidden, dtype=torch.bfloat16, seed=4) * hidden**-0.5
+    (out, handed), (same, again) = (linear_and_hand_on(x, down, None, residual, norm[0]) for _ in range(2))
+    assert torch.equal(out, few_rows_linear(x, down, residual=residual)) and torch.equal(out, same)
+    assert (handed is None) == (again is None) == (rows <= 4)
+    if handed is not None and again is not None:
+        assert torch.equal(handed.rows, (out.float() * norm[0].float()).bfloat16())
+        assert torch.equal(handed.rows, again.rows) and torch.equal(handed.squares, again.squares)
+    for gated in (False, True):
+        alone = torch.cat([few_rows_linear(row, up, norm=norm, gated=gated) for row in out.split(1)])
+        for given in (handed, None):
+            found = few_rows_linear(out, up, norm=norm, handed=given, gated=gated)
+            assert (found == alone).float().mean() > 0.95
+            assert torch.equal(found, few_rows_linear(out, up, norm=norm, handed=given, gated=gated))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rows", [(1, 1), (1, 16), (1, 64), (3, 1), (2, 17)], ids=str)
+@pytest.mark.parametrize("rows", [(1, 1), (1, 4), (1, 16), (1, 64), (3, 1), (2, 17)], ids=str)
 @pytest.mark.parametrize(
     ("heads", "key_heads", "width", "k"), [(9, 3, 64, 576), (32, 8, 128, 4096), (14, 2, 64, 896), (4, 2, 16, 64)]
 )
@@ -102,11 +104,11 @@ def test_the_turned_product_is_product_and_rotation(
         assert dtype == torch.float32 or (one == exact).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
 @pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), (4096, 14336)])
 def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> None:
     """Every product reads what the one before wrote: a kernel that starts early and does not wait gives other numbers."""
-    from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
+    from foreword.kernels.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415  needs triton
 
     weights = [
         (drawn(2 * mlp, hidden, dtype=torch.bfloat16, seed=i) / hidden**0.5,
@@ -117,8 +119,10 @@ def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> 
     start = drawn(rows, hidden, dtype=torch.bfloat16)
 
     def chain(x: Tensor, wait: bool) -> Tensor:
+        handed = None
         for up, down in weights:
-            x = few_rows_linear(few_rows_linear(x, up, norm=norm, gated=True), down, residual=x)
+            gated = few_rows_linear(x, up, norm=norm, handed=handed, gated=True)
+            x, handed = linear_and_hand_on(gated, down, None, x, norm[0])
             if wait:
                 torch.cuda.synchronize()
         return x

@@ -1,9 +1,9 @@
 """How to cut the products of a decoding pass: `python -m foreword.bench.linears --out F`, on a CUDA device.
 
-Times a grid of `Tiles` for every product of two models at 1, 16 and 64 rows, beside torch's own linear: norms inside and
-apart, and q, k and v turned and stored by the product or by a kernel behind it. A graph runs over copies of the weights that
-no cache can hold, as a pass over a model does. Worker processes compile ahead, each into Triton's cache on disk, and compare
-with float32. The last lines are ready for `TUNED` in `kernels/tiles.py`.
+Times a grid of `Tiles` for every product of two models at 1, 4, 16 and 64 rows, beside torch's own linear, with rows handed
+on as in a pass. The best run again with the norm as a kernel of its own, and with one behind q, k and v that turns them. A
+graph runs over copies of the weights that no cache can hold, as a pass over a model does. Worker processes compile ahead,
+each into Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `kernels/tiles.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.kernels import overlap
-from foreword.kernels.linear import few_rows_linear
+from foreword.kernels.linear import Handed, few_rows_linear, linear_and_hand_on
 from foreword.kernels.qkv import linear_turn_and_store
 from foreword.kernels.rotary import turn_and_store
-from foreword.kernels.tiles import BUCKETS, PROGRAMS, Kind, Tiles, tiles_for
+from foreword.kernels.tiles import BUCKETS, ONE_BY_ONE, PROGRAMS, Kind, Tiles, tiles_for
 from foreword.model.capture import Captured
 from foreword.model.lean_cuda import many_rows_linear
 
-ROWS = (1, 16, 64)
+ROWS = BUCKETS
+HANDED_BLOCK = 32  # columns of the product before, over which it has summed squares
 READ_PER_GRAPH = 256 * 2**20  # bytes: several times the L2 cache
 LEAST_LAUNCHES = 20
 WORKERS = 14
@@ -71,6 +72,7 @@ class Trial:
     rows: int
     tiles: Tiles
     overlap: bool = True
+    handed: bool = True  # rows come from the product before, and go to the one behind, ready for their norms
     apart: bool = False  # turned and stored by a kernel of its own; the tiles are those of a plain product
 
 
@@ -87,7 +89,7 @@ PRODUCTS = (
     Product("7.2B", "head", 32000, 4096, normed=True),
 )
 
-# (block_m, block_n, block_k, warps, stages). Where columns come in pairs, a program has half as many of them.
+# (block_m, block_n, block_k, warps, stages)
 _ONE_ROW_LONG = [
     (1, 4, 1024, 4, 1), (1, 8, 512, 4, 1), (1, 8, 1024, 4, 1), (1, 8, 1024, 8, 1), (1, 16, 512, 4, 1), (1, 16, 512, 8, 1),
     (1, 8, 1024, 4, 3), (1, 8, 512, 4, 4), (1, 16, 256, 4, 4), (1, 4, 2048, 8, 2), (16, 16, 256, 4, 5), (16, 32, 128, 4, 6),
@@ -113,33 +115,37 @@ _FEW_ROWS = {
 
 
 def grid(product: Product, rows: int) -> list[Tiles]:
-    """What is worth a try, the default first; matrix units with the norm inside and apart."""
-    first = tiles_for(rows, product.n, product.k, product.kind)
-    tried = [first, *_candidates(product, rows)]
-    if product.normed:
-        whole = [tiles for tiles in tried if tiles.block_m > 1 and tiles.splits == 1]
-        tried += [replace(tiles, norm_inside=inside) for tiles in whole for inside in (True, False)]
-    return list(dict.fromkeys(tried))
+    """What is worth a try, the default first; for a handful of rows also what 16 of them take."""
+    first, sixteen = (tiles_for(count, product.n, product.k, product.kind) for count in (rows, 16))
+    tried = [*_one_by_one(product), sixteen] if rows <= ONE_BY_ONE else _with_matrix_units(product, rows)
+    return list(dict.fromkeys([first, *tried]))
 
 
-def _candidates(product: Product, rows: int) -> Iterator[Tiles]:
-    small = product.n * product.k <= 2**22
-    taken = product.n // 2 if product.kind == "turned" else product.n
-    if rows == 1 and product.k <= 2048:
+def _one_by_one(product: Product) -> Iterator[Tiles]:
+    if product.k <= 2048:
         whole = 1 << (product.k - 1).bit_length()
         yield from (Tiles(1, width, whole, warps, 1) for width in (2, 4, 8, 16) for warps in (2, 4))
         yield from (Tiles(1, 4, 256, 4, 3), Tiles(16, 16, 128, 4, 5))
         return
-    sizes = _ONE_ROW_LONG if rows == 1 else _FEW_ROWS["small" if small else "large", rows]
-    for m, n, k, warps, stages in sizes:
-        if product.kind != "plain" and n >= 16:
-            n //= 2
-        if product.kind == "turned" and n > product.width // 2:
+    for m, n, k, warps, stages in _ONE_ROW_LONG:
+        yield Tiles(m, _width(product, n), k, warps, stages)
+
+
+def _with_matrix_units(product: Product, rows: int) -> Iterator[Tiles]:
+    taken = product.n // 2 if product.kind == "turned" else product.n
+    for m, n, k, warps, stages in _FEW_ROWS["small" if product.n * product.k <= 2**22 else "large", rows]:
+        width = _width(product, n)
+        if product.kind == "turned" and width > product.width // 2:
             continue
-        yield Tiles(m, n, k, warps, stages)
-        splits = min(8, PROGRAMS // math.ceil(taken / n), product.k // 512)
-        if m > 1 and splits > 1 and product.kind != "gated":
-            yield Tiles(m, n, k, warps, stages, splits=1 << (splits.bit_length() - 1))
+        yield Tiles(m, width, k, warps, stages)
+        splits = min(8, PROGRAMS // math.ceil(taken / width), product.k // 512)
+        if splits > 1 and product.kind != "gated":
+            yield Tiles(m, width, k, warps, stages, splits=1 << (splits.bit_length() - 1))
+
+
+def _width(product: Product, n: int) -> int:
+    """Where columns come in pairs, a program has half as many of them."""
+    return n // 2 if product.kind != "plain" and n >= 16 else n
 
 
 class Given:
@@ -148,23 +154,30 @@ class Given:
     def __init__(self, product: Product, rows: int, memory: Tensor) -> None:
         n, k = product.n, product.k
         self.product = product
-        self.rows = torch.randn(rows, k, device="cuda").bfloat16()
+        self.rows = torch.randn(1, rows, k, device="cuda").bfloat16()
         self.norm = (torch.rand(k, device="cuda").bfloat16() + 0.5, 1e-5) if product.normed else None
-        self.residual = torch.randn(rows, n, device="cuda").bfloat16() if product.added else None
+        self.residual = torch.randn(1, rows, n, device="cuda").bfloat16() if product.added else None
+        self.after = torch.rand(n, device="cuda").bfloat16() + 0.5
+        self.handed = None if self.norm is None else handed_on(self.rows, self.norm[0])
         copies = max(1, min(memory.numel() // product.weights, math.ceil(READ_PER_GRAPH / (2 * product.weights))))
         shape = (2 * n if product.kind == "gated" else n, k)
         self.weights = [memory[i * product.weights : (i + 1) * product.weights].view(shape) for i in range(copies)]
         self.turn = Turn(product, rows) if product.kind == "turned" else None
 
-    def ours(self, tiles: Tiles, apart: bool = False) -> Callable[[Tensor], Tensor]:
-        if self.turn is not None and not apart:
-            where = self.turn.where
-            return lambda weight: linear_turn_and_store(self.rows[None], weight, None, self.norm, *where, tiles=tiles)
-        options: dict[str, Any] = {"norm": self.norm, "residual": self.residual, "gated": self.product.kind == "gated"}
+    def ours(self, trial: Trial) -> Callable[[Tensor], Tensor]:
+        tiles, rows = trial.tiles, self.rows
+        handed = self.handed if trial.handed else None
+        if self.turn is not None and not trial.apart:
+            turn = self.turn.where
+            return lambda weight: linear_turn_and_store(rows, weight, None, self.norm, *turn, handed=handed, tiles=tiles)
+        if self.residual is not None and trial.handed:
+            added, after = self.residual, self.after
+            return lambda weight: linear_and_hand_on(rows, weight, None, added, after, tiles=tiles)[0]
+        options: dict[str, Any] = {"norm": self.norm, "handed": handed, "residual": self.residual, "tiles": tiles}
 
         def product(weight: Tensor) -> Tensor:
-            out = few_rows_linear(self.rows, weight, tiles=tiles, **options)
-            return out if self.turn is None else turn_and_store(out[None], *self.turn.where)
+            out = few_rows_linear(rows, weight, gated=self.product.kind == "gated", **options)
+            return out if self.turn is None else turn_and_store(out, *self.turn.where)
 
         return product
 
@@ -175,11 +188,18 @@ class Given:
         out = many_rows_linear(self.rows.float(), weight.float(), norm=norm, residual=residual, gated=gated)
         return out if self.turn is None else self.turn.exact(out)
 
-    def error(self, tiles: Tiles, apart: bool) -> float:
+    def error(self, trial: Trial) -> float:
         """How far one launch is from float32; keys and values in the cache count, too."""
-        found, exact = self.ours(tiles, apart)(self.weights[0]), self.exact(self.weights[0])
+        found, exact = self.ours(trial)(self.weights[0]), self.exact(self.weights[0])
         found = (found if self.turn is None else self.turn.found(found)).float()
         return ((found - exact).norm() / exact.norm()).item()
+
+
+def handed_on(rows: Tensor, weight: Tensor) -> Handed:
+    """As a product leaves rows for the next norm."""
+    flat = rows.float().flatten(0, 1)
+    squares = flat.square().unflatten(1, (-1, HANDED_BLOCK)).sum(2).t().contiguous()
+    return Handed(rows, (flat * weight.float()).to(rows.dtype), squares)
 
 
 class Turn:
@@ -199,7 +219,7 @@ class Turn:
     def exact(self, qkv: Tensor) -> Tensor:
         """[1, all heads, rows, width], the last of which are values and stay as they are."""
         cosine, sine = (part.float()[:, None] for part in self.where[:2])
-        heads = qkv.view(1, len(qkv), -1, self.keys.shape[-1]).transpose(1, 2)
+        heads = qkv.view(1, qkv.shape[1], -1, self.keys.shape[-1]).transpose(1, 2)
         low, high = heads.chunk(2, dim=-1)
         turned = heads * cosine + torch.cat([-high, low], dim=-1) * sine
         last = self.values.shape[1]
@@ -217,7 +237,7 @@ def compile_ahead(trial: Trial) -> str | None:
         torch.backends.cuda.matmul.allow_tf32 = False
         overlap.ENABLED = trial.overlap
         given = Given(trial.product, trial.rows, drawn(trial.product.weights))
-        error = given.error(trial.tiles, trial.apart)
+        error = given.error(trial)
         return None if error < 1e-2 else f"off by {error:.1e}"
     except Exception as problem:  # a trial that cannot run is one of the results
         return f"{type(problem).__name__}: {str(problem).splitlines()[0][:150] if str(problem) else ''}"
@@ -260,7 +280,7 @@ def timed(trials: list[Trial], problems: list[str | None], memory: Tensor) -> li
             overlap.ENABLED = trial.overlap
             given = Given(trial.product, trial.rows, memory)
             try:
-                result.us = microseconds(given.ours(trial.tiles, trial.apart), given.weights)
+                result.us = microseconds(given.ours(trial), given.weights)
             except (RuntimeError, ArithmeticError) as failure:
                 result.failed = str(failure).splitlines()[0]
         results.append(result)
@@ -278,9 +298,10 @@ def best(results: list[Result]) -> dict[tuple[Product, int], Result]:
 
 
 def second_look(winners: dict[tuple[Product, int], Result]) -> list[Trial]:
-    """The best cuts again, without the early start, without the norm, and turned apart: what these bring and cost."""
+    """The best cuts again, without the early start, with nothing handed on, without the norm, and turned apart."""
     found = [winner.trial for winner in winners.values()]
     trials = [replace(trial, overlap=False) for trial in found]
+    trials += [replace(trial, handed=False) for trial in found if trial.tiles.block_m > 1]
     trials += [replace(trial, product=replace(trial.product, normed=False)) for trial in found if trial.product.normed]
     turned = [trial for trial in found if trial.product.kind == "turned"]
     return trials + [
@@ -288,36 +309,29 @@ def second_look(winners: dict[tuple[Product, int], Result]) -> list[Trial]:
     ]
 
 
-def table(
-    winners: dict[tuple[Product, int], Result],
-    stock: dict[tuple[Product, int], float],
-    results: list[Result],
-    looks: list[Result],
-) -> Table:
-    others = "no overlap", "no norm", "norm inside", "norm apart", "turned apart"
+def table(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product, int], float], looks: list[Result]) -> Table:
+    others = "no overlap", "not handed on", "no norm", "turned apart"
     found = Table("model", "product", "rows", "us", "TB/s", "torch us", *others, "tiles", title="linears")
     for (product, rows), winner in winners.items():
         figures = f"{winner.us:.2f}", f"{winner.speed:.2f}", f"{stock[product, rows]:.2f}"
-        ways = [f"{us:.2f}" if us else "-" for us in other_ways(winner, results, looks)]
-        tiles = ",".join(str(int(size)) for size in asdict(winner.trial.tiles).values())
+        ways = [f"{us:.2f}" if us else "-" for us in other_ways(winner, looks)]
+        tiles = ",".join(str(size) for size in asdict(winner.trial.tiles).values())
         found.add_row(product.model, product.name, str(rows), *figures, *ways, tiles)
     return found
 
 
-def other_ways(winner: Result, results: list[Result], looks: list[Result]) -> list[float | None]:
-    """The quickest without overlap, without norm, with the norm inside and apart, and turned apart."""
-    asked, product = winner.trial, winner.trial.product
+def other_ways(winner: Result, looks: list[Result]) -> list[float | None]:
+    """The second looks at a winner: without overlap, with nothing handed on, without norm, and turned apart."""
+    asked = winner.trial
+    bare = replace(asked.product, normed=False)
 
-    def quickest(found: list[Result], **changed: Any) -> float | None:
+    def look(**changed: Any) -> float | None:
         wanted = replace(asked, **changed)
-        return min((r.us for r in found if r.us and replace(r.trial, tiles=wanted.tiles) == wanted), default=None)
+        return next((found.us for found in looks if replace(found.trial, tiles=wanted.tiles) == wanted), None)
 
-    norms = [
-        quickest([r for r in results if r.trial.tiles.block_m > 1 and r.trial.tiles.norm_inside is inside])
-        if product.normed else None for inside in (True, False)
+    return [
+        look(overlap=False), look(handed=False), look(product=bare) if asked.product.normed else None, look(apart=True)
     ]  # fmt: skip
-    bare = quickest(looks, product=replace(product, normed=False)) if product.normed else None
-    return [quickest(looks, overlap=False), bare, *norms, quickest(looks, apart=True)]
 
 
 def layers(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product, int], float]) -> str:
@@ -372,13 +386,13 @@ def report(
 ) -> None:
     """On the console, what matters most last."""
     console = Console(width=170)
-    console.print(table(winners, stock, results, looks))
+    console.print(table(winners, stock, looks))
     print(layers(winners, stock))
     failed = [result for result in results + looks if result.failed]
     for result in failed:
         trial = result.trial
         asked = f"{trial.product.model} {trial.product.name} {trial.rows} rows, {trial.tiles}"
-        ways = f"overlap {trial.overlap}, apart {trial.apart}"
+        ways = f"overlap {trial.overlap}, handed {trial.handed}, apart {trial.apart}"
         console.print(f"failed: {asked}, {ways}: {result.failed}", markup=False)
     console.print(f"{len(results + looks)} trials, {len(failed)} failed")
     print(tuned(winners))

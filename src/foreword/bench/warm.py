@@ -1,6 +1,6 @@
-"""Capturing before the clock runs: every round that texts of known lengths can meet, in all numbers of them at once.
+"""Capturing before the clock runs: every round and prompt pass that texts of known lengths can meet, in all numbers of them.
 
-In: an engine, and how long texts are at first and at last. Out: its captured rounds; the texts that made them are noise, and
+In: an engine, and how long texts are at first and at last. Out: its captured graphs; the texts that made them are noise, and
 what a drafter learned from them is forgotten. An engine that captures nothing is left alone.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foreword.engine.admit import round_up
 from foreword.engine.engine import Engine
-from foreword.engine.graph import SPAN_BUCKET, Replay
+from foreword.engine.graph import MOST_TEXTS, SPAN_BUCKET, Replay, padded_rows
 from foreword.engine.request import Request
 
 ROUNDS = 4  # the first of a bucket runs as it is written, the second is captured, and late reading takes one more
@@ -26,6 +26,10 @@ def capture_rounds(engine: Engine, shortest: int, longest: int) -> None:
     for length in lengths(shortest, longest + engine.drafter.shape.depth + 1, engine.max_context):
         for count in sizes(engine.slots.count):
             engine.generate(_requests(engine, count, length, generator))
+    for length in prompt_lengths(shortest, min(longest, engine.max_context - 1), engine.chunk):
+        for count in range(1, min(engine.slots.count, MOST_TEXTS) + 1):
+            for _ in range(2):
+                engine.generate(_requests(engine, count, length, generator, most=1))
     for name, value in held.items():
         getattr(engine.drafter, name).copy_(value)
 
@@ -36,12 +40,21 @@ def lengths(shortest: int, longest: int, context: int) -> list[int]:
     return [span * SPAN_BUCKET + 2 for span in spans if span * SPAN_BUCKET + 3 < context]
 
 
+def prompt_lengths(shortest: int, longest: int, chunk: int) -> list[int]:
+    """One for each size and place of a prompt's last pass; those before it are full."""
+    last = {}
+    for length in range(max(shortest, 2), longest + 1):
+        done, rows = divmod(length - 2, chunk)  # the last token is not read
+        last[done, padded_rows(rows + 1, chunk)] = length
+    return list(last.values())
+
+
 def sizes(slots: int) -> list[int]:
     """How many texts a captured round can have: free slots fill it up, as far as there are any."""
     return sorted({min(round_up(count), slots) for count in range(1, slots + 1)})
 
 
-def _requests(engine: Engine, count: int, length: int, generator: torch.Generator) -> list[Request]:
+def _requests(engine: Engine, count: int, length: int, generator: torch.Generator, most: int | None = None) -> list[Request]:
     tokens = torch.randint(engine.target.vocab_size, (count, length), generator=generator).tolist()
-    most = min(ROUNDS * (engine.drafter.shape.depth + 1), engine.max_context - length)
+    most = most or min(ROUNDS * (engine.drafter.shape.depth + 1), engine.max_context - length)
     return [Request(tuple(prompt), max_new_tokens=most, ignore_eos=True) for prompt in tokens]

@@ -49,7 +49,7 @@ class Tree:
     @staticmethod
     def chain(nodes: int, device: torch.device | str = "cpu") -> Tree:
         """Those that drafts are made of are built once, and stay where they are: captured rounds read them. Longer ones,
-        which prompts are read in, come in too many lengths to be kept."""
+        which prompts are read in, come in too many lengths to be kept; a captured prompt pass keeps its own."""
         return (_kept_chain if nodes <= KEPT_CHAINS else _chain)(nodes, torch.device(device))
 
     @property

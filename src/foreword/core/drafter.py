@@ -29,7 +29,7 @@ class Drafter:
     """Sizes its trees by `target.cost`, which is measured once per machine."""
 
     capturable: ClassVar[bool] = True
-    """No host work inside `propose` and `observe`: a round can be captured as one graph."""
+    """No host work inside `propose`, `observe` and `read`: a round, or a prompt pass, can be captured as one graph."""
 
     needs: Needs = Needs()
     shape: Shape = Shape()

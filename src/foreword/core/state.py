@@ -16,6 +16,12 @@ from torch import Tensor
 from foreword.core.sampling import SamplingRows, SamplingTable
 
 
+def sent(numbers: list[int] | list[tuple[int, ...]], device: torch.device | str) -> Tensor:
+    """Whole numbers on their way to a device: the host does not wait until they are there."""
+    pinned = torch.device(device).type == "cuda"
+    return torch.tensor(numbers, dtype=torch.long, pin_memory=pinned).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Lanes:
     """Which slots a pass is about, and what the host knows of them without asking the device.
@@ -31,7 +37,7 @@ class Lanes:
 
     @staticmethod
     def of(ids: list[int] | tuple[int, ...], span: int, device: torch.device | str = "cpu") -> Lanes:
-        return Lanes(torch.tensor(list(ids), device=device, dtype=torch.long), tuple(ids), span)
+        return Lanes(sent(list(ids), device), tuple(ids), span)
 
     @property
     def run(self) -> slice | None:

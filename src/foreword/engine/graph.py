@@ -1,15 +1,16 @@
-"""The round as a CUDA graph: captured once per bucket, then replayed without Python or launches in between.
+"""Rounds and prompt passes as CUDA graphs: captured once per bucket, then replayed without Python or launches in between.
 
 A bucket is what a captured round cannot change: how many sequences, how far attention looks, and which stages sampling
-needs. Everything else lives in buffers that stay where they are; only the slots' numbers are copied in. The first round of
-a bucket runs as it is written, which warms everything up and decides real tokens; the second is captured.
+needs; a prompt pass has its number of rows too. Everything else lives in buffers that stay where they are; only the slots'
+numbers, and a prompt's tokens, are copied in. The first time in a bucket runs as it is written, which warms everything up
+and does real work; the second is captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -20,25 +21,30 @@ from foreword.core.scores import Emission, Scores
 from foreword.core.state import Lanes, State
 
 SPAN_BUCKET = 256
+FEWEST_ROWS = 64  # of a captured prompt pass
+MOST_TEXTS = 4  # in one: with more of them the device has work enough while the host launches it
 
 Bucket = tuple[int, int, Kind, int]
+Answer = TypeVar("Answer")
 
 
 @dataclass
-class Captured:
-    """One bucket: the buffer that names its slots, and the graph with what it leaves behind, once captured."""
+class Captured(Generic[Answer]):
+    """One bucket: the buffers that it reads, and the graph with what it leaves behind, once captured."""
 
     lanes: Lanes
     graph: torch.cuda.CUDAGraph | None = None
-    emission: Emission | None = None
+    answer: Answer | None = None
+    chunk: Draft | None = None  # of a prompt pass; its tree is kept with it, since the graph reads that too
 
 
 class Replay:
-    """Satisfies `core.Loop`: another loop's rounds, replayed."""
+    """Satisfies `core.Loop`: another loop's rounds, replayed; and so are passes over prompts."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.buckets: dict[Bucket, Captured] = {}
+        self.buckets: dict[Bucket, Captured[Emission]] = {}
+        self.chunks: dict[tuple[Bucket, int], Captured[Scores | None]] = {}
         self.pool: Any = None  # memory that all graphs share
 
     def begin(self, state: State) -> None:
@@ -56,21 +62,44 @@ class Replay:
         if captured is None:
             captured = self.buckets[bucket] = Captured(_fixed_lanes(state.lanes, bucket[1]))
             return self.loop.round(state.at(captured.lanes))
+        emission = self._replayed(captured, state, self.loop.round)
+        assert emission is not None
+        return emission
+
+    def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
+        """`read(state, chunk)`. What it gives stays as it is until the next pass of the same bucket."""
+        bucket = _bucket(state), chunk.nodes
+        captured = self.chunks.get(bucket)
+        if captured is None:
+            captured = self.chunks[bucket] = Captured(_fixed_lanes(state.lanes, bucket[0][1]), chunk=chunk)
+            return read(state.at(captured.lanes), chunk)
+        fixed = captured.chunk
+        assert fixed is not None
+        fixed.tokens.copy_(chunk.tokens)
+        fixed.size.copy_(chunk.size)
+        return self._replayed(captured, state, lambda at: read(at, fixed))
+
+    def _replayed(self, captured: Captured[Answer], state: State, call: Callable[[State], Answer]) -> Answer | None:
         captured.lanes.slots.copy_(state.slots)
         if captured.graph is None:
-            self._capture(captured, state)
-        assert captured.graph is not None and captured.emission is not None
+            # Of the host's numbers those of this round count: its sampling is what the bucket is captured for.
+            current = state.at(replace(captured.lanes, ids=state.lanes.ids))
+            self._capture(captured, lambda: call(current))
+        assert captured.graph is not None
         captured.graph.replay()
-        return captured.emission
+        return captured.answer
 
-    def _capture(self, captured: Captured, state: State) -> None:
+    def _capture(self, captured: Captured[Answer], call: Callable[[], Answer]) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Of the host's numbers those of this round count: its sampling is what the bucket is captured for.
-        lanes = replace(captured.lanes, ids=state.lanes.ids)
         with torch.cuda.graph(graph, pool=self.pool):
-            captured.emission = self.loop.round(state.at(lanes))
+            captured.answer = call()
         self.pool = self.pool or graph.pool()
         captured.graph = graph
+
+
+def padded_rows(rows: int, chunk: int) -> int:
+    """The sizes that captured prompt passes come in."""
+    return min(max(1 << (rows - 1).bit_length(), FEWEST_ROWS), chunk)
 
 
 def _bucket(state: State) -> Bucket:

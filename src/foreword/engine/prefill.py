@@ -1,6 +1,7 @@
 """PREFILL: prompt -> cache, in chunks, all but the last token; that one is the first root. Nothing is sampled here.
 
 A chunk is a chain whose every row is right, so it goes through the same pass as a draft, and the drafter may read along.
+Where rounds are captured, so are passes over few prompts: they are padded to one of few sizes.
 """
 
 from __future__ import annotations
@@ -11,31 +12,48 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.loop import Loop
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
-from foreword.core.state import Lanes, State
+from foreword.core.state import Lanes, State, sent
+from foreword.engine.graph import MOST_TEXTS, Replay, padded_rows
 from foreword.engine.request import Running
 from foreword.model.model import Model
 
 
 def prefill(target: Model, loop: Loop, needs: Needs, state: State, entering: list[Running], chunk: int) -> None:
     """One pass: up to `chunk` further prompt tokens for every entering sequence."""
-    lanes = state.lanes
     parts = [running.request.prompt[running.prefilled : -1][:chunk] for running in entering]
     rows = max(map(len, parts))
-    padded = [part + (0,) * (rows - len(part)) for part in parts]
-    size = torch.tensor([len(part) for part in parts], device=lanes.slots.device)
-    tokens = torch.tensor(padded, device=lanes.slots.device)
-    draft = Draft(tokens, Tree.chain(rows, lanes.slots.device), size)
-    reads_all = needs.prompt == "all"
-    last = needs.prompt == "last"
-    asked = Needs(hidden=needs.hidden or last, taps=needs.taps) if needs.prompt != "none" else Needs()
-    scores = target.score(lanes, draft, asked, logits="all" if reads_all and needs.logits else "none")
-    target.cache.advance(lanes, size)
+
+    def read(state: State, draft: Draft) -> Scores | None:
+        return _read(target, loop, needs, state, draft)
+
+    if isinstance(loop, Replay) and len(parts) <= MOST_TEXTS:
+        draft = _padded(parts, padded_rows(rows, chunk), state.slots.device)
+        scores = loop.prompt_pass(state, draft, read)
+    else:
+        draft = _padded(parts, rows, state.slots.device)
+        scores = read(state, draft)
     for running, part in zip(entering, parts, strict=True):
         running.prefilled += len(part)
+    if scores is not None:
+        _read_last(target, loop, needs, state, entering, draft, scores)
+
+
+def _padded(parts: list[tuple[int, ...]], rows: int, device: torch.device) -> Draft:
+    """Chains of equal length. No row of a text sees the padding behind it, which repeats a token that the text has."""
+    tokens = sent([part + part[-1:] * (rows - len(part)) for part in parts], device)
+    return Draft(tokens, Tree.chain(rows, device), sent([len(part) for part in parts], device))
+
+
+def _read(target: Model, loop: Loop, needs: Needs, state: State, draft: Draft) -> Scores | None:
+    """The pass itself, which may be captured: rows into the cache, and the drafter reads along. What it gives is for
+    drafters that want the last row only: which one that is, the host knows."""
+    reads_all, last = needs.prompt == "all", needs.prompt == "last"
+    asked = Needs(hidden=needs.hidden or last, taps=needs.taps) if needs.prompt != "none" else Needs()
+    scores = target.score(state.lanes, draft, asked, logits="all" if reads_all and needs.logits else "none")
+    target.cache.advance(state.lanes, draft.size)
     if reads_all:
         loop.read(state, draft, scores)
-    elif last:
-        _read_last(target, loop, needs, state, entering, draft, scores)
+    return scores if last else None
 
 
 def _read_last(
@@ -45,7 +63,7 @@ def _read_last(
     ended = [i for i, running in enumerate(entering) if running.ready]
     if not ended:
         return
-    pick = torch.tensor(ended, device=draft.size.device)
+    pick = sent(ended, draft.size.device)
     last = (draft.size[pick] - 1).view(-1, 1)
 
     def at_last(values: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Products of a few rows with a weight matrix, as a decoding pass makes them: every weight is read once.
 
-In: 1 to about 128 rows. The gate behind a product, bias and residual are part of the same kernel, and so may be the RMSNorm
-before it: rows are multiplied by its weight, rounded and summed; how long they are is only known at the end of the sums, and
-divides them there. A norm in a kernel of its own rounds in the same places, so a row comes out the same alone and among
-others, but for the order of sums. Sums are float32 and in a fixed order: the same call gives the same bits. Safe to capture.
+In: 1 to about 128 rows. The gate behind a product, bias and residual are part of the same kernel. So is an RMSNorm: rows
+are multiplied by its weight, rounded and summed, and the sums divided by the row's length at their end. Without matrix units
+a product does all of it; with them, the product before hands on its rows multiplied, and their squares (`Handed`), or else a
+kernel of its own does. All round in the same places: a row comes out the same alone and among others, but for the order of
+sums. Sums are float32 and in a fixed order: the same call gives the same bits. Safe to capture.
 How a product is cut is a matter of measuring: `python -m foreword.bench.linears` does it, tiles.py holds what it found.
 """
 
@@ -17,14 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.overlap import fetch, let_next_start, overlaps, wait_for_previous
-from foreword.kernels.tiles import Tiles, fitting, tiles_for
+from foreword.kernels.tiles import Kind, Tiles, fitting, tiles_for
 
 Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
 
 FETCHED = 2**15  # numbers that a program asks for while it waits: what it needs first, and no more than 16 requests a thread
 
 # A row times a norm's weight, before it is divided by its length, may be too large for these numbers or too small: rows are
-# normalised before they are rounded, and the norm is a kernel of its own, or reads its row twice.
+# normalised before they are rounded, and the norm is a kernel of its own, or reads its row twice. Nothing is handed on.
 NORMED_FIRST = (torch.float16,)
 
 
@@ -40,15 +41,25 @@ def _load(place, here, MASKED: tl.constexpr, POLICY: tl.constexpr):
 @triton.jit
 def _store(
     value, up, added, bias, out, row, column, here, columns, GATED: tl.constexpr, BIASED: tl.constexpr
-) -> None:  # fmt: skip
-    """What comes after the product; `row` and `column` have the shape of `value`, or one that spreads to it."""
+):  # fmt: skip
+    """What comes after the product; `row` and `column` have the shape of `value`, or one that spreads to it. As stored."""
     if BIASED:
         value += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
     if GATED:
         if BIASED:
             up += tl.load(bias + columns + column, mask=column < columns, other=0.0).to(tl.float32)
         value = value * tl.sigmoid(value) * up
-    tl.store(out + row * columns + column, (value + added).to(out.dtype.element_ty), mask=here)
+    value = (value + added).to(out.dtype.element_ty)
+    tl.store(out + row * columns + column, value, mask=here)
+    return value
+
+
+@triton.jit
+def _hand_on(stored, factor, ready, row, column, here, columns, AXIS: tl.constexpr):
+    """What was stored goes to `ready` times the weight of the norm that comes next. Its squares, summed over the columns."""
+    wide = stored.to(tl.float32)
+    tl.store(ready + row * columns + column, (wide * factor).to(ready.dtype.element_ty), mask=here)
+    return tl.sum(tl.where(here, wide * wide, 0.0), AXIS)
 
 
 @triton.jit
@@ -110,37 +121,31 @@ def one_row_sums(
 
 @triton.jit
 def few_rows_sums(
-    x_at, lines, above, norm, row, left, epsilon,
+    x_at, lines, above, squares, row, count, left, epsilon,
     K: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows at `x_at` [BLOCK_M] times the weights at `lines` [BLOCK_N], and times those `above` them, `left` numbers of each.
 
-    NORM "inside": see the top. "before": the rows come multiplied and rounded, and `norm` holds what they are scaled by.
+    BLOCKS > 0: the rows come multiplied by a norm's weight, and `squares` [BLOCKS, count] says how long they were.
     """
-    behind = tl.full([BLOCK_M], 1.0, tl.float32)
-    if NORM == "before":
-        behind = tl.load(norm + row)
-    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    if BLOCKS > 0:  # asked for before the product and added behind it, so that nobody waits
+        block = tl.arange(0, triton.next_power_of_2(BLOCKS))[:, None]
+        lengths = tl.load(squares + block * count + row[None, :], mask=block < BLOCKS, other=0.0)
     value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK_K)
         here = at < left
         x = _load(x_at[:, None] + at[None, :], here[None, :], MASKED, "evict_last")
-        if NORM == "inside":
-            raw = x.to(tl.float32)
-            squares += raw * raw
-            x = (raw * _load(norm + at, here, MASKED, "evict_last").to(tl.float32)[None, :]).to(x.dtype)
         w = _load(lines[:, None] + at[None, :], here[None, :], MASKED, "evict_first")
         value = tl.dot(x, tl.trans(w), value, input_precision=PRECISION)
         if PAIRED:
             u = _load(lines[:, None] + above + at[None, :], here[None, :], MASKED, "evict_first")
             up = tl.dot(x, tl.trans(u), up, input_precision=PRECISION)
-    if NORM == "inside":
-        behind = tl.rsqrt(tl.sum(squares, 1) / K + epsilon)
-    if NORM != "":
-        value, up = value * behind[:, None], up * behind[:, None]
+    if BLOCKS > 0:
+        behind = tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)[:, None]
+        value, up = value * behind, up * behind
     return value, up
 
 
@@ -164,68 +169,86 @@ def _one_row(
 
 @triton.jit(do_not_specialize=["count"])
 def _few_rows(
-    rows, weight, bias, residual, norm, out, part, count, columns, epsilon,
+    rows, weight, bias, residual, norm, out, after, ready, squares, part, count, columns, epsilon,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr,
-    BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr,
+    BIASED: tl.constexpr, ADDED: tl.constexpr, HANDS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_M rows times BLOCK_N columns, or one of SPLITS stretches of their sums, which goes to `part`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     first = split * EACH
     lines = weight + tl.minimum(column, columns - 1).to(tl.int64) * K + first
     above = tl.cast(columns, tl.int64) * K
+    factor = tl.load(after + tl.minimum(column, columns - 1)).to(tl.float32)[None, :] if HANDS and SPLITS == 1 else 0.0
     if EARLY:
         start_early(lines, above, AHEAD, GATED)
     inside = (row < count)[:, None] & (column < columns)[None, :]
     added = _residual(residual, row[:, None], column[None, :], inside, columns, ADDED and SPLITS == 1)
     real = tl.minimum(row, count - 1)
     value, up = few_rows_sums(
-        rows + real * K + first, lines, above, norm, real, K - first, epsilon,
-        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, GATED, NORM, PRECISION,
+        rows + real * K + first, lines, above, norm, real, count, K - first, epsilon,
+        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, GATED, BLOCKS, PRECISION,
     )  # fmt: skip
     if SPLITS > 1:
         line = split * count + row
         tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)
     else:
-        _store(value, up, added, bias, out, row[:, None], column[None, :], inside, columns, GATED, BIASED)
+        stored = _store(value, up, added, bias, out, row[:, None], column[None, :], inside, columns, GATED, BIASED)
+        if HANDS:
+            own = _hand_on(stored, factor, ready, row[:, None], column[None, :], inside, columns, 1)
+            tl.store(squares + block * count + row, own, mask=row < count)
 
 
 @triton.jit
-def joined(part, row, column, here, count, columns, scales, SPLITS: tl.constexpr, SCALED: tl.constexpr):
-    """The parts of one row's sums, added in order, and scaled where the row comes from a norm."""
+def scale_of(squares, row, count, epsilon, K: tl.constexpr, BLOCKS: tl.constexpr):
+    """What the sums of one row are scaled by, where it comes from a norm."""
+    scale = 1.0
+    if BLOCKS > 0:
+        block = tl.arange(0, triton.next_power_of_2(BLOCKS))
+        lengths = tl.load(squares + block * count + row, mask=block < BLOCKS, other=0.0)
+        scale = tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)
+    return scale
+
+
+@triton.jit
+def joined(part, row, column, here, count, columns, SPLITS: tl.constexpr):
+    """The parts of one row's sums, added in order."""
     value = tl.zeros(column.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         line = split * count + row
         value += tl.load(part + line.to(tl.int64) * columns + column, mask=here, other=0.0)
-    if SCALED:
-        value *= tl.load(scales + row)
     return value
 
 
 @triton.jit(do_not_specialize=["count"])
 def _join(
-    part, bias, residual, scales, out, count, columns,
-    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
-    BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+    part, bias, residual, norm, out, after, ready, squares, count, columns, epsilon,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
+    BIASED: tl.constexpr, ADDED: tl.constexpr, HANDS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
+    row, block = tl.program_id(0), tl.program_id(1)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = column < columns
+    factor = tl.load(after + column, mask=here, other=0.0).to(tl.float32) if HANDS else 0.0
     if EARLY:
         let_next_start()
         wait_for_previous()
-    row = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    here = column < columns
     added = _residual(residual, row, column, here, columns, ADDED)
-    value = joined(part, row, column, here, count, columns, scales, SPLITS, SCALED)
-    _store(value, value, added, bias, out, row, column, here, columns, False, BIASED)
+    scale = scale_of(norm, row, count, epsilon, K, BLOCKS)
+    value = joined(part, row, column, here, count, columns, SPLITS) * scale
+    stored = _store(value, value, added, bias, out, row, column, here, columns, False, BIASED)
+    if HANDS:
+        tl.store(squares + block * count + row, _hand_on(stored, factor, ready, row, column, here, columns, 0))
 
 
 @triton.jit
 def _norm(
-    rows, weight, out, scales, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, EARLY: tl.constexpr
+    rows, weight, out, squares, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, EARLY: tl.constexpr
 ) -> None:  # fmt: skip
-    """RMSNorm of one row: all of it where FIRST, or its weight alone, and what the row is still to be scaled by."""
+    """RMSNorm of one row: all of it where FIRST, or its weight alone, and the sum of squares that is still to divide it."""
     at = tl.arange(0, BLOCK_K)
     here = at < K
     factor = tl.load(weight + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -234,12 +257,20 @@ def _norm(
         wait_for_previous()
     row = tl.program_id(0)
     x = tl.load(rows + row * K + at, mask=here, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / K + epsilon)
+    length = tl.sum(x * x, 0)
     if FIRST:
-        factor *= scale
+        factor *= tl.rsqrt(length / K + epsilon)
     else:
-        tl.store(scales + row, scale)
+        tl.store(squares + row, length)
     tl.store(out + row * K + at, (x * factor).to(out.dtype.element_ty), mask=here)
+
+
+class Handed(NamedTuple):
+    """Rows on their way through a norm: multiplied by its weight and rounded, to be divided when their length is known."""
+
+    of: Tensor  # [.., K] the rows as they were; whoever has others has no use for the rest
+    rows: Tensor  # [count, K]
+    squares: Tensor  # [blocks, count] of `of`, each the sum over a block of columns
 
 
 def few_rows_linear(
@@ -248,73 +279,140 @@ def few_rows_linear(
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
+    handed: Handed | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Rows [.., K] times weight [N, K]: norm(rows) @ weight.T + bias + residual, [.., N].
 
-    `gated`: the weight is [2N, K], gate above up, and what is given back is silu(gate) * up.
+    `gated`: the weight is [2N, K], gate above up, and what is given back is silu(gate) * up. `handed` saves the norm a
+    kernel if it was made for this norm `of` these very rows.
     """
-    k = weight.shape[1]
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    flat = rows.reshape(-1, k).contiguous()
-    tiles = fitting(tiles or tiles_for(flat.shape[0], columns, k, "gated" if gated else "plain"), rows.dtype)
-    assert weight.is_contiguous() and not (gated and tiles.splits > 1)
+    tiles = _tiles(rows, weight, tiles, "gated" if gated else "plain")
+    assert not (gated and tiles.splits > 1)
     out = torch.empty(*rows.shape[:-1], columns, dtype=rows.dtype, device=rows.device)
-    if not flat.shape[0]:
-        return out
-    given = _Given(weight, out if bias is None else bias, out if residual is None else residual.contiguous(), out)
-    flags = {"BIASED": bias is not None, "ADDED": residual is not None, "EARLY": overlaps(rows.device)}
-    launch = _launch_one if tiles.block_m == 1 else _launch_few
-    launch(prepare(flat, norm, tiles), given, columns, tiles, gated, flags)
+    if out.numel():
+        given = _Given.of(out, weight, bias, residual, None, None)
+        _launch(prepare(rows, norm, handed, tiles), given, tiles, gated)
     return out
 
 
+def linear_and_hand_on(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    after: Tensor,
+    *,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Handed | None]:
+    """rows @ weight.T + bias + residual, [.., N], and the same for a norm with weight `after` [N] that comes next.
+
+    Nothing is handed on where that norm would have no use for it: by products of one row, and in float16.
+    """
+    tiles = _tiles(rows, weight, tiles, "plain")
+    out = torch.empty(*rows.shape[:-1], weight.shape[0], dtype=rows.dtype, device=rows.device)
+    if not out.numel():
+        return out, None
+    hands = tiles.block_m > 1 and rows.dtype not in NORMED_FIRST
+    handed = _room_for(out, tiles) if hands else None
+    given = _Given.of(out, weight, bias, residual, after, handed)
+    _launch(prepare(rows, None, None, tiles), given, tiles, gated=False)
+    return out, handed
+
+
+def _tiles(rows: Tensor, weight: Tensor, tiles: Tiles | None, kind: Kind) -> Tiles:
+    assert weight.is_contiguous()
+    tall, k = weight.shape
+    return fitting(tiles or tiles_for(rows.numel() // k, tall // 2 if kind == "gated" else tall, k, kind), rows.dtype)
+
+
+def _room_for(out: Tensor, tiles: Tiles) -> Handed:
+    columns = out.shape[-1]
+    count = out.numel() // columns
+    blocks = triton.cdiv(columns, _joined_at_once(columns) if tiles.splits > 1 else tiles.block_n)
+    squares = torch.empty(blocks, count, dtype=torch.float32, device=out.device)
+    return Handed(out, torch.empty(count, columns, dtype=out.dtype, device=out.device), squares)
+
+
+def _joined_at_once(columns: int) -> int:
+    return min(512, triton.next_power_of_2(columns))
+
+
 class Prepared(NamedTuple):
-    """Rows as a product reads them, and what is left of the norm for it to do: NORM of the kernels."""
+    """Rows [count, K] as a product reads them, and what is left of the norm for it to do: NORM of the one-row kernels."""
 
     rows: Tensor
-    norm: Tensor  # its weight, or the scales of the rows
+    norm: Tensor  # its weight; where the rows come multiplied by it, their squares [blocks, count]
     epsilon: float
-    kind: Literal["", "first", "inside", "before"]
+    kind: Literal["", "first", "inside", "behind"]
+
+    @property
+    def blocks(self) -> int:
+        return self.norm.shape[0] if self.kind == "behind" else 0
 
 
-def prepare(rows: Tensor, norm: Norm | None, tiles: Tiles) -> Prepared:
+def prepare(rows: Tensor, norm: Norm | None, handed: Handed | None, tiles: Tiles) -> Prepared:
     """Launches the norm where it is a kernel of its own."""
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     if norm is None:
-        return Prepared(rows, rows, 0.0, "")
+        return Prepared(flat, flat, 0.0, "")
+    weight, epsilon = norm
     first = rows.dtype in NORMED_FIRST
     if tiles.block_m == 1:
-        return Prepared(rows, *norm, "first" if first else "inside")
-    if tiles.norm_inside and not first:
-        assert tiles.splits == 1, "a program that has a part of the sum cannot know the row's length"
-        return Prepared(rows, *norm, "inside")
-    return _normed(rows, *norm, first)
+        return Prepared(flat, weight, epsilon, "first" if first else "inside")
+    if handed is None or handed.of is not rows:
+        handed = _normed(flat, weight, epsilon, first)
+    return Prepared(handed.rows, handed.squares, epsilon, "" if first else "behind")
 
 
-def _normed(rows: Tensor, weight: Tensor, epsilon: float, first: bool) -> Prepared:
+def _normed(rows: Tensor, weight: Tensor, epsilon: float, first: bool) -> Handed:
     count, k = rows.shape
     out, early = torch.empty_like(rows), overlaps(rows.device)
-    scales = torch.empty(count, dtype=torch.float32, device=rows.device)
+    squares = torch.empty(1, count, dtype=torch.float32, device=rows.device)
     _norm[(count,)](
-        rows, weight, out, scales, epsilon,
+        rows, weight, out, squares, epsilon,
         K=k, BLOCK_K=triton.next_power_of_2(k), FIRST=first, EARLY=early, num_warps=4, **early_launch(early),
     )  # fmt: skip
-    return Prepared(out, scales, 0.0, "" if first else "before")
+    return Handed(rows, out, squares)
 
 
 class _Given(NamedTuple):
-    """What a product reads and writes; where there is no bias or residual, `out` stands in for it and is not read."""
+    """What a product reads and writes besides its rows; where there is none, `out` stands in and is not touched."""
 
     weight: Tensor
     bias: Tensor
     residual: Tensor
     out: Tensor
+    after: Tensor
+    ready: Tensor
+    squares: Tensor
+    flags: dict[str, bool]
+
+    @staticmethod
+    def of(
+        out: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        after: Tensor | None,
+        handed: Handed | None,
+    ) -> _Given:
+        flags = {"BIASED": bias is not None, "ADDED": residual is not None, "EARLY": overlaps(out.device)}
+        hands = (out, out) if handed is None else (handed.rows, handed.squares)
+        given = [out if part is None else part.contiguous() for part in (bias, residual, after)]
+        return _Given(weight, given[0], given[1], out, given[2], *hands, flags | {"HANDS": handed is not None})
 
 
-def _launch_one(ready: Prepared, given: _Given, columns: int, tiles: Tiles, gated: bool, flags: dict[str, bool]) -> None:
-    count, k = ready.rows.shape
+def _launch(ready: Prepared, given: _Given, tiles: Tiles, gated: bool) -> None:
+    (_launch_one if tiles.block_m == 1 else _launch_few)(ready, given, tiles, gated)
+
+
+def _launch_one(ready: Prepared, given: _Given, tiles: Tiles, gated: bool) -> None:
+    (count, k), columns = ready.rows.shape, given.out.shape[-1]
+    flags = {name: given.flags[name] for name in ("BIASED", "ADDED", "EARLY")}
     _one_row[(count, triton.cdiv(columns, tiles.block_n))](
         ready.rows, given.weight, given.bias, given.residual, ready.norm, given.out, columns, ready.epsilon,
         K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=ahead(k, tiles, gated),
@@ -322,19 +420,20 @@ def _launch_one(ready: Prepared, given: _Given, columns: int, tiles: Tiles, gate
     )  # fmt: skip
 
 
-def _launch_few(ready: Prepared, given: _Given, columns: int, tiles: Tiles, gated: bool, flags: dict[str, bool]) -> None:
-    count = ready.rows.shape[0]
+def _launch_few(ready: Prepared, given: _Given, tiles: Tiles, gated: bool) -> None:
+    (count, k), columns, flags = ready.rows.shape, given.out.shape[-1], given.flags
     part = parts(ready, columns, tiles) if tiles.splits > 1 else given.out
+    behind = given.bias, given.residual, ready.norm, given.out, given.after, given.ready, given.squares
     blocks = triton.cdiv(count, tiles.block_m), triton.cdiv(columns, tiles.block_n), tiles.splits
     _few_rows[blocks](
-        ready.rows, given.weight, given.bias, given.residual, ready.norm, given.out, part, count, columns, ready.epsilon,
+        ready.rows, given.weight, *behind, part, count, columns, ready.epsilon,
         GATED=gated, **cut(ready, tiles, gated), **flags, **launch_options(tiles, flags["EARLY"]),
     )  # fmt: skip
     if tiles.splits > 1:
-        wide = min(512, triton.next_power_of_2(columns))
+        wide = _joined_at_once(columns)
         _join[(count, triton.cdiv(columns, wide))](
-            part, given.bias, given.residual, ready.norm, given.out, count, columns,
-            BLOCK_N=wide, SPLITS=tiles.splits, SCALED=ready.kind == "before", **flags,
+            part, *behind, count, columns, ready.epsilon,
+            K=k, BLOCK_N=wide, SPLITS=tiles.splits, BLOCKS=ready.blocks, **flags,
             num_warps=4, num_stages=1, **early_launch(flags["EARLY"]),
         )  # fmt: skip
 
@@ -353,7 +452,7 @@ def cut(ready: Prepared, tiles: Tiles, paired: bool) -> dict[str, Any]:
     return {
         "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.stages,
         "SPLITS": tiles.splits, "EACH": each, "AHEAD": ahead(last, tiles, paired),
-        "NORM": ready.kind if tiles.splits == 1 else "",
+        "BLOCKS": ready.blocks if tiles.splits == 1 else 0,
         "PRECISION": "ieee" if ready.rows.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 

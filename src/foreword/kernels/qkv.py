@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.linear import (
+    Handed,
     Norm,
     Prepared,
     ahead,
@@ -27,6 +28,7 @@ from foreword.kernels.linear import (
     one_row_sums,
     parts,
     prepare,
+    scale_of,
     start_early,
 )
 from foreword.kernels.overlap import let_next_start, overlaps, wait_for_previous
@@ -85,7 +87,7 @@ def _few_rows_turned(
     c_batch, c_row, s_batch, s_row,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
-    AHEAD: tl.constexpr, NORM: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCKS: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_M rows times BLOCK_N pairs, or one of SPLITS stretches of their sums, which goes to `part`."""
     line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -103,8 +105,8 @@ def _few_rows_turned(
         c_at, s_at = lane * c_batch + row * c_row, lane * s_batch + row * s_row
         angle = angles(cosine, sine, c_at[:, None], s_at[:, None], at[None, :], inside, HALF)
     low, high = few_rows_sums(
-        rows + real * K + first, lines, HALF * K, norm, real, K - first, epsilon,
-        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, True, NORM, PRECISION,
+        rows + real * K + first, lines, HALF * K, norm, real, count, K - first, epsilon,
+        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, True, BLOCKS, PRECISION,
     )  # fmt: skip
     if SPLITS == 1:
         _finish(
@@ -119,9 +121,9 @@ def _few_rows_turned(
 
 @triton.jit(do_not_specialize=["count", "per_lane"])
 def _join_turned(
-    part, bias, scales, cosine, sine, keys, values, places, out, count, per_lane, c_batch, c_row, s_batch, s_row,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+    part, bias, norm, cosine, sine, keys, values, places, out, count, per_lane, epsilon, c_batch, c_row, s_batch, s_row,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """A head of a row whose sums several programs shared."""
     if EARLY:
@@ -135,8 +137,9 @@ def _join_turned(
     angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
     columns: tl.constexpr = (HEADS + 2 * KEY_HEADS) * 2 * HALF
     column = head * (2 * HALF) + at
-    low = joined(part, line, column, here, count, columns, scales, SPLITS, SCALED)
-    high = joined(part, line, column + HALF, here, count, columns, scales, SPLITS, SCALED)
+    scale = scale_of(norm, line, count, epsilon, K, BLOCKS)
+    low = joined(part, line, column, here, count, columns, SPLITS) * scale
+    high = joined(part, line, column + HALF, here, count, columns, SPLITS) * scale
     _finish(
         low, high, angle, bias, out, keys, values, line, place, head, at, here, HEADS, KEY_HEADS, HALF, BIASED
     )  # fmt: skip
@@ -152,11 +155,14 @@ def linear_turn_and_store(
     keys: Tensor,
     values: Tensor,
     places: Tensor,
+    *,
+    handed: Handed | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """`turn_and_store` of norm(rows) @ weight.T + bias: rows [b, n, K] to queries [b, heads, n, width], others to the cache.
 
-    The weight [(heads + 2 key heads) * width, K] has q above k above v; the rest is as in `turn_and_store`.
+    The weight [(heads + 2 key heads) * width, K] has q above k above v. `handed` is as in `few_rows_linear`, all
+    else as in `turn_and_store`.
     """
     batch, per_lane, k = rows.shape
     key_heads, width = keys.shape[1], keys.shape[3]
@@ -172,7 +178,7 @@ def linear_turn_and_store(
     early = overlaps(rows.device)
     flags = {"HEADS": heads, "KEY_HEADS": key_heads, "HALF": half, "BIASED": bias is not None, "EARLY": early}
     launch = _launch_one if tiles.block_m == 1 else _launch_few
-    ready = prepare(rows.reshape(-1, k).contiguous(), norm, tiles)
+    ready = prepare(rows, norm, handed, tiles)
     launch(ready, weight, out if bias is None else bias, where, tiles, flags)
     return out.transpose(1, 2)
 
@@ -202,7 +208,7 @@ def _launch_one(ready: Prepared, weight: Tensor, bias: Tensor, where: _Where, ti
 
 
 def _launch_few(ready: Prepared, weight: Tensor, bias: Tensor, where: _Where, tiles: Tiles, flags: dict[str, int]) -> None:
-    count, per_lane, early = ready.rows.shape[0], where.out.shape[1], bool(flags["EARLY"])
+    (count, k), per_lane, early = ready.rows.shape, where.out.shape[1], bool(flags["EARLY"])
     part = parts(ready, weight.shape[0], tiles) if tiles.splits > 1 else where.out
     _few_rows_turned[(triton.cdiv(count, tiles.block_m), _blocks(tiles, flags), tiles.splits)](
         ready.rows, weight, bias, ready.norm, *where, part, count, per_lane, ready.epsilon, *where.strides,
@@ -210,8 +216,8 @@ def _launch_few(ready: Prepared, weight: Tensor, bias: Tensor, where: _Where, ti
     )  # fmt: skip
     if tiles.splits > 1:
         _join_turned[(count, flags["HEADS"] + 2 * flags["KEY_HEADS"])](
-            part, bias, ready.norm, *where, count, per_lane, *where.strides,
-            BLOCK=triton.next_power_of_2(flags["HALF"]), SPLITS=tiles.splits, SCALED=ready.kind == "before",
+            part, bias, ready.norm, *where, count, per_lane, ready.epsilon, *where.strides,
+            K=k, BLOCK=triton.next_power_of_2(flags["HALF"]), SPLITS=tiles.splits, BLOCKS=ready.blocks,
             **flags, num_warps=1, **early_launch(early),
         )  # fmt: skip
 

@@ -14,7 +14,8 @@ import triton
 
 Kind = Literal["plain", "gated", "turned"]  # the last two take columns in pairs: gate and up, or the halves of a head
 PROGRAMS = 2 * 132  # two for every multiprocessor of a large GPU
-BUCKETS = (1, 16, 64)  # row counts that are measured; more rows than these run as several blocks
+BUCKETS = (1, 4, 16, 64)  # row counts that are measured; more rows than these run as several blocks
+ONE_BY_ONE = 4  # up to so many rows are guessed to be quicker without matrix units: the weights come again from the L2 cache
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,7 @@ class Tiles:
     """A program takes `block_m` rows (1: no matrix unit) and `block_n` columns or pairs, `block_k` numbers at a time.
 
     `stages` of them are on their way at once. With `splits` > 1 that many programs share the sum, and a second kernel
-    adds their parts in order: for products with few columns and long sums. `norm_inside`: the norm before the product is
-    part of it, for which rows go to the matrix units by way of registers. It needs whole sums; without matrix units it
-    always is.
+    adds their parts in order: for products with few columns and long sums.
     """
 
     block_m: int
@@ -33,24 +32,23 @@ class Tiles:
     warps: int
     stages: int
     splits: int = 1
-    norm_inside: bool = False
 
 
-# (bucket, columns out, k, kind) -> what the sweep found on an H200 in bfloat16. Those of turned products, and where norms
-# are inside, follow from the others until they are measured.
+# (bucket, columns out, k, kind) -> what the sweep found on an H200 in bfloat16. The turned ones of the large shapes follow
+# from the plain ones until they are measured.
 TUNED: dict[tuple[int, int, int, Kind], Tiles] = {
     (1, 960, 576, "plain"): Tiles(1, 8, 1024, warps=2, stages=1),
-    (16, 960, 576, "plain"): Tiles(16, 16, 64, warps=4, stages=6, norm_inside=True),
-    (64, 960, 576, "plain"): Tiles(64, 32, 64, warps=4, stages=6, norm_inside=True),
-    (1, 960, 576, "turned"): Tiles(1, 4, 1024, warps=2, stages=1),
-    (16, 960, 576, "turned"): Tiles(16, 8, 64, warps=4, stages=6, norm_inside=True),
-    (64, 960, 576, "turned"): Tiles(64, 16, 64, warps=4, stages=6, norm_inside=True),
+    (16, 960, 576, "plain"): Tiles(16, 16, 64, warps=4, stages=6),
+    (64, 960, 576, "plain"): Tiles(64, 32, 64, warps=4, stages=6),
+    (1, 960, 576, "turned"): Tiles(1, 2, 1024, warps=2, stages=1),
+    (16, 960, 576, "turned"): Tiles(16, 16, 128, warps=4, stages=5),
+    (64, 960, 576, "turned"): Tiles(64, 16, 128, warps=4, stages=4),
     (1, 576, 576, "plain"): Tiles(1, 4, 256, warps=4, stages=3),
     (16, 576, 576, "plain"): Tiles(16, 16, 128, warps=2, stages=5),
     (64, 576, 576, "plain"): Tiles(64, 32, 64, warps=4, stages=6),
     (1, 1536, 576, "gated"): Tiles(1, 2, 1024, warps=4, stages=1),
-    (16, 1536, 576, "gated"): Tiles(16, 16, 64, warps=2, stages=6, norm_inside=True),
-    (64, 1536, 576, "gated"): Tiles(64, 16, 128, warps=4, stages=4, norm_inside=True),
+    (16, 1536, 576, "gated"): Tiles(16, 16, 64, warps=2, stages=6),
+    (64, 1536, 576, "gated"): Tiles(64, 16, 128, warps=4, stages=4),
     (1, 576, 1536, "plain"): Tiles(1, 2, 2048, warps=2, stages=1),
     (16, 576, 1536, "plain"): Tiles(16, 32, 64, warps=2, stages=6, splits=2),
     (64, 576, 1536, "plain"): Tiles(64, 16, 64, warps=4, stages=6),
@@ -76,9 +74,11 @@ def tiles_for(rows: int, n: int, k: int, kind: Kind = "plain") -> Tiles:
     """How to cut `rows` x `k` into `n` columns that come out."""
     bucket = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
     tiles = TUNED.get((bucket, n, k, kind))
+    if tiles is None and bucket <= ONE_BY_ONE:
+        tiles = TUNED.get((1, n, k, kind))
     if tiles is None:
         taken = n // 2 if kind == "turned" else n
-        tiles = _tiles_for_one(taken, k, kind) if bucket == 1 else _tiles_for_few(bucket, taken, k, kind)
+        tiles = _tiles_for_one(taken, k, kind) if bucket <= ONE_BY_ONE else _tiles_for_few(bucket, taken, k, kind)
     return replace(tiles, block_m=min(tiles.block_m, max(16, triton.next_power_of_2(rows))))
 
 
@@ -96,7 +96,7 @@ def _tiles_for_few(bucket: int, n: int, k: int, kind: Kind) -> Tiles:
     """Every program reads all of its rows, so a large product wants wide programs, and a small one few rows in each."""
     depth = 128 if k >= 128 else max(16, triton.next_power_of_2(k))
     if n * k <= 2**22:
-        return Tiles(16 if k > 1024 else min(bucket, 32), 16, depth, warps=4, stages=5, norm_inside=True)
+        return Tiles(16 if k > 1024 else min(bucket, 32), 16, depth, warps=4, stages=5)
     width = 64 if bucket == 64 else 32
     width = width if kind == "plain" else width // 2
     splits = 1 if kind == "gated" else min(8, PROGRAMS // triton.cdiv(n, width), k // 1024)

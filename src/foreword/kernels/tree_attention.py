@@ -77,11 +77,14 @@ def _open(sees, real, row, away, nearest, scratch, s_row, s_column, WINDOW: tl.c
     return seen | prefix
 
 
-@triton.jit(do_not_specialize=["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "heads", "queries", "splits"])
+VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits"]
+
+
+@triton.jit(do_not_specialize=VARIES)
 def _attend(
     query, keys, values, slots, base, sees, depth, out, weights, inner, factor,
     q_batch, q_head, q_row, c_slot, c_head, c_row, s_batch, s_row, s_column, d_batch, o_split, o_batch, o_row, o_head,
-    rows, scratch, heads, queries, splits,
+    rows, scratch, cached, heads, queries, splits,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +113,7 @@ def _attend(
     first = tl.minimum(origin + split * share, length)
     stop = tl.minimum(first + share, length)
     if split == splits - 1:
-        stop = length + scratch
+        stop = tl.minimum(length + scratch, cached)  # padding may lie beyond
     unmasked = first + tl.maximum(tl.minimum(stop, length) - first, 0) // BLOCK_K * BLOCK_K
 
     best = tl.full([BLOCK_Q], LOWEST, tl.float32)
@@ -192,7 +195,7 @@ def attend_tree(
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
         query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, weights, inner, factor,
         *query.stride()[:3], *keys.stride()[:3], _per_lane(sees), *sees.stride()[1:], _per_lane(placed), *parts.stride()[:4],
-        rows, scratch, heads, groups * rows, tiles.splits,
+        rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits,
         WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, WINDOW=window, CAPPED=softcap > 0,
         JOINED=joined, EARLY=early, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages, **options,

@@ -26,7 +26,7 @@ from foreword.core.target import Target
 from foreword.core.trees import RowCosts, choose
 from foreword.errors import InputError
 
-TableMode = Literal["shared", "session", "reset"]
+TableMode = Literal["slot", "shared", "session", "reset"]
 
 CANDIDATES = 8
 ROWS_ON_GPU = 64
@@ -57,9 +57,11 @@ class TokenRecycling(Drafter):
     learns = True
     needs = Needs(logits=True, prompt="all")
 
-    def __init__(self, rows: int | None = None, table: TableMode = "shared", fade: float = 0.75) -> None:
-        """`table`: one for all requests ("shared"), one per slot that lives as long as a conversation ("session"), or a
-        fresh one for every request ("reset"). `fade` is what a remembered chance is worth after one more step."""
+    def __init__(self, rows: int | None = None, table: TableMode = "slot", fade: float = 0.75) -> None:
+        """`table`: one for each place in the batch, passed on from text to text ("slot"); one for all ("shared"), where
+        texts that are written side by side overwrite each other's candidates; one per place that lives as long as a
+        conversation ("session"); or a fresh one for every request ("reset"). `fade` is what a remembered chance is worth
+        after one more step."""
         if table not in get_args(TableMode):
             raise InputError(f"token_recycling: table is {table!r}; choose from {', '.join(get_args(TableMode))}")
         if not 0 < fade <= 1:
@@ -96,7 +98,7 @@ class TokenRecycling(Drafter):
         return deepest
 
     def begin(self, state: State) -> None:
-        if self.mode == "shared":
+        if self.mode in ("slot", "shared"):
             return
         fresh = state.slots if self.mode == "reset" else state.slots[state.length == 0]
         self.chances[fresh] = -math.inf

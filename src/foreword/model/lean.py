@@ -29,11 +29,19 @@ def lean_layers(layers: nn.ModuleList) -> list[LeanLayer] | None:
     first: Any = layers[0]
     joint = first.self_attn.q_proj.fusion.linear
     if isinstance(joint, JointLinear) and first.self_attn.head_dim in KERNEL_WIDTHS:
-        return [CudaLayer(layer) for layer in layers]
+        return _cuda_layers(layers)
     if isinstance(joint, PackedLinear) and find_spec("numba") is not None:
         spaces: dict[tuple[int, int], Workspace] = {}
         return [CpuLayer(layer, spaces) for layer in layers]
     return None
+
+
+def _cuda_layers(layers: nn.ModuleList) -> list[LeanLayer]:
+    """From the last to the first: each knows the one that comes after it."""
+    found: list[CudaLayer] = []
+    for layer in reversed(layers):
+        found.append(CudaLayer(layer, found[-1] if found else None))
+    return [*reversed(found)]
 
 
 def _is_known(layer: Any) -> bool:

@@ -3,17 +3,22 @@
 The rows of a draft cost next to nothing; what costs is reading the weights, and starting kernels. So a layer is four
 products and attention, and what lies before and behind a product is part of it: norm, gate and residual (kernels/linear.py),
 rotation and the way into the cache (kernels/qkv.py; heads with norms of their own have a kernel for it, kernels/rotary.py).
+A product that ends in the residual stream hands on what the next norm needs, from layer to layer too: it is used if the next
+layer is given that very tensor, and not where rows were joined to it or a layer in between was left out.
 A pass of many rows, such as a prompt's, is bound by arithmetic and goes through torch's own products.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 from foreword.model.attention import Pass, attend_by_kernel
+
+if TYPE_CHECKING:
+    from foreword.kernels.linear import Handed
 
 FEW_ROWS = 128
 
@@ -23,39 +28,63 @@ Norm = tuple[Tensor, float]
 class CudaLayer:
     """Reads the weights of a fused layer; the layer itself stays as it is."""
 
-    def __init__(self, layer: Any) -> None:
-        from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  Triton is there only where CUDA is
+    def __init__(self, layer: Any, after: CudaLayer | None) -> None:
+        """`after` is the layer that comes next."""
+        from foreword.kernels.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415  Triton comes with CUDA
         from foreword.kernels.qkv import linear_turn_and_store  # noqa: PLC0415
         from foreword.kernels.rotary import turn_and_store  # noqa: PLC0415
 
-        self.few_rows_linear, self.turn_and_store = few_rows_linear, turn_and_store
-        self.linear_turn_and_store = linear_turn_and_store
+        self.few_rows_linear, self.linear_and_hand_on = few_rows_linear, linear_and_hand_on
+        self.linear_turn_and_store, self.turn_and_store = linear_turn_and_store, turn_and_store
         attention, mlp = layer.self_attn, layer.mlp
         self.scaling: float = attention.scaling
         self.qkv, self.out = attention.q_proj.fusion.linear, attention.o_proj
         self.gate_up, self.down = mlp.gate_proj.fusion.linear, mlp.down_proj
         self.before_attention, self.before_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        self.q_norm, self.k_norm = (_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.q_norm, self.k_norm = (None if norm is None else _norm(norm) for norm in own)
+        self.after = after
+        self.handed: Handed | None = None  # what the layer before left for this one
 
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         """Rows [b, n, H] through the layer; keys and values of the rows land in the view's cache."""
         few = hidden.shape[0] * hidden.shape[1] <= FEW_ROWS
-        product = self.few_rows_linear if few else many_rows_linear
-        query = self._query(hidden, positions, view, few)
-        mixed = attend_by_kernel(query, view, self.scaling).flatten(2)
-        hidden = product(mixed, self.out.weight, self.out.bias, residual=hidden)
-        gated = product(hidden, self.gate_up.weight, self.gate_up.bias, norm=self.before_mlp, gated=True)
-        return product(gated, self.down.weight, self.down.bias, residual=hidden)
+        return self._few(hidden, positions, view) if few else self._many(hidden, positions, view)
 
-    def _query(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass, few: bool) -> Tensor:
+    def _few(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
+        out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
+        handed, self.handed = self.handed, None
+        mixed = attend_by_kernel(self._query(hidden, handed, positions, view), view, self.scaling).flatten(2)
+        hidden, handed = self.linear_and_hand_on(mixed, out.weight, out.bias, hidden, norm[0])
+        gated = self.few_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=norm, handed=handed, gated=True)
+        if self.after is None:
+            return self.few_rows_linear(gated, down.weight, down.bias, residual=hidden)
+        weight = self.after.before_attention[0]
+        hidden, self.after.handed = self.linear_and_hand_on(gated, down.weight, down.bias, hidden, weight)
+        return hidden
+
+    def _query(self, hidden: Tensor, handed: Handed | None, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         """Queries [b, heads, n, width] of the rows; their keys and values go to the cache."""
-        assert view.keys is not None and view.values is not None and view.places is not None
         weight, bias, norm = self.qkv.weight, self.qkv.bias, self.before_attention
-        goal = view.keys, view.values, view.places
-        if few and self.q_norm is None and self.k_norm is None:
-            return self.linear_turn_and_store(hidden, weight, bias, norm, *positions, *goal)
-        product = self.few_rows_linear if few else many_rows_linear
-        return self.turn_and_store(product(hidden, weight, bias, norm=norm), *positions, *goal, self.q_norm, self.k_norm)
+        if self.q_norm is None and self.k_norm is None:
+            return self.linear_turn_and_store(hidden, weight, bias, norm, *positions, *_goal(view), handed=handed)
+        qkv = self.few_rows_linear(hidden, weight, bias, norm=norm, handed=handed)
+        return self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
+
+    def _many(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
+        out, gate_up, down = self.out, self.gate_up, self.down
+        qkv = many_rows_linear(hidden, self.qkv.weight, self.qkv.bias, norm=self.before_attention)
+        query = self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
+        mixed = attend_by_kernel(query, view, self.scaling).flatten(2)
+        hidden = many_rows_linear(mixed, out.weight, out.bias, residual=hidden)
+        gated = many_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=self.before_mlp, gated=True)
+        return many_rows_linear(gated, down.weight, down.bias, residual=hidden)
+
+
+def _goal(view: Pass) -> tuple[Tensor, Tensor, Tensor]:
+    """Where keys and values go."""
+    assert view.keys is not None and view.values is not None and view.places is not None
+    return view.keys, view.values, view.places
 
 
 def many_rows_linear(
@@ -76,5 +105,5 @@ def many_rows_linear(
     return out if residual is None else out + residual
 
 
-def _norm(norm: Any) -> Norm | None:
-    return None if norm is None else (norm.weight.detach(), norm.variance_epsilon)
+def _norm(norm: Any) -> Norm:
+    return norm.weight.detach(), norm.variance_epsilon

@@ -19,10 +19,9 @@ def test_the_grid_is_modest_and_can_be_launched(product: Product, rows: int) -> 
     for tiles in tried:
         held = (0 if tiles.block_m == 1 else tiles.block_m) + tiles.block_n * (1 if product.kind == "plain" else 2)
         assert held * tiles.block_k * 2 * max(1, tiles.stages - (tiles.block_m < 64)) <= 227 * 1024
-        assert tiles.splits == 1 or (product.kind != "gated" and not tiles.norm_inside)
+        assert tiles.splits == 1 or product.kind != "gated"
         assert product.kind != "turned" or tiles.block_n <= product.width // 2
-    ways = {tiles.norm_inside for tiles in tried if tiles.block_m > 1}
-    assert ways == ({True, False} if product.normed else {False})
+    assert {tiles.block_m == 1 for tiles in tried} == ({True, False} if rows <= 4 else {False})
 
 
 def test_the_whole_sweep_is_bounded() -> None:
@@ -39,12 +38,14 @@ def test_the_quickest_that_worked_is_kept() -> None:
 
 def test_the_other_ways_are_told_apart() -> None:
     product = PRODUCTS[0]
-    inside, apart, slow = (Trial(product, 16, Tiles(16, 8, 64, 4, stages, norm_inside=stages == 6)) for stages in (6, 5, 4))
-    results = [Result(inside, us=2.0), Result(slow, us=4.0), Result(apart, us=3.0), Result(replace(apart, rows=64), us=1.0)]
-    again = second_look(best(results[:3]))
-    assert [(look.overlap, look.product.normed, look.apart) for look in again] == [
-        (False, True, False), (True, False, False), (True, True, True)
+    quick, slow = (Trial(product, 16, Tiles(16, 8, 64, 4, stages)) for stages in (6, 5))
+    winners = best([Result(quick, us=2.0), Result(slow, us=4.0)])
+    again = second_look(winners)
+    assert [(look.overlap, look.handed, look.product.normed, look.apart) for look in again] == [
+        (False, True, True, False), (True, False, True, False), (True, True, False, False), (True, True, True, True)
     ]  # fmt: skip
-    assert again[2].tiles == tiles_for(16, product.n, product.k)
+    assert again[3].tiles == tiles_for(16, product.n, product.k)
     looks = [Result(look, us=5.0 + number) for number, look in enumerate(again)]
-    assert other_ways(results[0], results, looks) == [5.0, 6.0, 2.0, 3.0, 7.0]
+    elsewhere = [Result(replace(look, rows=64), us=1.0) for look in again]
+    assert other_ways(winners[product, 16], elsewhere + looks) == [5.0, 6.0, 7.0, 8.0]
+    assert other_ways(winners[product, 16], elsewhere) == [None] * 4

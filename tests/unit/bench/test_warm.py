@@ -7,7 +7,7 @@ import torch
 
 from doubles import CONTEXT, engine, requests, target
 from foreword.bench import warm
-from foreword.bench.warm import capture_rounds, lengths, sizes
+from foreword.bench.warm import capture_rounds, lengths, prompt_lengths, sizes
 from foreword.engine import graph
 from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay, _bucket
@@ -17,35 +17,42 @@ STEP = 16
 
 
 class Counting(Replay):
-    """Rounds run as they are written, and buckets are counted: what a GPU would have captured."""
+    """Rounds and prompt passes run as they are written, and buckets are counted: what a GPU would have captured."""
 
     def __init__(self, loop: Any) -> None:
         super().__init__(loop)
         self.met: dict[Any, int] = {}
 
     def round(self, state: Any) -> Any:
-        bucket = _bucket(state)
-        self.met[bucket] = self.met.get(bucket, 0) + 1
+        self._count(_bucket(state))
         return self.loop.round(state)
+
+    def prompt_pass(self, state: Any, chunk: Any, read: Any) -> Any:
+        self._count((_bucket(state), chunk.nodes))
+        return read(state, chunk)
+
+    def _count(self, bucket: Any) -> None:
+        self.met[bucket] = self.met.get(bucket, 0) + 1
 
 
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (graph, warm):
         monkeypatch.setattr(module, "SPAN_BUCKET", STEP)
+    monkeypatch.setattr(graph, "FEWEST_ROWS", 4)
 
 
-def counting(method: str, slots: int) -> tuple[Any, Counting]:
-    made = Engine(target(), make(method), slots=slots, max_context=CONTEXT)  # a GPU reads such prompts in one pass
+def counting(method: str, slots: int, chunk: int = 256) -> tuple[Any, Counting]:
+    made = Engine(target(), make(method), slots=slots, max_context=CONTEXT, chunk=chunk)
     made.loop = Counting(made.loop)
     made.slots.pads = True
     return made, made.loop
 
 
-@pytest.mark.parametrize("slots", [1, 3, 4])
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 8), (1, 256), (3, 256)])
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
-def test_no_round_is_new_afterwards(method: str, slots: int) -> None:
-    made, loop = counting(method, slots)
+def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:
+    made, loop = counting(method, slots, chunk)
     asked = requests(9, max_new_tokens=14)[1:]  # the first has one token, which no chat has
     counts = [len(request.prompt) for request in asked]
     capture_rounds(made, min(counts), max(counts) + 14)
@@ -53,6 +60,7 @@ def test_no_round_is_new_afterwards(method: str, slots: int) -> None:
     loop.met.clear()
     made.generate(asked)
     assert loop.met and set(loop.met) <= captured
+    assert {rows for bucket in loop.met if len(bucket) == 2 for rows in bucket[1:]} == {4, 8, *([16, 32] * (chunk > 8))}
 
 
 def test_what_noise_taught_is_forgotten() -> None:
@@ -73,6 +81,13 @@ def test_lengths_reach_every_span_and_stay_inside_the_context() -> None:
     assert lengths(3, 40, CONTEXT) == [2, 18, 34]
     assert lengths(17, 40, CONTEXT) == [18, 34]
     assert lengths(3, 60, 35) == [2, 18]
+
+
+def test_prompt_lengths_end_in_every_size_of_pass() -> None:
+    """Of 4, 8 and 16 rows, at every sixteenth row."""
+    assert prompt_lengths(2, 17, 16) == [5, 9, 17]
+    assert prompt_lengths(7, 22, 16) == [9, 17, 21, 22]
+    assert prompt_lengths(1, 1, 16) == []
 
 
 def test_sizes_are_those_that_rounds_are_filled_up_to() -> None:

@@ -12,7 +12,16 @@ SMALL = Tiles(16, 16, 32, warps=4, stages=2)
 def test_what_was_measured_comes_before_what_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TUNED, (16, 999, 64, "plain"), SMALL)
     assert tiles_for(9, 999, 64) == tiles_for(16, 999, 64) == SMALL
-    assert SMALL not in (tiles_for(1, 999, 64), tiles_for(17, 999, 64), tiles_for(16, 999, 64, "gated"))
+    assert SMALL not in (tiles_for(4, 999, 64), tiles_for(17, 999, 64), tiles_for(16, 999, 64, "gated"))
+
+
+def test_a_handful_of_rows_is_cut_as_one_until_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Tiles(1, 2, 64, warps=2, stages=1)
+    monkeypatch.setitem(TUNED, (1, 999, 64, "gated"), one)
+    assert [tiles_for(rows, 999, 64, "gated") == one for rows in (1, 2, 4, 5)] == [True, True, True, False]
+    assert tiles_for(3, 555, 64).block_m == 1
+    monkeypatch.setitem(TUNED, (4, 999, 64, "gated"), SMALL)
+    assert tiles_for(1, 999, 64, "gated") == one and tiles_for(2, 999, 64, "gated") == SMALL
 
 
 def test_no_program_has_room_for_rows_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,11 +31,11 @@ def test_no_program_has_room_for_rows_that_are_not_there(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "turned"])
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (960, 576), (576, 1536), (49152, 576), (4096, 14336), (14336, 4096)])
-@pytest.mark.parametrize("rows", [1, 2, 16, 40, 64, 128, 2048])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 40, 64, 128, 2048])
 def test_default_tiles_can_be_launched(rows: int, n: int, k: int, kind: Kind) -> None:
     tiles = tiles_for(rows, n, k, kind)
     sizes = tiles.block_m, tiles.block_n, tiles.block_k, tiles.warps
     assert all(size > 0 and size & (size - 1) == 0 for size in sizes)
-    assert tiles.block_m <= BUCKETS[-1] and (tiles.splits == 1 or (kind != "gated" and not tiles.norm_inside))
+    assert tiles.block_m <= BUCKETS[-1] and (tiles.splits == 1 or kind != "gated")
     held = tiles.block_m + tiles.block_n * (1 if kind == "plain" else 2)
     assert tiles.block_m == 1 or (tiles.block_k >= 16 and tiles.stages * held * tiles.block_k * 2 <= 220 * 1024)

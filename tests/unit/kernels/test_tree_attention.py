@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from doubles import Looks
+from foreword.core.draft import Tree
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
@@ -68,6 +69,18 @@ def test_any_tree_in_any_batch(
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48])
 def test_lengths_around_the_edges_of_blocks(length: int, splits: int) -> None:
     assert error(Looks.drawn((2, 1), 16, 3, [length], before=1), replace(SMALL, splits=splits)) < PRECISE
+
+
+def test_padding_may_lie_behind_the_cache() -> None:
+    """Of eight rows the first two have a place in the cache; what lies behind it belongs to somebody else."""
+    whole = Looks.drawn((2, 1), 16, 8, [20, 6])
+    chain = Tree.chain(8)
+    whole = replace(whole, sees=chain.ancestors, depth=chain.depth)
+    held = torch.full((2, *whole.keys.shape[:2], 30, 16), torch.nan)
+    held[..., :22, :] = torch.stack([whole.keys, whole.values])[..., :22, :]
+    cut = replace(whole, keys=held[0, :, :, :22], values=held[1, :, :, :22])
+    found = by_kernel(cut, SMALL)[0, :2]
+    assert float((found.double() - whole.exact()[0, :2]).abs().max()) < PRECISE
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 47])

@@ -13,8 +13,9 @@ from torch import nn
 
 from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
 from foreword.core.draft import Draft, Tree
-from foreword.core.needs import Graft, Needs
+from foreword.core.needs import Graft, Needs, Skip
 from foreword.core.state import Lanes
+from foreword.kernels import linear as kernel
 from foreword.kernels.linear import few_rows_linear
 from foreword.model import lean
 from foreword.model.cache import look
@@ -95,6 +96,42 @@ def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     close(lean.require_logits(), stock.require_logits())
     assert lean.grafted is not None and stock.grafted is not None
     close(lean.grafted, stock.grafted)
+
+
+GRAFT = Graft(2, (0, 2), (1, 1), lambda real, _: real[:, [0, 2]] * 0.5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("needs", "skip", "launched"),
+    [
+        (Needs(taps=(1, 2)), None, 1),
+        (Needs(grafts=(GRAFT,)), None, 2),
+        (Needs(), Skip.of((1,), (1,)), 2),
+        (Needs(), Skip.of(mlp=(2,)), 2),
+    ],
+    ids=["tapped", "grafted", "a layer less", "half a layer less"],
+)
+def test_norms_are_handed_on_from_layer_to_layer(
+    needs: Needs, skip: Skip | None, launched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm is launched for the first layer, and where a layer gets other rows than the one before it made."""
+    norms: list[int] = []
+    alone = kernel._normed
+    monkeypatch.setattr(kernel, "_normed", lambda rows, *rest: norms.append(len(rows)) or alone(rows, *rest))
+    stock, fused = (fresh("mistral", torch.float32, head_dim=16) for _ in range(2))
+    fuse(fused)
+    both = Model(stock), Model(fused)
+    draft = Draft(torch.tensor([[5, 6, 7, 8, 9, 4]]), Tree.of((0, 0, 1, 1, 2, 4)), torch.tensor([6]))
+    for model in both:
+        model.allocate(1, 40, 10)
+    for _ in range(2):  # the second time over what the first has left behind
+        norms.clear()
+        one, other = (model.score(Lanes.of([0], 0), draft, needs, skip=skip) for model in both)
+        close(other.require_logits(), one.require_logits())
+        for layer, tap in other.taps.items():
+            close(tap, one.taps[layer])
+        assert len(norms) == launched
 
 
 @torch.inference_mode()

@@ -92,11 +92,6 @@ class Kind:
         """Nothing has a say but the logits."""
         return not (self.noise or self.penalties or self.floors)
 
-    @property
-    def is_drawn(self) -> bool:
-        """Temperature and noise have a say, and nothing else."""
-        return self.noise and not (self.filters or self.penalties or self.floors)
-
     @staticmethod
     def of(requests: list[tuple[Sampling, bool]]) -> Kind:
         """Of (sampling, whether end tokens are held back) pairs."""
@@ -207,8 +202,8 @@ def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor 
     """
     if sampling.kind.is_greedy:
         return _first_largest(logits)
-    if sampling.kind.is_drawn and _has_kernel(logits, 1):
-        return _top(logits, position, sampling, 1)[0].squeeze(-1)
+    if sampling.kind.noise and _has_kernel(logits, 1):
+        return _pick_by_kernel(logits, position, sampling, seen)
     scores = _process(logits, position, sampling, seen)
     if scores.device.type == "cpu" and sampling.kind.filters:
         return _pick_among_best(scores, position, sampling)
@@ -242,16 +237,28 @@ def guesses(logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: 
         return likeliest(logits, k)
     assert position is not None
     if _has_kernel(logits, k):
-        return _top(logits, position, sampling, k)
+        return _guesses_by_kernel(logits, position, sampling, k)
     return likeliest(_under_noise(widened(logits), position, sampling), k)
 
 
-def _top(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
-    """`guesses` by a kernel that makes the noise where it needs it, equal to the tensors' up to a logarithm's rounding."""
+def _guesses_by_kernel(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
+    """`guesses` by a kernel that makes the noise where it needs it, equal to the tensors' up to rounding."""
     from foreword.kernels.top import Noise, top_with_chances  # noqa: PLC0415  Triton is there only where CUDA is
 
-    noise = Noise(sampling.key, position.expand(logits.shape[:-1]), sampling.temperature)
-    return top_with_chances(logits, k, noise)
+    return top_with_chances(logits, k, Noise(sampling.key, position.expand(logits.shape[:-1]), sampling.temperature))
+
+
+def _pick_by_kernel(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None) -> Tensor:
+    """The same pick, by that kernel, which divides by T as well. Every round with noise in it goes this way: a text that
+    has no filter is drawn by the same bits whether or not its company has one. No filter drops what is largest, so none
+    changes a row at T = 0."""
+    from foreword.kernels.top import Noise, top  # noqa: PLC0415  Triton is there only where CUDA is
+
+    scores = _penalise(logits, position, sampling, seen)
+    if sampling.kind.filters:
+        kept = _survivors(_divide_by_temperature(scores, sampling), sampling)
+        scores = scores.masked_fill(~kept, -math.inf)
+    return top(scores, 1, Noise(sampling.key, position.expand(logits.shape[:-1]), sampling.temperature)).squeeze(-1)
 
 
 def _under_noise(logits: Tensor, position: Tensor, sampling: SamplingRows, tokens: Tensor | None = None) -> Tensor:
@@ -320,24 +327,37 @@ def _has_kernel(scores: Tensor, k: int) -> bool:
 
 def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
     """Which tokens survive top-k, top-p and min-p, in that order; None where no filter is on. `scores` are after / T."""
-    if not sampling.kind.filters:
-        return None
+    return _survivors(scores, sampling) if sampling.kind.filters else None
+
+
+def _survivors(scores: Tensor, sampling: SamplingRows) -> Tensor:
     return scores >= _floor(scores, sampling, scores.logsumexp(-1, keepdim=True))
 
 
 def _process(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None) -> Tensor:
     """Logits after penalties, held-back end tokens, and / T."""
-    kind, scores = sampling.kind, widened(logits)
+    return _divide_by_temperature(_penalise(logits, position, sampling, seen), sampling)
+
+
+def _penalise(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None) -> Tensor:
+    """Logits after penalties and held-back end tokens; as they are where there is neither."""
+    kind, scores = sampling.kind, logits
     if kind.penalties:
         assert seen is not None, "a repetition penalty needs the counts of the text"
+        scores = widened(scores)
         penalty = _column(sampling.penalty, scores)
         scores = torch.where(seen > 0, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
     if kind.floors:
-        scores = _hold_back_ends(scores, position, sampling)
-    if kind.noise:
-        temperature = _column(sampling.temperature, scores)
-        scores = scores / torch.where(temperature > 0, temperature, 1)
+        scores = _hold_back_ends(widened(scores), position, sampling)
     return scores
+
+
+def _divide_by_temperature(scores: Tensor, sampling: SamplingRows) -> Tensor:
+    scores = widened(scores)
+    if not sampling.kind.noise:
+        return scores
+    temperature = _column(sampling.temperature, scores)
+    return scores / torch.where(temperature > 0, temperature, 1)
 
 
 def _race(scores: Tensor, tokens: Tensor, position: Tensor, sampling: SamplingRows, floor: Tensor | None = None) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from foreword.core.sampling import _MOST, gumbel, noise_bits
+from foreword.core import sampling
+from foreword.core.sampling import _MOST, Sampling, SamplingTable, gumbel, noise_bits, pick
 from foreword.kernels.top import MOST, Noise, top, top_with_chances
 from rounds import check_top, scores_with_ties
 
@@ -62,3 +63,38 @@ def test_noise_is_precise_over_all_its_range() -> None:
     found = chances + exact.exp().sum().log().float()
     assert torch.equal(places[0, 0], order[:16])
     torch.testing.assert_close(found[0, 0].double(), exact[order[:16]], rtol=0, atol=2e-5)
+
+
+KINDS = {
+    "greedy": Sampling(seed=1),
+    "drawn": Sampling(0.7, seed=2),
+    "top_k": Sampling(1.3, top_k=5, seed=3),
+    "top_p": Sampling(0.9, top_p=0.6, seed=4),
+    "min_p": Sampling(0.8, min_p=0.2, seed=5),
+    "penalty": Sampling(0.8, repetition_penalty=1.5, seed=6),
+    "floor": Sampling(0.6, seed=7),
+}
+
+
+def picked(names: list[str], logits: torch.Tensor) -> torch.Tensor:
+    """Three places of each request: what stands there does not depend on the others. The floor lies at the second."""
+    table, ids = SamplingTable.empty(len(KINDS), torch.tensor([3, 8])), tuple(list(KINDS).index(name) for name in names)
+    for slot, name in zip(ids, names, strict=True):
+        table.set(slot, KINDS[name], 41 * (name == "floor"))
+    position, slots = torch.arange(40, 43).expand(len(ids), 3), torch.tensor(ids)
+    seen = (torch.arange(logits.shape[2]) % 3 == 0).int().expand(len(ids), 3, -1)
+    return pick(logits[slots], position, table.at(slots, ids), seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_pick_by_the_kernel_is_that_of_the_tensors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and in company, whatever has a say in it; some tokens have no chance at all."""
+    logits = 3 * torch.randn(len(KINDS), 3, 300, generator=torch.Generator().manual_seed(0))
+    logits[:, :, ::7], logits[-1, :, 3] = -torch.inf, 30.0
+    logits = logits.to(dtype)
+    exact = picked(list(KINDS), logits)
+    monkeypatch.setattr(sampling, "_has_kernel", lambda scores, k: k <= MOST)
+    assert torch.equal(picked(list(KINDS), logits), exact)
+    for index, name in enumerate(KINDS):
+        assert torch.equal(picked([name], logits)[0], exact[index]), name
+    assert [token == 3 for token in exact[-1].tolist()] == [False, True, True], "held back below the floor"

@@ -67,7 +67,7 @@ class Replay:
         return emission
 
     def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
-        """`read(state, chunk)`. What it gives stays as it is until the next pass of the same bucket."""
+        """`read(state, chunk)`. What it gives stays as it is until the next replay: any graph may write where it lies."""
         bucket = _bucket(state), chunk.nodes
         captured = self.chunks.get(bucket)
         if captured is None:

@@ -58,6 +58,8 @@ class Round:
             table=State.empty(slots, 1, lengths, torch.arange(ends)).table,
         )
         size, tokens = whole(1, nodes + 1, lanes), whole(0, TOKENS, lanes, nodes)
+        if seed % 5 == 0:  # one number for all, as a drafter may say it
+            size = whole(1, nodes + 1, 1).expand(lanes)
         choice = whole(0, TOKENS, lanes, nodes)
         peak = torch.randn(lanes, nodes, 1 if shared else TOKENS, generator=generator)
         peak = peak.masked_fill(torch.rand(peak.shape, generator=generator) < 0.03, torch.nan)

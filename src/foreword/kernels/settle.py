@@ -152,9 +152,10 @@ def _write(
 def fitted(state: Columns, tokens: Tensor, depth: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """A draft's tokens [b, N] with the root wherever nothing was guessed, and the rows that count [b]."""
     lanes, nodes = tokens.shape
-    kept, out = torch.empty_like(size), torch.empty(lanes, nodes, dtype=tokens.dtype, device=tokens.device)
+    kept, out = torch.empty_like(state.slots), torch.empty(lanes, nodes, dtype=tokens.dtype, device=tokens.device)
     _fit[(lanes,)](
-        tokens, depth, size, state.slots, state.roots, _bytes(state.alive_slots), _bytes(state.speculates), out, kept,
+        tokens, depth, size.contiguous(), state.slots, state.roots, _bytes(state.alive_slots), _bytes(state.speculates),
+        out, kept,
         *tokens.stride(), *_strides(depth),
         NODES=nodes, BLOCK=triton.next_power_of_2(nodes), **launched(tokens.device, 1),
     )  # fmt: skip
@@ -184,8 +185,8 @@ def decided(
     shared = peak.shape[2] == 1
     block = triton.next_power_of_2(nodes)
     _decide[(lanes,)](
-        choice.contiguous(), tokens.contiguous(), parent, _bytes(ancestors), depth, size, peak, state.slots, state.lengths,
-        state.limits, _bytes(state.alive_slots), _bytes(state.heeds_ends), ends, *whole, *map(_bytes, flags),
+        choice.contiguous(), tokens.contiguous(), parent, _bytes(ancestors), depth, size.contiguous(), peak, state.slots,
+        state.lengths, state.limits, _bytes(state.alive_slots), _bytes(state.heeds_ends), ends, *whole, *map(_bytes, flags),
         *_strides(parent), *_strides(ancestors), *_strides(depth),
         *peak.stride()[:2], 0 if shared else peak.stride(2),
         NODES=nodes, PLACES=places, ENDS=ends.shape[0], BLOCK=block, WAY=triton.next_power_of_2(places),

@@ -6,9 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from foreword.core.state import Lanes, State
+from foreword.core.state import Lanes, State, sent
 from foreword.engine.request import Running
 
 
@@ -82,21 +81,22 @@ def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:
 def _write_columns(state: State, taken: list[Running]) -> None:
     """Everybody's at once: a GPU is told of a hundred texts as quickly as of one."""
     device, context = state.tokens.device, state.tokens.shape[1] - 1
-    slots = torch.tensor([running.slot for running in taken]).to(device, non_blocking=True)
-    prompts = [torch.tensor(running.request.prompt) for running in taken]
-    texts = pad_sequence(prompts, batch_first=True).to(device, non_blocking=True)
-    state.tokens[:, : texts.shape[1]].index_copy_(0, slots, texts)
+    slots = sent([running.slot for running in taken], device)
+    prompts = [running.request.prompt for running in taken]
+    longest = max(map(len, prompts))
+    texts = sent([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device)
+    state.tokens[:, :longest].index_copy_(0, slots, texts)
     columns = [state.roots, state.lengths, state.limits, state.heeds_ends, state.speculates, state.alive_slots]
-    values = torch.tensor([_values(running, context) for running in taken]).to(device, non_blocking=True)
+    values = sent([_values(running, context) for running in taken], device)
     for column, value in zip(columns, values.unbind(1), strict=True):
         column.index_copy_(0, slots, value.to(column.dtype))
     state.table.set_all({running.slot: (running.request.sampling, _floor(running, context)) for running in taken}, slots)
     for running, prompt in zip(taken, prompts, strict=True):
         if running.request.sampling.repetition_penalty != 1:
-            state.seen[running.slot] = prompt.bincount(minlength=state.seen.shape[1]).to(state.seen)
+            state.seen[running.slot] = torch.tensor(prompt).bincount(minlength=state.seen.shape[1]).to(state.seen)
 
 
-def _values(running: Running, context: int) -> tuple[int, int, int, bool, bool, bool]:
+def _values(running: Running, context: int) -> tuple[int, ...]:
     """Root, length, limit, heeds ends, speculates, alive."""
     request = running.request
     limit = min(len(request.prompt) + request.max_new_tokens, context)

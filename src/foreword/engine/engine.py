@@ -13,7 +13,7 @@ import torch
 
 from foreword.core.drafter import Drafter
 from foreword.core.loop import Loop
-from foreword.core.state import Lanes, State
+from foreword.core.state import Lanes, State, sent
 from foreword.engine.admit import Slots, admit
 from foreword.engine.emit import Launched, emit
 from foreword.engine.graph import Replay
@@ -126,14 +126,13 @@ class Engine:
         lanes = self.slots.lanes(self.target.device, ready=False)
         if lanes is None:
             return
-        # A CPU is busy with one prompt's rows; a GPU takes all of them in one pass.
-        together = 1 if self.target.device.type == "cpu" else len(lanes.ids)
-        for first in range(0, len(lanes.ids), together):
-            ids = lanes.ids[first : first + together]
-            entering = [self.slots.running[slot] for slot in ids]
+        parts = [lanes]
+        if self.target.device.type == "cpu":  # busy with one prompt's rows; a GPU takes all of them in one pass
+            parts = [Lanes.of([slot], self._span([slot])) for slot in lanes.ids]
+        for part in parts:
+            entering = [self.slots.running[slot] for slot in part.ids]
             started = time.perf_counter()
-            state = self.state.at(Lanes.of(ids, self._span(ids), self.target.device))
-            prefill(self.target, self.loop, self.drafter.needs, state, entering, self.chunk)
+            prefill(self.target, self.loop, self.drafter.needs, self.state.at(part), entering, self.chunk)
             for running in entering:
                 running.prefill_s += time.perf_counter() - started
 
@@ -180,13 +179,13 @@ class Engine:
         if not finished:
             return
         ids = [running.slot for running in finished]
-        slots = torch.tensor(ids).to(self.target.device, non_blocking=True)
+        slots = sent(ids, self.target.device)
         self.state.alive_slots.index_fill_(0, slots, False)
         self.loop.end(ids)
         sound = [self._clear(running) for running in finished]
         if self.slots.pads:  # what a padding row writes must not touch what is kept, nor look beyond it
             kept = [running.length * fine for running, fine in zip(finished, sound, strict=True)]
-            self.state.lengths.index_copy_(0, slots, torch.tensor(kept).to(self.target.device, non_blocking=True))
+            self.state.lengths.index_copy_(0, slots, sent(kept, self.target.device))
         for running, fine in zip(finished, sound, strict=True):
             self.state.table.forget(running.slot)
             self.slots.leave(running.slot, keep=fine)

@@ -141,10 +141,8 @@ class Stack:
 
     def over(self, hidden: Tensor, skip: Skip | None = None) -> Tensor:
         """Whole texts [b, n, H] from their first row on, without a cache: how the layers are trained."""
-        order = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        causal = order.unsqueeze(2) >= order.unsqueeze(1)
         alone = Stack(self.model, self.family, self.layers)
-        return alone.walk(hidden, Rows(torch.zeros_like(order[:, 0]), order, causal), skip=skip).hidden
+        return alone.walk(hidden, Rows.causal(hidden.shape[1], hidden.device), skip=skip).hidden
 
     def walk(
         self,

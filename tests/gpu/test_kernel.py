@@ -24,12 +24,12 @@ CLOSE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | None = None) -> float:
     """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
-    from foreword.kernels.tree_attention import attend_tree, tiles_for  # noqa: PLC0415  needs triton
+    from foreword.kernels.tree_attention import attend_tree, attention_tiles  # noqa: PLC0415  needs triton
 
     looks = looks.to("cuda").within(window) if window else looks.to("cuda")
     batch, heads, rows, width = looks.query.shape
     span, key_heads, depth = -(-int(looks.base.max()) // 256) * 256, looks.keys.shape[1], looks.depth[:, -rows:]
-    tiles = tiles_for(heads // key_heads * rows, span + rows, batch * key_heads, width, looks.query.element_size())
+    tiles = attention_tiles(heads // key_heads * rows, span + rows, batch * key_heads, width, looks.query.element_size())
     if splits is not None:
         tiles = replace(tiles, splits=splits)
     seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)

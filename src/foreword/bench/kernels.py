@@ -1,4 +1,4 @@
-"""How tree attention is best cut on this GPU: `python -m foreword.bench.kernels --out F` times a grid of `Tiles`.
+"""How tree attention is best cut on this GPU: `python -m foreword.bench.kernels --out F` times a grid of `AttentionTiles`.
 
 Every call of a trial has a cache of its own, as the layers of a model have, so that keys are not all found in the GPU's
 own cache; the calls run as one captured graph. Beside the kernel stands masked attention of torch. A way of cutting
@@ -28,7 +28,7 @@ from foreword.model.attention import attend, mask_of
 from foreword.model.capture import Captured
 
 if TYPE_CHECKING:
-    from foreword.kernels.tree_attention import Tiles
+    from foreword.kernels.tree_attention import AttentionTiles
 
 CACHED_BYTES = 100e6  # caches of one trial together: more than a GPU keeps close
 MOST_CACHES = 64
@@ -58,7 +58,7 @@ class Trial:
     """Microseconds a call, or why there are none. Without tiles: masked attention of torch."""
 
     case: Case
-    tiles: Tiles | None
+    tiles: AttentionTiles | None
     microseconds: float | None
     failure: str = ""
 
@@ -83,18 +83,18 @@ class Rig:
         mask = mask_of(self.base, self.sees, self.caches.shape[4], groups, self.query.dtype)
         return [partial(attend, self.query, keys, values, mask, self.scaling) for keys, values in self.caches]
 
-    def by_kernel(self, tiles: Tiles) -> list[Callable[[], Tensor]]:
+    def by_kernel(self, tiles: AttentionTiles) -> list[Callable[[], Tensor]]:
         from foreword.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
 
         seen = (self.slots, self.base, self.sees, self.case.context, self.scaling)
         return [partial(attend_tree, self.query, keys, values, *seen, tiles=tiles) for keys, values in self.caches]
 
 
-def grid(case: Case) -> list[Tiles]:
+def grid(case: Case) -> list[AttentionTiles]:
     """The default first, then what differs from it in the block, the warps and loads in flight, or the shares."""
-    from foreword.kernels.tree_attention import Tiles, tiles_for  # noqa: PLC0415  triton is there only where CUDA is
+    from foreword.kernels.tree_attention import AttentionTiles, attention_tiles  # noqa: PLC0415  triton is there only where CUDA is
 
-    default = tiles_for(case.queries, case.context + case.rows, case.key_heads, case.width)
+    default = attention_tiles(case.queries, case.context + case.rows, case.key_heads, case.width)
     blocks = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
     if default.block_q < 64:
         blocks += [(default.block_q, 64, 2, 3), (default.block_q, 128, 4, 2), (default.block_q, 32, 4, 3)]
@@ -102,10 +102,10 @@ def grid(case: Case) -> list[Tiles]:
         blocks += [(64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
     splits = {1, default.splits, 2 * default.splits, -(-default.splits // 2), 4 * default.splits}
     shares = sorted(count for count in splits if count <= -(-(case.context + case.rows) // 64))
-    return list(dict.fromkeys([default, *(Tiles(*block, count) for block in blocks for count in shares)]))
+    return list(dict.fromkeys([default, *(AttentionTiles(*block, count) for block in blocks for count in shares)]))
 
 
-def sweep(case: Case, tiles: list[Tiles], timer: Timer, device: str) -> list[Trial]:
+def sweep(case: Case, tiles: list[AttentionTiles], timer: Timer, device: str) -> list[Trial]:
     """Masked attention, then every way of cutting."""
     rig = Rig(case, device)
     masked = rig.masked()
@@ -113,7 +113,7 @@ def sweep(case: Case, tiles: list[Tiles], timer: Timer, device: str) -> list[Tri
     return [Trial(case, None, timer(masked)), *(_trial(rig, one, expected, timer) for one in tiles)]
 
 
-def _trial(rig: Rig, tiles: Tiles, expected: Tensor, timer: Timer) -> Trial:
+def _trial(rig: Rig, tiles: AttentionTiles, expected: Tensor, timer: Timer) -> Trial:
     from triton.errors import TritonError  # noqa: PLC0415  triton is there only where CUDA is
 
     calls = rig.by_kernel(tiles)

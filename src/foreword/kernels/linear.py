@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import fetch, let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import early_launch, fetch, let_next_start, overlaps, wait_for_previous
 from foreword.kernels.tiles import Kind, Tiles, fitting, tiles_for
 
 Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
@@ -464,8 +464,3 @@ def ahead(k: int, tiles: Tiles, paired: bool) -> int:
 
 def launch_options(tiles: Tiles, early: bool) -> dict[str, Any]:
     return {"num_warps": tiles.warps, "num_stages": tiles.stages, **early_launch(early)}
-
-
-def early_launch(early: bool) -> dict[str, Any]:
-    """Only where it is asked for: other devices do not know the option."""
-    return {"launch_pdl": True} if early else {}

@@ -22,14 +22,19 @@ SECTOR = tl.constexpr(32)  # bytes that one request brings into the L2 cache
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether kernels on this device are launched early. Pass it as EARLY, and `launch_pdl=True` with it."""
+    """Whether kernels on this device are launched early. Pass it as EARLY, and `early_launch` with it."""
     return ENABLED and device.type == "cuda" and _is_capable(device)
+
+
+def early_launch(early: bool) -> dict[str, Any]:
+    """Only where it is asked for: other devices do not know the option."""
+    return {"launch_pdl": True} if early else {}
 
 
 def launched(device: torch.device, warps: int = 4) -> dict[str, Any]:
     """How a small kernel that takes part is launched: EARLY among the rest."""
     early = overlaps(device)
-    return {"EARLY": early, "num_warps": max(1, warps)} | ({"launch_pdl": True} if early else {})
+    return {"EARLY": early, "num_warps": max(1, warps), **early_launch(early)}
 
 
 @cache

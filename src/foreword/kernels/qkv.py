@@ -21,7 +21,6 @@ from foreword.kernels.linear import (
     Prepared,
     ahead,
     cut,
-    early_launch,
     few_rows_sums,
     joined,
     launch_options,
@@ -31,7 +30,7 @@ from foreword.kernels.linear import (
     scale_of,
     start_early,
 )
-from foreword.kernels.overlap import let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import early_launch, let_next_start, overlaps, wait_for_previous
 from foreword.kernels.rotary import angles, place_of, put, turned
 from foreword.kernels.tiles import Tiles, fitting, tiles_for
 

@@ -7,14 +7,12 @@ norms need no such kernel: qkv.py does the same behind the product, with the pie
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import early_launch, let_next_start, overlaps, wait_for_previous
 
 
 @triton.jit
@@ -127,11 +125,10 @@ def turn_and_store(
     out = torch.empty(batch, rows, heads, width, dtype=qkv.dtype, device=qkv.device)
     (q_weight, q_epsilon), (k_weight, k_epsilon) = q_norm or (out, 0.0), k_norm or (out, 0.0)
     early = overlaps(qkv.device)
-    options: dict[str, Any] = {"num_warps": 1} | ({"launch_pdl": True} if early else {})
     _turn[(batch * rows, heads + 2 * key_heads)](
         qkv.contiguous(), cosine, sine, keys, values, places, q_weight, k_weight, out, rows, q_epsilon, k_epsilon,
         *cosine.stride()[:2], *sine.stride()[:2],
         HEADS=heads, KEY_HEADS=key_heads, HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2),
-        Q_NORMED=q_norm is not None, K_NORMED=k_norm is not None, EARLY=early, **options,
+        Q_NORMED=q_norm is not None, K_NORMED=k_norm is not None, EARLY=early, num_warps=1, **early_launch(early),
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -74,7 +74,7 @@ def _stretch(
 
 
 @triton.jit
-def _join(
+def _row(
     best, peaks, masses, places, chances, stretches,
     K: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -132,7 +132,7 @@ def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None) -> tuple[Tenso
             flat, best, *sums, *race, width, each, K=k, MASS=mass, NOISY=noise is not None, BLOCK=block,
             **launched(device, block // 512),
         )  # fmt: skip
-        _join[(rows,)](
+        _row[(rows,)](
             best, *sums, places, chances, stretches, K=k, MASS=mass,
             BLOCK=triton.next_power_of_2(stretches * k), STRETCHES=triton.next_power_of_2(stretches), **launched(device),
         )  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import early_launch, let_next_start, overlaps, wait_for_previous
 
 PROGRAMS = 264  # as many programs as keep a large GPU busy: two on each of its multiprocessors
 MOST_SHARES = 16  # more cost more to join than they save
@@ -26,7 +26,7 @@ LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of
 
 
 @dataclass(frozen=True)
-class Tiles:
+class AttentionTiles:
     """How the work is cut: queries and keys that a program takes at a time, its warps, loads in flight, shares of keys."""
 
     block_q: int
@@ -36,7 +36,7 @@ class Tiles:
     splits: int
 
 
-def tiles_for(queries: int, keys: int, units: int, width: int, item: int = 2) -> Tiles:
+def attention_tiles(queries: int, keys: int, units: int, width: int, item: int = 2) -> AttentionTiles:
     """For `queries` that share a key head and up to `keys` keys, in `units` (sequences x key heads), `item` bytes a number.
 
     How the keys are cut must not depend on the queries: see `_attend`.
@@ -45,7 +45,7 @@ def tiles_for(queries: int, keys: int, units: int, width: int, item: int = 2) ->
     block_k = 64 if width * item <= 256 else 32
     splits = min(triton.cdiv(keys, 64), MOST_SHARES, PROGRAMS // units)
     stages = 3 if block_q < 64 or width * item <= 128 else 2
-    return Tiles(block_q, block_k, 4 if width * item <= 256 else 8, stages, max(splits, 1))
+    return AttentionTiles(block_q, block_k, 4 if width * item <= 256 else 8, stages, max(splits, 1))
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def attend_tree(
     depth: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> Tensor:
     """query [b, heads, n, width] over the cache's keys and values [B, key heads, rows, width]: [b, n, heads, width].
 
@@ -183,14 +183,13 @@ def attend_tree(
     groups = all_heads // heads
     span = triton.cdiv(max(span, 1), SPAN_STEP) * SPAN_STEP
     keys_seen = min(span, window) if window else span
-    tiles = tiles or tiles_for(groups * rows, keys_seen, batch * heads, width, query.element_size())
+    tiles = tiles or attention_tiles(groups * rows, keys_seen, batch * heads, width, query.element_size())
     out = torch.empty(batch, rows, all_heads, width, dtype=query.dtype, device=query.device)
     joined = tiles.splits > 1
     parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
     weights = torch.empty(parts.shape[:-1], dtype=torch.float32, device=query.device) if joined else out
     placed = slots if depth is None else depth
     early = overlaps(query.device)
-    options = {"launch_pdl": True} if early else {}
     inner, factor = (2 * LOG2E * scaling / softcap, LOG2E * softcap) if softcap else (0.0, LOG2E * scaling)
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
         query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, weights, inner, factor,
@@ -198,13 +197,13 @@ def attend_tree(
         rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits,
         WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, WINDOW=window, CAPPED=softcap > 0,
         JOINED=joined, EARLY=early, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages, **options,
+        num_warps=tiles.warps, num_stages=tiles.stages, **early_launch(early),
     )  # fmt: skip
     if joined:
         answers, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
         _join[(answers,)](
             parts, weights, out, answers, tiles.splits,
-            WIDTH=width, SPLITS=power, EARLY=early, num_warps=1 if power * width <= 2048 else 4, **options,
+            WIDTH=width, SPLITS=power, EARLY=early, num_warps=1 if power * width <= 2048 else 4, **early_launch(early),
         )  # fmt: skip
     return out
 

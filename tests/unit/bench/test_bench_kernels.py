@@ -14,10 +14,13 @@ from foreword.errors import InputError
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
-from foreword.kernels.tree_attention import Tiles
+from foreword.kernels.tree_attention import AttentionTiles
 
 CASE = Case(heads=2, key_heads=1, width=16, rows=3, context=40)
-GOOD, BAD = Tiles(16, 16, 4, 2, splits=2), Tiles(16, 17, 4, 2, splits=1)  # blocks of keys are powers of two
+GOOD, BAD = (
+    AttentionTiles(16, 16, 4, 2, splits=2),
+    AttentionTiles(16, 17, 4, 2, splits=1),
+)  # blocks of keys are powers of two
 
 
 @pytest.fixture

@@ -16,20 +16,20 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from foreword.kernels import tree_attention
-from foreword.kernels.tree_attention import PROGRAMS, Tiles, attend_tree, tiles_for
+from foreword.kernels.tree_attention import PROGRAMS, AttentionTiles, attend_tree, attention_tiles
 
-SMALL = Tiles(block_q=16, block_k=16, warps=4, stages=2, splits=1)
+SMALL = AttentionTiles(block_q=16, block_k=16, warps=4, stages=2, splits=1)
 PRECISE = 2e-6
 
 
-def by_kernel(looks: Looks, tiles: Tiles | None, window: int = 0, softcap: float = 0.0) -> Tensor:
+def by_kernel(looks: Looks, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0) -> Tensor:
     span, scaling = int(looks.base.max()), looks.query.shape[3] ** -0.5
     depth = looks.depth[:, -looks.sees.shape[1] :] if window else None
     seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
     return attend_tree(*seen, span, scaling, depth, window, softcap, tiles)
 
 
-def error(looks: Looks, tiles: Tiles | None, window: int = 0, softcap: float = 0.0) -> float:
+def error(looks: Looks, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0) -> float:
     """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
     if window:
         looks = looks.within(window)
@@ -125,14 +125,14 @@ def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
     width=st.sampled_from([16, 64, 128, 256]),
 )
 def test_tiles_fill_the_machine_and_not_more(queries: int, keys: int, units: int, width: int) -> None:
-    tiles = tiles_for(queries, keys, units, width)
+    tiles = attention_tiles(queries, keys, units, width)
     assert tiles.splits == 1 or units * tiles.splits <= PROGRAMS
     assert 1 <= tiles.splits <= -(-keys // 64)
 
 
 @given(queries=st.integers(1, 3000), keys=st.integers(1, 40_000), units=st.integers(1, 600))
 def test_keys_are_cut_alike_for_any_number_of_queries(queries: int, keys: int, units: int) -> None:
-    few, many = tiles_for(1, keys, units, 64), tiles_for(queries, keys, units, 64)
+    few, many = attention_tiles(1, keys, units, 64), attention_tiles(queries, keys, units, 64)
     assert (few.splits, few.block_k) == (many.splits, many.block_k)
 
 

@@ -107,7 +107,9 @@ def prove(
         from foreword.prove import prove as run  # noqa: PLC0415  imports torch
 
         samplings = [Sampling(seed=seed)] + ([Sampling(temperature=temperature, seed=seed)] if temperature else [])
-        report = run(llm, and_shipped(methods, names, llm.model), asked, samplings, max_new_tokens, rows, progress=show)
+        known = None if out is None else (lambda report: report.write(out))  # should the run be cut
+        tested = and_shipped(methods, names, llm.model)
+        report = run(llm, tested, asked, samplings, max_new_tokens, rows, progress=show, known=known)
     if json:
         print_json(report.to_dict())
     else:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -325,14 +324,14 @@ class Replay:
 
     def look_back(self) -> Tensor:
         """[c, V]: what single rows answer behind texts that were read; the last of each first, for it overwrites a row."""
+        places = set(zip(self.batch.lanes, self.batch.rows, strict=True))
+        rows = [sorted((row for lane, row in places if lane == one), reverse=True) for one in range(len(self.batch.texts))]
         found: dict[int, Tensor] = {}
-        cases = sorted(range(len(self.batch.cases)), key=lambda case: (self.batch.lanes[case], -self.batch.rows[case]))
-        by_lane = [list(group) for _, group in groupby(cases, key=lambda case: self.batch.lanes[case])]
-        for turn in range(max(map(len, by_lane))):
-            asked = [group[min(turn, len(group) - 1)] for group in by_lane]
-            starts = [self.batch.rows[case] for case in asked]
+        for turn in range(max(map(len, rows))):
+            starts = [of_text[min(turn, len(of_text) - 1)] for of_text in rows]
             parts = [text[start : start + 1] for text, start in zip(self.batch.texts, starts, strict=True)]
-            found |= self._pass(starts, parts, 1, asked)
+            lanes = enumerate(zip(self.batch.lanes, self.batch.rows, strict=True))
+            found |= self._pass(starts, parts, 1, [case for case, (lane, row) in lanes if row == starts[lane]])
         return self._in_order(found)
 
     def _pass(self, starts: list[int], parts: list[tuple[int, ...]], rows: int, asked: list[int]) -> dict[int, Tensor]:

@@ -89,7 +89,7 @@ def prove(
     rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many candidates in a pass.")] = None,
     slots: Slots = 4,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write proof.json and proof.md into this folder.")
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write proof.json and proof.md here, as they grow.")
     ] = None,
     json: Json = False,
 ) -> None:

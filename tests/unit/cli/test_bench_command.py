@@ -81,6 +81,7 @@ def test_a_grown_model_is_profiled(run, tiny_model):
         (("bench", "--batch", "1,x"), "whole numbers"),
         (("bench", "--batch", "0"), "whole numbers"),
         (("bench", "--batch", "2", "--baselines", "hf"), "one text at a time"),
+        (("bench", "--batch", "1,16", "--model", "nowhere"), "10 prompts cannot fill a batch of 16"),
         (("bench", "--methods", "medusa=nowhere"), "nowhere is missing"),
         (("bench", "--grow", "1"), "--grow"),
         (("profile", "--grow", "2", "--cold"), "leave out --shapes"),

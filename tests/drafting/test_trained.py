@@ -248,6 +248,7 @@ BAD: dict[str, Callable[[], object]] = {
     "block is 'half'; choose from full, attention, mlp, none": lambda: untrained("clover", block="half"),
     "labels is 'firm'": lambda: untrained("medusa", labels="firm"),
     "tree is 'tall'": lambda: untrained("clover2", tree="tall"),
+    "taps is .2.5, 3.; each is the number of a layer": lambda: untrained("clover2", taps=(2.5, 3)),
     "an option is of the wrong type": lambda: untrained("clover2", taps=3),
 }
 

@@ -22,7 +22,7 @@ from foreword.model.loading import load_stock
 from foreword.model.model import Model
 from foreword.text import Message, Prompt
 
-Turns = list[Message]
+Asked = str | list[Message]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Answer:
 @dataclass(frozen=True)
 class Contender:
     name: str
-    write: Callable[[Sequence[Turns], int], list[Answer]]
-    capture: Callable[[Sequence[Turns], int], None] = lambda *_: None
+    write: Callable[[Sequence[Asked], int], list[Answer]]
+    capture: Callable[[Sequence[Asked], int], None] = lambda *_: None
     """Prepare for answers to these prompts, so that nothing is captured while the clock runs."""
     close: Callable[[], None] = lambda: None
 
@@ -54,11 +54,11 @@ def contender(
     shared = Model(model.hf, model.name, model.curve, model.grown)
     own = LLM(shared, llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
 
-    def write(prompts: Sequence[Turns], max_new_tokens: int) -> list[Answer]:
+    def write(prompts: Sequence[Asked], max_new_tokens: int) -> list[Answer]:
         results = own.generate(list(prompts), max_new_tokens=max_new_tokens)
         return [Answer(result.tokens, result.stats.rounds, result.stats.prefill_s) for result in results]
 
-    def capture(prompts: Sequence[Turns], max_new_tokens: int) -> None:
+    def capture(prompts: Sequence[Asked], max_new_tokens: int) -> None:
         lengths = [len(llm.tokenizer.encode(prompt)) for prompt in prompts]
         capture_rounds(own.engine, min(lengths), max(lengths) + max_new_tokens)
 
@@ -86,7 +86,7 @@ def baseline(name: str, llm: LLM, folder: Path) -> Contender:
     model.register_forward_hook(lambda *_: passes.append(None))
 
     @torch.inference_mode()
-    def answer(prompt: Turns, max_new_tokens: int) -> Answer:
+    def answer(prompt: Asked, max_new_tokens: int) -> Answer:
         passes.clear()
         ids = torch.tensor([llm.tokenizer.encode(prompt)], device=model.device)
         out = model.generate(
@@ -99,7 +99,7 @@ def baseline(name: str, llm: LLM, folder: Path) -> Contender:
         tokens = out[0, ids.shape[1] :].tolist()
         return Answer(tokens, len(passes))
 
-    def write(prompts: Sequence[Turns], max_new_tokens: int) -> list[Answer]:
+    def write(prompts: Sequence[Asked], max_new_tokens: int) -> list[Answer]:
         return [answer(prompt, max_new_tokens) for prompt in prompts]
 
     return Contender(name, write)

@@ -79,8 +79,7 @@ def sweep(
     progress: Callable[[int, int, int], None] | None = None,
 ) -> list[Benchmark]:
     """A benchmark for each number of texts at once; `make` gives the contenders for it, which are closed behind it."""
-    for batch in batches:
-        _blocks(prompts, batch)  # refused now, and not after the first batches
+    check_filled(prompts, batches)
     found = []
     for batch in batches:
         contenders = make(batch)
@@ -156,13 +155,18 @@ def _timing(block: Block, name: str, written: list[Answer], truth: list[Answer],
     )
 
 
+def check_filled(prompts: Sequence[Prompt], batches: Sequence[int]) -> None:
+    """Refuse too few prompts now, and not after the first batches."""
+    if len(prompts) < (most := max(batches)):
+        raise InputError(f"{len(prompts)} prompts cannot fill a batch of {most}; give at least {most} with --prompts")
+
+
 def _blocks(prompts: Sequence[Prompt], batch: int) -> list[Block]:
     """Prompts by group, one by one; or for texts side by side, blocks of about the same size, each at least a batch."""
     grouped = [(name, prompt) for name, members in groups(prompts).items() for prompt in members]
     if batch == 1:
         return [Block(group, [prompt]) for group, prompt in grouped]
-    if len(prompts) < batch:
-        raise InputError(f"{len(prompts)} prompts cannot fill a batch of {batch}; give at least {batch} with --prompts")
+    check_filled(prompts, [batch])
     count = max(len(grouped) // (BLOCK * batch), 1)
     edges = [len(grouped) * place // count for place in range(count + 1)]
     parts = [grouped[first:last] for first, last in pairwise(edges)]

@@ -16,6 +16,7 @@ from foreword.cli.prove import NAMES_HELP, and_shipped, asked_prompts, make_fold
 if TYPE_CHECKING:
     from foreword.bench.report import Row
     from foreword.bench.run import Benchmark
+    from foreword.text import Prompt
 
 BENCH_EXAMPLES = """\
 [bold]Examples[/]
@@ -67,6 +68,7 @@ def bench(
     batches, others = numbers(batch, "--batch"), [name for name in baselines.split(",") if name]
     if others and batches != (1,):
         raise typer.BadParameter("others write one text at a time: leave out --batch", param_hint="--baselines")
+    _check_filled(asked, batches)
     if out is not None:
         make_folder(out)
     with loaded(model, grow, 1, asked) as (llm, grown), bar("answers") as show:
@@ -83,6 +85,13 @@ def bench(
         done = sweep(make, batches, asked, max_new_tokens, lambda size, *count: show(f"batch {size}", *count))
         dtype = str(llm.model.dtype).removeprefix("torch.")
     _tell(done, {"model": llm.model.name, "dtype": dtype, "prompts": len(asked), **grown}, json, out)
+
+
+def _check_filled(asked: list[Prompt], batches: tuple[int, ...]) -> None:
+    """Before a model is loaded and grown."""
+    from foreword.bench.run import check_filled  # noqa: PLC0415  imports torch
+
+    check_filled(asked, batches)
 
 
 def _tell(done: list[Benchmark], about: dict[str, Any], json: bool, out: Path | None) -> None:

@@ -91,7 +91,7 @@ def _asked(prompt: str | None, file: Path | None, limit: int | None) -> list[tup
         if prompt is not None:
             raise typer.BadParameter("give a prompt or --prompts FILE, not both")
         rows = read_prompts(file, limit)
-        return [(row.id, row.turns[0] if row.messages is None else row.first()) for row in rows]
+        return [(row.id, row.first()) for row in rows]
     if limit is not None:
         raise typer.BadParameter("it counts prompts of a file: add --prompts FILE", param_hint="--limit")
     if prompt is None and sys.stdin.isatty():

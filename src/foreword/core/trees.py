@@ -79,6 +79,8 @@ class TreePlan:
             raise InputError(f"{method}: tree is {self.kind!r}; choose from {', '.join(get_args(TreeKind))}")
         if self.width < 1:
             raise InputError(f"{method}: width is {self.width}; at least 1 node of a level is carried on")
+        if not all(0 <= rate <= 1 for row in self.rates for rate in row):
+            raise InputError(f"{method}: rates is {self.rates!r}; each is how often a guess is right, from 0 to 1")
         known = {tuple(path) for path in self.paths or ()}
         orphans = [path for path in sorted(known) if not path or min(path) < 0 or (path[1:] and path[:-1] not in known)]
         if orphans:
@@ -236,8 +238,9 @@ class Template:
     @cached_property
     def ranks(self) -> tuple[Tensor, Tensor]:
         """[N - 1] each: of all nodes but the root, the level, from 0 on, and the rank."""
-        levels, ranks = [len(path) - 1 for path in self.paths[1:]], [path[-1] for path in self.paths[1:]]
-        return torch.tensor(levels, device=self.device), torch.tensor(ranks, device=self.device)
+        pairs = [(len(path) - 1, path[-1]) for path in self.paths[1:]]
+        level, rank = torch.tensor(pairs, dtype=torch.long, device=self.device).view(-1, 2).unbind(1)  # of none, too
+        return level, rank
 
     def tokens(self, root: Tensor, guess: Guess) -> Tensor:
         """[b, N]: the tokens that stand at the template's nodes."""

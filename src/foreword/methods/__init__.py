@@ -72,6 +72,13 @@ METHODS: dict[str, Method] = {
 AUTO = "auto"
 DEFAULT_METHOD = AUTO
 
+# What an option may be where it is declared so: True is no whole number, and 2.5 heads fail only when they are built.
+PLAIN_TYPES: dict[object, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    bool: ((bool,), "True or False"),
+}
+
 # A tree knows who sees whom, which is rows x rows; past this no machine gains from another row.
 MOST_ROWS = 1024
 
@@ -104,10 +111,13 @@ def untrained(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
     """The same with no weights read: a trained method is as it starts, for the training loop to bind and teach."""
     check_rows(rows)
     kind = find(name).load()
-    known = signature(kind).parameters
-    for option in options:
+    known = signature(kind, eval_str=True).parameters
+    for option, value in options.items():
         if option not in known:
             raise InputError(f"{name}: no option is called {option!r}; there are: {', '.join(known)}")
+        takes, called = PLAIN_TYPES.get(known[option].annotation, ((type(value),), ""))
+        if type(value) not in takes:
+            raise InputError(f"{name}: {option} is {value!r}; it must be {called}")
     try:
         return kind(rows=rows, **options)  # type: ignore[call-arg]
     except TypeError as error:

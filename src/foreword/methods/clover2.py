@@ -110,6 +110,8 @@ class Clover2(Drafter):
         distribution or its tokens, and with which weight its states."""
         if heads < 1:
             raise InputError(f"clover2: needs at least one head, got heads={heads}")
+        if not all(type(layer) is int for layer in taps):
+            raise InputError(f"clover2: taps is {taps!r}; each is the number of a layer")
         check_labels("clover2", labels)
         self.wants_cost = rows is None
         self.heads, self.labels, self.regression = heads, labels, regression

@@ -1,7 +1,7 @@
 """What a pass costs by its number of rows, on this machine: measured once per model, device, dtype and thread count.
 
 Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs. The curve is
-kept under `place()/costs`, so only the first load pays the second or two that measuring takes. What a drafter's own work
+kept under `place()/costs`, so only the first load pays the seconds that measuring takes. What a drafter's own work
 costs, which is no pass of the target, is measured and kept in the same way, under `place()/drafts`.
 """
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXT = 256
 REPEATS = 5
+FEWEST, ENOUGH_S = 2, 4.0  # tries, where more would take longer: a large model, or a busy machine
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,19 @@ def measure(model: Model, rows: tuple[int, ...] = ROWS) -> Tries:
     with model.aside(1, CONTEXT, max(rows)) as cache:
         cache.length.fill_(CONTEXT - 1)
         passes = [_pass(model, count) for count in rows]
-        return Tries(rows, [[_time(one, model.device) for _ in range(REPEATS)] for one in passes])
+        return Tries(rows, _in_turns(passes, model.device))
+
+
+def _in_turns(passes: list[Callable[[], object]], device: torch.device) -> list[list[float]]:
+    """Seconds of each, several times: what the machine does meanwhile falls on all of them alike."""
+    found: list[list[float]] = [[] for _ in passes]
+    started = time.perf_counter()
+    for turn in range(REPEATS):
+        if turn >= FEWEST and time.perf_counter() - started > ENOUGH_S:
+            break
+        for seconds, one in zip(found, passes, strict=True):
+            seconds.append(_time(one, device))
+    return found
 
 
 @torch.inference_mode()
@@ -153,7 +166,7 @@ def measure_draft(model: Model, drafter: Drafter) -> Tries:
             drafter.observe(state, draft, scores, accepted)
 
         once = _ready(work, device, drafter.capturable)
-        return Tries((1,), [[_time(once, device) for _ in range(REPEATS)]])
+        return Tries((1,), _in_turns([once], device))
 
 
 def _pass(model: Model, rows: int) -> Callable[[], object]:

@@ -93,8 +93,7 @@ def _check(
 
 
 def _requests(llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int) -> list[Request]:
-    """Each prompt's first turn; a plain string where it can be one, for models without a chat template."""
-    encoded = [llm.tokenizer.encode(one.turns[0] if one.messages is None else one.first()) for one in prompts]
+    encoded = [llm.tokenizer.encode(one.first()) for one in prompts]
     return [Request(tuple(ids), sampling.derived(i), max_new_tokens) for i, ids in enumerate(encoded)]
 
 

@@ -36,10 +36,11 @@ class Prompt:
     turns: list[str]
     messages: list[Message] | None = None
 
-    def first(self) -> list[Message]:
-        """The messages that the target answers first: the first turn, or all up to the last thing the user said."""
+    def first(self) -> str | list[Message]:
+        """What the target answers first: the first turn, as a string, which models without a chat template take too; or
+        the messages up to the last thing the user said."""
         if self.messages is None:
-            return [{"role": "user", "content": self.turns[0]}]
+            return self.turns[0]
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
         return self.messages[: last + 1]
 

@@ -6,6 +6,8 @@ as any user's would be loaded, in the target's dtype.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,6 +73,12 @@ def trials_in(file: str | Path, count: int, longest: int, tokenizer: Tokenizer) 
     if not found:
         raise PromptError(f"every prompt of {file} has more than {longest} tokens; raise --max-context, or ask for less")
     return found
+
+
+def told_of(trials: Sequence[Trial]) -> str:
+    """Which prompts tokens per round are measured on: figures of others do not compare."""
+    asked = json.dumps([(trial.category, trial.prompt) for trial in trials])
+    return f"{len(trials)}, sha256 {hashlib.sha256(asked.encode()).hexdigest()[:16]}"
 
 
 class Measure:

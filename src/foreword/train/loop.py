@@ -24,7 +24,7 @@ from foreword.methods.saved import load_into, method_of, save, write_config
 from foreword.model.checkpoint import Stored
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
-from foreword.train.evaluate import Measure, Measured, Trial, computing, rates_apart, read_apart
+from foreword.train.evaluate import Measure, Measured, Trial, computing, rates_apart, read_apart, told_of
 from foreword.train.record import (
     CHECKPOINT,
     Clock,
@@ -86,7 +86,8 @@ class Training:
         self.module.train()
         self.stepper = Stepper(self.module, settings.clip, settings.weight_decay)
         told: dict[str, Any] = {"method": method_of(self.drafter), "config": self.drafter.config, "store": stored}
-        told |= {"target": Fingerprint.of(model).to_dict(), "settings": asdict(settings), **(about or {})}
+        told |= {"target": Fingerprint.of(model).to_dict(), "settings": asdict(settings), "trials": told_of(trials)}
+        told |= about or {}
         self.progress = Progress(json.loads(json.dumps(told)))
         self.sums: dict[str, Tensor] = {}
 
@@ -214,6 +215,8 @@ class Training:
         if not self.group.is_main_process:
             return {}
         drafter = cast(Trainable, self.measure.drafter)
+        with says_why(self.folder):  # a run that was cut below may have left rates of its own there
+            write_config(drafter, self.folder, self.model, self.stored)
         load_into(drafter, self.folder, self.model)
         stored = self.measure.run()
         if hasattr(drafter, "calibrate") and "rates" not in self.progress.about.get("options", {}):

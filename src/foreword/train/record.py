@@ -89,11 +89,21 @@ def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[Progress, dict
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise StorageError(f"the checkpoint {file} cannot be read ({error}); begin again in another folder") from error
     progress, about = Progress(**held["progress"]), json.loads(json.dumps(about))
-    for part in about:
-        if progress.about.get(part) != about[part]:
-            told = f"{part} was {progress.about.get(part)}, is {about[part]}"
-            raise InputError(f"the run in {folder} was begun with others: {told}; give the same, or name another folder")
+    if other := _differences(progress.about, about):
+        raise InputError(f"the run in {folder} was begun with {'; '.join(other)}; give the same, or name another folder")
     return progress, held["module"], held["optimizer"]
+
+
+def _differences(made: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What differs, each with both values; of settings and the like only those that do."""
+    found = []
+    for name in wanted:
+        before, now = made.get(name), wanted[name]
+        if isinstance(before, dict) and isinstance(now, dict):
+            found += _differences(before, {key: now.get(key) for key in {**before, **now}})
+        elif before != now:
+            found.append(f"{name} {before}, not {now}")
+    return found
 
 
 def write_record(folder: Path, progress: Progress, more: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foreword.bench.contenders import Answer, Contender
-from foreword.text import Message, Prompt
+from foreword.text import Prompt
 
 
 class Stub:
@@ -14,8 +14,8 @@ class Stub:
     def __init__(self, name: str, diary: list[tuple[str, str, int]], tokens: list[int], rounds: int) -> None:
         self.name, self.diary, self.answer = name, diary, Answer(tokens, rounds, 0.25)
 
-    def __call__(self, prompts: Sequence[list[Message]], max_new_tokens: int) -> list[Answer]:
-        self.diary += [(self.name, prompt[-1]["content"], max_new_tokens) for prompt in prompts]
+    def __call__(self, prompts: Sequence[str], max_new_tokens: int) -> list[Answer]:
+        self.diary += [(self.name, prompt, max_new_tokens) for prompt in prompts]
         return [self.answer] * len(prompts)
 
 

@@ -64,6 +64,17 @@ def test_the_whole_way(llm: LLM, folders: dict[str, Path]) -> None:
     assert all(timing.identical == 1 and timing.tokens == timing.rounds for timing in found.timings)
 
 
+def test_a_model_without_a_chat_template_gets_the_string(
+    llm: LLM, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.tokenizer.hf, "chat_template", None)
+    prompts = [Prompt("0", "qa", ["the words"])]
+    context = context_for(llm, prompts, 8)
+    assert context == len(llm.tokenizer.hf.encode("the words")) + 9
+    found = run([contender(llm, "plain", context), baseline("hf", llm, folders["llama"])], prompts, max_new_tokens=8)
+    assert [timing.identical for timing in found.timings] == [1, 1]
+
+
 def test_nobody_of_that_name(llm: LLM, folders: dict[str, Path]) -> None:
     with pytest.raises(InputError, match="'vllm'; there are: hf, hf_lookup"):
         baseline("vllm", llm, folders["llama"])

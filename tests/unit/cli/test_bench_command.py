@@ -62,7 +62,8 @@ def test_a_grown_model_with_another_text_is_not_timed(run, tiny_model, questions
         return wide
 
     monkeypatch.setattr(grow_module, "grow", wrong)
-    result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", "--grow", 2)
+    grown = ("--methods", "plain", "--grow", 2, "--limit", 1)  # every token of a wrong text goes before the referee
+    result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *grown)
     assert result.exit_code == 2 and "places that are no ties" in result.output and "tokens/s" not in result.output
 
 
@@ -80,6 +81,7 @@ def test_a_grown_model_is_profiled(run, tiny_model):
         (("bench", "--batch", "1,x"), "whole numbers"),
         (("bench", "--batch", "0"), "whole numbers"),
         (("bench", "--batch", "2", "--baselines", "hf"), "one text at a time"),
+        (("bench", "--batch", "1,16", "--model", "nowhere"), "10 prompts cannot fill a batch of 16"),
         (("bench", "--methods", "medusa=nowhere"), "nowhere is missing"),
         (("bench", "--grow", "1"), "--grow"),
         (("profile", "--grow", "2", "--cold"), "leave out --shapes"),

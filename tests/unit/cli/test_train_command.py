@@ -60,7 +60,13 @@ def test_a_drafter_with_its_record(run: Any, asked: Any, tmp_path: Path, data: P
     assert set(record["best"]["figures"]) == {"loss", "top1/1", "top5/1", "top1/2", "top5/2"}
     assert record["stored"]["categories"]["held out"]["prompts"] == 3
     assert read_config(out)["config"] == record["config"] and read_config(out)["method"] == "medusa"
-    assert json.loads(run(*asked, "--option", "heads=2", "--resume", "--json").stdout) == record  # nothing is left to do
+    again = (*asked, "--option", "heads=2", "--resume", "--json")
+    assert json.loads(run(*again).stdout) == record  # nothing is left to do
+    unfinished = {name: part for name, part in record.items() if name != "stored"}
+    config = read_config(out)
+    (out / "config.json").write_text(json.dumps(config | {"config": config["config"] | {"rates": [[0.5, 0.1], [0.4, 0.1]]}}))
+    (out / "record.json").write_text(json.dumps(unfinished))  # cut between the two, at the very end
+    assert json.loads(run(*again).stdout)["stored"] == record["stored"] and read_config(out) == config
 
 
 def test_prompts_of_a_file_by_category_and_int8(run: Any, asked: Any, tmp_path: Path) -> None:
@@ -99,7 +105,7 @@ def test_ctrl_c_ends_the_step_and_resume_gives_the_same_bits(
     assert run(*given, "--resume").exit_code == 0
     again = weights(tmp_path / "cut")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert "settings was" in run(*given, "--resume", "--learning-rate", 0.5).stderr
+    assert "begun with learning_rate 0.001, not 0.5;" in run(*given, "--resume", "--learning-rate", 0.5).stderr
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,10 @@ def test_a_template_is_filled_with_the_guesses_of_its_ranks(seed: int, count: in
             assert tokens[lane, node] == words[-1]
 
 
-def test_guesses_known_beforehand_fill_a_template_at_once() -> None:
-    guessed, tree = torch.randint(0, 1000, (2, 3, 10)), growth("static", rows=20)
+@pytest.mark.parametrize("pays", [True, False])
+def test_guesses_known_beforehand_fill_a_template_at_once(pays: bool) -> None:
+    guessed = torch.randint(0, 1000, (2, 3, 10))
+    tree = growth("static", rows=20) if pays else growth("static", curve=CURVES["dear"])
     assert isinstance(tree, StaticTree)
 
     def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +155,7 @@ def test_guesses_known_beforehand_fill_a_template_at_once() -> None:
     state = state_of([[1, 2, 3], [4]])
     found, exact = tree.filled(state, guessed), tree.draft(state, guess)
     assert torch.equal(found.tokens, exact.tokens) and torch.equal(found.size, exact.size) and found.tree is exact.tree
+    assert exact.nodes == (20 if pays else 1)
 
 
 def growth(kind: TreeKind, rows: int | None = None, curve: CostCurve | None = None, **options: object) -> Growth:
@@ -181,6 +184,12 @@ def test_a_path_that_hangs_on_nothing_is_refused(paths: list[list[int]]) -> None
 def test_a_plan_that_cannot_be_is_refused(kind: TreeKind, width: int, match: str) -> None:
     with pytest.raises(InputError, match=f"hydra: {match}"):
         TreePlan(kind, None, width, USUAL_RATES).check("hydra")
+
+
+@pytest.mark.parametrize("rates", [[[1.5]], [[-0.1]], [[0.5], [2, 0.1]]])
+def test_rates_that_are_no_shares_are_refused(rates: list[list[float]]) -> None:
+    with pytest.raises(InputError, match="medusa: rates is .* from 0 to 1"):
+        TreePlan("static", None, 4, rates).check("medusa")
 
 
 # Rows that pay

@@ -44,8 +44,11 @@ def names(found: list[Expected]) -> list[str]:
 
 
 @pytest.mark.usefixtures("free_drafts")
-def test_where_rows_are_free_the_most_tokens_win(hf: Any, trained: dict[str, Path], ship: Callable[[Path], Path]) -> None:
+def test_where_rows_are_free_the_most_tokens_win(
+    hf: Any, trained: dict[str, Path], ship: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ship(trained["clover"])
+    monkeypatch.setattr(auto, "YIELDS", {"prompt_lookup": (Yield(16, 1.8, ""),), "token_recycling": (Yield(64, 1.9, ""),)})
     found = expectations(Model(hf, curve=CHEAP))
     assert names(found) == ["clover", "token_recycling", "prompt_lookup", "plain"]
     assert found[0] == Expected("clover", 64, 2.5, 1.0, "record.json") and found[0].speedup == 2.5

@@ -4,7 +4,7 @@ import pytest
 
 from foreword.core.drafter import Drafter
 from foreword.errors import InputError, UnknownMethod
-from foreword.methods import METHODS, find, make
+from foreword.methods import METHODS, find, make, untrained
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.trained])
@@ -41,6 +41,20 @@ def test_an_unknown_option_is_answered_with_those_there_are(name: str) -> None:
         make(name, colour="red")
 
 
-def test_an_option_of_the_wrong_type_is_shown() -> None:
-    with pytest.raises(InputError, match="^prompt_lookup: an option is of the wrong type in max_match='many' "):
-        make("prompt_lookup", max_match="many")
+@pytest.mark.parametrize(
+    ("name", "option", "value", "wanted"),
+    [
+        ("prompt_lookup", "max_match", "many", "a whole number"),
+        ("medusa", "heads", 1.5, "a whole number"),
+        ("clover2", "heads", True, "a whole number"),
+        ("clover2", "regression", "much", "a number"),
+        ("hydra", "prefix", 3, "True or False"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_shown(name: str, option: str, value: object, wanted: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}: {option} is {value!r}; it must be {wanted}$"):
+        untrained(name, **{option: value})
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert untrained("clover2", regression=1).regression == 1  # type: ignore[attr-defined]

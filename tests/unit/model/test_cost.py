@@ -42,6 +42,17 @@ def test_a_busy_machine_is_noticed() -> None:
     assert not Tries((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.9, 9.0]]).steady
 
 
+@pytest.mark.parametrize(("seconds", "tries"), [(0.1, cost.REPEATS), (0.8, 3), (60.0, cost.FEWEST)])
+def test_slow_passes_are_tried_less_often(seconds: float, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock[0])
+
+    def one() -> None:
+        clock[0] += seconds
+
+    assert cost._in_turns([one, one], torch.device("cpu")) == [[pytest.approx(seconds)] * tries] * 2
+
+
 STEADY, SHAKY = Tries((1, 4), [[1.0, 1.0], [2.0, 2.1]]), Tries((1, 4), [[1.0, 9.0], [2.0, 9.0]])
 
 

@@ -27,8 +27,8 @@ def test_turns(tmp_path: Path) -> None:
     rows = [{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}, {"id": "b", "turns": ["Why?"]}]
     first, second = read_prompts(written(tmp_path / "p.jsonl", *rows))
     assert first == Prompt("81", "writing", ["Write.", "Again."])
-    assert first.first() == [user("Write.")]
-    assert (second.id, second.category, second.first()) == ("b", "prompts", [user("Why?")])
+    assert first.first() == "Write."
+    assert (second.id, second.category, second.first()) == ("b", "prompts", "Why?")
 
 
 def test_messages(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_conversations_in_both_spellings(tmp_path: Path) -> None:
 
 
 def test_a_prompt_field(tmp_path: Path) -> None:
-    assert read_prompts(written(tmp_path / "p.jsonl", {"prompt": "Why?"}))[0].first() == [user("Why?")]
+    assert read_prompts(written(tmp_path / "p.jsonl", {"prompt": "Why?"}))[0].first() == "Why?"
 
 
 def test_plain_text_skips_blank_lines_and_keeps_their_count(tmp_path: Path) -> None:

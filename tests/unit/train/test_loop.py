@@ -45,8 +45,8 @@ def texts(model: Model) -> TextList:
 
 def training(model: Model, texts: TextList, folder: Path, make: Any = TwoHeads, **changes: Any) -> Training:
     apart = TextList(texts.texts[:6])
-    stored = changes.pop("stored", "bfloat16")
-    return Training(model, make, texts, apart, trials_of(apart, 3, 40), Settings(**QUICK | changes), folder, stored=stored)
+    stored, trials = changes.pop("stored", "bfloat16"), trials_of(apart, changes.pop("trials", 3), 40)
+    return Training(model, make, texts, apart, trials, Settings(**QUICK | changes), folder, stored=stored)
 
 
 def weights(run: Training) -> dict[str, torch.Tensor]:
@@ -138,8 +138,10 @@ def test_refusals(model: Model, texts: TextList, tmp_path: Path) -> None:
     training(model, texts, tmp_path, steps=4).run()
     with pytest.raises(InputError, match="holds a run already; go on with it by --resume"):
         training(model, texts, tmp_path).run()
-    with pytest.raises(InputError, match="settings was"):
-        training(model, texts, tmp_path, steps=5).run(resume=True)
+    with pytest.raises(InputError, match="was begun with steps 4, not 5; learning_rate 0.02, not 0.5; give the same"):
+        training(model, texts, tmp_path, steps=5, learning_rate=0.5).run(resume=True)
+    with pytest.raises(InputError, match="was begun with trials 3, sha256 .*, not 2, sha256 "):
+        training(model, texts, tmp_path, trials=2, steps=4).run(resume=True)
     with pytest.raises(InputError, match="a batch of 8 texts does not divide into passes of 3"):
         training(model, texts, tmp_path, at_once=3)
     with pytest.raises(InputError, match="a step reads 99; lower the batch"):

@@ -159,6 +159,31 @@ def check_top(scores: Tensor, k: int, device: str) -> None:
     torch.testing.assert_close(chances.cpu(), true, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def check_lose(logits: Tensor, teacher: Tensor | None, device: str) -> None:
+    """Losses, places and gradients against torch's in float64, with rows that do not count; learning or not."""
+    from foreword.kernels.cross_entropy import log_mass, lose  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(logits.shape[1])
+    labels = logits.float().topk(min(3, logits.shape[1])).indices[:, -1]
+    counts = torch.rand(logits.shape[0], generator=generator) < 0.7
+    leaf = logits.double().requires_grad_()
+    wanted = labels if teacher is None else teacher.double().softmax(-1)
+    losses = functional.cross_entropy(leaf, wanted, reduction="none").where(counts, 0)
+    losses.sum().backward()
+    assert leaf.grad is not None
+    larger = (logits > logits.gather(1, labels.unsqueeze(1))).sum(1)
+    given, taught = logits.to(device, copy=True), None
+    if teacher is not None:
+        taught = teacher.to(device), log_mass(teacher.to(device))
+    for learns in (False, True):  # the logits are read first, then written over
+        found, places = lose(given, labels.to(device), counts.to(device), taught, learns)
+        torch.testing.assert_close(found.cpu().double(), losses.detach(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(places.cpu(), larger)
+        expected = leaf.grad.to(logits.dtype) if learns else logits
+        near = dict(rtol=5e-5, atol=1e-6) if logits.dtype == torch.float32 else dict(rtol=1e-2, atol=1e-6)
+        torch.testing.assert_close(given.cpu(), expected, **near)
+
+
 # Token Recycling ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import TRAINED, TextList, requests, tiny
+from doubles import TRAINED, VOCABULARY, TextList, requests, tiny
+from foreword.core.lessons import Answers, losses
 from foreword.engine.engine import Engine
 from foreword.errors import NumericsError
 from foreword.methods import untrained
@@ -16,6 +17,7 @@ from foreword.model.model import Model
 from foreword.train.evaluate import trials_of
 from foreword.train.loop import Training
 from foreword.train.schedule import Settings
+from rounds import check_lose
 
 pytestmark = pytest.mark.gpu
 
@@ -63,3 +65,34 @@ def test_a_broken_step_changes_nothing(tmp_path: Path) -> None:
         sound._learn(step)
     for one, other in zip(run.module.state_dict().values(), sound.module.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)  # sums on a GPU have no fixed order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("soft", [False, True], ids=["label", "teacher"])
+@pytest.mark.parametrize("width", [VOCABULARY, 4097, 49152, 128_257])
+def test_the_kernel_is_the_cross_entropy(width: int, soft: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits, teacher = (4 * torch.randn(2, 300, width, generator=generator)).to(dtype)
+    check_lose(logits, teacher if soft else None, "cuda")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize("soft", [False, True], ids=["label", "teacher"])
+def test_losses_by_the_kernel_are_those_of_torch(family: str, soft: bool) -> None:
+    """Through heads that cap or scale their logits too; of two heads, the second one's teacher a row later."""
+    generator, found = torch.Generator().manual_seed(3), {}
+    rows = torch.randn(2, 3000, tiny(family).config.hidden_size, generator=generator)
+    teacher = torch.randn(3001, rows.shape[2], generator=generator)
+    labels = torch.randint(VOCABULARY, (2, 3000), generator=generator)
+    counts = torch.rand(2, 3000, generator=generator) < 0.8
+    for device in ("cpu", "cuda"):
+        model = Model(copy.deepcopy(tiny(family)).float().to(device), "tiny")
+        model.hf.requires_grad_(False)
+        leaf = rows.to(device, copy=True).requires_grad_()
+        asked = [Answers(leaf[i], labels[i].to(device), counts[i].to(device), i) for i in range(2)]
+        marks = losses(asked, model.head, torch.float32, teacher.to(device) if soft else None)
+        (marks[0][0] + 2 * marks[1][0]).backward()
+        assert leaf.grad is not None
+        found[device] = [leaf.grad.cpu(), *(part.detach().float().cpu() for both in marks for part in both)]
+    for one, other in zip(found["cpu"], found["cuda"], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-6)

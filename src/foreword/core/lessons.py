@@ -2,12 +2,13 @@
 
 Head i (from 1 on) stands at position t and guesses token t + 1 + i; token t + 1 is the root that it is told. A row counts
 for head i where the target wrote all of the tokens that heads 1 to i guess. Logits are [rows, V]: they are computed for a
-few rows at a time and dropped again, since the head that makes them is frozen and only the rows' gradient is wanted.
+few rows at a time, the target's own once for all heads, and dropped again, since the head that makes them is frozen and only
+the rows' gradient is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -20,12 +21,23 @@ from foreword.core.target import Target
 from foreword.errors import InputError
 
 Labels = Literal["hard", "soft"]
+Taught = tuple[Tensor, Tensor]  # the target's own logits [R, V] and their logsumexp [R]
 ROWS_AT_A_TIME = 2048
 
 
 def check_labels(method: str, labels: str) -> None:
     if labels not in get_args(Labels):
         raise InputError(f"{method}: labels is {labels!r}; choose from {', '.join(get_args(Labels))}")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one head would hand to the target's head, and what is wanted of it."""
+
+    rows: Tensor  # [R, H]
+    labels: Tensor  # [R]
+    counts: Tensor  # [R] bool
+    ahead: int = 0  # how many rows later its teacher stands
 
 
 @dataclass(frozen=True)
@@ -53,10 +65,12 @@ class Lesson:
         """[b, n, H] -> [R, H]."""
         return values.flatten(0, 1)[self.rows]
 
-    def teacher(self, values: Tensor, head: int) -> Tensor:
-        """The same `head` positions later: the rows at which the target itself decides what the head guesses."""
-        flat = values.flatten(0, 1)
-        return flat[(self.rows + head).clamp(max=flat.shape[0] - 1)]
+    def teacher(self, values: Tensor) -> Tensor:
+        """[b, n, H] -> [R + heads - 1, H]: in row j + i - 1 stands the target where it decides what head i guesses in row j.
+
+        Where head i counts in row j, rows j to j + i - 1 are neighbours in the text: so one list serves all heads.
+        """
+        return functional.pad(values.flatten(0, 1)[self.rows + 1], (0, 0, 0, self.counts.shape[1] - 1))
 
     def token(self, head: int) -> Tensor:
         """[R]: the last token that a head is told, which the head before it was to guess."""
@@ -65,80 +79,127 @@ class Lesson:
     def label(self, head: int) -> Tensor:
         return self.ahead[:, head + 1]
 
+    def asked(self, head: int, rows: Tensor) -> Answers:
+        return Answers(rows, self.label(head), self.counts[:, head - 1], head - 1)
+
 
 @dataclass
 class Marks:
-    """A loss that is summed up head by head, and the figures that go with it."""
+    """What the heads answer, collected one by one; then the loss of all, and the figures that go with it."""
 
     lesson: Lesson
     target: Target
     labels: Labels
     hidden: Tensor  # [b, n, H] of the target, before its final norm
     regression: float = 0.0  # weight of the distance to the target's own state
-    loss: Tensor | float = 0.0
-    figures: dict[str, Tensor] = field(default_factory=dict)
+    answers: dict[int, Answers] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
 
     def add(self, head: int, rows: Tensor, weight: float) -> None:
         """`rows` [R, H]: what a head would hand to the target's head."""
-        counts = self.lesson.counts[:, head - 1]
-        own = self._own(head) if self.labels == "soft" or self.regression else None
-        soft = own if self.labels == "soft" else None
-        loss, place = head_loss(rows, self.lesson.label(head), counts, self.target.head, self.target.dtype, soft)
-        if self.regression and own is not None:
-            far = functional.smooth_l1_loss(rows.float(), own.float(), reduction="none").mean(-1)
-            loss = loss + self.regression * _mean(far, counts)
-        self.loss = self.loss + weight * loss
-        some = counts[: place.shape[0]]
-        self.figures[f"top1/{head}"] = _mean((place < 1).float(), some)
-        self.figures[f"top5/{head}"] = _mean((place < 5).float(), some)
-        self.figures[f"rows/{head}"] = some.sum()
-
-    @torch.no_grad()
-    def _own(self, head: int) -> Tensor:
-        """[R, H]: the target's own state where it decides what the head guesses."""
-        return self.target.norm(self.lesson.teacher(self.hidden, head))
+        self.answers[head], self.weights[head] = self.lesson.asked(head, rows), weight
 
     @property
     def result(self) -> tuple[Tensor, dict[str, Tensor]]:
-        return torch.as_tensor(self.loss), self.figures
+        own = self._own() if self.labels == "soft" or self.regression else None
+        teacher = own if self.labels == "soft" else None
+        found = losses(list(self.answers.values()), self.target.head, self.target.dtype, teacher)
+        total, figures = self.hidden.new_zeros((), dtype=torch.float32), {}
+        for (head, asked), (loss, places) in zip(self.answers.items(), found, strict=True):
+            if self.regression and own is not None:
+                near = own[asked.ahead :][: asked.rows.shape[0]]
+                far = functional.smooth_l1_loss(asked.rows.float(), near.float(), reduction="none").mean(-1)
+                loss = loss + self.regression * _mean(far, asked.counts)
+            total = total + self.weights[head] * loss
+            figures[f"top1/{head}"] = _mean((places < 1).float(), asked.counts)
+            figures[f"top5/{head}"] = _mean((places < 5).float(), asked.counts)
+            figures[f"rows/{head}"] = asked.counts.sum()
+        return total, figures
+
+    @torch.no_grad()
+    def _own(self) -> Tensor:
+        """[R + heads - 1, H]: the target's own states where it decides what the heads guess."""
+        return self.target.norm(self.lesson.teacher(self.hidden))
 
 
-def head_loss(
-    rows: Tensor,
-    labels: Tensor,
-    counts: Tensor,
+def losses(
+    asked: Sequence[Answers], head: Callable[[Tensor], Tensor], dtype: torch.dtype, teacher: Tensor | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Of each head: its mean cross-entropy where it counts, and each label's place [R] among its guesses, 0 the best.
+
+    With `teacher` [R and more, H] the wanted answer is the head's distribution `ahead` rows later, else the label alone.
+    """
+    learns = torch.is_grad_enabled() and any(one.rows.requires_grad for one in asked)
+    sums = [torch.zeros((), device=one.rows.device) for one in asked]
+    gradients, places = [torch.zeros_like(one.rows) for one in asked], [torch.zeros_like(one.labels) for one in asked]
+    most = max(one.ahead for one in asked)
+    for first in range(0, asked[0].rows.shape[0], ROWS_AT_A_TIME):
+        part = slice(first, first + ROWS_AT_A_TIME)
+        taught = None if teacher is None else _taught(head, teacher[first : part.stop + most].to(dtype))
+        for i, one in enumerate(asked):
+            lost, places[i][part], gradient = _part(one, part, head, dtype, taught, learns)
+            sums[i] += lost.sum()
+            if gradient is not None:
+                gradients[i][part] = gradient
+    found = []
+    for one, loss, gradient in zip(asked, sums, gradients, strict=True):
+        total = one.counts.sum().clamp(min=1)  # after the products: mean gradients are too small for half precision
+        found.append(_Known.apply(one.rows, loss / total, gradient / total) if learns else loss / total)
+    return list(zip(found, places, strict=True))
+
+
+def _part(
+    asked: Answers,
+    part: slice,
     head: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
-    teacher: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of rows [R, H] where `counts` [R], and each label's place [R] among the guesses, 0 the best.
-
-    With `teacher` [R, H] the wanted answer is the head's distribution there, else the label alone. While learning, only the
-    first rows have their places looked up: that costs another reading of the logits.
-    """
-    learns = torch.is_grad_enabled() and rows.requires_grad
-    total = counts.sum().clamp(min=1)
-    loss, gradient, places = rows.new_zeros((), dtype=torch.float32), torch.zeros_like(rows), [labels[:0]]
-    for first in range(0, rows.shape[0], ROWS_AT_A_TIME):
-        part = slice(first, first + ROWS_AT_A_TIME)
-        with torch.set_grad_enabled(learns):
-            leaf = rows[part].detach().requires_grad_(learns)
-            logits = widened(head(leaf.to(dtype)))
-            wanted = labels[part] if teacher is None else _answers(head, teacher[part].to(dtype))
-            each = functional.cross_entropy(logits, wanted, reduction="none")
-            lost = (each * counts[part]).sum()
-        if learns:  # divided afterwards: a mean over many rows has gradients too small for half precision
-            gradient[part] = torch.autograd.grad(lost, leaf)[0] / total
-        loss = loss + lost.detach() / total
-        if first == 0 or not learns:
-            best = logits.detach()
-            places.append((best > best.gather(1, labels[part].unsqueeze(1))).sum(1))
-    return (_Known.apply(rows, loss, gradient) if learns else loss), torch.cat(places)
+    taught: Taught | None,
+    learns: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Losses and places of some rows, and the gradient of their sum."""
+    leaf = asked.rows[part].detach().requires_grad_(learns)
+    with torch.set_grad_enabled(learns):
+        logits = head(leaf.to(dtype))
+    if taught is not None:
+        taught = taught[0][asked.ahead :][: leaf.shape[0]], taught[1][asked.ahead :][: leaf.shape[0]]
+    lost, places = lose(logits.detach(), asked.labels[part], asked.counts[part], taught, learns)
+    return lost, places, torch.autograd.grad(logits, leaf, logits.detach())[0] if learns else None
 
 
 @torch.no_grad()
-def _answers(head: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    return widened(head(rows)).softmax(-1)
+def _taught(head: Callable[[Tensor], Tensor], rows: Tensor) -> Taught:
+    logits = head(rows)
+    if _has_kernel(logits):
+        from foreword.kernels import cross_entropy  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return logits, cross_entropy.log_mass(logits)
+    return logits, widened(logits).logsumexp(-1)
+
+
+def lose(logits: Tensor, labels: Tensor, counts: Tensor, taught: Taught | None, learns: bool) -> tuple[Tensor, Tensor]:
+    """Cross-entropies of logits [R, V] where `counts` [R], else 0; how many logits are larger than the label's: twice [R].
+
+    With `learns` the logits become the gradient of the losses' sum.
+    """
+    if _has_kernel(logits):
+        from foreword.kernels import cross_entropy  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return cross_entropy.lose(logits, labels, counts, taught, learns)
+    wide, label = widened(logits), labels.unsqueeze(1)
+    places = (wide > wide.gather(1, label)).sum(1)
+    log_chances = wide.log_softmax(-1)
+    if taught is None:
+        lost, wanted = -log_chances.gather(1, label).squeeze(1), torch.zeros_like(log_chances).scatter_(1, label, 1)
+    else:
+        wanted = (widened(taught[0]) - taught[1].unsqueeze(1)).exp_()
+        lost = -(wanted * log_chances).sum(1)
+    if learns:
+        logits.copy_(log_chances.exp_().sub_(wanted).where(counts.unsqueeze(1), 0))
+    return lost.where(counts, 0), places
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype.itemsize <= 4
 
 
 class _Known(torch.autograd.Function):

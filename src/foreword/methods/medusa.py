@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
 from foreword.core.heads import ResBlock, last_of
-from foreword.core.lessons import Labels, Lesson, Marks, check_labels, head_loss, rank_rates
+from foreword.core.lessons import Labels, Lesson, Marks, check_labels, losses, rank_rates
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
@@ -106,12 +106,9 @@ class Medusa(Drafter):
         """How often the guesses of each head are right by rank, on text kept apart: the `rates` of a better template."""
         lesson = Lesson.of(tokens, mask, self.heads)
         rows = self._heads(target.norm(lesson.of_rows(scores.require_hidden())))
-        rates = []
-        for number in range(1, self.heads + 1):
-            counts = lesson.counts[:, number - 1]
-            _, places = head_loss(rows[:, number - 1], lesson.label(number), counts, target.head, target.dtype)
-            rates.append(rank_rates(places, counts, BRANCH))
-        return rates
+        asked = [lesson.asked(number, rows[:, number - 1]) for number in range(1, self.heads + 1)]
+        found = losses(asked, target.head, target.dtype)
+        return [rank_rates(places, one.counts, BRANCH) for one, (_, places) in zip(asked, found, strict=True)]
 
     def _heads(self, state: Tensor) -> Tensor:
         """[b, H] -> [b, K, H]."""

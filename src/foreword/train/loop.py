@@ -146,7 +146,7 @@ class Training:
 
     def _add(self, figures: dict[str, Tensor]) -> None:
         for name, value in figures.items():
-            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def _report(self) -> dict[str, float]:
         """Figures of the steps since the last time, which all were sound."""

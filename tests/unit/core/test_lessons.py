@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from doubles import VOCABULARY, target
 from foreword.core import lessons
-from foreword.core.lessons import Lesson, Marks, check_labels, head_loss, rank_rates
+from foreword.core.lessons import Answers, Lesson, Marks, check_labels, losses, rank_rates
 from foreword.errors import InputError
 
 
@@ -35,12 +35,16 @@ def test_the_rows_to_learn_from(batch: int, length: int, heads: int, seed: int) 
     assert found == slow
 
 
-def test_the_teacher_stands_where_the_label_is_decided() -> None:
-    tokens, values = torch.arange(12).view(2, 6), torch.arange(12).view(2, 6, 1)
-    lesson = Lesson.of(tokens, torch.ones(2, 6, dtype=torch.bool), 2)
-    for head in (1, 2):
-        counts = lesson.counts[:, head - 1]
-        assert torch.equal(lesson.teacher(values, head)[counts, 0] + 1, lesson.label(head)[counts])
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(0, 10**6))
+def test_the_teacher_stands_where_the_label_is_decided(batch: int, length: int, heads: int, seed: int) -> None:
+    """Also where what the target wrote has gaps, and where one text follows another."""
+    mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 0.7
+    tokens = torch.arange(batch * length).view(batch, length)
+    lesson = Lesson.of(tokens, mask, heads)
+    teacher = lesson.teacher(tokens.unsqueeze(-1))
+    for head in range(1, heads + 1):
+        asked = lesson.asked(head, lesson.rows)
+        assert torch.equal(teacher[asked.ahead :, 0][: len(asked.rows)][asked.counts] + 1, asked.labels[asked.counts])
 
 
 @pytest.fixture
@@ -59,7 +63,8 @@ def test_in_parts_as_in_one(soft: bool, drawn: tuple[torch.Tensor, ...], monkeyp
     monkeypatch.setattr(lessons, "ROWS_AT_A_TIME", 7)
     rows, teacher, weight, labels, counts = drawn
     one, other = (rows.clone().requires_grad_() for _ in range(2))
-    loss, places = head_loss(one, labels, counts, lambda x: x @ weight.T, torch.float64, teacher if soft else None)
+    asked = [Answers(one, labels, counts)]
+    [(loss, places)] = losses(asked, lambda x: x @ weight.T, torch.float64, teacher if soft else None)
     (3 * loss).backward()
     wanted = (teacher @ weight.T).softmax(-1)[counts] if soft else labels[counts]
     whole = functional.cross_entropy(other[counts] @ weight.T, wanted)
@@ -69,14 +74,36 @@ def test_in_parts_as_in_one(soft: bool, drawn: tuple[torch.Tensor, ...], monkeyp
     torch.testing.assert_close(one.grad, other.grad)
     order = (rows @ weight.T).argsort(-1, descending=True)
     wanted = [order[i].tolist().index(label) for i, label in enumerate(labels.tolist())]
-    assert places.tolist() == wanted[:7]  # a sign is enough while learning
-    assert head_loss(rows, labels, counts, lambda x: x @ weight.T, torch.float64)[1].tolist() == wanted
+    assert places.tolist() == wanted
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_heads_together_as_each_alone(soft: bool, drawn: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a head that caps its logits; the second head's teacher stands two rows later."""
+    monkeypatch.setattr(lessons, "ROWS_AT_A_TIME", 7)
+    rows, teacher, weight, labels, counts = drawn
+
+    def capped(given: torch.Tensor) -> torch.Tensor:
+        return (given @ weight.T / 2).tanh() * 3
+
+    asked = [
+        Answers((scale * rows[:35]).requires_grad_(), labels[:35], counts[:35], ahead) for scale, ahead in ((1, 0), (2, 2))
+    ]
+    found = losses(asked, capped, torch.float64, teacher if soft else None)
+    sum(loss for loss, _ in found).backward()
+    for one, (loss, _) in zip(asked, found, strict=True):
+        alone = one.rows.detach().requires_grad_()
+        wanted = capped(teacher)[one.ahead :][:35].softmax(-1) if soft else one.labels
+        whole = functional.cross_entropy(capped(alone)[one.counts], wanted[one.counts])
+        whole.backward()
+        torch.testing.assert_close(loss, whole, check_dtype=False, rtol=1e-6, atol=0)
+        torch.testing.assert_close(one.rows.grad, alone.grad)
 
 
 def test_nothing_is_kept_where_nothing_is_learned(drawn: tuple[torch.Tensor, ...]) -> None:
     rows, _, weight, labels, counts = drawn
     with torch.no_grad():
-        loss, _ = head_loss(rows.requires_grad_(), labels, counts, lambda x: x @ weight.T, torch.float64)
+        [(loss, _)] = losses([Answers(rows.requires_grad_(), labels, counts)], lambda x: x @ weight.T, torch.float64)
     assert not loss.requires_grad and loss > 0
 
 
@@ -102,13 +129,13 @@ def test_figures_and_distances() -> None:
     losses = {}
     for name, noise in (("own", 0.0), ("off", 0.5)):
         marks = Marks(Lesson.of(tokens, mask, 2), model, "soft", hidden, regression=10.0)
-        rows = model.norm(marks.lesson.teacher(hidden, 2)).detach()
+        rows = model.norm(marks.lesson.teacher(hidden)[1:]).detach()
         marks.add(2, rows + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64), 0.5)
         losses[name], figures = marks.result
         if name == "own":
             assert figures == {"top1/2": 1, "top5/2": 1, "rows/2": 12}
             counts = marks.lesson.counts[:, 1]
-            chances = marks.lesson.teacher(logits, 2)[counts].softmax(-1)
+            chances = marks.lesson.teacher(logits)[1:][counts].softmax(-1)
             entropy = -(chances * chances.log()).sum(-1).mean()
             assert float(losses[name]) == pytest.approx(0.5 * float(entropy), rel=1e-5)
     assert losses["off"] > losses["own"] + 0.1

@@ -159,6 +159,7 @@ class SamplingTable:
     columns: dict[str, Tensor]
     ends: Tensor
     requests: dict[int, tuple[Sampling, bool]]
+    kinds: dict[tuple[int, ...], Kind]  # of rounds over these slots, until somebody enters or leaves
 
     @staticmethod
     def empty(slots: int, ends: Tensor) -> SamplingTable:
@@ -166,7 +167,7 @@ class SamplingTable:
         dtypes = {"temperature": real, "top_k": whole, "top_p": real, "min_p": real, "penalty": real, "floor": whole}
         columns = {name: torch.zeros(slots, dtype=dtype, device=ends.device) for name, dtype in dtypes.items()}
         columns["key"] = torch.zeros(slots, 2, dtype=whole, device=ends.device)
-        return SamplingTable(columns, ends, {})
+        return SamplingTable(columns, ends, {}, {})
 
     def set(self, slot: int, sampling: Sampling, floor: int = 0) -> None:
         """`floor`: end tokens are held back until the text is that long."""
@@ -175,6 +176,7 @@ class SamplingTable:
     def set_all(self, given: dict[int, tuple[Sampling, int]], slots: Tensor) -> None:
         """Sampling and floor of several slots, which `slots` [n] names in the same order on the device."""
         reals, wholes = [], []
+        self.kinds.clear()
         for slot, (sampling, floor) in given.items():
             assert sampling.seed is not None, "a request's seed is settled before it enters"
             self.requests[slot] = (sampling, floor > 0)
@@ -191,9 +193,12 @@ class SamplingTable:
     def forget(self, slot: int) -> None:
         """Nobody sits there any more: it has no say in the kind of a round."""
         del self.requests[slot]
+        self.kinds.clear()
 
     def kind(self, ids: tuple[int, ...]) -> Kind:
-        return Kind.of([self.requests[slot] for slot in ids if slot in self.requests])
+        if ids not in self.kinds:
+            self.kinds[ids] = Kind.of([self.requests[slot] for slot in ids if slot in self.requests])
+        return self.kinds[ids]
 
     def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:
         return SamplingRows(self.kind(ids), self.ends, self.columns, slots)

@@ -64,8 +64,8 @@ class Slots:
         """Those whose prompt is read, or not yet."""
         if not self.groups or self.groups[False].runs:  # whose prompt was being read may be ready by now
             seated = [self.running[slot] for slot in sorted(self.running)]
-            self.groups[True] = self._padded([running for running in seated if running.ready])
             entering = [running for running in seated if not running.ready]
+            self.groups[True] = self._padded([running for running in seated if running.ready] if entering else seated)
             self.groups[False] = Group(entering, tuple(running.slot for running in entering), 0)
         return self.groups[ready]
 

@@ -39,22 +39,21 @@ def emit(launched: Launched, ends: set[int]) -> dict[Running, Event]:
     Where the target answered NaN to the text alone, it is given up.
     """
     emission = launched.wait()
-    counts, drafted = emission.count.tolist(), emission.drafted.tolist()
-    ended, broken, tokens = emission.ended.tolist(), emission.broken.tolist(), _in_a_row(emission)
-    told, stop = {}, 0
-    for lane, running in enumerate(launched.runs):
-        start, stop = stop, stop + counts[lane]
+    columns = (column.tolist() for column in (emission.count, emission.drafted, emission.ended, emission.broken))
+    tokens, told, stop = _in_a_row(emission), {}, 0
+    for lane, (running, count, drafted, ended, broken) in enumerate(zip(launched.runs, *columns, strict=False)):
+        start, stop = stop, stop + count
         if running.finish_reason is not None:  # found finished after this round was launched
             continue
-        if broken[lane]:
-            told[running] = _fail(running, drafted[lane] > 0, launched.alone[lane])
+        if broken:
+            told[running] = _fail(running, drafted > 0, launched.alone[lane])
             continue
-        running.accepted.append(counts[lane])
-        running.drafted.append(drafted[lane])
-        if running.quiet and not ended[lane]:
+        running.accepted.append(count)
+        running.drafted.append(drafted)
+        if running.quiet and not ended:
             running.tokens += tokens[start:stop]
             continue
-        event = told[running] = _write(running, tokens[start:stop], ended[lane], ends)
+        event = told[running] = _write(running, tokens[start:stop], ended, ends)
         if running.request.sampling.logprobs is not None:
             running.logprobs += _logprobs(emission, lane, event.tokens, running.request.sampling.logprobs)
     return told
@@ -63,7 +62,11 @@ def emit(launched: Launched, ends: set[int]) -> dict[Running, Event]:
 def all_events(launched: Launched, told: dict[Running, Event]) -> list[Event]:
     """What a round brought, for everybody it was read for; `told` is what `emit` had to say of it."""
     served = (running for running in launched.runs if running in told or not running.done)
-    return [told.get(running) or Event(running, running.tokens[-running.accepted[-1] :], "") for running in served]
+    return [told.get(running) or _tokens_alone(running) for running in served]
+
+
+def _tokens_alone(running: Running) -> Event:
+    return Event(running, running.tokens[len(running.tokens) - running.accepted[-1] :], "")
 
 
 def _in_a_row(emission: Emission) -> list[int]:

@@ -89,7 +89,7 @@ def prove(
     rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many candidates in a pass.")] = None,
     slots: Slots = 4,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write proof.json and proof.md into this folder.")
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write proof.json and proof.md here, as they grow.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -107,7 +107,9 @@ def prove(
         from foreword.prove import prove as run  # noqa: PLC0415  imports torch
 
         samplings = [Sampling(seed=seed)] + ([Sampling(temperature=temperature, seed=seed)] if temperature else [])
-        report = run(llm, and_shipped(methods, names, llm.model), asked, samplings, max_new_tokens, rows, progress=show)
+        known = None if out is None else (lambda report: report.write(out))  # should the run be cut
+        tested = and_shipped(methods, names, llm.model)
+        report = run(llm, tested, asked, samplings, max_new_tokens, rows, progress=show, known=known)
     if json:
         print_json(report.to_dict())
     else:

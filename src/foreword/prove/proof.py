@@ -3,7 +3,8 @@
 In: a loaded LLM, method names, prompts and samplings. Out: a Report. All prompts of a sampling go to the engine at once,
 more than it has slots, so that batching and late admission are proved with the drafts; the seeds are the same for all
 methods. Where a method parts from plain, the difference goes to the referee, and the method writes on from plain's text:
-so every token of plain's texts is tested, whatever came before it.
+so every token of plain's texts is tested, whatever came before it. The differences of all methods are judged together, at
+the end; until then a report is incomplete.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError
 from foreword.methods.wanted import Wanted
-from foreword.prove.referee import Referee, Ruling
+from foreword.prove.referee import Case, Referee, Ruling
 from foreword.prove.report import Choice, Difference, MethodProof, Report, name_of
 from foreword.results import Stats
 from foreword.text import Prompt
 
 Progress = Callable[[str, int, int], None]
+Rulings = dict[Case, Ruling]
 
 
 def prove(
@@ -35,11 +37,13 @@ def prove(
     max_new_tokens: int = 64,
     rows: int | None = None,
     progress: Progress | None = None,
+    known: Callable[[Report], None] | None = None,
 ) -> Report:
     """Test that each method writes what plain decoding writes. `rows` bounds its passes; None is what pays here.
 
     A method is a name, or NAME=FOLDER for a trained drafter. `progress` hears what is being run, how many texts of it are
-    done, and of how many. The LLM is left with the last method.
+    done, and of how many. `known` hears what is known so far, after each method and while its differences are judged. The
+    LLM is left with the last method.
     """
     _check(llm, methods, prompts, samplings, rows)
     named = {name_of(sampling): sampling for sampling in [sampling.seeded() for sampling in samplings]}
@@ -47,12 +51,22 @@ def prove(
     total = len(prompts) * len(named)
     engine, done = llm.use("plain").engine, _counter(progress, "plain", total)
     texts = {name: _write_plain(engine, prompts, requests, done) for name, requests in asked.items()}
-    referee, proofs = Referee(llm.model), {}
+    trials: dict[str, list[Trial]] = {}
+
+    def report(rulings: Rulings, complete: bool) -> Report:
+        proofs = {method: _proof(tried, llm, rulings) for method, tried in trials.items()}
+        return Report.of(llm, named, max_new_tokens, proofs, complete)
+
+    def tell(rulings: Rulings) -> None:
+        if known is not None:
+            known(report(rulings, complete=False))
+
     for method in dict.fromkeys(methods):
         engine, done = llm.use(method, rows=rows).engine, _counter(progress, method, total)
-        trials = [Trial(name, written).run(engine, done) for name, written in texts.items()]
-        proofs[method] = _proof(trials, llm, referee)
-    return Report.of(llm, named, max_new_tokens, proofs)
+        trials[method] = [Trial(name, written).run(engine, done) for name, written in texts.items()]
+        tell({})
+    every = [trial for tried in trials.values() for trial in tried]
+    return report(_judged(every, llm, progress, tell), complete=True)
 
 
 def compare(original: LLM, other: LLM, prompts: Sequence[Prompt], max_new_tokens: int = 64) -> MethodProof:
@@ -64,7 +78,7 @@ def compare(original: LLM, other: LLM, prompts: Sequence[Prompt], max_new_tokens
     requests = _requests(original, prompts, sampling, max_new_tokens)
     texts = _write_plain(original.use("plain").engine, prompts, requests, lambda: None)
     trial = Trial(name_of(sampling), texts).run(other.use("plain").engine, lambda: None)
-    return _proof([trial], original, Referee(original.model))
+    return _proof([trial], original, _judged([trial], original))
 
 
 def _check(
@@ -133,42 +147,55 @@ class Trial:
     seconds: float = 0.0
 
     def run(self, engine: Engine, done: Callable[[], None]) -> Trial:
-        def ended(index: int, run: Running) -> Request | None:
-            further = self._compare(index, run)
-            if further is None:
+        def heard(index: int, run: Running) -> Request | None:
+            text = self.texts[index]
+            parting = _parting(index, text, run)
+            if parting is not None:
+                self.partings.append(parting)
+                engine.abort(run)  # what it would write on is compared with nothing
+            further = None if parting is None else text.after(parting.position)
+            if run.done and further is None:
                 done()
             return further
 
         started = time.perf_counter()
-        self.runs = _write(engine, [text.request for text in self.texts], ended)
+        self.runs = _write(engine, [text.request for text in self.texts], heard)
         self.seconds = time.perf_counter() - started
         return self
 
-    def _compare(self, index: int, run: Running) -> Request | None:
-        """Note where a run parts from plain's text, and ask for what comes behind."""
-        text = self.texts[index]
-        given = len(run.request.prompt) - len(text.request.prompt)
-        place = _first_difference(text.tokens[given:], run.tokens)
-        if place is None:
-            return None
-        position = given + place
-        self.partings.append(Parting(index, position, _at(text.tokens, position), _at(run.tokens, place)))
-        return text.after(position)
+    @property
+    def cases(self) -> list[Case]:
+        return [case for parting in self.partings if (case := _case(self.texts[parting.text], parting)) is not None]
+
+
+def _parting(index: int, text: Text, run: Running) -> Parting | None:
+    """Where a run, maybe still under way, parts from plain's text."""
+    given = len(run.request.prompt) - len(text.request.prompt)
+    expected = text.tokens[given:]
+    place = _first_difference(expected if run.done else expected[: len(run.tokens)], run.tokens)
+    if place is None:
+        return None
+    return Parting(index, given + place, _at(expected, place), _at(run.tokens, place))
 
 
 def _write_plain(engine: Engine, prompts: Sequence[Prompt], requests: list[Request], done: Callable[[], None]) -> list[Text]:
-    runs = _write(engine, requests, lambda _, __: done())
+    def heard(_: int, run: Running) -> None:
+        if run.done:
+            done()
+
+    runs = _write(engine, requests, heard)
     return [Text(prompt, request, run.tokens) for prompt, request, run in zip(prompts, requests, runs, strict=True)]
 
 
-def _write(engine: Engine, requests: list[Request], ended: Callable[[int, Running], Request | None]) -> list[Running]:
-    """Write all requests together. `ended` hears of each, by its index, and may answer with what to write next."""
+def _write(engine: Engine, requests: list[Request], heard: Callable[[int, Running], Request | None]) -> list[Running]:
+    """Write all requests together. `heard` hears of each whenever it has grown, by its index, and may answer with what to
+    write next."""
     runs = [engine.add(request) for request in requests]
     index = {id(run): i for i, run in enumerate(runs)}
     try:
         while engine.busy:
-            for run in [event.running for event in engine.step() if event.running.done]:
-                further = ended(index[id(run)], run)
+            for run in [event.running for event in engine.step()]:
+                further = heard(index[id(run)], run)
                 if further is not None:
                     runs.append(engine.add(further))
                     index[id(runs[-1])] = index[id(run)]
@@ -191,8 +218,32 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
 # Judging ----------------------------------------------------------------------------------------------------------------
 
 
-def _proof(trials: list[Trial], llm: LLM, referee: Referee) -> MethodProof:
-    parts = {trial.sampling: _figures([trial], _differences(trial, llm, referee)) for trial in trials}
+def _judged(
+    trials: list[Trial], llm: LLM, progress: Progress | None = None, tell: Callable[[Rulings], None] = lambda _: None
+) -> Rulings:
+    """Verdicts on all that the trials found, each text asked about once. `tell` hears what is known after each batch."""
+    cases = [case for trial in trials for case in trial.cases]
+    texts = {case.key for case in cases}
+    rulings: Rulings = {}
+    for found in Referee(llm.model).judge(cases):
+        rulings |= found
+        tell(rulings)
+        if progress is not None:
+            progress("judging", len({case.key for case in rulings}), len(texts))
+    return rulings
+
+
+def _case(text: Text, parting: Parting) -> Case | None:
+    """What the referee is asked. The tokens before are the same, so whether a text has ended is no matter of rounding."""
+    if parting.plain is None or parting.method is None:
+        return None
+    prompt = len(text.request.prompt)
+    whole = (*text.request.prompt, *text.tokens)
+    return Case(whole, prompt, prompt + parting.position, text.request.sampling, parting.plain, parting.method)
+
+
+def _proof(trials: list[Trial], llm: LLM, rulings: Rulings) -> MethodProof:
+    parts = {trial.sampling: _figures([trial], _differences(trial, llm, rulings)) for trial in trials}
     differences = [difference for part in parts.values() for difference in part.differences]
     return replace(_figures(trials, differences), samplings=parts)
 
@@ -207,6 +258,7 @@ def _figures(trials: list[Trial], differences: list[Difference]) -> MethodProof:
         identical=prompts - len(parted),
         ties=sum(difference.verdict == "tie" for difference in differences),
         bugs=sum(difference.verdict == "bug" for difference in differences),
+        unjudged=sum(len(trial.partings) for trial in trials) - len(differences),
         differences=differences,
         tokens_per_round=stats.tokens_per_round,
         rounds=stats.rounds,
@@ -216,17 +268,20 @@ def _figures(trials: list[Trial], differences: list[Difference]) -> MethodProof:
     )
 
 
-def _differences(trial: Trial, llm: LLM, referee: Referee) -> list[Difference]:
-    """Verdicts on a trial's partings, prompt by prompt."""
-    ordered = sorted(trial.partings, key=lambda parting: (parting.text, parting.position))
-    return [_difference(trial, parting, llm, referee) for parting in ordered]
+def _differences(trial: Trial, llm: LLM, rulings: Rulings) -> list[Difference]:
+    """The judged ones of a trial's partings, prompt by prompt."""
+    found = []
+    for parting in sorted(trial.partings, key=lambda parting: (parting.text, parting.position)):
+        case = _case(trial.texts[parting.text], parting)
+        ruling = Ruling(None, None, None, None, "bug", "length") if case is None else rulings.get(case)
+        if ruling is not None:
+            found.append(_difference(trial, parting, llm, ruling))
+    return found
 
 
-def _difference(trial: Trial, parting: Parting, llm: LLM, referee: Referee) -> Difference:
-    text = trial.texts[parting.text]
-    ruling = _rule(text, parting, referee)
+def _difference(trial: Trial, parting: Parting, llm: LLM, ruling: Ruling) -> Difference:
     return Difference(
-        prompt=text.prompt.id,
+        prompt=trial.texts[parting.text].prompt.id,
         sampling=trial.sampling,
         position=parting.position,
         plain=_choice(parting.plain, ruling.plain_score, llm),
@@ -236,14 +291,6 @@ def _difference(trial: Trial, parting: Parting, llm: LLM, referee: Referee) -> D
         verdict=ruling.verdict,
         reason=ruling.reason,
     )
-
-
-def _rule(text: Text, parting: Parting, referee: Referee) -> Ruling:
-    if parting.plain is None or parting.method is None:
-        # The tokens before are the same, so whether the text has ended is no matter of rounding.
-        return Ruling(None, None, None, None, "bug", "length")
-    prompt, written = text.request.prompt, text.tokens[: parting.position]
-    return referee.rule(prompt, written, text.request.sampling, parting.plain, parting.method)
 
 
 def _choice(token: int | None, score: float | None, llm: LLM) -> Choice:

@@ -1,20 +1,19 @@
 """Where a method and plain decoding part, the referee says whether that was a tie or a bug.
 
-In: a text, the sampling and two tokens to follow it. The target is asked again in float64, by transformers alone. It is a
-tie if rounding as large as the run's own can turn the choice: the scores lie within twice the run's error at these two
+In: cases, each a place in a text and two tokens for it. The target is asked again in float64, by transformers alone. It is
+a tie if rounding as large as the run's own can turn the choice: the scores lie within twice the run's error at these two
 tokens, or the likelier one sits on a filter's edge by that margin. The error is the largest deviation from float64 among
 passes in the run's dtype, its own over the replayed text and transformers'. What the run's deviate beyond twice anything
-that transformers' does is no rounding, and excuses nothing.
+that transformers' does is no rounding, and excuses nothing. Each pass goes over many texts and answers all their places.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +23,10 @@ from torch import Tensor, nn
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.sampling import Kind, Sampling, SamplingTable, judge
-from foreword.core.state import Lanes
+from foreword.core.state import Lanes, sent
 from foreword.engine.engine import prefill_chunk
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
+from foreword.model.cache import SlotCache
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
 from foreword.prove.report import Reason, Verdict
@@ -34,12 +34,36 @@ from foreword.prove.report import Reason, Verdict
 PASS_ROWS = (1, 4, 16)
 """Rows of the passes that a text is replayed in: plain decoding's shape, a small draft's and a large one's."""
 
+MOST_LANES = 64
+MOST_ANSWERS = 2**24
+"""Of one batch: texts, and numbers in its answers, which are its cases times the vocabulary."""
+
 NUCLEUS_ROUNDING = 2.0**-20
 """The mass of the top-p nucleus is summed in float32, whatever the model computes in."""
 
 Edge = Literal["top-k edge", "top-p edge", "min-p edge"]
 Standing = Edge | Literal["kept", "dropped"]
+Key = tuple[tuple[int, ...], int]
 Filter = Callable[[Tensor, int, Sampling, float], bool]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two tokens for one place of a text: plain's and a method's, after `text[:place]`.
+
+    `text` is the whole of what plain has, its first `prompt` tokens given: the cases of a text share the passes over it.
+    """
+
+    text: tuple[int, ...]
+    prompt: int
+    place: int
+    sampling: Sampling
+    plain: int
+    method: int
+
+    @property
+    def key(self) -> Key:
+        return self.text, self.prompt
 
 
 @dataclass(frozen=True)
@@ -57,42 +81,35 @@ class Referee:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._ruled: dict[tuple[object, ...], Ruling] = {}
 
     @cached_property
     def exact(self) -> Any:
         return exact_copy(self.model)
 
-    def rule(self, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, plain: int, method: int) -> Ruling:
-        """The verdict on `plain` against `method` as the token after a text. Methods often part at the same places."""
-        case = (tuple(prompt), tuple(written), sampling, plain, method)
-        if case not in self._ruled:
-            self._ruled[case] = self._rule(len(prompt), (*prompt, *written), sampling, plain, method)
-        return self._ruled[case]
+    def judge(self, cases: Iterable[Case]) -> Iterator[dict[Case, Ruling]]:
+        """The verdicts, batch by batch. Methods often part at the same places: equal cases are judged once."""
+        for batch in batches(cases, self.model):
+            yield dict(zip(batch.cases, self._rule(batch), strict=True))
 
     @torch.inference_mode()
-    def _rule(self, prompt: int, text: tuple[int, ...], sampling: Sampling, plain: int, method: int) -> Ruling:
-        scoring = Scoring.of(text, sampling, self.model)
-        logits = own_logits(self.exact, text)
+    def _rule(self, batch: Batch) -> list[Ruling]:
+        scoring = Scoring.of(batch.cases, self.model)
+        logits = own_logits(self.exact, batch)
         scores, scaled = scoring.scores(logits), scoring.scaled(logits)
-        score = {token: float(scores[token]) for token in (plain, method)}
-        ahead, behind = sorted(score, key=lambda token: score[token], reverse=True)
-        own = scoring.scores(own_logits(self.model.hf, text)) - scores
-        runs = [scoring.scores(answer) - scores for answer in self._replays(prompt, text)]
-        error = max(float(off[[ahead, behind]].abs().max()) for off in (own, *runs))
-        error = min(error, 2 * float(own.abs().max()))
-        gap = score[ahead] - score[behind]
-        stands = [standing(scaled, token, sampling, 2 * error) for token in (ahead, behind)]
-        return Ruling(score[plain], score[method], gap, error, *decide(gap, 2 * error, *stands))
+        pair = torch.tensor([(case.plain, case.method) for case in batch.cases], device=scores.device)
+        own = (scoring.scores(own_logits(self.model.hf, batch)) - scores).abs()
+        runs = [(scoring.scores(answer) - scores).abs() for answer in replays(self.model, batch)]
+        error = torch.cat([off.gather(1, pair) for off in (own, *runs)], 1).amax(1)
+        error = torch.minimum(error, 2 * own.amax(1))
+        plain, method = scores.gather(1, pair).unbind(1)
+        return list(map(_ruling, batch.cases, plain.tolist(), method.tolist(), error.tolist(), scaled))
 
-    def _replays(self, prompt: int, text: tuple[int, ...]) -> Iterator[Tensor]:
-        """What the run's model answers after the text, written in passes of every shape, and read in one.
 
-        The history counts: in a narrow dtype, keys and values that were written row by row are not those of a prompt.
-        """
-        yield replayed(self.model, text, len(text) - 1, 1)
-        for rows in PASS_ROWS:
-            yield replayed(self.model, text, max(min(prompt - 1, len(text) - rows), 0), rows)
+def _ruling(case: Case, plain: float, method: float, error: float, scaled: Tensor) -> Ruling:
+    ahead, behind = (case.plain, case.method) if plain >= method else (case.method, case.plain)
+    stands = [standing(scaled, token, case.sampling, 2 * error) for token in (ahead, behind)]
+    gap = abs(plain - method)
+    return Ruling(plain, method, gap, error, *decide(gap, 2 * error, *stands))
 
 
 def decide(gap: float, margin: float, ahead: Standing, behind: Standing) -> tuple[Verdict, Reason]:
@@ -112,19 +129,21 @@ def decide(gap: float, margin: float, ahead: Standing, behind: Standing) -> tupl
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the token after a text is chosen, for one row of logits [V]."""
+    """How the tokens of cases are chosen, each by its row of logits [c, V]."""
 
     table: SamplingTable
-    position: Tensor  # [1, 1]
-    seen: Tensor  # [1, 1, V]
+    position: Tensor  # [c, 1]
+    temperature: Tensor  # [c, 1] in float64; 1 where nothing is drawn
+    seen: Tensor | None  # [c, 1, V] where a penalty is on
 
     @staticmethod
-    def of(text: Sequence[int], sampling: Sampling, model: Model) -> Scoring:
-        table = SamplingTable.empty(1, model.ends)
-        table.set(0, sampling)
-        tokens = torch.tensor(text, device=model.device)
-        seen = tokens.bincount(minlength=model.vocab_size).view(1, 1, -1)
-        return Scoring(table, torch.tensor([[len(text)]], device=model.device), seen)
+    def of(cases: list[Case], model: Model) -> Scoring:
+        table, rows = SamplingTable.empty(len(cases), model.ends), range(len(cases))
+        table.set_all({i: (case.sampling, 0) for i, case in enumerate(cases)}, sent(list(rows), model.device))
+        temperature = torch.tensor([[case.sampling.temperature or 1.0] for case in cases], dtype=torch.float64)
+        position = sent([case.place for case in cases], model.device).unsqueeze(1)
+        penalised = table.kind(tuple(rows)).penalties
+        return Scoring(table, position, temperature.to(model.device), _seen(cases, model) if penalised else None)
 
     def scores(self, logits: Tensor) -> Tensor:
         """What `pick` compares, filters left out, in the precision it is given.
@@ -136,13 +155,17 @@ class Scoring:
 
     def scaled(self, logits: Tensor) -> Tensor:
         """What the filters see: after penalties and / T, without noise."""
-        penalised = self._judge(logits, lambda kind: Kind(penalties=kind.penalties))
-        temperature = self.table.requests[0][0].temperature
-        return penalised / temperature if temperature > 0 else penalised
+        return self._judge(logits, lambda kind: Kind(penalties=kind.penalties)) / self.temperature
 
     def _judge(self, logits: Tensor, stages: Callable[[Kind], Kind]) -> Tensor:
-        rows = self.table.at(torch.zeros(1, dtype=torch.long, device=logits.device), (0,))
-        return judge(logits.view(1, 1, -1), self.position, replace(rows, kind=stages(rows.kind)), self.seen).flatten()
+        ids = range(len(logits))
+        rows = self.table.at(sent(list(ids), logits.device), tuple(ids))
+        return judge(logits.unsqueeze(1), self.position, replace(rows, kind=stages(rows.kind)), self.seen).squeeze(1)
+
+
+def _seen(cases: list[Case], model: Model) -> Tensor:
+    texts = [torch.tensor(case.text[: case.place], device=model.device) for case in cases]
+    return torch.stack([text.bincount(minlength=model.vocab_size) for text in texts]).unsqueeze(1)
 
 
 def standing(scaled: Tensor, token: int, sampling: Sampling, margin: float) -> Standing:
@@ -188,33 +211,150 @@ def _above(scaled: Tensor, token: int, favour: float) -> Tensor:
     return above
 
 
+# Batches ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cases whose texts are asked about together, a lane for each text."""
+
+    texts: list[tuple[int, ...]]  # each up to the last place that is asked about
+    roots: list[int]  # where the last token of each prompt stands, the first that is not read with the others
+    cases: list[Case]
+    lanes: list[int]  # of each case
+    rows: list[int]  # of each case: the token of its text that answers it
+
+    @staticmethod
+    def of(texts: list[list[Case]]) -> Batch:
+        cases = [case for of_text in texts for case in of_text]
+        return Batch(
+            texts=[of_text[0].text[: _length(of_text)] for of_text in texts],
+            roots=[of_text[0].prompt - 1 for of_text in texts],
+            cases=cases,
+            lanes=[lane for lane, of_text in enumerate(texts) for _ in of_text],
+            rows=[case.place - 1 for case in cases],
+        )
+
+
+def batches(cases: Iterable[Case], model: Model) -> Iterator[Batch]:
+    """All cases, those of a text together and texts of like length side by side, as many as the memory allows."""
+    texts: dict[Key, list[Case]] = {}
+    for case in dict.fromkeys(cases):
+        texts.setdefault(case.key, []).append(case)
+    batch: list[list[Case]] = []
+    for of_text in sorted(texts.values(), key=_length):
+        if batch and not _fit([*batch, of_text], model):
+            yield Batch.of(batch)
+            batch = []
+        batch.append(of_text)
+    if batch:
+        yield Batch.of(batch)
+
+
+def _fit(texts: list[list[Case]], model: Model) -> bool:
+    """Whether texts, the longest of them last, can go side by side; in float64, attention weighs all tokens at once."""
+    weights = len(texts) * _length(texts[-1]) ** 2
+    answers = sum(map(len, texts)) * model.vocab_size
+    most_weights = 2**24 if model.device.type == "cuda" else 2**22  # for each head
+    return len(texts) <= MOST_LANES and weights <= most_weights and answers <= MOST_ANSWERS
+
+
+def _length(cases: list[Case]) -> int:
+    return max(case.place for case in cases)
+
+
 # Passes -----------------------------------------------------------------------------------------------------------------
 
 
-def own_logits(hf: nn.Module, text: Sequence[int]) -> Tensor:
-    """[V]: what transformers answers after the text by itself, in one pass, no cache and no walk of ours."""
-    ids = torch.tensor([list(text)], device=next(hf.parameters()).device)
-    logits = hf(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+def own_logits(hf: Any, batch: Batch) -> Tensor:
+    """[c, V]: what transformers answers by itself, in one pass, no cache and no walk of ours.
+
+    Padding stands behind a text, where no row of it looks. The head is given the rows that are asked about, no others.
+    """
+    device = next(hf.parameters()).device
+    lanes, rows = sent(batch.lanes, device), sent(batch.rows, device)
+    picking = hf.lm_head.register_forward_pre_hook(lambda _, given: (given[0][lanes, rows].unsqueeze(1),))
+    try:
+        logits: Tensor = hf(input_ids=_padded(batch.texts, device), use_cache=False).logits[:, 0]
+    finally:
+        picking.remove()
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def replayed(model: Model, text: Sequence[int], read: int, rows: int) -> Tensor:
-    """[V]: what the run's own model answers after the text when the first `read` tokens go as a prompt and the others as
-    chains of `rows` tokens, the last of them full."""
-    longest = prefill_chunk(model.device)
-    edges = [*range(0, read, longest), read, *reversed(range(len(text), read, -rows))]
-    with model.aside(1, len(text), longest) as cache:
-        for start, stop in pairwise(edges):
-            chunk, lanes = _chain(text[start:stop], model), Lanes.of([0], start, model.device)
-            is_last = stop == len(text)
-            scores = model.score(lanes, chunk, Needs(), logits="all" if is_last else "none")
-            cache.advance(lanes, chunk.size)
-    return scores.require_logits()[0, -1]
+def replays(model: Model, batch: Batch) -> list[Tensor]:
+    """What the run's model answers, each [c, V]: the texts written in passes of every shape, and read in one.
+
+    The history counts: in a narrow dtype, keys and values that were written row by row are not those of a prompt.
+    """
+    scratch = max(prefill_chunk(model.device), *PASS_ROWS)
+    with model.aside(len(batch.texts), max(map(len, batch.texts)), scratch) as cache:
+        replay = Replay(model, batch, cache)
+        replay.read(batch.roots)
+        written = [replay.write(rows) for rows in PASS_ROWS]
+        replay.read([len(text) - 1 for text in batch.texts])
+        return [*written, replay.look_back()]
 
 
-def _chain(tokens: Sequence[int], model: Model) -> Draft:
-    rows = torch.tensor([list(tokens)], device=model.device)
-    return Draft(rows, Tree.chain(len(tokens), model.device), torch.tensor([len(tokens)], device=model.device))
+@dataclass(frozen=True)
+class Replay:
+    """Passes of the run's own model over the texts of a batch, in a cache of their own."""
+
+    model: Model
+    batch: Batch
+    cache: SlotCache
+
+    def read(self, stops: list[int]) -> None:
+        """Read the texts as prompts, up to `stops`."""
+        longest = prefill_chunk(self.model.device)
+        for start in range(0, max(stops), longest):
+            parts = [text[start : min(start + longest, stop)] for text, stop in zip(self.batch.texts, stops, strict=True)]
+            self._pass([min(start, stop) for stop in stops], parts, max(map(len, parts)), asked=[])
+
+    def write(self, rows: int) -> Tensor:
+        """[c, V]: what chains of `rows` tokens answer, one behind the other from the last token of each prompt."""
+        behind = [row - self.batch.roots[lane] for row, lane in zip(self.batch.rows, self.batch.lanes, strict=True)]
+        found: dict[int, Tensor] = {}
+        for step in range(max(behind) // rows + 1):
+            lanes = zip(self.batch.texts, self.batch.roots, strict=True)
+            starts = [min(root + step * rows, len(text)) for text, root in lanes]
+            parts = [text[start : start + rows] for text, start in zip(self.batch.texts, starts, strict=True)]
+            asked = [case for case, far in enumerate(behind) if far // rows == step]
+            found |= self._pass(starts, parts, rows, asked)
+        return self._in_order(found)
+
+    def look_back(self) -> Tensor:
+        """[c, V]: what single rows answer behind texts that were read; the last of each first, for it overwrites a row."""
+        places = set(zip(self.batch.lanes, self.batch.rows, strict=True))
+        rows = [sorted((row for lane, row in places if lane == one), reverse=True) for one in range(len(self.batch.texts))]
+        found: dict[int, Tensor] = {}
+        for turn in range(max(map(len, rows))):
+            starts = [of_text[min(turn, len(of_text) - 1)] for of_text in rows]
+            parts = [text[start : start + 1] for text, start in zip(self.batch.texts, starts, strict=True)]
+            lanes = enumerate(zip(self.batch.lanes, self.batch.rows, strict=True))
+            found |= self._pass(starts, parts, 1, [case for case, (lane, row) in lanes if row == starts[lane]])
+        return self._in_order(found)
+
+    def _pass(self, starts: list[int], parts: list[tuple[int, ...]], rows: int, asked: list[int]) -> dict[int, Tensor]:
+        """One chain of `rows` tokens in each lane; the answers to those cases whose rows are `asked` about."""
+        device = self.model.device
+        self.cache.length.copy_(sent(starts, device))
+        lanes = Lanes.of(list(range(len(parts))), max(starts), device)
+        draft = Draft(_padded(parts, device, rows), Tree.chain(rows, device), sent([len(part) for part in parts], device))
+        scores = self.model.score(lanes, draft, Needs(), logits="all" if asked else "none")
+        if not asked:
+            return {}
+        of_case = [self.batch.lanes[case] for case in asked]
+        row = [self.batch.rows[case] - starts[lane] for case, lane in zip(asked, of_case, strict=True)]
+        answers = scores.require_logits()[sent(of_case, device), sent(row, device)]
+        return dict(zip(asked, answers, strict=True))
+
+    def _in_order(self, found: dict[int, Tensor]) -> Tensor:
+        return torch.stack([found[case] for case in range(len(self.batch.cases))])
+
+
+def _padded(texts: list[tuple[int, ...]], device: torch.device, rows: int | None = None) -> Tensor:
+    rows = max(map(len, texts)) if rows is None else rows
+    return sent([(*text, *(0,) * (rows - len(text))) for text in texts], device)
 
 
 # The float64 copy -------------------------------------------------------------------------------------------------------

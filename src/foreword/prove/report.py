@@ -62,6 +62,7 @@ class MethodProof:
     `identical` counts the prompts without any difference, `tokens` those of plain's texts, all of which were tested.
     `rounds`, `tokens_per_round`, `seconds`, the candidates `drafted` and those of them `accepted` are the method's own,
     runs that go on after a difference included. A method that drafted next to nothing was hardly tested.
+    `unjudged` counts the differences that still wait for their verdict: in a complete report, none.
     """
 
     prompts: int
@@ -75,6 +76,7 @@ class MethodProof:
     seconds: float
     drafted: int = 0
     accepted: int = 0
+    unjudged: int = 0
     samplings: dict[str, MethodProof] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,9 +100,13 @@ class Report:
     samplings: dict[str, Sampling]
     max_new_tokens: int
     methods: dict[str, MethodProof]
+    complete: bool = True
+    """Whether every method was tested and every difference judged: a run that is cut leaves what it knew."""
 
     @staticmethod
-    def of(llm: LLM, samplings: dict[str, Sampling], max_new_tokens: int, methods: dict[str, MethodProof]) -> Report:
+    def of(
+        llm: LLM, samplings: dict[str, Sampling], max_new_tokens: int, methods: dict[str, MethodProof], complete: bool
+    ) -> Report:
         model = llm.model
         return Report(
             model=model.name,
@@ -117,6 +123,7 @@ class Report:
             samplings=samplings,
             max_new_tokens=max_new_tokens,
             methods=methods,
+            complete=complete,
         )
 
     @property
@@ -173,6 +180,10 @@ def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _sentence(report: Report) -> str:
+    if not report.complete:
+        unjudged = _count(sum(proof.unjudged for proof in report.methods.values()), "difference")
+        found = f"{_count(report.bugs, 'bug')} and {_count(report.ties, 'proven tie')} so far, {unjudged} not judged"
+        return f"**Incomplete: the run was cut.** Tested: {', '.join(report.methods)}. {found}."
     if report.bugs:
         broken = [name for name, proof in report.methods.items() if proof.bugs]
         return f"**{_count(report.bugs, 'bug')}** in {', '.join(broken)}: the text is not what plain decoding writes."

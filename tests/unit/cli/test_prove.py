@@ -61,6 +61,18 @@ def test_a_bug_is_status_1_and_named(run, tiny_model, monkeypatch):
     assert shown.stdout.splitlines()[-1].endswith("the text is not the one that plain decoding writes")
 
 
+def test_a_run_that_is_cut_leaves_what_it_knows(run, tiny_model, tmp_path, monkeypatch):
+    def cut(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("foreword.prove.proof._judged", cut)
+    shown = run("prove", "--model", tiny_model, "--methods", "prompt_lookup", "--out", tmp_path, *QUICK)
+    assert shown.exit_code != 0
+    left = json.loads((tmp_path / "proof.json").read_text())
+    assert left["complete"] is False and left["methods"]["prompt_lookup"]["prompts"] == 3
+    assert "Incomplete" in (tmp_path / "proof.md").read_text()
+
+
 def test_the_built_in_prompts_are_ten_different_ones():
     assert len(set(PROMPTS)) == 10
 

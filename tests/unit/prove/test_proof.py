@@ -121,6 +121,43 @@ def test_what_comes_behind_a_tie_is_tested(
     assert min(positions(broken, "token_recycling", tie.prompt, "bug")) > tie.position
 
 
+def test_a_bug_is_found_among_many_ties(
+    small: SimpleNamespace, questions: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One round of one text accepts the worst; all differences, its own among them, are judged in one batch."""
+    llm = small.load(small.coarse(fresh("llama", torch.float32), step=1 / 4))
+    spoiled: list[int] = []
+
+    def worst_once(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Accepted, Emission]:
+        late = int(state.length.max()) > 20 and draft.nodes > 1 and not spoiled
+        spoiled.extend([1] * late)
+        return (worst_first if late else accept)(state, draft, scores, depth)
+
+    monkeypatch.setattr(lockstep, "accept", worst_once)
+    report = prove(llm, METHODS, questions, [GREEDY, DRAWN], max_new_tokens=16)
+    assert report.ties > 5 and 0 < report.bugs <= 3, "as many as there are slots"
+
+
+def test_a_parted_text_is_written_no_further(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    """The method goes on from plain's text at once: each token of it is written about once, whatever the differences."""
+    llm = small.load(small.coarse(fresh("llama", torch.float32), step=1 / 4))
+    proof = prove(llm, ["token_recycling"], questions, [GREEDY, DRAWN], max_new_tokens=24).methods["token_recycling"]
+    longest = llm.engine.drafter.shape.depth
+    assert len(proof.differences) > 5
+    assert proof.rounds * proof.tokens_per_round <= proof.tokens + longest * len(proof.differences)
+
+
+def test_what_is_known_is_told_before_the_end(small: SimpleNamespace, questions: list[Prompt]) -> None:
+    told: list[Report] = []
+    llm = small.load(small.coarse(fresh("llama", torch.float32)))
+    report = prove(llm, METHODS, questions, [GREEDY, DRAWN], 16, known=told.append)
+    assert [list(one.methods) for one in told] == [METHODS[:1], METHODS, METHODS]
+    assert report.complete and not any(one.complete for one in told)
+    unjudged = [sum(proof.unjudged for proof in one.methods.values()) for one in [*told, report]]
+    assert unjudged[1] == report.ties > unjudged[0] > 0 == unjudged[2] == unjudged[3]
+    assert told[1].ties == 0 and told[1].methods[METHODS[0]].identical == report.methods[METHODS[0]].identical
+
+
 def test_a_text_that_stops_too_early_is_a_bug(
     small: SimpleNamespace, questions: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +186,8 @@ def test_progress_counts_every_text_of_every_method(small: SimpleNamespace, ques
     heard: list[tuple[str, int, int]] = []
     llm = small.load(small.coarse(fresh("llama", torch.float32)))
     prove(llm, METHODS, questions, [GREEDY, DRAWN], 12, progress=lambda *event: heard.append(event))
-    assert heard == [(stage, done, 10) for stage in ("plain", *METHODS) for done in range(1, 11)]
+    assert heard[:30] == [(stage, done, 10) for stage in ("plain", *METHODS) for done in range(1, 11)]
+    assert heard[30:] == [("judging", 2, 2)]
 
 
 def test_rows_bound_the_passes(small: SimpleNamespace, questions: list[Prompt]) -> None:

@@ -22,9 +22,31 @@ from foreword.model.loading import load_weights
 from foreword.model.model import Model
 from foreword.model.pack import PackedLinear
 from foreword.prove import referee
-from foreword.prove.referee import Referee, Scoring, decide, exact_copy, replayed, standing
+from foreword.prove.referee import (
+    Batch,
+    Case,
+    Referee,
+    Replay,
+    Ruling,
+    Scoring,
+    batches,
+    decide,
+    exact_copy,
+    replays,
+    standing,
+)
 
+GREEDY, DRAWN = Sampling(seed=0), Sampling(temperature=0.8, seed=7)
 TEXT = (5, 9, 3, 31, 7, 7, 12, 40, 22, 3, 31, 8, 19, 44, 6, 5, 17, 29, 11, 30)
+
+
+def case(prompt: int, place: int, sampling: Sampling = GREEDY, plain: int = 4, method: int = 5) -> Case:
+    return Case(TEXT, prompt, place, sampling, plain, method)
+
+
+def ruled(model: Model, *cases: Case) -> list[Ruling]:
+    rulings = {case: ruling for found in Referee(model).judge(cases) for case, ruling in found.items()}
+    return [rulings[case] for case in cases]
 
 
 def in_float64(hf: PreTrainedModel) -> PreTrainedModel:
@@ -124,33 +146,90 @@ def test_a_norm_of_another_form_is_refused() -> None:
 # The run's own passes
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("read", [0, 3, 12, 17, 19])
-def test_replays_of_every_shape_answer_the_same(read: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(referee, "prefill_chunk", lambda _: 6)
+class Watched(Model):
+    """Notes how many texts each pass is over, what the longest of them has cached, and the rows of a draft."""
+
+    def score(self, lanes: Lanes, draft: Draft, needs: Needs, *rest: object, **options: object) -> Scores:
+        vars(self).setdefault("passes", []).append((len(lanes.ids), int(self.cache.length.max()), draft.nodes))
+        return super().score(lanes, draft, needs, *rest, **options)
+
+
+@pytest.mark.parametrize("longest", [6, 64])
+def test_replays_of_every_shape_answer_the_same(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of unlike lengths side by side, prompts of one token and of many, the first new token and the last."""
+    monkeypatch.setattr(referee, "prefill_chunk", lambda _: longest)
     model = target("llama")
+    texts = [[case(1, 1), case(1, 9), case(1, 3)], [case(8, 8), case(8, 20)], [case(19, 20)]]
     with torch.inference_mode():
-        found = replayed(model, TEXT, read, rows)
-    assert (found - own_logits(model.hf, TEXT)[-1]).abs().max() < 1e-12
+        found = [referee.own_logits(model.hf, Batch.of(texts)), *replays(model, Batch.of(texts))]
+        whole = own_logits(model.hf, TEXT)
+    expected = torch.stack([whole[one.place - 1] for of_text in texts for one in of_text])
+    assert len(found) == 5
+    for answers in found:
+        assert (answers - expected).abs().max() < 1e-12
 
 
 def test_a_replay_has_the_shape_it_is_asked_for() -> None:
-    shapes: list[tuple[int, int]] = []
+    model, batch = Watched(tiny("llama")), Batch.of([[case(10, 12), case(10, 20)], [case(4, 5)]])
+    with torch.inference_mode(), model.aside(2, 20, 64) as cache:
+        replay = Replay(model, batch, cache)
+        replay.read(batch.roots)
+        replay.write(4)
+        replay.look_back()
+    assert model.passes == [(2, 0, 9), (2, 9, 4), (2, 13, 4), (2, 17, 4), (2, 19, 1), (2, 11, 1)]
 
-    class Watched(Model):
-        def score(self, lanes: Lanes, draft: Draft, needs: Needs, *rest: object, **options: object) -> Scores:
-            shapes.append((int(self.cache.length[0]), draft.nodes))
-            return super().score(lanes, draft, needs, *rest, **options)
 
-    with torch.inference_mode():
-        replayed(Watched(tiny("llama")), TEXT, 9, 4)
-    assert shapes == [(0, 9), (9, 3), (12, 4), (16, 4)]
+def test_a_text_is_gone_over_once_however_many_its_cases() -> None:
+    one, many = (Watched(tiny("llama", torch.float32)) for _ in range(2))
+    ruled(one, case(10, 20))
+    ruled(many, *(case(10, 20, GREEDY, 4, method) for method in range(5, 15)), case(10, 20, DRAWN))
+    assert len(one.passes) == 1 + 11 + 3 + 1 + 1 + 1, "the prompt, chains of 1, 4 and 16, the text, its last row"
+    assert many.passes == one.passes
+
+
+def many_cases() -> list[Case]:
+    filtered = Sampling(temperature=1.0, top_k=8, top_p=0.8, min_p=0.02, repetition_penalty=1.2, seed=3)
+    places = [(prompt, place) for prompt in (1, 5, 19) for place in range(prompt, 21, 4)]
+    return [
+        case(prompt, place, sampling, place, method)
+        for prompt, place in places
+        for sampling in (GREEDY, DRAWN, filtered)
+        for method in (place ^ 1, place + 9)
+    ]
+
+
+@pytest.mark.parametrize("bounds", [{}, {"MOST_LANES": 1}, {"MOST_ANSWERS": 200}])
+def test_together_or_one_by_one_the_verdicts_are_the_same(
+    small: SimpleNamespace, bounds: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the pairs are twins, which tie where there is no noise, and the head rounds to eighths."""
+    model = Model(small.coarse(small.twins(fresh("llama", torch.float32))))
+    cases = many_cases()
+    alone = [ruled(model, one)[0] for one in cases]
+    for name, bound in bounds.items():
+        monkeypatch.setattr(referee, name, bound)
+    together = ruled(model, *cases)
+    assert {one.verdict for one in alone} == {"tie", "bug"}
+    for ours, theirs in zip(together, alone, strict=True):
+        assert (ours.verdict, ours.reason) == (theirs.verdict, theirs.reason)
+        assert (ours.gap, ours.error) == pytest.approx((theirs.gap, theirs.error), abs=1e-5)
+
+
+def test_batches_are_bounded_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cases = target("llama"), many_cases()
+    assert len(list(batches([*cases, *cases], model))) == 1
+    monkeypatch.setattr(referee, "MOST_LANES", 2)
+    split = list(batches([*cases, *cases], model))
+    assert [len(batch.texts) for batch in split] == [2, 1]
+    found = [one for batch in split for one in batch.cases]
+    assert len(found) == len(cases) and set(found) == set(cases)
+    lengths = [Case(tuple(range(length)), 1, length, DRAWN, 4, 5) for length in (3000, 2000, 40, 30)]
+    assert [[len(text) for text in batch.texts] for batch in batches(lengths, model)] == [[30, 40], [2000], [3000]]
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 20])
 def test_texts_of_any_length_can_be_judged(prompt: int) -> None:
-    model = Model(tiny("llama", torch.float32))
-    ruling = Referee(model).rule(TEXT[:prompt], TEXT[prompt : prompt + 2], Sampling(seed=0), 4, 5)
+    (ruling,) = ruled(Model(tiny("llama", torch.float32)), case(prompt, min(prompt + 2, 20)))
     assert ruling.error < 1e-4
 
 
@@ -159,19 +238,15 @@ def test_the_engine_keeps_its_cache() -> None:
     writing, asked = engine(make("plain"), model), requests(2)
     running = [writing.add(request) for request in asked]
     writing.step()
-    Referee(model).rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 4, 5)
+    ruled(model, case(8, 20))
     while writing.busy:
         writing.step()
     assert [run.tokens for run in running] == [truth(model.hf, request) for request in asked]
 
 
-def test_the_same_case_is_judged_once() -> None:
-    model = Model(tiny("llama", torch.float32))
-    judging = Referee(model)
-    assert "exact" not in vars(judging), "no difference, no copy"
-    first = judging.rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 4, 5)
-    assert judging.rule(list(TEXT[:8]), list(TEXT[8:]), Sampling(seed=0), 4, 5) is first
-    assert judging.rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 5, 4) is not first
+def test_without_a_difference_there_is_no_copy() -> None:
+    judging = Referee(Model(tiny("llama", torch.float32)))
+    assert list(judging.judge([])) == [] and "exact" not in vars(judging)
 
 
 # Scores
@@ -186,14 +261,15 @@ def test_scores_are_what_pick_compares() -> None:
     seen = torch.tensor(TEXT).bincount(minlength=48).view(1, 1, -1)
     judged = judge(logits.view(1, 1, -1), torch.tensor([[len(TEXT)]]), table.at(torch.tensor([0]), (0,)), seen)[0, 0]
     kept = judged > -torch.inf
-    scores = Scoring.of(TEXT, sampling, model).scores(logits)
+    cases = [case(8, 20, Sampling(seed=1)), case(8, 20, sampling)]  # the other one's choice is of another kind
+    scores = Scoring.of(cases, model).scores(logits.expand(2, -1))[1]
     assert 1 <= kept.sum() < 6 and scores.isfinite().all()
     assert scores[kept].equal(judged[kept])
 
 
 def test_the_run_is_off_by_what_its_dtype_rounds(small: SimpleNamespace) -> None:
-    fine = Referee(Model(tiny("llama", torch.float32))).rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 4, 5)
-    rough = Referee(Model(small.coarse(fresh("llama", torch.float32)))).rule(TEXT[:8], TEXT[8:], Sampling(seed=0), 4, 5)
+    (fine,) = ruled(Model(tiny("llama", torch.float32)), case(8, 20))
+    (rough,) = ruled(Model(small.coarse(fresh("llama", torch.float32))), case(8, 20))
     assert 0 < fine.error < 1e-4 < rough.error <= 1 / 8
     assert fine.gap == pytest.approx(rough.gap) == abs(fine.plain_score - fine.method_score)
 
@@ -201,7 +277,7 @@ def test_the_run_is_off_by_what_its_dtype_rounds(small: SimpleNamespace) -> None
 def test_the_likeliest_against_another_is_a_bug() -> None:
     model = Model(tiny("llama", torch.float32))
     best, second = own_logits(model.hf, TEXT)[-1].topk(2).indices.tolist()
-    ruling = Referee(model).rule(TEXT[:8], TEXT[8:], Sampling(seed=0), best, second)
+    (ruling,) = ruled(model, case(8, 20, Sampling(seed=0), best, second))
     assert (ruling.verdict, ruling.reason) == ("bug", "gap") and ruling.plain_score > ruling.method_score
 
 
@@ -282,7 +358,8 @@ def test_twins_on_an_edge_are_a_tie_across_a_wide_gap(
     model = Model(small.coarse(small.twins(fresh("qwen3", torch.float32))))
     with torch.inference_mode():
         best = int(own_logits(model.hf, TEXT)[-1].argmax()) // 2 * 2
-    ruling = Referee(model).rule(TEXT[:8], TEXT[8:], Sampling(temperature=1.0, seed=2, **filters), best, best + 1)
+    edged, free = (Sampling(temperature=1.0, seed=2, **chosen) for chosen in (filters, {}))
+    ruling, other = ruled(model, case(8, 20, edged, best, best + 1), case(8, 20, free, best, best + 1))
     assert ruling.gap > 2 * ruling.error
     assert (ruling.verdict, ruling.reason) == ("tie", f"{request.node.callspec.id} edge")
-    assert Referee(model).rule(TEXT[:8], TEXT[8:], Sampling(temperature=1.0, seed=2), best, best + 1).verdict == "bug"
+    assert other.verdict == "bug"

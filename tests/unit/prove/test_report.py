@@ -1,6 +1,7 @@
 """A report counts, is JSON of the promised shape, and is written as two files that say where the bugs are."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def report(**methods: list[Difference]) -> Report:
 def test_bugs_and_ties_of_all_methods() -> None:
     found = report(medusa=[TIE, BUG], clover=[ENDED, TIE], plain=[])
     assert (found.bugs, found.ties) == (2, 2)
+
+
+def test_a_report_that_was_cut_says_so() -> None:
+    cut = replace(report(medusa=[TIE]), complete=False)
+    assert "**Incomplete: the run was cut.** Tested: medusa. 0 bugs and 1 proven tie so far" in cut.to_markdown()
+    assert cut.to_dict()["complete"] is False and report(medusa=[TIE]).to_dict()["complete"] is True
+    assert "ncomplete" not in report(medusa=[TIE]).to_markdown()
 
 
 def test_the_shape_of_json() -> None:

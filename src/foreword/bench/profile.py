@@ -220,9 +220,9 @@ class Writing:
         runs = [self.engine.add(request) for request in self._requests(self.tokens)]
         try:
             while not all(run.ready for run in runs):
-                self.engine.step()
+                self.engine.step_for(runs)
             for _ in range(WARM_UP_ROUNDS):
-                self.engine.step()
+                self.engine.step_for(runs)
             settle(self.device)
             yield runs
         finally:
@@ -234,7 +234,7 @@ class Writing:
         with self.under_way() as runs:
             rounds, started = 0, time.perf_counter()
             while not any(run.done for run in runs):
-                self.engine.step()
+                self.engine.step_for(runs)
                 rounds += 1
             settle(self.device)
             seconds = time.perf_counter() - started
@@ -259,7 +259,7 @@ class Writing:
             with profile(activities=[ProfilerActivity.CUDA]) as session:
                 rounds = 0
                 while rounds < PROFILED_ROUNDS and not any(run.done for run in runs):
-                    self.engine.step()
+                    self.engine.step_for(runs)
                     rounds += 1
                 settle(self.device)
         return busy_ms(session) / max(rounds, 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -107,6 +107,12 @@ class Kind:
         )
 
 
+@cache
+def _one(kind: Kind) -> Kind:
+    """The same object for all that are equal, so that they are told apart at a glance."""
+    return kind
+
+
 @dataclass(frozen=True)
 class SamplingRows:
     """The columns of the sequences in a round, each [b], taken from the table when a stage asks: greedy rounds ask none."""
@@ -154,6 +160,8 @@ class SamplingTable:
     columns: dict[str, Tensor]
     ends: Tensor
     requests: dict[int, tuple[Sampling, bool]]
+    own: dict[int, Kind]  # of each request alone; equal ones are one object
+    kinds: dict[tuple[int, ...], Kind]  # of rounds over these slots, until somebody enters or leaves
 
     @staticmethod
     def empty(slots: int, ends: Tensor) -> SamplingTable:
@@ -161,7 +169,7 @@ class SamplingTable:
         dtypes = {"temperature": real, "top_k": whole, "top_p": real, "min_p": real, "penalty": real, "floor": whole}
         columns = {name: torch.zeros(slots, dtype=dtype, device=ends.device) for name, dtype in dtypes.items()}
         columns["key"] = torch.zeros(slots, 2, dtype=whole, device=ends.device)
-        return SamplingTable(columns, ends, {})
+        return SamplingTable(columns, ends, {}, {}, {})
 
     def set(self, slot: int, sampling: Sampling, floor: int = 0) -> None:
         """`floor`: end tokens are held back until the text is that long."""
@@ -170,9 +178,11 @@ class SamplingTable:
     def set_all(self, given: dict[int, tuple[Sampling, int]], slots: Tensor) -> None:
         """Sampling and floor of several slots, which `slots` [n] names in the same order on the device."""
         reals, wholes = [], []
+        self.kinds.clear()
         for slot, (sampling, floor) in given.items():
             assert sampling.seed is not None, "a request's seed is settled before it enters"
             self.requests[slot] = (sampling, floor > 0)
+            self.own[slot] = _one(Kind.of([self.requests[slot]]))
             mixed = _mix64(sampling.seed)
             reals.append((sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty))
             wholes.append((sampling.top_k, floor, mixed & _WORD, mixed >> 32))
@@ -185,10 +195,15 @@ class SamplingTable:
 
     def forget(self, slot: int) -> None:
         """Nobody sits there any more: it has no say in the kind of a round."""
-        del self.requests[slot]
+        del self.requests[slot], self.own[slot]
+        self.kinds.clear()
 
     def kind(self, ids: tuple[int, ...]) -> Kind:
-        return Kind.of([self.requests[slot] for slot in ids if slot in self.requests])
+        if ids not in self.kinds:
+            # Requests of one kind count as one: there are hundreds of requests, and few kinds.
+            unlike = {id(self.own[slot]): self.requests[slot] for slot in ids if slot in self.own}
+            self.kinds[ids] = Kind.of(list(unlike.values()))
+        return self.kinds[ids]
 
     def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:
         return SamplingRows(self.kind(ids), self.ends, self.columns, slots)

@@ -11,6 +11,15 @@ from foreword.core.state import Lanes, State, sent
 from foreword.engine.request import Running
 
 
+@dataclass(frozen=True)
+class Group:
+    """Who is in a pass, in the order of their slots."""
+
+    runs: list[Running]
+    ids: tuple[int, ...]  # their slots; behind them, those that pad the round
+    padded: int  # the longest text that a padding slot holds
+
+
 @dataclass
 class Slots:
     """Who sits where. A slot that was left still holds its text, which a later prompt may begin with."""
@@ -18,6 +27,7 @@ class Slots:
     count: int
     running: dict[int, Running] = field(default_factory=dict)
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
+    groups: dict[bool, Group] = field(default_factory=dict)  # by `ready`, until somebody enters or leaves
     last: dict[bool, Lanes | None] = field(default_factory=lambda: {True: None, False: None})  # by `ready`
     pads: bool = False  # rounds are captured: free slots fill them up to one of few sizes
     unsure: int = 0  # kept rows that are read again: 1 if the drafter pairs a row with the token after it
@@ -38,6 +48,7 @@ class Slots:
             slot = min(self.left, key=lambda free: len(self.left[free]) > 0)
         del self.left[slot]
         self.running[slot] = running
+        self.groups.clear()
         running.slot = slot
         return slot
 
@@ -46,23 +57,36 @@ class Slots:
         running = self.running.pop(slot)
         written = (*running.request.prompt, *running.tokens)
         self.left[slot] = written[: running.length] if keep else ()
+        self.groups.clear()
+
+    def group(self, ready: bool) -> Group:
+        """Those whose prompt is read, or not yet."""
+        if not self.groups or self.groups[False].runs:  # whose prompt was being read may be ready by now
+            seated = [self.running[slot] for slot in sorted(self.running)]
+            entering = [running for running in seated if not running.ready]
+            self.groups[True] = self._padded([running for running in seated if running.ready] if entering else seated)
+            self.groups[False] = Group(entering, tuple(running.slot for running in entering), 0)
+        return self.groups[ready]
+
+    def _padded(self, runs: list[Running]) -> Group:
+        padding: list[int] = []
+        if self.pads and runs:
+            padding = sorted(self.left, key=lambda free: len(self.left[free]))[: round_up(len(runs)) - len(runs)]
+        ids = (*(running.slot for running in runs), *padding)
+        return Group(runs, ids, max((len(self.left[slot]) for slot in padding), default=0))
 
     def lanes(self, device: torch.device, ready: bool, unread: int = 0) -> Lanes | None:
-        """The slots whose prompt is read (or not yet), or None where there are none; behind them, what pads the round.
+        """The slots of a group, or None where nobody is in it.
 
         `unread` is how many tokens a text may be longer than the host knows.
         """
-        lengths = {slot: running.length for slot, running in self.running.items() if running.ready == ready}
-        if not lengths:
+        group = self.group(ready)
+        if not group.runs:
             return None
-        ids, span = sorted(lengths), max(lengths.values()) + unread
-        if ready and self.pads:
-            padding = sorted(self.left, key=lambda free: len(self.left[free]))[: round_up(len(ids)) - len(ids)]
-            span = max([span, *(len(self.left[slot]) for slot in padding)])
-            ids += padding
-        last = self.last[ready]
+        longest = max([running.prefilled + len(running.tokens) for running in group.runs])
+        span, last = max(longest + unread, group.padded), self.last[ready]
         # Mostly the same ones as in the round before: then nothing has to be sent to the device.
-        self.last[ready] = replace(last, span=span) if last and last.ids == tuple(ids) else Lanes.of(ids, span, device)
+        self.last[ready] = replace(last, span=span) if last and last.ids == group.ids else Lanes.of(group.ids, span, device)
         return self.last[ready]
 
 

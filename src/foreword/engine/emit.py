@@ -1,11 +1,13 @@
 """EMIT: tokens to the host, stop strings, finished texts. The only file that leaves the device.
 
 On a GPU a round is read while the next one runs. A text that the host then finds finished may have run on for that one
-round; what it wrote there is dropped.
+round; what it wrote there is dropped. Hundreds of texts are written side by side: whoever has nothing to tell but its
+tokens costs the host three appends a round, and no event is made of it unless somebody asks.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from foreword.core.scores import Emission
@@ -31,26 +33,47 @@ class Launched:
         return self.emission
 
 
-def emit(launched: Launched, ends: set[int]) -> list[Event]:
-    """What the round brought, request by request. Where the target answered NaN to the text alone, it is given up."""
+def emit(launched: Launched, ends: set[int]) -> dict[Running, Event]:
+    """Hand every text its tokens. Returns the events of those who end, fail, stream or want logprobs.
+
+    Where the target answered NaN to the text alone, it is given up.
+    """
     emission = launched.wait()
-    counts, drafted = emission.count.tolist(), emission.drafted.tolist()
-    tokens, ended, broken = emission.tokens.tolist(), emission.ended.tolist(), emission.broken.tolist()
-    events = []
-    for lane, running in enumerate(launched.runs):
-        if running.done:  # found finished after this round was launched
+    columns = (column.tolist() for column in (emission.count, emission.drafted, emission.ended, emission.broken))
+    tokens, told, stop = _in_a_row(emission), {}, 0
+    for lane, (running, count, drafted, ended, broken) in enumerate(zip(launched.runs, *columns, strict=False)):
+        start, stop = stop, stop + count
+        if running.finish_reason is not None:  # found finished after this round was launched
             continue
-        if broken[lane]:
-            events.append(_fail(running, drafted[lane] > 0, launched.alone[lane]))
+        if broken:
+            told[running] = _fail(running, drafted > 0, launched.alone[lane])
             continue
-        new = tokens[lane][: counts[lane]]
-        running.accepted.append(len(new))
-        running.drafted.append(drafted[lane])
-        event = _write(running, new, bool(ended[lane]), ends)
+        running.accepted.append(count)
+        running.drafted.append(drafted)
+        if running.quiet and not ended:
+            running.tokens += tokens[start:stop]
+            continue
+        event = told[running] = _write(running, tokens[start:stop], ended, ends)
         if running.request.sampling.logprobs is not None:
             running.logprobs += _logprobs(emission, lane, event.tokens, running.request.sampling.logprobs)
-        events.append(event)
-    return events
+    return told
+
+
+def all_events(launched: Launched, told: dict[Running, Event]) -> list[Event]:
+    """What a round brought, for everybody it was read for; `told` is what `emit` had to say of it."""
+    served = (running for running in launched.runs if running in told or not running.done)
+    return [told.get(running) or _tokens_alone(running) for running in served]
+
+
+def _tokens_alone(running: Running) -> Event:
+    return Event(running, running.tokens[len(running.tokens) - running.accepted[-1] :], "")
+
+
+def _in_a_row(emission: Emission) -> list[int]:
+    """The new tokens of all lanes, one lane behind the other."""
+    tokens, count = emission.tokens.numpy(), emission.count.numpy()
+    found: list[int] = tokens[np.arange(tokens.shape[1]) < count[:, None]].tolist()
+    return found
 
 
 def _fail(running: Running, drafted: bool, alone: bool) -> Event:

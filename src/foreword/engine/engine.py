@@ -6,7 +6,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -15,12 +14,12 @@ from foreword.core.drafter import Drafter
 from foreword.core.loop import Loop
 from foreword.core.state import Lanes, State, sent
 from foreword.engine.admit import Slots, admit
-from foreword.engine.emit import Launched, emit
+from foreword.engine.emit import Launched, all_events, emit
 from foreword.engine.graph import Replay
 from foreword.engine.lockstep import Lockstep
 from foreword.engine.prefill import prefill
 from foreword.engine.request import Event, Request, Running
-from foreword.errors import ForewordWarning, InputError, NumericsError, PromptError
+from foreword.errors import ForewordWarning, InputError, PromptError
 from foreword.model.model import Model
 
 
@@ -59,6 +58,7 @@ class Engine:
         self.slots = Slots(slots, pads=captured, unsure=int(needs.follower), reread=int(needs.prompt != "none"))
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends)
+        self.clock = 0.0  # seconds spent in rounds, which is what texts are timed by
         self._ends = set(target.ends.tolist())
 
     def add(self, request: Request) -> Running:
@@ -94,19 +94,32 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Admit, read one chunk of each new prompt, then one round for everybody whose prompt is read."""
+        read, told = self._step()
+        # Only when everybody has been served: the others' texts go on in the next step.
+        for running in told:
+            if running.error:
+                raise running.error
+        return [] if read is None else all_events(read, told)
+
+    @torch.inference_mode()
+    def step_for(self, wanted: Iterable[Running]) -> list[Running]:
+        """A step on behalf of some requests; returns whoever it ended. What breaks another request than the wanted ones is
+        raised for those who wait for that."""
+        _, told = self._step()
+        for one in wanted:
+            if one.error:
+                raise one.error
+        return [running for running in told if running.done]
+
+    def _step(self) -> tuple[Launched | None, dict[Running, Event]]:
+        """The round that was read, and what it had to tell."""
         taken = admit(self.waiting, self.slots, self.state)  # PROMPT
+        for slot in taken:
+            self.slots.running[slot].began = self.clock
         if taken:
             self.loop.begin(self.state.at(Lanes.of(taken, self._span(taken), self.target.device)))
         self._prefill()
         return self._round()
-
-    def step_for(self, wanted: Iterable[Running]) -> None:
-        """A step on behalf of some requests. What breaks another one is raised for those who wait for that."""
-        with suppress(NumericsError):
-            self.step()
-        for one in wanted:
-            if one.error:
-                raise one.error
 
     def generate(self, requests: Iterable[Request]) -> list[Running]:
         """Run requests to their ends, in their order."""
@@ -115,8 +128,9 @@ class Engine:
             self._check(request)
         running = [self.add(request) for request in requests]
         try:
-            while not all(one.done for one in running):
-                self.step_for(running)
+            for one in running:
+                while not one.done:
+                    self.step_for(running)
         finally:
             for one in running:
                 self.abort(one)
@@ -135,25 +149,19 @@ class Engine:
             prefill(self.target, self.loop, self.drafter.needs, self.state.at(part), entering, self.chunk)
             for running in entering:
                 running.prefill_s += time.perf_counter() - started
+                running.began = self.clock
 
-    def _round(self) -> list[Event]:
+    def _round(self) -> tuple[Launched | None, dict[Running, Event]]:
         started = time.perf_counter()
         launched = self._launch()
         read, self.unread = (self.unread, launched) if self.late else (launched, None)
-        present = {run for one in (read, launched) if one is not None for run in one.runs if not run.done}
-        events = emit(read, self._ends) if read is not None else []  # EMIT
-        took = time.perf_counter() - started
-        for run in present:
-            run.decode_s += took
-        self._release([event.running for event in events if event.running.done])
-        for event in events:
-            if not event.running.done and event.running.spoiled and self.state.speculates[event.running.slot]:
-                self._go_on_alone(event.running)
-        # Only when everybody has been served: the others' texts go on in the next step.
-        for event in events:
-            if event.running.error:
-                raise event.running.error
-        return events
+        told = emit(read, self._ends) if read is not None else {}  # EMIT
+        self.clock += time.perf_counter() - started
+        self._release([running for running in told if running.done])
+        for running in told:
+            if not running.done and running.spoiled and self.state.speculates[running.slot]:
+                self._go_on_alone(running)
+        return read, told
 
     def _go_on_alone(self, running: Running) -> None:
         """A guess made the target answer NaN. The text must not depend on guesses, so it goes on without them."""
@@ -171,8 +179,7 @@ class Engine:
         lanes = self.slots.lanes(self.target.device, ready=True, unread=unread)
         if lanes is None:
             return None
-        runs = [self.slots.running[slot] for slot in lanes.ids if slot in self.slots.running]
-        return Launched(runs, self.loop.round(self.state.at(lanes)))
+        return Launched(self.slots.group(ready=True).runs, self.loop.round(self.state.at(lanes)))
 
     def _release(self, finished: list[Running]) -> None:
         """Free slots. A text that was given up may have left NaN in its rows, which must not reach the next."""
@@ -187,6 +194,7 @@ class Engine:
             kept = [running.length * fine for running, fine in zip(finished, sound, strict=True)]
             self.state.lengths.index_copy_(0, slots, sent(kept, self.target.device))
         for running, fine in zip(finished, sound, strict=True):
+            running.decode_s = self.clock - running.began if running.ready else 0.0
             self.state.table.forget(running.slot)
             self.slots.leave(running.slot, keep=fine)
 

@@ -66,10 +66,12 @@ class Running:
     accepted: list[int] = field(default_factory=list)  # tokens decided in each round, the target's own included
     drafted: list[int] = field(default_factory=list)  # candidates checked in each round
     prefill_s: float = 0.0
-    decode_s: float = 0.0
+    decode_s: float = 0.0  # known once it has left
+    began: float = 0.0  # where the engine's clock stood before its first round
 
     def __post_init__(self) -> None:
-        self.rows = len(self.request.prompt) - 1  # of the prompt that are cached; asked for in every round
+        self.rows = len(self.request.prompt) - 1  # of the prompt that are cached
+        self.quiet = self.request.stream is None and self.request.sampling.logprobs is None  # tokens are all there is
 
     @property
     def done(self) -> bool:

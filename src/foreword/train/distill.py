@@ -300,9 +300,10 @@ def _answered(llm: LLM, talks: Iterator[Talk], progress: Progress) -> Iterator[T
                 yield talk
         if not active:
             return
-        engine.step_for(())
-        for run in [run for run in active if run.done]:
-            talk = active.pop(run)
+        for run in engine.step_for(()):
+            talk = active.pop(run, None)
+            if talk is None:  # somebody else's, written along
+                continue
             progress.written_now += len(run.tokens)
             if talk.hear(run):
                 active[engine.add(talk.request())] = talk

@@ -251,6 +251,21 @@ def test_the_kind_of_a_round_is_that_of_its_requests() -> None:
     )
 
 
+def test_the_kind_of_a_round_follows_who_enters_and_leaves() -> None:
+    table, slots = SamplingTable.empty(3, ENDS), (0, 1, 2)
+    table.set(0, Sampling(seed=1))
+    table.set(1, Sampling(seed=2))
+    assert table.kind(slots) == table.kind((0,)) == Kind()
+    table.set(2, Sampling(1.0, top_k=5, seed=3))
+    assert table.kind(slots) == Kind(noise=True, top_k=5) and table.kind((0, 1)) == Kind()
+    table.set(1, Sampling(1.0, top_k=9, seed=2), floor=4)
+    assert table.kind(slots) == Kind(noise=True, top_k=9, floors=True)
+    table.forget(1)
+    assert table.kind(slots) == Kind(noise=True, top_k=5)
+    table.forget(2)
+    assert table.kind(slots) == Kind()
+
+
 # Ranking
 
 

@@ -100,6 +100,28 @@ def test_lanes_are_those_who_are_ready_or_not() -> None:
     assert Slots(2).lanes(CPU, ready=True) is None
 
 
+def test_lanes_follow_who_leaves_enters_and_is_ready() -> None:
+    slots = Slots(2)
+    first, second = running((5, 6)), running((5, 6, 7))
+    slots.take(first)
+    slots.take(second)
+    first.prefilled = 1
+
+    def found() -> list[tuple[tuple[int, ...], int] | None]:
+        both = [slots.lanes(CPU, ready=True), slots.lanes(CPU, ready=False)]
+        return [lanes and (lanes.ids, lanes.span) for lanes in both]
+
+    assert found() == [((0,), 1), ((1,), 0)]
+    second.prefilled = 2
+    assert found() == [((0, 1), 2), None]
+    first.tokens += [8, 9]
+    assert found() == [((0, 1), 3), None]
+    slots.leave(0)
+    assert found() == [((1,), 2), None]
+    slots.take(running((5,)))
+    assert found() == [((0, 1), 2), None]
+
+
 def empty_state(slots: int = 3) -> State:
     return State.empty(slots, CONTEXT, torch.zeros(slots, dtype=torch.long), torch.tensor([END]))
 

@@ -12,7 +12,7 @@ from foreword.core.sampling import Sampling
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import State
 from foreword.engine.engine import Engine
-from foreword.engine.request import Request
+from foreword.engine.request import Request, Running
 from foreword.errors import InputError, PromptError
 from foreword.methods import make
 
@@ -93,6 +93,35 @@ def test_events_are_the_text_piece_by_piece() -> None:
     assert [pieces[id(run)] for run in runs] == [run.tokens for run in runs]
     assert all(sum(run.accepted) == len(run.tokens) and len(run.accepted) == len(run.drafted) for run in runs)
     assert all(run.prefill_s >= 0 and run.decode_s > 0 for run in runs)
+
+
+def test_a_step_for_somebody_says_who_ended() -> None:
+    steps = engine(make("plain"), slots=3)
+    runs = [steps.add(Request((7,), SAMPLINGS["greedy"], tokens, ignore_eos=True)) for tokens in (3, 1, 3)]
+    ended: list[list[Running]] = []
+    while steps.busy:
+        ended.append(steps.step_for(()))
+    assert ended == [[runs[1]], [], [runs[0], runs[2]]]
+
+
+def test_a_text_is_timed_by_the_rounds_it_is_in() -> None:
+    """Not by those that go by while its prompt is read, nor by those after its end."""
+    steps = engine(make("plain"), slots=2)
+    long = steps.add(Request(tuple(range(3, 33)), SAMPLINGS["greedy"], 4, ignore_eos=True))
+    short = steps.add(Request((7,), SAMPLINGS["greedy"], 20, ignore_eos=True))
+    gone = steps.add(Request(tuple(range(3, 33)), SAMPLINGS["greedy"], 4))
+    while not long.ready:
+        before = steps.clock
+        steps.step()
+    while not long.done:
+        steps.step()
+    assert before > 0 and long.decode_s == pytest.approx(steps.clock - before)
+    steps.step()
+    assert gone.slot >= 0 and not gone.ready
+    steps.abort(gone)
+    while steps.busy:
+        steps.step()
+    assert gone.decode_s == 0 and short.decode_s == pytest.approx(steps.clock)
 
 
 def test_a_step_without_requests_brings_nothing() -> None:

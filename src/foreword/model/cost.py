@@ -1,8 +1,9 @@
 """What a pass costs by its number of rows, on this machine: measured once per model, device, dtype and thread count.
 
 Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs. The curve is
-kept under `place()/costs`, so only the first load pays the seconds that measuring takes. What a drafter's own work
-costs, which is no pass of the target, is measured and kept in the same way, under `place()/drafts`.
+kept under `place()/costs`, so only the first load pays the seconds that measuring takes; what a busy machine showed is
+kept for an hour. What a drafter's own work costs, which is no pass of the target, is measured and kept in the same way,
+under `place()/drafts`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXT = 256
 REPEATS = 5
+UNSTEADY_S = 3600.0  # how long that is trusted which was measured while the machine was busy
 FEWEST, ENOUGH_S = 2, 4.0  # tries, where more would take longer: a large model, or a busy machine
 
 
@@ -79,12 +81,13 @@ def _remembered(model: Model, folder: str, measured: Callable[[], Tries]) -> Cos
     file = place() / folder / f"{_mark(model)}.json"
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]))
+        if kept["steady"] or time.time() - file.stat().st_mtime < UNSTEADY_S:
+            return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]))
     except (OSError, ValueError, KeyError, TypeError):
-        tries = measured()
+        pass  # nothing that could be used: as if it were not there
+    tries = measured()
     curve = tries.curve()
-    if tries.steady:  # what a busy machine shows is used once and not remembered
-        _keep(file, {"what": _description(model), **asdict(curve)})
+    _keep(file, {"what": _description(model), "steady": tries.steady, **asdict(curve)})
     return curve
 
 

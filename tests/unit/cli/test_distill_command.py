@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import shlex
 import os
 import signal
 import time
@@ -33,7 +34,8 @@ def asked(prompts, tiny_model, tmp_path):
     return "distill", "--model", tiny_model, "--prompts", prompts, "--out", tmp_path / "data", *options
 
 
-def test_a_compressed_file_becomes_a_folder(run, asked, tmp_path):
+def test_a_compressed_file_becomes_a_folder(run, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/bin/foreword", *map(str, asked)])
     shown = run(*asked)
     assert shown.exit_code == 0
     shards = Shards.open(tmp_path / "data")
@@ -42,7 +44,7 @@ def test_a_compressed_file_becomes_a_folder(run, asked, tmp_path):
     assert f"{counts['written']} tokens written by the model, in {counts['sequences']} sequences" in shown.stdout
     assert "1 longer than the context allows" in shown.stdout and "1 rows that cannot be used" in shown.stdout
     assert "line 2: prompt holds ''" in shown.stderr and shown.stderr.startswith("warning: ")
-    assert shards.manifest["command"].startswith("foreword ")
+    assert shards.manifest["command"] == shlex.join(["foreword", *map(str, asked)])
 
 
 def test_json_and_nothing_left_to_do(run, asked):

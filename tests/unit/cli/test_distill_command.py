@@ -2,8 +2,8 @@
 
 import json
 import lzma
-import shlex
 import os
+import shlex
 import signal
 import time
 from threading import Thread

@@ -7,11 +7,10 @@ from foreword.train.distill import Progress, Recipe, distill
 from foreword.train.evaluate import Trial, trials_of
 from foreword.train.loop import Training
 from foreword.train.schedule import Settings
-from foreword.train.shards import Batch, Shards
+from foreword.train.shards import Shards
 from foreword.train.texts import Sequences, about_data, open_data, split_data
 
 __all__ = [
-    "Batch",
     "Progress",
     "Recipe",
     "Sequences",

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from foreword.errors import DataError, InputError, StorageError
 from foreword.model.fingerprint import Fingerprint
@@ -28,7 +26,6 @@ from foreword.model.fingerprint import Fingerprint
 FORMAT = 1
 MANIFEST = "manifest.json"
 SHARD_BYTES = 16_000_000  # of a shard's largest file: under 16 MiB
-BUCKET = 64  # batches whose sequences are sorted by length together
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -59,15 +56,6 @@ def key_of(prompt: str) -> int:
 
 
 # Reading ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows padded with zeros to the longest; the mask is False there."""
-
-    tokens: Tensor  # [B, T] long
-    mask: Tensor  # [B, T] bool: the target wrote this token
-    lengths: Tensor  # [B]
 
 
 class Shards:
@@ -137,39 +125,6 @@ class Shards:
             raise InputError(f"held_out is {held_out}; it is a share, from 0 to below 1")
         apart = self.keys < np.uint64(int(held_out * 2**64))
         return np.flatnonzero(~apart), np.flatnonzero(apart)
-
-    def shuffled(self, seed: int, among: Array | None = None) -> Array:
-        """Indices in an order that depends on the seed alone."""
-        indices = np.arange(len(self)) if among is None else among
-        return np.random.default_rng(seed).permutation(indices)
-
-    def batches(self, rows: int, context: int, seed: int = 0, among: Array | None = None) -> Iterator[Batch]:
-        """Every sequence once, `rows` at a time, cut to `context` tokens; those of a batch are about equally long.
-
-        A sequence of which nothing that the target wrote lies within the context is left out.
-        """
-        order, pool = self.shuffled(seed, among), rows * BUCKET
-        lots: list[Array] = []
-        for first in range(0, len(order), pool):
-            some = order[first : first + pool]
-            some = some[np.argsort(self.lengths[some], kind="stable")]
-            lots += [some[start : start + rows] for start in range(0, len(some), rows)]
-        for place in np.random.default_rng([seed, 1]).permutation(len(lots)):
-            batch = self._batch(lots[place], context)
-            if batch is not None:
-                yield batch
-
-    def _batch(self, indices: Array, context: int) -> Batch | None:
-        cut = [(tokens[:context], mask[:context]) for tokens, mask in (self[int(i)] for i in indices)]
-        cut = [(tokens, mask) for tokens, mask in cut if mask.any()]
-        if not cut:
-            return None
-        shape = len(cut), max(len(tokens) for tokens, _ in cut)
-        tokens, mask = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
-        for row, (ids, written) in enumerate(cut):
-            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, written
-        lengths = torch.tensor([len(ids) for ids, _ in cut])
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), lengths)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

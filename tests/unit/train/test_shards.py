@@ -61,41 +61,6 @@ def test_a_default_shard_is_under_16_mib(tmp_path: Path) -> None:
         writer.close()
 
 
-def test_the_order_depends_on_the_seed_alone(tmp_path: Path) -> None:
-    sequences = drawn(80)
-    one, other = fill(tmp_path / "a", sequences), fill(tmp_path / "b", sequences, shard_tokens=10_000)
-    assert one.shuffled(3).tolist() == other.shuffled(3).tolist() != one.shuffled(4).tolist()
-    assert sorted(one.shuffled(3).tolist()) == list(range(80))
-    texts = [[batch.tokens.tolist() for batch in shards.batches(4, 64, seed=3)] for shards in (one, other)]
-    assert texts[0] == texts[1] != [batch.tokens.tolist() for batch in one.batches(4, 64, seed=4)]
-
-
-def test_batches_hold_everything_once(tmp_path: Path) -> None:
-    shards = fill(tmp_path, drawn(83))
-    found = []
-    for batch in shards.batches(4, context=64, seed=1):
-        assert len(batch.tokens) <= 4 and batch.tokens.shape == batch.mask.shape
-        assert batch.tokens.shape[1] == int(batch.lengths.max())
-        for row, length in enumerate(batch.lengths.tolist()):
-            assert not batch.mask[row, length:].any() and not batch.tokens[row, length:].any()
-            found.append((batch.tokens[row, :length].tolist(), batch.mask[row, :length].int().tolist()))
-    assert sorted(found) == sorted((ids.tolist(), mask.tolist()) for ids, mask in (shards[i] for i in range(83)))
-
-
-def test_batches_pad_little(tmp_path: Path) -> None:
-    shards = fill(tmp_path, drawn(400), shard_tokens=100_000)
-    places = sum(batch.tokens.numel() for batch in shards.batches(8, context=64))
-    assert places < 1.1 * shards.lengths.sum()
-
-
-def test_batches_cut_at_the_context_and_drop_what_has_no_answer_in_it(tmp_path: Path) -> None:
-    shards = fill(tmp_path, drawn(60))
-    starts = [int(mask.argmax()) for _, mask in (shards[i] for i in range(60))]
-    batches = list(shards.batches(4, context=10))
-    assert sum(len(batch.tokens) for batch in batches) == sum(start < 10 for start in starts) < 60
-    assert all(batch.tokens.shape[1] <= 10 and batch.mask.any(1).all() for batch in batches)
-
-
 def test_all_answers_to_a_prompt_fall_on_one_side(tmp_path: Path) -> None:
     shards = fill(tmp_path, drawn(2000), shard_tokens=100_000)
     train, held = shards.split(0.1)
@@ -106,8 +71,6 @@ def test_all_answers_to_a_prompt_fall_on_one_side(tmp_path: Path) -> None:
     assert len(shards.split(0)[1]) == 0
     with pytest.raises(InputError, match="held_out is 1"):
         shards.split(1)
-    apart = [batch.tokens.shape[0] for batch in shards.batches(8, 64, among=held)]
-    assert sum(apart) == len(held)
 
 
 # What cannot be used ---------------------------------------------------------------------------------------------------
@@ -185,7 +148,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_an_empty_folder_can_be_opened(tmp_path: Path) -> None:
     shards = fill(tmp_path, [])
-    assert len(shards) == 0 and list(shards.batches(4, 64)) == [] and not shards.complete
+    assert len(shards) == 0 and not shards.complete
 
 
 def test_what_a_cut_run_left_of_the_next_shard_does_not_count(tmp_path: Path) -> None:

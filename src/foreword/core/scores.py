@@ -48,6 +48,10 @@ class Accepted:
         """[b]: the deepest accepted row, the one that `next` was read from."""
         return self.path.gather(1, (self.count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
 
+    def along(self, rows: Tensor) -> Tensor:
+        """Of a pass's rows [b, N, H] those of the path, in its order: [b, D+1, H]; the first `count` count."""
+        return rows.gather(1, self.path.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+
     @property
     def kept(self) -> Tensor:
         """[b, D+1] bool: which entries of `path` count."""

@@ -26,7 +26,7 @@ def accept(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Acce
     # A NaN beats every number in a maximum, so the chosen logit shows it, unless a filter dropped it: then look again.
     peak = logits.amax(-1, keepdim=True) if kind.filters else logits
     accepted, emission = (_settle_by_kernel if choice.is_cuda else settle)(state, draft, choice, peak, places)
-    return accepted, replace(emission, **_logprobs(logits, accepted.path, emission.tokens, kind.logprobs))
+    return accepted, replace(emission, **_logprobs(logits, accepted, emission.tokens, kind.logprobs))
 
 
 def _choices(state: State, draft: Draft, logits: Tensor) -> Tensor:
@@ -101,11 +101,10 @@ def _broken(peak: Tensor, choice: Tensor, path: Tensor, count: Tensor) -> Tensor
     return (shown.gather(1, path).isnan() & kept).any(1)
 
 
-def _logprobs(logits: Tensor, path: Tensor, tokens: Tensor, top: int) -> dict[str, Tensor]:
+def _logprobs(logits: Tensor, accepted: Accepted, tokens: Tensor, top: int) -> dict[str, Tensor]:
     if top < 0:
         return {}
-    rows = logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-    rows = widened(rows).log_softmax(-1)
+    rows = widened(accepted.along(logits)).log_softmax(-1)
     best = rows.topk(min(top, rows.shape[-1]), dim=-1)
     chosen = rows.gather(2, tokens.unsqueeze(-1)).squeeze(-1)
     return {"logprobs": chosen, "top_tokens": best.indices, "top_logprobs": best.values}

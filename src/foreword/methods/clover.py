@@ -150,9 +150,7 @@ class Clover(Drafter):
         return self.growth.draft(state, guess)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        hidden = scores.require_hidden()
-        path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[2])
-        self._follow(state, hidden.gather(1, path), accepted.count)
+        self._follow(state, accepted.along(scores.require_hidden()), accepted.count)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()

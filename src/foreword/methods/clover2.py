@@ -154,10 +154,8 @@ class Clover2(Drafter):
         return self.growth.draft(state, guess)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        hidden = scores.require_hidden()
-        path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[2])
-        taps = {layer: tap.gather(1, path) for layer, tap in scores.taps.items()}
-        self._follow(state, hidden.gather(1, path), taps, accepted.count)
+        taps = {layer: accepted.along(tap) for layer, tap in scores.taps.items()}
+        self._follow(state, accepted.along(scores.require_hidden()), taps, accepted.count)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()

@@ -89,9 +89,8 @@ class Medusa(Drafter):
         return self.growth.draft(state, guess)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        hidden = scores.require_hidden()
-        path = accepted.path.unsqueeze(-1).expand(-1, -1, hidden.shape[2])
-        self.hidden.index_copy_(0, state.slots, last_of(hidden.gather(1, path), accepted.count, self.hidden[state.slots]))
+        rows = accepted.along(scores.require_hidden())
+        self.hidden.index_copy_(0, state.slots, last_of(rows, accepted.count, self.hidden[state.slots]))
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()

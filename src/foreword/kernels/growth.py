@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.overlap import launched, take_turn
 from foreword.kernels.settle import Columns
 
 _NEVER = tl.constexpr(float("-inf"))
@@ -100,9 +100,7 @@ def _level(
     MOST: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One sequence: add the nodes of a level, and name those to go on from. BUDGET 0: all are added, in their order."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     real = candidate < LIVE * K
@@ -150,9 +148,7 @@ def _choose(
     COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One sequence: of its nodes the likeliest. Before the second token of a text only the root counts."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
     real = node < COUNT

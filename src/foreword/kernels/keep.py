@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.overlap import launched, take_turn
 
 
 @triton.jit
@@ -19,9 +19,7 @@ def _move(
     WIDTH: tl.constexpr, PLACES: tl.constexpr, WAY: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One head of one layer of one sequence."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     layer, head, lane = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     slot = tl.load(slots + lane)
     place, wide = tl.arange(0, WAY), tl.arange(0, BLOCK)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import early_launch, fetch, let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import early_launch, fetch, let_next_start, overlaps, take_turn, wait_for_previous
 from foreword.kernels.tiles import Kind, Tiles, fitting, tiles_for
 
 Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
@@ -233,9 +233,7 @@ def _join(
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     here = column < columns
     factor = tl.load(after + column, mask=here, other=0.0).to(tl.float32) if HANDS else 0.0
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     added = _residual(residual, row, column, here, columns, ADDED)
     scale = scale_of(norm, row, count, epsilon, K, BLOCKS)
     value = joined(part, row, column, here, count, columns, SPLITS) * scale
@@ -252,9 +250,7 @@ def _norm(
     at = tl.arange(0, BLOCK_K)
     here = at < K
     factor = tl.load(weight + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     row = tl.program_id(0)
     x = tl.load(rows + row * K + at, mask=here, other=0.0).to(tl.float32)
     length = tl.sum(x * x, 0)

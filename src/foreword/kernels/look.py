@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.overlap import launched, take_turn
 
 _SMALLEST = tl.constexpr(1e-8)  # length of a vector: torch's own bound
 
@@ -23,9 +23,7 @@ def _look(
     LINES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row, with its heads below each other."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     head, column = tl.arange(0, LINES), tl.arange(0, BLOCK)
     real = (head < HEADS)[:, None] & (column < WIDTH)[None, :]
     at = tl.program_id(0).to(tl.int64) * HEADS * WIDTH + head[:, None] * WIDTH + column[None, :]

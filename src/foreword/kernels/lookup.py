@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.overlap import launched, take_turn
 
 
 @triton.jit
@@ -19,9 +19,7 @@ def _look_up(
     text, slots, lengths, sizes, out, size, t_slot,
     NODES: tl.constexpr, MATCH: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + lane)
     end = tl.load(lengths + slot)

@@ -53,6 +53,14 @@ def wait_for_previous() -> None:
 
 
 @triton.jit
+def take_turn(EARLY: tl.constexpr) -> None:
+    """How a kernel begins that has nothing to do before its turn: others may start, and what it reads has been written."""
+    if EARLY:
+        let_next_start()
+        wait_for_previous()
+
+
+@triton.jit
 def fetch(lines, COUNT: tl.constexpr) -> None:
     """Bring the first COUNT numbers behind each pointer of `lines` [n] into the L2 cache; they may still change."""
     if COUNT > 0:

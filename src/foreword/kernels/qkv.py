@@ -30,7 +30,7 @@ from foreword.kernels.linear import (
     scale_of,
     start_early,
 )
-from foreword.kernels.overlap import early_launch, let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import early_launch, overlaps, take_turn
 from foreword.kernels.rotary import angles, place_of, put, turned
 from foreword.kernels.tiles import Tiles, fitting, tiles_for
 
@@ -125,9 +125,7 @@ def _join_turned(
     SPLITS: tl.constexpr, BLOCKS: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """A head of a row whose sums several programs shared."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     line, head = tl.program_id(0), tl.program_id(1)
     lane, row = line // per_lane, line % per_lane
     at = tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.growth import draft_likeliest
-from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.overlap import launched, take_turn
 
 
 @triton.jit
@@ -23,9 +23,7 @@ def _walk(
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One sequence: follow every node's ranks, then keep the likeliest in the template's order."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + lane)
     root = tl.load(roots + slot)
@@ -70,9 +68,7 @@ def _learn(
     EACH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """EACH rows of a pass: those that no later row overwrites are written."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     total = lanes * nodes
     mine = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
     real = mine < total

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import early_launch, let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
 
 @triton.jit
@@ -23,9 +23,7 @@ def _turn(
     Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Halves of a head are `low` and `high`: low cos - high sin, high cos + low sin."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     line, head = tl.program_id(0), tl.program_id(1)
     lane, row = line // rows, line % rows
     place = place_of(places, lane, row, head, rows, KEY_HEADS)

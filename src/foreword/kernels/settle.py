@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.overlap import launched, take_turn
 
 
 class Columns(Protocol):
@@ -55,9 +55,7 @@ def _fit(
     tokens, depth, size, slots, roots, alive, speculates, fitted, kept, t_lane, t_row, d_lane, d_row,
     NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + lane)
     row = tl.arange(0, BLOCK)
@@ -78,9 +76,7 @@ def _decide(
     NODES: tl.constexpr, PLACES: tl.constexpr, ENDS: tl.constexpr,
     BLOCK: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + lane)
     row, place = tl.arange(0, BLOCK), tl.arange(0, WAY)
@@ -135,9 +131,7 @@ def _write(
     slots, lengths, roots, text, alive, new, count, last, ended, t_slot,
     PLACES: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + lane)
     place = tl.arange(0, WAY)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.noise import gumbel, noise_bits
-from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.overlap import launched, take_turn
 
 MOST = 16  # best ones that can be asked for: each is one more look at what a program holds
 
@@ -48,9 +48,7 @@ def _stretch(
     K: tl.constexpr, MASS: tl.constexpr, NOISY: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """The K best of one stretch of a row, by K maxima; and its sum of exponentials, behind its peak."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     piece = row * tl.num_programs(1) + tl.program_id(1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -79,9 +77,7 @@ def _row(
     K: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """The K best of a row among the best of its stretches."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     left = tl.load(best + row * stretches * K + at, mask=at < stretches * K, other=_NOTHING)

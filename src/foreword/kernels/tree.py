@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import launched, let_next_start, wait_for_previous
+from foreword.kernels.overlap import launched, take_turn
 
 ROWS = 16  # of a tree, for one program
 
@@ -22,9 +22,7 @@ def _climb(
     NODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """All of the rows step up together, until the last has come to the root."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import early_launch, let_next_start, overlaps, wait_for_previous
+from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
 PROGRAMS = 264  # as many programs as keep a large GPU busy: two on each of its multiprocessors
 MOST_SHARES = 16  # more cost more to join than they save
@@ -89,9 +89,7 @@ def _attend(
     CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries over one share of the keys, with its log-weight where shares are joined."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     head, split = tl.program_id(0) % heads, tl.program_id(2)
     lane = (tl.program_id(0) // heads).to(tl.int64)
     slot = tl.load(slots + lane)
@@ -145,9 +143,7 @@ def _attend(
 @triton.jit(do_not_specialize=["answers", "splits"])
 def _join(parts, weights, out, answers, splits, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     """One row of the result: its shares, each counting as much as it holds of the softmax."""
-    if EARLY:
-        let_next_start()
-        wait_for_previous()
+    take_turn(EARLY)
     answer = tl.program_id(0).to(tl.int64)
     split, wide = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     here = split < splits

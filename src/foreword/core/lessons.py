@@ -57,7 +57,7 @@ class Lesson:
         written = functional.pad(mask, (0, heads + 1)).unfold(1, heads + 2, 1)[:, :, 2:]  # [b, n, heads]
         counts = written.cumprod(-1).bool().flatten(0, 1)
         chosen = counts[:, 0].nonzero().squeeze(1)
-        rows, counts = (_sent(part, tokens.device) for part in (chosen, counts[chosen]))
+        rows, counts = (sent_along(part, tokens.device) for part in (chosen, counts[chosen]))
         padded = functional.pad(tokens, (0, heads + 1))
         return Lesson(rows, padded.unfold(1, heads + 2, 1).flatten(0, 1)[rows], counts)
 
@@ -104,16 +104,15 @@ class Marks:
         own = self._own() if self.labels == "soft" or self.regression else None
         teacher = own if self.labels == "soft" else None
         found = losses(list(self.answers.values()), self.target.head, self.target.dtype, teacher)
-        total, figures = self.hidden.new_zeros((), dtype=torch.float32), {}
+        total = self.hidden.new_zeros((), dtype=torch.float32)
+        figures: dict[str, Tensor] = {}
         for (head, asked), (loss, places) in zip(self.answers.items(), found, strict=True):
             if self.regression and own is not None:
                 near = own[asked.ahead :][: asked.rows.shape[0]]
                 far = functional.smooth_l1_loss(asked.rows.float(), near.float(), reduction="none").mean(-1)
                 loss = loss + self.regression * _mean(far, asked.counts)
             total = total + self.weights[head] * loss
-            figures[f"top1/{head}"] = _mean((places < 1).float(), asked.counts)
-            figures[f"top5/{head}"] = _mean((places < 5).float(), asked.counts)
-            figures[f"rows/{head}"] = asked.counts.sum()
+            figures |= figures_of(head, places, asked.counts)
         return total, figures
 
     @torch.no_grad()
@@ -216,12 +215,18 @@ class _Known(torch.autograd.Function):
         return gradient * above[0], None, None
 
 
+def figures_of(head: int, places: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """How often a head's label stood first, and among the first five of its guesses; over how many rows those are means."""
+    right = {f"top{most}/{head}": _mean((places < most).float(), counts) for most in (1, 5)}
+    return right | {f"rows/{head}": counts.sum()}
+
+
 def rank_rates(places: Tensor, counts: Tensor, ranks: int) -> list[float]:
     """How often the label stood at place 0, 1, ... among the guesses."""
     return [float(_mean((places == rank).float(), counts)) for rank in range(ranks)]
 
 
-def _sent(part: Tensor, device: torch.device) -> Tensor:
+def sent_along(part: Tensor, device: torch.device) -> Tensor:
     """On the device, without waiting for what it is doing."""
     return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
 

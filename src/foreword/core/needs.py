@@ -5,10 +5,10 @@ A layer number l means: after l decoder layers (0 is the embedding).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Graft:
     layer: int
     anchor: tuple[int, ...]
     offset: tuple[int, ...]
-    make: Callable[[Tensor, Tensor], Tensor]
+    make: Callable[[Tensor, Tensor], Tensor] = field(compare=False)
 
     def __post_init__(self) -> None:
         if len(self.anchor) != len(self.offset):
@@ -42,6 +42,29 @@ class Graft:
     @property
     def rows(self) -> int:
         return len(self.anchor)
+
+
+@dataclass(frozen=True)
+class Join:
+    """A graft for training: rows that join whole texts after `layer`, one behind each of their anchors, `offset` places on.
+
+    A row sees its text up to the anchor, itself, and of the same anchor the rows that the earlier joins `sees` brought. Rows
+    of the text never see it. `make` gets the text's rows at the anchors [b, A, H] as they leave `layer` and what the earlier
+    joins have become, each [b, A, H], and gives the new rows [b, A, H].
+    """
+
+    layer: int
+    offset: int
+    make: Callable[[Tensor, Sequence[Tensor]], Tensor]
+    sees: tuple[int, ...] = ()
+
+
+class Joined(NamedTuple):
+    """Texts and the rows beside them, as they leave a layer."""
+
+    layer: int
+    texts: Tensor  # [b, n, H]
+    rows: tuple[Tensor, ...]  # of each join so far [b, A, H]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from foreword.core.draft import Draft
-from foreword.core.needs import Needs, Skip
+from foreword.core.needs import Graft, Join, Joined, Needs, Skip
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 
@@ -43,6 +44,14 @@ class Target(Protocol):
 
     def score(self, lanes: Lanes, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
         """One pass over a tree, or over some of its rows while the scratch rows before them are kept."""
+
+    def onward(self, lanes: Lanes, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
+        """Rows [b, n, H] as they would leave `layer`, a chain behind the committed text, through the layers above it, and
+        what is grafted onto them: [b, n + R, H], before the final norm. Of the cache they write scratch rows only."""
+
+    def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
+        """Whole texts [b, n, H] as they leave `layer`, walked on without a cache or gradients, and beside them the rows that
+        join behind their anchors [b, A], with gradients: layer by layer, the first time before any other is walked."""
 
     def stack(self, slots: int, layers: int = 1, init: int | None = None) -> Any:
         """New decoder layers of the target's kind, with a cache of their own, copied from layer `init` if given."""

@@ -66,6 +66,12 @@ METHODS: dict[str, Method] = {
         paper="Clover-2, arXiv 2408.00264",
         trained=True,
     ),
+    "firp": Method(
+        "firp:Firp",
+        "guesses middle states of later tokens, and walks them through the upper layers",
+        paper="FIRP, arXiv 2410.20488",
+        trained=True,
+    ),
 }
 
 # What is expected to be fastest on the machine at hand: methods/auto.py.

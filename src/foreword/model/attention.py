@@ -30,6 +30,19 @@ PREFIX = "foreword_"
 KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # of a head, that our kernel is made for
 
 
+@dataclass
+class Held:
+    """Keys and values [b, key heads, n, width] that the rows of a text had in the layer at hand, for the rows beside it."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """With those of the rows beside it behind them."""
+        assert self.keys is not None and self.values is not None
+        return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+
+
 class Pass(NamedTuple):
     """One layer's view of a pass: where its rows are stored and what they see.
 
@@ -46,6 +59,8 @@ class Pass(NamedTuple):
     lanes: Lanes | None = None
     places: Tensor | None = None  # of the n rows, flat
     reach: int = 0  # how many rows of the cache are looked at
+    held: Held | None = None  # without a cache: where the rows of a text leave keys and values
+    beside: Held | None = None  # or where rows beside it find them
 
 
 @dataclass
@@ -105,6 +120,10 @@ def tree_attention(
         if view.mask is None:
             return attend_by_kernel(query, view, options["scaling"]), None
         key, value = look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
+    if view.held is not None:
+        view.held.keys, view.held.values = key, value
+    if view.beside is not None:
+        key, value = view.beside.joined(key, value)
     assert view.mask is not None
     return attend(query, key, value, view.mask, options["scaling"], view.sight.softcap), None
 

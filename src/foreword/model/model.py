@@ -6,7 +6,7 @@ writes scratch rows only, and the engine commits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foreword.core.draft import Draft
-from foreword.core.needs import Needs, Skip
+from foreword.core.draft import Draft, Tree
+from foreword.core.needs import Graft, Join, Joined, Needs, Skip
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 from foreword.model import attention
@@ -162,6 +162,17 @@ class Model:
         walked = self._reader.walk(self.embed(tokens), rows, taps=needs.taps)
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
         return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
+
+    def onward(self, lanes: Lanes, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
+        attention.route(self.hf)
+        chain = Tree.chain(hidden.shape[1], hidden.device)
+        rows = Rows(self.cache.length[lanes.slots], chain.depth, chain.ancestors, lanes)
+        walked = self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts)
+        return walked.hidden if walked.grafted is None else torch.cat([walked.hidden, walked.grafted], dim=1)
+
+    def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
+        attention.route(self.hf)
+        return self._reader.beside(hidden, layer, anchor, joins)
 
 
 def _end_tokens(hf: PreTrainedModel) -> list[int]:

@@ -8,8 +8,8 @@ and values of the rows land in its scratch; without, rows see each other only, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foreword.core.draft import Tree
-from foreword.core.needs import Graft, Skip, on_device
+from foreword.core.needs import Graft, Join, Joined, Skip, on_device
 from foreword.core.state import Lanes
-from foreword.model.attention import Pass, has_kernel, mask_of, within
+from foreword.model.attention import Held, Pass, has_kernel, mask_of, within
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.families import Family, Sight
 from foreword.model.lean import lean_layers
@@ -49,6 +49,20 @@ class Rows:
         """Whole texts from their first token on: every row sees itself and those before it, in all texts alike."""
         sees = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
         return Rows(torch.zeros(1, dtype=torch.long, device=device), torch.arange(count, device=device).unsqueeze(0), sees)
+
+    @staticmethod
+    def beside(length: int, anchor: Tensor, joins: Sequence[Join]) -> Rows:
+        """Those that joined texts of `length` rows behind the anchors [b, A], join by join."""
+        count, device = anchor.shape[1], anchor.device
+        place = torch.arange(length, device=device)
+        ahead = [anchor + join.offset for join in joins]
+        known = torch.tensor([[i == j or j in one.sees for j in range(len(joins))] for i, one in enumerate(joins)])
+        same = torch.eye(count, dtype=torch.bool, device=device)
+        own = (known.to(device).view(len(joins), 1, -1, 1) & same.view(1, count, 1, -1)).flatten(2).flatten(0, 1)
+        text = (place <= anchor.unsqueeze(2)).repeat(1, len(joins), 1)
+        sees = torch.cat([text, own.expand(anchor.shape[0], -1, -1)], dim=2)
+        depth = torch.cat([place.expand(anchor.shape[0], -1), *ahead], dim=1)
+        return Rows(torch.zeros(anchor.shape[0], dtype=torch.long, device=device), depth, sees)
 
     @property
     def count(self) -> int:
@@ -170,6 +184,27 @@ class Stack:
                 hidden = self._layer(layer, hidden, view, skip)
         return Walked(hidden[:, :real], kept, hidden[:, real:] if grafts else None)
 
+    def beside(self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
+        """Whole texts [b, n, H] from after layer `start` on, without gradients, and the rows that join behind the anchors
+        [b, A], with them: as they leave every layer."""
+        held, count = Held(), anchor.shape[1]
+        text, side = self._view(Rows.causal(hidden.shape[1], hidden.device), hidden), None
+        text = replace(text, shared=text.shared._replace(held=held))
+        rows: tuple[Tensor, ...] = ()
+        for layer in range(start, len(self.layers) + 1):
+            for join in (join for join in joins if join.layer == layer):
+                rows, side = (*rows, join.make(hidden.gather(1, _across(anchor, hidden)), rows)), None
+            yield Joined(layer, hidden, rows)
+            if layer == len(self.layers):
+                return
+            with torch.no_grad():
+                hidden = self._layer(layer, hidden, text, None)
+            if rows:
+                if side is None:
+                    side = self._view(Rows.beside(hidden.shape[1], anchor, joins[: len(rows)]), hidden)
+                    side = replace(side, shared=side.shared._replace(beside=held))
+                rows = self._layer(layer, torch.cat(rows, dim=1), side, None).split(count, dim=1)
+
     def _layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
         layer = self.layers[index]
         skip = skip or Skip()
@@ -215,6 +250,11 @@ class Stack:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()
+
+
+def _across(places: Tensor, rows: Tensor) -> Tensor:
+    """Places [b, A] as an index that gathers whole rows."""
+    return places.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from doubles import (
     truth,
 )
 from foreword.core.draft import Draft, Tree
-from foreword.core.needs import Graft, Needs
+from foreword.core.needs import Graft, Join, Needs
 from foreword.core.state import Lanes
 from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
@@ -227,3 +227,70 @@ def test_gradients_reach_a_graft_s_projection() -> None:
     gradient = projection.weight.grad
     assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0
     close(walked.hidden[0].detach(), own_hidden(model.hf, PREFIX)[-1])
+
+
+# Beside whole texts ------------------------------------------------------------------------------------------------------
+
+
+@every_family
+@torch.no_grad()
+def test_rows_beside_a_text_are_those_grafted_onto_it(family: str) -> None:
+    """Two texts, each with anchors of its own, against a pass over each as a chain: on every layer what transformers has of
+    the text itself, at the end the rows that the slow walk has."""
+    model = target(family)
+    texts, anchor = [[5, 9, 31, 8, 7, 12, 30], [11, 3, 3, 8, 9, 10, 4]], torch.tensor([[1, 3, 6], [0, 2, 4]])
+    matrices = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0)).double() / 6
+    joins = [
+        Join(layer, i + 1, lambda rows, _, i=i: rows @ matrices[i], tuple(range(i))) for i, layer in enumerate((1, 1, 3))
+    ]
+    hidden = [own_hidden(model.hf, text) for text in texts]
+    found = list(model.beside(torch.stack([one[1] for one in hidden]), 1, anchor, joins))
+    assert [(one.layer, len(one.rows)) for one in found] == [(1, 2), (2, 2), (3, 3), (4, 3)]
+    for one in found:
+        close(one.texts, torch.stack([layers[one.layer] for layers in hidden]))
+    for lane, text in enumerate(texts):
+        places = tuple(anchor[lane].tolist())
+        grafts = tuple(
+            Graft(join.layer, places, (join.offset,) * 3, lambda real, _, i=i, p=places: real[:, list(p)] @ matrices[i])
+            for i, join in enumerate(joins)
+        )
+        _, rows = slow_walk(model, [], grafts, text, [0, *range(len(text) - 1)])
+        close(torch.cat([one[lane] for one in found[-1].rows]), rows)
+
+
+@torch.no_grad()
+def test_a_joined_row_sees_those_that_it_names() -> None:
+    """The second step, told of the first or not; a third that is told of neither is as if it were alone."""
+    model = target()
+    anchor, hidden = torch.tensor([[2, 5]]), own_hidden(model.hf, [5, 9, 31, 8, 7, 12, 30])[1].unsqueeze(0)
+
+    def last(*sees: tuple[int, ...]) -> Tensor:
+        joins = [Join(1, i + 1, lambda rows, _, i=i: rows / (i + 1), seen) for i, seen in enumerate(sees)]
+        return list(model.beside(hidden, 1, anchor, joins))[-1].rows[-1]
+
+    assert not torch.allclose(last((), (0,)), last((), ()))
+    close(last((), (), ()), last((), (0,), ()))
+    assert not torch.allclose(last((), (), (1,)), last((), (), (0, 1)))
+
+
+def test_only_joined_rows_carry_gradients() -> None:
+    model, projection = target(), nn.Linear(32, 32).double()
+    hidden = own_hidden(model.hf, [5, 9, 31, 8])[1].unsqueeze(0)
+    joins = [Join(2, 1, lambda rows, _: projection(rows))]
+    found = list(model.beside(hidden, 1, torch.tensor([[0, 2]]), joins))
+    assert not any(one.texts.requires_grad for one in found)
+    found[-1].rows[0].sum().backward()
+    assert projection.weight.grad is not None and projection.weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_rows_go_on_behind_the_committed_text() -> None:
+    """From a layer's own states on: what the whole text has of them at the end; a grafted row is the one behind."""
+    model, text = target("qwen3"), [5, 9, 31, 8, 7, 12]
+    own = own_hidden(model.hf, text)
+    lanes = prefilled(model, {2: text[:3]})
+    later = Graft(3, (1,), (1,), lambda real, _: own[3][5:].unsqueeze(0))
+    close(model.onward(lanes, own[2][3:5].unsqueeze(0), 2, (later,))[0], own[4][3:])
+    alone = model.onward(lanes, own[2][3:6].unsqueeze(0), 2)
+    close(alone[0], own[4][3:])
+    assert int(model.cache.length[2]) == 3

@@ -1,0 +1,229 @@
+"""Pseudo rows: a matrix turns a token's state in the middle of the target into a guess of a later token's state there.
+
+Step i makes, of the row at t, a row at t + i, which the layers above treat as any other: it sees the text up to t and the
+steps before it, and the target's head reads the token t + 1 + i off it. Training walks them through the frozen layers; only
+the matrices learn. `firp` and `hidden_transfer` draft with the same ones, and differ in when the rows are walked.
+Papers: Hidden Transfer (arXiv 2404.12022), FIRP (arXiv 2410.20488).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreword.core.heads import linear
+from foreword.core.lessons import Answers, Labels, check_labels, figures_of, losses, rank_rates, sent_along
+from foreword.core.needs import Graft, Join
+from foreword.core.sampling import widened
+from foreword.core.scores import Scores
+from foreword.core.target import Target
+from foreword.core.trees import BRANCH, Rates
+from foreword.core.widening import Table, Wide
+from foreword.errors import DrafterError, InputError
+
+Source = Literal["anchor", "chain"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a drafter's options say of its steps."""
+
+    steps: int
+    layers: tuple[int, ...] | None = None  # which layer each step joins after; None: from the middle on
+    source: Source = "anchor"  # what a step is made of: the anchor's own state, or that of the step before
+    bias: bool = True
+    squeeze: int = 1  # a matrix goes through 1 / so many of its columns: of lower rank, and smaller
+    norm: bool = True  # on rows of size 1; what comes out has the row's size again
+    labels: Labels = "soft"
+    anchors: int = 64  # of a text, in a training step
+
+    def check(self, method: str) -> None:
+        if self.steps < 1 or self.squeeze < 1 or self.anchors < 1:
+            found = f"steps={self.steps}, squeeze={self.squeeze} and anchors={self.anchors}"
+            raise InputError(f"{method}: each must be 1 or more, got {found}")
+        if self.layers is not None and not all(type(layer) is int for layer in self.layers):
+            raise InputError(f"{method}: layers is {self.layers!r}; each is the number of a layer")
+        if self.layers is not None and (len(self.layers) != self.steps or list(self.layers) != sorted(self.layers)):
+            raise InputError(f"{method}: layers is {list(self.layers)}; {self.steps} steps need one each, in rising order")
+        if self.source not in get_args(Source):
+            raise InputError(f"{method}: source is {self.source!r}; choose from {', '.join(get_args(Source))}")
+        check_labels(method, self.labels)
+
+    def layers_of(self, target: Target, method: str) -> tuple[int, ...]:
+        """Where the steps join this target."""
+        if self.layers is None:
+            return tuple(min(target.layers // 2 + step, target.layers - 1) for step in range(self.steps))
+        outside = [layer for layer in self.layers if not 0 <= layer < target.layers]
+        if outside:
+            raise DrafterError(
+                f"{method}: no step can join after layer {outside[0]} of {target.name}, which has "
+                f"{target.layers}; one at least must be left to walk, so choose from 0 to {target.layers - 1}"
+            )
+        return self.layers
+
+    @property
+    def config(self) -> dict[str, Any]:
+        layers = None if self.layers is None else list(self.layers)
+        shape = {"steps": self.steps, "layers": layers, "source": self.source}
+        return shape | {"bias": self.bias, "squeeze": self.squeeze, "norm": self.norm}
+
+    @property
+    def wide(self) -> Table:
+        size: Literal["normed", "stream"] = "normed" if self.norm else "stream"
+        return {"*": Wide(size, size)}
+
+    def module(self, target: Target) -> nn.ModuleList:
+        return nn.ModuleList(Projection(target, self) for _ in range(self.steps))
+
+
+class Projection(nn.Module):
+    """h + |h| (W h / |h| + b), where |h| is the row's root mean square. W and b start at 0: rows are copied.
+
+    Rows of the stream grow from layer to layer, and differ in size from token to token: at size 1, weights of all layers and
+    all models learn at one rate.
+    """
+
+    def __init__(self, target: Target, options: Transfer) -> None:
+        super().__init__()
+        size = target.hidden_size
+        inner = size // options.squeeze
+        if inner < 1:
+            raise InputError(f"squeeze is {options.squeeze}, but {target.name} has only {size} columns")
+        self.norm = options.norm
+        self.down = linear(target, size, inner, bias=False) if options.squeeze > 1 else None
+        self.linear = linear(target, inner, size, options.bias)
+        for weight in self.linear.parameters():
+            nn.init.zeros_(weight)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if not self.norm:
+            return rows + self._product(rows)
+        size = widened(rows).square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny).to(rows.dtype)
+        return rows + (size * self._product(rows / size)).to(rows.dtype)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return self.linear(rows if self.down is None else self.down(rows))
+
+
+def joins_of(module: nn.ModuleList, layers: Sequence[int], source: Source) -> list[Join]:
+    """The steps for training: each sees all before it."""
+
+    def join(step: int, layer: int) -> Join:
+        def make(anchors: Tensor, earlier: Sequence[Tensor]) -> Tensor:
+            return module[step](earlier[-1] if source == "chain" and step else anchors)
+
+        return Join(layer, step + 1, make, tuple(range(step)))
+
+    return [join(step, layer) for step, layer in enumerate(layers)]
+
+
+def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: Tensor) -> tuple[Tensor, tuple[Graft, ...]]:
+    """The steps behind the last row of a text, whose states after the layers are `known` [b, steps, H]: the first step's row
+    [b, 1, H], which `Target.onward` takes up from its layer on, and the later ones, grafted onto it."""
+
+    def graft(step: int) -> Graft:
+        def make(first: Tensor, later: Tensor) -> Tensor:
+            rows = torch.cat([first, later], dim=1)[:, -1:] if source == "chain" else known[:, step : step + 1]
+            return module[step](rows)
+
+        return Graft(layers[step], (0,), (step,), make)
+
+    return module[0](known[:, :1]), tuple(graft(step) for step in range(1, len(layers)))
+
+
+# Learning ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Rows of texts that are learned from, A of each, and what the steps behind them should guess."""
+
+    place: Tensor  # [b, A]
+    labels: Tensor  # [b, A, steps]
+    counts: Tensor  # [b, A, steps] bool: the target wrote all that steps 1 to i guess
+
+    @staticmethod
+    def of(tokens: Tensor, mask: Tensor, steps: int, most: int, at_random: bool) -> Anchors:
+        """`mask` [b, n], on the host: tokens that the target wrote. Of each text up to `most` rows, drawn anew in training
+        and always the same ones elsewhere."""
+        written = functional.pad(mask, (0, steps + 1)).unfold(1, steps + 2, 1)[:, :, 2:].cumprod(-1).bool()  # [b, n, steps]
+        fixed = None if at_random else torch.Generator().manual_seed(0)
+        drawn = torch.rand(mask.shape, generator=fixed).masked_fill(~written[:, :, 0], -1)
+        count = max(1, min(most, int(written[:, :, 0].sum(1).max())))
+        chosen = drawn.topk(count, dim=1).indices.sort(1).values
+        counts = written.gather(1, chosen.unsqueeze(-1).expand(-1, -1, steps))
+        place, counts = (sent_along(part, tokens.device) for part in (chosen, counts))
+        ahead = (place.unsqueeze(-1) + 2 + torch.arange(steps, device=tokens.device)).clamp(max=tokens.shape[1] - 1)
+        return Anchors(place, tokens.gather(1, ahead.flatten(1)).view(ahead.shape), counts)
+
+    def asked(self, step: int, rows: Tensor) -> Answers:
+        """`rows` [b, A, H]: what step 1, 2, ... hands to the target's head."""
+        return Answers(rows.flatten(0, 1), self.labels[:, :, step - 1].flatten(), self.counts[:, :, step - 1].flatten())
+
+    def teacher(self, step: int, hidden: Tensor) -> Tensor:
+        """[b * A, H] of the target's states [b, n, H]: where it decides what a step guesses."""
+        place = (self.place + step).clamp(max=hidden.shape[1] - 1)
+        return hidden.gather(1, place.unsqueeze(-1).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
+
+
+def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Target) -> tuple[Tensor, ...]:
+    """What the steps behind the anchors hand to the target's head: each [b, A, H]."""
+    first, rows = joins[0].layer, tuple[Tensor, ...]()
+    for found in target.beside(scores.taps[first], first, anchors.place, joins):
+        rows = found.rows
+    return tuple(target.norm(one) for one in rows)
+
+
+def loss_of(
+    rows: Sequence[Tensor], steps: Sequence[int], anchors: Anchors, scores: Scores, target: Target, labels: Labels
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Of rows [b, A, H] that guess so many steps ahead: the loss and the figures of each."""
+    hidden = scores.require_hidden()
+    lost, figures = [], []
+    for step, one in zip(steps, rows, strict=True):
+        asked = anchors.asked(step, one)
+        teacher = target.norm(anchors.teacher(step, hidden)).detach() if labels == "soft" else None
+        [(loss, places)] = losses([asked], target.head, target.dtype, teacher)
+        lost.append(loss)
+        figures.append(figures_of(step, places, asked.counts))
+    return lost, figures
+
+
+def learn(
+    module: nn.ModuleList,
+    options: Transfer,
+    layers: Sequence[int],
+    tokens: Tensor,
+    mask: Tensor,
+    scores: Scores,
+    target: Target,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of all steps, and their figures: as `Trainable.loss` has it."""
+    anchors = Anchors.of(tokens, mask, options.steps, options.anchors, module.training)
+    rows = walked(joins_of(module, layers, options.source), anchors, scores, target)
+    lost, found = loss_of(rows, range(1, options.steps + 1), anchors, scores, target, options.labels)
+    figures = {name: value for one in found for name, value in one.items()}
+    return torch.stack(lost).sum(), figures
+
+
+@torch.no_grad()
+def right_by_rank(
+    module: nn.ModuleList,
+    options: Transfer,
+    layers: Sequence[int],
+    tokens: Tensor,
+    mask: Tensor,
+    scores: Scores,
+    target: Target,
+) -> Rates:
+    """How often the guesses of each step are right by rank: what trees are built from."""
+    anchors = Anchors.of(tokens, mask, options.steps, options.anchors, at_random=False)
+    rows = walked(joins_of(module, layers, options.source), anchors, scores, target)
+    asked = [anchors.asked(step, one) for step, one in enumerate(rows, start=1)]
+    found = losses(asked, target.head, target.dtype)
+    return [rank_rates(places, one.counts, BRANCH) for one, (_, places) in zip(asked, found, strict=True)]

@@ -1,0 +1,113 @@
+"""DRAFT: states of tokens to come, guessed in the middle of the target and walked through its upper layers once the round is
+decided. What is kept of a sequence is the middle states of its last row; a small matrix a step moves them ahead.
+
+Rows made so see the whole text and the steps before them; the target's own head reads guesses off them. They are scratch:
+the pass that checks the guesses writes over them. The price is a second sweep of the upper layers, over few rows.
+Paper: FIRP (arXiv 2410.20488). `hidden_transfer` walks the same rows inside the checking pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foreword.core.draft import Draft
+from foreword.core.drafter import Drafter
+from foreword.core.heads import last_of
+from foreword.core.lessons import Labels
+from foreword.core.needs import Needs
+from foreword.core.sampling import guesses
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.core.transfer import Source, Transfer, behind, learn, right_by_rank
+from foreword.core.trees import USUAL_RATES, Rates, StaticTree, TreeKind, TreePlan
+
+
+class Firp(Drafter):
+    paper = "FIRP, arXiv 2410.20488"
+    module: nn.ModuleList
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        steps: int = 3,
+        layers: Sequence[int] | None = None,
+        source: Source = "anchor",
+        bias: bool = True,
+        squeeze: int = 1,
+        norm: bool = True,
+        tree: TreeKind = "static",
+        width: int = 8,
+        paths: Sequence[Sequence[int]] | None = None,
+        rates: Rates = USUAL_RATES,
+        labels: Labels = "soft",
+        anchors: int = 64,
+    ) -> None:
+        """`steps` tokens are guessed ahead, each by a row that joins after one of `layers`. `source`: a step is made of the
+        last row's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `tree`: a template
+        built from `rates`, which `calibrate` measures, or made of `paths`; the likeliest paths ("best"); or Clover's budget.
+        `anchors` rows of a text are learned from in a step."""
+        layers = None if layers is None else tuple(layers)
+        self.options = Transfer(steps, layers, source, bias, squeeze, norm, labels, anchors)
+        self.options.check("firp")
+        self.wants_cost = rows is None
+        self.plan = TreePlan(tree, rows, width, rates, paths)
+        self.plan.check("firp")
+        self.wide = self.options.wide
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**self.options.config, "rates": [list(row) for row in self.plan.rates]}
+
+    def bind(self, target: Target, slots: int) -> None:
+        self.target = target
+        self.layers = self.options.layers_of(target, "firp")
+        self.options = replace(self.options, layers=self.layers)
+        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
+            self.module = self.options.module(target)
+        self.growth = self.plan.on(target, self.options.steps)
+        self.shape = self.growth.shape
+        self.needs = Needs(hidden=True, taps=tuple(sorted(set(self.layers))), prompt="last")
+        self.number = torch.arange(1, self.shape.depth + 1, device=target.device)
+        size = slots, self.options.steps, target.hidden_size
+        self.known = torch.zeros(size, dtype=target.dtype, device=target.device)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self.known.index_copy_(0, state.slots, self._taps(scores)[:, -1])
+
+    def propose(self, state: State) -> Draft:
+        if self.shape.depth == 0:
+            return Draft.nothing(state.root)
+        layers = self.layers[: self.shape.depth]
+        first, later = behind(self.module, layers, self.options.source, self.known[state.slots])
+        rows = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
+        tokens, chances = guesses(self.target.head(rows), state.ahead(self.number), state.sampling, self.growth.branch)
+        if isinstance(self.growth, StaticTree):
+            return self.growth.filled(state, tokens)
+
+        def guess(level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            shape = (-1, live.shape[1], -1)
+            return tokens[:, level - 1 : level].expand(shape), chances[:, level - 1 : level].expand(shape)
+
+        return self.growth.draft(state, guess)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        rows = accepted.along(self._taps(scores).flatten(2))
+        kept = last_of(rows, accepted.count, self.known[state.slots].flatten(1))
+        self.known.index_copy_(0, state.slots, kept.unflatten(1, self.known.shape[1:]))
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        return learn(self.module, self.options, self.layers, tokens, mask, scores, target)
+
+    def calibrate(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> Rates:
+        """How often the guesses of each step are right by rank, on text kept apart: the `rates` of a better template."""
+        return right_by_rank(self.module, self.options, self.layers, tokens, mask, scores, target)
+
+    def _taps(self, scores: Scores) -> Tensor:
+        """[b, n, steps, H]: each row's states after the layers that the steps join."""
+        return torch.stack([scores.taps[layer] for layer in self.layers], dim=2)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -47,14 +48,21 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover, not regressive": ("clover", {"regressive": False}),
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
+    "hidden_transfer": ("hidden_transfer", {"carry": "all"}),
+    "hidden_transfer, likely nodes": ("hidden_transfer", {"rows": 12}),
+    "hidden_transfer, chained": ("hidden_transfer", {"source": "chain", "layers": (0, 2, 2), "carry": "all"}),
+    "hidden_transfer, best": ("hidden_transfer", {"tree": "best", "rows": 12}),
     "firp": ("firp", {}),
     "firp, one layer": ("firp", {"layers": (1, 1, 1)}),
     "firp, chained": ("firp", {"source": "chain", "layers": (0, 2, 3)}),
     "firp, low rank": ("firp", {"squeeze": 2, "bias": False}),
     "firp, rows as they are": ("firp", {"norm": False}),
 }
-SIDE_BY_SIDE = ("medusa", "firp")
+SIDE_BY_SIDE = ("medusa", "hidden_transfer", "firp")
 """Methods whose guesses do not know one another: all of them come at once, and every node of a level shares them."""
+COUNT = {"hidden_transfer": "steps", "firp": "steps"}
+"""What a method calls the number of tokens that it guesses ahead."""
+
 every_form = pytest.mark.parametrize("form", FORMS)
 HEADS = 3
 FORK = [[first, *[0] * depth] for depth in range(HEADS) for first in (0, 1)]
@@ -62,7 +70,7 @@ FORK = [[first, *[0] * depth] for depth in range(HEADS) for first in (0, 1)]
 
 def made(form: str, model: Model, **options: Any) -> Any:
     name, own = FORMS[form]
-    return taught(name, model, **{"steps" if name == "firp" else "heads": HEADS}, **own | options)
+    return taught(name, model, **{COUNT.get(name, "heads"): HEADS}, **own | options)
 
 
 def by_level(form: str, rows: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -75,7 +83,7 @@ def scores_of(model: Model, texts: list[list[int]], needs: Needs) -> Scores:
     """A full causal pass, as training makes it."""
     model.allocate(len(texts), CONTEXT, len(texts[0]))
     with torch.no_grad():
-        return model.score(Lanes.of(range(len(texts)), 0), chain(texts), needs)  # type: ignore[arg-type]
+        return model.score(Lanes.of(range(len(texts)), 0), chain(texts), replace(needs, grafts=()))  # type: ignore[arg-type]
 
 
 def test_every_trained_method_is_here() -> None:
@@ -102,7 +110,8 @@ class Heard:
 def test_what_is_trained_is_what_is_drafted(form: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two branches of a draft, each laid before the loss as a text: every head makes of it what it made in the round."""
     model = target(family)
-    drafter = made(form, model, tree="static", paths=FORK, labels="hard", **{"regression": 0.0} if "clover2" in form else {})
+    forked = {} if "hidden_transfer" in form else {"tree": "static", "paths": FORK}
+    drafter = made(form, model, labels="hard", **forked, **{"regression": 0.0} if "clover2" in form else {})
     steps, heard = engine(drafter, model, slots=2), Heard(model, monkeypatch)
     for prompt in prompts(3)[1:]:
         steps.add(Request(prompt, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True))
@@ -118,7 +127,9 @@ def test_what_is_trained_is_what_is_drafted(form: str, family: str, monkeypatch:
         scores, mask = scores_of(model, [whole], drafter.needs), torch.zeros(1, len(whole), dtype=torch.bool)
         mask[0, len(texts[lane]) :] = True
         trained = heard.of(lambda w=whole, m=mask, s=scores: drafter.loss(torch.tensor([w]), m, s, model))  # type: ignore[misc]
-        for one, other in zip(levels, trained, strict=True):
+        assert len(levels) == len(trained) == HEADS
+        known = int(drafter.have[lane]) if "hidden_transfer" in form else HEADS  # an unlikely node carried fewer
+        for one, other in zip(levels[:known], trained, strict=False):
             torch.testing.assert_close(one[lane, min(branch, one.shape[1] - 1)], other[0])
 
 
@@ -212,10 +223,11 @@ def test_the_config_makes_the_same_module_again(form: str) -> None:
     again: Any = untrained(FORMS[form][0], **json.loads(json.dumps(drafter.config)))
     again.bind(model, 2)
     again.module.load_state_dict(drafter.module.state_dict())
-    assert again.config == drafter.config and again.needs == drafter.needs
+    learned_from = [replace(one.needs, grafts=()) for one in (again, drafter)]  # which rows carry grafts is no part of it
+    assert again.config == drafter.config and learned_from[0] == learned_from[1]
 
 
-@pytest.mark.parametrize("form", ["medusa", "hydra, prefix", "clover", "clover2, taps", "firp"])
+@pytest.mark.parametrize("form", ["medusa", "hydra, prefix", "clover", "clover2, taps", "hidden_transfer", "firp"])
 def test_another_engine_keeps_what_was_learned(form: str) -> None:
     """Other slots, other context: the same weights, at the same place."""
     model, asked = target(), requests(4, SAMPLINGS["greedy"])
@@ -233,11 +245,15 @@ def test_few_rows(name: str, rows: int) -> None:
     model, asked = target(), requests(3)
     drafter = taught(name, model, rows=rows)
     assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
-    assert drafter.shape.nodes == rows
+    carried = drafter.needs.grafted_rows
+    assert drafter.shape.nodes + carried == rows if carried else drafter.shape.nodes in (1, rows)
 
 
-@pytest.mark.parametrize("tree", ["static", "best", "budget"])
-@pytest.mark.parametrize("name", TRAINED)
+TREES = [(name, tree) for name in TRAINED for tree in ("static", "best", "budget")]
+TREES.remove(("hidden_transfer", "budget"))  # a node carries rows by its place, and budgeted trees do not order nodes
+
+
+@pytest.mark.parametrize(("name", "tree"), TREES)
 def test_every_tree(name: str, tree: str) -> None:
     model, asked = target(), requests(3, SAMPLINGS["T=0.8"])
     drafter = taught(name, model, tree=tree)
@@ -257,6 +273,10 @@ BAD: dict[str, Callable[[], object]] = {
     "heads=4 and layers=0": lambda: untrained("hydra", layers=0),
     "block is 'half'; choose from full, attention, mlp, none": lambda: untrained("clover", block="half"),
     "labels is 'firm'": lambda: untrained("medusa", labels="firm"),
+    "tree is 'budget'; choose from static, best": lambda: untrained("hidden_transfer", tree="budget"),
+    "carry is 'some'; choose from likely, all": lambda: untrained("hidden_transfer", carry="some"),
+    "rates is .*from 0 to 1": lambda: untrained("hidden_transfer", rates=[[1.2]]),
+    "firp: layers is .3, 1.; 2 steps need one each": lambda: untrained("firp", steps=2, layers=[3, 1]),
     "tree is 'tall'": lambda: untrained("clover2", tree="tall"),
     "taps is .2.5, 3.; each is the number of a layer": lambda: untrained("clover2", taps=(2.5, 3)),
     "an option is of the wrong type": lambda: untrained("clover2", taps=3),

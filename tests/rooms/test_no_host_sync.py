@@ -40,6 +40,7 @@ ENTRIES = {
     SOURCE / "core" / "sampling.py": {"pick", "rank", "guesses"},
     SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
     SOURCE / "core" / "heads.py": {"forward", "counted", "last_of"},
+    SOURCE / "core" / "transfer.py": {"forward", "behind"},
     SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "model" / "model.py": {"score", "embed", "norm", "head"},

@@ -6,7 +6,7 @@ A layer number l means: after l decoder layers (0 is the embedding).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -33,7 +33,7 @@ class Graft:
     layer: int
     anchor: tuple[int, ...]
     offset: tuple[int, ...]
-    make: Callable[[Tensor, Tensor], Tensor] = field(compare=False)
+    make: Callable[[Tensor, Tensor], Tensor]
 
     def __post_init__(self) -> None:
         if len(self.anchor) != len(self.offset):

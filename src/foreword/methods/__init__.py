@@ -66,6 +66,12 @@ METHODS: dict[str, Method] = {
         paper="Clover-2, arXiv 2408.00264",
         trained=True,
     ),
+    "hidden_transfer": Method(
+        "hidden_transfer:HiddenTransfer",
+        "tree nodes carry states of later tokens through the checking pass",
+        paper="Hidden Transfer, arXiv 2404.12022",
+        trained=True,
+    ),
     "firp": Method(
         "firp:Firp",
         "guesses middle states of later tokens, and walks them through the upper layers",

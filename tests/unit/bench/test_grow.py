@@ -109,6 +109,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover, no block": ("clover", {"block": "none", "tree": "best"}),
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
+    "hidden_transfer": ("hidden_transfer", {}),
     "firp": ("firp", {}),
     "firp, low rank": ("firp", {"squeeze": 4}),
     "firp, rows as they are": ("firp", {"norm": False}),
@@ -139,7 +140,7 @@ def test_every_trained_method_is_here() -> None:
 def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path) -> None:
     """Through the folder that it is kept in: the grown target is taken for its original, and the weights are widened."""
     name, options = FORMS[form]
-    options = {"rows": 12, "steps" if name == "firp" else "heads": 3, **options}
+    options = {"rows": 12, "steps" if name in ("firp", "hidden_transfer") else "heads": 3, **options}
     narrow, wide = pair(torch.float64, times)
     original = Model(narrow, "original")
     taught_one = taught(name, original, **options)

@@ -1,0 +1,194 @@
+"""DRAFT: the pass that checks the guesses of this round makes those of the next. Tree nodes carry pseudo rows, which join in
+the middle of the target: whichever node turns out to be the last right one, states of the tokens behind it are there.
+
+A pseudo row sees the text, its node's path and the earlier steps of its node; real rows see none, and none is kept. Likely
+nodes carry more steps than unlikely ones. The target's head reads guesses off what the last right node carried; only the
+first draft of a text takes a walk of its own, behind the prompt's last row.
+Paper: Hidden Transfer (arXiv 2404.12022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreword.core.allotment import Allotment, Ways, best_allotment, paying_allotment
+from foreword.core.draft import Draft, Shape
+from foreword.core.drafter import Drafter
+from foreword.core.lessons import Labels
+from foreword.core.needs import Graft, Needs, on_device
+from foreword.core.sampling import guesses
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.core.transfer import Source, Transfer, behind, learn, right_by_rank
+from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
+from foreword.errors import InputError
+
+Carry = Literal["likely", "all"]
+Kind = Literal["static", "best"]
+CANDIDATES = 256  # paths that the likeliest are chosen from
+
+
+class HiddenTransfer(Drafter):
+    paper = "Hidden Transfer, arXiv 2404.12022"
+    module: nn.ModuleList
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        steps: int = 3,
+        layers: Sequence[int] | None = None,
+        source: Source = "anchor",
+        bias: bool = True,
+        squeeze: int = 1,
+        norm: bool = True,
+        tree: Kind = "static",
+        carry: Carry = "likely",
+        rates: Rates = USUAL_RATES,
+        labels: Labels = "soft",
+        anchors: int = 64,
+    ) -> None:
+        """`steps` tokens are guessed ahead, each by a row that joins after one of `layers`. `source`: a step is made of its
+        node's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `tree`: the likeliest
+        paths by `rates`, which `calibrate` measures, or by the guesses' own chances ("best"). `carry`: all nodes carry all
+        steps, or likely ones more. `rows` counts nodes and the rows that they carry."""
+        layers = None if layers is None else tuple(layers)
+        self.options = Transfer(steps, layers, source, bias, squeeze, norm, labels, anchors)
+        self.options.check("hidden_transfer")
+        for name, value, known in (("tree", tree, get_args(Kind)), ("carry", carry, get_args(Carry))):
+            if value not in known:
+                raise InputError(f"hidden_transfer: {name} is {value!r}; choose from {', '.join(known)}")
+        TreePlan(tree, rows, 1, rates).check("hidden_transfer")
+        self.wants_cost = rows is None
+        self.rows, self.tree, self.carry, self.rates = rows, tree, carry, rates
+        self.wide = self.options.wide
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**self.options.config, "rates": [list(row) for row in self.rates]}
+
+    def bind(self, target: Target, slots: int) -> None:
+        self.target = target
+        self.layers = self.options.layers_of(target, "hidden_transfer")
+        self.options = replace(self.options, layers=self.layers)
+        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
+            self.module = self.options.module(target)
+        branch = min(BRANCH, target.vocab_size)
+        rates = [tuple(row[:branch]) for row in self.rates]
+        allotted = self._allot(rates, target, slots)
+        self.shape = Shape(allotted.nodes, allotted.depth)
+        if self.shape.depth:
+            self.paths = Candidates(rates[: self.shape.depth], allotted.nodes, self.tree, branch, target.device)
+        self._carry([min(one, self.shape.depth) for one in allotted.carries], target.device)
+        self.number = torch.arange(1, self.shape.depth + 1, device=target.device)
+        size = slots, self.shape.depth, target.hidden_size
+        self.states = torch.zeros(size, dtype=target.dtype, device=target.device)
+        self.have = torch.zeros(slots, dtype=torch.long, device=target.device)
+
+    def _allot(self, rates: Rates, target: Target, slots: int) -> Allotment:
+        """Nodes and what they carry. Pseudo rows cost less than nodes: they skip the layers below their own."""
+        steps, below = self.options.steps, self.layers[0] / target.layers
+
+        def cost(one: Allotment) -> float:
+            return below * target.cost(slots * one.nodes) + (1 - below) * target.cost(slots * one.rows)
+
+        if self.rows is None and target.device.type != "cuda":
+            found = paying_allotment(rates, steps, cost)
+        else:
+            found = best_allotment(rates, steps, self.rows or MOST_NODES)
+        if self.carry == "all":
+            found = Ways(rates, steps, MOST_NODES).all_carry(max(1, found.rows // (1 + steps)))
+        return found if found.depth else Allotment((0,), 1.0)
+
+    def _carry(self, carries: Sequence[int], device: torch.device) -> None:
+        """Ask for a graft a step, on the nodes that carry it."""
+        grafts: list[Graft] = []
+        where = [[0] * self.shape.depth for _ in carries]
+        rows = 0
+        for step, layer in enumerate(self.layers[: self.shape.depth]):
+            nodes = tuple(node for node, count in enumerate(carries) if count > step)
+            before = on_device(tuple(where[node][step - 1] for node in nodes), device)
+            grafts.append(Graft(layer, nodes, (step + 1,) * len(nodes), self._make(step, on_device(nodes, device), before)))
+            for place, node in enumerate(nodes):
+                where[node][step] = rows + place
+            rows += len(nodes)
+        taps = tuple(sorted(set(self.layers)))
+        self.needs = Needs(hidden=True, taps=taps, grafts=tuple(grafts), prompt="last")
+        self.carries = on_device(tuple(carries), device)
+        self.where = torch.tensor(where, dtype=torch.long, device=device)  # [nodes, depth] places among the grafted rows
+
+    def _make(self, step: int, nodes: Tensor, before: Tensor) -> Any:
+        def make(real: Tensor, grafted: Tensor) -> Tensor:
+            return self.module[step](grafted[:, before] if step and self.options.source == "chain" else real[:, nodes])
+
+        return make
+
+    def begin(self, state: State) -> None:
+        self.have.index_fill_(0, state.slots, 0)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        if not self.shape.depth:
+            return
+        layers = self.layers[: self.shape.depth]
+        known = torch.stack([scores.taps[layer][:, -1] for layer in layers], dim=1)
+        first, later = behind(self.module, layers, self.options.source, known)
+        self.states.index_copy_(0, state.slots, self.target.onward(state.lanes, first, layers[0], later))
+        self.have.index_fill_(0, state.slots, self.shape.depth)
+
+    def propose(self, state: State) -> Draft:
+        if not self.shape.depth:
+            return Draft.nothing(state.root)
+        logits = self.target.head(self.target.norm(self.states[state.slots]))
+        tokens, chances = guesses(logits, state.ahead(self.number), state.sampling, self.paths.branch)
+        return self.paths.draft(state.root, tokens, chances, self.have[state.slots], self.shape.nodes)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        if not self.shape.depth:
+            return
+        assert scores.grafted is not None
+        last, decided = accepted.last, accepted.count > 0
+        place = self.where[last].unsqueeze(-1).expand(-1, -1, self.states.shape[2])
+        rows = scores.grafted.gather(1, place).where(decided.view(-1, 1, 1), self.states[state.slots])
+        self.states.index_copy_(0, state.slots, rows)
+        self.have.index_copy_(0, state.slots, self.carries[last].where(decided, self.have[state.slots]))
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        return learn(self.module, self.options, self.layers, tokens, mask, scores, target)
+
+    def calibrate(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> Rates:
+        """How often the guesses of each step are right by rank, on text kept apart: the `rates` of better trees."""
+        return right_by_rank(self.module, self.options, self.layers, tokens, mask, scores, target)
+
+
+class Candidates:
+    """Paths of ranks, likeliest first by `rates`; each sequence drafts those of them that its own steps reach."""
+
+    def __init__(self, rates: Rates, nodes: int, kind: Kind, branch: int, device: torch.device) -> None:
+        self.kind, self.branch = kind, branch
+        most = CANDIDATES if kind == "best" else nodes
+        known = {path for steps in range(1, len(rates) + 1) for path in greedy_paths(rates[:steps], most - 1)}
+        paths: list[Path] = [(), *sorted(known, key=lambda path: (-promise(path, rates), len(path), path))]
+        index = {path: node for node, path in enumerate(paths)}
+        beyond = len(rates) * branch  # of a table of chances by step and rank: the place behind its end
+        ways = [[step * branch + rank for step, rank in enumerate(path)] for path in paths]
+        self.ways = torch.tensor([way + [beyond] * (len(rates) - len(way)) for way in ways], device=device)  # [C, steps]
+        self.last = torch.tensor([way[-1] for way in ways[1:]], dtype=torch.long, device=device)  # [C - 1]
+        self.parent = torch.tensor([[index[path[:-1]] for path in paths]], device=device)
+        self.length = torch.tensor([len(path) for path in paths], device=device)
+        table = torch.tensor([[*row, *[0.0] * (branch - len(row))] for row in rates], device=device).view(1, -1)
+        self.usual = table.clamp(min=1e-9).log()
+
+    def draft(self, root: Tensor, tokens: Tensor, chances: Tensor, have: Tensor, nodes: int) -> Draft:
+        """Of guesses and log-chances [b, steps, branch], of which sequences `have` [b] steps."""
+        likely = chances.flatten(1) if self.kind == "best" else self.usual.expand(root.shape[0], -1)
+        whole = functional.pad(likely, (0, 1))[:, self.ways].sum(-1)  # [b, C]
+        reached = (self.length <= have.unsqueeze(1)) & (whole == whole)
+        drafted = torch.cat([root.unsqueeze(1), tokens.flatten(1)[:, self.last]], dim=1)
+        return choose(drafted, self.parent, whole.masked_fill(~reached, -math.inf), nodes)

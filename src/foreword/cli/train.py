@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as encoder
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from foreword.cli.console import bar, complain, notes, print_json, screen
 from foreword.cli.options import METHOD, Json, MethodOptions, ModelOptions
 from foreword.cli.prove import make_folder
-from foreword.errors import DrafterError
+from foreword.errors import DrafterError, InputError
 from foreword.methods import METHODS, find
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ TRAIN_EXAMPLES = """\
   foreword train clover2 --data data/greedy --data data/drawn --out drafters/clover2 --tokens 60000000 --option taps=10,20
 
   foreword train clover --data data/greedy --out drafters/clover --prompts questions.jsonl --store int8
+
+  foreword train hidden_transfer --sweep --data data/greedy --out sweeps/hidden_transfer
 
   accelerate launch -m foreword train hydra --data data/greedy --out drafters/hydra
 """
@@ -154,6 +158,15 @@ def train(
         Store, typer.Option(help="How weights are stored: int8 with a scale a row is half as large.")
     ] = Store.bfloat16,
     resume: Annotated[bool, typer.Option("--resume", metavar="", help="Go on with the run in --out.")] = False,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep",
+            metavar="",
+            help="Of hidden_transfer and firp: find the layers that steps should join, by one short run a step, and train "
+            "no drafter. --steps are those of such a run.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train a drafter on what the model wrote: small weights that guess its next tokens.
@@ -166,9 +179,16 @@ def train(
     several GPUs: accelerate launch -m foreword train ... Needs accelerate, which the extra "train" brings.
     """
     settings, own = learning.settings(), MethodOptions(method=method, method_option=option or []).own()
-    _check_options(method, settings.rows, own)
+    drafter = _check_options(method, settings.rows, own)
+    if sweep:
+        _check_sweep(method, drafter, own)
     make_folder(out)
     group, model = _among_processes(model)
+    if sweep:
+        with model.load(MethodOptions(method="plain"), slots=1) as llm:
+            record = _sweep(llm, drafter, own, settings, measuring.held_out, data, out)
+        print_json(record) if json else screen().print(_swept(method, record, out), soft_wrap=True)
+        return
     with model.load(MethodOptions(method="plain"), slots=1) as llm:
         training = _training(llm, method, own, settings, measuring, data, out, store.value, not model.no_graph)
         record = _run(training, out, resume, shown=group.is_main_process)
@@ -178,11 +198,60 @@ def train(
         screen().print(_summary(record, out), soft_wrap=True)
 
 
-def _check_options(method: str, rows: int, own: dict[str, Any]) -> None:
+def _check_options(method: str, rows: int, own: dict[str, Any]) -> Drafter:
     """Before seconds go by with loading."""
     from foreword.methods import untrained  # noqa: PLC0415  the method imports torch
 
-    untrained(method, rows=rows, **own)
+    return untrained(method, rows=rows, **own)
+
+
+def _check_sweep(method: str, drafter: Drafter, own: dict[str, Any]) -> None:
+    from foreword.core.transfer import Transfer  # noqa: PLC0415  imports torch
+
+    if not isinstance(getattr(drafter, "options", None), Transfer):
+        raise InputError(f"--sweep finds the layers of hidden_transfer and firp; {method} has none to find: leave it out")
+    if "layers" in own:
+        raise InputError(f"--sweep finds the layers, and layers={own['layers']} is given; give one of them")
+
+
+def _sweep(
+    llm: LLM, drafter: Any, own: dict[str, Any], settings: Settings, held_out: float, folders: list[Path], out: Path
+) -> dict[str, Any]:
+    """sweep.json and sweep.png."""
+    from foreword.bench.report import facts  # noqa: PLC0415  imports torch
+    from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
+    from foreword.train import about_data, open_data, split_data  # noqa: PLC0415  imports torch
+    from foreword.train.figures import HOW, draw  # noqa: PLC0415  beside what imports torch
+    from foreword.train.record import says_why  # noqa: PLC0415  imports torch
+    from foreword.train.sweep import Sweep  # noqa: PLC0415  imports torch
+
+    data = open_data(folders, Fingerprint.of(llm.model))
+    learn, apart = split_data(data, held_out, settings.max_length)
+    with bar("sweeping") as show:
+        found = Sweep(llm.model, drafter.options, learn, apart, settings, show).run()
+    origin = {"options": own, "data": about_data(data), "run": facts(dtype=str(llm.model.dtype).removeprefix("torch."))}
+    with says_why(out):
+        (out / "sweep.json").write_text(encoder.dumps(found | origin, indent=1) + "\n")
+        if not draw(found, out / "sweep.png"):
+            notes().print(f"[dim]{HOW}[/]", soft_wrap=True)
+    return encoder.loads(encoder.dumps(found | origin))
+
+
+def _swept(method: str, record: dict[str, Any], out: Path) -> Table:
+    """Accuracies by layer and step, in percent, and what to do with them."""
+    accuracy, blind = record["accuracy"], record["step 2 without sight of step 1"]
+    layers = ",".join(map(str, record["layers"]))
+    told = f"layers {layers} · {record['seconds']:.0f} s · {out}\nforeword train {method} --option layers={layers} ..."
+    table = Table("layer", title="top-1 / top-5 of each step by the layer it joins after, %", caption=told)
+    columns = {f"step {step}": by_layer for step, by_layer in accuracy.items()}
+    columns |= {"step 2, blind to step 1": blind} if blind else {}
+    for name in columns:
+        table.add_column(name, justify="right")
+    for layer in sorted({layer for by_layer in columns.values() for layer in by_layer}, key=int):
+        found = [by_layer.get(layer) for by_layer in columns.values()]
+        cells = [f"{100 * one['top1']:.1f} / {100 * one['top5']:.1f}" if one else "" for one in found]
+        table.add_row(layer, *cells)
+    return table
 
 
 def _among_processes(model: ModelOptions) -> tuple[Any, ModelOptions]:

@@ -128,6 +128,36 @@ def test_what_cannot_be_used(run: Any, asked: Any, changes: Any, reason: str) ->
     assert shown.exit_code == 2 and reason in shown.stderr and "Traceback" not in shown.stderr
 
 
+def test_a_sweep_finds_layers(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
+    """From the command to figures, and on to a drafter with the layers that it names."""
+    rest = ("--model", tiny_model, "--data", data, *SMALL)
+    shown = run("train", "hidden_transfer", "--sweep", "--out", tmp_path, *rest)
+    record = json.loads((tmp_path / "sweep.json").read_text())
+    layers = ",".join(map(str, record["layers"]))
+    assert shown.exit_code == 0 and f"train hidden_transfer --option layers={layers}" in shown.stdout
+    assert "step 2, blind to step 1" in shown.stdout and list(record["accuracy"]) == ["1", "2", "3"]
+    assert {"command", "commit", "machine"} <= set(record["run"]) and record["data"][0]["counts"]
+    assert (tmp_path / "sweep.png").exists() or "brings matplotlib" in shown.stderr
+    said = run("train", "firp", "--sweep", "--out", tmp_path, *rest, "--json", "--option", "steps=1", "--steps", 2).stdout
+    assert list(json.loads(said)["accuracy"]) == ["1"]
+    assert run("train", "firp", "--option", f"layers={layers}", "--out", tmp_path / "firp", *rest).exit_code == 0
+    assert read_config(tmp_path / "firp")["config"]["layers"] == record["layers"]
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "reason"),
+    [
+        ("medusa", (), "--sweep finds the layers of hidden_transfer and firp; medusa has none"),
+        ("firp", ("--option", "layers=1,2,3"), "layers=(1, 2, 3) is given"),
+    ],
+)
+def test_what_cannot_be_swept(
+    method: str, changes: Any, reason: str, run: Any, tiny_model: str, data: Path, tmp_path: Path
+) -> None:
+    shown = run("train", method, "--sweep", "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *changes)
+    assert shown.exit_code == 2 and reason in shown.stderr
+
+
 def test_methods_that_are_not_trained(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
     rest = ("--model", tiny_model, "--data", data, "--out", tmp_path)
     for method, reason in (
@@ -163,12 +193,13 @@ def test_defaults_are_those_of_the_library() -> None:
     assert LearningOptions().settings() == Settings()
 
 
-@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50)])
+@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50), ("hidden_transfer", 60)])
 def test_a_trained_drafter_guesses_better_than_an_untrained_one(
     method: str, steps: int, run: Any, tiny_model: str, data: Path, tmp_path: Path
 ) -> None:
     """From prompts to a folder to tokens per round, measured by an engine of our own on texts it has seen."""
-    given = ("--steps", steps, "--learning-rate", 0.01, "--batch", 16, "--evaluate-every", steps, "--option", "heads=2")
+    given = ("--steps", steps, "--learning-rate", 0.01, "--batch", 16, "--evaluate-every", steps)
+    given += ("--option", "steps=2" if method == "hidden_transfer" else "heads=2")
     shown = run("train", method, "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *given)
     assert shown.exit_code == 0
     with load(tiny_model, "plain", slots=1, device="cpu", compile=False) as llm:
@@ -179,7 +210,7 @@ def test_a_trained_drafter_guesses_better_than_an_untrained_one(
 def _tokens_per_round(llm: LLM, method: str, data: Path, folder: Path | None) -> float:
     torch.manual_seed(0)
     own: Any = {} if folder is None else read_config(folder)["config"]
-    drafter: Any = untrained(method, rows=8, **{"heads": 2} | own)
+    drafter: Any = untrained(method, rows=8, **own or {"steps" if method == "hidden_transfer" else "heads": 2})
     engine = Engine(llm.model, drafter, slots=4, max_context=128)
     if folder is not None:
         load_into(drafter, folder, llm.model)

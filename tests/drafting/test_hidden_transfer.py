@@ -205,3 +205,11 @@ def test_rows_follow_what_they_cost() -> None:
         drafter.bind(model, slots)
         found.append(drafter.shape.nodes + drafter.needs.grafted_rows)
     assert 64 >= found[0] > found[1] > found[2] >= 1
+
+
+def test_every_slot_s_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the lower layers, where nodes are alone, and those of the upper ones."""
+    model, asked = target(), set()
+    monkeypatch.setattr(model, "cost", lambda rows: (asked.add(rows), 1.0)[1])
+    untrained("hidden_transfer", steps=3).bind(model, 5)
+    assert {5, 5 * 64} < asked and all(rows % 5 == 0 for rows in asked) and len(asked) > 12

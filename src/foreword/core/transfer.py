@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.core.heads import linear
+from foreword.core.heads import at_one, linear, size_of
 from foreword.core.lessons import Answers, Labels, check_labels, figures_of, losses, rank_rates, sent_along
 from foreword.core.needs import Graft, Join
-from foreword.core.sampling import widened
 from foreword.core.scores import Scores
 from foreword.core.target import Target
 from foreword.core.trees import BRANCH, Rates
@@ -103,8 +102,7 @@ class Projection(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         if not self.norm:
             return rows + self._product(rows)
-        size = widened(rows).square().mean(-1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny).to(rows.dtype)
-        return rows + (size * self._product(rows / size)).to(rows.dtype)
+        return rows + (size_of(rows) * self._product(at_one(rows))).to(rows.dtype)
 
     def _product(self, rows: Tensor) -> Tensor:
         return self.linear(rows if self.down is None else self.down(rows))

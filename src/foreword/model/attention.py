@@ -46,7 +46,8 @@ class Held:
 class Pass(NamedTuple):
     """One layer's view of a pass: where its rows are stored and what they see.
 
-    Without a cache the rows see one another only: that is how a stack is trained.
+    Without a cache the rows see one another only: that is how a stack is trained. Without a mask either, they are those of
+    whole texts.
     """
 
     base: Tensor  # [b] committed rows before
@@ -124,7 +125,9 @@ def tree_attention(
         view.held.keys, view.held.values = key, value
     if view.beside is not None:
         key, value = view.beside.joined(key, value)
-    assert view.mask is not None
+    if view.mask is None:
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
+        return mixed.transpose(1, 2), None
     return attend(query, key, value, view.mask, options["scaling"], view.sight.softcap), None
 
 

@@ -27,7 +27,7 @@ from foreword.train.evaluate import computing
 from foreword.train.schedule import Order, Settings, Texts, padded
 from foreword.train.step import Stepper
 
-STEPS = 100  # of a run, where nothing else is asked for
+STEPS = 200  # of a run, where nothing else is asked for
 ANCHORS = 16  # of a text: many layers learn at once
 TEXTS_APART = 128
 
@@ -61,6 +61,7 @@ class Sweep:
         self.model, self.texts, self.apart, self.watch = model, texts, apart, watch
         self.options = replace(options, anchors=min(options.anchors, ANCHORS))
         self.order = Order(texts.lengths, self.settings)
+        self.settings = replace(self.settings, warm_up=min(settings.warm_up, self.order.steps // 10))  # a run is short
         if settings.max_length > model.max_context:
             raise InputError(f"max_length is {settings.max_length}, {model.name} reads {model.max_context} tokens at most")
         self.chosen: list[int] = []

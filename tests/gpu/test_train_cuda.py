@@ -9,14 +9,17 @@ import torch
 
 from doubles import TRAINED, VOCABULARY, TextList, requests, tiny
 from foreword.core.lessons import Answers, losses
+from foreword.core.transfer import Transfer
 from foreword.engine.engine import Engine
 from foreword.errors import NumericsError
 from foreword.methods import untrained
 from foreword.methods.plain import Plain
 from foreword.model.model import Model
+from foreword.model.pack import fuse
 from foreword.train.evaluate import trials_of
 from foreword.train.loop import Training
 from foreword.train.schedule import Settings
+from foreword.train.sweep import Sweep
 from rounds import check_lose
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +51,17 @@ def test_the_loss_falls(method: str, tmp_path: Path) -> None:
     record = run.run()
     assert [step for step, _ in seen] == [20, 40, 60] and seen[-1][1] < seen[0][1]
     assert record["stored"]["tokens_per_round"] >= 1
+
+
+def test_a_sweep_in_half_precision() -> None:
+    """Texts by lean layers, the rows beside them by those of transformers; matrices at every layer learn."""
+    hf = copy.deepcopy(tiny("llama", torch.float32)).to(torch.bfloat16).cuda()
+    fuse(hf)
+    held = TextList([((torch.arange(24) * step) % 40 + 3, torch.arange(24) > 3) for step in range(1, 33)])
+    settings = Settings(batch=16, steps=60, max_length=64, learning_rate=0.01)
+    found = Sweep(Model(hf, "tiny"), Transfer(steps=2, labels="hard"), held, held, settings, lambda *_: None).run()
+    assert max(one["top5"] for one in found["accuracy"][1].values()) > 0.3
+    assert all(-1 <= near <= 1 for by_layer in found["cosine"].values() for near in by_layer.values())
 
 
 def test_a_broken_step_changes_nothing(tmp_path: Path) -> None:

@@ -185,6 +185,8 @@ def train(
     make_folder(out)
     group, model = _among_processes(model)
     if sweep:
+        if group.num_processes > 1:
+            raise InputError("--sweep runs on one device; start it without accelerate launch")
         with model.load(MethodOptions(method="plain"), slots=1) as llm:
             record = _sweep(llm, drafter, own, settings, measuring.held_out, data, out)
         print_json(record) if json else screen().print(_swept(method, record, out), soft_wrap=True)

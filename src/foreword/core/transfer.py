@@ -108,16 +108,17 @@ class Projection(nn.Module):
         return self.linear(rows if self.down is None else self.down(rows))
 
 
-def joins_of(module: nn.ModuleList, layers: Sequence[int], source: Source) -> list[Join]:
+def joins_of(module: nn.ModuleList, options: Transfer) -> list[Join]:
     """The steps for training: each sees all before it."""
+    assert options.layers is not None, "bind says where steps join"
 
     def join(step: int, layer: int) -> Join:
         def make(anchors: Tensor, earlier: Sequence[Tensor]) -> Tensor:
-            return module[step](earlier[-1] if source == "chain" and step else anchors)
+            return module[step](earlier[-1] if options.source == "chain" and step else anchors)
 
         return Join(layer, step + 1, make, tuple(range(step)))
 
-    return [join(step, layer) for step, layer in enumerate(layers)]
+    return [join(step, layer) for step, layer in enumerate(options.layers)]
 
 
 def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: Tensor) -> tuple[Tensor, tuple[Graft, ...]]:
@@ -177,51 +178,28 @@ def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Targ
     return tuple(target.norm(one) for one in rows)
 
 
-def loss_of(
-    rows: Sequence[Tensor], steps: Sequence[int], anchors: Anchors, scores: Scores, target: Target, labels: Labels
-) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Of rows [b, A, H] that guess so many steps ahead: the loss and the figures of each."""
-    hidden = scores.require_hidden()
-    lost, figures = [], []
-    for step, one in zip(steps, rows, strict=True):
-        asked = anchors.asked(step, one)
-        teacher = target.norm(anchors.teacher(step, hidden)).detach() if labels == "soft" else None
-        [(loss, places)] = losses([asked], target.head, target.dtype, teacher)
-        lost.append(loss)
-        figures.append(figures_of(step, places, asked.counts))
-    return lost, figures
-
-
 def learn(
-    module: nn.ModuleList,
-    options: Transfer,
-    layers: Sequence[int],
-    tokens: Tensor,
-    mask: Tensor,
-    scores: Scores,
-    target: Target,
+    module: nn.ModuleList, options: Transfer, tokens: Tensor, mask: Tensor, scores: Scores, target: Target
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of all steps, and their figures: as `Trainable.loss` has it."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, module.training)
-    rows = walked(joins_of(module, layers, options.source), anchors, scores, target)
-    lost, found = loss_of(rows, range(1, options.steps + 1), anchors, scores, target, options.labels)
-    figures = {name: value for one in found for name, value in one.items()}
+    lost, figures = [], dict[str, Tensor]()
+    for step, rows in enumerate(walked(joins_of(module, options), anchors, scores, target), start=1):
+        asked = anchors.asked(step, rows)
+        own = anchors.teacher(step, scores.require_hidden())
+        [(loss, places)] = losses([asked], target.head, target.dtype, target.norm(own) if options.labels == "soft" else None)
+        lost.append(loss)
+        figures |= figures_of(step, places, asked.counts)
     return torch.stack(lost).sum(), figures
 
 
 @torch.no_grad()
 def right_by_rank(
-    module: nn.ModuleList,
-    options: Transfer,
-    layers: Sequence[int],
-    tokens: Tensor,
-    mask: Tensor,
-    scores: Scores,
-    target: Target,
+    module: nn.ModuleList, options: Transfer, tokens: Tensor, mask: Tensor, scores: Scores, target: Target
 ) -> Rates:
     """How often the guesses of each step are right by rank: what trees are built from."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, at_random=False)
-    rows = walked(joins_of(module, layers, options.source), anchors, scores, target)
+    rows = walked(joins_of(module, options), anchors, scores, target)
     asked = [anchors.asked(step, one) for step, one in enumerate(rows, start=1)]
     found = losses(asked, target.head, target.dtype)
     return [rank_rates(places, one.counts, BRANCH) for one, (_, places) in zip(asked, found, strict=True)]

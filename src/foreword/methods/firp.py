@@ -102,11 +102,11 @@ class Firp(Drafter):
         self.known.index_copy_(0, state.slots, kept.unflatten(1, self.known.shape[1:]))
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
-        return learn(self.module, self.options, self.layers, tokens, mask, scores, target)
+        return learn(self.module, self.options, tokens, mask, scores, target)
 
     def calibrate(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> Rates:
         """How often the guesses of each step are right by rank, on text kept apart: the `rates` of a better template."""
-        return right_by_rank(self.module, self.options, self.layers, tokens, mask, scores, target)
+        return right_by_rank(self.module, self.options, tokens, mask, scores, target)
 
     def _taps(self, scores: Scores) -> Tensor:
         """[b, n, steps, H]: each row's states after the layers that the steps join."""

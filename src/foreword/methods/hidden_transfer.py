@@ -160,11 +160,11 @@ class HiddenTransfer(Drafter):
         self.have.index_copy_(0, state.slots, self.carries[last].where(decided, self.have[state.slots]))
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
-        return learn(self.module, self.options, self.layers, tokens, mask, scores, target)
+        return learn(self.module, self.options, tokens, mask, scores, target)
 
     def calibrate(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> Rates:
         """How often the guesses of each step are right by rank, on text kept apart: the `rates` of better trees."""
-        return right_by_rank(self.module, self.options, self.layers, tokens, mask, scores, target)
+        return right_by_rank(self.module, self.options, tokens, mask, scores, target)
 
 
 class Candidates:

@@ -85,9 +85,9 @@ def test_the_loss_is_what_the_guess_misses_of_the_target(labels: Any) -> None:
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0, :4] = False
     scores = model.read(texts, Needs(hidden=True, taps=(1, 3)))
-    loss, figures = learn(module, plan, (1, 3), texts, mask, scores, model)
+    loss, figures = learn(module, plan, texts, mask, scores, model)
     anchors = Anchors.of(texts, mask, 2, 64, False)
-    rows = walked(joins_of(module, (1, 3), "anchor"), anchors, scores, model)
+    rows = walked(joins_of(module, plan), anchors, scores, model)
     own = torch.stack([model.head(model.norm(own_hidden(model.hf, text)[-1])) for text in texts.tolist()]).detach()
     slow, right = 0.0, [0, 0]
     for step in (1, 2):
@@ -101,7 +101,7 @@ def test_the_loss_is_what_the_guess_misses_of_the_target(labels: Any) -> None:
         assert float(figures[f"top1/{step}"]) == pytest.approx(right[step - 1] / total)
         assert int(figures[f"rows/{step}"]) == total == {1: 12, 2: 10}[step]
     assert loss.item() == pytest.approx(slow, rel=1e-5)
-    rates = right_by_rank(module, plan, (1, 3), texts, mask, scores, model)
+    rates = right_by_rank(module, plan, texts, mask, scores, model)
     assert [row[0] for row in rates] == pytest.approx([float(figures[f"top1/{step}"]) for step in (1, 2)])
 
 
@@ -114,7 +114,7 @@ def test_only_the_matrices_learn() -> None:
     try:
         texts = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
         scores = model.read(texts, Needs(hidden=True, taps=(1, 3)))
-        loss, _ = learn(module, plan, (1, 3), texts, torch.ones(2, 12, dtype=torch.bool), scores, model)
+        loss, _ = learn(module, plan, texts, torch.ones(2, 12, dtype=torch.bool), scores, model)
         loss.backward()
     finally:
         for weight in frozen:

@@ -52,7 +52,7 @@ def test_its_figures_are_those_of_the_matrices(source: Any) -> None:
     options = replace(sweep.options, layers=tuple(layers))
     tokens, mask = padded(sweep.apart, list(range(10)), 24, model.device)
     scores = model.read(tokens, Needs(hidden=True, taps=tuple(layers)))
-    rates = right_by_rank(nn.ModuleList(sweep.kept), options, layers, tokens, mask, scores, model)
+    rates = right_by_rank(nn.ModuleList(sweep.kept), options, tokens, mask, scores, model)
     for step, layer in enumerate(layers, start=1):
         best = found["accuracy"][step][layer]
         assert best["top1"] == max(one["top1"] for one in found["accuracy"][step].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as encoder
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,17 @@ Option = Annotated[
         metavar="KEY=VALUE",
         rich_help_panel=METHOD,
         help="An option of the method itself, such as heads=5, labels=soft or taps=10,20; may be repeated.",
+    ),
+]
+
+
+SweepFlag = Annotated[
+    bool,
+    typer.Option(
+        "--sweep",
+        metavar="",
+        help="Of hidden_transfer and firp: find the layers that steps should join, by one short run a step, and train no "
+        "drafter. --steps are those of such a run.",
     ),
 ]
 
@@ -158,15 +170,7 @@ def train(
         Store, typer.Option(help="How weights are stored: int8 with a scale a row is half as large.")
     ] = Store.bfloat16,
     resume: Annotated[bool, typer.Option("--resume", metavar="", help="Go on with the run in --out.")] = False,
-    sweep: Annotated[
-        bool,
-        typer.Option(
-            "--sweep",
-            metavar="",
-            help="Of hidden_transfer and firp: find the layers that steps should join, by one short run a step, and train "
-            "no drafter. --steps are those of such a run.",
-        ),
-    ] = False,
+    sweep: SweepFlag = False,
     json: Json = False,
 ) -> None:
     """Train a drafter on what the model wrote: small weights that guess its next tokens.
@@ -184,14 +188,10 @@ def train(
         _check_sweep(method, drafter, own)
     make_folder(out)
     group, model = _among_processes(model)
-    if sweep:
-        if group.num_processes > 1:
-            raise InputError("--sweep runs on one device; start it without accelerate launch")
-        with model.load(MethodOptions(method="plain"), slots=1) as llm:
-            record = _sweep(llm, drafter, own, settings, measuring.held_out, data, out)
-        print_json(record) if json else screen().print(_swept(method, record, out), soft_wrap=True)
-        return
     with model.load(MethodOptions(method="plain"), slots=1) as llm:
+        if sweep:
+            record = _sweep(llm, drafter, own, settings, measuring.held_out, data, out)
+            return print_json(record) if json else screen().print(_swept(method, record, out), soft_wrap=True)
         training = _training(llm, method, own, settings, measuring, data, out, store.value, not model.no_graph)
         record = _run(training, out, resume, shown=group.is_main_process)
     if json and group.is_main_process:
@@ -212,6 +212,8 @@ def _check_sweep(method: str, drafter: Drafter, own: dict[str, Any]) -> None:
 
     if not isinstance(getattr(drafter, "options", None), Transfer):
         raise InputError(f"--sweep finds the layers of hidden_transfer and firp; {method} has none to find: leave it out")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("--sweep runs on one device; start it without accelerate launch")
     if "layers" in own:
         raise InputError(f"--sweep finds the layers, and layers={own['layers']} is given; give one of them")
 

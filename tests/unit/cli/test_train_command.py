@@ -158,6 +158,12 @@ def test_what_cannot_be_swept(
     assert shown.exit_code == 2 and reason in shown.stderr
 
 
+def test_one_process_sweeps(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shown = run("train", "firp", "--sweep", "--data", tmp_path, "--out", tmp_path)
+    assert shown.exit_code == 2 and "start it without accelerate launch" in shown.stderr
+
+
 def test_methods_that_are_not_trained(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
     rest = ("--model", tiny_model, "--data", data, "--out", tmp_path)
     for method, reason in (

@@ -66,6 +66,12 @@ METHODS: dict[str, Method] = {
         paper="Clover-2, arXiv 2408.00264",
         trained=True,
     ),
+    "draft_model": Method(
+        "draft_model:DraftModel",
+        "a second, smaller model writes on, and the target checks",
+        paper="Speculative decoding, arXiv 2211.17192; speculative sampling, arXiv 2302.01318",
+        trained=True,
+    ),
 }
 
 # What is expected to be fastest on the machine at hand: methods/auto.py.

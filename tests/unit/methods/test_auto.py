@@ -133,9 +133,9 @@ def test_costs_are_measured_once(
     for method in TRAINED:
         ship(trained[method])
     first = expectations(Model(hf))
-    assert sorted(counted) == ["Clover", "Clover2", "Hydra", "Medusa", "PromptLookup", "TokenRecycling"]
+    assert sorted(counted) == ["Clover", "Clover2", "DraftModel", "Hydra", "Medusa", "PromptLookup", "TokenRecycling"]
     assert all(one.round_cost > 1 for one in first if one.method != "plain")
-    assert expectations(Model(hf)) == first and len(counted) == 6
+    assert expectations(Model(hf)) == first and len(counted) == 7
 
 
 def test_measuring_leaves_an_engine_at_work_alone(folders: dict[str, Path]) -> None:

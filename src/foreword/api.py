@@ -95,6 +95,7 @@ class LLM:
         graph: bool = True,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        model.pieces = lambda: tokenizer.pieces
         self._capacity = (slots, max_context)
         self._graph = graph
         self._closed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ class Target(Protocol):
     max_context: int  # positions it was trained for
     context: int  # tokens a text may have in this engine
     ends: Tensor  # [E] ids of the end tokens
+    pieces: Callable[[], Sequence[str]] | None  # how a tokenizer spells every token, where one is known
 
     @property
     def device(self) -> torch.device: ...

@@ -24,6 +24,7 @@ class Method:
     summary: str
     paper: str
     trained: bool = False
+    takes_models: bool = False  # in place of a trained drafter it takes any model with the target's vocabulary
 
     def load(self) -> type[Drafter]:
         module, name = self.place.split(":")
@@ -71,6 +72,7 @@ METHODS: dict[str, Method] = {
         "a second, smaller model writes on, and the target checks",
         paper="Speculative decoding, arXiv 2211.17192; speculative sampling, arXiv 2302.01318",
         trained=True,
+        takes_models=True,
     ),
 }
 

@@ -48,16 +48,26 @@ def write_config(drafter: Trainable, folder: Path, target: Model, dtype: Stored)
 def read_config(folder: str | Path) -> dict[str, Any]:
     """`method`, `config`, `dtype` and `target` of a saved drafter."""
     file = Path(folder) / CONFIG
+    about = _read_json(file)
+    if not isinstance(about, dict) or not {"method", "config", "target"} <= set(about):
+        raise DrafterError(f"{file} does not describe a drafter: it needs method, config and target")
+    return about
+
+
+def _read_json(file: Path) -> Any:
     try:
-        about = json.loads(file.read_text())
+        return json.loads(file.read_text())
     except FileNotFoundError as error:
         missing = file if file.parent.is_dir() else f"the folder {file.parent}"
         raise DrafterError(f"{missing} is missing; name the folder of a trained drafter") from error
     except (OSError, ValueError) as error:
         raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
-    if not isinstance(about, dict) or not {"method", "config", "target"} <= set(about):
-        raise DrafterError(f"{file} does not describe a drafter: it needs method, config and target")
-    return about
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a whole model, not a drafter."""
+    about = _read_json(folder / CONFIG)
+    return isinstance(about, dict) and "model_type" in about and "method" not in about
 
 
 def outline(folder: str | Path, rows: int | None = None, **options: Any) -> Drafter:

@@ -15,10 +15,13 @@ from foreword.core.drafter import Drafter
 from foreword.errors import DrafterError, InputError
 from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, check_rows, find, make, untrained
 from foreword.methods.auto import expectations, fitting
-from foreword.methods.saved import outline, read_config, restore
+from foreword.methods.saved import holds_model, outline, read_config, restore
 from foreword.methods.shipped import model_of, shipped
 from foreword.model.cost import curve_for
+from foreword.model.guesser import check_vocabulary
+from foreword.model.loading import load_weights
 from foreword.model.model import Model
+from foreword.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Wanted:
             raise _none_shipped(self.method, f"{model.name} (there is one for {model_of(self.folder)})")
         if self.folder is None:
             drafter = make(self.method, self.rows, **self.options)
+        elif holds_model(self.folder):
+            drafter = untrained(self.method, self.rows, model=_second(self.method, self.folder, model), **self.options)
         else:
             drafter = restore(self.folder, model, self.rows, **self.options)
         if drafter.wants_cost and model.curve is None:
@@ -75,11 +80,35 @@ class Wanted:
 def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
     if name != AUTO and not find(name).trained:
         raise DrafterError(f"{name} has no weights of its own, so it takes no drafter; leave {folder} out")
+    if holds_model(folder):
+        return _from_model(name if name != AUTO else "draft_model", folder, rows, options)
     held = read_config(folder)["method"]
     if name not in (AUTO, held):
         raise DrafterError(f"{folder} holds a drafter of {held}, not of {name}; choose {held}, or leave the method out")
     outline(folder, rows, **options)
     return Wanted(held, folder, rows, options)
+
+
+def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
+    """A model as transformers keeps it, to guess with."""
+    if not METHODS[name].takes_models:
+        known = ", ".join(other for other, method in METHODS.items() if method.takes_models)
+        raise DrafterError(f"{folder} holds a whole model, which {name} does not guess with; {known} would")
+    if "layers" in options:
+        raise InputError(
+            f"{name}: layers are those of a trained drafter, but {folder} holds a whole model; leave layers out"
+        )
+    untrained(name, rows, **options)
+    return Wanted(name, folder, rows, options)
+
+
+def _second(method: str, folder: Path, target: Model) -> Model:
+    """The model of a folder, where the target lies and in its dtype."""
+    model = Model(load_weights(folder, target.device, target.dtype), folder.name)
+    words = Tokenizer.load(folder)
+    model.pieces = lambda: words.pieces
+    check_vocabulary(method, model, target)
+    return model
 
 
 def _none_shipped(method: str, model: str) -> DrafterError:

@@ -1,37 +1,78 @@
 """Guesser: a small language model that reads along with the target, and then its own guesses, level by level.
 
-In: the text as `State` has it, and guesses with the rows that they hang on. Out: rows for a head. Its cache holds what comes
-before the root, or less: what was decided since it last guessed is read together with the root, in one pass of fixed shape.
-Within a round the root is the first scratch row and every guess that is read one more; nothing of them is kept, so there is
-nothing to roll back.
+It is made of the target's first layers, or is another model with the same vocabulary. In: the text as `State` has it, and
+guesses with the rows that they hang on. Out: rows for a head. Its cache holds what comes before the root, or less: what was
+decided since it last guessed is read together with the root, in one pass of fixed shape. Within a round the root is the
+first scratch row and every guess that is read one more; nothing of them is kept, so there is nothing to roll back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreword.core.draft import Tree
+from foreword.core.heads import norm_like
 from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.errors import DrafterError, InputError
 from foreword.model.cache import SlotCache
+from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
 
-Change = Callable[[Tensor], Tensor]
+
+class FirstLayers(nn.Module):
+    """Layers that start as the target's first ones, and a norm that starts as its last."""
+
+    def __init__(self, target: Target, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers, self.norm = layers, norm_like(target)
 
 
 class Guesser:
-    def __init__(
-        self, stack: Stack, embed: Callable[[Tensor], Tensor], norm: Callable[[Tensor], Tensor], ahead: int
-    ) -> None:
-        """`ahead`: how many guesses of a round may be right, and so how far the text may run ahead of the cache."""
-        self.stack, self.embed, self.norm, self.ahead = stack, embed, norm, ahead
+    module: FirstLayers
+    stack: Stack
+
+    def __init__(self, method: str, layers: int, other: Model | None = None) -> None:
+        """`method` is whose errors speak. `other`: a model to guess with, in place of `layers` of the target."""
+        if layers < 1:
+            raise InputError(f"{method}: layers is {layers}; a model has at least 1")
+        self.method, self.layers, self.other = method, layers, other
+
+    def bind(self, target: Target, slots: int, ahead: int, scratch: int) -> None:
+        """`ahead`: how many guesses of a round may be right, and so how far the text may run ahead of the cache; `scratch`:
+        how many rows a round's guesses may have. Bound again, as by another engine, it keeps what it learned."""
+        self.target, self.ahead = target, ahead
+        if self.other is not None:
+            check_vocabulary(self.method, self.other, target)
+            check_context(self.method, self.other, target)
+            self.stack = self.other.layer_stack
+            self.stack.allocate(slots, target.context, scratch)
+        elif not hasattr(self, "module"):
+            if self.layers > target.layers:
+                told = f"layers is {self.layers}, but {target.name} has {target.layers}"
+                raise DrafterError(f"{self.method}: {told}; ask for no more")
+            self.stack = target.stack(slots, self.layers, init=range(self.layers), scratch=scratch)
+            self.module = FirstLayers(target, self.stack.layers)
+        else:
+            self.stack.allocate(slots, target.context, scratch)
 
     @property
     def cache(self) -> SlotCache:
         assert self.stack.cache is not None
         return self.stack.cache
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        if self.other is None:
+            return self.target.embed(tokens)
+        return self.other.embed(tokens.clamp(max=self.other.vocab_size - 1))  # the target's padding may be longer
+
+    def norm(self, rows: Tensor) -> Tensor:
+        return self.module.norm(rows) if self.other is None else self.other.norm(rows)
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits of the target's vocabulary; of another model's padding none is longer than that."""
+        return self.target.head(rows) if self.other is None else self.other.head(rows)[..., : self.target.vocab_size]
 
     def begin(self, state: State) -> None:
         """Sequences enter. Of what a slot holds the cache may lack the last few rows: they are read with the prompt."""
@@ -83,3 +124,24 @@ class Branches:
         rows = Rows(self.state.length, self.depth, self.sees, self.state.lanes)
         self.rows = self.guesser.norm(self.guesser.stack.walk(self.guesser.embed(tokens), rows).hidden)
         return self.rows
+
+
+def check_context(method: str, other: Model, target: Target) -> None:
+    if other.max_context < target.context:
+        told = f"{other.name} reads {other.max_context} tokens, the target's texts may have {target.context}"
+        raise DrafterError(f"{method}: {told}; load the target with max_context={other.max_context}, or take another model")
+
+
+def check_vocabulary(method: str, other: Model, target: Target) -> None:
+    """Refuse a model that reads another vocabulary than the target. Where no tokenizer is known the sizes have to do."""
+    if other.pieces is None or target.pieces is None:
+        if other.vocab_size != target.vocab_size:
+            told = f"{other.name} has {other.vocab_size} tokens and {target.name} has {target.vocab_size}"
+            raise DrafterError(f"{method}: {told}; take a model with the target's vocabulary")
+        return
+    ours, theirs = target.pieces(), other.pieces()
+    for token in range(max(len(ours), len(theirs))):
+        one, two = (pieces[token] if token < len(pieces) else "" for pieces in (ours, theirs))  # "" is padding
+        if one != two:
+            told = f"token {token} is {one!r} to {target.name} and {two!r} to {other.name}"
+            raise DrafterError(f"{method}: {told}; a model that guesses needs the target's vocabulary, token by token")

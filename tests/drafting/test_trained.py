@@ -10,6 +10,7 @@ import torch
 
 from doubles import (
     CONTEXT,
+    LEARNERS,
     SAMPLINGS,
     TRAINED,
     VOCABULARY,
@@ -30,7 +31,7 @@ from foreword.core.state import Lanes
 from foreword.core.trees import TreeKind
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, InputError
-from foreword.methods import METHODS, make, untrained
+from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.model.model import Model
 
 # Every form a trained method has: its name and the options that matter to the way a guess is made.
@@ -76,7 +77,7 @@ def scores_of(model: Model, texts: list[list[int]], needs: Needs) -> Scores:
 
 def test_every_trained_method_is_here() -> None:
     trained = {name for name, method in METHODS.items() if method.trained}
-    assert set(TRAINED) == trained == {name for name, _ in FORMS.values()}
+    assert set(TRAINED) == trained and set(LEARNERS) == {name for name, _ in FORMS.values()}
 
 
 class Heard:
@@ -238,7 +239,7 @@ def test_few_rows(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("tree", get_args(TreeKind))
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", LEARNERS)
 def test_every_tree(name: str, tree: str) -> None:
     model, asked = target(), requests(3, SAMPLINGS["T=0.8"])
     drafter = taught(name, model, tree=tree)
@@ -248,7 +249,7 @@ def test_every_tree(name: str, tree: str) -> None:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_weights_are_asked_for(name: str) -> None:
-    with pytest.raises(DrafterError, match=f"{name} has weights of its own.*foreword train {name}"):
+    with pytest.raises(DrafterError, match=f"{name} has weights of its own.*foreword train {trained_as(name)}"):
         make(name)
 
 
@@ -259,6 +260,10 @@ BAD: dict[str, Callable[[], object]] = {
     "block is 'half'; choose from full, attention, mlp, none": lambda: untrained("clover", block="half"),
     "labels is 'firm'": lambda: untrained("medusa", labels="firm"),
     "layers is 0; a model has at least 1": lambda: untrained("draft_model", layers=0),
+    "gsd: depth, width and branch are 1 at least, got 3, 0 and 4": lambda: untrained("gsd", depth=3, width=0),
+    "gsd: repeat is -2; it counts tokens from 0 on": lambda: untrained("gsd", repeat=-2),
+    "gsd: siblings is 0.1 and sure is 1.0": lambda: untrained("gsd", sure=1.0),
+    "gsd: layers is 0": lambda: untrained("gsd", layers=0),
     "depth is 0; at least 1 token is guessed": lambda: untrained("draft_model", depth=0),
     "stop is 1.0; it is how likely": lambda: untrained("draft_model", tree="chain", stop=1.0),
     "tree is 'tall'": lambda: untrained("clover2", tree="tall"),

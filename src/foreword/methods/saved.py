@@ -19,7 +19,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.trainable import Trainable
 from foreword.core.widening import widened
 from foreword.errors import DrafterError, InputError
-from foreword.methods import METHODS, untrained
+from foreword.methods import METHODS, trained_as, untrained
 from foreword.model.checkpoint import Stored, read_weights, write_weights
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
@@ -28,8 +28,9 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def method_of(drafter: Trainable) -> str:
-    """A method is called as its file is."""
-    return type(drafter).__module__.rsplit(".", 1)[-1]
+    """The method whose drafter it is. A method is called as its file is."""
+    name = type(drafter).__module__.rsplit(".", 1)[-1]
+    return trained_as(name) if name in METHODS else name
 
 
 def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = "bfloat16") -> None:
@@ -70,13 +71,14 @@ def holds_model(folder: Path) -> bool:
     return isinstance(about, dict) and "model_type" in about and "method" not in about
 
 
-def outline(folder: str | Path, rows: int | None = None, **options: Any) -> Drafter:
-    """The drafter that a folder describes, not bound and without its weights. `options` may add to what it was trained
-    with, not change it."""
+def outline(folder: str | Path, rows: int | None = None, method: str | None = None, **options: Any) -> Drafter:
+    """The drafter that a folder describes, not bound and without its weights, or another `method` that takes such drafters.
+    `options` may add to what it was trained with, not change it."""
     about = read_config(folder)
-    method, config = about["method"], about["config"]
-    if not (method in METHODS and METHODS[method].trained):
-        raise DrafterError(f"{folder} holds a drafter of {method!r}, which this version of Foreword does not train")
+    held, config = about["method"], about["config"]
+    if not (held in METHODS and METHODS[held].trained):
+        raise DrafterError(f"{folder} holds a drafter of {held!r}, which this version of Foreword does not train")
+    method = method or held
     try:
         untrained(method, **config)
     except (InputError, TypeError) as error:
@@ -90,9 +92,11 @@ def outline(folder: str | Path, rows: int | None = None, **options: Any) -> Draf
     return drafter
 
 
-def restore(folder: str | Path, target: Model, rows: int | None = None, **options: Any) -> Drafter:
+def restore(
+    folder: str | Path, target: Model, rows: int | None = None, method: str | None = None, **options: Any
+) -> Drafter:
     """The drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
-    drafter = outline(folder, rows, **options)
+    drafter = outline(folder, rows, method, **options)
     _check_target(folder, target)
     drafter.bind(target, 1)
     _fill(cast(Trainable, drafter), folder, target)

@@ -13,7 +13,7 @@ from typing import Any
 
 from foreword.core.drafter import Drafter
 from foreword.errors import DrafterError, InputError
-from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, check_rows, find, make, untrained
+from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, check_rows, find, make, trained_as, untrained
 from foreword.methods.auto import expectations, fitting
 from foreword.methods.saved import holds_model, outline, read_config, restore
 from foreword.methods.shipped import model_of, shipped
@@ -56,7 +56,7 @@ class Wanted:
             return Wanted(name, None, rows, options)
         if name not in shipped():
             raise _none_shipped(name, "this model")
-        outline(shipped()[name], rows, **options)
+        outline(shipped()[name], rows, name, **options)
         return Wanted(name, shipped()[name], rows, options, ships=True)
 
     def on(self, model: Model) -> tuple[str, Drafter]:
@@ -71,7 +71,7 @@ class Wanted:
         elif holds_model(self.folder):
             drafter = untrained(self.method, self.rows, model=_second(self.method, self.folder, model), **self.options)
         else:
-            drafter = restore(self.folder, model, self.rows, **self.options)
+            drafter = restore(self.folder, model, self.rows, self.method, **self.options)
         if drafter.wants_cost and model.curve is None:
             model.curve = curve_for(model)
         return self.method, drafter
@@ -83,10 +83,11 @@ def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, A
     if holds_model(folder):
         return _from_model(name if name != AUTO else "draft_model", folder, rows, options)
     held = read_config(folder)["method"]
-    if name not in (AUTO, held):
+    if name != AUTO and trained_as(name) != held:
         raise DrafterError(f"{folder} holds a drafter of {held}, not of {name}; choose {held}, or leave the method out")
-    outline(folder, rows, **options)
-    return Wanted(held, folder, rows, options)
+    method = held if name == AUTO else name
+    outline(folder, rows, method, **options)
+    return Wanted(method, folder, rows, options)
 
 
 def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
@@ -114,5 +115,5 @@ def _second(method: str, folder: Path, target: Model) -> Model:
 def _none_shipped(method: str, model: str) -> DrafterError:
     return DrafterError(
         f"{method} has weights of its own, and no drafter of it ships for {model}; "
-        f"train one with `foreword train {method}`, or name its folder with drafter=... (--drafter FOLDER)"
+        f"train one with `foreword train {trained_as(method)}`, or name its folder with drafter=... (--drafter FOLDER)"
     )

@@ -110,6 +110,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
     "draft_model": ("draft_model", {}),
+    "gsd": ("gsd", {"repeat": 0, "sure": 0.0}),
 }
 
 
@@ -137,7 +138,7 @@ def test_every_trained_method_is_here() -> None:
 def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path) -> None:
     """Through the folder that it is kept in: the grown target is taken for its original, and the weights are widened."""
     name, options = FORMS[form]
-    options = {"rows": 12, "depth" if name == "draft_model" else "heads": 3} | options
+    options = {"rows": 12, "depth" if name in ("draft_model", "gsd") else "heads": 3} | options
     narrow, wide = pair(torch.float64, times)
     original = Model(narrow, "original")
     taught_one = taught(name, original, **options)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import foreword
-from doubles import TRAINED
+from doubles import LEARNERS
 from foreword.errors import DrafterError
 from foreword.methods import auto
 from foreword.methods.auto import Expected, Yield, expectations, fitting, recorded
@@ -130,7 +130,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_costs_are_measured_once(
     hf: Any, trained: dict[str, Path], ship: Callable[[Path], Path], counted: list[str]
 ) -> None:
-    for method in TRAINED:
+    for method in LEARNERS:
         ship(trained[method])
     first = expectations(Model(hf))
     assert sorted(counted) == ["Clover", "Clover2", "DraftModel", "Hydra", "Medusa", "PromptLookup", "TokenRecycling"]

@@ -387,7 +387,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "clover": dict(rows=16, heads=3, top_p=0.98, floor=0.01),
     "clover2": dict(rows=16, heads=3, taps=(0, 2)),
     "draft_model": dict(rows=16, depth=3, layers=2),
-    "gsd": dict(rows=16, depth=3, layers=2, repeat=0),
+    "gsd": dict(rows=16, depth=3, layers=2, repeat=0, siblings=0.0, sure=0.0),
 }
 """Methods that need weights: with which options the laws go over them, as they go over all others."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,6 +134,20 @@ class Graph:
         edge = (goal.unsqueeze(2) == nodes.unsqueeze(1)).unflatten(1, (live, -1)).any(2)  # [b, w, w']
         before = _joined(_joined(self.reach, step), edge)
         return torch.cat([before, _itself(nodes.shape[1], leads).expand(nodes.shape[0], -1, -1)], dim=1)
+
+    def sketch(self, root: int, lane: int) -> dict[str, Any]:
+        """`Drafter.sketch` of a sequence: its nodes numbered as they were found, the root 0."""
+        goal, tokens, read = (part[lane].tolist() for part in (self.guesses.goal, self.guesses.tokens, self.guesses.read))
+        chances = self.guesses.chances[lane].exp().tolist()
+        nodes = [guess for guess, to in enumerate(goal) if to == guess]
+        number = {guess: place for place, guess in enumerate(nodes, start=1)}
+        reader = {read[guess]: place for guess, place in number.items()} | {0: 0}
+        edges = [
+            {"start": reader[guess // self.rule.branch], "goal": number[to], "chance": chances[guess], "alias": to != guess}
+            for guess, to in enumerate(goal)
+            if to != NOWHERE
+        ]
+        return {"nodes": [{"token": root}, *({"token": tokens[guess]} for guess in nodes)], "edges": edges}
 
     def walks(self) -> Guess:
         """What may follow what, for a tree to grow on: a node that several edges lead to comes once for each of them."""

@@ -84,7 +84,7 @@ class Gsd(Drafter):
     def propose(self, state: State) -> Draft:
         if self.shape.depth == 0:
             return Draft.nothing(state.root)
-        self.graph = self._drafted(state)
+        self.graph, self.roots = self._drafted(state), state.root
         return self.growth.draft(state, self.graph.walks())
 
     def _drafted(self, state: State) -> Graph:
@@ -98,6 +98,9 @@ class Gsd(Drafter):
             nodes = graph.add(*guesses(logits, state.ahead(level), state.sampling, self.growth.branch))
         self.counts += (torch.stack([read, saved]) * state.alive).sum(1)
         return graph
+
+    def sketch(self, lane: int) -> dict[str, Any]:
+        return {} if self.shape.depth == 0 else self.graph.sketch(int(self.roots[lane]), lane)
 
     def counters(self) -> dict[str, int]:
         """Since it was bound: rows that the small model read of roots and guesses, and those that it did not have to read,

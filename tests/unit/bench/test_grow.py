@@ -110,7 +110,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
     "draft_model": ("draft_model", {}),
-    "gsd": ("gsd", {"repeat": 0, "sure": 0.0}),
+    "gsd": ("gsd", {"repeat": 0, "siblings": 0.0, "sure": 0.0}),
 }
 
 

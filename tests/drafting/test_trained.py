@@ -49,6 +49,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover, not regressive": ("clover", {"regressive": False}),
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
+    "clover2, fused by attention": ("clover2", {"fuse": "attention"}),
     "draft_model": ("draft_model", {}),
     "draft_model, one layer": ("draft_model", {"layers": 1}),
 }

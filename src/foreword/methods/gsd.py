@@ -47,7 +47,7 @@ class Gsd(Drafter):
         branch: int = 4,
         repeat: int = 1,
         siblings: float = 0.1,
-        sure: float = 0.3,
+        sure: float = 0.05,
         model: Model | None = None,
     ) -> None:
         """`layers` and `model`: as of draft_model. The graph has `depth` levels, of which `width` nodes each are read, and

@@ -49,6 +49,9 @@ def bench(
     ] = None,
     batch: Annotated[str, typer.Option(metavar="N,N", help="Texts side by side; several numbers give a line each.")] = "1",
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens an answer may have.")] = 128,
+    rows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="At most so many candidates in a pass. Default: as many as pay.")
+    ] = None,
     grow: Grow = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write results.json and report.md into this folder.")
@@ -79,12 +82,12 @@ def bench(
         context = model.max_context or context_for(llm, asked, max_new_tokens)
 
         def make(count: int) -> list[Contender]:
-            ours = [contender(llm, name, context, count, not model.no_graph) for name in names]
+            ours = [contender(llm, name, context, count, not model.no_graph, rows=rows) for name in names]
             return ours + [baseline(name, llm, resolve(model.model)) for name in others]
 
         done = sweep(make, batches, asked, max_new_tokens, lambda size, *count: show(f"batch {size}", *count))
         dtype = str(llm.model.dtype).removeprefix("torch.")
-    _tell(done, {"model": llm.model.name, "dtype": dtype, "prompts": len(asked), **grown}, json, out)
+    _tell(done, {"model": llm.model.name, "dtype": dtype, "prompts": len(asked), "rows": rows, **grown}, json, out)
 
 
 def _check_filled(asked: list[Prompt], batches: tuple[int, ...]) -> None:

@@ -20,7 +20,7 @@ from foreword.cli.console import bar, complain, notes, print_json, screen
 from foreword.cli.options import METHOD, Json, MethodOptions, ModelOptions
 from foreword.cli.prove import make_folder
 from foreword.errors import DrafterError, InputError
-from foreword.methods import METHODS, find
+from foreword.methods import METHODS, find, trained_as
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -95,7 +95,7 @@ class LearningOptions:
     max_length: Annotated[int, _of_learning(min=3, metavar="N", help="Texts are cut to so many tokens.")] = 1024
     learning_rate: Annotated[
         float, _of_learning(metavar="X", help="At its highest; it rises in a line and falls along a cosine.")
-    ] = 1e-3
+    ] = 2e-3
     warm_up: Annotated[int, _of_learning(min=0, metavar="N", help="Steps until it is there.")] = 100
     weight_decay: Annotated[float, _of_learning(min=0, metavar="X", help="Of AdamW.")] = 0.0
     seed: Annotated[int, _of_learning(metavar="N", help="Of the order of texts, and of what starts at random.")] = 0
@@ -143,8 +143,10 @@ class MeasuringOptions:
 
 def _trained(method: str) -> str:
     if not find(method).trained:
-        known = ", ".join(name for name, one in METHODS.items() if one.trained)
+        known = ", ".join(name for name, one in METHODS.items() if one.trained and trained_as(name) == name)
         raise DrafterError(f"{method} has no weights to train; these have: {known}")
+    if trained_as(method) != method:
+        raise DrafterError(f"{method} takes the drafters of {trained_as(method)}; train that one")
     return method
 
 

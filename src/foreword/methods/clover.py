@@ -80,16 +80,16 @@ class Clover(Drafter):
         block: Block = "full",
         regressive: bool = True,
         attention: bool = True,
-        tree: TreeKind = "budget",
+        tree: TreeKind = "best",
         width: int = 8,
         paths: Sequence[Sequence[int]] | None = None,
         top_p: float = 0.8,
         floor: float = 0.25,
-        labels: Labels = "hard",
+        labels: Labels = "soft",
     ) -> None:
         """`block`: all of the Augmenting Block, its attention or its MLP alone, or none. `attention` off: the cell is an MLP
-        over state and embedding; `regressive` off: there is no cell, and heads do not know what was guessed. `top_p` and
-        `floor` are the budgeted tree's: the paper's tree of 4 is `rows=5`."""
+        over state and embedding; `regressive` off: there is no cell, and heads do not know what was guessed. `tree`: the
+        likeliest paths; "budget", the paper's rule with `top_p` and `floor`, whose tree of 4 is `rows=5`; or "static"."""
         if heads < 1:
             raise InputError(f"clover: needs at least one head, got heads={heads}")
         if block not in get_args(Block):

@@ -116,12 +116,12 @@ class Clover2(Drafter):
         rows: int | None = None,
         heads: int = 5,
         taps: Sequence[int] = (),
-        fuse: Fuse = "attention",
+        fuse: Fuse = "linear",
         tree: TreeKind = "best",
         width: int = 8,
         paths: Sequence[Sequence[int]] | None = None,
         labels: Labels = "soft",
-        regression: float = 10.0,
+        regression: float = 0.0,
     ) -> None:
         """`heads` guess that many tokens ahead. `taps`: layers of the target whose states are added. `fuse`: how a row is
         told the token after it, by Clover's attention or by one product over both. `tree`: the likeliest paths, or

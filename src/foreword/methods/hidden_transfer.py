@@ -99,10 +99,7 @@ class HiddenTransfer(Drafter):
         def cost(one: Allotment) -> float:
             return below * target.cost(slots * one.nodes) + (1 - below) * target.cost(slots * one.rows)
 
-        if self.rows is None and target.device.type != "cuda":
-            found = paying_allotment(rates, steps, cost)
-        else:
-            found = best_allotment(rates, steps, self.rows or MOST_NODES)
+        found = best_allotment(rates, steps, self.rows) if self.rows else paying_allotment(rates, steps, cost)
         if self.carry == "all":
             found = Ways(rates, steps, MOST_NODES).all_carry(max(1, found.rows // (1 + steps)))
         return found if found.depth else Allotment((0,), 1.0)

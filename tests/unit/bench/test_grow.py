@@ -113,6 +113,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "firp": ("firp", {}),
     "firp, low rank": ("firp", {"squeeze": 4}),
     "firp, rows as they are": ("firp", {"norm": False}),
+    "draft_model": ("draft_model", {}),
+    "gsd": ("gsd", {"repeat": 0, "siblings": 0.0, "sure": 0.0}),
 }
 
 
@@ -140,7 +142,8 @@ def test_every_trained_method_is_here() -> None:
 def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path) -> None:
     """Through the folder that it is kept in: the grown target is taken for its original, and the weights are widened."""
     name, options = FORMS[form]
-    options = {"rows": 12, "steps" if name in ("firp", "hidden_transfer") else "heads": 3, **options}
+    count = {"draft_model": "depth", "gsd": "depth", "hidden_transfer": "steps", "firp": "steps"}.get(name, "heads")
+    options = {"rows": 12, count: 3} | options
     narrow, wide = pair(torch.float64, times)
     original = Model(narrow, "original")
     taught_one = taught(name, original, **options)

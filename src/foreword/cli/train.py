@@ -208,7 +208,7 @@ def _training(
     stored: Any,
     graph: bool,
 ) -> Training:
-    from foreword.bench.report import facts  # noqa: PLC0415  imports torch
+    from foreword.bench.origin import facts  # noqa: PLC0415  imports torch
     from foreword.methods import untrained  # noqa: PLC0415  imports torch
     from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
     from foreword.train import Training, about_data, open_data, split_data  # noqa: PLC0415  imports torch

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json as encoder
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from foreword.cli.console import bar, note, print_json, screen
+from foreword.cli.console import bar, note, print_json, screen, waiting
 from foreword.cli.growing import Grow, loaded
 from foreword.cli.options import Json, ModelOptions, numbers
 from foreword.cli.prove import NAMES_HELP, and_shipped, make_folder, named_methods
 
 if TYPE_CHECKING:
     from foreword.api import LLM
-    from foreword.bench import Contender, Plan
+    from foreword.bench import Benchmark, Contender, Heat, Plan
     from foreword.bench.journal import Journal
     from foreword.bench.run import Found
 
@@ -202,7 +203,8 @@ def _measured(
     answers = answer_records(heats, plan.prompts, llm.tokenizer.decode)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     about = facts(model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), resumed=len(journal.heats), **grown)
-    return room.content(made, about, timings, _extras(asked, llm, found, answers)), timings, answers
+    extras = _extras(asked, llm, found, answers, _roofline(llm, made, heats))
+    return room.content(made, about, timings, extras), timings, answers
 
 
 def _order(place: Any, plan: Plan) -> tuple[int, ...]:
@@ -210,13 +212,29 @@ def _order(place: Any, plan: Plan) -> tuple[int, ...]:
     return (*first, place.repeat, place.turn, place.block)
 
 
-def _extras(asked: Asked, llm: LLM, found: Found, answers: Any) -> Any:
+def _roofline(llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
+    """Of the methods, one text at a time; nothing where that was not timed."""
+    from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
+    from foreword.bench.roofline import roofline  # noqa: PLC0415  beside the others
+    from foreword.methods import METHODS  # noqa: PLC0415  beside the others
+
+    alone = next((one for one in made if one.batch == 1), None)
+    tasks = [task for heat in heats for task in heat.tasks if task.ids and heat.place.batch == 1 and not heat.place.repeat]
+    if alone is None or not tasks:
+        return {}
+    ours = [name for name in alone.contenders if name.partition("=")[0] in METHODS]
+    with waiting("measuring what a pass costs"):
+        found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks))
+    return found
+
+
+def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[str, Any]) -> Any:
     from foreword.bench.report import Extras  # noqa: PLC0415  imports torch
     from foreword.bench.run import left_out  # noqa: PLC0415  beside the others
     from foreword.bench.spec_bench import published  # noqa: PLC0415  beside the others
 
     figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
-    return Extras(figures, {}, left_out(asked.plan), found.warm_up_failed)
+    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed)
 
 
 def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:

@@ -326,13 +326,14 @@ def group_name(one: tuple[str, str], suites: Sequence[str]) -> str:
 
 
 def stops_paying(batches: dict[int, list[Row]]) -> dict[str, int | None]:
-    """By contender, the batch from which on it is never ahead; None: it is ahead in the largest that was tried."""
+    """By contender, the batch from which on it is never ahead; None: it is ahead in the largest that was tried. Who was
+    not timed at every batch is left out."""
     ahead: dict[str, dict[int, bool]] = {}
     for batch, table in sorted(batches.items()):
         for row in table:
             if row.speedup is not None:
                 ahead.setdefault(row.contender, {})[batch] = row.speedup > 1
-    return {name: _first_behind(won) for name, won in ahead.items()}
+    return {name: _first_behind(won) for name, won in ahead.items() if len(won) == len(batches)}
 
 
 def _first_behind(won: dict[int, bool]) -> int | None:

@@ -20,6 +20,8 @@ def markdown(found: Content) -> str:
     for temperature, part in found.get("temperatures", {}).items():
         lines += _part_lines(part, base, f", T={temperature}")
     lines += _failure_lines(found)
+    if found.get("roofline"):
+        lines += _roofline_lines(found["roofline"], base)
     if found.get("spec_bench"):
         lines += _spec_bench_lines(found["spec_bench"])
     if found.get("warm_up_s"):
@@ -55,8 +57,6 @@ HEADS = (
 def cells(row: Content) -> list[str]:
     """A row in words, beneath HEADS and the contender's name."""
     first, then = row.get("first_token_s"), row.get("decode_tokens_per_second")
-    same = f"{row['identical']} of {row['prompts']}"
-    extra = [f"{row.get(key, 0)} {word}" for key, word in (("ties", "ties"), ("differing", "other"), ("failed", "failed"))]
     return [
         f"{row['tokens_per_second']:.1f}",
         speedup_words(row),
@@ -64,15 +64,22 @@ def cells(row: Content) -> list[str]:
         "-" if then is None else f"{then:.1f}",
         f"{row['tokens_per_round']:.2f}",
         f"{row['loop_share']:.0%}",
-        ", ".join([same, *(words for words in extra if not words.startswith("0 "))]),
+        same_words(row),
     ]
+
+
+def same_words(row: Content) -> str:
+    """How many texts are the base's, and what became of the others."""
+    kinds = (("ties", "ties"), ("differing", "other"), ("failed", "failed"))
+    others = [f"{row[key]} {word}" for key, word in kinds if row.get(key)]
+    return ", ".join([f"{row['identical']} of {row['prompts']}", *others])
 
 
 def speedup_words(row: Content) -> str:
     """A speed-up with its interval, or that there is none, and why."""
     if row["speedup"] is None:
         return f"none: {row.get('refused', 'other text')}"
-    if row.get("low") is None or row["low"] == row["high"]:
+    if row.get("low") is None or abs(row["high"] - row["low"]) < 1e-9:
         return f"{row['speedup']:.2f}x"
     return f"{row['speedup']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
 
@@ -81,7 +88,7 @@ def _part_lines(part: Content, base: str, suffix: str) -> list[str]:
     lines: list[str] = []
     for name, table in part["tables"].items():
         lines += ["", f"## {name}, one text at a time{suffix}", ""]
-        lines += _md(
+        lines += table_lines(
             ["contender", *(head.format(base=base) for head in HEADS)], [[r["contender"], *cells(r)] for r in table]
         )
     if list(map(str, part["batches"])) not in ([], ["1"]):
@@ -89,8 +96,9 @@ def _part_lines(part: Content, base: str, suffix: str) -> list[str]:
     return lines
 
 
-def _md(heads: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *body)]
+def table_lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(line)} |" for line in (heads, *body)]
+    return [lines[0].replace("|  |", "| |", 1), "|---" * len(heads) + "|", *lines[1:]]
 
 
 def _batch_lines(part: Content, base: str, suffix: str) -> list[str]:
@@ -106,7 +114,7 @@ def _batch_lines(part: Content, base: str, suffix: str) -> list[str]:
         body.append([str(batch), f"{row[base]['tokens_per_second']:.1f}", *(cell for pair in pairs for cell in pair)])
     stops = part["stops_paying"].items()
     return [
-        *("", f"## by batch{suffix}", "", *_md(heads, body), ""),
+        *("", f"## by batch{suffix}", "", *table_lines(heads, body), ""),
         *(f"- {stop_words(name, stop, [int(batch) for batch in part['batches']])}" for name, stop in stops),
     ]
 
@@ -140,7 +148,73 @@ def _spec_bench_lines(figures: Content) -> list[str]:
         if overall := groups.get("overall"):
             ups = [f"{overall[key]:.2f}x" if key in overall else "none" for key in ("speedup", "speedup_retokenized")]
             body.append([name, f"{overall['speed']:.1f}", *ups, f"{overall['mean_accepted_tokens']:.2f}"])
-    return ["", "## As Spec-Bench counts", "", *_md(heads, body)]
+    return ["", "## As Spec-Bench counts", "", *table_lines(heads, body)]
+
+
+def _roofline_lines(roofline: Content, base: str) -> list[str]:
+    if "failed" in roofline:
+        return ["", f"What a pass costs could not be measured: {roofline['failed']}"]
+    lines = ["", "## What a pass costs", "", pass_words(roofline)]
+    if isinstance(roofline["passes"], list):
+        heads = ["rows", "ms", "MB", "GFLOP", "of bandwidth", "of operations"]
+        body = [
+            [f"{one['rows']}", f"{one['ms']:.3f}", f"{one['bytes'] / 1e6:.1f}", f"{one['operations'] / 1e9:.2f}"]
+            + [f"{one['bandwidth_share']:.0%}", f"{one['operations_share']:.0%}"]
+            for one in roofline["passes"]
+        ]
+        lines += ["", *table_lines(heads, body)]
+    return lines + _round_lines(roofline, base)
+
+
+def _round_lines(roofline: Content, base: str) -> list[str]:
+    pairs = {name: (roofline["split"][name], one) for name, one in roofline["methods"].items()}
+    failed = {name: split.get("failed") or one.get("failed") for name, (split, one) in pairs.items()}
+    heads = ["method", "draft ms", "verify ms", "accept ms", "host ms", *(head.format(base=base) for head in ECONOMY_HEADS)]
+    body = [
+        [name, *(f"{ms:.3f}" for ms in split.values()), *economy_cells(one)]
+        for name, (split, one) in pairs.items()
+        if not failed[name]
+    ]
+    lines = ["", "## Where a round goes, and when it pays", "", *table_lines(heads, body)]
+    return lines + [line for name, why in failed.items() if why for line in ("", f"{name} could not be measured: {why}")]
+
+
+def pass_words(roofline: Content) -> str:
+    """What the machine can do, what a pass reaches of it, and where rows begin to cost."""
+    reads, computes = roofline["bytes_per_second"] / 1e9, roofline["operations_per_second"] / 1e12
+    words = (
+        f"One pass of the model after {roofline['context']} tokens. The floor is what has to be read at {reads:.0f} GB/s or "
+        f"computed at {computes:.2f} TFLOP/s, both measured here. "
+    )
+    passes, knee = roofline["passes"], roofline["knee"]
+    if not isinstance(passes, list):
+        return words + f"Passes could not be measured: {passes['failed']}."
+    first, last = passes[0], passes[-1]
+    words += (
+        f"One row reaches {first['bandwidth_share']:.0%} of that bandwidth, {last['rows']} rows "
+        f"{last['bandwidth_share']:.0%} of it and {last['operations_share']:.0%} of those operations. "
+    )
+    if knee["beyond"]:
+        return words + f"Up to {last['rows']} rows there is no knee."
+    return words + f"At the knee, {knee['rows']:.0f} rows, rows cost as much as the reading of the weights."
+
+
+ECONOMY_HEADS = (
+    *("ms a round", "rounds of {base}", "tokens a round", "to break even"),
+    *("kept of guesses", "to break even", "bandwidth in verify"),
+)
+
+
+def economy_cells(one: Content) -> list[str]:
+    """What a method's round costs and brings, beneath ECONOMY_HEADS."""
+    shares = [one.get(key) for key in ("acceptance", "break_even_acceptance", "verify_bandwidth_share")]
+    return [
+        f"{one['round_ms']:.3f}" if one["round_ms"] < 10 else f"{one['round_ms']:.1f}",
+        f"{one['round_cost']:.2f}",
+        f"{one['tokens_per_round']:.2f}",
+        f"{one['break_even_tokens_per_round']:.2f}",
+        *("-" if share is None else f"{share:.0%}" for share in shares),
+    ]
 
 
 def stop_words(name: str, stop: int | None, batches: Collection[int]) -> str:

@@ -8,7 +8,7 @@ import hashlib
 import json as encoder
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from foreword.cli.console import bar, note, print_json, screen, waiting
 from foreword.cli.growing import Grow, loaded
 from foreword.cli.options import Json, ModelOptions, numbers
 from foreword.cli.prove import NAMES_HELP, and_shipped, make_folder, named_methods
+from foreword.errors import InputError, StorageError
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -98,6 +99,7 @@ class Asked:
 
 
 def bench(
+    ctx: typer.Context,
     model: ModelOptions,
     asking: AskedOptions,
     methods: Annotated[str, typer.Option(metavar="NAMES", help=f"Methods to time{NAMES_HELP}")] = "all",
@@ -133,6 +135,8 @@ def bench(
     With --batch 1,8,32 it is done with that many texts at once; one that ends makes room for the next. With --grow 7b the
     model is first made wider, and writes the same text at the cost of a larger one, which is checked.
     """
+    if ctx.invoked_subcommand is not None:
+        return
     names = [*named_methods(methods), *(name for one in drafter or () for name in named_methods(one))]
     plan = asking.plan()
     asked = Asked(methods, names, _others(baselines, plan), plan)
@@ -270,6 +274,73 @@ def _journal(asked: Asked, llm: LLM, out: Path | None) -> Journal:
     if journal.heats:
         note(f"going on after {sum(len(heat.tasks) for heat in journal.heats.values())} texts")
     return journal
+
+
+# Results -----------------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="The folder of a report, or its results.json.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    json: Json = False,
+) -> None:
+    """Say what became faster or slower from A to B, and whether these prompts can tell.
+
+    Contenders and tables that both have are compared, one text at a time. A change counts where the interval of its ratio,
+    over the prompts that both answered, does not hold 1.
+    """
+    from foreword.bench import read_results  # noqa: PLC0415  imports torch
+    from foreword.bench.compare import changes, settings_that_differ  # noqa: PLC0415  beside the others
+
+    old, new = read_results(before), read_results(after)
+    found, differing = changes(old, new), settings_that_differ(old, new)
+    if not found:
+        raise InputError(f"{before} and {after} have no contender in common that wrote one text at a time")
+    if json:
+        rows = [{**asdict(change), "verdict": change.verdict} for change in found]
+        print_json({"changes": rows, "settings_that_differ": differing})
+        return
+    for name, (one, other) in differing.items():
+        screen().print(f"{name} differs: {one} against {other}", soft_wrap=True)
+    heads = ["contender", "A tokens/s", "B tokens/s", "B over A", "", "tokens a round"]
+    for table in dict.fromkeys(change.table for change in found):
+        body = [
+            [
+                change.contender,
+                f"{change.before:.1f}",
+                f"{change.after:.1f}",
+                f"{change.ratio:.2f}x" + (f" [{change.low:.2f}, {change.high:.2f}]" if change.low is not None else ""),
+                change.verdict,
+                f"{change.tokens_per_round[0]:.2f} to {change.tokens_per_round[1]:.2f}",
+            ]
+            for change in found
+            if change.table == table
+        ]
+        screen().print(_table(table, heads, body))
+
+
+def table(
+    results: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of reports, or their results.json.")
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A page: make every table behind a line <!-- foreword bench table DIR --> anew."),
+    ] = None,
+) -> None:
+    """Make the tables of a page, such as a README, from results."""
+    from foreword.bench import read_results  # noqa: PLC0415  imports torch
+    from foreword.bench.published import published_table, refreshed  # noqa: PLC0415  beside the others
+
+    if not results and into is None:
+        raise typer.BadParameter("name a folder with results, or a page with --into")
+    for folder in results or ():
+        typer.echo(published_table(read_results(folder)), nl=False)
+    if into is not None:
+        try:
+            into.write_text(refreshed(into.read_text(encoding="utf-8"), into.parent), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"the page {into} cannot be changed ({error.strerror}); name one that can be") from error
 
 
 # The terminal -------------------------------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from foreword.bench import Answer, Contender, Manner, Plan, Suite, Task, run
 from foreword.bench.run import Found
+from foreword.cli.app import app
 from foreword.text import Prompt, Tokenizer
 
 Diary = list[tuple[str, str, int]]
@@ -70,3 +72,9 @@ def race(words: Tokenizer) -> Callable[..., Found]:
         return run(lambda _: list(contenders), Plan([Suite("mine", prompts)], max_new_tokens, **more), words, **options)
 
     return go
+
+
+@pytest.fixture
+def run_foreword() -> Callable[..., Result]:
+    """A command in this process."""
+    return lambda *words: CliRunner().invoke(app, [str(word) for word in words], prog_name="foreword")

@@ -143,7 +143,8 @@ def bench(
     if out is not None:
         make_folder(out)
     with loaded(model, grow, 1, plan.prompts) as (llm, grown):
-        found, timings, answers = _measured(asked, model, llm, grown, out)
+        journal = _journal(asked, llm, out)
+        found, timings, answers = _measured(asked, model, llm, grown, journal)
     if json:
         print_json(found)
     else:
@@ -152,7 +153,7 @@ def bench(
         from foreword.bench import write_report  # noqa: PLC0415  imports torch
 
         files = write_report(found, timings, out, answers)
-        _journal(asked, llm, out).end()
+        journal.end()
         note(f"written: {', '.join(map(str, files))}")
 
 
@@ -179,7 +180,7 @@ def _others(words: str, plan: Plan) -> list[str]:
 
 
 def _measured(
-    asked: Asked, model: ModelOptions, llm: LLM, grown: dict[str, Any], out: Path | None
+    asked: Asked, model: ModelOptions, llm: LLM, grown: dict[str, Any], journal: Journal
 ) -> tuple[dict[str, Any], Any, Any]:
     """The figures, the single timings, and the answers as Spec-Bench keeps them."""
     from foreword import bench as room  # noqa: PLC0415  imports torch
@@ -189,7 +190,6 @@ def _measured(
     from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
 
     plan, folder = asked.plan, resolve(model.model)
-    journal = _journal(asked, llm, out)
     with bar("answers") as show:
         found = room.run(
             lambda count: _contenders(asked, model, llm, folder, count),

@@ -224,8 +224,8 @@ class Race:
         for contender in self.contenders:
             started = time.perf_counter()
             try:
+                contender.capture([*tasks, *later], self.manner)  # first: what is compiled fits the longest then
                 contender.write(tasks[:1], short)
-                contender.capture([*tasks, *later], self.manner)
             except Exception as error:  # whatever it is, the others can go on; what it fails at will be told again
                 self.found.warm_up_failed[contender.name] = Answer.failure(error).failed or ""
             spent[contender.name] = spent.get(contender.name, 0.0) + time.perf_counter() - started

@@ -384,7 +384,7 @@ class Looks:
 TRAINED: dict[str, dict[str, Any]] = {
     "medusa": dict(rows=16, heads=3),
     "hydra": dict(rows=16, heads=3, layers=2, prefix=True),
-    "clover": dict(rows=16, heads=3, top_p=0.98, floor=0.01),
+    "clover": dict(rows=16, heads=3, tree="budget", top_p=0.98, floor=0.01),
     "clover2": dict(rows=16, heads=3, taps=(0, 2)),
 }
 """Methods that need weights: with which options the laws go over them, as they go over all others."""

@@ -313,7 +313,7 @@ def drawn_guesses(seed: int, lanes: int, branch: int, device: str) -> Guess:
 def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
     given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
     lanes = truth.slots.shape[0]
-    found = by_kernel(growth, given, drawn_guesses(seed, lanes, growth.branch, device))
-    exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"))
+    found = by_kernel(growth, given, drawn_guesses(seed, lanes, growth.branch, device), growth.shape)
+    exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"), growth.shape)
     assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
     assert same(found.tree.parent, exact.tree.parent)

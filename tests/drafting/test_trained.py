@@ -47,6 +47,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover, not regressive": ("clover", {"regressive": False}),
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
+    "clover2, fused by attention": ("clover2", {"fuse": "attention"}),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 HEADS = 3

@@ -73,13 +73,18 @@ def test_lean_layers_are_as_exact_as_those_of_transformers(name: str, dtype: tor
 
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_captured_lean_rounds_are_the_written_ones(method: str) -> None:
-    """In half precision, too: the same kernels on the same numbers give the same bits, captured or not."""
+    """In half precision, too: the same kernels on the same numbers give the same bits, captured or not.
+
+    Two at a time: who else is in a pass decides how many rows a product has, and that how it rounds; a captured round is
+    read late, so that the next text enters a round later.
+    """
     hf = llama_135m().to(torch.bfloat16).cuda()
     fuse(hf)
-    asked = [Request(prompt, max_new_tokens=30, ignore_eos=True) for prompt in prompts(5)]
+    asked = [Request(prompt, max_new_tokens=30, ignore_eos=True) for prompt in prompts(4)]
     texts = []
     for graph in (False, True):
         model = Model(hf)
         steps = Engine(model, drafter(method, model), slots=2, max_context=200, graph=graph)
-        texts.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
+        runs = [*steps.generate(asked[:2]), *steps.generate(asked[2:])]
+        texts.append([(run.tokens, run.accepted, run.drafted) for run in runs])
     assert texts[0] == texts[1]

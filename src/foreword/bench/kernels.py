@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from foreword.bench.origin import facts
 from foreword.bench.passes import between_marks
+from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.model.attention import attend, mask_of
 from foreword.model.capture import Captured

@@ -27,8 +27,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import linear
 
-from foreword.bench.origin import facts
 from foreword.bench.passes import between_marks
+from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.kernels import overlap
 from foreword.kernels.linear import Handed, few_rows_linear, linear_and_hand_on

@@ -17,9 +17,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from foreword.api import LLM
-from foreword.bench.origin import cpu_name
 from foreword.bench.parts import busy_ms, parts_of_pass
 from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds, replayed
+from foreword.bench.report import cpu_name
 from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay
 from foreword.engine.request import Request, Running

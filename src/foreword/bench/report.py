@@ -8,11 +8,21 @@ prompts; other numbers give one more, a line each, with how far each method is a
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import foreword
 from foreword.bench.figures import Benchmark, Timing, failures, rows, stops_paying, tables
 from foreword.bench.markdown import markdown
 from foreword.bench.page import html
@@ -114,3 +124,53 @@ def read_results(place: str | Path) -> Content:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} holds no results of `foreword bench` ({error}); give its folder or file") from error
     return {"batches": {}, "failures": [], "temperature": 0.0, "repeats": 1, "timings": [], **found}
+
+
+# Where numbers come from --------------------------------------------------------------------------------------------------
+
+
+def facts(**more: Any) -> dict[str, Any]:
+    """Where a number comes from: command, commit, machine, versions."""
+    return {
+        "command": shlex.join(["foreword", *sys.argv[1:]]),
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": _machine(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "foreword": foreword.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+        },
+        **more,
+    }
+
+
+def _machine() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{cpu_name()}, {os.cpu_count()} cores"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """Of the checkout that this file belongs to; an installed package may lie inside somebody else's."""
+    if not _git("ls-files", Path(__file__).name):
+        return "no checkout"
+    return _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", ":/src") else "")
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -34,15 +35,17 @@ SPLIT_TEXTS, SPLIT_TOKENS = 3, 32
 CPU_SQUARE, GPU_SQUARE = 1024, 8192  # rows of the product that peak operations are measured by
 
 
-def roofline(llm: LLM, methods: Sequence[str], benchmark: Benchmark, tasks: Sequence[Task]) -> dict[str, Any]:
-    """`methods` are ours of the benchmark's contenders, plain among them."""
+def roofline(
+    llm: LLM, methods: Sequence[str], benchmark: Benchmark, tasks: Sequence[Task], most_rows: int | None = None
+) -> dict[str, Any]:
+    """`methods` are ours of the benchmark's contenders, plain among them; `most_rows` bounds passes as it did there."""
     model = Model(llm.model.hf, llm.model.name, llm.model.curve, llm.model.grown)
     context = int(median(len(task.ids) for task in tasks)) + benchmark.max_new_tokens // 2
     context = min(context, model.max_context - max(ROWS))
     try:
         peak = {"bytes_per_second": bandwidth(model.device), "operations_per_second": peak_operations(model)}
         passes = attempt(lambda: [_pass(model, rows, context, peak) for rows in ROWS])
-        splits = {name: attempt(lambda name=name: _split(llm, model, name, tasks, context)) for name in methods}  # type: ignore[misc]
+        splits = {name: attempt(partial(_split, model, name, most_rows, tasks, context)) for name in methods}
     finally:
         model.release()
     return {
@@ -151,13 +154,14 @@ def _rounds(timings: list[Timing]) -> dict[str, float] | None:
     }
 
 
-def _split(llm: LLM, model: Model, method: str, tasks: Sequence[Task], context: int) -> dict[str, float]:
+def _split(model: Model, method: str, rows: int | None, tasks: Sequence[Task], context: int) -> dict[str, float]:
     """Milliseconds of a round, by what is done in it."""
-    _, drafter = Wanted.of(method).on(model)
+    wanted = Wanted.of(method, rows=rows)
+    _, drafter = wanted.on(model)
     most = min(max(len(task.ids) for task in tasks) + SPLIT_TOKENS + 1, model.max_context)
     engine = Engine(model, drafter, 1, most)
     if model.device.type == "cuda":
-        return _captured_split(engine, method, context)
+        return _captured_split(engine, wanted, context)
     watch = Stopwatch(engine)
     written(engine, tasks[:1], Manner(8))
     watch.spent.clear()
@@ -171,7 +175,7 @@ def _split(llm: LLM, model: Model, method: str, tasks: Sequence[Task], context: 
     return parts | {"host": max(wall * 1e3 / max(later, 1) - sum(parts.values()), 0.0)}
 
 
-def _captured_split(engine: Engine, method: str, context: int) -> dict[str, float]:
+def _captured_split(engine: Engine, wanted: Wanted, context: int) -> dict[str, float]:
     """A captured round cannot be stopped in the middle: its parts are measured alone, and what is left is accepting."""
     model = engine.target
     tokens = min(96, engine.max_context // 2)
@@ -182,7 +186,7 @@ def _captured_split(engine: Engine, method: str, context: int) -> dict[str, floa
     device = writing.device_ms(30)
     rows = engine.drafter.shape.nodes
     verify = milliseconds(Probe(model, rows, context).score, model.device, 30)
-    _, again = Wanted.of(method).on(model)
+    _, again = wanted.on(model)
     draft = measure_draft(model, again).curve().at(1) * 1e3 if rows > 1 else 0.0
     accept = max(device - draft - verify, 0.0)
     return {"draft": draft, "verify": verify, "accept": accept, "host": max(wall - device, 0.0)}

@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 import typer
 
-from foreword.bench.origin import facts
+from foreword.bench.report import facts
 from foreword.model.cost import ROWS, measure
 from foreword.model.hub import resolve
 from foreword.model.loading import choose_device, choose_dtype, load_stock, load_weights

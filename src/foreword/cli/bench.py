@@ -70,6 +70,9 @@ class AskedOptions:
         int, _of_asked(min=1, metavar="N", help="Do everything so often; of each prompt the middle time counts.")
     ] = 3
     max_new_tokens: Annotated[int, _of_asked(min=1, metavar="N", help="Tokens an answer may have.")] = 128
+    rows: Annotated[
+        int | None, _of_asked(min=1, metavar="N", help="At most so many candidates in a pass. Default: as many as pay.")
+    ] = None
     quick: Annotated[
         bool,
         _of_asked("--quick", metavar="", help="Two prompts of each category, 48 tokens, once: about two minutes on a CPU."),
@@ -96,6 +99,7 @@ class Asked:
     names: list[str]
     baselines: list[str]
     plan: Plan
+    rows: int | None = None
 
 
 def bench(
@@ -139,7 +143,7 @@ def bench(
         return
     names = [*named_methods(methods), *(name for one in drafter or () for name in named_methods(one))]
     plan = asking.plan()
-    asked = Asked(methods, names, _others(baselines, plan), plan)
+    asked = Asked(methods, names, _others(baselines, plan), plan, asking.rows)
     if out is not None:
         make_folder(out)
     with loaded(model, grow, 1, plan.prompts) as (llm, grown):
@@ -184,7 +188,7 @@ def _measured(
 ) -> tuple[dict[str, Any], Any, Any]:
     """The figures, the single timings, and the answers as Spec-Bench keeps them."""
     from foreword import bench as room  # noqa: PLC0415  imports torch
-    from foreword.bench.origin import facts  # noqa: PLC0415  beside the others
+    from foreword.bench.report import facts  # noqa: PLC0415  beside the others
     from foreword.bench.spec_bench import answer_records  # noqa: PLC0415  beside the others
     from foreword.cli.judging import referee  # noqa: PLC0415  beside the others
     from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
@@ -206,8 +210,9 @@ def _measured(
     made = room.benchmarks(timings, plan.max_new_tokens, found.warm_up_s)
     answers = answer_records(heats, plan.prompts, llm.tokenizer.decode)
     dtype = str(llm.model.dtype).removeprefix("torch.")
-    about = facts(model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), resumed=len(journal.heats), **grown)
-    extras = _extras(asked, llm, found, answers, _roofline(llm, made, heats))
+    about = facts(model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
+    about["resumed"] = len(journal.heats)
+    extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats))
     return room.content(made, about, timings, extras), timings, answers
 
 
@@ -216,7 +221,7 @@ def _order(place: Any, plan: Plan) -> tuple[int, ...]:
     return (*first, place.repeat, place.turn, place.block)
 
 
-def _roofline(llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
+def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
     """Of the methods, one text at a time; nothing where that was not timed."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
     from foreword.bench.roofline import roofline  # noqa: PLC0415  beside the others
@@ -228,7 +233,7 @@ def _roofline(llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dic
         return {}
     ours = [name for name in alone.contenders if name.partition("=")[0] in METHODS]
     with waiting("measuring what a pass costs"):
-        found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks))
+        found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks, asked.rows))
     return found
 
 
@@ -246,14 +251,14 @@ def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count
 
     names = dict.fromkeys(["plain", *and_shipped(asked.methods, asked.names, llm.model)])
     context = model.max_context or room.context_for(llm, asked.plan.prompts, asked.plan.max_new_tokens)
-    ours = [room.contender(llm, name, context, count, not model.no_graph) for name in names]
+    ours = [room.contender(llm, name, context, count, not model.no_graph, rows=asked.rows) for name in names]
     return ours + (room.make_baselines(asked.baselines, llm, folder, context) if count == 1 else [])
 
 
 def _journal(asked: Asked, llm: LLM, out: Path | None) -> Journal:
     """What was done before, should the same run have been cut."""
     from foreword.bench.journal import Journal  # noqa: PLC0415  imports torch
-    from foreword.bench.origin import facts  # noqa: PLC0415  beside the others
+    from foreword.bench.report import facts  # noqa: PLC0415  beside the others
 
     plan, origin = asked.plan, facts()
     prompts = encoder.dumps([[suite.name, [prompt.turns for prompt in suite.prompts]] for suite in plan.suites])
@@ -264,6 +269,7 @@ def _journal(asked: Asked, llm: LLM, out: Path | None) -> Journal:
         "version": [origin["versions"], origin["commit"]],
         "methods": [asked.methods, asked.names],
         "baselines": asked.baselines,
+        "rows": asked.rows,
         "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
         "max_new_tokens": plan.max_new_tokens,
         "batch": plan.batches,

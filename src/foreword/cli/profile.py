@@ -85,8 +85,8 @@ def profile(
     if grow and (shapes or cold):
         raise typer.BadParameter("a grown model is loaded here: leave out --shapes and --cold", param_hint="--grow")
     with _subject(model, shapes, batch, grow) as (subject, grown):
-        from foreword.bench.origin import facts  # noqa: PLC0415  imports torch
         from foreword.bench.profile import Profile, Settings, failures  # noqa: PLC0415  imports torch
+        from foreword.bench.report import facts  # noqa: PLC0415  imports torch
 
         names = and_shipped(methods, names, subject.model)
         settings = Settings(sizes, lengths, tuple(names), context, tokens)

@@ -79,7 +79,7 @@ class LearningOptions:
     max_length: Annotated[int, _of_learning(min=3, metavar="N", help="Texts are cut to so many tokens.")] = 1024
     learning_rate: Annotated[
         float, _of_learning(metavar="X", help="At its highest; it rises in a line and falls along a cosine.")
-    ] = 1e-3
+    ] = 2e-3
     warm_up: Annotated[int, _of_learning(min=0, metavar="N", help="Steps until it is there.")] = 100
     weight_decay: Annotated[float, _of_learning(min=0, metavar="X", help="Of AdamW.")] = 0.0
     seed: Annotated[int, _of_learning(metavar="N", help="Of the order of texts, and of what starts at random.")] = 0
@@ -208,7 +208,7 @@ def _training(
     stored: Any,
     graph: bool,
 ) -> Training:
-    from foreword.bench.origin import facts  # noqa: PLC0415  imports torch
+    from foreword.bench.report import facts  # noqa: PLC0415  imports torch
     from foreword.methods import untrained  # noqa: PLC0415  imports torch
     from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
     from foreword.train import Training, about_data, open_data, split_data  # noqa: PLC0415  imports torch

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from foreword.core.target import Target
 
+TINY = 1e-12  # keeps a row of zeros what it is
+
 
 def linear(target: Target, columns_in: int, columns_out: int, bias: bool = True) -> nn.Linear:
     return nn.Linear(columns_in, columns_out, bias, device=target.device, dtype=target.dtype)
@@ -29,6 +31,39 @@ def norm_like(target: Target) -> nn.RMSNorm:
 
 def plain_norm(target: Target) -> nn.RMSNorm:
     return nn.RMSNorm(target.hidden_size, eps=1e-5, device=target.device, dtype=target.dtype)
+
+
+def at_one(rows: Tensor) -> Tensor:
+    """Rows [.., H] brought to a root mean square of 1.
+
+    An embedding's numbers may be a thousandth of those of the stream that it joins: too small to be heard through weights
+    of a usual size, which learn at a usual rate.
+    """
+    return functional.rms_norm(rows, rows.shape[-1:], eps=TINY)
+
+
+def size_of(rows: Tensor) -> Tensor:
+    """[.., 1]: what `at_one` divides by."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
+    return (length * rows.shape[-1] ** -0.5).to(rows.dtype)
+
+
+class Beside(nn.Module):
+    """A linear over a state and an embedding laid side by side, starting at 0."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.product = linear(target, 2 * target.hidden_size, target.hidden_size)
+        nn.init.zeros_(self.product.weight)
+        nn.init.zeros_(self.product.bias)
+
+    def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
+        return self.product(torch.cat([state, embedding], dim=-1))
+
+    def onto(self, state: Tensor, embedding: Tensor, silu: bool = False) -> Tensor:
+        seen = self(state, embedding)
+        return state + (functional.silu(seen) if silu else seen)
 
 
 class ResBlock(nn.Module):

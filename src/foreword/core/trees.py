@@ -38,6 +38,7 @@ hangs on. The first call is about the root alone, with origin 0.
 TreeKind = Literal["static", "best", "budget"]
 MOST_NODES = 64
 BRANCH = 10
+USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES brings
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
 USUAL_RATES: Rates = (
@@ -90,20 +91,20 @@ class TreePlan:
 
     def on(self, target: Target, depth: int) -> Growth:
         """For trees of at most `depth` levels behind the root. Where a round's rows are fixed beforehand, as on CUDA, rows
-        that stay empty save nothing, and none is dropped for its cost."""
-        nodes = self.rows or MOST_NODES
-        all_pay = self.rows is not None or target.device.type == "cuda"
+        that stay empty save nothing: there the batch alone decides how many there are."""
+        nodes, beforehand = self.rows or MOST_NODES, target.device.type == "cuda"
         depth, branch = min(depth, nodes - 1), min(BRANCH, target.vocab_size)
         if self.kind == "static" and self.paths is not None:
             known = sorted({tuple(path) for path in self.paths if len(path) <= depth}, key=lambda path: (len(path), path))
             return StaticTree(target, known[: self.rows and nodes - 1])
         if self.kind == "static":
             rates = [row[:branch] for row in self.rates[:depth]]
-            return StaticTree(target, greedy_paths(rates, nodes - 1), None if all_pay else rates)
-        costs = None if all_pay else RowCosts(target, nodes)
+            return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
+        costs = None if self.rows or beforehand else RowCosts(target, nodes)
+        fixed = FixedRows(target, Shape(nodes, depth)) if beforehand and not self.rows else None
         if self.kind == "best":
-            return BestFirst(Shape(nodes, depth), self.width, branch, costs)
-        return Budgeted(Shape(nodes, depth), self.width, branch, costs, self.top_p, self.floor)
+            return BestFirst(Shape(nodes, depth), self.width, branch, costs, fixed)
+        return Budgeted(Shape(nodes, depth), self.width, branch, costs, self.top_p, self.floor, fixed)
 
 
 class RowCosts:
@@ -119,6 +120,28 @@ class RowCosts:
             cost = [self.target.cost(batch * rows) for rows in range(1, self.nodes + 1)]
             self._known[batch] = torch.tensor(cost, device=self.target.device)
         return self._known[batch]
+
+
+class FixedRows:
+    """How large trees are where that is settled before anything is guessed, as in a captured round: what pays by batch size.
+
+    What a tree brings beyond the target's own token grows about as the logarithm of its rows; a row costs what the target
+    says. In a large batch rows are dear, and in the end none of them pays.
+    """
+
+    def __init__(self, target: Target, most: Shape) -> None:
+        self.target, self.most = target, most
+        self._known: dict[int, Shape] = {}
+
+    def shape(self, batch: int) -> Shape:
+        if batch not in self._known:
+            counts = [*(1 << power for power in range(self.most.nodes.bit_length()) if 1 << power < self.most.nodes)]
+            best = max([*counts, self.most.nodes], key=lambda rows: self._speed(batch, rows))
+            self._known[batch] = Shape(best, min(self.most.depth, best - 1))
+        return self._known[batch]
+
+    def _speed(self, batch: int, rows: int) -> float:
+        return (1 + USUAL_GAIN * math.log(rows) / math.log(MOST_NODES)) / self.target.cost(batch * rows)
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:
@@ -318,21 +341,22 @@ class BestFirst:
     width: int
     branch: int
     costs: RowCosts | None
+    fixed: FixedRows | None = None
 
     def draft(self, state: State, guess: Guess) -> Draft:
-        return by_kernel(self, state, guess) if state.slots.is_cuda and self.shape.depth else self.grow(state, guess)
+        return _grown(self, state, guess)
 
-    def grow(self, state: State, guess: Guess) -> Draft:
+    def grow(self, state: State, guess: Guess, shape: Shape) -> Draft:
         nodes, root = _Nodes(state.root), state.root.unsqueeze(1)
         tokens, rows, origin, chance = root, torch.zeros_like(root), torch.zeros_like(root), nodes.chance[0]
-        for level in range(1, self.shape.depth + 1):
+        for level in range(1, shape.depth + 1):
             guessed, likely = guess(level, tokens, origin)  # [b, w, k]
             whole = _finite(chance.unsqueeze(2) + likely).flatten(1)
             below, above = guessed.flatten(1), rows.unsqueeze(2).expand_as(guessed).flatten(1)
             rows = nodes.add(below, above, whole)
             chance, best = _largest(whole, self.width)
             tokens, rows, origin = below.gather(1, best), rows.gather(1, best), best // guessed.shape[2]
-        return _known(state, nodes.draft(self.shape.nodes, _cost(self.costs, state)))
+        return _known(state, nodes.draft(shape.nodes, _cost(self.costs, state)))
 
 
 @dataclass(frozen=True)
@@ -350,25 +374,26 @@ class Budgeted:
     costs: RowCosts | None
     top_p: float
     floor: float
+    fixed: FixedRows | None = None
 
     def draft(self, state: State, guess: Guess) -> Draft:
-        return by_kernel(self, state, guess) if state.slots.is_cuda and self.shape.depth else self.grow(state, guess)
+        return _grown(self, state, guess)
 
-    def grow(self, state: State, guess: Guess) -> Draft:
+    def grow(self, state: State, guess: Guess, shape: Shape) -> Draft:
         nodes, root = _Nodes(state.root), state.root.unsqueeze(1)
         tokens, rows, origin, chance = root, torch.zeros_like(root), torch.zeros_like(root), nodes.chance[0]
-        left = torch.full_like(root, self.shape.nodes - 1)  # [b, 1]
-        for level in range(1, self.shape.depth + 1):
+        left = torch.full_like(root, shape.nodes - 1)  # [b, 1]
+        for level in range(1, shape.depth + 1):
             guessed, likely = guess(level, tokens, origin)  # [b, w, k]
             whole = _finite(chance.unsqueeze(2) + likely).masked_fill(~self._likely_enough(likely), -math.inf).flatten(1)
-            chance, best = _largest(whole, self.shape.nodes - 1)
+            chance, best = _largest(whole, shape.nodes - 1)
             place = torch.arange(best.shape[1], device=best.device)
             chance = chance.masked_fill(place >= left, -math.inf)
             left = left - (chance > -math.inf).sum(1, keepdim=True)
             tokens, origin = guessed.flatten(1).gather(1, best), best // guessed.shape[2]
             rows = nodes.add(tokens, rows.gather(1, origin), chance)
             tokens, rows, origin, chance = (part[:, : self.width] for part in (tokens, rows, origin, chance))
-        return _known(state, nodes.draft(self.shape.nodes, _cost(self.costs, state)))
+        return _known(state, nodes.draft(shape.nodes, _cost(self.costs, state)))
 
     def _likely_enough(self, likely: Tensor) -> Tensor:
         chance = likely.exp()
@@ -377,10 +402,16 @@ class Budgeted:
         return (inside & (chance >= self.floor * chance[..., :1])) | first
 
 
-def by_kernel(growth: BestFirst | Budgeted, state: State, guess: Guess) -> Draft:
+def _grown(growth: BestFirst | Budgeted, state: State, guess: Guess) -> Draft:
+    shape = growth.shape if growth.fixed is None else growth.fixed.shape(len(state.lanes.ids))
+    if shape.depth == 0:
+        return Draft.nothing(state.root)
+    return by_kernel(growth, state, guess, shape) if state.slots.is_cuda else growth.grow(state, guess, shape)
+
+
+def by_kernel(growth: BestFirst | Budgeted, state: State, guess: Guess, shape: Shape) -> Draft:
     from foreword.kernels.growth import Budget, Grown  # noqa: PLC0415  Triton is there only where CUDA is
 
-    shape = growth.shape
     budget = Budget(shape.nodes - 1, growth.top_p, growth.floor) if isinstance(growth, Budgeted) else None
     grown = Grown(state, shape.depth, growth.width, growth.branch, budget)
     tokens = state.root.unsqueeze(1)

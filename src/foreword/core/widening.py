@@ -1,9 +1,8 @@
 """How weights for hidden size H become weights for r H that compute the same: those of a target, and those of its drafters.
 
-A wide row is r copies of a narrow one, end to end, in one of three sizes: what a norm gives is copied as it is; the stream
+A wide row is r copies of a narrow one, end to end, in one of two sizes: what a norm gives is copied as it is; the stream
 that layers add to, which the embedding begins, is divided by r, so that a head tied to the embedding sums r copies to what
-it was; a row of length 1 is so much shorter in every copy. A weight says what it reads and writes, and the rest follows.
-With r a power of two nothing is rounded, except where a row of length 1 is read and r is no square.
+it was. A weight says what it reads and writes, and the rest follows. With r a power of two nothing is rounded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from foreword.errors import InputError
 
-Size = Literal["normed", "stream", "unit"]
+Size = Literal["normed", "stream"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Wide:
 
     def widened(self, weight: Tensor, times: int, hidden: int) -> Tensor:
         """A weight [out, in], bias or norm for rows `times` as wide; `hidden` is the narrow hidden size."""
-        size = {"normed": 1.0, "stream": 1 / times, "unit": times**-0.5}
+        size = {"normed": 1.0, "stream": 1 / times}
         if weight.dim() == 1:
             return (weight * size[self.writes]).repeat(times)
         reads = (self.reads,) if isinstance(self.reads, str) else self.reads
@@ -45,6 +44,7 @@ class Wide:
 
 NORM = Wide("normed")
 WITHIN = Wide("normed", "normed")
+SEVERAL = Wide("normed", ("normed",))  # reads several rows side by side
 INTO_STREAM = Wide("stream", "normed")
 
 LAYER = {

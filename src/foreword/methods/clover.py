@@ -14,11 +14,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import CosineAttention, ResBlock, counted, last_of, linear, near_identity, norm_like
+from foreword.core.heads import Beside, CosineAttention, ResBlock, at_one, counted, last_of, near_identity, norm_like
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs, Skip
 from foreword.core.sampling import guesses
@@ -26,7 +25,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried
-from foreword.core.widening import NORM, WITHIN, Wide, layers_at
+from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import InputError
 
 Block = Literal["full", "attention", "mlp", "none"]
@@ -39,8 +38,7 @@ class Cell(nn.Module):
 
     def __init__(self, target: Target, attention: bool) -> None:
         super().__init__()
-        size = target.hidden_size
-        self.look: nn.Module = CosineAttention(target, bias=False) if attention else Beside(linear(target, 2 * size, size))
+        self.look: CosineAttention | Beside = CosineAttention(target, bias=False) if attention else Beside(target)
         with torch.no_grad():
             if isinstance(self.look, CosineAttention):
                 for part in (self.look.query, self.look.key):
@@ -48,22 +46,7 @@ class Cell(nn.Module):
                 self.look.value.weight.zero_()
 
     def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
-        if isinstance(self.look, CosineAttention):
-            return self.look.onto(state, embedding, silu=True)
-        return state + functional.silu(self.look(state, embedding))
-
-
-class Beside(nn.Module):
-    """A linear over a state and an embedding laid side by side, starting at 0."""
-
-    def __init__(self, product: nn.Linear) -> None:
-        super().__init__()
-        self.product = product
-        nn.init.zeros_(product.weight)
-        nn.init.zeros_(product.bias)
-
-    def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
-        return self.product(torch.cat([state, embedding], dim=-1))
+        return self.look.onto(state, embedding, silu=True)
 
 
 class Weights(nn.Module):
@@ -80,10 +63,10 @@ class Clover(Drafter):
     needs = Needs(hidden=True, prompt="all")
     wide = {
         "cell.look.query": WITHIN,
-        "cell.look.key": Wide("normed", "unit"),
-        "cell.look.value": Wide("normed", "unit"),
+        "cell.look.key": WITHIN,
+        "cell.look.value": WITHIN,
         "cell.look.norm": NORM,
-        "cell.look.product": Wide("normed", ("normed", "unit")),
+        "cell.look.product": SEVERAL,
         "heads.*.linear": WITHIN,
         "norm": NORM,
         **layers_at("block"),
@@ -97,16 +80,16 @@ class Clover(Drafter):
         block: Block = "full",
         regressive: bool = True,
         attention: bool = True,
-        tree: TreeKind = "budget",
+        tree: TreeKind = "best",
         width: int = 8,
         paths: Sequence[Sequence[int]] | None = None,
         top_p: float = 0.8,
         floor: float = 0.25,
-        labels: Labels = "hard",
+        labels: Labels = "soft",
     ) -> None:
         """`block`: all of the Augmenting Block, its attention or its MLP alone, or none. `attention` off: the cell is an MLP
-        over state and embedding; `regressive` off: there is no cell, and heads do not know what was guessed. `top_p` and
-        `floor` are the budgeted tree's: the paper's tree of 4 is `rows=5`."""
+        over state and embedding; `regressive` off: there is no cell, and heads do not know what was guessed. `tree`: the
+        likeliest paths; "budget", the paper's rule with `top_p` and `floor`, whose tree of 4 is `rows=5`; or "static"."""
         if heads < 1:
             raise InputError(f"clover: needs at least one head, got heads={heads}")
         if block not in get_args(Block):
@@ -172,4 +155,4 @@ class Clover(Drafter):
         """The state once a token is chosen."""
         if self.module.cell is None:
             return known
-        return self.module.cell(known, functional.normalize(self.embedding[tokens], dim=-1))
+        return self.module.cell(known, at_one(self.embedding[tokens]))

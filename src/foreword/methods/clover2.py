@@ -10,7 +10,7 @@ Paper: Clover-2 (arXiv 2408.00264).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,18 @@ from torch.nn import functional
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import CosineAttention, counted, last_of, linear, near_identity, norm_like, plain_norm
+from foreword.core.heads import (
+    Beside,
+    CosineAttention,
+    at_one,
+    counted,
+    last_of,
+    linear,
+    near_identity,
+    norm_like,
+    plain_norm,
+    size_of,
+)
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
@@ -26,20 +37,22 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried, level_paths
-from foreword.core.widening import NORM, WITHIN, Wide, layers_at
+from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import DrafterError, InputError
 
+Fuse = Literal["attention", "linear"]
 LAYERS = 2
 DECAY = 0.7
 COUNTS = (4, 8, 8, 3, 2)  # nodes at each depth of the paper's static tree
 
 
 class Weights(nn.Module):
-    def __init__(self, target: Target, layers: nn.ModuleList, taps: int) -> None:
+    def __init__(self, target: Target, layers: nn.ModuleList, taps: int, fuse: Fuse) -> None:
         super().__init__()
         size = target.hidden_size
         self.taps = linear(target, taps * size, size, bias=False) if taps else None
-        self.fuse, self.step = CosineAttention(target, bias=True), CosineAttention(target, bias=True)
+        self.fuse = CosineAttention(target, bias=True) if fuse == "attention" else Beside(target)
+        self.step = CosineAttention(target, bias=True)
         self.block, self.norm = layers, norm_like(target)
         self.first, self.later = linear(target, size, size), linear(target, 2 * size, size)
         self.last_norm = plain_norm(target)
@@ -50,7 +63,7 @@ class Weights(nn.Module):
         """Everything passes what it is given through, but for a little noise."""
         if self.taps is not None:
             self.taps.weight.zero_()
-        for look in (self.fuse, self.step):
+        for look in (part for part in (self.fuse, self.step) if isinstance(part, CosineAttention)):
             near_identity(look.query.weight, _little(look.query.weight))
             near_identity(look.key.weight, _little(look.key.weight))
             look.value.weight.copy_(_little(look.value.weight))
@@ -61,10 +74,14 @@ class Weights(nn.Module):
         self.last_norm.weight.fill_(self.norm.weight.square().mean().sqrt())
 
     def fused(self, hidden: Tensor, taps: dict[int, Tensor], following: Tensor) -> Tensor:
-        """Rows of the target [..., H] with what it held further down, and the embedding of the token after each."""
+        """Rows of the target [..., H] with what it held further down, and the embedding of the token after each.
+
+        All are brought to one size, and the result to that of the rows, at which the layers know them.
+        """
+        state = at_one(hidden)
         if self.taps is not None:
-            hidden = hidden + self.taps(torch.cat([taps[layer] for layer in sorted(taps)], dim=-1))
-        return self.fuse.onto(hidden, following)
+            state = state + self.taps(torch.cat([at_one(taps[layer]) for layer in sorted(taps)], dim=-1))
+        return size_of(hidden) * self.fuse.onto(state, following)
 
     def guess_first(self, state: Tensor) -> Tensor:
         return self.last_norm(self.first(state))
@@ -80,13 +97,13 @@ def _little(weight: Tensor) -> Tensor:
 class Clover2(Drafter):
     paper = "Clover-2, arXiv 2408.00264"
     wide = {
-        "taps": Wide("stream", ("stream",)),
+        "taps": SEVERAL,
         "*.query": WITHIN,
-        "*.key": Wide("normed", "stream"),
-        "fuse.value": Wide("stream", "stream"),
-        "step.value": Wide("normed", "stream"),
+        "*.key": WITHIN,
+        "*.value": WITHIN,
+        "fuse.product": SEVERAL,
         "first": WITHIN,
-        "later": Wide("normed", ("normed", "stream")),
+        "later": SEVERAL,
         "norm": NORM,
         "*_norm": NORM,
         "*.norm": NORM,
@@ -99,26 +116,30 @@ class Clover2(Drafter):
         rows: int | None = None,
         heads: int = 5,
         taps: Sequence[int] = (),
+        fuse: Fuse = "linear",
         tree: TreeKind = "best",
         width: int = 8,
         paths: Sequence[Sequence[int]] | None = None,
         labels: Labels = "soft",
-        regression: float = 10.0,
+        regression: float = 0.0,
     ) -> None:
-        """`heads` guess that many tokens ahead. `taps`: layers of the target whose states are added. `tree`: the likeliest
-        paths, or "static", the paper's 25 nodes unless `paths` names others. `labels` and `regression`: learn the target's
+        """`heads` guess that many tokens ahead. `taps`: layers of the target whose states are added. `fuse`: how a row is
+        told the token after it, by Clover's attention or by one product over both. `tree`: the likeliest paths, or
+        "static", the paper's 25 nodes unless `paths` names others. `labels` and `regression`: learn the target's
         distribution or its tokens, and with which weight its states."""
         if heads < 1:
             raise InputError(f"clover2: needs at least one head, got heads={heads}")
         if not all(type(layer) is int for layer in taps):
             raise InputError(f"clover2: taps is {taps!r}; each is the number of a layer")
+        if fuse not in get_args(Fuse):
+            raise InputError(f"clover2: fuse is {fuse!r}; choose from {', '.join(get_args(Fuse))}")
         check_labels("clover2", labels)
         self.wants_cost = rows is None
-        self.heads, self.labels, self.regression = heads, labels, regression
+        self.heads, self.fuse, self.labels, self.regression = heads, fuse, labels, regression
         self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", follower=True)
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, level_paths(COUNTS, USUAL_RATES) if paths is None else paths)
         self.plan.check("clover2")
-        self.config: dict[str, Any] = dict(heads=heads, taps=list(self.needs.taps))
+        self.config: dict[str, Any] = dict(heads=heads, taps=list(self.needs.taps), fuse=fuse)
 
     def bind(self, target: Target, slots: int) -> None:
         outside = [layer for layer in self.needs.taps if not 0 <= layer <= target.layers]
@@ -129,7 +150,7 @@ class Clover2(Drafter):
         self.target = target
         if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
             self.stack = target.stack(slots, LAYERS, init=target.layers - 1)
-            self.module = Weights(target, self.stack.layers, len(self.needs.taps))
+            self.module = Weights(target, self.stack.layers, len(self.needs.taps), self.fuse)
         else:
             self.stack.allocate(slots, target.context)
         self.growth = self.plan.on(target, self.heads)
@@ -160,7 +181,7 @@ class Clover2(Drafter):
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
         marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden, self.regression)
-        following = self.embedding[functional.pad(tokens[:, 1:], (0, 1))]
+        following = at_one(self.embedding[functional.pad(tokens[:, 1:], (0, 1))])
         walked = self.stack.over(self.module.fused(hidden, scores.taps, following))
         known = self.module.norm(marks.lesson.of_rows(walked))
         for number in range(1, self.heads + 1):
@@ -173,7 +194,7 @@ class Clover2(Drafter):
         first = self.stack.cache.length[state.slots].unsqueeze(1) + 1
         column = first + torch.arange(hidden.shape[1], device=hidden.device)
         following = state.tokens[state.slots.unsqueeze(1), column.clamp(max=state.tokens.shape[1] - 1)]
-        fused = self.module.fused(hidden, taps, self.embedding[following])
+        fused = self.module.fused(hidden, taps, at_one(self.embedding[following]))
         walked = self.stack.read(counted(fused, count), state.lanes, count)
         self.state.index_copy_(0, state.slots, last_of(self.module.norm(walked), count, self.state[state.slots]))
 
@@ -181,6 +202,6 @@ class Clover2(Drafter):
         """The state once a token is chosen, and what its guess is read from. The first token, the root, is known already."""
         if level == 1:
             return known, self.module.guess_first(known)
-        embedding = self.embedding[tokens]
+        embedding = at_one(self.embedding[tokens])
         known = self.module.step.onto(known, embedding)
         return known, self.module.guess_later(known, embedding)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import ResBlock, counted, last_of, linear, norm_like
+from foreword.core.heads import ResBlock, at_one, counted, last_of, linear, near_identity, norm_like
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
@@ -25,17 +25,18 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, carried
-from foreword.core.widening import NORM, WITHIN, Wide, layers_at
+from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import InputError
 
 
 class Head(nn.Module):
-    """R c + SiLU(W c) over `parts` states side by side, then residual blocks. W starts at 0."""
+    """R c + SiLU(W c) over `parts` states side by side, then residual blocks. R starts as the first of them, W at 0."""
 
     def __init__(self, target: Target, parts: int, layers: int) -> None:
         super().__init__()
         size = target.hidden_size
         self.through, self.bent = linear(target, parts * size, size, bias=False), linear(target, parts * size, size)
+        near_identity(self.through.weight, 0.01 * torch.randn_like(self.through.weight))
         nn.init.zeros_(self.bent.weight)
         nn.init.zeros_(self.bent.bias)
         self.blocks = nn.Sequential(*(ResBlock(target) for _ in range(layers - 1)))
@@ -55,8 +56,8 @@ class Weights(nn.Module):
 class Hydra(Drafter):
     paper = "Hydra, arXiv 2402.05109"
     wide = {
-        "heads.*.through": Wide("normed", ("normed", "stream")),
-        "heads.*.bent": Wide("normed", ("normed", "stream")),
+        "heads.*.through": SEVERAL,
+        "heads.*.bent": SEVERAL,
         "heads.*.blocks.*.linear": WITHIN,
         "norm": NORM,
         **layers_at("prefix"),
@@ -110,7 +111,7 @@ class Hydra(Drafter):
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
-            known = torch.cat([carried(known, origin), self.target.embed(tokens)], dim=-1)
+            known = torch.cat([carried(known, origin), at_one(self.target.embed(tokens))], dim=-1)
             logits = self.target.head(self.module.heads[level - 1](known))
             return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
 
@@ -125,7 +126,7 @@ class Hydra(Drafter):
         walked = hidden if self.stack is None else self.stack.over(hidden)
         known = self._normed(marks.lesson.of_rows(walked))
         for number, head in enumerate(self.module.heads, start=1):
-            known = torch.cat([known, target.embed(marks.lesson.token(number))], dim=-1)
+            known = torch.cat([known, at_one(target.embed(marks.lesson.token(number)))], dim=-1)
             marks.add(number, head(known), 1.0)
         return marks.result
 

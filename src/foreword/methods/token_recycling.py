@@ -23,7 +23,7 @@ from foreword.core.sampling import likeliest, rank
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import RowCosts, choose
+from foreword.core.trees import FixedRows, RowCosts, choose
 from foreword.errors import InputError
 
 TableMode = Literal["slot", "shared", "session", "reset"]
@@ -77,11 +77,12 @@ class TokenRecycling(Drafter):
         self.tokens = torch.zeros(tables, self.vocabulary + 1, CANDIDATES, dtype=torch.int32, device=device)
         self.chances = torch.full(self.tokens.shape, -math.inf, dtype=torch.float32, device=device)
         depth = self.bind_template(device)
-        # A GPU checks as many rows each time, used or not; up to this many are one block of its matrix units.
+        # A GPU checks as many rows each time, used or not: as many as pay at its batch size, and never more than these.
         most = len(self.parent) if device.type == "cpu" else ROWS_ON_GPU
         nodes = min(self.rows or most, len(self.parent))
         self.shape = Shape(nodes, min(depth, nodes - 1))
         self.costs = RowCosts(target, nodes)
+        self.fixed = FixedRows(target, self.shape) if self.rows is None and device.type == "cuda" else None
 
     def bind_template(self, device: torch.device) -> int:
         """The template as tensors: the nodes level by level, and the ranks along each node's way. Returns its depth."""
@@ -110,19 +111,19 @@ class TokenRecycling(Drafter):
         self._learn(state, draft, scores, accepted)
 
     def propose(self, state: State) -> Draft:
-        """Of the template's nodes the likeliest to be reached: as many as pay on this machine, and where rows cost the same
-        used or not, as many as there is room for."""
+        """Of the template's nodes the likeliest to be reached: as many as pay on this machine."""
+        nodes = (self.shape if self.fixed is None else self.fixed.shape(len(state.lanes.ids))).nodes
         if state.slots.is_cuda and not state.sampling.kind.noise:
             from foreword.kernels.recycle import walked  # noqa: PLC0415  Triton is there only where CUDA is
 
             template = self.ways, self.depths, self.parent, self.fading
             own = self.mode != "shared"
-            drafted = walked((self.tokens, self.chances), template, state.slots, state.roots, self.shape.nodes, own)
+            drafted = walked((self.tokens, self.chances), template, state.slots, state.roots, nodes, own)
             return Draft(drafted[0], Tree(drafted[1]), drafted[2])
         tokens, chances = self._walk(state)
         counts_rows = self.rows is None and not state.slots.is_cuda
         cost = self.costs.of(len(state.lanes.ids)) if counts_rows else None
-        return choose(tokens, self.parent.unsqueeze(0), chances, self.shape.nodes, cost)
+        return choose(tokens, self.parent.unsqueeze(0), chances, nodes, cost)
 
     def _walk(self, state: State) -> tuple[Tensor, Tensor]:
         """The whole template from each root: tokens [b, 81], and log-chances that the target goes that way."""

@@ -33,7 +33,8 @@ KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # of a head, that our kernel is made for
 class Pass(NamedTuple):
     """One layer's view of a pass: where its rows are stored and what they see.
 
-    Without a cache the rows see one another only: that is how a stack is trained.
+    Without a cache the rows see one another only: that is how a stack is trained. Without a mask either, they are those of
+    whole texts.
     """
 
     base: Tensor  # [b] committed rows before
@@ -105,7 +106,9 @@ def tree_attention(
         if view.mask is None:
             return attend_by_kernel(query, view, options["scaling"]), None
         key, value = look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
-    assert view.mask is not None
+    if view.mask is None:
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
+        return mixed.transpose(1, 2), None
     return attend(query, key, value, view.mask, options["scaling"], view.sight.softcap), None
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from foreword.model.model import Model
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MORE_ROWS = (128, 256, 512, 1024)  # of a batch, where a device has use for one
 CONTEXT = 256
 REPEATS = 5
 UNSTEADY_S = 3600.0  # how long that is trusted which was measured while the machine was busy
@@ -126,8 +127,9 @@ class Tries:
 
 
 @torch.inference_mode()
-def measure(model: Model, rows: tuple[int, ...] = ROWS) -> Tries:
+def measure(model: Model, rows: tuple[int, ...] | None = None) -> Tries:
     """Time passes over a short text, in a cache of their own."""
+    rows = rows or (ROWS + MORE_ROWS if model.device.type == "cuda" else ROWS)
     rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
     with model.aside(1, CONTEXT, max(rows)) as cache:
         cache.length.fill_(CONTEXT - 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from foreword.model.attention import KERNEL_WIDTHS, Pass
 from foreword.model.lean_cpu import CpuLayer, Workspace
 from foreword.model.lean_cuda import CudaLayer
-from foreword.model.pack import FusedPart, JointLinear, PackedLinear, is_plain_norm
+from foreword.model.pack import FUSED, JointLinear, PackedLinear, is_plain_norm, joint
 
 
 class LeanLayer(Protocol):
@@ -27,10 +27,10 @@ def lean_layers(layers: nn.ModuleList) -> list[LeanLayer] | None:
     if not layers or not all(map(_is_known, layers)):
         return None
     first: Any = layers[0]
-    joint = first.self_attn.q_proj.fusion.linear
-    if isinstance(joint, JointLinear) and first.self_attn.head_dim in KERNEL_WIDTHS:
+    product = joint(first.self_attn, FUSED[0])
+    if isinstance(product, JointLinear) and first.self_attn.head_dim in KERNEL_WIDTHS:
         return _cuda_layers(layers)
-    if isinstance(joint, PackedLinear) and find_spec("numba") is not None:
+    if isinstance(product, PackedLinear) and find_spec("numba") is not None:
         spaces: dict[tuple[int, int], Workspace] = {}
         return [CpuLayer(layer, spaces) for layer in layers]
     return None
@@ -46,13 +46,11 @@ def _cuda_layers(layers: nn.ModuleList) -> list[LeanLayer]:
 
 def _is_known(layer: Any) -> bool:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    fused = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    fused += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj")]
     single = [getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)]
     norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
     inner = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return (
-        all(isinstance(part, FusedPart) for part in fused)
+        all(joint(part, names) is not None for part, names in zip((attention, mlp), FUSED, strict=True))
         and all(isinstance(part, PackedLinear | nn.Linear) for part in single)
         and all(map(is_plain_norm, norms))
         and (inner == [None, None] or all(_is_per_head(norm, attention) for norm in inner))

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from foreword.model.attention import Pass, attend_by_kernel
+from foreword.model.pack import FUSED, joint
 
 if TYPE_CHECKING:
     from foreword.kernels.linear import Handed
@@ -38,8 +40,11 @@ class CudaLayer:
         self.linear_turn_and_store, self.turn_and_store = linear_turn_and_store, turn_and_store
         attention, mlp = layer.self_attn, layer.mlp
         self.scaling: float = attention.scaling
-        self.qkv, self.out = attention.q_proj.fusion.linear, attention.o_proj
-        self.gate_up, self.down = mlp.gate_proj.fusion.linear, mlp.down_proj
+        self.qkv: Any = joint(attention, FUSED[0])
+        self.gate_up: Any = joint(mlp, FUSED[1])
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.width: int = attention.head_dim
+        self.heads = self.out.weight.shape[1] // self.width
         self.before_attention, self.before_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.q_norm, self.k_norm = (None if norm is None else _norm(norm) for norm in own)
@@ -72,10 +77,23 @@ class CudaLayer:
         return self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
 
     def _many(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        out, gate_up, down = self.out, self.gate_up, self.down
         qkv = many_rows_linear(hidden, self.qkv.weight, self.qkv.bias, norm=self.before_attention)
         query = self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
-        mixed = attend_by_kernel(query, view, self.scaling).flatten(2)
+        return self._behind_attention(attend_by_kernel(query, view, self.scaling).flatten(2), hidden)
+
+    def whole(self, hidden: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
+        """Whole texts [b, n, H] from their first row on, without a cache: as training reads them. Knows no gradients."""
+        batch, rows, _ = hidden.shape
+        qkv = many_rows_linear(hidden, self.qkv.weight, self.qkv.bias, norm=self.before_attention)
+        keys, values = hidden.new_empty(2, batch, (qkv.shape[-1] // self.width - self.heads) // 2, rows, self.width)
+        places = torch.arange(keys.numel() // self.width, device=hidden.device)
+        query = self.turn_and_store(qkv, *positions, keys, values, places, self.q_norm, self.k_norm)
+        mixed = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=True)
+        return self._behind_attention(mixed.transpose(1, 2).flatten(2), hidden)
+
+    def _behind_attention(self, mixed: Tensor, hidden: Tensor) -> Tensor:
+        """Many rows, from what attention gave to the layer's end."""
+        out, gate_up, down = self.out, self.gate_up, self.down
         hidden = many_rows_linear(mixed, out.weight, out.bias, residual=hidden)
         gated = many_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=self.before_mlp, gated=True)
         return many_rows_linear(gated, down.weight, down.bias, residual=hidden)

@@ -156,6 +156,48 @@ def fuse(model: nn.Module) -> None:
                 _replace(module, names, JointLinear)
 
 
+def lay_together(model: nn.Module) -> None:
+    """Weights that could be one product lie one behind the other in memory: `joint` finds them, and they can be trained."""
+    for module in _parents(model):
+        for names in FUSED:
+            linears: list[Any] = [getattr(module, name, None) for name in names]
+            if all(type(linear) is nn.Linear for linear in linears):
+                _lay_together(linears)
+
+
+def _lay_together(linears: list[nn.Linear]) -> None:
+    sizes = [linear.out_features for linear in linears]
+    for whole, name in zip(_weights(linears), ("weight", "bias"), strict=True):
+        for linear, part in zip(linears, () if whole is None else whole.split(sizes), strict=False):
+            getattr(linear, name).data = part
+
+
+def joint(module: Any, names: tuple[str, ...]) -> PackedLinear | JointLinear | None:
+    """The one product that several linears of a module are, or None where they are several."""
+    parts: list[Any] = [getattr(module, name, None) for name in names]
+    if all(isinstance(part, FusedPart) for part in parts):
+        linear: PackedLinear | JointLinear = parts[0].fusion.linear
+        return linear
+    if not all(type(part) is nn.Linear for part in parts):
+        return None
+    weight = _behind_one_another([part.weight for part in parts])
+    bias = _behind_one_another([part.bias for part in parts]) if parts[0].bias is not None else None
+    return None if weight is None or (bias is None) != (parts[0].bias is None) else JointLinear(weight, bias)
+
+
+def _behind_one_another(parts: list[Tensor]) -> Tensor | None:
+    """Tensors that lie one behind the other in memory, as one, or None."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or not part.is_contiguous():
+            return None
+        end += part.numel() * part.itemsize
+    if (end - first.data_ptr()) > first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize:
+        return None  # neighbours by chance
+    rows = sum(part.shape[0] for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
 def _parents(model: nn.Module) -> list[nn.Module]:
     """Every module but the linears: holding those would keep all their weights until the last of them is replaced."""
     return [module for module in model.modules() if type(module) is not nn.Linear]
@@ -189,10 +231,14 @@ def is_plain_norm(norm: Any) -> bool:
 
 
 def unpacked(layer: nn.Module) -> nn.Module:
-    """A copy of a layer, with stock linears in place of packed and fused ones."""
+    """A copy of a layer that can be trained, with stock linears in place of packed and fused ones; what one product was on
+    CUDA still lies together."""
     rebuilt = [module for module in layer.modules() if isinstance(module, PackedLinear | FusedPart)]
     # What deepcopy finds in its memo it takes for copied already.
-    return copy.deepcopy(layer, {id(module): module.stock() for module in rebuilt})
+    stock = copy.deepcopy(layer, {id(module): module.stock() for module in rebuilt})
+    if any(isinstance(module, FusedPart) and isinstance(module.fusion.linear, JointLinear) for module in rebuilt):
+        lay_together(stock)
+    return stock
 
 
 def _replace(module: nn.Module, names: tuple[str, ...], make: Callable[[Tensor, Tensor | None], Any]) -> None:

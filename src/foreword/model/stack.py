@@ -23,6 +23,7 @@ from foreword.model.attention import Pass, has_kernel, mask_of, within
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.families import Family, Sight
 from foreword.model.lean import lean_layers
+from foreword.model.lean_cuda import CudaLayer
 from foreword.model.pack import unpacked
 
 # Attention reads keys up to a multiple of this, so that shapes repeat from round to round.
@@ -43,12 +44,14 @@ class Rows:
     sees: Tensor
     lanes: Lanes | None = None
     anchors: tuple[int, ...] = ()  # of the rows that were grafted, which are the last ones
+    whole: bool = False  # whole texts, of which every row sees itself and all before it
 
     @staticmethod
     def causal(count: int, device: torch.device) -> Rows:
         """Whole texts from their first token on: every row sees itself and those before it, in all texts alike."""
         sees = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
-        return Rows(torch.zeros(1, dtype=torch.long, device=device), torch.arange(count, device=device).unsqueeze(0), sees)
+        depth = torch.arange(count, device=device).unsqueeze(0)
+        return Rows(torch.zeros(1, dtype=torch.long, device=device), depth, sees, whole=True)
 
     @property
     def count(self) -> int:
@@ -174,8 +177,11 @@ class Stack:
         layer = self.layers[index]
         skip = skip or Skip()
         if index not in skip.attention and index not in skip.mlp:
-            if self.lean is not None and self.cache is not None:
-                return self.lean[index](hidden, view.tables[self.sights[index].table], view.own(index))
+            lean = None if self.lean is None else self.lean[index]
+            if lean is not None and self.cache is not None:
+                return lean(hidden, view.tables[self.sights[index].table], view.own(index))
+            if isinstance(lean, CudaLayer) and view.causal and not torch.is_grad_enabled():
+                return lean.whole(hidden, view.tables[self.sights[index].table])
             return layer(hidden, attention_mask=None, **view.options(index))
         if index not in skip.attention:
             hidden = self.family.attention_half(layer, hidden, **view.options(index))
@@ -189,8 +195,9 @@ class Stack:
         seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
             tables = self._positions(position)
-            alone = self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], hidden.dtype)
-            return _View(self.sights, tables, position, seen, alone, Pass(rows.base, rows.depth, rows.sees))
+            causal = rows.whole and not any(sight.window or sight.softcap for sight in self.sights)
+            alone = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], hidden.dtype)
+            return _View(self.sights, tables, position, seen, alone, Pass(rows.base, rows.depth, rows.sees), causal=causal)
         assert rows.lanes is not None
         known = position.clamp(max=self.cache.rows - 1)  # padding may lie beyond
         tables = {name: tuple(part[0, known] for part in turn) for name, turn in self.turns.items()}
@@ -226,6 +233,7 @@ class _View:
     masks: dict[int, Tensor]  # the same as masks over all keys, where attention is torch's own
     shared: Pass
     cache: SlotCache | None = None
+    causal: bool = False  # rows see one another as in whole texts, and no mask says so
 
     def own(self, layer: int) -> Pass:
         sight, cache = self.sights[layer], self.cache

@@ -37,7 +37,7 @@ class Settings:
     batch: int = 64
     at_once: int | None = None
     max_length: int = 1024
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     warm_up: int = 100
     floor: float = 0.05  # of the learning rate, where the cosine ends
     weight_decay: float = 0.0

@@ -105,7 +105,7 @@ def test_ctrl_c_ends_the_step_and_resume_gives_the_same_bits(
     assert run(*given, "--resume").exit_code == 0
     again = weights(tmp_path / "cut")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert "begun with learning_rate 0.001, not 0.5;" in run(*given, "--resume", "--learning-rate", 0.5).stderr
+    assert "begun with learning_rate 0.002, not 0.5;" in run(*given, "--resume", "--learning-rate", 0.5).stderr
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from foreword.core.trees import (
     USUAL_RATES,
     BestFirst,
     Budgeted,
+    FixedRows,
     Growth,
     Guess,
     Path,
@@ -224,6 +225,20 @@ def test_without_a_row_before_the_root_nothing_is_guessed(kind: TreeKind) -> Non
         1,
         8 if kind != "budget" else 8,
     ]
+
+
+@pytest.mark.parametrize("kind", [BestFirst, Budgeted])
+def test_rows_that_are_settled_beforehand_follow_the_batch(kind: type) -> None:
+    """As in captured rounds: the more texts, the fewer rows for each, down to none but the root."""
+    model = target()
+    model.curve = CostCurve((1, 4, 64, 256), (1.0, 1.0, 2.0, 20.0))
+    fixed = FixedRows(model, Shape(32, 3))
+    rule = {"top_p": 1.0, "floor": 0.0} if kind is Budgeted else {}
+    trees = kind(Shape(32, 3), 8, 10, None, **rule, fixed=fixed)
+    drafts = [trees.draft(state_of([[1, 2, 3]] * batch), Guesser(0, 10)()) for batch in (1, 2, 8, 64)]
+    assert [draft.nodes for draft in drafts] == [32, 32, 8, 1]
+    assert [fixed.shape(batch).depth for batch in (1, 2, 8, 64)] == [3, 3, 3, 0]
+    assert [int(draft.size[0]) for draft in drafts] == [32, 32, 8, 1]
 
 
 # Choosing

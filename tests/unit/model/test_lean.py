@@ -187,3 +187,46 @@ def test_without_numba_the_layers_are_those_of_transformers(monkeypatch: pytest.
     stock.allocate(1, 80, 20)
     lanes = Lanes.of([0], 0)
     close(model.score(lanes, draft, Needs()).require_logits(), stock.score(lanes, draft, Needs()).require_logits())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_whole_texts_are_the_same(family: str) -> None:
+    """As training reads them: no cache, no mask, and on CUDA no layer of transformers."""
+    stock = fresh(family, torch.float32, **BIASED[family], head_dim=16)
+    rebuilt = copy.deepcopy(stock)
+    fuse(rebuilt)
+    tokens = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    one, other = (Model(model).read(tokens, Needs(hidden=True, taps=(0, 2))) for model in (stock, rebuilt))
+    close(other.require_hidden(), one.require_hidden())
+    close(other.taps[2], one.taps[2])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_layers_of_a_drafter_are_lean_where_the_target_s_are(family: str) -> None:
+    """Copies lie together in memory: lean layers read them as one product, and see what is loaded into them later."""
+    hf = fresh(family, torch.float32, **BIASED[family], head_dim=16)
+    stock = Model(copy.deepcopy(hf)).stack(2, 2, init=1)
+    fuse(hf)
+    own = Model(hf).stack(2, 2, init=1)
+    assert stock.lean is None and {type(layer) for layer in own.lean or ()} == {CudaLayer}
+    changed = {name: torch.randn_like(value) * 0.1 for name, value in stock.layers.state_dict().items()}
+    rows, lanes, count = torch.randn(1, 3, 32), Lanes.of([1], 0), torch.tensor([3])
+    answers = []
+    for stack in (stock, own):
+        stack.layers.load_state_dict(changed)
+        with torch.inference_mode():
+            answers.append(stack.read(rows, lanes, count))
+    close(answers[1], answers[0])
+
+
+def test_layers_that_were_widened_one_by_one_are_not_lean() -> None:
+    """In training they are float32, each weight by itself, and their gradients are wanted."""
+    hf = fresh("llama", torch.float32, head_dim=16)
+    fuse(hf)
+    stack = Model(hf).stack(1, 1, init=0)
+    stack.layers.to(torch.float64)
+    assert lean.lean_layers(stack.layers) is None
+    rows = torch.randn(1, 3, 32)
+    stack.layers.to(torch.float32)
+    stack.over(rows).sum().backward()
+    assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in stack.parameters())

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import foreword
-from foreword.bench import origin
-from foreword.bench.origin import facts
+from foreword.bench import report
+from foreword.bench.report import facts
 
 
 def test_what_stands_beside_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,10 +23,10 @@ def test_what_stands_beside_every_number(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_the_commit_says_whether_the_source_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "src" / "foreword" / "bench" / "origin.py"
+    file = tmp_path / "src" / "foreword" / "bench" / "report.py"
     file.parent.mkdir(parents=True)
     file.write_text("as committed")
-    monkeypatch.setattr(origin, "__file__", str(file))
+    monkeypatch.setattr(report, "__file__", str(file))
 
     def git(*words: str) -> str:
         person = ("-c", "user.name=A", "-c", "user.email=a@example.org")

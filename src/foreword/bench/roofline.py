@@ -165,14 +165,9 @@ def _split(model: Model, method: str, rows: int | None, tasks: Sequence[Task], c
     watch = Stopwatch(engine)
     written(engine, tasks[:1], Manner(8))
     watch.spent.clear()
-    rounds, later, wall = 0, 0, 0.0
-    for task in tasks[:SPLIT_TEXTS]:
-        started = time.perf_counter()
-        (answer,) = written(engine, [task], Manner(SPLIT_TOKENS))
-        wall += time.perf_counter() - started - (answer.first_s or 0.0)
-        rounds, later = rounds + len(answer.accepted), later + len(answer.accepted) - 1  # the first is in the wait for it
-    parts = {part: watch.spent.get(part, 0.0) * 1e3 / max(rounds, 1) for part in PARTS}
-    return parts | {"host": max(wall * 1e3 / max(later, 1) - sum(parts.values()), 0.0)}
+    answers = [answer for task in tasks[:SPLIT_TEXTS] for answer in written(engine, [task], Manner(SPLIT_TOKENS))]
+    rounds = sum(len(answer.accepted) for answer in answers)
+    return {part: watch.spent.get(part, 0.0) * 1e3 / max(rounds, 1) for part in PARTS}
 
 
 def _captured_split(engine: Engine, wanted: Wanted, context: int) -> dict[str, float]:
@@ -193,25 +188,28 @@ def _captured_split(engine: Engine, wanted: Wanted, context: int) -> dict[str, f
 
 
 class Stopwatch:
-    """Seconds of an engine's rounds on the CPU: in the drafter, in the target's pass, and in what is left of a round.
-
-    A pass that the drafter asks for is the drafter's time, and one that reads a prompt is in no round.
+    """Seconds of an engine's steps on the CPU, each spent in one part: in the drafter, in the target's pass, in what is left
+    of a round, in passes over prompts, and on the host around all of them. A pass that the drafter asks for is its own time.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.spent: dict[str, float] = {}
         self.running: list[str] = []
-        self._over(engine.loop, "round", "accept")
-        self._over(engine.drafter, "propose", "draft")
-        self._over(engine.drafter, "observe", "draft")
-        self._over(engine.target, "score", "verify")
+        self._over(engine, "step_for", {"": "host"})
+        self._over(engine.loop, "round", {"host": "accept"})
+        self._over(engine.drafter, "propose", {"accept": "draft"})
+        self._over(engine.drafter, "observe", {"accept": "draft"})
+        self._over(engine.target, "score", {"accept": "verify", "host": "prompt"})
 
-    def _over(self, of: Any, name: str, part: str) -> None:
+    def _over(self, of: Any, name: str, parts: dict[str, str]) -> None:
+        """Time calls of a method; `parts` says what a call is where it is made within another part."""
         call = getattr(of, name)
 
         def timed(*given: Any, **more: Any) -> Any:
-            if self.running != ([] if part == "accept" else ["accept"]):
+            outer = self.running[-1] if self.running else ""
+            if outer not in parts:
                 return call(*given, **more)
+            part = parts[outer]
             self.running.append(part)
             started = time.perf_counter()
             try:
@@ -220,7 +218,7 @@ class Stopwatch:
                 seconds = time.perf_counter() - started
                 self.running.pop()
                 self.spent[part] = self.spent.get(part, 0.0) + seconds
-                if self.running:
-                    self.spent["accept"] = self.spent.get("accept", 0.0) - seconds
+                if outer:
+                    self.spent[outer] = self.spent.get(outer, 0.0) - seconds
 
         setattr(of, name, timed)

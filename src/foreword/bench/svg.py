@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 WIDTH = 860
-LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 46
+LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 46
 
 Span = tuple[float, float]
 Point = tuple[float, float]

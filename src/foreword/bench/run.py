@@ -244,7 +244,7 @@ def _timed(contender: Contender, tasks: list[Task], manner: Manner) -> tuple[lis
     """A contender that breaks has failed at these tasks; the benchmark goes on."""
     if not tasks:
         return [], 0.0
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # what the one before left running is not this one's time
     started = time.perf_counter()
     try:

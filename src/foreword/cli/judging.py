@@ -20,14 +20,17 @@ def referee(llm: LLM, folder: Path, progress: Callable[[str, int, int], None]) -
     from foreword.prove import Case, Referee  # noqa: PLC0415  imports torch
 
     def judge(partings: Sequence[Parting]) -> list[str]:
-        cases = [Case(one.text, one.prompt, one.place, one.sampling, one.base, one.other) for one in partings]
-        rulings: dict[Case, Ruling] = {}
+        cases = {one: Case(one.text, one.prompt, one.place, one.sampling, one.base, one.other) for one in partings}
+        rulings: dict[tuple[bool, Case], Ruling] = {}
+        judging = Referee(llm.model, folder)
         try:
-            for found in Referee(llm.model, folder).judge(cases):
-                rulings |= found
-                progress("judging differences", len(rulings), len(cases))
+            for foreign in (False, True):
+                some = [case for one, case in cases.items() if one.foreign is foreign]
+                for found in judging.judge(some, foreign):
+                    rulings |= {(foreign, case): ruling for case, ruling in found.items()}
+                    progress("judging differences", len(rulings), len(cases))
         except ForewordError as error:
-            return [str(error)] * len(cases)
-        return [TIE if rulings[case].verdict == "tie" else DIFFERENT for case in cases]
+            return [str(error)] * len(partings)
+        return [TIE if rulings[one.foreign, cases[one]].verdict == "tie" else DIFFERENT for one in partings]
 
     return judge

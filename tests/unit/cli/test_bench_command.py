@@ -117,6 +117,17 @@ def test_another_text_gets_no_speedup(run, tiny_model, questions, monkeypatch):
     assert row["contender"] == "hf" and row["speedup"] is None and row["refused"] == "other text" and row["differing"] == 2
 
 
+def test_near_ties_are_counted_and_refuse_nothing(run, tiny_model, tmp_path):
+    """In half precision, transformers rounds otherwise than we do, and on these prompts it turns some choices."""
+    file = tmp_path / "questions.txt"
+    file.write_text("\n".join(f"the words that come before {i} and the book {i * 7}" for i in range(12)))
+    asked = ("--prompts", file, *SMALL, "--max-new-tokens", 64, "--methods", "plain", "--baselines", "hf", "--repeats", 1)
+    row = json.loads(run("bench", "--model", tiny_model, *asked, "--dtype", "float16", "--json").stdout)["tables"][
+        "overall"
+    ][1]
+    assert row["ties"] > 0 == row["differing"] and row["identical"] == 12 - row["ties"] and row["speedup"] is not None
+
+
 def test_a_quick_look(run, tiny_model):
     found = json.loads(run("bench", "--model", tiny_model, "--quick", *SMALL, "--methods", "plain", "--json").stdout)
     assert found["repeats"] == 1 and found["about"]["prompts"] == 12

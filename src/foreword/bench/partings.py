@@ -6,7 +6,7 @@ caller's affair: `prove` has a referee, which this room does not see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from foreword.bench.contenders import Manner
@@ -26,7 +26,6 @@ class Parting:
     sampling: Sampling
     base: int
     other: int
-    foreign: bool = False  # the other is none of ours: how it rounds is not known
 
 
 Judge = Callable[[Sequence[Parting]], list[str]]
@@ -36,9 +35,8 @@ Judge = Callable[[Sequence[Parting]], list[str]]
 class Verdicts:
     """On every text of every contender. Equal partings, which repeats and methods often have, are judged once."""
 
-    def __init__(self, heats: Iterable[Heat], manner: Manner, judge: Judge, foreign: Collection[str] = ()) -> None:
-        """`foreign` are the contenders that are none of our methods."""
-        self.manner, self.foreign = manner, foreign
+    def __init__(self, heats: Iterable[Heat], manner: Manner, judge: Judge) -> None:
+        self.manner = manner
         found: dict[Parting, None] = {}
         for heat in heats:
             for name in heat.answers:
@@ -61,8 +59,7 @@ class Verdicts:
             else:
                 whole, behind = (*task.ids, *truth.tokens), len(task.ids)
                 tokens = truth.tokens[place], answer.tokens[place]
-                sampling, foreign = manner.sampling(task), contender in self.foreign
-                found.append(Parting(whole, behind, behind + place, sampling, *tokens, foreign))
+                found.append(Parting(whole, behind, behind + place, manner.sampling(task), *tokens))
         return found
 
 

@@ -206,8 +206,7 @@ def _measured(
         )
         heats = sorted(found.heats.values(), key=lambda heat: _order(heat.place, plan))
         manner = room.Manner(plan.max_new_tokens, seed=plan.seed)
-        others = [name for heat in heats for name in heat.answers if not _is_ours(name)]
-        verdicts = room.Verdicts(heats, manner, referee(llm, folder, show), set(others))
+        verdicts = room.Verdicts(heats, manner, referee(llm, folder, show))
     timings = room.timings(heats, verdicts)
     made = room.benchmarks(timings, plan.max_new_tokens, found.warm_up_s)
     answers = answer_records(heats, plan.prompts, llm.tokenizer.decode)
@@ -223,10 +222,6 @@ def _order(place: Any, plan: Plan) -> tuple[int, ...]:
     return (*first, place.repeat, place.turn, place.block)
 
 
-def _is_ours(contender: str) -> bool:
-    return contender.partition("=")[0] in METHODS
-
-
 def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
     """Of the methods, one text at a time; nothing where that was not timed."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
@@ -236,7 +231,7 @@ def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence
     tasks = [task for heat in heats for task in heat.tasks if task.ids and heat.place.batch == 1 and not heat.place.repeat]
     if alone is None or not tasks:
         return {}
-    ours = [name for name in alone.contenders if _is_ours(name)]
+    ours = [name for name in alone.contenders if name.partition("=")[0] in METHODS]
     with waiting("measuring what a pass costs"):
         found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks, asked.rows))
     return found

@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 
 
 def referee(llm: LLM, folder: Path, progress: Callable[[str, int, int], None]) -> Judge:
-    """Tells ties from differences. What it cannot judge it says why, for every parting: none of them is a tie then."""
+    """Tells ties from differences. What it cannot judge it says why, for every parting: none of them is a tie then.
+
+    Passes of a benchmark have more shapes than a referee replays, and some are other people's, so it grants them more error
+    than in a proof.
+    """
     from foreword.bench.partings import DIFFERENT, TIE  # noqa: PLC0415  imports torch
     from foreword.prove import Case, Referee  # noqa: PLC0415  imports torch
 
     def judge(partings: Sequence[Parting]) -> list[str]:
-        cases = {one: Case(one.text, one.prompt, one.place, one.sampling, one.base, one.other) for one in partings}
-        rulings: dict[tuple[bool, Case], Ruling] = {}
-        judging = Referee(llm.model, folder)
+        cases = [Case(one.text, one.prompt, one.place, one.sampling, one.base, one.other) for one in partings]
+        rulings: dict[Case, Ruling] = {}
         try:
-            for foreign in (False, True):
-                some = [case for one, case in cases.items() if one.foreign is foreign]
-                for found in judging.judge(some, foreign):
-                    rulings |= {(foreign, case): ruling for case, ruling in found.items()}
-                    progress("judging differences", len(rulings), len(cases))
+            for found in Referee(llm.model, folder).judge(cases, wide=True):
+                rulings |= found
+                progress("judging differences", len(rulings), len(cases))
         except ForewordError as error:
-            return [str(error)] * len(partings)
-        return [TIE if rulings[one.foreign, cases[one]].verdict == "tie" else DIFFERENT for one in partings]
+            return [str(error)] * len(cases)
+        return [TIE if rulings[case].verdict == "tie" else DIFFERENT for case in cases]
 
     return judge

@@ -87,17 +87,17 @@ class Referee:
     def exact(self) -> Any:
         return exact_copy(self.model, self.folder)
 
-    def judge(self, cases: Iterable[Case], foreign: bool = False) -> Iterator[dict[Case, Ruling]]:
+    def judge(self, cases: Iterable[Case], wide: bool = False) -> Iterator[dict[Case, Ruling]]:
         """The verdicts, batch by batch. Methods often part at the same places: equal cases are judged once.
 
-        `foreign`: the texts are not of a run of ours, whose passes can be replayed. Their error at two tokens may be as
-        large as the largest of transformers' own at any token of that place.
+        `wide`: the passes that wrote the texts had shapes that are not replayed, or were not ours. Their error at two tokens
+        is then taken to be as large as the largest of transformers' own at any token of that place.
         """
         for batch in batches(cases, self.model):
-            yield dict(zip(batch.cases, self._rule(batch, foreign), strict=True))
+            yield dict(zip(batch.cases, self._rule(batch, wide), strict=True))
 
     @torch.inference_mode()
-    def _rule(self, batch: Batch, foreign: bool) -> list[Ruling]:
+    def _rule(self, batch: Batch, wide: bool) -> list[Ruling]:
         scoring = Scoring.of(batch.cases, self.model)
         logits = own_logits(self.exact, batch)
         scores, scaled = scoring.scores(logits), scoring.scaled(logits)
@@ -105,7 +105,7 @@ class Referee:
         own = (scoring.scores(own_logits(self.model.hf, batch)) - scores).abs()
         runs = [(scoring.scores(answer) - scores).abs() for answer in replays(self.model, batch)]
         error = torch.cat([off.gather(1, pair) for off in (own, *runs)], 1).amax(1)
-        error = torch.maximum(error, own.amax(1)) if foreign else error
+        error = torch.maximum(error, own.amax(1)) if wide else error
         error = torch.minimum(error, 2 * own.amax(1))
         plain, method = scores.gather(1, pair).unbind(1)
         return list(map(_ruling, batch.cases, plain.tolist(), method.tolist(), error.tolist(), scaled))

@@ -37,7 +37,7 @@ from foreword.core.state import Lanes, State
 from foreword.core.target import Target
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
-from foreword.methods import METHODS, make, untrained
+from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.model.attention import attend, mask_of
 from foreword.model.model import Model
 from foreword.text import Tokenizer
@@ -386,8 +386,13 @@ TRAINED: dict[str, dict[str, Any]] = {
     "hydra": dict(rows=16, heads=3, layers=2, prefix=True),
     "clover": dict(rows=16, heads=3, tree="budget", top_p=0.98, floor=0.01),
     "clover2": dict(rows=16, heads=3, taps=(0, 2)),
+    "draft_model": dict(rows=16, depth=3, layers=2),
+    "gsd": dict(rows=16, depth=3, layers=2, repeat=0, siblings=0.0, sure=0.0),
 }
 """Methods that need weights: with which options the laws go over them, as they go over all others."""
+
+LEARNERS = [name for name in TRAINED if trained_as(name) == name]
+"""Of these the ones that are trained themselves; the others take their drafters."""
 
 READY = [name for name, method in METHODS.items() if not method.trained]
 """Methods that need none: any model can be loaded with them."""

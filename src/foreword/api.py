@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
+from foreword.core.trace import Traced
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError, PromptError
@@ -95,6 +97,7 @@ class LLM:
         graph: bool = True,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        model.pieces = lambda: tokenizer.pieces
         self._capacity = (slots, max_context)
         self._graph = graph
         self._closed = False
@@ -118,6 +121,17 @@ class LLM:
         found = wanted.on(self.model)  # all that can be refused is, before the engine at work gives way
         self.engine.give_up()
         self._take(*found)
+        return self
+
+    def trace(self, file: str | os.PathLike[str]) -> Self:
+        """From now on, and until another method is used, every round of every text is a line of JSON in `file`: what was
+        drafted, and what of it was accepted. Slower, since rounds are not captured; what was being written is given up."""
+        self._check_open()
+        drafter = self.engine.drafter
+        inner = drafter.inner if isinstance(drafter, Traced) else drafter
+        traced = Traced(inner, Path(file).expanduser(), lambda token: self.tokenizer.decode([token], False))
+        self.engine.give_up()
+        self._take(self.method, traced)
         return self
 
     def _take(self, method: str, drafter: Drafter) -> None:

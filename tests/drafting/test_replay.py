@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import SAMPLINGS, LastHidden, Liar, Recorder, Seen, drafter, drafts_of, engine, requests, target, truth
+from doubles import SAMPLINGS, LastHidden, Liar, Recorder, Seen, drafter, drafts_of, engine, requests, target, taught, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
@@ -20,6 +20,7 @@ FORGETFUL = [name for name, method in METHODS.items() if not method.load().learn
 LEARNING = [name for name, method in METHODS.items() if method.load().learns]
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     **{name: lambda model, name=name: drafter(name, model) for name in FORGETFUL},
+    "draft_model, a chain": lambda model: taught("draft_model", model, rows=6, tree="chain", stop=0.1),
     "a double that keeps the last hidden state": lambda model: LastHidden(),
 }
 

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from doubles import (
     CONTEXT,
+    LEARNERS,
     SAMPLINGS,
     TRAINED,
     VOCABULARY,
@@ -27,9 +28,10 @@ from foreword.core.needs import Needs
 from foreword.core.sampling import gumbel
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
+from foreword.core.trees import TreeKind
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, InputError
-from foreword.methods import METHODS, make, untrained
+from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.model.model import Model
 
 # Every form a trained method has: its name and the options that matter to the way a guess is made.
@@ -48,6 +50,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
     "clover2, fused by attention": ("clover2", {"fuse": "attention"}),
+    "draft_model": ("draft_model", {}),
+    "draft_model, one layer": ("draft_model", {"layers": 1}),
 }
 every_form = pytest.mark.parametrize("form", FORMS)
 HEADS = 3
@@ -56,7 +60,13 @@ FORK = [[first, *[0] * depth] for depth in range(HEADS) for first in (0, 1)]
 
 def made(form: str, model: Model, **options: Any) -> Any:
     name, own = FORMS[form]
-    return taught(name, model, heads=HEADS, **own | options)
+    return taught(name, model, **{"depth" if name == "draft_model" else "heads": HEADS} | own | options)
+
+
+def figures_of(form: str) -> list[str]:
+    """A model that writes on is one head, whose next guess is made as the first."""
+    heads = 1 if form.startswith("draft_model") else HEADS
+    return [f"{name}/{head}" for head in range(1, heads + 1) for name in ("top1", "top5", "rows")]
 
 
 def scores_of(model: Model, texts: list[list[int]], needs: Needs) -> Scores:
@@ -68,7 +78,7 @@ def scores_of(model: Model, texts: list[list[int]], needs: Needs) -> Scores:
 
 def test_every_trained_method_is_here() -> None:
     trained = {name for name, method in METHODS.items() if method.trained}
-    assert set(TRAINED) == trained == {name for name, _ in FORMS.values()}
+    assert set(TRAINED) == trained and set(LEARNERS) == {name for name, _ in FORMS.values()}
 
 
 class Heard:
@@ -108,11 +118,13 @@ def test_what_is_trained_is_what_is_drafted(form: str, family: str, monkeypatch:
         scores, mask = scores_of(model, [whole], drafter.needs), torch.zeros(1, len(whole), dtype=torch.bool)
         mask[0, len(texts[lane]) :] = True
         trained = heard.of(lambda w=whole, m=mask, s=scores: drafter.loss(torch.tensor([w]), m, s, model))  # type: ignore[misc]
+        if form.startswith("draft_model"):  # all rows of the text at once
+            trained = list(trained[0].split(1))
         for one, other in zip(levels, trained, strict=True):
             torch.testing.assert_close(one[lane, min(branch, one.shape[1] - 1)], other[0])
 
 
-@pytest.mark.parametrize("form", ["medusa", "hydra", "clover", "clover2"])
+@pytest.mark.parametrize("form", ["medusa", "hydra", "clover", "clover2", "draft_model"])
 def test_guesses_are_ranked_under_the_noise(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the place where the token will stand: the noise that the target draws with."""
     model, heat = target(), 0.8
@@ -164,7 +176,7 @@ def test_every_weight_learns(form: str) -> None:
         steps.step()
         seen.append((loss.item(), figures))
     assert seen[-1][0] < 0.7 * seen[0][0]
-    assert list(seen[0][1]) == [f"{name}/{head}" for head in range(1, HEADS + 1) for name in ("top1", "top5", "rows")]
+    assert list(seen[0][1]) == figures_of(form)
     assert seen[-1][1]["top1/1"] > seen[0][1]["top1/1"] and all(value.ndim == 0 for value in seen[0][1].values())
     idle = {"attention": "mlp", "mlp": "self_attn"}.get(getattr(drafter, "block", ""), "-")  # the half that is left out
     norm = {"attention": "post_attention", "mlp": "input_layernorm"}.get(getattr(drafter, "block", ""), "-")
@@ -206,7 +218,7 @@ def test_the_config_makes_the_same_module_again(form: str) -> None:
     assert again.config == drafter.config and again.needs == drafter.needs
 
 
-@pytest.mark.parametrize("form", ["medusa", "hydra, prefix", "clover", "clover2, taps"])
+@pytest.mark.parametrize("form", ["medusa", "hydra, prefix", "clover", "clover2, taps", "draft_model"])
 def test_another_engine_keeps_what_was_learned(form: str) -> None:
     """Other slots, other context: the same weights, at the same place."""
     model, asked = target(), requests(4, SAMPLINGS["greedy"])
@@ -227,8 +239,8 @@ def test_few_rows(name: str, rows: int) -> None:
     assert drafter.shape.nodes == rows
 
 
-@pytest.mark.parametrize("tree", ["static", "best", "budget"])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("tree", get_args(TreeKind))
+@pytest.mark.parametrize("name", LEARNERS)
 def test_every_tree(name: str, tree: str) -> None:
     model, asked = target(), requests(3, SAMPLINGS["T=0.8"])
     drafter = taught(name, model, tree=tree)
@@ -238,7 +250,7 @@ def test_every_tree(name: str, tree: str) -> None:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_weights_are_asked_for(name: str) -> None:
-    with pytest.raises(DrafterError, match=f"{name} has weights of its own.*foreword train {name}"):
+    with pytest.raises(DrafterError, match=f"{name} has weights of its own.*foreword train {trained_as(name)}"):
         make(name)
 
 
@@ -248,6 +260,13 @@ BAD: dict[str, Callable[[], object]] = {
     "heads=4 and layers=0": lambda: untrained("hydra", layers=0),
     "block is 'half'; choose from full, attention, mlp, none": lambda: untrained("clover", block="half"),
     "labels is 'firm'": lambda: untrained("medusa", labels="firm"),
+    "layers is 0; a model has at least 1": lambda: untrained("draft_model", layers=0),
+    "gsd: depth, width and branch are 1 at least, got 3, 0 and 4": lambda: untrained("gsd", depth=3, width=0),
+    "gsd: repeat is -2; it counts tokens from 0 on": lambda: untrained("gsd", repeat=-2),
+    "gsd: siblings is 0.1 and sure is 1.0": lambda: untrained("gsd", sure=1.0),
+    "gsd: layers is 0": lambda: untrained("gsd", layers=0),
+    "depth is 0; at least 1 token is guessed": lambda: untrained("draft_model", depth=0),
+    "stop is 1.0; it is how likely": lambda: untrained("draft_model", tree="chain", stop=1.0),
     "tree is 'tall'": lambda: untrained("clover2", tree="tall"),
     "taps is .2.5, 3.; each is the number of a layer": lambda: untrained("clover2", taps=(2.5, 3)),
     "an option is of the wrong type": lambda: untrained("clover2", taps=3),
@@ -264,3 +283,8 @@ def test_a_tap_outside_the_target() -> None:
     drafter = untrained("clover2", taps=(2, 9))
     with pytest.raises(DrafterError, match="tap 9 lies outside tiny-llama, which has layers 0 to 4"):
         drafter.bind(target(), 1)
+
+
+def test_more_layers_than_the_target_has() -> None:
+    with pytest.raises(DrafterError, match="draft_model: layers is 5, but tiny-llama has 4; ask for no more"):
+        untrained("draft_model", layers=5).bind(target(), 1)

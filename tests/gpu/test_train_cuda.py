@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import TRAINED, VOCABULARY, TextList, requests, tiny
+from doubles import LEARNERS, TRAINED, VOCABULARY, TextList, requests, tiny
 from foreword.core.lessons import Answers, losses
 from foreword.engine.engine import Engine
 from foreword.errors import NumericsError
@@ -41,7 +41,7 @@ def training(method: str, folder: Path, steps: int) -> Training:
     )
 
 
-@pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.parametrize("method", LEARNERS)
 def test_the_loss_falls(method: str, tmp_path: Path) -> None:
     run, seen = training(method, tmp_path, 60), []
     run.watch = lambda step, steps, figures: seen.append((step, figures["loss"]))

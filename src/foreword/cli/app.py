@@ -21,6 +21,7 @@ from foreword.cli.chat import CHAT_EXAMPLES, chat
 from foreword.cli.console import complain, notes
 from foreword.cli.distill import DISTILL_EXAMPLES, distill
 from foreword.cli.doctor import DOCTOR_EXAMPLES, doctor
+from foreword.cli.draw import DRAW_EXAMPLES, draw
 from foreword.cli.generate import GENERATE_EXAMPLES, generate
 from foreword.cli.methods import METHODS_EXAMPLES, methods
 from foreword.cli.options import unfold
@@ -101,6 +102,7 @@ for command, examples in (
     (profile, PROFILE_EXAMPLES),
     (distill, DISTILL_EXAMPLES),
     (train, TRAIN_EXAMPLES),
+    (draw, DRAW_EXAMPLES),
 ):
     app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))
 

@@ -65,6 +65,12 @@ def generate(
         ),
     ] = False,
     slots: Slots = 4,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write every round to a file, a line of JSON each; `foreword draw` makes pictures of it."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Answer a prompt, and stream the answer as it is written.
@@ -75,6 +81,8 @@ def generate(
     settings = writing.settings(json) | {"chat": not raw}
     asked = _asked(prompt, prompts, limit)
     with model.load(method, slots if len(asked) * n > 1 else 1) as llm:
+        if trace is not None:
+            llm.trace(trace)
         if len(asked) * n > 1 or prompts:
             _write_all(llm, asked, n, json, settings)
         elif json:

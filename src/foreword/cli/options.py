@@ -59,7 +59,8 @@ class MethodOptions:
         Path | None,
         _of_method(
             metavar="FOLDER",
-            help="A trained drafter, which says itself of which method it is. Default: the one that ships for the model.",
+            help="A trained drafter, which says itself of which method it is, or a small model to guess with. Default: the "
+            "one that ships for the model.",
         ),
     ] = None
     rows: Annotated[

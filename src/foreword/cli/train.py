@@ -17,7 +17,7 @@ from foreword.cli.console import bar, complain, notes, print_json, screen
 from foreword.cli.options import METHOD, Json, MethodOptions, ModelOptions
 from foreword.cli.prove import make_folder
 from foreword.errors import DrafterError
-from foreword.methods import METHODS, find
+from foreword.methods import METHODS, find, trained_as
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -127,8 +127,10 @@ class MeasuringOptions:
 
 def _trained(method: str) -> str:
     if not find(method).trained:
-        known = ", ".join(name for name, one in METHODS.items() if one.trained)
+        known = ", ".join(name for name, one in METHODS.items() if one.trained and trained_as(name) == name)
         raise DrafterError(f"{method} has no weights to train; these have: {known}")
+    if trained_as(method) != method:
+        raise DrafterError(f"{method} takes the drafters of {trained_as(method)}; train that one")
     return method
 
 

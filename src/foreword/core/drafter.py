@@ -9,7 +9,7 @@ slot and written in place, so that a captured round replays the right addresses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from foreword.core.draft import Draft, Shape
 from foreword.core.needs import Needs
@@ -50,6 +50,11 @@ class Drafter:
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         """What became of a draft; it may be smaller than what `propose` gave. The accepted rows are committed."""
+
+    def sketch(self, lane: int) -> dict[str, Any]:
+        """How the last draft came about, where that is more than its tree: `nodes`, each with its token, the root first, and
+        `edges`, each with start, goal, chance and whether it is an alias. For `Traced`, so it may ask the device."""
+        return {}
 
     def end(self, slots: Sequence[int]) -> None:
         """Sequences leave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ class Target(Protocol):
     max_context: int  # positions it was trained for
     context: int  # tokens a text may have in this engine
     ends: Tensor  # [E] ids of the end tokens
+    pieces: Callable[[], Sequence[str]] | None  # how a tokenizer spells every token, where one is known
 
     @property
     def device(self) -> torch.device: ...
@@ -44,8 +46,9 @@ class Target(Protocol):
     def score(self, lanes: Lanes, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
         """One pass over a tree, or over some of its rows while the scratch rows before them are kept."""
 
-    def stack(self, slots: int, layers: int = 1, init: int | None = None) -> Any:
-        """New decoder layers of the target's kind, with a cache of their own, copied from layer `init` if given."""
+    def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Any:
+        """New decoder layers of the target's kind, with a cache of their own, copied if `init` is given: from that layer, or
+        each from one of a range."""
 
     def cost(self, rows: int) -> float:
         """What a pass over `rows` rows costs on this machine, one row being 1.0."""

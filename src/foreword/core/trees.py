@@ -1,8 +1,9 @@
 """DRAFT: how a tree of guesses is grown, level by level, for drafters that guess a token from the path before it.
 
-In: a `Guess`, which answers the likeliest tokens behind some live nodes. Out: a `Draft` of fixed shape. Three ways to choose
-nodes: a template fixed beforehand (`StaticTree`), the likeliest paths of all (`BestFirst`), and Clover's running budget
-(`Budgeted`). Of two nodes that are drafted, the likelier is never the child, so what is chosen is again a tree.
+In: a `Guess`, which answers the likeliest tokens behind some live nodes. Out: a `Draft` of fixed shape. Four ways to choose
+nodes: a template fixed beforehand (`StaticTree`), the likeliest paths of all (`BestFirst`), Clover's running budget
+(`Budgeted`), and one guess behind the other while they are sure (`Chain`). Of two nodes that are drafted, the likelier is
+never the child, so what is chosen is again a tree.
 Papers: Medusa (arXiv 2401.10774) for the templates, Clover (arXiv 2405.00263) for the budget.
 """
 
@@ -35,7 +36,7 @@ Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 hangs on. The first call is about the root alone, with origin 0.
 """
 
-TreeKind = Literal["static", "best", "budget"]
+TreeKind = Literal["static", "best", "budget", "chain"]
 MOST_NODES = 64
 BRANCH = 10
 USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES brings
@@ -74,6 +75,7 @@ class TreePlan:
     paths: Sequence[Sequence[int]] | None = None  # a template of one's own
     top_p: float = 0.8
     floor: float = 0.25
+    stop: float = 0.0  # a chain ends before a guess that is less likely than this
 
     def check(self, method: str) -> None:
         if self.kind not in get_args(TreeKind):
@@ -82,6 +84,8 @@ class TreePlan:
             raise InputError(f"{method}: width is {self.width}; at least 1 node of a level is carried on")
         if not all(0 <= rate <= 1 for row in self.rates for rate in row):
             raise InputError(f"{method}: rates is {self.rates!r}; each is how often a guess is right, from 0 to 1")
+        if not 0 <= self.stop < 1:
+            raise InputError(f"{method}: stop is {self.stop}; it is how likely a guess has to be, from 0 to below 1")
         known = {tuple(path) for path in self.paths or ()}
         orphans = [path for path in sorted(known) if not path or min(path) < 0 or (path[1:] and path[:-1] not in known)]
         if orphans:
@@ -102,6 +106,8 @@ class TreePlan:
             return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
         costs = None if self.rows or beforehand else RowCosts(target, nodes)
         fixed = FixedRows(target, Shape(nodes, depth)) if beforehand and not self.rows else None
+        if self.kind == "chain":
+            return Chain(Shape(depth + 1, depth), costs, self.stop)
         if self.kind == "best":
             return BestFirst(Shape(nodes, depth), self.width, branch, costs, fixed)
         return Budgeted(Shape(nodes, depth), self.width, branch, costs, self.top_p, self.floor, fixed)
@@ -400,6 +406,31 @@ class Budgeted:
         inside = chance.cumsum(-1) <= self.top_p + 1e-6  # a sum that is exactly top_p may be rounded up
         first = torch.arange(likely.shape[-1], device=likely.device) == 0
         return (inside & (chance >= self.floor * chance[..., :1])) | first
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The likeliest guess behind the one before it, until one is less likely than `stop`: that one and what follows is
+    masked, since every level is guessed in any case."""
+
+    shape: Shape
+    costs: RowCosts | None
+    stop: float
+    branch: int = 1
+
+    def draft(self, state: State, guess: Guess) -> Draft:
+        tokens, chances = [state.root.unsqueeze(1)], [torch.zeros(state.root.shape[0], 1, device=state.root.device)]
+        origin = torch.zeros_like(tokens[0])
+        for level in range(1, self.shape.depth + 1):
+            guessed, likely = guess(level, tokens[-1], origin)  # [b, 1, 1]
+            tokens.append(guessed[..., 0])
+            chances.append(likely[..., 0])
+        chance = torch.cat(chances, 1).exp()
+        reached = (chance * (chance >= self.stop)).nan_to_num(0).cumprod(1)  # [b, depth + 1], falls from 1, the root
+        size = (reached > 0).sum(1)
+        if (cost := _cost(self.costs, state)) is not None:
+            size = torch.minimum(size, (reached.cumsum(1) / cost[: len(tokens)]).argmax(1) + 1)
+        return _known(state, Draft(torch.cat(tokens, 1), Tree.chain(len(tokens), origin.device), size))
 
 
 def _grown(growth: BestFirst | Budgeted, state: State, guess: Guess) -> Draft:

@@ -24,6 +24,8 @@ class Method:
     summary: str
     paper: str
     trained: bool = False
+    trained_as: str = ""  # of which method its drafters are, where not of its own
+    takes_models: bool = False  # in place of a trained drafter it takes any model with the target's vocabulary
 
     def load(self) -> type[Drafter]:
         module, name = self.place.split(":")
@@ -66,6 +68,21 @@ METHODS: dict[str, Method] = {
         paper="Clover-2, arXiv 2408.00264",
         trained=True,
     ),
+    "draft_model": Method(
+        "draft_model:DraftModel",
+        "a second, smaller model writes on, and the target checks",
+        paper="Speculative decoding, arXiv 2211.17192; speculative sampling, arXiv 2302.01318",
+        trained=True,
+        takes_models=True,
+    ),
+    "gsd": Method(
+        "gsd:Gsd",
+        "a draft model whose guesses form a graph: what comes back is drafted once",
+        paper="GSD, arXiv 2407.16207",
+        trained=True,
+        trained_as="draft_model",
+        takes_models=True,
+    ),
 }
 
 # What is expected to be fastest on the machine at hand: methods/auto.py.
@@ -91,13 +108,19 @@ def find(name: str) -> Method:
     raise UnknownMethod(f"no method is called {name!r}; {hint}there are: {', '.join(METHODS)}")
 
 
+def trained_as(name: str) -> str:
+    """The method whose trained drafters a method takes: mostly its own."""
+    return METHODS[name].trained_as or name
+
+
 def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
     """A drafter without weights by its name, ready to serve. `rows` bounds the rows of a pass, the root included; None:
     what pays here."""
     drafter = untrained(name, rows, **options)
     if METHODS[name].trained:
         raise DrafterError(
-            f"{name} has weights of its own, trained for one model, and none are given; `foreword train {name}` makes them"
+            f"{name} has weights of its own, trained for one model, and none are given; "
+            f"`foreword train {trained_as(name)}` makes them"
         )
     return drafter
 

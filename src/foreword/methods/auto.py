@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from foreword.errors import DrafterError
-from foreword.methods import make
+from foreword.methods import make, trained_as
 from foreword.methods.saved import outline, read_config, trained_for
 from foreword.methods.shipped import shipped
 from foreword.model.cost import ROWS, CostCurve, curve_for, draft_seconds
@@ -72,6 +72,8 @@ def expectations(model: Model, rows: int | None = None) -> list[Expected]:
             own = draft_seconds(model, _mark(method, rows), partial(make, method, rows))
             found.append(_best(method, usable, model.curve, own))
     for method, folder in fitting(model).items():
+        if trained_as(method) != method:
+            continue  # what stands in the record was measured with another method's trees
         if usable := _usable(recorded(folder), rows, model):
             mark = _mark(method, rows, read_config(folder)["config"])
             own = draft_seconds(model, mark, partial(outline, folder, rows))

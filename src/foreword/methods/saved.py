@@ -19,7 +19,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.trainable import Trainable
 from foreword.core.widening import widened
 from foreword.errors import DrafterError, InputError
-from foreword.methods import METHODS, untrained
+from foreword.methods import METHODS, trained_as, untrained
 from foreword.model.checkpoint import Stored, read_weights, write_weights
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
@@ -28,8 +28,9 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def method_of(drafter: Trainable) -> str:
-    """A method is called as its file is."""
-    return type(drafter).__module__.rsplit(".", 1)[-1]
+    """The method whose drafter it is. A method is called as its file is."""
+    name = type(drafter).__module__.rsplit(".", 1)[-1]
+    return trained_as(name) if name in METHODS else name
 
 
 def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = "bfloat16") -> None:
@@ -48,25 +49,36 @@ def write_config(drafter: Trainable, folder: Path, target: Model, dtype: Stored)
 def read_config(folder: str | Path) -> dict[str, Any]:
     """`method`, `config`, `dtype` and `target` of a saved drafter."""
     file = Path(folder) / CONFIG
-    try:
-        about = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        missing = file if file.parent.is_dir() else f"the folder {file.parent}"
-        raise DrafterError(f"{missing} is missing; name the folder of a trained drafter") from error
-    except (OSError, ValueError) as error:
-        raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
+    about = _read_json(file)
     if not isinstance(about, dict) or not {"method", "config", "target"} <= set(about):
         raise DrafterError(f"{file} does not describe a drafter: it needs method, config and target")
     return about
 
 
-def outline(folder: str | Path, rows: int | None = None, **options: Any) -> Drafter:
-    """The drafter that a folder describes, not bound and without its weights. `options` may add to what it was trained
-    with, not change it."""
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError as error:
+        missing = file if file.parent.is_dir() else f"the folder {file.parent}"
+        raise DrafterError(f"{missing} is missing; name the folder of a trained drafter") from error
+    except (OSError, ValueError) as error:
+        raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a whole model, not a drafter."""
+    about = _read_json(folder / CONFIG)
+    return isinstance(about, dict) and "model_type" in about and "method" not in about
+
+
+def outline(folder: str | Path, rows: int | None = None, method: str | None = None, **options: Any) -> Drafter:
+    """The drafter that a folder describes, not bound and without its weights, or another `method` that takes such drafters.
+    `options` may add to what it was trained with, not change it."""
     about = read_config(folder)
-    method, config = about["method"], about["config"]
-    if not (method in METHODS and METHODS[method].trained):
-        raise DrafterError(f"{folder} holds a drafter of {method!r}, which this version of Foreword does not train")
+    held, config = about["method"], about["config"]
+    if not (held in METHODS and METHODS[held].trained):
+        raise DrafterError(f"{folder} holds a drafter of {held!r}, which this version of Foreword does not train")
+    method = method or held
     try:
         untrained(method, **config)
     except (InputError, TypeError) as error:
@@ -80,9 +92,11 @@ def outline(folder: str | Path, rows: int | None = None, **options: Any) -> Draf
     return drafter
 
 
-def restore(folder: str | Path, target: Model, rows: int | None = None, **options: Any) -> Drafter:
+def restore(
+    folder: str | Path, target: Model, rows: int | None = None, method: str | None = None, **options: Any
+) -> Drafter:
     """The drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
-    drafter = outline(folder, rows, **options)
+    drafter = outline(folder, rows, method, **options)
     _check_target(folder, target)
     drafter.bind(target, 1)
     _fill(cast(Trainable, drafter), folder, target)

@@ -10,15 +10,15 @@ import json
 from pathlib import Path
 
 from foreword.errors import DrafterError
-from foreword.methods import METHODS
+from foreword.methods import METHODS, trained_as
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 
 
 def shipped() -> dict[str, Path]:
     """Method -> folder."""
-    trained = [name for name, method in METHODS.items() if method.trained]
-    return {name: WEIGHTS / name for name in trained if (WEIGHTS / name / "config.json").is_file()}
+    folders = {name: WEIGHTS / trained_as(name) for name, method in METHODS.items() if method.trained}
+    return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
 
 
 def model_of(folder: Path) -> str:

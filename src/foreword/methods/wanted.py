@@ -13,12 +13,15 @@ from typing import Any
 
 from foreword.core.drafter import Drafter
 from foreword.errors import DrafterError, InputError
-from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, check_rows, find, make, untrained
+from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, check_rows, find, make, trained_as, untrained
 from foreword.methods.auto import expectations, fitting
-from foreword.methods.saved import outline, read_config, restore
+from foreword.methods.saved import holds_model, outline, read_config, restore
 from foreword.methods.shipped import model_of, shipped
 from foreword.model.cost import curve_for
+from foreword.model.guesser import check_vocabulary
+from foreword.model.loading import load_weights
 from foreword.model.model import Model
+from foreword.text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Wanted:
             return Wanted(name, None, rows, options)
         if name not in shipped():
             raise _none_shipped(name, "this model")
-        outline(shipped()[name], rows, **options)
+        outline(shipped()[name], rows, name, **options)
         return Wanted(name, shipped()[name], rows, options, ships=True)
 
     def on(self, model: Model) -> tuple[str, Drafter]:
@@ -65,8 +68,10 @@ class Wanted:
             raise _none_shipped(self.method, f"{model.name} (there is one for {model_of(self.folder)})")
         if self.folder is None:
             drafter = make(self.method, self.rows, **self.options)
+        elif holds_model(self.folder):
+            drafter = untrained(self.method, self.rows, model=_second(self.method, self.folder, model), **self.options)
         else:
-            drafter = restore(self.folder, model, self.rows, **self.options)
+            drafter = restore(self.folder, model, self.rows, self.method, **self.options)
         if drafter.wants_cost and model.curve is None:
             model.curve = curve_for(model)
         return self.method, drafter
@@ -75,15 +80,40 @@ class Wanted:
 def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
     if name != AUTO and not find(name).trained:
         raise DrafterError(f"{name} has no weights of its own, so it takes no drafter; leave {folder} out")
+    if holds_model(folder):
+        return _from_model(name if name != AUTO else "draft_model", folder, rows, options)
     held = read_config(folder)["method"]
-    if name not in (AUTO, held):
+    if name != AUTO and trained_as(name) != held:
         raise DrafterError(f"{folder} holds a drafter of {held}, not of {name}; choose {held}, or leave the method out")
-    outline(folder, rows, **options)
-    return Wanted(held, folder, rows, options)
+    method = held if name == AUTO else name
+    outline(folder, rows, method, **options)
+    return Wanted(method, folder, rows, options)
+
+
+def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
+    """A model as transformers keeps it, to guess with."""
+    if not METHODS[name].takes_models:
+        known = ", ".join(other for other, method in METHODS.items() if method.takes_models)
+        raise DrafterError(f"{folder} holds a whole model, which {name} does not guess with; {known} would")
+    if "layers" in options:
+        raise InputError(
+            f"{name}: layers are those of a trained drafter, but {folder} holds a whole model; leave layers out"
+        )
+    untrained(name, rows, **options)
+    return Wanted(name, folder, rows, options)
+
+
+def _second(method: str, folder: Path, target: Model) -> Model:
+    """The model of a folder, where the target lies and in its dtype."""
+    model = Model(load_weights(folder, target.device, target.dtype), folder.name)
+    words = Tokenizer.load(folder)
+    model.pieces = lambda: words.pieces
+    check_vocabulary(method, model, target)
+    return model
 
 
 def _none_shipped(method: str, model: str) -> DrafterError:
     return DrafterError(
         f"{method} has weights of its own, and no drafter of it ships for {model}; "
-        f"train one with `foreword train {method}`, or name its folder with drafter=... (--drafter FOLDER)"
+        f"train one with `foreword train {trained_as(method)}`, or name its folder with drafter=... (--drafter FOLDER)"
     )

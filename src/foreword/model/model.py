@@ -6,7 +6,7 @@ writes scratch rows only, and the engine commits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,6 +66,7 @@ class Model:
         self.context = self.max_context
         self.curve = curve
         self.grown = grown
+        self.pieces: Callable[[], Sequence[str]] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +117,7 @@ class Model:
     def cost(self, rows: int) -> float:
         return 1.0 if self.curve is None else self.curve.relative(rows)
 
-    def stack(self, slots: int, layers: int = 1, init: int | None = None, scratch: int = 64) -> Stack:
+    def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Stack:
         stack = Stack.copied(self.hf, self.family, layers, init)
         stack.allocate(slots, self.context, scratch)
         return stack

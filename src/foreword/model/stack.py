@@ -102,10 +102,12 @@ class Stack:
         self.turns: dict[str, Any] = {}  # rotary angles of every row a text may have, by table
 
     @staticmethod
-    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | None) -> Stack:
-        """New layers of the same kind: copies of layer `init`, or freshly initialised as the family does it."""
-        pattern = family.layers(model)[init if init is not None else -1]
-        fresh = nn.ModuleList(unpacked(pattern) for _ in range(layers)).requires_grad_(True)
+    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None) -> Stack:
+        """New layers of the same kind: copies of layer `init`, or of several in their order, or freshly initialised as the
+        family does it."""
+        places = init if isinstance(init, range) else [-1 if init is None else init] * layers
+        assert len(places) == layers, "a range names a layer for each"
+        fresh = nn.ModuleList(unpacked(family.layers(model)[place]) for place in places).requires_grad_(True)
         if init is None:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)

@@ -110,6 +110,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover, no block": ("clover", {"block": "none", "tree": "best"}),
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
+    "draft_model": ("draft_model", {}),
+    "gsd": ("gsd", {"repeat": 0, "siblings": 0.0, "sure": 0.0}),
 }
 
 
@@ -137,13 +139,14 @@ def test_every_trained_method_is_here() -> None:
 def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path) -> None:
     """Through the folder that it is kept in: the grown target is taken for its original, and the weights are widened."""
     name, options = FORMS[form]
+    options = {"rows": 12, "depth" if name in ("draft_model", "gsd") else "heads": 3} | options
     narrow, wide = pair(torch.float64, times)
     original = Model(narrow, "original")
-    taught_one = taught(name, original, rows=12, heads=3, **options)
+    taught_one = taught(name, original, **options)
     saved.save(taught_one, tmp_path, original)
     saved.load_into(taught_one, tmp_path, original)  # rounded, as the other one reads them
     target = Model(wide, "grown", grown=Grown(times, Fingerprint.of(original), 1))
-    other: Any = untrained(name, rows=12, heads=3, **options)
+    other: Any = untrained(name, **options)
     other.bind(target, 1)
     saved.load_into(other, tmp_path, target)
     diaries, texts = [Diary(taught_one), Diary(other)], []

@@ -3,6 +3,7 @@
 import math
 import random
 from itertools import accumulate, product
+from typing import get_args
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from foreword.core.trees import (
     USUAL_RATES,
     BestFirst,
     Budgeted,
+    Chain,
     FixedRows,
     Growth,
     Guess,
@@ -203,7 +205,7 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["static", "best", "budget"])
+@pytest.mark.parametrize("kind", get_args(TreeKind))
 def test_rows_follow_their_cost(kind: TreeKind) -> None:
     state, guesser = state_of([[1, 2, 3]]), Guesser(0, 10)
     sizes = {name: int(growth(kind, curve=curve).draft(state, guesser()).size) for name, curve in CURVES.items()}
@@ -236,9 +238,9 @@ def test_rows_that_are_settled_beforehand_follow_the_batch(kind: type) -> None:
     rule = {"top_p": 1.0, "floor": 0.0} if kind is Budgeted else {}
     trees = kind(Shape(32, 3), 8, 10, None, **rule, fixed=fixed)
     drafts = [trees.draft(state_of([[1, 2, 3]] * batch), Guesser(0, 10)()) for batch in (1, 2, 8, 64)]
-    assert [draft.nodes for draft in drafts] == [32, 32, 8, 1]
-    assert [fixed.shape(batch).depth for batch in (1, 2, 8, 64)] == [3, 3, 3, 0]
-    assert [int(draft.size[0]) for draft in drafts] == [32, 32, 8, 1]
+    assert [draft.nodes for draft in drafts] == [16, 8, 2, 1]
+    assert [fixed.shape(batch).depth for batch in (1, 2, 8, 64)] == [3, 3, 1, 0]
+    assert [int(draft.size[0]) for draft in drafts] == [16, 8, 2, 1]
 
 
 # Choosing
@@ -361,7 +363,23 @@ def test_a_confident_head_gives_a_chain() -> None:
     assert words_of(draft, 0) == {(7,), (7, 1), (7, 1, 2), (7, 1, 2, 3)}
 
 
-@pytest.mark.parametrize("kind", ["best", "budget"])
+# Chains
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.sampled_from([0.0, 0.2, 0.5, 0.9]))
+def test_a_chain_ends_before_the_first_guess_that_is_not_sure(seed: int, depth: int, stop: float) -> None:
+    guesser = Guesser(seed, 6)
+    draft = Chain(Shape(depth + 1, depth), None, stop).draft(state_of([[5, 1], [5, 2]]), guesser())
+    for lane, root in enumerate((1, 2)):
+        words: Words = (root,)
+        while len(words) <= depth and math.exp(guesser.behind(words)[0][1]) >= stop:
+            words = (*words, guesser.behind(words)[0][0])
+        assert draft.tokens[lane, : draft.size[lane]].tolist() == list(words)
+    assert draft.tree.is_chain
+
+
+@pytest.mark.parametrize("kind", ["best", "budget", "chain"])
 def test_a_guess_that_is_no_number_is_not_drafted(kind: TreeKind) -> None:
     def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
         found = torch.arange(10).expand(*tokens.shape, 10)

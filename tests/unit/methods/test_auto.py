@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import foreword
-from doubles import TRAINED
+from doubles import LEARNERS
 from foreword.errors import DrafterError
 from foreword.methods import auto
 from foreword.methods.auto import Expected, Yield, expectations, fitting, recorded
@@ -130,12 +130,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_costs_are_measured_once(
     hf: Any, trained: dict[str, Path], ship: Callable[[Path], Path], counted: list[str]
 ) -> None:
-    for method in TRAINED:
+    for method in LEARNERS:
         ship(trained[method])
     first = expectations(Model(hf))
-    assert sorted(counted) == ["Clover", "Clover2", "Hydra", "Medusa", "PromptLookup", "TokenRecycling"]
+    assert sorted(counted) == ["Clover", "Clover2", "DraftModel", "Hydra", "Medusa", "PromptLookup", "TokenRecycling"]
     assert all(one.round_cost > 1 for one in first if one.method != "plain")
-    assert expectations(Model(hf)) == first and len(counted) == 6
+    assert expectations(Model(hf)) == first and len(counted) == 7
 
 
 def test_measuring_leaves_an_engine_at_work_alone(folders: dict[str, Path]) -> None:

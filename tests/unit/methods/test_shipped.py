@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from foreword.errors import DrafterError
+from foreword.methods import trained_as
 from foreword.methods.auto import recorded
 from foreword.methods.saved import outline
 from foreword.methods.shipped import WEIGHTS, model_of, shipped
@@ -14,14 +15,14 @@ from foreword.model.hub import DEFAULT
 
 def test_the_folder_is_there() -> None:
     assert (WEIGHTS / "README.md").is_file()
-    assert {one.name for one in WEIGHTS.iterdir() if one.is_dir()} == set(shipped())
+    assert {one.name for one in WEIGHTS.iterdir() if one.is_dir()} == set(map(trained_as, shipped()))
 
 
 def test_what_ships_is_complete() -> None:
     for method, folder in shipped().items():
         assert {"config.json", "model.safetensors", "record.json", "README.md"} <= {file.name for file in folder.iterdir()}
         assert model_of(folder) == DEFAULT.name
-        assert type(outline(folder)).__module__ == f"foreword.methods.{method}"
+        assert type(outline(folder, method=method)).__module__ == f"foreword.methods.{method}"
         assert recorded(folder)[-1].tokens > 1
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from doubles import TRAINED
 from foreword.errors import DrafterError, InputError, UnknownMethod
+from foreword.methods import trained_as
 from foreword.methods.saved import restore
 from foreword.methods.wanted import Wanted
 from foreword.model.model import Model
@@ -50,6 +51,7 @@ def change(folder: Path, **fields: Any) -> Path:
 def test_a_folder_decides_method_and_options(method: str, trained: dict[str, Path], model: Model) -> None:
     """Named or not, in one word or in two; the weights are those of the file."""
     held = load_file(trained[method] / "model.safetensors")
+    assert Wanted.of(drafter=trained[method]).method == trained_as(method)
     for wanted in (
         Wanted.of(drafter=trained[method], rows=8),
         Wanted.of(method, str(trained[method]), 8),
@@ -57,7 +59,9 @@ def test_a_folder_decides_method_and_options(method: str, trained: dict[str, Pat
     ):
         name, drafter = wanted.on(model)
         found: Any = drafter
-        assert (name, found.heads, found.shape.nodes) == (method, 3, 8)
+        assert (name, found.shape.nodes) == (wanted.method, 8)
+        asked = {option: list(value) if isinstance(value, tuple) else value for option, value in TRAINED[method].items()}
+        assert found.config == {option: asked.get(option, value) for option, value in found.config.items()}
         for key, weight in found.module.state_dict().items():
             assert torch.equal(weight, held[key].float()), key
 
@@ -163,6 +167,28 @@ def test_damaged_weights(clover: Path, model: Model) -> None:
     file.unlink()
     with pytest.raises(DrafterError, match="model.safetensors is missing"):
         restore(clover, model)
+
+
+# Drafters that two methods take -------------------------------------------------------------------------------------------
+
+
+def test_a_draft_model_serves_gsd_too(trained: dict[str, Path], ship: Callable[[Path], Path], model: Model) -> None:
+    """By its folder, or because it ships; a folder alone is of the method that it was trained as."""
+    folder = trained["draft_model"]
+    for wanted in (Wanted.of("gsd", folder, rows=8, repeat=-1), Wanted.of(f"gsd={folder}", rows=8)):
+        name, drafter = wanted.on(model)
+        assert name == "gsd" and type(drafter).__name__ == "Gsd"
+    assert Wanted.of(drafter=folder).method == "draft_model"
+    with pytest.raises(DrafterError, match="holds a drafter of draft_model, not of clover"):
+        Wanted.of("clover", folder)
+    with pytest.raises(DrafterError, match="holds a drafter of medusa, not of gsd"):
+        Wanted.of("gsd", trained["medusa"])
+    with pytest.raises(DrafterError, match="gsd has weights.*`foreword train draft_model`"):
+        Wanted.of("gsd")
+    ship(folder)
+    assert Wanted.of("gsd", rows=8).on(model)[0] == "gsd"
+    with pytest.raises(InputError, match="gsd: layers=1 is given, but .* trained with layers=2"):
+        Wanted.of("gsd", layers=1)
 
 
 # Shipped ------------------------------------------------------------------------------------------------------------------

@@ -91,6 +91,16 @@ def test_copies_of_a_layer_are_that_layer_and_stand_alone(family: str) -> None:
     assert torch.equal(model.hf.model.layers[2].mlp.down_proj.weight, before) and before.abs().sum() > 0
 
 
+@torch.no_grad()
+def test_a_range_copies_a_layer_for_each() -> None:
+    model = model_with_room()
+    own = [layer.mlp.down_proj.weight for layer in model.hf.model.layers]
+    copies = [layer.mlp.down_proj.weight for layer in model.stack(3, layers=2, init=range(1, 3)).layers]
+    assert all(torch.equal(copy, weight) and copy is not weight for copy, weight in zip(copies, own[1:3], strict=True))
+    with pytest.raises(AssertionError, match="a layer for each"):
+        model.stack(3, layers=3, init=range(2))
+
+
 @every_family
 def test_fresh_layers_are_not_the_model_s(family: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """Nor one another's; also when the model came from a file, whose weights are marked as settled."""

@@ -1,0 +1,108 @@
+"""DRAFT: a draft model whose guesses form a graph. A continuation that comes back, behind other words, is drafted once and
+shared; for the target the graph is unrolled into a tree, the likeliest paths first.
+
+The small model and its weights are those of `draft_model`. Each round it reads the root, then `width` nodes of a level at a
+time, whose keys and values stay behind the text until the round is over; a guess that ends like an older node is not read.
+The target checks every path by itself, so a merged guess that does not fit costs acceptance and never the text.
+Paper: GSD (arXiv 2407.16207).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from foreword.core.draft import Draft
+from foreword.core.drafter import Drafter
+from foreword.core.graphs import Graph, Rule
+from foreword.core.needs import Needs
+from foreword.core.sampling import guesses
+from foreword.core.scores import Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.core.trees import USUAL_RATES, BestFirst, TreePlan
+from foreword.core.widening import NORM, layers_at
+from foreword.errors import InputError
+from foreword.model.guesser import FirstLayers, Guesser
+from foreword.model.model import Model
+
+FURTHER = 2  # levels that a path may be longer than the graph is deep: an alias may lead to a node further up
+UNROLLED = 16  # nodes of a level that a tree goes on from, at least: a shared node comes several times
+
+
+class Gsd(Drafter):
+    paper = "GSD, arXiv 2407.16207"
+    needs = Needs(prompt="all")
+    wide = {"norm": NORM, **layers_at("layers")}
+    module: FirstLayers
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        layers: int = 2,
+        depth: int = 6,
+        width: int = 8,
+        branch: int = 4,
+        repeat: int = 1,
+        siblings: float = 0.1,
+        sure: float = 0.05,
+        model: Model | None = None,
+    ) -> None:
+        """`layers` and `model`: as of draft_model. The graph has `depth` levels, of which `width` nodes each are read, and
+        `branch` guesses behind each of these. `repeat`: merged is what has the same token and as many before it; -1: nothing
+        is. `siblings`: a guess counts if it has this share of its best sibling's chance. `sure`: one less likely than this
+        is drafted, but has nothing behind it."""
+        if depth < 1 or width < 1 or branch < 1:
+            raise InputError(f"gsd: depth, width and branch are 1 at least, got {depth}, {width} and {branch}")
+        if repeat < -1:
+            raise InputError(f"gsd: repeat is {repeat}; it counts tokens from 0 on, and -1 merges nothing")
+        if not (0 <= siblings <= 1 and 0 <= sure < 1):
+            raise InputError(f"gsd: siblings is {siblings} and sure is {sure}; both are shares, from 0 to 1")
+        self.wants_cost = rows is None
+        self.depth, self.rule = depth, Rule(branch, repeat, siblings, sure, width)
+        self.guesser = Guesser("gsd", layers, model)
+        self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES)
+        self.config: dict[str, Any] = {"layers": layers}
+
+    def bind(self, target: Target, slots: int) -> None:
+        branch = min(self.rule.branch, target.vocab_size)
+        self.growth = replace(cast(BestFirst, self.plan.on(target, self.depth + FURTHER)), branch=branch)
+        self.shape = self.growth.shape
+        self.guesser.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
+        if self.guesser.other is None:
+            self.module = self.guesser.module
+        self.counts = torch.zeros(2, dtype=torch.long, device=target.device)
+
+    def begin(self, state: State) -> None:
+        self.guesser.begin(state)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self.guesser.read(state, chunk.nodes)
+
+    def propose(self, state: State) -> Draft:
+        if self.shape.depth == 0:
+            return Draft.nothing(state.root)
+        self.graph, self.roots = self._drafted(state), state.root
+        return self.growth.draft(state, self.graph.walks())
+
+    def _drafted(self, state: State) -> Graph:
+        """The graph, read level by level; what the last level guesses is not read."""
+        branches, graph = self.guesser.root(state), Graph(replace(self.rule, branch=self.growth.branch), state.root)
+        read, nodes = torch.zeros_like(state.root), (state.root.unsqueeze(1), torch.zeros_like(state.root).unsqueeze(1))
+        for level in range(1, min(self.depth, self.shape.depth) + 1):
+            rows, saved = branches.rows if level == 1 else branches.read(*nodes), graph.saved
+            logits = self.guesser.head(rows)
+            read = read + (graph.chance > -torch.inf).sum(1)
+            nodes = graph.add(*guesses(logits, state.ahead(level), state.sampling, self.growth.branch))
+        self.counts += (torch.stack([read, saved]) * state.alive).sum(1)
+        return graph
+
+    def sketch(self, lane: int) -> dict[str, Any]:
+        return {} if self.shape.depth == 0 else self.graph.sketch(int(self.roots[lane]), lane)
+
+    def counters(self) -> dict[str, int]:
+        """Since it was bound: rows that the small model read of roots and guesses, and those that it did not have to read,
+        since they were merged. Asks the device, so not for the loop."""
+        return dict(zip(("rows_read", "rows_saved"), self.counts.tolist(), strict=True))

@@ -1,0 +1,147 @@
+"""Guesser: a small language model that reads along with the target, and then its own guesses, level by level.
+
+It is made of the target's first layers, or is another model with the same vocabulary. In: the text as `State` has it, and
+guesses with the rows that they hang on. Out: rows for a head. Its cache holds what comes before the root, or less: what was
+decided since it last guessed is read together with the root, in one pass of fixed shape. Within a round the root is the
+first scratch row and every guess that is read one more; nothing of them is kept, so there is nothing to roll back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from foreword.core.draft import Tree
+from foreword.core.heads import norm_like
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.errors import DrafterError, InputError
+from foreword.model.cache import SlotCache
+from foreword.model.model import Model
+from foreword.model.stack import Rows, Stack
+
+
+class FirstLayers(nn.Module):
+    """Layers that start as the target's first ones, and a norm that starts as its last."""
+
+    def __init__(self, target: Target, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers, self.norm = layers, norm_like(target)
+
+
+class Guesser:
+    module: FirstLayers
+    stack: Stack
+
+    def __init__(self, method: str, layers: int, other: Model | None = None) -> None:
+        """`method` is whose errors speak. `other`: a model to guess with, in place of `layers` of the target."""
+        if layers < 1:
+            raise InputError(f"{method}: layers is {layers}; a model has at least 1")
+        self.method, self.layers, self.other = method, layers, other
+
+    def bind(self, target: Target, slots: int, ahead: int, scratch: int) -> None:
+        """`ahead`: how many guesses of a round may be right, and so how far the text may run ahead of the cache; `scratch`:
+        how many rows a round's guesses may have. Bound again, as by another engine, it keeps what it learned."""
+        self.target, self.ahead = target, ahead
+        if self.other is not None:
+            check_vocabulary(self.method, self.other, target)
+            check_context(self.method, self.other, target)
+            self.stack = self.other.layer_stack
+            self.stack.allocate(slots, target.context, scratch)
+        elif not hasattr(self, "module"):
+            if self.layers > target.layers:
+                told = f"layers is {self.layers}, but {target.name} has {target.layers}"
+                raise DrafterError(f"{self.method}: {told}; ask for no more")
+            self.stack = target.stack(slots, self.layers, init=range(self.layers), scratch=scratch)
+            self.module = FirstLayers(target, self.stack.layers)
+        else:
+            self.stack.allocate(slots, target.context, scratch)
+
+    @property
+    def cache(self) -> SlotCache:
+        assert self.stack.cache is not None
+        return self.stack.cache
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        if self.other is None:
+            return self.target.embed(tokens)
+        return self.other.embed(tokens.clamp(max=self.other.vocab_size - 1))  # the target's padding may be longer
+
+    def norm(self, rows: Tensor) -> Tensor:
+        return self.module.norm(rows) if self.other is None else self.other.norm(rows)
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits of the target's vocabulary; of another model's padding none is longer than that."""
+        return self.target.head(rows) if self.other is None else self.other.head(rows)[..., : self.target.vocab_size]
+
+    def begin(self, state: State) -> None:
+        """Sequences enter. Of what a slot holds the cache may lack the last few rows: they are read with the prompt."""
+        known = torch.minimum(self.cache.length[state.slots], state.length)
+        self.stack.restart(state.lanes, known)
+
+    def read(self, state: State, count: int) -> None:
+        """The text grew by up to `count` tokens of the prompt."""
+        self._catch_up(state, count + self.ahead + 1)
+
+    def root(self, state: State) -> Branches:
+        """What was decided since the last round, and the root."""
+        rows, place = self._catch_up(state, self.ahead + 2)
+        at_root = rows.gather(1, place.view(-1, 1, 1).expand(-1, 1, rows.shape[2]))
+        return Branches(self, state, self.norm(at_root))
+
+    def over(self, tokens: Tensor) -> Tensor:
+        """Whole texts [b, n] without a cache, as they are trained on: [b, n, H], before the norm."""
+        return self.stack.over(self.embed(tokens))
+
+    def _catch_up(self, state: State, count: int) -> tuple[Tensor, Tensor]:
+        """Read `count` rows of the text, from the first that is not cached on; those before the root are committed. The rows
+        [b, count, H], and which of them is the root's [b]. What stands behind the root is padding that no row looks at."""
+        base = torch.minimum(self.cache.length[state.slots], state.length)  # a slot that only pads may have been cut
+        chain = Tree.chain(count, base.device)
+        column = (base.unsqueeze(1) + chain.depth).clamp(max=state.tokens.shape[1] - 1)
+        tokens = state.tokens[state.slots.unsqueeze(1), column]
+        walked = self.stack.walk(self.embed(tokens), Rows(base, chain.depth, chain.ancestors, state.lanes)).hidden
+        self.cache.rewind(state.lanes, state.length)
+        return walked, (state.length - base).clamp(max=count - 1)  # further away only where nothing was read, as in a timing
+
+
+class Branches:
+    """The rows of one round behind the text: the root, and the guesses that were read so far, level by level."""
+
+    def __init__(self, guesser: Guesser, state: State, root: Tensor) -> None:
+        self.guesser, self.state = guesser, state
+        self.rows = root  # [b, w, H] of the level that was read last, behind the norm
+        self.sees = torch.ones(root.shape[0], 1, 1, dtype=torch.bool, device=root.device)  # [b, w, m] theirs
+        self.depth = torch.zeros(1, 1, dtype=torch.long, device=root.device)  # [1, m]
+
+    def read(self, tokens: Tensor, parent: Tensor) -> Tensor:
+        """Guesses [b, w] that hang on rows `parent` [b, w] of the level that was read last: [b, w, H]."""
+        width, place = tokens.shape[1], parent.unsqueeze(-1).expand(-1, -1, self.depth.shape[1])
+        own = torch.arange(width, device=tokens.device)
+        itself = (own == own.unsqueeze(1)).expand(tokens.shape[0], -1, -1)
+        self.sees = torch.cat([self.sees.gather(1, place), itself], dim=2)
+        self.depth = torch.cat([self.depth, (self.depth[:, -1:] + 1).expand(-1, width)], dim=1)
+        rows = Rows(self.state.length, self.depth, self.sees, self.state.lanes)
+        self.rows = self.guesser.norm(self.guesser.stack.walk(self.guesser.embed(tokens), rows).hidden)
+        return self.rows
+
+
+def check_context(method: str, other: Model, target: Target) -> None:
+    if other.max_context < target.context:
+        told = f"{other.name} reads {other.max_context} tokens, the target's texts may have {target.context}"
+        raise DrafterError(f"{method}: {told}; load the target with max_context={other.max_context}, or take another model")
+
+
+def check_vocabulary(method: str, other: Model, target: Target) -> None:
+    """Refuse a model that reads another vocabulary than the target. Where no tokenizer is known the sizes have to do."""
+    if other.pieces is None or target.pieces is None:
+        if other.vocab_size != target.vocab_size:
+            told = f"{other.name} has {other.vocab_size} tokens and {target.name} has {target.vocab_size}"
+            raise DrafterError(f"{method}: {told}; take a model with the target's vocabulary")
+        return
+    ours, theirs = target.pieces(), other.pieces()
+    for token in range(max(len(ours), len(theirs))):
+        one, two = (pieces[token] if token < len(pieces) else "" for pieces in (ours, theirs))  # "" is padding
+        if one != two:
+            told = f"token {token} is {one!r} to {target.name} and {two!r} to {other.name}"
+            raise DrafterError(f"{method}: {told}; a model that guesses needs the target's vocabulary, token by token")

@@ -1,0 +1,52 @@
+"""The graph at work: an ordinary tree where nothing is merged, right where the small model is, and worth its aliases."""
+
+import pytest
+
+from doubles import SAMPLINGS, Recorder, drafts_of, engine, requests, target, taught, truth
+from foreword.core.sampling import Sampling
+from foreword.methods import untrained
+
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+
+
+@every_sampling
+def test_without_merging_it_drafts_what_draft_model_drafts(sampling: Sampling) -> None:
+    """Row by row: the same tree from the same weights."""
+    model, asked, drafts = target(), requests(5, sampling, ignore_eos=True), []
+    options = dict(rows=14, depth=3, width=4)
+    rule = dict(branch=10, repeat=-1, siblings=0.0, sure=0.0)
+    for made in (taught("draft_model", model, **options), taught("gsd", model, **options | rule)):
+        recorder = Recorder(made)
+        engine(recorder, model).generate(asked)
+        drafts.append([drafts_of(seen) for seen in recorder.proposed])
+    assert drafts[0] == drafts[1] and max(len(tokens) for one in drafts[0] for tokens, _ in one) == 14
+
+
+@pytest.mark.parametrize("repeat", [-1, 0, 1])
+@every_sampling
+def test_the_target_s_own_layers_are_always_right(sampling: Sampling, repeat: int) -> None:
+    """The best guess alone behind each node, drafted by the target itself: all of it is accepted, whatever comes back."""
+    model, asked = target("qwen3"), requests(6, sampling, max_new_tokens=12, ignore_eos=True)[1:]
+    drafter = untrained("gsd", rows=4, layers=4, depth=3, repeat=repeat, siblings=1.0, sure=0.0)
+    runs = engine(drafter, model).generate(asked)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+    assert all(run.accepted == [4, 4, 4] for run in runs)
+
+
+@pytest.mark.parametrize("siblings", [0.0, 0.3])
+@pytest.mark.parametrize("sure", [0.0, 0.2])
+@pytest.mark.parametrize("repeat", [-1, 0, 2])
+@every_sampling
+def test_every_rule_writes_the_truth(sampling: Sampling, repeat: int, sure: float, siblings: float) -> None:
+    model, asked = target(), requests(4, sampling, max_new_tokens=8)
+    drafter = taught("gsd", model, rows=20, depth=4, repeat=repeat, sure=sure, siblings=siblings)
+    assert [run.tokens for run in engine(drafter, model).generate(asked)] == [truth(model.hf, request) for request in asked]
+    assert (drafter.counters()["rows_saved"] > 0) == (repeat == 0) or repeat == 2
+
+
+def test_a_path_by_an_alias_is_longer_than_the_graph() -> None:
+    model = target()
+    recorder = Recorder(taught("gsd", model, rows=60, depth=2, repeat=0, siblings=0.0, sure=0.0))
+    engine(recorder, model).generate(requests(4, ignore_eos=True))
+    assert recorder.shape.depth == 4
+    assert {int(seen.draft.tree.depth.max()) for seen in recorder.proposed} > {2, 3}

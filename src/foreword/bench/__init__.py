@@ -1,7 +1,38 @@
 """The benchmark: every method and every baseline on the same prompts, weights, threads and clock."""
 
-from foreword.bench.contenders import Contender, baseline, contender, context_for
-from foreword.bench.report import write_report
-from foreword.bench.run import Benchmark, run, sweep
+from foreword.bench.baselines import check_baseline, make_baselines
+from foreword.bench.contenders import Answer, Contender, Manner, Task, contender, context_for
+from foreword.bench.figures import Benchmark, Row, Timing, benchmarks, rows, tables, timings
+from foreword.bench.partings import Parting, Verdicts
+from foreword.bench.report import content, read_results, write_report
+from foreword.bench.run import Heat, Plan, run
+from foreword.bench.suites import Suite, read_suite, read_suites
 
-__all__ = ["Benchmark", "Contender", "baseline", "contender", "context_for", "run", "sweep", "write_report"]
+__all__ = [
+    "Answer",
+    "Benchmark",
+    "Contender",
+    "Heat",
+    "Manner",
+    "Parting",
+    "Plan",
+    "Row",
+    "Suite",
+    "Task",
+    "Timing",
+    "Verdicts",
+    "make_baselines",
+    "benchmarks",
+    "check_baseline",
+    "content",
+    "contender",
+    "context_for",
+    "read_results",
+    "rows",
+    "run",
+    "read_suite",
+    "read_suites",
+    "tables",
+    "timings",
+    "write_report",
+]

@@ -1,44 +1,71 @@
-"""Who is timed: our methods, each with its own cache on shared weights, and other people's decoding on stock weights.
+"""Who is timed: our methods, each with its own cache on shared weights. `baselines.py` has other people's decoding.
 
-A contender writes the answers to prompts, as many side by side as it has slots, and says which tokens it wrote; the clock is
-the benchmark's, not its own.
+A contender writes the answers to tasks, as many side by side as it has slots, and says which tokens each round brought; the
+clock is the benchmark's, not its own. Tasks are token ids: tokenizing and decoding are in nobody's time.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from foreword.api import LLM
-from foreword.bench.grow import grow
-from foreword.bench.warm import capture_rounds
-from foreword.errors import InputError
+from foreword.bench.warm import capture_rounds, memory
+from foreword.core.sampling import Sampling
+from foreword.engine.engine import Engine
+from foreword.engine.request import Request, Running
+from foreword.errors import ForewordError
 from foreword.methods.wanted import Wanted
-from foreword.model.loading import load_stock
 from foreword.model.model import Model
-from foreword.text import Message, Prompt
+from foreword.text import Prompt
 
-Asked = str | list[Message]
+
+@dataclass(frozen=True)
+class Task:
+    """A text to write: the prompt that it answers, what stands before it, and its place in the run, which seeds it."""
+
+    prompt: str
+    ids: tuple[int, ...]
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How everybody writes."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+
+    def sampling(self, task: Task) -> Sampling:
+        return Sampling(temperature=self.temperature, seed=self.seed).derived(task.index)
 
 
 @dataclass(frozen=True)
 class Answer:
     tokens: list[int]
-    rounds: int
-    prefill_s: float | None = None  # where the contender can tell
+    accepted: list[int] = field(default_factory=list)  # tokens that each round decided
+    drafted: list[int] = field(default_factory=list)  # candidates that each round checked, where the contender can tell
+    first_s: float | None = None  # until the first round's tokens were there
+    failed: str | None = None  # why there is no answer
+
+    @staticmethod
+    def failure(error: Exception) -> Answer:
+        return Answer([], failed=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
 
 
 @dataclass(frozen=True)
 class Contender:
     name: str
-    write: Callable[[Sequence[Asked], int], list[Answer]]
-    capture: Callable[[Sequence[Asked], int], None] = lambda *_: None
-    """Prepare for answers to these prompts, so that nothing is captured while the clock runs."""
+    write: Callable[[Sequence[Task], Manner], list[Answer]]
+    capture: Callable[[Sequence[Task], Manner], None] = lambda *_: None
+    """Prepare for tasks such as these, so that nothing is captured or compiled while the clock runs."""
+    forget: Callable[[], None] = lambda: None
+    """Lose what was learned from texts: who has seen a prompt before knows the answer."""
     close: Callable[[], None] = lambda: None
+    alone: bool = False  # writes greedily and one text at a time, nothing else
 
 
 def contender(
@@ -49,57 +76,62 @@ def contender(
     graph: bool = True,
     **options: Any,
 ) -> Contender:
-    """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`: greedy, `slots` texts side by side."""
+    """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`, `slots` texts side by side."""
     model = llm.model
     shared = Model(model.hf, model.name, model.curve, model.grown)
     own = LLM(shared, llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
+    engine = own.engine
+    forget = memory(engine.drafter) if engine.drafter.learns else lambda: None
 
-    def write(prompts: Sequence[Asked], max_new_tokens: int) -> list[Answer]:
-        results = own.generate(list(prompts), max_new_tokens=max_new_tokens)
-        return [Answer(result.tokens, result.stats.rounds, result.stats.prefill_s) for result in results]
+    def capture(tasks: Sequence[Task], manner: Manner) -> None:
+        lengths = [min(len(task.ids), engine.max_context - 1) for task in tasks]
+        capture_rounds(engine, min(lengths), max(lengths) + manner.max_new_tokens, manner.sampling(tasks[0]))
 
-    def capture(prompts: Sequence[Asked], max_new_tokens: int) -> None:
-        lengths = [len(llm.tokenizer.encode(prompt)) for prompt in prompts]
-        capture_rounds(own.engine, min(lengths), max(lengths) + max_new_tokens)
+    return Contender(method, lambda tasks, manner: written(engine, tasks, manner), capture, forget, own.close)
 
-    return Contender(method, write, capture, own.close)
+
+def written(engine: Engine, tasks: Sequence[Task], manner: Manner) -> list[Answer]:
+    """The answers of one of our engines. A task that cannot be begun, or that breaks, is a failed one; the others go on."""
+    started = time.perf_counter()
+    begun = [_begun(engine, task, manner) for task in tasks]
+    runs = [one for one in begun if isinstance(one, Running)]
+    unheard, first = list(runs), dict[int, float]()
+    try:
+        while engine.busy:
+            engine.step_for(())
+            if unheard:
+                now = time.perf_counter() - started
+                first |= {id(run): now for run in unheard if run.tokens}
+                unheard = [run for run in unheard if not (run.tokens or run.done)]
+    finally:
+        for run in runs:
+            engine.abort(run)
+    return [one if isinstance(one, Answer) else _answer(one, first.get(id(one))) for one in begun]
+
+
+def _begun(engine: Engine, task: Task, manner: Manner) -> Running | Answer:
+    try:
+        return engine.add(Request(task.ids, manner.sampling(task), manner.max_new_tokens))
+    except ForewordError as error:
+        return Answer.failure(error)
+
+
+def _answer(run: Running, first_s: float | None) -> Answer:
+    return Answer.failure(run.error) if run.error else Answer(run.tokens, run.accepted, run.drafted, first_s)
+
+
+def longest(llm: LLM, prompt: Prompt, max_new_tokens: int) -> int:
+    """Tokens that may stand before a prompt's last answer: everything said and answered before."""
+    if prompt.answers == 1:
+        return len(llm.tokenizer.encode(prompt.first()))
+    turns = [len(llm.tokenizer.encode(turn)) for turn in prompt.turns]
+    return sum(turns) + (max_new_tokens + SPARE) * (prompt.answers - 1)
+
+
+SPARE = 32  # tokens: a reply that is read back may be cut into more of them than it was written in
 
 
 def context_for(llm: LLM, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
     """Tokens that the longest answer may reach, its prompt included: what a cache must hold, and not more."""
-    longest = max(len(llm.tokenizer.encode(prompt.first())) for prompt in prompts)
-    return min(longest + max_new_tokens + 1, llm.model.max_context)
-
-
-def baseline(name: str, llm: LLM, folder: Path) -> Contender:
-    """Somebody else's decoding of the same model: `hf` is `generate` of transformers, `hf_lookup` its prompt lookup.
-
-    One text at a time. Where `llm` is grown, so is what they run on.
-    """
-    options = {"hf": {}, "hf_lookup": {"prompt_lookup_num_tokens": 10}}
-    if name not in options:
-        raise InputError(f"no baseline is called {name!r}; there are: {', '.join(options)}")
-    model = load_stock(folder, llm.model.device, llm.model.dtype)
-    if llm.model.grown is not None:
-        model = grow(model, llm.model.grown.times)
-    passes: list[None] = []  # the first reads the prompt and decides a token, so each of them counts as a round
-    model.register_forward_hook(lambda *_: passes.append(None))
-
-    @torch.inference_mode()
-    def answer(prompt: Asked, max_new_tokens: int) -> Answer:
-        passes.clear()
-        ids = torch.tensor([llm.tokenizer.encode(prompt)], device=model.device)
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            **options[name],
-        )
-        tokens = out[0, ids.shape[1] :].tolist()
-        return Answer(tokens, len(passes))
-
-    def write(prompts: Sequence[Asked], max_new_tokens: int) -> list[Answer]:
-        return [answer(prompt, max_new_tokens) for prompt in prompts]
-
-    return Contender(name, write)
+    most = max(longest(llm, prompt, max_new_tokens) for prompt in prompts)
+    return min(most + max_new_tokens + 1, llm.model.max_context)

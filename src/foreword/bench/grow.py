@@ -9,7 +9,9 @@ too. Figures of a grown model are always labelled so.
 from __future__ import annotations
 
 import copy
+import math
 import os
+import re
 from typing import Any
 
 import torch
@@ -66,9 +68,26 @@ def _wide(name: str, weight: torch.Tensor, times: int, hf: Any) -> torch.Tensor:
     return per_token(weight, times) if name in PER_TOKEN else widened(name, weight, WIDE, times, hf.config.hidden_size)
 
 
+SIZE = re.compile(r"(\d+(?:\.\d+)?)b", re.IGNORECASE)
+
+
+def times_for(wanted: int | str, hf: Any) -> int:
+    """`8`, or a size such as `7b`: the power of two that brings the model nearest to so many billions of parameters."""
+    size = SIZE.fullmatch(str(wanted))
+    if size is None:
+        return int(wanted)
+    weights = sum(weight.numel() for weight in hf.parameters())
+    per_word = sum(weight.numel() for name, weight in hf.named_parameters() if name in PER_TOKEN)  # wider one way only
+
+    def distance(times: int) -> float:
+        return abs(math.log(((weights - per_word) * times**2 + per_word * times) / (float(size[1]) * 1e9)))
+
+    return min((2**power for power in range(1, 8)), key=distance)
+
+
 def load_grown(
     model: str | os.PathLike[str] | None,
-    times: int,
+    times: int | str,
     *,
     slots: int = 1,
     max_context: int | None = None,
@@ -80,9 +99,11 @@ def load_grown(
 ) -> tuple[LLM, LLM]:
     """A model as it is and the same grown, both decoding plainly; the options are those of `foreword.load`.
 
-    The grown one answers to the fingerprint of its original, so that it takes the original's drafters.
+    `times` may be a size, as `times_for` takes it. The grown one answers to the fingerprint of its original, so that it
+    takes the original's drafters.
     """
-    check_times(times)
+    if SIZE.fullmatch(str(times)) is None:
+        check_times(int(times))
     if threads is not None:
         if threads < 1:
             raise InputError(f"threads is {threads}; it must be 1 or more")
@@ -90,6 +111,7 @@ def load_grown(
     place, folder = choose_device(device), resolve(model)
     precision = choose_dtype(dtype, place)
     hf = load_stock(folder, place, precision)
+    times = times_for(times, hf)
     wide = grow(hf, times)
     parameters = sum(weight.numel() for weight in wide.parameters())  # a rebuilt model hides some of them
     if compile:

@@ -1,7 +1,8 @@
 """A benchmark as files: `results.json` with every timing, machine, commit and command; `report.md` with the tables.
 
-In: one benchmark for each number of texts at once. One text at a time gives a table for each group of prompts; other numbers
-give one more, a line each, with how far each method is ahead of plain decoding and where that ends.
+In: a benchmark for each temperature and number of texts at once. Out: one dictionary, `content`, which is what results.json
+holds; the pages are made from it alone, so that they can be made again. One text at a time gives a table for each group of
+prompts; other numbers give one more, a line each, with how far each method is ahead of plain decoding and where that ends.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,81 +23,110 @@ from typing import Any
 import torch
 
 import foreword
-from foreword.bench.run import Benchmark, Timing
-from foreword.errors import StorageError
+from foreword.bench.figures import Benchmark, Timing, failures, rows, stops_paying, tables
+from foreword.bench.markdown import markdown
+from foreword.bench.page import html
+from foreword.bench.spec_bench import Runs, write_answers
+from foreword.errors import InputError, StorageError
 
-LOOKUP_GROUPS = ("summarization", "rag", "translation")
+Content = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A contender over some prompts. Speeds are tokens over wall seconds, pooled, the prompt's reading included."""
+class Extras:
+    """What a report has beside its timings."""
 
-    contender: str
-    tokens: int
-    tokens_per_second: float
-    speedup: float
-    tokens_per_round: float
-    loop_share: float
-    identical: int
-    prompts: int
+    spec_bench: dict[str, Any] = field(default_factory=dict)
+    roofline: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[int, int] = field(default_factory=dict)  # later turns, by batch
+    warm_up_failed: dict[str, str] = field(default_factory=dict)
 
 
-def rows(benchmark: Benchmark, wanted: list[str] | None = None) -> list[Row]:
-    """A row per contender; the speed-up is over the benchmark's base."""
-    speed = {name: _speed(benchmark.of(name, wanted)) for name in benchmark.contenders}
-    return [_row(name, benchmark.of(name, wanted), speed[name] / speed[benchmark.base]) for name in speed]
+NOTHING = Extras()
 
 
-def _row(name: str, timings: list[Timing], speedup: float) -> Row:
-    tokens, rounds = sum(t.tokens for t in timings), sum(t.rounds for t in timings)
-    return Row(
-        contender=name,
-        tokens=tokens,
-        tokens_per_second=_speed(timings),
-        speedup=speedup,
-        tokens_per_round=tokens / max(rounds, 1),
-        loop_share=sum(t.loop_share * t.tokens for t in timings) / max(tokens, 1),
-        identical=sum(t.identical for t in timings),
-        prompts=sum(t.texts for t in timings),
-    )
+def content(
+    benchmarks: Sequence[Benchmark], about: Content, found: Sequence[Timing] = (), extras: Extras = NOTHING
+) -> Content:
+    """Every figure but the single timings. The first temperature stands by itself, the others beneath theirs."""
+    first = benchmarks[0]
+    parts: dict[float, list[Benchmark]] = {}
+    for benchmark in benchmarks:
+        parts.setdefault(benchmark.temperature, []).append(benchmark)
+    of_first, *others = parts.items()
+    main = _part(of_first[1])
+    refused = {row["contender"] for row in main["tables"].get("overall", ()) if row["speedup"] is None}
+    return {
+        "about": about,
+        "max_new_tokens": first.max_new_tokens,
+        "base": first.base,
+        "repeats": first.repeats,
+        "temperature": first.temperature,
+        **main,
+        "temperatures": {f"{temperature:g}": _part(some) for temperature, some in others},
+        "warm_up_s": {benchmark.batch: benchmark.warm_up_s for benchmark in of_first[1]},
+        "failures": failures(found),
+        **asdict(extras),
+        "spec_bench": {name: _unless(name in refused, groups) for name, groups in extras.spec_bench.items()},
+    }
 
 
-def _speed(timings: list[Timing]) -> float:
-    return sum(t.tokens for t in timings) / sum(t.seconds for t in timings)
-
-
-def tables(benchmarks: Sequence[Benchmark]) -> dict[str, list[Row]]:
-    """Of one text at a time: overall, the groups where text is copied from the prompt, and each group."""
+def _part(benchmarks: Sequence[Benchmark]) -> Content:
     alone = [one for one in benchmarks if one.batch == 1]
-    if not alone:
-        return {}
-    benchmark = alone[0]
-    found: dict[str, list[Row]] = {"overall": rows(benchmark)}
-    copied = [group for group in benchmark.groups if group in LOOKUP_GROUPS]
-    if len(copied) > 1:
-        found[" + ".join(copied)] = rows(benchmark, copied)
-    if len(benchmark.groups) > 1:
-        found |= {group: rows(benchmark, [group]) for group in benchmark.groups}
-    return found
+    batches = {one.batch: rows(one) for one in benchmarks}
+    ours = {batch: [row for row in table if row.contender != benchmarks[0].base] for batch, table in batches.items()}
+    return {
+        "tables": {name: _dicts(table) for one in alone for name, table in tables(one).items()},
+        "batches": {batch: _dicts(table) for batch, table in batches.items()},
+        "stops_paying": stops_paying(ours),
+    }
 
 
-def by_batch(benchmarks: Sequence[Benchmark]) -> dict[int, list[Row]]:
-    return {benchmark.batch: rows(benchmark) for benchmark in benchmarks}
+def _dicts(table: Iterable[Any]) -> list[Content]:
+    return [asdict(row) for row in table]
 
 
-def stops_paying(batches: dict[int, list[Row]]) -> dict[str, int | None]:
-    """By contender, the batch from which on it is never ahead; None: it is ahead in the largest that was tried."""
-    ahead: dict[str, dict[int, bool]] = {}
-    for batch, table in sorted(batches.items()):
-        for row in table:
-            ahead.setdefault(row.contender, {})[batch] = row.speedup > 1
-    return {name: _first_behind(won) for name, won in ahead.items()}
+def _unless(refused: bool, groups: Content) -> Content:
+    """Where texts differ there is no speed-up, in anybody's terms."""
+    if not refused:
+        return groups
+    return {name: {key: value for key, value in one.items() if "speedup" not in key} for name, one in groups.items()}
 
 
-def _first_behind(won: dict[int, bool]) -> int | None:
-    last = max((batch for batch, ahead in won.items() if ahead), default=0)
-    return min((batch for batch in won if batch > last), default=None)
+def write_report(found: Content, timings: Sequence[Timing], folder: Path, answers: Runs | None = None) -> list[Path]:
+    """`results.json` with a line for each timing, `report.md`, `report.html` and the answers; the files, in that order."""
+    told = json.dumps(found, indent=1)
+    lines = ",\n".join(f"  {json.dumps(asdict(timing))}" for timing in timings)
+    texts = {
+        "results.json": f'{told.removesuffix("}").rstrip()},\n "timings": [\n{lines}\n ]\n}}\n',
+        "report.md": markdown(found),
+        "report.html": html(found),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        write_answers(answers or [], folder)
+    except OSError as error:
+        raise StorageError(
+            f"the report cannot be written to {folder} ({error.strerror}); name a folder that can be written"
+        ) from error
+    return [folder / name for name in texts]
+
+
+def read_results(place: str | Path) -> Content:
+    """A results.json, or the folder that holds one; those of earlier versions too."""
+    file = Path(place) / "results.json" if Path(place).is_dir() else Path(place)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not (found["tables"] or found["batches"]):
+            raise KeyError("tables")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} holds no results of `foreword bench` ({error}); give its folder or file") from error
+    return {"batches": {}, "failures": [], "temperature": 0.0, "repeats": 1, "timings": [], **found}
+
+
+# Where numbers come from --------------------------------------------------------------------------------------------------
 
 
 def facts(**more: Any) -> dict[str, Any]:
@@ -115,97 +145,6 @@ def facts(**more: Any) -> dict[str, Any]:
         },
         **more,
     }
-
-
-def content(benchmarks: Sequence[Benchmark], about: dict[str, Any]) -> dict[str, Any]:
-    """Every figure but the single timings."""
-    batches = by_batch(benchmarks)
-    return {
-        "about": about,
-        "max_new_tokens": benchmarks[0].max_new_tokens,
-        "base": benchmarks[0].base,
-        "tables": {name: [asdict(row) for row in table] for name, table in tables(benchmarks).items()},
-        "batches": {batch: [asdict(row) for row in table] for batch, table in batches.items()},
-        "stops_paying": stops_paying({batch: _others(table, benchmarks[0].base) for batch, table in batches.items()}),
-        "warm_up_s": {benchmark.batch: benchmark.warm_up_s for benchmark in benchmarks},
-    }
-
-
-def write_report(benchmarks: Sequence[Benchmark], folder: Path, **more: Any) -> None:
-    about = facts(**more)
-    timings = [asdict(timing) for benchmark in benchmarks for timing in benchmark.timings]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content(benchmarks, about) | {"timings": timings}, indent=1)
-        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-        (folder / "report.md").write_text(markdown(benchmarks, about), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"the report cannot be written to {folder} ({error.strerror}); name a folder that can be written"
-        ) from error
-
-
-def markdown(benchmarks: Sequence[Benchmark], about: dict[str, Any]) -> str:
-    base, most = benchmarks[0].base, benchmarks[0].max_new_tokens
-    where = [about.get("model"), about["machine"], f"{about['threads']} threads", about.get("dtype")]
-    where += [f"commit {about['commit']}", about["date"]]
-    lines = [
-        "# Benchmark",
-        "",
-        f"`{about['command']}`",
-        "",
-        f"{', '.join(part for part in where if part)}. Greedy, at most {most} new tokens. Speeds are tokens over wall "
-        "seconds, the reading of the prompt included. Loop share: tokens inside an 8-gram that the answer already had.",
-    ]
-    if "grown" in about:
-        lines += ["", grown_words(about["grown"])]
-    head = f"| contender | tokens/s | over {base} | tokens a round | loop share | same text as the first |"
-    for name, table in tables(benchmarks).items():
-        lines += ["", f"## {name}, one text at a time", "", head, "|---|---|---|---|---|---|"]
-        lines += [
-            f"| {row.contender} | {row.tokens_per_second:.1f} | {row.speedup:.2f}x | {row.tokens_per_round:.2f} | "
-            f"{row.loop_share:.0%} | {row.identical} of {row.prompts} |"
-            for row in table
-        ]
-    if [benchmark.batch for benchmark in benchmarks] != [1]:
-        lines += _batch_lines(benchmarks, base)
-    return "\n".join(lines) + "\n"
-
-
-def _batch_lines(benchmarks: Sequence[Benchmark], base: str) -> list[str]:
-    """A line for each number of texts at once: the base's speed, then each method's and how far it is ahead."""
-    batches = by_batch(benchmarks)
-    others = [name for name in benchmarks[0].contenders if name != base]
-    heads = ["batch", f"{base}, tokens/s", *(f"{name}, {what}" for name in others for what in ("tokens/s", f"over {base}"))]
-    lines = ["", "## by batch", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for batch, table in batches.items():
-        row = {one.contender: one for one in table}
-        cells = [f"{row[name].tokens_per_second:.1f} | {row[name].speedup:.2f}x" for name in others]
-        lines.append(f"| {' | '.join([str(batch), f'{row[base].tokens_per_second:.1f}', *cells])} |")
-    stops = stops_paying({batch: _others(table, base) for batch, table in batches.items()})
-    lines += ["", *(f"- {stop_words(name, stop, batches)}" for name, stop in stops.items())]
-    warm = [f"batch {one.batch}: {sum(one.warm_up_s.values()):.1f} s" for one in benchmarks]
-    return [*lines, "", f"Warming up and capturing rounds, for all together and in no figure above: {', '.join(warm)}."]
-
-
-def _others(table: list[Row], base: str) -> list[Row]:
-    return [row for row in table if row.contender != base]
-
-
-def stop_words(name: str, stop: int | None, batches: Collection[int]) -> str:
-    if stop is None:
-        return f"{name} still pays at batch {max(batches)}, the largest tried"
-    return f"{name} pays at no batch tried" if stop == min(batches) else f"{name} stops paying at batch {stop}"
-
-
-def grown_words(grown: dict[str, Any]) -> str:
-    """What has to stand beside every figure of a model that was grown."""
-    ties = f"; the others part from it at near-ties of the model, {grown['ties']} in all" if grown["ties"] else ""
-    return (
-        f"Grown r={grown['times']}: the model made {grown['times']} times as wide, {grown['parameters'] / 1e9:.2f} B "
-        f"parameters, its function unchanged. Before timing it wrote {grown['prompts']} texts, {grown['tokens']} tokens; "
-        f"{grown['identical']} of them are its original's to the last token{ties}."
-    )
 
 
 def _machine() -> str:

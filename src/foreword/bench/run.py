@@ -1,91 +1,121 @@
 """The measuring loop: one for everybody. Contenders take turns on every block of prompts, so that whatever the machine does
-meanwhile falls on all of them alike; the clock runs over whole answers, prompts included.
+meanwhile falls on all of them alike; the clock runs over whole answers, the reading of the prompt included.
 
-One text at a time, a block is one prompt. With more side by side it is twice as many prompts as there are slots: a text that
-ends makes room for the next one.
+In: a plan, and how to make the contenders for a number of texts at once. Out: heats, each a block that everybody answered
+once, with the tokens. One text at a time, a block is one prompt; with more side by side it is twice as many prompts as there
+are slots, and a text that ends makes room for the next. Later turns of a prompt follow the base's replies, so that everybody
+reads the same. Before each repeat, whoever learns from texts forgets them.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from foreword.bench.contenders import Answer, Contender
-from foreword.errors import InputError
-from foreword.text import Prompt, groups, loop_share
+from foreword.bench.contenders import Answer, Contender, Manner, Task
+from foreword.bench.suites import Suite
+from foreword.errors import InputError, PromptError
+from foreword.text import Prompt, Tokenizer
 
 MIXED = "mixed"
 BLOCK = 2  # batches of prompts in a block
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Timing:
-    """A contender's answers to a block of prompts."""
+class Plan:
+    """What is asked of everybody."""
 
-    prompt: str
-    group: str
-    contender: str
-    tokens: int
-    rounds: int
-    seconds: float
-    prefill_s: float | None
-    loop_share: float
-    identical: int  # texts that are those of the first contender
-    texts: int = 1
-    batch: int = 1
+    suites: Sequence[Suite]
+    max_new_tokens: int = 128
+    batches: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    repeats: int = 1
+    seed: int = 0
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [prompt for suite in self.suites for prompt in suite.prompts]
+
+    def check(self) -> None:
+        """Refuse too few prompts now, and not after the first batches."""
+        count, most = len(self.prompts), max(self.batches)
+        if count < most:
+            raise InputError(f"{count} prompts cannot fill a batch of {most}; give at least {most} with --prompts")
+        if not count:
+            raise InputError("there are no prompts to answer; give at least one")
+
+
+class Place(NamedTuple):
+    """Where a heat stands in a run."""
+
+    batch: int
+    temperature: float
+    repeat: int
+    turn: int
+    block: int
 
 
 @dataclass(frozen=True)
-class Benchmark:
-    contenders: tuple[str, ...]
-    max_new_tokens: int
-    timings: tuple[Timing, ...]
-    batch: int = 1
-    warm_up_s: dict[str, float] = field(default_factory=dict)  # by contender: warming up and capturing, before the clock
+class Heat:
+    """A block of prompts that everybody answered once."""
 
-    def of(self, contender: str, wanted: Sequence[str] | None = None) -> list[Timing]:
-        """A contender's timings, in all groups or in some."""
-        return [t for t in self.timings if t.contender == contender and (wanted is None or t.group in wanted)]
-
-    @property
-    def base(self) -> str:
-        """Whom the others are faster than: plain decoding, or the first where it does not run."""
-        return "plain" if "plain" in self.contenders else self.contenders[0]
-
-    @property
-    def groups(self) -> list[str]:
-        return list(dict.fromkeys(timing.group for timing in self.timings))
-
-
-class Block(NamedTuple):
+    place: Place
+    suite: str
     group: str
-    prompts: list[Prompt]
+    tasks: list[Task]
+    answers: dict[str, list[Answer]]
+    seconds: dict[str, float]
 
 
-Progress = Callable[[int, int], None]
+@dataclass
+class Found:
+    """What a run has brought so far."""
+
+    heats: dict[Place, Heat] = field(default_factory=dict)
+    warm_up_s: dict[int, dict[str, float]] = field(default_factory=dict)  # by batch and contender, before the clock
+    warm_up_failed: dict[str, str] = field(default_factory=dict)
 
 
-def sweep(
-    make: Callable[[int], list[Contender]],
-    batches: Sequence[int],
-    prompts: Sequence[Prompt],
-    max_new_tokens: int = 128,
-    progress: Callable[[int, int, int], None] | None = None,
-) -> list[Benchmark]:
-    """A benchmark for each number of texts at once; `make` gives the contenders for it, which are closed behind it."""
-    check_filled(prompts, batches)
-    found = []
-    for batch in batches:
+class Item(NamedTuple):
+    suite: str
+    group: str
+    prompt: Prompt
+    number: int  # in the whole run
+
+
+Make = Callable[[int], list[Contender]]
+Progress = Callable[[str, int, int], None]
+
+
+def run(
+    make: Make,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    known: dict[Place, Heat] | None = None,
+    heard: Callable[[Heat], None] = lambda _: None,
+    progress: Progress = lambda *_: None,
+) -> Found:
+    """Run what the plan has and is not `known`. `make` gives the contenders for a batch, which are closed behind it."""
+    plan.check()
+    found = Found(dict(known or {}))
+    for batch in plan.batches:
+        if all(place in found.heats for place in places(plan, batch)):
+            continue
         contenders = make(batch)
-        told = None if progress is None else lambda done, total, batch=batch: progress(batch, done, total)
+        check_names([contender.name for contender in contenders])
         try:
-            found.append(run(contenders, prompts, max_new_tokens, told, batch))
+            for temperature in plan.temperatures:
+                race = Race(plan, batch, temperature, contenders, tokenizer, found)
+                for heat in race.heats():
+                    heard(heat)
+                    progress(race.words(heat), _done(found), _texts(plan))
         finally:
             for contender in contenders:
                 contender.close()
@@ -95,79 +125,191 @@ def sweep(
     return found
 
 
-def run(
-    contenders: Sequence[Contender],
-    prompts: Sequence[Prompt],
-    max_new_tokens: int = 128,
-    progress: Progress | None = None,
-    batch: int = 1,
-) -> Benchmark:
-    """Every contender on every prompt; the first one's tokens are what the others are compared with."""
-    names = [contender.name for contender in contenders]
-    if not prompts or not names or len(set(names)) < len(names):
-        raise InputError(f"{len(prompts)} prompts for {names}; give at least one of each, and no contender twice")
-    blocks = _blocks(prompts, batch)
-    warm_up_s = {contender.name: _warm_up(contender, prompts, max_new_tokens) for contender in contenders}
-    timings: list[Timing] = []
-    for turn, block in enumerate(blocks):
-        timings += _take_turns(contenders, turn, block, max_new_tokens, batch)
-        if progress:
-            progress(sum(len(done.prompts) for done in blocks[: turn + 1]), len(prompts))
-    return Benchmark(tuple(names), max_new_tokens, tuple(timings), batch, warm_up_s)
+def check_names(names: Sequence[str]) -> None:
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"contenders are {list(names)}; give at least one, and nobody twice")
 
 
-def _warm_up(contender: Contender, prompts: Sequence[Prompt], max_new_tokens: int) -> float:
-    """The first pass of a process is slow, and so is the first of every captured round."""
+def base_of(names: Sequence[str]) -> str:
+    """Whom the others are faster than: plain decoding, or the first where it does not run."""
+    return "plain" if "plain" in names else names[0]
+
+
+class Race:
+    """All repeats of one batch at one temperature."""
+
+    def __init__(
+        self, plan: Plan, batch: int, temperature: float, contenders: list[Contender], tokenizer: Tokenizer, found: Found
+    ) -> None:
+        self.plan, self.batch, self.temperature, self.found = plan, batch, temperature, found
+        self.tokenizer = tokenizer
+        self.manner = Manner(plan.max_new_tokens, temperature, plan.seed)
+        self.contenders = [one for one in contenders if not one.alone or (batch == 1 and temperature == 0)]
+
+    def heats(self) -> Iterator[Heat]:
+        """Those that are still missing."""
+        if all(place in self.found.heats for place in places(self.plan, self.batch, self.temperature)):
+            return
+        self._warm_up()
+        for repeat in range(self.plan.repeats):
+            for contender in self.contenders:
+                contender.forget()
+            for turn in range(max(prompt.answers for prompt in self.plan.prompts)):
+                for number, block in enumerate(blocks(self.plan, self.batch, turn)):
+                    place = Place(self.batch, self.temperature, repeat, turn, number)
+                    if place not in self.found.heats:
+                        self.found.heats[place] = self._heat(place, block)
+                        yield self.found.heats[place]
+
+    def words(self, heat: Heat) -> str:
+        drawn = f", T={self.temperature:g}" if self.temperature else ""
+        return f"batch {self.batch}{drawn}, run {heat.place.repeat + 1} of {self.plan.repeats}"
+
+    def _heat(self, place: Place, block: list[Item]) -> Heat:
+        """Who begins changes from block to block, so that nobody always follows the same neighbour."""
+        given = [self._task(item, place) for item in block]
+        asked = [one for one in given if isinstance(one, Task)]
+        answers, seconds = {}, {}
+        shift = (place.block + place.turn + place.repeat) % len(self.contenders)
+        for contender in (*self.contenders[shift:], *self.contenders[:shift]):
+            written, seconds[contender.name] = _timed(contender, asked, self.manner)
+            left = iter(written)
+            answers[contender.name] = [next(left) if isinstance(one, Task) else one for one in given]
+        tasks = [
+            one if isinstance(one, Task) else Task(item.prompt.id, (), item.number)
+            for one, item in zip(given, block, strict=True)
+        ]
+        order = [contender.name for contender in self.contenders]
+        suites, groups = ({getattr(item, what) for item in block} for what in ("suite", "group"))
+        return Heat(
+            place,
+            suites.pop() if len(suites) == 1 else MIXED,
+            groups.pop() if len(groups) == 1 else MIXED,
+            tasks,
+            {name: answers[name] for name in order},
+            {name: seconds[name] for name in order},
+        )
+
+    def _task(self, item: Item, place: Place) -> Task | Answer:
+        """What is asked in this turn, or why it cannot be."""
+        replies = []
+        for turn in range(place.turn):
+            reply = self._reply(item, place._replace(turn=turn))
+            if reply is None:
+                return Answer([], failed="there is no reply to go on from: the turn before failed")
+            replies.append(reply)
+        try:
+            return Task(item.prompt.id, tuple(self.tokenizer.encode(item.prompt.after(replies))), item.number)
+        except PromptError as error:
+            return Answer.failure(error)
+
+    def _reply(self, item: Item, place: Place) -> str | None:
+        """The base's, of an earlier turn in the same repeat."""
+        base = base_of([contender.name for contender in self.contenders])
+        for heat in self.found.heats.values():
+            if heat.place[:4] == place[:4]:
+                for task, answer in zip(heat.tasks, heat.answers[base], strict=True):
+                    if task.index == item.number:
+                        return None if answer.failed else self.tokenizer.decode(answer.tokens)
+        return None
+
+    def _warm_up(self) -> None:
+        """The first pass of a process is slow, and so is the first of every captured round."""
+        tasks = [one for item in items(self.plan, 0) if isinstance(one := self._task(item, FIRST), Task)]
+        if not tasks:
+            return
+        later = [_stand_in(self.tokenizer, item.prompt, self.plan) for item in items(self.plan, 1)]
+        short = Manner(min(WARM_UP_TOKENS, self.plan.max_new_tokens), self.temperature)
+        spent = self.found.warm_up_s.setdefault(self.batch, {})
+        for contender in self.contenders:
+            started = time.perf_counter()
+            try:
+                contender.capture([*tasks, *later], self.manner)  # first: what is compiled fits the longest then
+                contender.write(tasks[:1], short)
+            except Exception as error:  # whatever it is, the others can go on; what it fails at will be told again
+                self.found.warm_up_failed[contender.name] = Answer.failure(error).failed or ""
+            spent[contender.name] = spent.get(contender.name, 0.0) + time.perf_counter() - started
+
+
+FIRST = Place(1, 0.0, 0, 0, 0)
+
+
+def _stand_in(tokenizer: Tokenizer, prompt: Prompt, plan: Plan) -> Task:
+    """As long as what stands before a prompt's last answer may be."""
+    said = sum(len(tokenizer.encode(turn)) for turn in prompt.turns)
+    return Task(prompt.id, (0,) * (said + plan.max_new_tokens * (prompt.answers - 1)))
+
+
+def _timed(contender: Contender, tasks: list[Task], manner: Manner) -> tuple[list[Answer], float]:
+    """A contender that breaks has failed at these tasks; the benchmark goes on."""
+    if not tasks:
+        return [], 0.0
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # what the one before left running is not this one's time
     started = time.perf_counter()
-    contender.write([prompts[0].first()], min(8, max_new_tokens))
-    contender.capture([prompt.first() for prompt in prompts], max_new_tokens)
-    return time.perf_counter() - started
+    try:
+        answers = contender.write(tasks, manner)
+    except Exception as error:  # of whatever library: it is told in the report
+        answers = [Answer.failure(error)] * len(tasks)
+    return answers, time.perf_counter() - started
 
 
-def _take_turns(contenders: Sequence[Contender], turn: int, block: Block, max_new_tokens: int, batch: int) -> list[Timing]:
-    """Who begins changes from block to block, so that nobody always follows the same neighbour."""
-    answers: dict[str, tuple[list[Answer], float]] = {}
-    asked = [prompt.first() for prompt in block.prompts]
-    shift = turn % len(contenders)
-    for contender in (*contenders[shift:], *contenders[:shift]):
-        started = time.perf_counter()
-        written = contender.write(asked, max_new_tokens)
-        answers[contender.name] = (written, time.perf_counter() - started)
-    truth = answers[contenders[0].name][0]
-    return [_timing(block, name, written, truth, seconds, batch) for name, (written, seconds) in answers.items()]
+# What there is to do ------------------------------------------------------------------------------------------------------
 
 
-def _timing(block: Block, name: str, written: list[Answer], truth: list[Answer], seconds: float, batch: int) -> Timing:
-    tokens = sum(len(answer.tokens) for answer in written)
-    looping = sum(loop_share(answer.tokens) * len(answer.tokens) for answer in written)
-    return Timing(
-        prompt=" ".join(prompt.id for prompt in block.prompts),
-        group=block.group,
-        contender=name,
-        tokens=tokens,
-        rounds=sum(answer.rounds for answer in written),
-        seconds=seconds,
-        prefill_s=written[0].prefill_s if len(written) == 1 else None,  # side by side, one reads while others write
-        loop_share=looping / max(tokens, 1),
-        identical=sum(one.tokens == other.tokens for one, other in zip(written, truth, strict=True)),
-        texts=len(written),
-        batch=batch,
-    )
+def items(plan: Plan, turn: int) -> list[Item]:
+    """Prompts that ask for an answer in this turn, suite by suite and group by group."""
+    index = {id(prompt): place for place, prompt in enumerate(plan.prompts)}
+    return [
+        Item(suite.name, group, prompt, index[id(prompt)])
+        for suite in plan.suites
+        for group, members in suite.groups().items()
+        for prompt in members
+        if prompt.answers > turn
+    ]
 
 
-def check_filled(prompts: Sequence[Prompt], batches: Sequence[int]) -> None:
-    """Refuse too few prompts now, and not after the first batches."""
-    if len(prompts) < (most := max(batches)):
-        raise InputError(f"{len(prompts)} prompts cannot fill a batch of {most}; give at least {most} with --prompts")
+def blocks(plan: Plan, batch: int, turn: int) -> list[list[Item]]:
+    """One by one; or for texts side by side, blocks of about the same size, each at least a batch.
 
-
-def _blocks(prompts: Sequence[Prompt], batch: int) -> list[Block]:
-    """Prompts by group, one by one; or for texts side by side, blocks of about the same size, each at least a batch."""
-    grouped = [(name, prompt) for name, members in groups(prompts).items() for prompt in members]
+    Fewer later turns than a batch are left out: they would be timed as something that they are not.
+    """
+    asked = items(plan, turn)
     if batch == 1:
-        return [Block(group, [prompt]) for group, prompt in grouped]
-    check_filled(prompts, [batch])
-    count = max(len(grouped) // (BLOCK * batch), 1)
-    edges = [len(grouped) * place // count for place in range(count + 1)]
-    parts = [grouped[first:last] for first, last in pairwise(edges)]
-    return [Block(part[0][0] if len(dict(part)) == 1 else MIXED, [prompt for _, prompt in part]) for part in parts]
+        return [[item] for item in asked]
+    if len(asked) < batch:
+        return []
+    count = max(len(asked) // (BLOCK * batch), 1)
+    edges = [len(asked) * place // count for place in range(count + 1)]
+    return [asked[first:last] for first, last in pairwise(edges)]
+
+
+def places(plan: Plan, batch: int, temperature: float | None = None) -> list[Place]:
+    """All heats of a batch, in their order."""
+    turns = range(max(prompt.answers for prompt in plan.prompts))
+    return [
+        Place(batch, heat, repeat, turn, block)
+        for heat in (plan.temperatures if temperature is None else (temperature,))
+        for repeat in range(plan.repeats)
+        for turn in turns
+        for block in range(len(blocks(plan, batch, turn)))
+    ]
+
+
+def left_out(plan: Plan) -> dict[int, int]:
+    """By batch, how many later turns are left out, because they are fewer than the batch."""
+    turns = range(1, max(prompt.answers for prompt in plan.prompts))
+    missing = {
+        batch: sum(len(items(plan, turn)) for turn in turns if not blocks(plan, batch, turn)) for batch in plan.batches
+    }
+    return {batch: count for batch, count in missing.items() if count}
+
+
+def _texts(plan: Plan) -> int:
+    turns = range(max(prompt.answers for prompt in plan.prompts))
+    once = sum(len(block) for batch in plan.batches for turn in turns for block in blocks(plan, batch, turn))
+    return once * plan.repeats * len(plan.temperatures)
+
+
+def _done(found: Found) -> int:
+    return sum(len(heat.tasks) for heat in found.heats.values())

@@ -6,9 +6,13 @@ what a drafter learned from them is forgotten. An engine that captures nothing i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from foreword.core.drafter import Drafter
+from foreword.core.sampling import Sampling
 from foreword.engine.admit import round_up
 from foreword.engine.engine import Engine
 from foreword.engine.graph import MOST_TEXTS, SPAN_BUCKET, Replay, padded_rows
@@ -17,21 +21,32 @@ from foreword.engine.request import Request
 ROUNDS = 4  # the first of a bucket runs as it is written, the second is captured, and late reading takes one more
 
 
-def capture_rounds(engine: Engine, shortest: int, longest: int) -> None:
-    """For texts that begin with `shortest` tokens or more and end with `longest` or fewer."""
+def memory(drafter: Drafter) -> Callable[[], None]:
+    """Puts what a drafter holds now back into its place."""
+    held = {name: value.clone() for name, value in vars(drafter).items() if isinstance(value, Tensor)}
+
+    def restore() -> None:
+        for name, value in held.items():
+            getattr(drafter, name).copy_(value)
+
+    return restore
+
+
+def capture_rounds(engine: Engine, shortest: int, longest: int, sampling: Sampling | None = None) -> None:
+    """For texts that begin with `shortest` tokens or more and end with `longest` or fewer, whose tokens are so chosen."""
     if not isinstance(engine.loop, Replay):
         return
-    held = {name: value.clone() for name, value in vars(engine.drafter).items() if isinstance(value, Tensor)}
+    restore = memory(engine.drafter)
+    sampling = sampling or Sampling(seed=0)
     generator = torch.Generator().manual_seed(0)
     for length in lengths(shortest, longest + engine.drafter.shape.depth + 1, engine.max_context):
         for count in sizes(engine.slots.count):
-            engine.generate(_requests(engine, count, length, generator))
+            engine.generate(_requests(engine, count, length, generator, sampling))
     for length in prompt_lengths(shortest, min(longest, engine.max_context - 1), engine.chunk):
         for count in range(1, min(engine.slots.count, MOST_TEXTS) + 1):
             for _ in range(2):
-                engine.generate(_requests(engine, count, length, generator, most=1))
-    for name, value in held.items():
-        getattr(engine.drafter, name).copy_(value)
+                engine.generate(_requests(engine, count, length, generator, sampling, most=1))
+    restore()
 
 
 def lengths(shortest: int, longest: int, context: int) -> list[int]:
@@ -54,7 +69,9 @@ def sizes(slots: int) -> list[int]:
     return sorted({min(round_up(count), slots) for count in range(1, slots + 1)})
 
 
-def _requests(engine: Engine, count: int, length: int, generator: torch.Generator, most: int | None = None) -> list[Request]:
+def _requests(
+    engine: Engine, count: int, length: int, generator: torch.Generator, sampling: Sampling, most: int | None = None
+) -> list[Request]:
     tokens = torch.randint(engine.target.vocab_size, (count, length), generator=generator).tolist()
     most = most or min(ROUNDS * (engine.drafter.shape.depth + 1), engine.max_context - length)
-    return [Request(tuple(prompt), max_new_tokens=most, ignore_eos=True) for prompt in tokens]
+    return [Request(tuple(prompt), sampling, max_new_tokens=most, ignore_eos=True) for prompt in tokens]

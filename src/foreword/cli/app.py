@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from foreword import __version__
-from foreword.cli.bench import BENCH_EXAMPLES, bench
+from foreword.cli.bench import BENCH_EXAMPLES, bench, compare, table
 from foreword.cli.chat import CHAT_EXAMPLES, chat
 from foreword.cli.console import complain, notes
 from foreword.cli.distill import DISTILL_EXAMPLES, distill
@@ -99,10 +99,15 @@ for command, examples in (
     (methods, METHODS_EXAMPLES),
     (doctor, DOCTOR_EXAMPLES),
     (prove, PROVE_EXAMPLES),
-    (bench, BENCH_EXAMPLES),
     (profile, PROFILE_EXAMPLES),
     (distill, DISTILL_EXAMPLES),
     (train, TRAIN_EXAMPLES),
     (draw, DRAW_EXAMPLES),
 ):
     app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))
+
+measuring = typer.Typer(rich_markup_mode="rich")
+measuring.callback(help=_paragraphs(bench.__doc__), epilog=BENCH_EXAMPLES, invoke_without_command=True)(unfold(bench))
+measuring.command(help=_paragraphs(compare.__doc__))(compare)
+measuring.command(help=_paragraphs(table.__doc__))(table)
+app.add_typer(measuring, name="bench")

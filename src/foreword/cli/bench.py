@@ -1,150 +1,398 @@
-"""`foreword bench`: methods and baselines on the same prompts, taking turns, at any batch, as a table, files or JSON."""
+"""`foreword bench`: methods and baselines on the same prompts, taking turns, as a table, files or JSON; and what is done
+with such files: `compare` and `table`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json as encoder
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from foreword.cli.console import bar, note, print_json, screen
+from foreword.cli.console import bar, note, print_json, screen, waiting
 from foreword.cli.growing import Grow, loaded
 from foreword.cli.options import Json, ModelOptions, numbers
-from foreword.cli.prove import NAMES_HELP, and_shipped, asked_prompts, make_folder, named_methods
+from foreword.cli.prove import NAMES_HELP, and_shipped, make_folder, named_methods
+from foreword.errors import InputError, StorageError
+from foreword.methods import METHODS
 
 if TYPE_CHECKING:
-    from foreword.bench.report import Row
-    from foreword.bench.run import Benchmark
-    from foreword.text import Prompt
+    from foreword.api import LLM
+    from foreword.bench import Benchmark, Contender, Heat, Plan
+    from foreword.bench.journal import Journal
+    from foreword.bench.run import Found
 
 BENCH_EXAMPLES = """\
 [bold]Examples[/]
 
-  foreword bench
+  foreword bench --quick
 
-  foreword bench --prompts questions.jsonl --per-group 8 --out results/cpu --baselines hf
+  foreword bench --prompts spec_bench_48=question.jsonl --baselines hf,hf_lookup --out results/cpu
 
-  foreword bench --methods prompt_lookup,clover=runs/clover,clover=runs/other
+  foreword bench --prompts questions.jsonl --prompts code=humaneval.jsonl.gz --per-group 8 --temperature 0,0.8
 
-  foreword bench --prompts questions.jsonl --batch 1,4,8,16,32 --grow 8 --methods clover=runs/clover
+  foreword bench --methods prompt_lookup --drafter clover=runs/clover --batch 1,4,16,32 --grow 7b
 
-  foreword bench --methods plain,token_recycling --model ./my-model --threads 4 --json
+  foreword bench compare results/before results/after
 """
+QUICK_PER_GROUP, QUICK_TOKENS = 2, 48
+ASKED = "What is asked"
+_of_asked = partial(typer.Option, rich_help_panel=ASKED)
+
+
+@dataclass(frozen=True)
+class AskedOptions:
+    """What everybody answers, how often and in what company."""
+
+    prompts: Annotated[
+        list[str] | None,
+        _of_asked(
+            metavar="[NAME=]FILE",
+            help="Prompts to answer; may be repeated. spec_bench_48=FILE is a sample of Spec-Bench. Default: sixty that are "
+            "built in.",
+        ),
+    ] = None
+    limit: Annotated[int | None, _of_asked(min=1, metavar="N", help="Only the first N prompts of each file.")] = None
+    per_group: Annotated[int | None, _of_asked(min=1, metavar="N", help="At most N prompts of each category of a file.")] = (
+        None
+    )
+    batch: Annotated[str, _of_asked(metavar="N,N", help="Texts side by side; several numbers give a line each.")] = "1"
+    temperature: Annotated[
+        str, _of_asked(metavar="X,X", help="0 is greedy. Texts that are drawn are the same for all methods.")
+    ] = "0"
+    repeats: Annotated[
+        int, _of_asked(min=1, metavar="N", help="Do everything so often; of each prompt the middle time counts.")
+    ] = 3
+    max_new_tokens: Annotated[int, _of_asked(min=1, metavar="N", help="Tokens an answer may have.")] = 128
+    rows: Annotated[
+        int | None, _of_asked(min=1, metavar="N", help="At most so many candidates in a pass. Default: as many as pay.")
+    ] = None
+    quick: Annotated[
+        bool,
+        _of_asked("--quick", metavar="", help="Two prompts of each category, 48 tokens, once: about two minutes on a CPU."),
+    ] = False
+
+    def plan(self) -> Plan:
+        """Checked, before a model is loaded."""
+        from foreword.bench import Plan, read_suites  # noqa: PLC0415  imports torch
+
+        per_group, tokens, repeats = self.per_group, self.max_new_tokens, self.repeats
+        if self.quick:
+            per_group, tokens, repeats = QUICK_PER_GROUP, min(tokens, QUICK_TOKENS), 1
+        batches, temperatures = numbers(self.batch, "--batch"), _temperatures(self.temperature)
+        plan = Plan(read_suites(self.prompts or [], self.limit, per_group), tokens, batches, temperatures, repeats)
+        plan.check()
+        return plan
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command was told, checked before a model is loaded."""
+
+    methods: str
+    names: list[str]
+    baselines: list[str]
+    plan: Plan
+    rows: int | None = None
 
 
 def bench(
+    ctx: typer.Context,
     model: ModelOptions,
+    asking: AskedOptions,
     methods: Annotated[str, typer.Option(metavar="NAMES", help=f"Methods to time{NAMES_HELP}")] = "all",
+    drafter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A trained drafter to time; may be repeated.")
+    ] = None,
     baselines: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Others on the same weights: hf (generate of transformers), hf_lookup."),
+        typer.Option(
+            metavar="NAMES",
+            help="Others in the same run, one text at a time: hf (generate of transformers), hf_static (static cache, "
+            "compiled; on a GPU), hf_lookup, hf_assistant=FOLDER, llama_cpp=FILE.gguf.",
+        ),
     ] = "",
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts to answer. Default: ten that are built in.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
-    per_group: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="At most N prompts of each category of the file.")
-    ] = None,
-    batch: Annotated[str, typer.Option(metavar="N,N", help="Texts side by side; several numbers give a line each.")] = "1",
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens an answer may have.")] = 128,
-    rows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="At most so many candidates in a pass. Default: as many as pay.")
-    ] = None,
     grow: Grow = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write results.json and report.md into this folder.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            file_okay=False,
+            help="Write results.json, report.md, report.html and the answers here. A run that was cut goes on from there.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Time methods against plain decoding and against others, side by side in one run.
 
-    Everybody answers every prompt, greedily, in turns, under one clock that includes the reading of the prompt. Speed-ups
-    are over `plain`, which runs on the same fast path as every method, at the same batch. The loop share beside each figure
-    says how much of the answers repeats itself, which flatters methods that look things up.
+    Everybody answers every prompt, every turn of it, under one clock that includes the reading of the prompt, and they take
+    turns. Speed-ups are over `plain`, which runs on the same fast path as every method, at the same batch. There is none
+    where a text differs from plain's for any reason but a near-tie of the model. The loop share beside each figure says how
+    much of the answers repeats itself, which flatters methods that look things up.
 
-    With --batch 1,8,32 it is done with that many texts at once; one that ends makes room for the next. With --grow 8 the
-    model is first made 8 times as wide, and writes the same text at the cost of a larger one, which is checked.
+    With --batch 1,8,32 it is done with that many texts at once; one that ends makes room for the next. With --grow 7b the
+    model is first made wider, and writes the same text at the cost of a larger one, which is checked.
     """
-    names, asked = named_methods(methods), asked_prompts(prompts, limit, per_group)
-    batches, others = numbers(batch, "--batch"), [name for name in baselines.split(",") if name]
-    if others and batches != (1,):
-        raise typer.BadParameter("others write one text at a time: leave out --batch", param_hint="--baselines")
-    _check_filled(asked, batches)
+    if ctx.invoked_subcommand is not None:
+        return
+    names = [*named_methods(methods), *(name for one in drafter or () for name in named_methods(one))]
+    plan = asking.plan()
+    asked = Asked(methods, names, _others(baselines, plan), plan, asking.rows)
     if out is not None:
         make_folder(out)
-    with loaded(model, grow, 1, asked) as (llm, grown), bar("answers") as show:
-        from foreword.bench import Contender, baseline, contender, context_for, sweep  # noqa: PLC0415  imports torch
-        from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
-
-        names = list(dict.fromkeys(["plain", *and_shipped(methods, names, llm.model)]))
-        context = model.max_context or context_for(llm, asked, max_new_tokens)
-
-        def make(count: int) -> list[Contender]:
-            ours = [contender(llm, name, context, count, not model.no_graph, rows=rows) for name in names]
-            return ours + [baseline(name, llm, resolve(model.model)) for name in others]
-
-        done = sweep(make, batches, asked, max_new_tokens, lambda size, *count: show(f"batch {size}", *count))
-        dtype = str(llm.model.dtype).removeprefix("torch.")
-    _tell(done, {"model": llm.model.name, "dtype": dtype, "prompts": len(asked), "rows": rows, **grown}, json, out)
-
-
-def _check_filled(asked: list[Prompt], batches: tuple[int, ...]) -> None:
-    """Before a model is loaded and grown."""
-    from foreword.bench.run import check_filled  # noqa: PLC0415  imports torch
-
-    check_filled(asked, batches)
-
-
-def _tell(done: list[Benchmark], about: dict[str, Any], json: bool, out: Path | None) -> None:
-    from foreword.bench.report import content, facts, write_report  # noqa: PLC0415  imports torch
-
+    with loaded(model, grow, 1, plan.prompts) as (llm, grown):
+        journal = _journal(asked, llm, out)
+        found, timings, answers = _measured(asked, model, llm, grown, journal)
     if json:
-        print_json(content(done, facts(**about)))
+        print_json(found)
     else:
-        _print(done, about)
+        _print(found)
     if out is not None:
-        write_report(done, out, **about)
-        note(f"written: {out / 'results.json'}, {out / 'report.md'}")
+        from foreword.bench import write_report  # noqa: PLC0415  imports torch
+
+        files = write_report(found, timings, out, answers)
+        journal.end()
+        note(f"written: {', '.join(map(str, files))}")
 
 
-def _print(done: list[Benchmark], about: dict[str, Any]) -> None:
-    from foreword.bench.report import by_batch, grown_words, stop_words, stops_paying, tables  # noqa: PLC0415  imports torch
-
-    if "grown" in about:
-        screen().print(grown_words(about["grown"]))
-    for name, rows in tables(done).items():
-        screen().print(_table(name, rows))
-    if [one.batch for one in done] != [1]:
-        batches = by_batch(done)
-        screen().print(_batch_table(batches))
-        for name, stop in stops_paying(batches).items():
-            if name != done[0].base:
-                screen().print(stop_words(name, stop, batches))
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= one < math.inf for one in found) or len(set(found)) < len(found):
+        raise typer.BadParameter(f"{text!r} is not a list of temperatures, such as 0,0.8", param_hint="--temperature")
+    return found
 
 
-def _batch_table(batches: dict[int, list[Row]]) -> Table:
-    table = Table(title="by batch", title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for head in ("batch", *(row.contender for row in next(iter(batches.values())))):
-        table.add_column(head, justify="right")
-    for batch, rows in batches.items():
-        table.add_row(str(batch), *(f"{row.tokens_per_second:.1f} ({row.speedup:.2f}x)" for row in rows))
-    return table
+def _others(words: str, plan: Plan) -> list[str]:
+    from foreword.bench import check_baseline  # noqa: PLC0415  imports torch
 
-
-def _table(name: str, rows: list[Row]) -> Table:
-    table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    table.add_column("contender")
-    for head in ("tokens/s", "over plain", "tokens/round", "loop share", "same text"):
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(
-            row.contender,
-            f"{row.tokens_per_second:.1f}",
-            f"{row.speedup:.2f}x",
-            f"{row.tokens_per_round:.2f}",
-            f"{row.loop_share:.0%}",
-            f"{row.identical} of {row.prompts}",
+    others = [check_baseline(one.strip()) for one in words.split(",") if one.strip()]
+    if others and (1 not in plan.batches or 0 not in plan.temperatures):
+        raise typer.BadParameter(
+            "others write greedily and one text at a time: let 1 be in --batch and 0 in --temperature",
+            param_hint="--baselines",
         )
+    return others
+
+
+def _measured(
+    asked: Asked, model: ModelOptions, llm: LLM, grown: dict[str, Any], journal: Journal
+) -> tuple[dict[str, Any], Any, Any]:
+    """The figures, the single timings, and the answers as Spec-Bench keeps them."""
+    from foreword import bench as room  # noqa: PLC0415  imports torch
+    from foreword.bench.report import facts  # noqa: PLC0415  beside the others
+    from foreword.bench.spec_bench import answer_records  # noqa: PLC0415  beside the others
+    from foreword.cli.judging import referee  # noqa: PLC0415  beside the others
+    from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
+
+    plan, folder = asked.plan, resolve(model.model)
+    with bar("answers") as show:
+        found = room.run(
+            lambda count: _contenders(asked, model, llm, folder, count),
+            plan,
+            llm.tokenizer,
+            journal.heats,
+            journal.add,
+            show,
+        )
+        heats = sorted(found.heats.values(), key=lambda heat: _order(heat.place, plan))
+        manner = room.Manner(plan.max_new_tokens, seed=plan.seed)
+        verdicts = room.Verdicts(heats, manner, referee(llm, folder, show))
+    timings = room.timings(heats, verdicts)
+    made = room.benchmarks(timings, plan.max_new_tokens, found.warm_up_s)
+    answers = answer_records(heats, plan.prompts, llm.tokenizer.decode)
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    about = facts(model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
+    about["resumed"] = len(journal.heats)
+    extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats))
+    return room.content(made, about, timings, extras), timings, answers
+
+
+def _order(place: Any, plan: Plan) -> tuple[int, ...]:
+    first = plan.batches.index(place.batch), plan.temperatures.index(place.temperature)
+    return (*first, place.repeat, place.turn, place.block)
+
+
+def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
+    """Of the methods, one text at a time; nothing where that was not timed."""
+    from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
+    from foreword.bench.roofline import roofline  # noqa: PLC0415  beside the others
+
+    alone = next((one for one in made if one.batch == 1), None)
+    tasks = [task for heat in heats for task in heat.tasks if task.ids and heat.place.batch == 1 and not heat.place.repeat]
+    if alone is None or not tasks:
+        return {}
+    ours = [name for name in alone.contenders if name.partition("=")[0] in METHODS]
+    with waiting("measuring what a pass costs"):
+        found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks, asked.rows))
+    return found
+
+
+def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[str, Any]) -> Any:
+    from foreword.bench.report import Extras  # noqa: PLC0415  imports torch
+    from foreword.bench.run import left_out  # noqa: PLC0415  beside the others
+    from foreword.bench.spec_bench import published  # noqa: PLC0415  beside the others
+
+    figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
+    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed)
+
+
+def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:
+    from foreword import bench as room  # noqa: PLC0415  imports torch
+
+    names = dict.fromkeys(["plain", *and_shipped(asked.methods, asked.names, llm.model)])
+    context = model.max_context or room.context_for(llm, asked.plan.prompts, asked.plan.max_new_tokens)
+    ours = [room.contender(llm, name, context, count, not model.no_graph, rows=asked.rows) for name in names]
+    return ours + (room.make_baselines(asked.baselines, llm, folder, context) if count == 1 else [])
+
+
+def _journal(asked: Asked, llm: LLM, out: Path | None) -> Journal:
+    """What was done before, should the same run have been cut."""
+    from foreword.bench.journal import Journal  # noqa: PLC0415  imports torch
+    from foreword.bench.report import facts  # noqa: PLC0415  beside the others
+
+    plan, origin = asked.plan, facts()
+    prompts = encoder.dumps([[suite.name, [prompt.turns for prompt in suite.prompts]] for suite in plan.suites])
+    run = {
+        "model": llm.model.name,
+        "dtype": str(llm.model.dtype),
+        "machine": [origin["machine"], origin["threads"]],
+        "version": [origin["versions"], origin["commit"]],
+        "methods": [asked.methods, asked.names],
+        "baselines": asked.baselines,
+        "rows": asked.rows,
+        "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
+        "max_new_tokens": plan.max_new_tokens,
+        "batch": plan.batches,
+        "temperature": plan.temperatures,
+        "repeats": plan.repeats,
+    }
+    journal = Journal(out, run)
+    if journal.heats:
+        note(f"going on after {sum(len(heat.tasks) for heat in journal.heats.values())} texts")
+    return journal
+
+
+# Results -----------------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="The folder of a report, or its results.json.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    json: Json = False,
+) -> None:
+    """Say what became faster or slower from A to B, and whether these prompts can tell.
+
+    Contenders and tables that both have are compared, one text at a time. A change counts where the interval of its ratio,
+    over the prompts that both answered, does not hold 1.
+    """
+    from foreword.bench import read_results  # noqa: PLC0415  imports torch
+    from foreword.bench.compare import changes, settings_that_differ  # noqa: PLC0415  beside the others
+
+    old, new = read_results(before), read_results(after)
+    found, differing = changes(old, new), settings_that_differ(old, new)
+    if not found:
+        raise InputError(f"{before} and {after} have no contender in common that wrote one text at a time")
+    if json:
+        rows = [{**asdict(change), "verdict": change.verdict} for change in found]
+        print_json({"changes": rows, "settings_that_differ": differing})
+        return
+    for name, (one, other) in differing.items():
+        screen().print(f"{name} differs: {one} against {other}", soft_wrap=True)
+    heads = ["contender", "A tokens/s", "B tokens/s", "B over A", "", "tokens a round"]
+    for table in dict.fromkeys(change.table for change in found):
+        body = [
+            [
+                change.contender,
+                f"{change.before:.1f}",
+                f"{change.after:.1f}",
+                f"{change.ratio:.2f}x" + (f" [{change.low:.2f}, {change.high:.2f}]" if change.low is not None else ""),
+                change.verdict,
+                f"{change.tokens_per_round[0]:.2f} to {change.tokens_per_round[1]:.2f}",
+            ]
+            for change in found
+            if change.table == table
+        ]
+        screen().print(_table(table, heads, body))
+
+
+def table(
+    results: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of reports, or their results.json.")
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A page: make every table behind a line <!-- foreword bench table DIR --> anew."),
+    ] = None,
+) -> None:
+    """Make the tables of a page, such as a README, from results."""
+    from foreword.bench import read_results  # noqa: PLC0415  imports torch
+    from foreword.bench.published import published_table, refreshed  # noqa: PLC0415  beside the others
+
+    if not results and into is None:
+        raise typer.BadParameter("name a folder with results, or a page with --into")
+    for folder in results or ():
+        typer.echo(published_table(read_results(folder)), nl=False)
+    if into is not None:
+        try:
+            into.write_text(refreshed(into.read_text(encoding="utf-8"), into.parent), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"the page {into} cannot be changed ({error.strerror}); name one that can be") from error
+
+
+# The terminal -------------------------------------------------------------------------------------------------------------
+
+
+def _print(found: dict[str, Any]) -> None:
+    from foreword.bench.markdown import failure_words, grown_words, left_out_words  # noqa: PLC0415  imports torch
+
+    if "grown" in found["about"]:
+        screen().print(grown_words(found["about"]["grown"]))
+    _print_part(found, found["base"], "")
+    for temperature, part in found["temperatures"].items():
+        _print_part(part, found["base"], f", T={temperature}")
+    for one in found["failures"]:
+        screen().print(f"failed: {failure_words(one)}", soft_wrap=True)
+    for count, left in found["left_out"].items():
+        screen().print(left_out_words(count, left))
+
+
+def _print_part(part: dict[str, Any], base: str, suffix: str) -> None:
+    from foreword.bench.markdown import HEADS, cells, stop_words  # noqa: PLC0415  imports torch
+
+    for name, rows in part["tables"].items():
+        heads = [head.format(base=base) for head in HEADS]
+        screen().print(_table(name + suffix, ["contender", *heads], [[row["contender"], *cells(row)] for row in rows]))
+    if list(part["batches"]) != [1]:
+        screen().print(_batch_table(part["batches"], suffix))
+        for name, stop in part["stops_paying"].items():
+            screen().print(stop_words(name, stop, part["batches"]))
+
+
+def _batch_table(batches: dict[int, list[dict[str, Any]]], suffix: str) -> Table:
+    from foreword.bench.markdown import speedup_words  # noqa: PLC0415  imports torch
+
+    names = list(dict.fromkeys(row["contender"] for rows in batches.values() for row in rows))
+    body = []
+    for batch, rows in batches.items():
+        words = {row["contender"]: f"{row['tokens_per_second']:.1f} ({speedup_words(row)})" for row in rows}
+        body.append([str(batch), *(words.get(name, "-") for name in names)])
+    return _table(f"by batch{suffix}", ["batch", *names], body)
+
+
+def _table(title: str, heads: list[str], body: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if place else "left")
+    for line in body:
+        table.add_row(*line)
     return table

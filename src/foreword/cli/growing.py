@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,21 +19,28 @@ if TYPE_CHECKING:
 
 COMPARED = 4  # prompts
 
+
+def _times(wanted: str | None) -> str | None:
+    if wanted is not None and not re.fullmatch(r"[2-9]|[1-9]\d+|\d+(\.\d+)?[bB]", wanted):
+        raise typer.BadParameter(f"{wanted!r} is neither a number of 2 or more, such as 8, nor a size, such as 7b")
+    return wanted
+
+
 Grow = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        min=2,
-        metavar="R",
+        callback=_times,
+        metavar="R|SIZE",
         rich_help_panel=MODEL,
         help="Make the model R times as wide (2, 4, 8, ...) without changing its function: its text at the cost of a larger "
-        "one. The default model grown 8 times has 7.0 B parameters.",
+        "one. 1b, 7b or 27b is the R that comes nearest; the default model then has 1.8, 7.0 or 27.6 B parameters.",
     ),
 ]
 
 
 @contextmanager
 def loaded(
-    model: ModelOptions, times: int | None, slots: int, prompts: Sequence[Prompt]
+    model: ModelOptions, times: str | None, slots: int, prompts: Sequence[Prompt]
 ) -> Iterator[tuple[LLM, dict[str, Any]]]:
     """The model, grown if asked, decoding plainly; and what a report has to say of it."""
     if times is None:
@@ -40,7 +48,7 @@ def loaded(
             yield llm, {}
         return
     # Fetching draws a bar of its own, and two live displays would overwrite each other.
-    with waiting(f"growing {model.name} {times} times") if model.is_here() else nullcontext():
+    with waiting(f"growing {model.name}: {times}") if model.is_here() else nullcontext():
         from foreword.bench.grow import load_grown  # noqa: PLC0415  imports torch
 
         original, grown = load_grown(model.model, times, slots=slots, **model.where())

@@ -106,7 +106,7 @@ def profile(
 
 @contextmanager
 def _subject(
-    model: ModelOptions, shapes: Shapes | None, batch: int, grow: int | None
+    model: ModelOptions, shapes: Shapes | None, batch: int, grow: str | None
 ) -> Iterator[tuple[Subject, dict[str, Any]]]:
     if shapes is None:
         with loaded(model, grow, batch, asked_prompts(None, None, None)) as (llm, grown):

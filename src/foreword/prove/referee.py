@@ -79,20 +79,25 @@ class Ruling:
 class Referee:
     """The float64 copy of the model is made when the first difference appears: a proof without any costs nothing."""
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, folder: Path | None = None) -> None:
+        """`folder` is where the weights can be read again, of a grown model those of its original, whose function it has."""
+        self.model, self.folder = model, folder
 
     @cached_property
     def exact(self) -> Any:
-        return exact_copy(self.model)
+        return exact_copy(self.model, self.folder)
 
-    def judge(self, cases: Iterable[Case]) -> Iterator[dict[Case, Ruling]]:
-        """The verdicts, batch by batch. Methods often part at the same places: equal cases are judged once."""
+    def judge(self, cases: Iterable[Case], wide: bool = False) -> Iterator[dict[Case, Ruling]]:
+        """The verdicts, batch by batch. Methods often part at the same places: equal cases are judged once.
+
+        `wide`: the passes that wrote the texts had shapes that are not replayed, or were not ours. Their error at two tokens
+        is then taken to be as large as the largest of transformers' own at any token of that place.
+        """
         for batch in batches(cases, self.model):
-            yield dict(zip(batch.cases, self._rule(batch), strict=True))
+            yield dict(zip(batch.cases, self._rule(batch, wide), strict=True))
 
     @torch.inference_mode()
-    def _rule(self, batch: Batch) -> list[Ruling]:
+    def _rule(self, batch: Batch, wide: bool) -> list[Ruling]:
         scoring = Scoring.of(batch.cases, self.model)
         logits = own_logits(self.exact, batch)
         scores, scaled = scoring.scores(logits), scoring.scaled(logits)
@@ -100,6 +105,7 @@ class Referee:
         own = (scoring.scores(own_logits(self.model.hf, batch)) - scores).abs()
         runs = [(scoring.scores(answer) - scores).abs() for answer in replays(self.model, batch)]
         error = torch.cat([off.gather(1, pair) for off in (own, *runs)], 1).amax(1)
+        error = torch.maximum(error, own.amax(1)) if wide else error
         error = torch.minimum(error, 2 * own.amax(1))
         plain, method = scores.gather(1, pair).unbind(1)
         return list(map(_ruling, batch.cases, plain.tolist(), method.tolist(), error.tolist(), scaled))
@@ -371,11 +377,12 @@ class ExactNorm(nn.Module):
         return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.epsilon)
 
 
-def exact_copy(model: Model) -> Any:
+def exact_copy(model: Model, folder: Path | None = None) -> Any:
     """The very weights of a model, computed with in float64. Rotary angles stay as transformers makes them, in float32:
     they are the same in every pass, so they are part of the function and not of its rounding."""
     try:
-        exact = _reloaded(model) if _is_rebuilt(model.hf) else copy.deepcopy(model.hf).double()
+        again = _is_rebuilt(model.hf) or (model.grown is not None and folder is not None)
+        exact = _reloaded(model, folder) if again else copy.deepcopy(model.hf).double()
     except (RuntimeError, TypeError) as error:  # out of memory, or something in the model that cannot be copied
         raise ModelError(
             f"{model.name}: judging a difference needs the model a second time, in float64 on {model.device}, and that "
@@ -394,8 +401,8 @@ def _is_rebuilt(hf: nn.Module) -> bool:
     return any(type(module).__module__.startswith("foreword.") for module in hf.modules())
 
 
-def _reloaded(model: Model) -> Any:
-    folder = Path(model.hf.config.name_or_path)
+def _reloaded(model: Model, folder: Path | None) -> Any:
+    folder = folder or Path(model.hf.config.name_or_path)
     if not (folder / "config.json").is_file():
         raise ModelNotFound(
             f"{model.name}: judging a difference needs the weights in float64, but they were repacked for speed and "

@@ -1,8 +1,9 @@
 """Prompt files and chat messages: what a run is asked.
 
-In: JSON lines (`turns`, `messages`, `conversations` or `prompt`) or plain text, one prompt a line, perhaps compressed
-(.gz, .xz); `-` is standard input. Out: `Prompt`s in file order. What cannot be used is refused with its file and line, or
-put on the caller's list of what was left out; no row is skipped in silence.
+In: JSON lines, or one JSON list, of `turns` (Spec-Bench, MT-bench), `messages`, `conversations` (ShareGPT) or `prompt`, or
+as HumanEval, GSM8K and MBPP publish theirs; or plain text, one prompt a line; perhaps compressed (.gz, .xz). `-` is
+standard input. Out: `Prompt`s in file order. What cannot be used is refused with its file and line, or put on the caller's
+list of what was left out; no row is skipped in silence.
 """
 
 import gzip
@@ -44,6 +45,20 @@ class Prompt:
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
         return self.messages[: last + 1]
 
+    @property
+    def answers(self) -> int:
+        """How many answers it asks for: one for each turn; a conversation, which has its replies, asks for the last."""
+        return len(self.turns) if self.messages is None else 1
+
+    def after(self, replies: Sequence[str]) -> str | list[Message]:
+        """What the target answers next, when it has given these replies to the turns before."""
+        if not replies:
+            return self.first()
+        said: list[Message] = []
+        for turn, reply in zip(self.turns, replies, strict=False):
+            said += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
+        return [*said, {"role": "user", "content": self.turns[len(replies)]}]
+
 
 def check_messages(messages: object) -> list[Message]:
     """The messages themselves, if a chat template can render them."""
@@ -71,7 +86,7 @@ def read_prompts(path: str | Path, limit: int | None = None, left_out: list[str]
         raise PromptError(f"limit is {limit}; at least one prompt is needed")
     prompts: list[Prompt] = []
     parse = None
-    for number, line in islice(_lines(path), limit):
+    for number, line in islice(_unlisted(path), limit):
         parse = parse or (_row if _holds_json(path, line) else _plain)
         try:
             prompts.append(parse(number, line))
@@ -125,6 +140,23 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
         raise PromptError(f"cannot read the prompt file {_name(path)}: {reason}") from error
 
 
+def _unlisted(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Lines as they are; of a file that is one JSON list, each element as if it stood in a line of its own."""
+    lines = _lines(path)
+    for number, line in lines:
+        if number > 1 or not line.startswith("[") or str(path).endswith(".txt"):
+            yield number, line
+            continue
+        whole = "\n".join([line, *(further for _, further in lines)])
+        try:
+            rows = json.loads(whole)
+        except json.JSONDecodeError:
+            yield number, line  # text that begins with a bracket, or JSON that is refused where it stands
+            yield from enumerate(whole.splitlines()[1:], 2)
+        else:
+            yield from ((place, json.dumps(row)) for place, row in enumerate(rows, 1))
+
+
 def _open(path: str | Path) -> AbstractContextManager[BinaryIO]:
     if str(path) == "-":
         return nullcontext(sys.stdin.buffer)
@@ -156,7 +188,8 @@ def _row(number: int, line: str) -> Prompt:
         raise PromptError(f"not JSON ({error.msg} at column {error.colno}); give one object a line") from error
     if not isinstance(row, dict):
         raise PromptError(f"needs a JSON object, got {_brief(row)}; give one object a line")
-    name = str(row.get("question_id", row.get("id", number)))
+    row = _as_asked(row)
+    name = str(row.get("question_id", row.get("id", row.get("task_id", number))))
     category = str(row.get("category") or NO_CATEGORY)
     for field in ("messages", "conversations"):
         if field in row:
@@ -168,6 +201,20 @@ def _row(number: int, line: str) -> Prompt:
     if "prompt" in row:
         return Prompt(name, category, _check_turns([row["prompt"]], "prompt"))
     raise PromptError(f"needs one of turns, messages, conversations or prompt, has {', '.join(row) or 'nothing'}")
+
+
+def _as_asked(row: dict[str, Any]) -> dict[str, Any]:
+    """Rows of HumanEval, MBPP and GSM8K as they are published, put as a question to a model that chats."""
+    if {"prompt", "entry_point"} <= row.keys():
+        asked = f"Complete the following Python function.\n\n```python\n{str(row['prompt']).rstrip()}\n```"
+        return {"category": "code", **row, "prompt": asked}
+    if {"text", "test_list"} <= row.keys():
+        tests = "\n".join(map(str, row["test_list"]))
+        asked = f"{row['text']} Your code should pass these tests:\n\n```python\n{tests}\n```"
+        return {"category": "code", **row, "prompt": asked}
+    if {"question", "answer"} <= row.keys():
+        return {"category": "math", **row, "prompt": row["question"]}
+    return row
 
 
 def _conversation(messages: object) -> list[Message]:

@@ -1,37 +1,80 @@
 """Contenders and prompts for the measuring loop, and timings whose every figure is known."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from foreword.bench.contenders import Answer, Contender
-from foreword.text import Prompt
+from foreword.bench import Answer, Contender, Manner, Plan, Suite, Task, run
+from foreword.bench.run import Found
+from foreword.cli.app import app
+from foreword.text import Prompt, Tokenizer
+
+Diary = list[tuple[str, str, int]]
 
 
+@dataclass
 class Stub:
-    """Writes a given answer, and tells a common diary when it was asked."""
+    """Writes a given answer, and tells a common diary when it was asked; fails at the prompts that it is told to."""
 
-    def __init__(self, name: str, diary: list[tuple[str, str, int]], tokens: list[int], rounds: int) -> None:
-        self.name, self.diary, self.answer = name, diary, Answer(tokens, rounds, 0.25)
+    name: str
+    diary: Diary
+    tokens: list[int]
+    rounds: int
+    fails_at: tuple[str, ...] = ()
+    seen: list[Task] = field(default_factory=list)
 
-    def __call__(self, prompts: Sequence[str], max_new_tokens: int) -> list[Answer]:
-        self.diary += [(self.name, prompt, max_new_tokens) for prompt in prompts]
-        return [self.answer] * len(prompts)
+    def __call__(self, tasks: Sequence[Task], manner: Manner) -> list[Answer]:
+        self.diary += [(self.name, task.prompt, manner.max_new_tokens) for task in tasks]
+        self.seen += tasks
+        if any(task.prompt in self.fails_at for task in tasks) and manner.max_new_tokens > 8:
+            raise RuntimeError("out of paper")
+        each, more = divmod(len(self.tokens), self.rounds)
+        accepted = [each + (place < more) for place in range(self.rounds)]
+        return [Answer(self.tokens, accepted, [3] * self.rounds, 0.25)] * len(tasks)
 
 
 @pytest.fixture
-def diary() -> list[tuple[str, str, int]]:
+def diary() -> Diary:
     return []
 
 
 @pytest.fixture
-def stub(diary: list[tuple[str, str, int]]) -> Callable[..., Contender]:
+def stub(diary: Diary) -> Callable[..., Contender]:
     """A contender that answers at once: stub("plain", [1, 2, 3], rounds=3)."""
-    return lambda name, tokens=(1, 2, 3), rounds=3: Contender(name, Stub(name, diary, list(tokens), rounds))
+
+    def make(name: str, tokens: Sequence[int] = (11, 12, 13), rounds: int = 3, fails_at: Any = (), **more: Any) -> Contender:
+        return Contender(name, Stub(name, diary, list(tokens), rounds, fails_at), **more)
+
+    return make
+
+
+@pytest.fixture
+def words(hf_tokenizer: Any) -> Tokenizer:
+    return Tokenizer(hf_tokenizer)
 
 
 @pytest.fixture
 def questions() -> list[Prompt]:
-    """Three kinds of question, not in the order of their groups."""
+    """Three kinds of question, not in the order of their groups; one has two turns."""
     kinds = ["rag", "qa", "rag", "writing", "qa", "rag", "math"]
     return [Prompt(str(i), kind, [f"question {i}"] + ["more"] * (kind == "writing")) for i, kind in enumerate(kinds)]
+
+
+@pytest.fixture
+def race(words: Tokenizer) -> Callable[..., Found]:
+    """Contenders on prompts: race([stub("plain")], prompts, batches=(1, 4))."""
+
+    def go(contenders: list[Contender], prompts: list[Prompt], max_new_tokens: int = 16, **more: Any) -> Found:
+        options = {name: more.pop(name) for name in ("known", "heard", "progress") if name in more}
+        return run(lambda _: list(contenders), Plan([Suite("mine", prompts)], max_new_tokens, **more), words, **options)
+
+    return go
+
+
+@pytest.fixture
+def run_foreword() -> Callable[..., Result]:
+    """A command in this process."""
+    return lambda *words: CliRunner().invoke(app, [str(word) for word in words], prog_name="foreword")

@@ -1,4 +1,4 @@
-"""The measuring loop: everybody gets every prompt, nobody is favoured, and looping is counted as it is."""
+"""The measuring loop: everybody gets every prompt and every turn, nobody is favoured, and what fails is told."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,84 +6,143 @@ from typing import Any
 
 import pytest
 
-from foreword.bench.contenders import Contender
-from foreword.bench.run import MIXED, run, sweep
+from foreword.bench import Contender, Plan, Suite, run
+from foreword.bench.run import MIXED, Heat, Place, blocks, left_out, places
 from foreword.errors import InputError
-from foreword.text import Prompt
+from foreword.text import Prompt, Tokenizer
 
 Diary = list[tuple[str, str, int]]
+Make = Callable[..., Contender]
+Race = Callable[..., Any]
 
 
-def test_everybody_answers_every_prompt_once(stub: Callable[..., Contender], diary: Diary, questions: list[Prompt]) -> None:
-    found = run([stub("plain"), stub("a"), stub("b")], questions, max_new_tokens=16)
+def test_everybody_answers_every_prompt_and_turn_once(stub: Make, diary: Diary, questions: list[Prompt], race: Race) -> None:
+    names = ("plain", "a", "b")
+    found = race([stub(name) for name in names], questions)
     warm_up, timed = diary[:3], diary[3:]
-    assert warm_up == [(name, "question 0", 8) for name in ("plain", "a", "b")]
-    assert Counter(timed) == Counter((name, p.turns[0], 16) for name in ("plain", "a", "b") for p in questions)
-    assert len(found.timings) == len(timed) and found.contenders == ("plain", "a", "b")
+    assert warm_up == [(name, "0", 8) for name in names]
+    asked = [*questions, questions[3]]  # the one with two turns
+    assert Counter(timed) == Counter((name, p.id, 16) for name in names for p in asked)
+    assert len(found.heats) == 8 and {tuple(heat.answers) for heat in found.heats.values()} == {names}
+    assert {heat.place.turn for heat in found.heats.values()} == {0, 1}
 
 
-def test_contenders_take_turns_in_beginning(stub: Callable[..., Contender], diary: Diary, questions: list[Prompt]) -> None:
-    run([stub("plain"), stub("a"), stub("b")], questions[:6])
-    rounds = [tuple(name for name, _, _ in diary[i : i + 3]) for i in range(3, len(diary), 3)]
-    assert Counter(order[0] for order in rounds) == {"plain": 2, "a": 2, "b": 2}
-    assert {len(set(order)) for order in rounds} == {3}
+def test_contenders_take_turns_in_beginning(stub: Make, diary: Diary, questions: list[Prompt], race: Race) -> None:
+    race([stub("plain"), stub("a"), stub("b")], questions[:3] + questions[4:], repeats=2)
+    orders = [tuple(name for name, _, _ in diary[i : i + 3]) for i in range(3, len(diary), 3)]
+    assert len(orders) == 12 and {len(set(order)) for order in orders} == {3}
     for name in ("plain", "a", "b"):
-        assert Counter(order.index(name) for order in rounds) == {0: 2, 1: 2, 2: 2}
+        assert Counter(order.index(name) for order in orders) == {0: 4, 1: 4, 2: 4}
 
 
-def test_a_short_run_warms_up_no_longer(stub: Callable[..., Contender], diary: Diary, questions: list[Prompt]) -> None:
-    run([stub("plain")], questions[:1], max_new_tokens=3)
+def test_a_short_run_warms_up_no_longer(stub: Make, diary: Diary, questions: list[Prompt], race: Race) -> None:
+    race([stub("plain")], questions[:1], max_new_tokens=3)
     assert [count for _, _, count in diary] == [3, 3]
 
 
-def test_what_is_written_down(stub: Callable[..., Contender], questions: list[Prompt]) -> None:
-    looping = [1, 2, 3, 4, 5, 6, 7, 8] * 2
-    found = run([stub("plain", looping, 16), stub("same", looping, 4), stub("other", looping[:-1], 5)], questions)
-    assert found.groups == ["rag", "qa", "mt_bench", "math"]  # the two-turn question is MT-bench's
-    assert [t.prompt for t in found.of("plain")] == ["0", "2", "5", "1", "4", "3", "6"]
-    assert [t.prompt for t in found.of("same", ["qa", "math"])] == ["1", "4", "6"]
-    for timing in found.of("same"):
-        assert (timing.tokens, timing.rounds, timing.prefill_s) == (16, 4, 0.25)
-        assert timing.identical == 1 and timing.loop_share == 0.5 and timing.seconds > 0
-    assert all(t.identical for t in found.of("plain")) and not any(t.identical for t in found.of("other"))
+def test_the_next_turn_follows_the_reply_of_the_base(
+    stub: Make, questions: list[Prompt], race: Race, words: Tokenizer
+) -> None:
+    said = words.hf.encode("hello", add_special_tokens=False)
+    plain, other = stub("plain", said), stub("other", [*said, *said])
+    race([other, plain], [questions[3]])
+    expected = words.encode(questions[3].after(["hello"]))
+    assert [list(task.ids) for task in other.write.seen[-1:]] == [expected] == [list(plain.write.seen[-1].ids)]
 
 
-def test_progress_is_told(stub: Callable[..., Contender], questions: list[Prompt]) -> None:
-    told: list[tuple[int, int]] = []
-    run([stub("plain")], questions[:3], progress=lambda done, of: told.append((done, of)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+def test_what_fails_is_told_and_the_rest_goes_on(stub: Make, questions: list[Prompt], race: Race) -> None:
+    found = race([stub("plain"), stub("a", fails_at=("2", "3"))], questions)
+    failed = [(heat.tasks[0].prompt, heat.place.turn, heat.answers["a"][0].failed) for heat in found.heats.values()]
+    assert [one for one in failed if one[2]] == [
+        ("2", 0, "RuntimeError: out of paper"),
+        ("3", 0, "RuntimeError: out of paper"),
+        ("3", 1, "RuntimeError: out of paper"),
+    ]
+    assert not any(heat.answers["plain"][0].failed for heat in found.heats.values())
 
 
-def test_whom_speeds_are_compared_with(stub: Callable[..., Contender], questions: list[Prompt]) -> None:
-    assert run([stub("hf"), stub("plain")], questions[:1]).base == "plain"
-    assert run([stub("hf"), stub("a")], questions[:1]).base == "hf"
+def test_without_a_reply_of_the_base_there_is_no_next_turn(stub: Make, questions: list[Prompt], race: Race) -> None:
+    found = race([stub("plain", fails_at=("3",)), stub("a")], questions)
+    last = found.heats[Place(1, 0.0, 0, 1, 0)]
+    for answers in last.answers.values():
+        assert answers[0].failed and "the turn before failed" in answers[0].failed
 
 
-def test_nothing_to_measure(stub: Callable[..., Contender], questions: list[Prompt]) -> None:
-    for contenders, prompts in (([], questions), ([stub("plain")], []), ([stub("a"), stub("a")], questions)):
-        with pytest.raises(InputError, match="at least one of each, and no contender twice"):
-            run(contenders, prompts)
+def test_a_prompt_that_cannot_be_asked_fails_for_everybody(
+    stub: Make, race: Race, hf_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_tokenizer, "chat_template", None)
+    found = race([stub("plain"), stub("a")], [Prompt("0", "qa", ["one"]), Prompt("1", "writing", ["one", "two"])])
+    last = found.heats[Place(1, 0.0, 0, 1, 0)]
+    assert all("no chat template" in (answers[0].failed or "") for answers in last.answers.values())
+
+
+def test_who_learns_forgets_before_each_repeat(stub: Make, questions: list[Prompt], race: Race) -> None:
+    forgot: list[str] = []
+    race([stub("plain"), stub("a", forget=lambda: forgot.append("a"))], questions, repeats=3, temperatures=(0.0, 1.0))
+    assert len(forgot) == 6
+
+
+def test_others_write_greedily_and_alone(stub: Make, race: Race) -> None:
+    found = race([stub("plain"), stub("hf", alone=True)], many(8), batches=(1, 4), temperatures=(0.0, 0.7))
+    with_others = {heat.place[:2] for heat in found.heats.values() if "hf" in heat.answers}
+    assert with_others == {(1, 0.0)} and {heat.place[:2] for heat in found.heats.values()} == {
+        (batch, heat) for batch in (1, 4) for heat in (0.0, 0.7)
+    }
+
+
+def test_a_run_goes_on_where_it_was_cut(stub: Make, diary: Diary, questions: list[Prompt], race: Race) -> None:
+    heard: list[Heat] = []
+    whole = race([stub("plain")], questions, repeats=2, heard=heard.append)
+    assert list(whole.heats.values()) == heard
+    diary.clear()
+    some = {heat.place: heat for heat in heard[:11]}
+    again = race([stub("plain")], questions, repeats=2, known=some)
+    assert len(diary) == 1 + 5 and set(again.heats) == set(whole.heats)
+    diary.clear()
+    race([stub("plain")], questions, repeats=2, known=whole.heats)
+    assert not diary
+
+
+def test_progress_is_told(stub: Make, questions: list[Prompt], race: Race) -> None:
+    told: list[tuple[str, int, int]] = []
+    race([stub("plain")], questions[:3], repeats=2, progress=lambda *what: told.append(what))
+    assert told[0] == ("batch 1, run 1 of 2", 1, 6) and told[-1] == ("batch 1, run 2 of 2", 6, 6)
+
+
+def test_nothing_to_measure(stub: Make, questions: list[Prompt], race: Race) -> None:
+    for contenders in ([], [stub("a"), stub("a")]):
+        with pytest.raises(InputError, match="at least one, and nobody twice"):
+            race(contenders, questions)
+    with pytest.raises(InputError, match="no prompts|cannot fill"):
+        race([stub("plain")], [])
+
+
+def test_a_warm_up_that_fails_is_told(stub: Make, questions: list[Prompt], race: Race) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no graph today")
+
+    found = race([stub("plain"), stub("a", capture=broken)], questions[:1])
+    assert found.warm_up_failed == {"a": "RuntimeError: no graph today"} and found.warm_up_s[1]["plain"] > 0
 
 
 # Several texts at once ----------------------------------------------------------------------------------------------------
 
 
-def many(count: int, kinds: int = 3) -> list[Prompt]:
-    return [Prompt(str(i), f"kind {i * kinds // count}", [f"question {i}"]) for i in range(count)]
+def many(count: int, kinds: int = 3, turns: int = 1) -> list[Prompt]:
+    return [Prompt(str(i), f"kind {i * kinds // count}", [f"question {i}"] * turns) for i in range(count)]
 
 
 @pytest.mark.parametrize(
     ("count", "batch", "sizes"), [(24, 4, [8, 8, 8]), (26, 4, [8, 9, 9]), (24, 16, [24]), (24, 24, [24])]
 )
 def test_blocks_are_two_batches_and_hold_every_prompt(
-    stub: Callable[..., Contender], diary: Diary, count: int, batch: int, sizes: list[int]
+    stub: Make, diary: Diary, race: Race, count: int, batch: int, sizes: list[int]
 ) -> None:
-    found = run([stub("plain"), stub("a")], many(count), batch=batch)
-    assert [t.texts for t in found.of("a")] == sizes and {t.batch for t in found.timings} == {batch}
-    assert Counter(word for one in found.of("a") for word in one.prompt.split()) == Counter(map(str, range(count)))
-    for one in found.of("a"):
-        assert (one.tokens, one.rounds, one.identical) == (3 * one.texts, 3 * one.texts, one.texts)
-        assert one.prefill_s is None
+    found = race([stub("plain"), stub("a")], many(count), batches=(batch,))
+    heats = list(found.heats.values())
+    assert [len(heat.tasks) for heat in heats] == sizes and {heat.place.batch for heat in heats} == {batch}
+    assert [task.prompt for heat in heats for task in heat.tasks] == list(map(str, range(count)))
     assert [name for name, _, _ in diary[2:]] == [
         name
         for place, size in enumerate(sizes)
@@ -92,40 +151,31 @@ def test_blocks_are_two_batches_and_hold_every_prompt(
     ]
 
 
-def test_a_block_of_one_kind_keeps_its_name(stub: Callable[..., Contender]) -> None:
-    assert [t.group for t in run([stub("plain")], many(12), batch=2).timings] == ["kind 0", "kind 1", "kind 2"]
-    assert [t.group for t in run([stub("plain")], many(12), batch=3).timings] == [MIXED, MIXED]
+def test_a_block_of_one_kind_keeps_its_name(stub: Make, race: Race) -> None:
+    groups = [[h.group for h in race([stub("plain")], many(12), batches=(batch,)).heats.values()] for batch in (2, 3)]
+    assert groups == [["kind 0", "kind 1", "kind 2"], [MIXED, MIXED]]
 
 
-def test_too_few_prompts_are_refused_before_anything_runs(stub: Callable[..., Contender], diary: Diary) -> None:
+def test_too_few_prompts_are_refused_before_anything_runs(stub: Make, diary: Diary, race: Race) -> None:
     with pytest.raises(InputError, match="9 prompts cannot fill a batch of 16; give at least 16"):
-        sweep(lambda _: [stub("plain")], [1, 16], many(9))
+        race([stub("plain")], many(9), batches=(1, 16))
     assert not diary
 
 
-def test_a_sweep_closes_what_it_made_and_tells_its_progress(stub: Callable[..., Contender]) -> None:
-    closed, told, captured = [], [], []
-
-    def make(batch: int) -> list[Contender]:
-        one = stub("plain")
-        return [
-            Contender(
-                one.name, one.write, lambda asked, most: captured.append((len(asked), most)), lambda: closed.append(batch)
-            )
-        ]
-
-    found = sweep(make, [1, 4], many(8), 16, lambda *what: told.append(what))
-    assert [(one.batch, len(one.timings)) for one in found] == [(1, 8), (4, 1)] and closed == [1, 4]
-    assert captured == [(8, 16)] * 2 and told[-1] == (4, 8, 8) and told[0] == (1, 1, 8)
-    assert all(one.warm_up_s["plain"] > 0 for one in found)
+def test_later_turns_that_cannot_fill_a_batch_are_left_out_and_told() -> None:
+    prompts = many(12) + [Prompt("x", "writing", ["one", "two"]), Prompt("y", "writing", ["one", "two"])]
+    plan = Plan([Suite("mine", prompts)], batches=(1, 2, 4))
+    assert [len(blocks(plan, batch, 1)) for batch in (1, 2, 4)] == [2, 1, 0] and left_out(plan) == {4: 2}
+    assert len(places(plan, 1)) == 14 + 2 and len(places(plan, 4)) == 1
 
 
-def test_a_sweep_closes_after_a_failure_too() -> None:
-    closed: list[int] = []
+def test_a_run_closes_what_it_made_after_a_failure_too(questions: list[Prompt], words: Tokenizer, stub: Make) -> None:
+    closed: list[str] = []
 
-    def broken(*_: object) -> list[Any]:
-        raise RuntimeError("out of paper")
+    def interrupted(*_: object) -> list[Any]:
+        raise KeyboardInterrupt
 
-    with pytest.raises(RuntimeError, match="out of paper"):
-        sweep(lambda batch: [Contender("plain", broken, close=lambda: closed.append(batch))], [2], many(4))
-    assert closed == [2]
+    contender = Contender("plain", interrupted, close=lambda: closed.append("plain"))
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda _: [contender], Plan([Suite("mine", questions)]), words)
+    assert closed == ["plain"]

@@ -1,20 +1,22 @@
-"""Who is timed: all of them write the same text, and each counts its own rounds."""
+"""Who is timed: all of them write the same text, count their rounds, and forget what they must not know."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import foreword
 from doubles import READY, taught
 from foreword.api import LLM
-from foreword.bench import baseline, contender, context_for, run
+from foreword.bench import Contender, Manner, Plan, Suite, Task, contender, context_for, run
 from foreword.bench.grow import load_grown
 from foreword.errors import InputError, UnknownMethod
 from foreword.methods import saved
 from foreword.text import Prompt
 
-ASK = [{"role": "user", "content": "the words that come before the words that come before"}]
+WORDS = "the words that come before the words that come before"
 
 
 @pytest.fixture(scope="module")
@@ -23,72 +25,77 @@ def llm(folders: dict[str, Path], own_home: Path) -> Iterator[LLM]:
         yield loaded
 
 
-@pytest.mark.parametrize("name", ["hf", "hf_lookup"])
-def test_a_baseline_writes_the_tokens_of_plain(name: str, llm: LLM, folders: dict[str, Path]) -> None:
-    plain = contender(llm, "plain").write([ASK], 40)[0]
-    answer = baseline(name, llm, folders["llama"]).write([ASK], 40)[0]
-    assert answer.tokens == plain.tokens and len(answer.tokens) == plain.rounds
-    if name == "hf":
-        assert answer.rounds == len(answer.tokens)
+def task(llm: LLM, words: str = WORDS, index: int = 0) -> Task:
+    return Task(str(index), tuple(llm.tokenizer.encode(words)), index)
 
 
-def test_the_rounds_of_a_baseline_are_its_passes(llm: LLM, folders: dict[str, Path]) -> None:
-    """A random model falls into loops, which lookup finds: fewer passes than tokens. Each answer counts anew."""
-    lookup = baseline("hf_lookup", llm, folders["llama"])
-    answers = [lookup.write([ASK], 120)[0] for _ in range(2)]
-    assert answers[0] == answers[1] and answers[0].rounds < len(answers[0].tokens)
+def answer(one: Contender, llm: LLM, tokens: int, **more: Any) -> Any:
+    return one.write([task(llm)], Manner(tokens, **more))[0]
 
 
 def test_methods_have_caches_of_their_own(llm: LLM) -> None:
     """In turns on shared weights, as the loop runs them."""
-    whole = llm.generate(ASK, max_new_tokens=16)
+    whole = llm.generate(WORDS, max_new_tokens=16)
     contenders = [contender(llm, name, max_context=128) for name in READY]
     for _ in range(2):
         for one in contenders:
-            answer = one.write([ASK], 16)[0]
-            assert answer.tokens == whole.tokens and answer.prefill_s is not None and answer.prefill_s > 0
-    assert llm.generate(ASK, max_new_tokens=16).tokens == whole.tokens and llm.method == "plain"
+            found = answer(one, llm, 16)
+            assert found.tokens == whole.tokens and 0 < found.first_s < 60
+            assert sum(found.accepted) == 16 and len(found.drafted) == len(found.accepted)
+    assert llm.generate(WORDS, max_new_tokens=16).tokens == whole.tokens and llm.method == "plain"
+
+
+def test_texts_that_are_drawn_are_those_of_plain(llm: LLM) -> None:
+    manner, asked = Manner(24, temperature=0.9, seed=3), [task(llm, WORDS, i) for i in range(3)]
+    plain = [one.tokens for one in contender(llm, "plain", slots=2).write(asked, manner)]
+    assert len({tuple(tokens) for tokens in plain}) == 3  # the same prompt, another draw
+    for name in READY:
+        assert [one.tokens for one in contender(llm, name).write(asked, manner)] == plain
 
 
 def test_a_method_takes_its_options(llm: LLM) -> None:
     assert contender(llm, "plain").name == "plain"
-    wide = contender(llm, "prompt_lookup", rows=6).write([ASK], 60)[0]
-    assert wide.rounds < len(wide.tokens)
+    wide = answer(contender(llm, "prompt_lookup", rows=6), llm, 60)
+    assert len(wide.accepted) < len(wide.tokens)
     with pytest.raises(InputError, match="min_match"):
         contender(llm, "prompt_lookup", min_match=9)
-
-
-def test_the_whole_way(llm: LLM, folders: dict[str, Path]) -> None:
-    prompts = [Prompt(str(i), "qa", [text]) for i, text in enumerate(("hello", "the words"))]
-    found = run([contender(llm, "plain"), baseline("hf", llm, folders["llama"])], prompts, max_new_tokens=8)
-    assert all(timing.identical == 1 and timing.tokens == timing.rounds for timing in found.timings)
-
-
-def test_a_model_without_a_chat_template_gets_the_string(
-    llm: LLM, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llm.tokenizer.hf, "chat_template", None)
-    prompts = [Prompt("0", "qa", ["the words"])]
-    context = context_for(llm, prompts, 8)
-    assert context == len(llm.tokenizer.hf.encode("the words")) + 9
-    found = run([contender(llm, "plain", context), baseline("hf", llm, folders["llama"])], prompts, max_new_tokens=8)
-    assert [timing.identical for timing in found.timings] == [1, 1]
-
-
-def test_nobody_of_that_name(llm: LLM, folders: dict[str, Path]) -> None:
-    with pytest.raises(InputError, match="'vllm'; there are: hf, hf_lookup"):
-        baseline("vllm", llm, folders["llama"])
     with pytest.raises(UnknownMethod, match="did you mean 'plain'"):
         contender(llm, "plan")
 
 
+def test_who_learns_can_forget(llm: LLM) -> None:
+    """The second time it knows the text; having forgotten, it needs as many rounds as at first."""
+    learner = contender(llm, "token_recycling", rows=16)
+    first, again = answer(learner, llm, 60), answer(learner, llm, 60)
+    assert len(again.accepted) < len(first.accepted)
+    learner.forget()
+    assert answer(learner, llm, 60).accepted == first.accepted
+
+
+def test_a_prompt_that_is_too_long_fails_alone(llm: LLM) -> None:
+    one = contender(llm, "plain", max_context=64, slots=2)
+    asked = [task(llm, "hello"), task(llm, "long " * 40, 1), task(llm, "words", 2)]
+    answers = one.write(asked, Manner(8))
+    assert [bool(found.failed) for found in answers] == [False, True, False]
+    assert "PromptError: the prompt has" in answers[1].failed and len(answers[2].tokens) == 8
+
+
+def test_a_target_that_answers_nan_has_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = contender(llm, "plain", max_context=128)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model.hf.model.norm.weight, "data", torch.full_like(llm.model.hf.model.norm.weight, torch.nan))
+        found = answer(one, llm, 8)
+    assert found.failed and "NaN" in found.failed
+    assert not answer(one, llm, 8).failed
+
+
 def test_texts_side_by_side_are_those_of_one_at_a_time(llm: LLM) -> None:
-    asked = [[{"role": "user", "content": f"the words that come before {i}"}] for i in range(5)]
+    asked = [task(llm, f"the words that come before {i}", i) for i in range(5)]
     alone = contender(llm, "plain")
-    texts = [alone.write([one], 12)[0].tokens for one in asked]
+    texts = [alone.write([one], Manner(12))[0].tokens for one in asked]
     for name in READY:
         together = contender(llm, name, max_context=128, slots=2)
-        assert [answer.tokens for answer in together.write(asked, 12)] == texts
+        assert [found.tokens for found in together.write(asked, Manner(12))] == texts
         together.close()
 
 
@@ -97,9 +104,15 @@ def test_a_context_holds_the_longest_answer_and_no_more(llm: LLM) -> None:
     longest = max(len(llm.tokenizer.encode(prompt.first())) for prompt in prompts)
     assert context_for(llm, prompts, 40) == longest + 41
     assert context_for(llm, prompts, 10**6) == llm.model.max_context
-    found = run([contender(llm, "plain", context_for(llm, prompts, 40))], prompts, max_new_tokens=40)
-    whole = run([contender(llm, "plain")], prompts, max_new_tokens=40)
-    assert [one.tokens for one in found.timings] == [one.tokens for one in whole.timings]
+
+
+def test_a_context_holds_a_second_turn(llm: LLM) -> None:
+    prompts = [Prompt("0", "writing", ["hello", "and then?"])]
+    context = context_for(llm, prompts, 12)
+    plan = Plan([Suite("mine", prompts)], max_new_tokens=12)
+    found = run(lambda _: [contender(llm, "plain", context)], plan, llm.tokenizer)
+    assert [len(heat.answers["plain"][0].tokens) for heat in found.heats.values()] == [12, 12]
+    assert max(len(heat.tasks[0].ids) for heat in found.heats.values()) + 12 < context
 
 
 @pytest.mark.parametrize("grown", [False, True])
@@ -109,9 +122,5 @@ def test_a_trained_drafter_is_read_from_its_folder(
     original, wide = load_grown(folders["llama"], 2, device="cpu", max_context=256)
     saved.save(taught("medusa", original.model, heads=3, layers=2), tmp_path, original.model)
     llm = wide if grown else original
-    truth = contender(llm, "plain").write([ASK], 24)[0]
-    answer = contender(llm, f"medusa={tmp_path}", rows=8).write([ASK], 24)[0]
-    assert answer.tokens == truth.tokens
-    if grown:
-        baselined = baseline("hf", llm, folders["llama"]).write([ASK], 24)[0]
-        assert baselined.tokens == truth.tokens
+    truth = answer(contender(llm, "plain"), llm, 24)
+    assert answer(contender(llm, f"medusa={tmp_path}", rows=8), llm, 24).tokens == truth.tokens

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from doubles import SAMPLINGS, engine, fresh, own_hidden, own_logits, requests, taught, written
-from foreword.bench.grow import GROWS, grow, load_grown
-from foreword.errors import DrafterError, InputError, ModelUnsupported
+from foreword.bench.grow import GROWS, grow, load_grown, times_for
+from foreword.errors import DrafterError, InputError, ModelNotFound, ModelUnsupported
 from foreword.methods import METHODS, saved, untrained
 from foreword.model import pack
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Grown, Model
 from foreword.prove import compare
+from foreword.prove.referee import exact_copy
 from foreword.text import Prompt
 
 TEXT = [5, 9, 17, 30, 41, 8, 8, 23, 3, 44, 12]
@@ -200,3 +201,30 @@ def test_another_text_is_a_bug(folders: dict[str, Path], own_home: Path) -> None
     original, grown = load_grown(folders["llama"], 2, device="cpu", max_context=256)
     grown.model.hf.model.norm.weight.data[:8] *= -3
     assert compare(original, grown, [Prompt("1", "qa", ["hello"])], max_new_tokens=24).bugs > 0
+
+
+def test_a_size_is_the_nearest_power_of_two() -> None:
+    """Of the default model's shapes: 106 M weights that grow both ways, 28 M of the vocabulary that grow one way."""
+    shapes = AutoConfig.for_model(
+        "llama",
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(shapes)
+    assert [times_for(size, hf) for size in ("1b", "7b", "27B", "0.5b", "8", 4)] == [4, 8, 16, 2, 8, 4]
+
+
+def test_a_grown_model_is_judged_by_its_original(folders: dict[str, Path], own_home: Path) -> None:
+    """Its own weights were repacked, and cannot be read from any folder."""
+    _, wide = load_grown(folders["llama"], 2, device="cpu", max_context=128)
+    with pytest.raises(ModelNotFound, match="is no folder to read them from again"):
+        exact_copy(wide.model)
+    exact = exact_copy(wide.model, folders["llama"])
+    given = torch.tensor([TEXT])
+    assert exact.dtype == torch.float64 and (exact(given).logits - wide.model.hf(given).logits).abs().max() < 1e-4

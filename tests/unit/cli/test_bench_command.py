@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 import foreword
+import foreword.bench.baselines as baselines_module
 import foreword.bench.grow as grow_module
 from doubles import taught
+from foreword.bench.journal import Journal
 from foreword.methods import saved
 
-SMALL = ("--threads", 1, "--max-new-tokens", 8, "--device", "cpu")
+SMALL = ("--threads", 1, "--max-new-tokens", 8, "--device", "cpu", "--repeats", 2)
 
 
 @pytest.fixture
@@ -51,6 +53,85 @@ def test_one_text_at_a_time_as_json(run, tiny_model, questions):
     result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", "--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and list(found["batches"]) == ["1"] and "grown" not in found["about"]
+    assert found["repeats"] == 2 and found["about"]["resumed"] == 0
+
+
+def test_methods_sets_temperatures_and_others_in_one_run(run, tiny_model, questions, medusa, tmp_path):
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text('{"question_id": 81, "category": "writing", "turns": ["words", "more words"]}')
+    out, sets = tmp_path / "out", ("--prompts", questions, "--prompts", f"talks={talk}")
+    asked = ("--methods", "prompt_lookup", "--drafter", f"medusa={medusa}", "--baselines", "hf,hf_lookup")
+    result = run("bench", "--model", tiny_model, *sets, *asked, *SMALL, "--temperature", "0,0.7", "--out", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads((out / "results.json").read_text())
+    names = ["plain", "prompt_lookup", f"medusa={medusa}"]
+    rows = found["tables"]["overall"]
+    assert [row["contender"] for row in rows] == [*names, "hf", "hf_lookup"]
+    assert [row["prompts"] for row in rows] == [8] * 5  # the talk has two turns
+    assert all(row["identical"] + row["ties"] == 8 and row["speedup"] for row in rows)
+    assert list(found["tables"]) == ["overall", "questions", "talks", "questions: prompts", "talks: mt_bench"]
+    drawn = found["temperatures"]["0.7"]["tables"]["overall"]
+    assert [row["contender"] for row in drawn] == names and all(row["identical"] == 8 for row in drawn)
+    assert {row["suite"] for row in found["timings"]} == {"questions", "talks"}
+    assert set(found["spec_bench"]) == {row["contender"] for row in rows}
+    assert {file.name for file in out.iterdir()} == {"results.json", "report.md", "report.html", "answers"}
+    assert "overall, T=0.7" in result.stdout
+
+
+def test_a_failed_prompt_is_told(run, tiny_model, tmp_path):
+    file = tmp_path / "questions.txt"
+    file.write_text("hello\n" + "long " * 400)
+    asked = ("--prompts", file, "--methods", "prompt_lookup", *SMALL)
+    result = run("bench", "--model", tiny_model, *asked)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("PromptError: the prompt has") == 2 and "1 of 1, 1 failed" in result.stdout
+
+
+def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "prompt_lookup", "--out", out)
+    add, told = Journal.add, []
+
+    def cut(journal: Journal, heat: Any) -> None:
+        add(journal, heat)
+        told.append(heat.place)
+        if len(told) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "add", cut)
+    assert run(*asked).exit_code == 130 and len(told) == 5
+    assert [file.name for file in out.iterdir()] == ["unfinished.jsonl"]
+    refused = run(*asked, "--repeats", 1)
+    assert refused.exit_code == 2 and "another repeats" in refused.output
+    assert run(*asked).exit_code == 0 and len(told) == len(set(told)) == 12
+    found = json.loads((out / "results.json").read_text())
+    assert found["about"]["resumed"] == 5 and len(found["timings"]) == 24 and not (out / "unfinished.jsonl").exists()
+
+
+def test_another_text_gets_no_speedup(run, tiny_model, questions, monkeypatch):
+    right = baselines_module.counted
+    monkeypatch.setattr(baselines_module, "counted", lambda tokens, *more: right([9, *tokens[1:]], *more))
+    asked = ("--prompts", questions, *SMALL, "--methods", "plain", "--baselines", "hf", "--limit", 2)
+    result = run("bench", "--model", tiny_model, *asked, "--json")
+    row = json.loads(result.stdout)["tables"]["overall"][1]
+    assert row["contender"] == "hf" and row["speedup"] is None and row["refused"] == "other text" and row["differing"] == 2
+
+
+def test_near_ties_are_counted_and_refuse_nothing(run, tiny_model, tmp_path):
+    """In half precision, transformers rounds otherwise than we do, and on these prompts it turns some choices."""
+    file = tmp_path / "questions.txt"
+    file.write_text("\n".join(f"the words that come before {i} and the book {i * 7}" for i in range(12)))
+    asked = ("--prompts", file, *SMALL, "--max-new-tokens", 64, "--methods", "plain", "--baselines", "hf", "--repeats", 1)
+    row = json.loads(run("bench", "--model", tiny_model, *asked, "--dtype", "float16", "--json").stdout)["tables"][
+        "overall"
+    ][1]
+    assert row["ties"] > 0 == row["differing"] and row["identical"] == 12 - row["ties"] and row["speedup"] is not None
+
+
+def test_a_quick_look(run, tiny_model):
+    found = json.loads(run("bench", "--model", tiny_model, "--quick", *SMALL, "--methods", "plain", "--json").stdout)
+    assert found["repeats"] == 1 and found["about"]["prompts"] == 12
+    assert found["tables"]["overall"][0]["prompts"] + found["tables"]["overall"][0]["failed"] == 14
 
 
 def test_a_grown_model_with_another_text_is_not_timed(run, tiny_model, questions, monkeypatch):
@@ -81,9 +162,15 @@ def test_a_grown_model_is_profiled(run, tiny_model):
         (("bench", "--batch", "1,x"), "whole numbers"),
         (("bench", "--batch", "0"), "whole numbers"),
         (("bench", "--batch", "2", "--baselines", "hf"), "one text at a time"),
-        (("bench", "--batch", "1,16", "--model", "nowhere"), "10 prompts cannot fill a batch of 16"),
+        (("bench", "--temperature", "0.8", "--baselines", "hf"), "write greedily"),
+        (("bench", "--temperature", "hot"), "list of temperatures"),
+        (("bench", "--baselines", "hf,vllm", "--model", "nowhere"), "no baseline is called 'vllm'"),
+        (("bench", "--prompts", "spec_bench_48", "--model", "nowhere"), "spec_bench_48=FILE"),
+        (("bench", "--drafter", "medusa=nowhere", "--model", "nowhere"), "nowhere is missing"),
+        (("bench", "--batch", "1,64", "--model", "nowhere"), "60 prompts cannot fill a batch of 64"),
         (("bench", "--methods", "medusa=nowhere"), "nowhere is missing"),
         (("bench", "--grow", "1"), "--grow"),
+        (("bench", "--grow", "big"), "neither a number of 2 or more"),
         (("profile", "--grow", "2", "--cold"), "leave out --shapes"),
     ],
 )

@@ -70,6 +70,39 @@ def test_windows_files(tmp_path: Path) -> None:
     assert [p.turns for p in read_prompts(tmp_path / "p.jsonl")] == [["Why?"], ["How?"]]
 
 
+def test_sets_as_they_are_published(tmp_path: Path) -> None:
+    human = {"task_id": "HumanEval/0", "prompt": "def f():\n    pass\n", "entry_point": "f", "test": "..."}
+    grade = {"question": "How many?", "answer": "Three. #### 3"}
+    basic = {"task_id": 11, "text": "Write f.", "code": "...", "test_list": ["assert f(1)", "assert f(2)"]}
+    code, math, more = read_prompts(written(tmp_path / "p.jsonl", human, grade, basic))
+    assert (code.id, code.category) == ("HumanEval/0", "code") and (more.id, more.category) == ("11", "code")
+    assert code.turns == ["Complete the following Python function.\n\n```python\ndef f():\n    pass\n```"]
+    assert (math.category, math.turns) == ("math", ["How many?"])
+    assert more.turns == ["Write f. Your code should pass these tests:\n\n```python\nassert f(1)\nassert f(2)\n```"]
+
+
+def test_one_json_list(tmp_path: Path) -> None:
+    """As ShareGPT comes, on one line or on many."""
+    rows = [{"id": "a", "conversations": [{"from": "human", "value": "Hi"}]}, {"id": "b", "turns": ["Why?"]}]
+    for indent in (None, 1):
+        (tmp_path / "p.json").write_text(json.dumps(rows, indent=indent))
+        assert [p.id for p in read_prompts(tmp_path / "p.json")] == ["a", "b"]
+        assert [p.id for p in read_prompts(tmp_path / "p.json", limit=1)] == ["a"]
+    for text in ("[draft] Why?", "[1, 2]"):
+        assert [p.turns for p in read_prompts(written(tmp_path / "p.txt", text, "How?"))] == [[text], ["How?"]]
+    unnamed = read_prompts(written(tmp_path / "p", "[draft] Why?", "How?"))
+    assert [p.turns for p in unnamed] == [["[draft] Why?"], ["How?"]]
+
+
+def test_what_is_asked_after_replies() -> None:
+    prompt = Prompt("81", "writing", ["Write.", "Again.", "Shorter."])
+    assert prompt.answers == 3 and prompt.after([]) == "Write."
+    said = [user("Write."), {"role": "assistant", "content": "Yes."}, user("Again.")]
+    assert prompt.after(["Yes."]) == said
+    assert prompt.after(["Yes.", "No."])[2:] == [user("Again."), {"role": "assistant", "content": "No."}, user("Shorter.")]
+    assert Prompt("1", "chat", ["Hi", "Bye"], [user("Hi"), user("Bye")]).answers == 1
+
+
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
 def test_compressed_files(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
     packed = compress(b'{"prompt": "Why?"}\n' * 200)

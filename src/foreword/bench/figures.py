@@ -1,0 +1,351 @@
+"""From heats to figures: timings, the middle one of the repeats, and rows of a table with their confidence.
+
+Speeds are tokens over wall seconds, pooled over prompts. A speed-up is over the base on the very same blocks, at the same
+batch and temperature. Its interval is what 95 of 100 samples of the prompts, drawn with replacement, would give. There is
+none where a text differs from the base's for any reason but a tie. A block that somebody failed at counts for nobody it is
+compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from foreword.bench.contenders import Answer
+from foreword.bench.partings import DIFFERENT, SAME, TIE, Verdicts
+from foreword.bench.run import MIXED, Heat, base_of
+from foreword.text import loop_share
+
+RESAMPLES = 2000
+INTERVAL = (2.5, 97.5)  # percentiles
+LOOKUP_GROUPS = ("summarization", "rag", "translation")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A contender's answers to a block of prompts."""
+
+    prompt: str
+    group: str
+    contender: str
+    tokens: int
+    rounds: int
+    seconds: float
+    loop_share: float
+    identical: int  # texts that are those of the base
+    texts: int = 1
+    batch: int = 1
+    suite: str = ""
+    temperature: float = 0.0
+    repeat: int = 0
+    turn: int = 0
+    block: int = 0
+    ties: int = 0  # texts that leave the base's at a near-tie of the model
+    differing: int = 0  # texts that leave it otherwise
+    unjudged: str = ""  # why it could not be told whether they do
+    failed: int = 0
+    why: str = ""
+    first_s: float | None = None  # until the first round's tokens were there
+    first_tokens: int = 0
+    drafted: int = 0
+    kept: list[int] = field(default_factory=list)  # of rounds with a draft: how many kept 0, 1, 2, ... tokens of it
+
+    @property
+    def answered(self) -> int:
+        return self.texts - self.failed
+
+
+def timings(heats: Iterable[Heat], verdicts: Verdicts) -> list[Timing]:
+    return [_timing(heat, name, verdicts.of(heat, name)) for heat in heats for name in heat.answers]
+
+
+def _timing(heat: Heat, name: str, verdicts: list[str]) -> Timing:
+    answers = heat.answers[name]
+    there = [answer for answer in answers if not answer.failed]
+    said = [one for one, answer in zip(verdicts, answers, strict=True) if not answer.failed]
+    tokens = sum(len(answer.tokens) for answer in there)
+    looping = sum(loop_share(answer.tokens) * len(answer.tokens) for answer in there)
+    place, alone = heat.place, len(answers) == 1 and bool(there)
+    return Timing(
+        prompt=" ".join(task.prompt for task in heat.tasks),
+        group=heat.group,
+        contender=name,
+        tokens=tokens,
+        rounds=sum(len(answer.accepted) for answer in there),
+        seconds=heat.seconds[name],
+        loop_share=looping / max(tokens, 1),
+        identical=said.count(SAME),
+        texts=len(answers),
+        batch=place.batch,
+        suite=heat.suite,
+        temperature=place.temperature,
+        repeat=place.repeat,
+        turn=place.turn,
+        block=place.block,
+        ties=said.count(TIE),
+        differing=sum(one not in (SAME, TIE) for one in said),
+        unjudged=next((one for one in said if one not in (SAME, TIE, DIFFERENT)), ""),
+        failed=len(answers) - len(there),
+        why=next((answer.failed for answer in answers if answer.failed), ""),
+        first_s=there[0].first_s if alone else None,  # side by side, one reads while others write
+        first_tokens=there[0].accepted[0] if alone and there[0].accepted else 0,
+        drafted=sum(sum(answer.drafted) for answer in there),
+        kept=_kept(there),
+    )
+
+
+def _kept(answers: Sequence[Answer]) -> list[int]:
+    drafts = [
+        max(kept - 1, 0)
+        for answer in answers
+        for kept, drafted in zip(answer.accepted, answer.drafted, strict=False)
+        if drafted > 0
+    ]
+    return [drafts.count(count) for count in range(max(drafts, default=-1) + 1)]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Everybody at one batch and temperature; of several repeats of a block, the one in the middle."""
+
+    contenders: tuple[str, ...]
+    max_new_tokens: int
+    timings: tuple[Timing, ...]
+    batch: int = 1
+    warm_up_s: dict[str, float] = field(default_factory=dict)  # by contender: warming up and capturing, before the clock
+    temperature: float = 0.0
+    repeats: int = 1
+
+    @property
+    def base(self) -> str:
+        return base_of(self.contenders)
+
+    @property
+    def groups(self) -> list[tuple[str, str]]:
+        """Suite and group, in the order they were asked in."""
+        return list(dict.fromkeys((timing.suite, timing.group) for timing in self.timings))
+
+    @property
+    def suites(self) -> list[str]:
+        return list(dict.fromkeys(timing.suite for timing in self.timings))
+
+    def of(self, contender: str, wanted: Sequence[tuple[str, str]] | None = None) -> list[Timing]:
+        """A contender's timings, in all groups or in some."""
+        return [t for t in self.timings if t.contender == contender and (wanted is None or (t.suite, t.group) in wanted)]
+
+
+def benchmarks(found: Sequence[Timing], max_new_tokens: int, warm_up_s: dict[int, dict[str, float]]) -> list[Benchmark]:
+    """By temperature and batch, in their order."""
+    kinds = list(dict.fromkeys((timing.temperature, timing.batch) for timing in found))
+    made = []
+    for temperature, batch in sorted(kinds, key=lambda kind: [one[0] for one in kinds].index(kind[0])):
+        some = [timing for timing in found if (timing.temperature, timing.batch) == (temperature, batch)]
+        names = tuple(dict.fromkeys(timing.contender for timing in some))
+        repeats = len({timing.repeat for timing in some})
+        made.append(Benchmark(names, max_new_tokens, middle(some), batch, warm_up_s.get(batch, {}), temperature, repeats))
+    return made
+
+
+def middle(some: Sequence[Timing]) -> tuple[Timing, ...]:
+    """Of each block's repeats the one with the middle time; one that failed, if any did."""
+    repeats: dict[tuple[str, int, int], list[Timing]] = {}
+    for timing in some:
+        repeats.setdefault((timing.contender, timing.turn, timing.block), []).append(timing)
+    return tuple(_middle(same) for same in repeats.values())
+
+
+def _middle(same: list[Timing]) -> Timing:
+    ordered = sorted(same, key=lambda timing: (-timing.failed, timing.seconds / max(timing.tokens, 1)))
+    return ordered[0] if ordered[0].failed else ordered[(len(ordered) - 1) // 2]
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender over some prompts."""
+
+    contender: str
+    tokens: int
+    tokens_per_second: float
+    speedup: float | None  # None: refused
+    tokens_per_round: float
+    loop_share: float
+    identical: int
+    prompts: int  # texts that are counted
+    low: float | None = None  # of the speed-up
+    high: float | None = None
+    refused: str = ""  # why there is no speed-up
+    ties: int = 0
+    differing: int = 0
+    failed: int = 0
+    first_token_s: float | None = None
+    decode_tokens_per_second: float | None = None
+    decode_speedup: float | None = None
+    tokens_per_round_by_prompt: float = 0.0  # the mean of each prompt's own, where the other pools the rounds
+    draft_tokens_per_round: float = 0.0
+    acceptance: float | None = None
+    accepted_per_position: list[float] = field(default_factory=list)
+    conditional_per_position: list[float] = field(default_factory=list)
+
+
+def rows(benchmark: Benchmark, wanted: Sequence[tuple[str, str]] | None = None) -> list[Row]:
+    """A row per contender that answered anything; the speed-up is over the benchmark's base."""
+    base = benchmark.of(benchmark.base, wanted)
+    return [_row(name, benchmark.of(name, wanted), base) for name in benchmark.contenders]
+
+
+def _row(name: str, own: list[Timing], base: list[Timing]) -> Row:
+    pairs = _pairs(own, base)
+    counted = [timing for timing, _ in pairs]
+    tokens, rounds = sum(t.tokens for t in counted), sum(t.rounds for t in counted)
+    refused = _refused(counted)
+    low, high = (None, None) if refused else _interval(pairs)
+    drafted = sum(t.drafted for t in counted)
+    per_position, conditional, accepted = _positions(counted)
+    by_prompt = [t.tokens / t.rounds for t in counted if t.rounds]
+    return Row(
+        contender=name,
+        tokens=tokens,
+        tokens_per_second=_speed(counted),
+        speedup=None if refused else _speed(counted) / _speed([truth for _, truth in pairs]),
+        tokens_per_round=tokens / max(rounds, 1),
+        loop_share=sum(t.loop_share * t.tokens for t in counted) / max(tokens, 1),
+        identical=sum(t.identical for t in counted),
+        prompts=sum(t.answered for t in counted),
+        low=low,
+        high=high,
+        refused=refused,
+        ties=sum(t.ties for t in counted),
+        differing=sum(t.differing for t in counted),
+        failed=sum(t.failed for t in own),
+        **_apart(pairs, bool(refused)),
+        tokens_per_round_by_prompt=sum(by_prompt) / max(len(by_prompt), 1),
+        draft_tokens_per_round=drafted / max(rounds, 1),
+        acceptance=accepted / drafted if drafted else None,
+        accepted_per_position=per_position,
+        conditional_per_position=conditional,
+    )
+
+
+def _pairs(own: list[Timing], base: list[Timing]) -> list[tuple[Timing, Timing]]:
+    """The blocks that count: those where the contender answered as many texts as the base, and at least one."""
+    truth = {(t.turn, t.block): t for t in base}
+    pairs = [(t, truth[t.turn, t.block]) for t in own if (t.turn, t.block) in truth]
+    return [(t, other) for t, other in pairs if t.answered == other.answered > 0]
+
+
+def _refused(counted: list[Timing]) -> str:
+    if not counted:
+        return "no answers"
+    unjudged = next((t.unjudged for t in counted if t.unjudged), "")
+    if unjudged:
+        return f"texts differ, and it could not be told whether by a tie: {unjudged}"
+    return "other text" if any(t.differing for t in counted) else ""
+
+
+def _speed(some: list[Timing]) -> float:
+    seconds = sum(t.seconds for t in some)
+    return sum(t.tokens for t in some) / seconds if seconds else 0.0
+
+
+def _apart(pairs: list[tuple[Timing, Timing]], refused: bool) -> dict[str, Any]:
+    """The wait for the first token, and the speed from then on; known where texts are written one at a time."""
+    both = [pair for pair in pairs if all(t.first_s is not None for t in pair)]
+    if not both:
+        return {}
+    own, base = (_decode_speed([pair[side] for pair in both]) for side in (0, 1))
+    return {
+        "first_token_s": sum(t.first_s or 0.0 for t, _ in both) / len(both),
+        "decode_tokens_per_second": own,
+        "decode_speedup": own / base if own and base and not refused else None,
+    }
+
+
+def _decode_speed(some: list[Timing]) -> float | None:
+    seconds = sum(t.seconds - (t.first_s or 0.0) for t in some)
+    tokens = sum(t.tokens - t.first_tokens for t in some)
+    return tokens / seconds if tokens and seconds > 0 else None
+
+
+def _positions(counted: list[Timing]) -> tuple[list[float], list[float], int]:
+    """Of drafts, the share in which the i-th token was kept, as vLLM counts it and given the one before; tokens kept."""
+    depth = max((len(t.kept) for t in counted), default=0)
+    kept = [sum(t.kept[count] for t in counted if count < len(t.kept)) for count in range(depth)]
+    reached = [sum(kept[place:]) for place in range(depth)]
+    drafts, beyond = (reached[0], reached[1:]) if reached else (0, [])
+    conditional = [count / max(before, 1) for count, before in zip(beyond, reached, strict=False)]
+    return [count / drafts for count in beyond], conditional, sum(beyond)
+
+
+def _interval(pairs: list[tuple[Timing, Timing]]) -> tuple[float | None, float | None]:
+    """Turns of a prompt stay together: they are one sample."""
+    by_prompt: dict[tuple[str, str], list[float]] = {}
+    for own, base in pairs:
+        sums = by_prompt.setdefault((own.suite, own.prompt), [0.0] * 4)
+        for place, value in enumerate((own.tokens, own.seconds, base.tokens, base.seconds)):
+            sums[place] += value
+    return resampled(list(by_prompt.values()))
+
+
+def resampled(samples: list[list[float]]) -> tuple[float | None, float | None]:
+    """Of (tokens, seconds, tokens of the other, its seconds): the interval of the ratio of speeds."""
+    if len(samples) < 2:
+        return None, None
+    table = np.array(samples)
+    drawn = np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))
+    tokens, seconds, other_tokens, other_seconds = table[drawn].sum(1).T
+    low, high = np.percentile(tokens / seconds * other_seconds / other_tokens, INTERVAL)
+    return float(low), float(high)
+
+
+# Tables -------------------------------------------------------------------------------------------------------------------
+
+
+def tables(benchmark: Benchmark) -> dict[str, list[Row]]:
+    """Overall, each prompt set, the groups where text is copied from the prompt, and each group."""
+    found: dict[str, list[Row]] = {"overall": rows(benchmark)}
+    suites = benchmark.suites
+    if len(suites) > 1:
+        found |= {name: rows(benchmark, [one for one in benchmark.groups if one[0] == name]) for name in suites}
+    copied = [one for one in benchmark.groups if one[1] in LOOKUP_GROUPS]
+    if len(copied) > 1:
+        found[" + ".join(dict.fromkeys(group for _, group in copied))] = rows(benchmark, copied)
+    if len(benchmark.groups) > 1:
+        named = {group_name(one, suites): [one] for one in benchmark.groups if MIXED not in one}
+        found |= {name: rows(benchmark, one) for name, one in named.items()}
+    return found
+
+
+def group_name(one: tuple[str, str], suites: Sequence[str]) -> str:
+    return f"{one[0]}: {one[1]}" if len(suites) > 1 else one[1]
+
+
+def stops_paying(batches: dict[int, list[Row]]) -> dict[str, int | None]:
+    """By contender, the batch from which on it is never ahead; None: it is ahead in the largest that was tried. Who was
+    not timed at every batch is left out."""
+    ahead: dict[str, dict[int, bool]] = {}
+    for batch, table in sorted(batches.items()):
+        for row in table:
+            if row.speedup is not None:
+                ahead.setdefault(row.contender, {})[batch] = row.speedup > 1
+    return {name: _first_behind(won) for name, won in ahead.items() if len(won) == len(batches)}
+
+
+def _first_behind(won: dict[int, bool]) -> int | None:
+    last = max((batch for batch, ahead in won.items() if ahead), default=0)
+    return min((batch for batch in won if batch > last), default=None)
+
+
+def failures(found: Iterable[Timing]) -> list[dict[str, Any]]:
+    """Who failed at what, and why, each once."""
+    failed = {(t.contender, t.batch, t.temperature, t.turn, t.prompt): t for t in found if t.failed}
+    return [
+        {"contender": t.contender, "batch": t.batch, "temperature": t.temperature, "turn": t.turn}
+        | {"prompt": t.prompt, "texts": t.failed, "why": t.why}
+        for t in failed.values()
+    ]

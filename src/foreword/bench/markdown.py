@@ -1,0 +1,233 @@
+"""`report.md`: what results.json holds, in words and tables. The words serve the terminal and the HTML page too.
+
+In: the dictionary of `report.content`, or a results.json of an earlier version. Out: Markdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+Content = dict[str, Any]
+
+
+def markdown(found: Content) -> str:
+    base = found["base"]
+    lines = ["# Benchmark", "", f"`{found['about']['command']}`", "", where_words(found)]
+    if "grown" in found["about"]:
+        lines += ["", grown_words(found["about"]["grown"])]
+    lines += _part_lines(found, base, "")
+    for temperature, part in found.get("temperatures", {}).items():
+        lines += _part_lines(part, base, f", T={temperature}")
+    lines += _failure_lines(found)
+    if found.get("roofline"):
+        lines += _roofline_lines(found["roofline"], base)
+    if found.get("spec_bench"):
+        lines += _spec_bench_lines(found["spec_bench"])
+    if found.get("warm_up_s"):
+        warm = [f"batch {batch}: {sum(spent.values()):.1f} s" for batch, spent in found["warm_up_s"].items()]
+        lines += ["", f"Warming up and capturing rounds, for all together and in no figure above: {', '.join(warm)}."]
+    return "\n".join(lines) + "\n"
+
+
+def where_words(found: Content) -> str:
+    about = found["about"]
+    parts = [about.get("model"), about["machine"], f"{about['threads']} threads", about.get("dtype")]
+    parts += [f"commit {about['commit']}", about["date"]]
+    chosen = f"T={found['temperature']:g}" if found.get("temperature") else "Greedy"
+    repeats = f", the middle one of {found['repeats']} runs" if found.get("repeats", 1) > 1 else ""
+    return (
+        f"{', '.join(part for part in parts if part)}. {chosen}, at most {found['max_new_tokens']} new tokens{repeats}. "
+        "Speeds are tokens over wall seconds, the reading of the prompt included; in brackets, where 95 of 100 samples of "
+        "the prompts would put the speed-up. Loop share: tokens inside an 8-gram that the answer already had."
+    )
+
+
+HEADS = (
+    "tokens/s",
+    "over {base}",
+    "first token, ms",
+    "then tokens/s",
+    "tokens a round",
+    "loop share",
+    "same text as {base}",
+)
+
+
+def cells(row: Content) -> list[str]:
+    """A row in words, beneath HEADS and the contender's name."""
+    first, then = row.get("first_token_s"), row.get("decode_tokens_per_second")
+    return [
+        f"{row['tokens_per_second']:.1f}",
+        speedup_words(row),
+        "-" if first is None else f"{first * 1e3:.1f}",
+        "-" if then is None else f"{then:.1f}",
+        f"{row['tokens_per_round']:.2f}",
+        f"{row['loop_share']:.0%}",
+        same_words(row),
+    ]
+
+
+def same_words(row: Content) -> str:
+    """How many texts are the base's, and what became of the others."""
+    kinds = (("ties", "ties"), ("differing", "other"), ("failed", "failed"))
+    others = [f"{row[key]} {word}" for key, word in kinds if row.get(key)]
+    return ", ".join([f"{row['identical']} of {row['prompts']}", *others])
+
+
+def speedup_words(row: Content) -> str:
+    """A speed-up with its interval, or that there is none, and why."""
+    if row["speedup"] is None:
+        return f"none: {row.get('refused', 'other text')}"
+    if row.get("low") is None or abs(row["high"] - row["low"]) < 1e-9:
+        return f"{row['speedup']:.2f}x"
+    return f"{row['speedup']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def _part_lines(part: Content, base: str, suffix: str) -> list[str]:
+    lines: list[str] = []
+    for name, table in part["tables"].items():
+        lines += ["", f"## {name}, one text at a time{suffix}", ""]
+        lines += table_lines(
+            ["contender", *(head.format(base=base) for head in HEADS)], [[r["contender"], *cells(r)] for r in table]
+        )
+    if list(map(str, part["batches"])) not in ([], ["1"]):
+        lines += _batch_lines(part, base, suffix)
+    return lines
+
+
+def table_lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(line)} |" for line in (heads, *body)]
+    return [lines[0].replace("|  |", "| |", 1), "|---" * len(heads) + "|", *lines[1:]]
+
+
+def _batch_lines(part: Content, base: str, suffix: str) -> list[str]:
+    """A line for each number of texts at once: the base's speed, then each method's and how far it is ahead."""
+    others = list(
+        dict.fromkeys(r["contender"] for table in part["batches"].values() for r in table if r["contender"] != base)
+    )
+    heads = ["batch", f"{base}, tokens/s", *(f"{name}, {what}" for name in others for what in ("tokens/s", f"over {base}"))]
+    body = []
+    for batch, table in part["batches"].items():
+        row = {one["contender"]: one for one in table}
+        pairs = [[f"{row[n]['tokens_per_second']:.1f}", speedup_words(row[n])] if n in row else ["-", "-"] for n in others]
+        body.append([str(batch), f"{row[base]['tokens_per_second']:.1f}", *(cell for pair in pairs for cell in pair)])
+    stops = part["stops_paying"].items()
+    return [
+        *("", f"## by batch{suffix}", "", *table_lines(heads, body), ""),
+        *(f"- {stop_words(name, stop, [int(batch) for batch in part['batches']])}" for name, stop in stops),
+    ]
+
+
+def _failure_lines(found: Content) -> list[str]:
+    lines: list[str] = []
+    if found["failures"]:
+        lines += ["", "## Failed prompts", "", "They count in no figure above.", ""]
+        lines += [f"- {failure_words(one)}" for one in found["failures"]]
+    left = found.get("left_out") or {}
+    lines += [line for batch, count in left.items() for line in ("", left_out_words(batch, count))]
+    failed = found.get("warm_up_failed") or {}
+    return lines + [line for name, why in failed.items() for line in ("", f"{name} failed at warming up: {why}")]
+
+
+def failure_words(one: Content) -> str:
+    drawn = f", T={one['temperature']:g}" if one["temperature"] else ""
+    turn = f", turn {one['turn'] + 1}" if one["turn"] else ""
+    return f"{one['contender']}, batch {one['batch']}{drawn}, prompt {one['prompt']}{turn}: {one['why']}"
+
+
+def left_out_words(batch: object, count: int) -> str:
+    return f"Batch {batch}: {count} later turns are left out, because they could not fill it."
+
+
+def _spec_bench_lines(figures: Content) -> list[str]:
+    """Their own definitions, which differ from ours: see docs/benchmark.md."""
+    heads = ["contender", "mean of speeds, tokens/s", "speed-up", "speed-up, baseline counted anew", "mean accepted tokens"]
+    body = []
+    for name, groups in figures.items():
+        if overall := groups.get("overall"):
+            ups = [f"{overall[key]:.2f}x" if key in overall else "none" for key in ("speedup", "speedup_retokenized")]
+            body.append([name, f"{overall['speed']:.1f}", *ups, f"{overall['mean_accepted_tokens']:.2f}"])
+    return ["", "## As Spec-Bench counts", "", *table_lines(heads, body)]
+
+
+def _roofline_lines(roofline: Content, base: str) -> list[str]:
+    if "failed" in roofline:
+        return ["", f"What a pass costs could not be measured: {roofline['failed']}"]
+    lines = ["", "## What a pass costs", "", pass_words(roofline)]
+    if isinstance(roofline["passes"], list):
+        heads = ["rows", "ms", "MB", "GFLOP", "of bandwidth", "of operations"]
+        body = [
+            [f"{one['rows']}", f"{one['ms']:.3f}", f"{one['bytes'] / 1e6:.1f}", f"{one['operations'] / 1e9:.2f}"]
+            + [f"{one['bandwidth_share']:.0%}", f"{one['operations_share']:.0%}"]
+            for one in roofline["passes"]
+        ]
+        lines += ["", *table_lines(heads, body)]
+    return lines + _round_lines(roofline, base)
+
+
+def _round_lines(roofline: Content, base: str) -> list[str]:
+    pairs = {name: (roofline["split"][name], one) for name, one in roofline["methods"].items()}
+    failed = {name: split.get("failed") or one.get("failed") for name, (split, one) in pairs.items()}
+    heads = ["method", "draft ms", "verify ms", "accept ms", "host ms", *(head.format(base=base) for head in ECONOMY_HEADS)]
+    body = [
+        [name, *(f"{ms:.3f}" for ms in split.values()), *economy_cells(one)]
+        for name, (split, one) in pairs.items()
+        if not failed[name]
+    ]
+    lines = ["", "## Where a round goes, and when it pays", "", *table_lines(heads, body)]
+    return lines + [line for name, why in failed.items() if why for line in ("", f"{name} could not be measured: {why}")]
+
+
+def pass_words(roofline: Content) -> str:
+    """What the machine can do, what a pass reaches of it, and where rows begin to cost."""
+    reads, computes = roofline["bytes_per_second"] / 1e9, roofline["operations_per_second"] / 1e12
+    words = (
+        f"One pass of the model after {roofline['context']} tokens. The floor is what has to be read at {reads:.0f} GB/s or "
+        f"computed at {computes:.2f} TFLOP/s, both measured here. "
+    )
+    passes, knee = roofline["passes"], roofline["knee"]
+    if not isinstance(passes, list):
+        return words + f"Passes could not be measured: {passes['failed']}."
+    first, last = passes[0], passes[-1]
+    words += (
+        f"One row reaches {first['bandwidth_share']:.0%} of that bandwidth, {last['rows']} rows "
+        f"{last['bandwidth_share']:.0%} of it and {last['operations_share']:.0%} of those operations. "
+    )
+    if knee["beyond"]:
+        return words + f"Up to {last['rows']} rows there is no knee."
+    return words + f"At the knee, {knee['rows']:.0f} rows, rows cost as much as the reading of the weights."
+
+
+ECONOMY_HEADS = (
+    *("ms a round", "rounds of {base}", "tokens a round", "to break even"),
+    *("kept of guesses", "to break even", "bandwidth in verify"),
+)
+
+
+def economy_cells(one: Content) -> list[str]:
+    """What a method's round costs and brings, beneath ECONOMY_HEADS."""
+    shares = [one.get(key) for key in ("acceptance", "break_even_acceptance", "verify_bandwidth_share")]
+    return [
+        f"{one['round_ms']:.3f}" if one["round_ms"] < 10 else f"{one['round_ms']:.1f}",
+        f"{one['round_cost']:.2f}",
+        f"{one['tokens_per_round']:.2f}",
+        f"{one['break_even_tokens_per_round']:.2f}",
+        *("-" if share is None else f"{share:.0%}" for share in shares),
+    ]
+
+
+def stop_words(name: str, stop: int | None, batches: Collection[int]) -> str:
+    if stop is None:
+        return f"{name} still pays at batch {max(batches)}, the largest tried"
+    return f"{name} pays at no batch tried" if stop == min(batches) else f"{name} stops paying at batch {stop}"
+
+
+def grown_words(grown: dict[str, Any]) -> str:
+    """What has to stand beside every figure of a model that was grown."""
+    ties = f"; the others part from it at near-ties of the model, {grown['ties']} in all" if grown["ties"] else ""
+    return (
+        f"Grown r={grown['times']}: the model made {grown['times']} times as wide, {grown['parameters'] / 1e9:.2f} B "
+        f"parameters, its function unchanged. Before timing it wrote {grown['prompts']} texts, {grown['tokens']} tokens; "
+        f"{grown['identical']} of them are its original's to the last token{ties}."
+    )

@@ -1,0 +1,189 @@
+"""Three kinds of drawing as SVG text: bars in groups, lines, and bars that are stacked. They need no script and no library.
+
+In: names and numbers. Out: an `<svg>` that scales with its place; colours and fonts come from the page's style sheet, whose
+classes `c0`, `c1`, ... are the contenders: a name has one colour everywhere. A mark that is pointed at tells its number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+
+WIDTH = 860
+LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 46
+
+Span = tuple[float, float]
+Point = tuple[float, float]
+
+
+def nice_step(most: float, count: int = 5) -> float:
+    """A round number that divides 0..most into about `count` parts."""
+    rough = max(most, 1e-9) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * times for times in (1, 2, 2.5, 5, 10) if power * times >= rough * 0.999)
+
+
+def number(value: float) -> str:
+    """Short, and never in powers of ten."""
+    if value and abs(value) < 0.1:
+        return f"{value:.3f}".rstrip("0")
+    return f"{value:.2f}".rstrip("0").rstrip(".") if abs(value) < 100 else f"{value:.0f}"
+
+
+class Frame:
+    """A drawing with a vertical axis from 0 to `most`."""
+
+    def __init__(self, height: int, most: float, unit: str = "", label: str = "", below: int = BOTTOM) -> None:
+        self.height, self.parts = height, list[str]()
+        self.floor, self.step = height - below, nice_step(most)
+        self.most = math.ceil(most / self.step - 1e-9) * self.step
+        for place in range(round(self.most / self.step) + 1):
+            value = place * self.step
+            y = self.y(value)
+            self.add(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            self.text(LEFT - 8, y + 4, f"{number(value)}{unit}", "end")
+        if label:
+            self.add(f'<text class="axis" transform="translate(12 {self.floor / 2:.0f}) rotate(-90)">{escape(label)}</text>')
+
+    def y(self, value: float) -> float:
+        return TOP + (self.floor - TOP) * (1 - value / self.most)
+
+    def add(self, part: str) -> None:
+        self.parts.append(part)
+
+    def text(self, x: float, y: float, words: str, anchor: str = "middle", kind: str = "tick") -> None:
+        self.add(f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    def rule(self, value: float) -> None:
+        """A line across, that everything is compared with."""
+        y = self.y(value)
+        self.add(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+
+    def done(self, about: str) -> str:
+        head = f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(about, quote=True)}">'
+        return head + "".join(self.parts) + "</svg>"
+
+
+def bars(
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    about: str,
+    unit: str = "",
+    spans: Mapping[str, Sequence[Span | None]] | None = None,
+    rule: float | None = None,
+    colour: Callable[[str], int] = lambda _: 0,
+) -> str:
+    """A bar for each name in each group, with its span as a whisker; where there is no number, a dash."""
+    spans = spans or {}
+    values = [value for row in series.values() for value in row if value is not None]
+    tops = [span[1] for row in spans.values() for span in row if span]
+    frame = Frame(300, max([*values, *tops, rule or 0.0, 0.1]) * 1.04, unit, below=30)
+    room = (WIDTH - LEFT - RIGHT) / max(len(groups), 1)
+    wide = min(room * 0.82 / max(len(series), 1), 46)
+    for place, group in enumerate(groups):
+        middle = LEFT + room * (place + 0.5)
+        frame.text(middle, frame.floor + 20, group.replace("_", " "), kind="label")
+        for order, (name, row) in enumerate(series.items()):
+            x = middle + (order - len(series) / 2) * wide
+            span = spans[name][place] if name in spans else None
+            _bar(frame, x, wide, row[place], span, f"{name}, {group}", unit, colour(name))
+    if rule is not None:
+        frame.rule(rule)
+    return frame.done(about)
+
+
+def _bar(
+    frame: Frame, x: float, wide: float, value: float | None, span: Span | None, what: str, unit: str, colour: int
+) -> None:
+    middle = x + wide / 2
+    if value is None:
+        frame.text(middle, frame.floor - 4, "–")
+        return
+    told = f"{what}: {number(value)}{unit}" + (f" [{number(span[0])}, {number(span[1])}]" if span else "")
+    y, gap = frame.y(value), min(wide * 0.12, 2)
+    frame.add(
+        f'<rect class="c{colour}" x="{x + gap:.1f}" y="{y:.1f}" width="{wide - 2 * gap:.1f}" '
+        f'height="{max(frame.floor - y, 0.5):.1f}" rx="2"><title>{escape(told)}</title></rect>'
+    )
+    top = frame.y(span[1]) if span else y
+    if span:
+        low = frame.y(span[0])
+        ends = "".join(f"M{middle - 3:.1f} {y:.1f}h6" for y in (low, top))
+        frame.add(f'<path class="whisker" d="M{middle:.1f} {low:.1f}V{top:.1f}{ends}"/>')
+    if wide >= 24:
+        frame.text(middle, top - 5, number(value), kind="value")
+
+
+def lines(
+    series: Mapping[str, Sequence[Point]],
+    about: str,
+    across: str,
+    upwards: str,
+    unit: str = "",
+    rule: float | None = None,
+    doubling: bool = False,
+    mark: tuple[float, str] | None = None,
+    colour: Callable[[str], int] = lambda _: 0,
+    dashed: Sequence[str] = (),
+) -> str:
+    """A line for each name; `doubling`: the horizontal axis is in powers of two. `mark` is a place on it, and its name."""
+    points = [point for row in series.values() for point in row]
+    frame = Frame(300, max([y for _, y in points] + [rule or 0.0, 1e-9]) * 1.06, unit, upwards)
+    ticks = sorted({x for x, _ in points})
+    scale = (lambda x: math.log2(x)) if doubling else (lambda x: x)
+    low, high = scale(ticks[0]), scale(ticks[-1])
+    inset = 24
+
+    def at(x: float) -> float:
+        share = (scale(x) - low) / (high - low) if high > low else 0.5
+        return LEFT + inset + share * (WIDTH - LEFT - RIGHT - 2 * inset)
+
+    for x in ticks:
+        frame.text(at(x), frame.floor + 18, number(x))
+    frame.text((LEFT + WIDTH - RIGHT) / 2, frame.floor + 38, across, kind="label")
+    if rule is not None:
+        frame.rule(rule)
+    if mark is not None and ticks[0] <= mark[0] <= ticks[-1]:
+        frame.add(f'<line class="mark" x1="{at(mark[0]):.1f}" x2="{at(mark[0]):.1f}" y1="{TOP}" y2="{frame.floor}"/>')
+        frame.text(at(mark[0]) + 6, TOP + 12, mark[1], "start", "label")
+    for name, row in series.items():
+        style = f"c{colour(name)}{' dashed' if name in dashed else ''}"
+        path = " ".join(f"{at(x):.1f},{frame.y(y):.1f}" for x, y in row)
+        frame.add(f'<polyline class="line {style}" points="{path}"/>')
+        frame.parts += [_dot(at(x), frame.y(y), style, f"{name}, {number(x)}: {number(y)}{unit}") for x, y in row]
+    return frame.done(about)
+
+
+def _dot(x: float, y: float, style: str, told: str) -> str:
+    return f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{escape(told)}</title></circle>'
+
+
+def stacked(rows: dict[str, dict[str, float]], about: str, unit: str) -> str:
+    """A bar for each name, left to right in its parts."""
+    left, line = 176, 40
+    height = line * len(rows) + 8
+    most = max([sum(parts.values()) for parts in rows.values()] + [1e-9])
+    wide = (WIDTH - left - 84) / most
+    found = []
+    for place, (name, parts) in enumerate(rows.items()):
+        y, x = place * line + 8, float(left)
+        found.append(f'<text class="label" x="{left - 10}" y="{y + 19}" text-anchor="end">{escape(short(name))}</text>')
+        for order, (part, value) in enumerate(parts.items()):
+            told = escape(f"{name}, {part}: {number(value)}{unit}")
+            found.append(
+                f'<rect class="p{order}" x="{x:.1f}" y="{y}" width="{max(value * wide - 1, 0.4):.1f}" height="26" rx="2">'
+                f"<title>{told}</title></rect>"
+            )
+            x += value * wide
+        total = number(sum(parts.values()))
+        found.append(f'<text class="value" x="{x + 8:.1f}" y="{y + 18}" text-anchor="start">{total}{unit}</text>')
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(about, quote=True)}">{"".join(found)}</svg>'
+
+
+def short(name: str) -> str:
+    """NAME=some/long/FOLDER as NAME=FOLDER, or NAME where that says no more, and no longer than a line has room for."""
+    method, _, folder = name.partition("=")
+    last = folder.rstrip("/").rpartition("/")[2]
+    name = f"{method}={last}" if last not in ("", method) else method
+    return name if len(name) <= 26 else name[:25] + "…"

@@ -1,0 +1,37 @@
+"""The referee of `prove` for the texts of `bench`: two rooms that meet only here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foreword.errors import ForewordError
+
+if TYPE_CHECKING:
+    from foreword.api import LLM
+    from foreword.bench.partings import Judge, Parting
+    from foreword.prove import Case, Ruling
+
+
+def referee(llm: LLM, folder: Path, progress: Callable[[str, int, int], None]) -> Judge:
+    """Tells ties from differences. What it cannot judge it says why, for every parting: none of them is a tie then.
+
+    Passes of a benchmark have more shapes than a referee replays, and some are other people's, so it grants them more error
+    than in a proof.
+    """
+    from foreword.bench.partings import DIFFERENT, TIE  # noqa: PLC0415  imports torch
+    from foreword.prove import Case, Referee  # noqa: PLC0415  imports torch
+
+    def judge(partings: Sequence[Parting]) -> list[str]:
+        cases = [Case(one.text, one.prompt, one.place, one.sampling, one.base, one.other) for one in partings]
+        rulings: dict[Case, Ruling] = {}
+        try:
+            for found in Referee(llm.model, folder).judge(cases, wide=True):
+                rulings |= found
+                progress("judging differences", len(rulings), len(cases))
+        except ForewordError as error:
+            return [str(error)] * len(cases)
+        return [TIE if rulings[case].verdict == "tie" else DIFFERENT for case in cases]
+
+    return judge

@@ -1,0 +1,92 @@
+"""On a CUDA device: the compiled baseline writes plain's tokens, sampled rounds are captured beforehand, and a round's parts
+are measured.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import foreword
+from foreword.api import LLM
+from foreword.bench import Benchmark, Manner, Task, Timing, contender, make_baselines
+from foreword.bench.roofline import PARTS, roofline
+
+pytestmark = pytest.mark.gpu
+
+TASKS = [Task(str(i), tuple(range(20 + i, 60 + 3 * i)), i) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        eos_token_id=1,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(place)
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def load(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], LLM]]:
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    held: list[LLM] = []
+
+    def of(dtype: str) -> LLM:
+        held.append(foreword.load(folder, "plain", slots=1, device="cuda", dtype=dtype, max_context=512))
+        return held[-1]
+
+    yield of
+    for llm in held:
+        llm.close()
+
+
+def test_the_compiled_baseline(load: Callable[[str], LLM], folder: Path) -> None:
+    llm = load("float32")
+    plain = contender(llm, "plain").write(TASKS, Manner(16))
+    (other,) = make_baselines(["hf_static"], llm, folder, 512)
+    other.capture(TASKS, Manner(16))
+    found = other.write(TASKS, Manner(16))
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert all(one.first_s and one.accepted == [1] * len(one.tokens) for one in found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rounds_are_captured_before_the_clock(load: Callable[[str], LLM], temperature: float) -> None:
+    llm = load("bfloat16")
+    one = contender(llm, "token_recycling", max_context=512)
+    manner = Manner(32, temperature)
+    one.capture(TASKS, manner)
+    one.forget()
+    first, again = one.write(TASKS, manner), one.write(TASKS, manner)
+    assert all(not answer.failed and answer.first_s for answer in first)
+    assert sum(len(a.accepted) for a in again) <= sum(len(a.accepted) for a in first)  # it has learned
+    one.forget()
+    assert [answer.accepted for answer in one.write(TASKS, manner)] == [answer.accepted for answer in first]
+
+
+def test_what_the_machine_allows(load: Callable[[str], LLM]) -> None:
+    llm = load("bfloat16")
+    names = ("plain", "token_recycling")
+    timings = tuple(Timing("0", "qa", n, 40, 20, 1.0, 0.0, 1, first_s=0.1, first_tokens=1, drafted=40) for n in names)
+    found = roofline(llm, names, Benchmark(names, 32, timings), TASKS)
+    assert 1e11 < found["bytes_per_second"] < 1e14 and found["operations_per_second"] > 1e12
+    assert isinstance(found["passes"], list) and found["knee"]
+    for name in names:
+        assert set(found["split"][name]) == set(PARTS) and found["split"][name]["verify"] > 0
+    assert found["split"]["token_recycling"]["draft"] > 0 == found["split"]["plain"]["draft"]

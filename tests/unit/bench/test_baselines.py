@@ -1,0 +1,126 @@
+"""Other people's decoding: the same tokens, counted as ours are, and refused early where it cannot run."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import foreword
+from foreword.api import LLM
+from foreword.bench import Manner, Task, check_baseline, contender, make_baselines
+from foreword.bench import baselines as room
+from foreword.bench.baselines import counted, per_round
+from foreword.bench.grow import load_grown
+from foreword.errors import DrafterError, InputError
+
+WORDS = "the words that come before the words that come before"
+
+
+@pytest.fixture(scope="module")
+def llm(folders: dict[str, Path], own_home: Path) -> Iterator[LLM]:
+    with foreword.load(folders["llama"], "plain", slots=1, device="cpu") as loaded:
+        yield loaded
+
+
+def asked(llm: LLM) -> list[Task]:
+    return [Task("0", tuple(llm.tokenizer.encode(WORDS)))]
+
+
+@pytest.mark.parametrize("name", ["hf", "hf_lookup", "hf_assistant"])
+def test_a_baseline_writes_the_tokens_of_plain(name: str, llm: LLM, folders: dict[str, Path]) -> None:
+    words = f"{name}={folders['llama']}" if name == "hf_assistant" else name
+    (plain,) = contender(llm, "plain").write(asked(llm), Manner(40))
+    (other,) = make_baselines([words], llm, folders["llama"], 512)
+    first, again = (other.write(asked(llm), Manner(40))[0] for _ in range(2))
+    assert other.name == name and other.alone and first.tokens == again.tokens == plain.tokens
+    assert first.accepted == again.accepted and sum(first.accepted) == 40 and first.first_s is not None
+    if name == "hf":
+        assert first.accepted == [1] * 40
+    if name == "hf_assistant":  # its draft model is the target itself
+        assert len(first.accepted) <= 20
+
+
+def test_those_of_transformers_share_their_weights(llm: LLM, folders: dict[str, Path], monkeypatch: Any) -> None:
+    loads: list[Path] = []
+    load = room.load_stock
+    monkeypatch.setattr(room, "load_stock", lambda folder, *more: loads.append(folder) or load(folder, *more))
+    assert len(make_baselines(["hf", "hf_lookup"], llm, folders["llama"], 512)) == 2 and len(loads) == 1
+
+
+def test_a_grown_target_has_grown_baselines(folders: dict[str, Path], own_home: Path) -> None:
+    _, wide = load_grown(folders["llama"], 2, device="cpu", max_context=256)
+    (plain,) = contender(wide, "plain").write(asked(wide), Manner(24))
+    (other,) = make_baselines(["hf"], wide, folders["llama"], 256)
+    assert other.write(asked(wide), Manner(24))[0].tokens == plain.tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("vllm", "'vllm'; there are: hf, hf_static, hf_lookup, hf_assistant, llama_cpp"),
+        ("hf=folder", "takes nothing"),
+        ("hf_assistant", "needs the folder of a draft model"),
+        ("hf_assistant=nowhere", "nowhere is none"),
+        ("llama_cpp", "needs a GGUF file"),
+        ("llama_cpp=nowhere.gguf", "nowhere.gguf is none"),
+    ],
+)
+def test_what_cannot_run_is_refused_early(words: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        check_baseline(words)
+
+
+def test_what_needs_a_gpu_or_another_vocabulary(llm: LLM, folders: dict[str, Path], talking: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="on a GPU only"):
+        make_baselines(["hf_static"], llm, folders["llama"], 512)
+    talking("llama", vocab_size=300).save_pretrained(tmp_path)
+    with pytest.raises(DrafterError, match="has 300 tokens.*same vocabulary"):
+        make_baselines([f"hf_assistant={tmp_path}"], llm, folders["llama"], 512)
+
+
+def test_rounds_and_tokens_are_counted_by_us() -> None:
+    assert per_round([11, 14, 15], prompt=10, tokens=5) == [1, 3, 1]
+    assert per_round([11, 14, 18], prompt=10, tokens=5) == [1, 3, 1]  # what was cut off
+    manner = Manner(4)
+    assert counted([5, 6, 1, 7], [1], manner) == [5, 6, 1] and counted([5, 6, 7, 8, 9], [1], manner) == [5, 6, 7, 8]
+
+
+class Llama:
+    """What llama-cpp-python has, as far as it is used: plain's tokens, and a memory of its own."""
+
+    answer: list[int] = []
+    size = 0
+
+    def __init__(self, model_path: str, **settings: Any) -> None:
+        self.metadata, self.resets = {"general.file_type": "3"}, 0
+
+    def n_vocab(self) -> int:
+        return self.size
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def generate(self, tokens: list[int], temp: float, **settings: Any) -> Iterator[int]:
+        assert temp == 0 and self.resets
+        yield from [*self.answer, 7, 7, 7]
+
+
+def test_llama_cpp_is_labelled_by_its_quantisation(
+    llm: LLM, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("llama_cpp")
+    module.__spec__ = pytest.__spec__  # it is there
+    module.Llama = Llama  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    (tmp_path / "m.gguf").touch()
+    (plain,) = contender(llm, "plain").write(asked(llm), Manner(12))
+    Llama.answer, Llama.size = plain.tokens, llm.model.vocab_size
+    (other,) = make_baselines([f"llama_cpp={tmp_path / 'm.gguf'}"], llm, folders["llama"], 512)
+    (found,) = other.write(asked(llm), Manner(12))
+    assert other.name == "llama_cpp (Q4_1)" and found.tokens == plain.tokens and found.accepted == [1] * 12
+    Llama.size = 99
+    with pytest.raises(InputError, match="has 99 tokens"):
+        make_baselines([f"llama_cpp={tmp_path / 'm.gguf'}"], llm, folders["llama"], 512)

@@ -1,0 +1,90 @@
+"""Two results side by side, and pages whose tables come from results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.bench import Benchmark, Timing, content, read_results, write_report
+from foreword.bench.compare import changes, settings_that_differ
+from foreword.bench.published import MARK, published_table, refreshed
+
+ROOT = Path(__file__).parents[3]
+ABOUT: dict[str, Any] = {"command": "foreword bench", "commit": "0", "date": "-", "machine": "m", "threads": 2}
+
+
+def results(folder: Path, speed: float, spread: float = 0.0, **about: Any) -> dict[str, Any]:
+    """Twelve prompts, three repeats of which the middle one counts; one of the others is slow."""
+    timings = [
+        Timing(str(q), "rag" if q % 2 else "qa", name, 100, 50, seconds, 0.0, 1, repeat=repeat, block=q)
+        for q in range(12)
+        for name, factor in (("plain", 1.0), ("fast", speed * (1 + spread * (-1) ** (q // 2))))
+        for repeat, seconds in enumerate((10.0 / factor, 10.0 / factor, 99.0))
+    ]
+    middle = tuple(t for t in timings if t.repeat == 0)
+    write_report(content([Benchmark(("plain", "fast"), 128, middle)], {**ABOUT, **about}), timings, folder)
+    return read_results(folder)
+
+
+def test_what_became_faster(tmp_path: Path) -> None:
+    before, after = results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.5, commit="1")
+    found = {(one.table, one.contender): one for one in changes(before, after)}
+    assert set(found) == {(table, name) for table in ("overall", "rag", "qa") for name in ("plain", "fast")}
+    fast = found["overall", "fast"]
+    assert (fast.before, fast.after) == (20.0, 25.0) and fast.ratio == pytest.approx(1.25)
+    assert fast.verdict == "faster" and fast.low == pytest.approx(1.25) and fast.speedup == (2.0, 2.5)
+    assert found["rag", "plain"].verdict == "no change that can be told"
+    back = {(one.table, one.contender): one for one in changes(after, before)}
+    assert back["overall", "fast"].verdict == "slower" and settings_that_differ(before, after) == {"commit": ("0", "1")}
+
+
+def test_a_change_that_the_prompts_cannot_tell(tmp_path: Path) -> None:
+    found = changes(results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.1, spread=0.4))
+    fast = next(one for one in found if one.contender == "fast")
+    assert fast.low is not None and fast.high is not None and fast.low < 1 < fast.high
+    assert fast.verdict == "no change that can be told"
+
+
+def test_results_of_earlier_versions_are_compared_too() -> None:
+    old = read_results(ROOT / "results" / "bench_cuda")
+    found = {(one.table, one.contender): one for one in changes(old, old)}
+    assert found["overall", "plain"].ratio == 1 and found["overall", "plain"].low == pytest.approx(1)
+    assert found["translation + summarization + rag", "token_recycling"].low == pytest.approx(1)
+
+
+def test_the_command(run_foreword: Any, tmp_path: Path) -> None:
+    results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.5, machine="another")
+    shown = run_foreword("bench", "compare", tmp_path / "a", tmp_path / "b")
+    assert shown.exit_code == 0 and "machine differs: m against another" in shown.stdout and "faster" in shown.stdout
+    told = json.loads(run_foreword("bench", "compare", tmp_path / "a", tmp_path / "b", "--json").stdout)
+    assert {one["verdict"] for one in told["changes"]} == {"faster", "no change that can be told"}
+    assert run_foreword("bench", "compare", tmp_path / "a", tmp_path / "nothing").exit_code == 2
+
+
+# Pages --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_a_page(tmp_path: Path, run_foreword: Any) -> None:
+    results(tmp_path / "results", 2.0)
+    page = tmp_path / "README.md"
+    page.write_text("Before.\n\n<!-- foreword bench table results -->\n\n| old |\n|---|\n| x |\n\nAfter.\n")
+    assert run_foreword("bench", "table", "--into", page).exit_code == 0
+    table = published_table(read_results(tmp_path / "results"))
+    assert page.read_text() == f"Before.\n\n<!-- foreword bench table results -->\n\n{table}\nAfter.\n"
+    assert "| `fast` | 20.0 | 2.00x | 2.00 | 12 of 12 |\n" in table
+    assert run_foreword("bench", "table", tmp_path / "results").stdout == table
+    assert run_foreword("bench", "table").exit_code == 2
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md"], ids=lambda page: page.name)
+def test_pages_agree_with_their_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert MARK.search(text) and refreshed(text, ROOT) == text
+
+
+def test_a_row_is_what_results_hold() -> None:
+    found = read_results(ROOT / "results" / "bench_cpu")
+    (row,) = [row for row in found["tables"]["overall"] if row["contender"] == "prompt_lookup"]
+    line = f"| `prompt_lookup` | {row['tokens_per_second']:.1f} | {row['speedup']:.2f}x |"
+    assert line in published_table(found) and line in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,45 @@
+"""A number's origin: the command, and the commit of the source that made it."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import foreword
+from foreword.bench import report
+from foreword.bench.report import facts
+
+
+def test_what_stands_beside_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/some/where/foreword", "bench", "--prompts", "my questions.jsonl"])
+    about = facts(model="tiny")
+    assert about["command"] == "foreword bench --prompts 'my questions.jsonl'"
+    assert (about["model"], about["threads"]) == ("tiny", torch.get_num_threads())
+    assert about["machine"] and about["commit"] and about["date"]
+    assert about["versions"]["foreword"] == foreword.__version__ and about["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_the_commit_says_whether_the_source_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "src" / "foreword" / "bench" / "report.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("as committed")
+    monkeypatch.setattr(report, "__file__", str(file))
+
+    def git(*words: str) -> str:
+        person = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        return subprocess.run(
+            ["git", *person, *words], capture_output=True, text=True, cwd=tmp_path, check=True
+        ).stdout.strip()
+
+    git("init", "--quiet")
+    assert facts()["commit"] == "no checkout"  # our file is in the folder of somebody's repository, not in it
+    git("add", ".")
+    git("commit", "--quiet", "--message", "first")
+    assert facts()["commit"] == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "notes.md").write_text("not source")
+    assert facts()["commit"] == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "src" / "other.py").write_text("new")
+    assert facts()["commit"] == git("rev-parse", "--short", "HEAD") + "+changes"

@@ -1,0 +1,171 @@
+"""Figures are pooled as they say, on the same blocks as the base; what differs or fails is not passed over."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from foreword.bench.figures import Benchmark, Timing, benchmarks, failures, resampled, rows, stops_paying, tables
+
+
+def timing(contender: str, group: str, tokens: int, rounds: int, seconds: float, loops: float = 0.0, **more: Any) -> Timing:
+    more = {"identical": 1, "prompt": group} | more
+    return Timing(group=group, contender=contender, tokens=tokens, rounds=rounds, seconds=seconds, loop_share=loops, **more)
+
+
+BENCHMARK = Benchmark(
+    contenders=("plain", "fast"),
+    max_new_tokens=128,
+    timings=(
+        timing("plain", "rag", 100, 100, 10.0, 0.1, block=0),
+        timing("fast", "rag", 100, 25, 4.0, 0.1, block=0, drafted=75, kept=[5, 5, 0, 15]),
+        timing("plain", "qa", 20, 20, 2.0, block=1),
+        timing("fast", "qa", 20, 20, 2.0, 0.5, block=1, identical=0, ties=1, drafted=25, kept=[20]),
+        timing("plain", "translation", 60, 60, 3.0, block=2),
+        timing("fast", "translation", 60, 30, 2.0, block=2),
+    ),
+)
+
+
+def test_figures_are_pooled_over_tokens_and_seconds() -> None:
+    """Not averaged over prompts: the long answer weighs more."""
+    plain, fast = rows(BENCHMARK)
+    assert (plain.tokens, plain.tokens_per_second, plain.speedup, plain.tokens_per_round) == (180, 12.0, 1.0, 1.0)
+    assert plain.loop_share == pytest.approx(10 / 180) and (plain.identical, plain.prompts) == (3, 3)
+    assert (fast.tokens_per_second, fast.speedup, fast.tokens_per_round) == (22.5, 22.5 / 12, 180 / 75)
+    assert fast.tokens_per_round_by_prompt == pytest.approx((4 + 1 + 2) / 3)
+    assert (fast.identical, fast.ties, fast.prompts) == (2, 1, 3)
+
+
+def test_what_is_kept_by_depth() -> None:
+    """45 drafts: 25 kept nothing, 5 one token, 15 three."""
+    fast = rows(BENCHMARK)[1]
+    assert fast.accepted_per_position == pytest.approx([20 / 45, 15 / 45, 15 / 45])
+    assert fast.conditional_per_position == pytest.approx([20 / 45, 15 / 20, 1.0])
+    assert fast.acceptance == 50 / 100 and fast.draft_tokens_per_round == pytest.approx(100 / 75)
+
+
+def test_a_table_of_some_groups() -> None:
+    plain, fast = rows(BENCHMARK, [("", "rag"), ("", "qa")])
+    assert (plain.tokens_per_second, fast.tokens_per_second) == (10.0, 20.0)
+    assert (fast.speedup, fast.tokens_per_round, fast.prompts) == (2.0, 120 / 45, 2)
+
+
+def changed(contender: str, block: int, **more: Any) -> Benchmark:
+    found = (replace(t, **more) if (t.contender, t.block) == (contender, block) else t for t in BENCHMARK.timings)
+    return replace(BENCHMARK, timings=tuple(found))
+
+
+def test_another_text_has_no_speedup() -> None:
+    plain, fast = rows(changed("fast", 1, ties=0, differing=1))
+    assert fast.speedup is None and (fast.low, fast.high) == (None, None) and fast.refused == "other text"
+    assert fast.tokens_per_second == 22.5 and plain.speedup == 1.0
+    table = tables(changed("fast", 1, ties=0, differing=1))
+    assert table["rag"][1].speedup == 2.5 and table["qa"][1].speedup is None
+
+
+def test_a_text_that_nobody_could_judge_has_none_either() -> None:
+    fast = rows(changed("fast", 1, ties=0, differing=1, unjudged="no memory"))[1]
+    assert fast.speedup is None and "no memory" in fast.refused
+
+
+def test_a_failed_prompt_counts_for_nobody_it_is_compared_with() -> None:
+    benchmark = changed("fast", 0, failed=1, tokens=0, rounds=0, identical=0, why="RuntimeError: out of paper")
+    plain, fast = rows(benchmark)
+    assert (fast.failed, fast.prompts, fast.tokens) == (1, 2, 80) and fast.speedup == (80 / 4) / (80 / 5)
+    assert (plain.failed, plain.prompts) == (0, 3)
+    (told,) = failures(benchmark.timings)
+    assert (told["contender"], told["prompt"], told["why"]) == ("fast", "rag", "RuntimeError: out of paper")
+
+
+def test_who_failed_at_everything_has_no_speed() -> None:
+    some = tuple(replace(t, failed=1, tokens=0) if t.contender == "fast" else t for t in BENCHMARK.timings)
+    fast = rows(replace(BENCHMARK, timings=some))[1]
+    assert (fast.tokens_per_second, fast.speedup, fast.refused, fast.failed) == (0.0, None, "no answers", 3)
+
+
+def test_without_plain_speeds_are_over_the_first() -> None:
+    timings = tuple(one for one in BENCHMARK.timings if one.contender == "fast")
+    others = tuple(replace(one, contender="hf", seconds=2 * one.seconds) for one in timings)
+    found = rows(Benchmark(("hf", "fast"), 128, others + timings))
+    assert [row.speedup for row in found] == [1.0, 2.0]
+
+
+def test_the_first_token_and_the_rest_apart() -> None:
+    """100 tokens in 10 s, of which the first takes 1 s; 25 rounds in 4 s, of which the first brings 4 tokens in 2 s."""
+    some = (
+        timing("plain", "rag", 100, 100, 10.0, first_s=1.0, first_tokens=1, block=0),
+        timing("fast", "rag", 100, 25, 4.0, first_s=2.0, first_tokens=4, block=0),
+    )
+    plain, fast = rows(Benchmark(("plain", "fast"), 128, some))
+    assert (plain.first_token_s, plain.decode_tokens_per_second) == (1.0, 11.0)
+    assert (fast.first_token_s, fast.decode_tokens_per_second) == (2.0, 48.0)
+    assert fast.decode_speedup == pytest.approx(48 / 11) and fast.speedup == 2.5
+    assert rows(BENCHMARK)[1].first_token_s is None
+
+
+def test_of_repeats_the_middle_one_counts() -> None:
+    seconds = {"plain": [10.0, 12.0, 50.0], "fast": [5.0, 4.0, 4.5]}
+    some = [timing(name, "rag", 100, 50, s, repeat=i, block=0) for name, of in seconds.items() for i, s in enumerate(of)]
+    (found,) = benchmarks(some, 128, {1: {"plain": 0.5}})
+    assert found.repeats == 3 and found.warm_up_s == {"plain": 0.5}
+    assert [(t.contender, t.seconds, t.repeat) for t in found.timings] == [("plain", 12.0, 1), ("fast", 4.5, 2)]
+    some[0] = replace(some[0], failed=1)
+    assert benchmarks(some, 128, {})[0].timings[0].failed == 1  # failing once is failing
+
+
+def test_benchmarks_by_temperature_and_batch() -> None:
+    kinds = [(1, 0.0), (1, 0.8), (4, 0.0), (4, 0.8)]
+    some = [timing("plain", "rag", 10, 10, 1.0, batch=batch, temperature=heat) for batch, heat in kinds]
+    found = benchmarks(some, 128, {})
+    assert [(one.temperature, one.batch) for one in found] == [(0.0, 1), (0.0, 4), (0.8, 1), (0.8, 4)]
+
+
+def test_the_interval_holds_the_ratio_and_shrinks_with_the_prompts() -> None:
+    def samples(count: int) -> list[list[float]]:
+        return [[100.0, 5.0 + i % 3, 100.0, 10.0 + i % 2] for i in range(count)]
+
+    few, many = (resampled(samples(count)) for count in (12, 120))
+    ratio = 10.5 / 6
+    assert few[0] is not None and few[1] is not None and many[0] is not None and many[1] is not None
+    assert few[0] < many[0] < ratio < many[1] < few[1]
+    assert resampled(samples(12)) == few and resampled(samples(1)) == (None, None)
+    assert resampled([[100.0, 5.0, 100.0, 10.0]] * 5) == (2.0, 2.0)
+
+
+def test_turns_of_a_prompt_are_one_sample() -> None:
+    turns = [
+        timing(name, "chat", 100, 50, s + turn, prompt="81", turn=turn, block=0)
+        for name, s in (("plain", 10.0), ("a", 5.0))
+        for turn in (0, 1)
+    ]
+    assert rows(Benchmark(("plain", "a"), 128, tuple(turns)))[1].low is None
+
+
+def test_tables_overall_where_text_is_copied_and_by_group() -> None:
+    found = tables(BENCHMARK)
+    assert list(found) == ["overall", "rag + translation", "rag", "qa", "translation"]
+    assert found["rag + translation"] == rows(BENCHMARK, [("", "rag"), ("", "translation")])
+    assert found["qa"] == rows(BENCHMARK, [("", "qa")])
+
+
+def test_one_group_is_the_whole_and_two_sets_have_their_names() -> None:
+    assert list(tables(Benchmark(("plain",), 8, (timing("plain", "rag", 8, 8, 1.0),)))) == ["overall"]
+    two = tuple(timing("plain", "qa", 8, 8, 1.0, suite=name, block=i) for i, name in enumerate("ab"))
+    assert list(tables(Benchmark(("plain",), 8, two))) == ["overall", "a", "b", "a: qa", "b: qa"]
+
+
+def batch(size: int, **seconds: float) -> Benchmark:
+    timings = (timing(name, "mixed", 120, 60, spent, texts=2, identical=2, batch=size) for name, spent in seconds.items())
+    return Benchmark(tuple(seconds), 64, tuple(timings), size)
+
+
+def test_a_method_stops_paying_where_it_is_never_ahead_again() -> None:
+    found = {
+        1: rows(batch(1, plain=10.0, fast=5.0, late=8.0)),
+        4: rows(batch(4, plain=6.0, fast=4.0, late=6.0)),
+        8: rows(batch(8, plain=4.0, fast=5.0, late=3.2)),
+    }
+    stops = stops_paying(found)
+    assert (stops["fast"], stops["late"]) == (8, None)
+    assert stops_paying({2: rows(batch(2, plain=1.0, fast=2.0))})["fast"] == 2

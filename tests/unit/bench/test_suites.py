@@ -1,0 +1,71 @@
+"""Prompt sets: by file and name, the sample that has a name, and the set that is built in."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from foreword.bench import read_suite, read_suites
+from foreword.bench.suites import BUILTIN_FILE, SAMPLES
+from foreword.errors import PromptError
+
+KINDS = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
+OTHERS = ["translation", "summarization", "qa", "math_reasoning", "rag"]
+
+
+@pytest.fixture
+def spec_bench(tmp_path: Path) -> Path:
+    """A file with the numbers and categories of the published one."""
+    rows = [{"question_id": 81 + i, "category": KINDS[i // 10], "turns": ["one", "two"]} for i in range(80)]
+    rows += [{"question_id": 161 + i, "category": OTHERS[i // 80], "turns": ["one"]} for i in range(400)]
+    file = tmp_path / "question.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_the_built_in_set() -> None:
+    found = read_suite()
+    kinds = Counter(prompt.category for prompt in found.prompts)
+    assert found.name == "builtin" and len(found.prompts) == 60 and set(kinds.values()) == {10} and len(kinds) == 6
+    assert len({prompt.id for prompt in found.prompts}) == len({tuple(prompt.turns) for prompt in found.prompts}) == 60
+    assert [len(group) for group in found.groups().values()] == [10] * 6
+    assert sum(prompt.answers for prompt in found.prompts) == 70  # conversations have two turns
+    assert len(BUILTIN_FILE.read_text().encode()) < 30_000
+
+
+def test_the_sample_of_spec_bench(spec_bench: Path) -> None:
+    found = read_suite(f"spec_bench_48={spec_bench}")
+    assert found.name == "spec_bench_48" and {name: len(of) for name, of in found.groups().items()} == {
+        "mt_bench": 8,
+        **dict.fromkeys(OTHERS, 8),
+    }
+    assert {prompt.category for prompt in found.groups()["mt_bench"]} == set(KINDS)
+    assert [int(prompt.id) for prompt in found.prompts] == list(SAMPLES["spec_bench_48"])
+
+
+def test_the_sample_is_the_same_in_a_part_of_the_file(spec_bench: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in spec_bench.read_text().splitlines()]
+    half = [{**row, "id": f"spec_bench-{row.pop('question_id')}"} for row in rows]
+    file = tmp_path / "half.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in half if int(row["id"][11:]) in SAMPLES["spec_bench_48"]))
+    assert len(read_suite(f"spec_bench_48={file}").prompts) == 48
+    file.write_text("\n".join(json.dumps(row) for row in half[:100]))
+    with pytest.raises(PromptError, match="38 of them are not in the file, the first being number 182"):
+        read_suite(f"spec_bench_48={file}")
+    with pytest.raises(PromptError, match="spec_bench_48=FILE"):
+        read_suite("spec_bench_48")
+
+
+def test_names_and_limits(spec_bench: Path) -> None:
+    assert read_suite(str(spec_bench)).name == "question" and read_suite(f"mine={spec_bench}").name == "mine"
+    assert [p.id for p in read_suite(str(spec_bench), limit=3).prompts] == ["81", "82", "83"]
+    assert len(read_suite(str(spec_bench), per_group=2).prompts) == 12
+
+
+def test_several_sets_keep_apart(spec_bench: Path) -> None:
+    found = read_suites([f"a={spec_bench}", f"b={spec_bench}"], limit=1)
+    assert [prompt.id for one in found for prompt in one.prompts] == ["a/81", "b/81"]
+    assert [one.name for one in read_suites([])] == ["builtin"]
+    with pytest.raises(PromptError, match="called the same: question, question"):
+        read_suites([str(spec_bench), str(spec_bench)])

@@ -90,6 +90,8 @@ def _pair(text: str) -> tuple[str, Any]:
     if key in _HAVE_OPTIONS:
         instead = key.replace("_", "-")
         raise typer.BadParameter(f"{key} has an option of its own: --{instead}", param_hint="--method-option")
+    if value in ("true", "false"):
+        return key, value == "true"
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):  # a word

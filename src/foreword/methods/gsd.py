@@ -84,8 +84,9 @@ class Gsd(Drafter):
     def propose(self, state: State) -> Draft:
         if self.shape.depth == 0:
             return Draft.nothing(state.root)
-        self.graph, self.roots = self._drafted(state), state.root
-        return self.growth.draft(state, self.graph.walks())
+        graph = self._drafted(state)
+        self.last = graph, state.root  # for `sketch` alone
+        return self.growth.draft(state, graph.walks())
 
     def _drafted(self, state: State) -> Graph:
         """The graph, read level by level; what the last level guesses is not read."""
@@ -100,7 +101,10 @@ class Gsd(Drafter):
         return graph
 
     def sketch(self, lane: int) -> dict[str, Any]:
-        return {} if self.shape.depth == 0 else self.graph.sketch(int(self.roots[lane]), lane)
+        if self.shape.depth == 0:
+            return {}
+        graph, roots = self.last
+        return graph.sketch(int(roots[lane]), lane)
 
     def counters(self) -> dict[str, int]:
         """Since it was bound: rows that the small model read of roots and guesses, and those that it did not have to read,

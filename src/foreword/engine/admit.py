@@ -45,7 +45,7 @@ class Slots:
             kept = max(_common(self.left[slot], prompt) - self.unsure, 0)
             running.reused = running.prefilled = min(kept, most)
         else:
-            slot = min(self.left, key=lambda free: len(self.left[free]) > 0)
+            slot = next((free for free, text in self.left.items() if not text), next(iter(self.left)))
         del self.left[slot]
         self.running[slot] = running
         self.groups.clear()

@@ -136,7 +136,10 @@ class Talk:
         self._keep(run.tokens)
         self.turn += 1
         turns = script(self.prompt)
-        return self.turn < len(turns) and self._go_on(run.tokens, turns[self.turn])
+        if self.turn == len(turns):
+            return False
+        self.said += [{"role": "assistant", "content": self.rules.tokenizer.decode(run.tokens)}, *turns[self.turn]]
+        return True
 
     def _keep(self, answer: list[int]) -> None:
         """The text goes on in the sequence that it begins with; where the tokenizer reads the target's words otherwise
@@ -148,18 +151,17 @@ class Talk:
         else:
             self.sequences.append((text, [span]))
 
-    def _go_on(self, answer: list[int], turn: list[Message]) -> bool:
-        self.said += [{"role": "assistant", "content": self.rules.tokenizer.decode(answer)}, *turn]
-        try:
-            ids = self.rules.tokenizer.encode(self.said)
-        except PromptError:
-            self.counts["later turns that the chat template refuses"] += 1
-            return False
-        if self.rules.refuses(ids):
-            self.counts["later turns longer than the context allows"] += 1
-            return False
-        self.ids = tuple(ids)
-        return True
+    def asks(self, ids: list[int] | PromptError) -> bool:
+        """What was said so far, as tokens; False, with the reason counted, where that cannot be asked."""
+        turn = "later turns " if self.turn else ""
+        if isinstance(ids, PromptError):
+            self.counts[f"{turn}refused by the tokenizer"] += 1
+        elif refused := self.rules.refuses(ids):
+            self.counts[f"{turn}{refused}"] += 1
+        else:
+            self.ids = tuple(ids)
+            return True
+        return False
 
 
 def distill(
@@ -267,13 +269,7 @@ def _by_length(talks: Iterator[Talk], llm: LLM) -> Iterator[Talk]:
         asked = {id(talk.prompt): _as_prompt(talk.said) for talk in window}  # once for all answers of a prompt
         encoded = dict(zip(asked, llm.tokenizer.encode_all(list(asked.values())), strict=True))
         for talk in window:
-            ids = encoded[id(talk.prompt)]
-            if isinstance(ids, PromptError):
-                talk.counts["refused by the tokenizer"] += 1
-            elif refused := talk.rules.refuses(ids):
-                talk.counts[refused] += 1
-            else:
-                talk.ids = tuple(ids)
+            talk.asks(encoded[id(talk.prompt)])
         yield from sorted(window, key=lambda talk: len(talk.ids))
 
 
@@ -283,22 +279,33 @@ def _as_prompt(said: list[Message]) -> str | list[Message]:
 
 
 def _answered(llm: LLM, talks: Iterator[Talk], progress: Progress) -> Iterator[Talk]:
-    """Talks as they end, in any order. Further turns enter before new talks: their slot is still theirs."""
+    """Talks as they end, in any order. Further turns wait for the next lot, and enter it before new talks: their slot is
+    still theirs."""
     engine = llm.engine
     slots = engine.slots.count
     lot = 1 if llm.model.device.type == "cpu" else max(1, slots // LOT)
     active: dict[Running, Talk] = {}
+    again: list[Talk] = []
     while True:
         free = slots - len(active)
         if free < lot and active:
             free = 0
+        elif again:
+            asked = llm.tokenizer.encode_all([going.said for going in again])
+            for going, ids in zip(again, asked, strict=True):
+                if going.asks(ids):
+                    active[engine.add(going.request())] = going
+                    free -= 1
+                else:
+                    yield going
+            again = []
         while free and (talk := next(talks, None)):
             if talk.ids:
                 active[engine.add(talk.request())] = talk
                 free -= 1
             else:
                 yield talk
-        if not active:
+        if not active and not again:
             return
         for run in engine.step_for(()):
             talk = active.pop(run, None)
@@ -306,7 +313,7 @@ def _answered(llm: LLM, talks: Iterator[Talk], progress: Progress) -> Iterator[T
                 continue
             progress.written_now += len(run.tokens)
             if talk.hear(run):
-                active[engine.add(talk.request())] = talk
+                again.append(talk)
             else:
                 yield talk
 

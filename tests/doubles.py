@@ -390,8 +390,10 @@ TRAINED: dict[str, dict[str, Any]] = {
     "firp": dict(rows=16, steps=3),
     "draft_model": dict(rows=16, depth=3, layers=2),
     "gsd": dict(rows=16, depth=3, layers=2, repeat=0, siblings=0.0, sure=0.0),
+    "amusd": dict(rows=4, layers=2, ahead=5, least=3, patience=60.0, worker="thread"),
 }
-"""Methods that need weights: with which options the laws go over them, as they go over all others."""
+"""Methods that need weights: with which options the laws go over them, as they go over all others. Of amusd the target
+waits for all that it checks, so that its drafts are the same every time."""
 
 LEARNERS = [name for name in TRAINED if trained_as(name) == name]
 """Of these the ones that are trained themselves; the others take their drafters."""

@@ -120,6 +120,7 @@ class LLM:
         self._check_open()
         found = wanted.on(self.model)  # all that can be refused is, before the engine at work gives way
         self.engine.give_up()
+        self.engine.drafter.close()
         self._take(*found)
         return self
 
@@ -174,6 +175,7 @@ class LLM:
     def close(self) -> None:
         """Free the cache and give the model its own attention back. What was being written is given up."""
         self.engine.give_up()
+        self.engine.drafter.close()
         self.model.release()
         self._closed = True
 

@@ -20,10 +20,12 @@ from foreword.model.pack import fuse
 pytestmark = pytest.mark.gpu
 
 
+CAPTURABLE = [name for name, method in methods.METHODS.items() if method.load().capturable]
+
 # Every method with both samplings, and every family with both: all of them crossed are for the CPU's laws.
 CASES = [
     pytest.param(method, FAMILIES[(m + 2 * s) % len(FAMILIES)], sampling, id=f"{method}-{name}")
-    for m, method in enumerate(methods.METHODS)
+    for m, method in enumerate(CAPTURABLE)
     for s, (name, sampling) in enumerate(SAMPLINGS.items())
 ]
 
@@ -47,7 +49,7 @@ def test_captured_rounds_write_the_truth(method: str, family: str, sampling: Sam
     assert captured_prompts(steps)
 
 
-@pytest.mark.parametrize("method", methods.METHODS)
+@pytest.mark.parametrize("method", CAPTURABLE)
 def test_captured_drafts_are_the_written_ones(method: str) -> None:
     """Round by round: as many tokens drafted and kept as without capture, so no state was left at a stale address, and a
     drafter that reads along has read the same. Prompts are read in passes of 64 and 128 rows, two and one at a time."""

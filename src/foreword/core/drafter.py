@@ -58,3 +58,6 @@ class Drafter:
 
     def end(self, slots: Sequence[int]) -> None:
         """Sequences leave."""
+
+    def close(self) -> None:
+        """Nobody writes with it any more, unless it is bound again: what works beside the target ends."""

@@ -77,3 +77,6 @@ class Traced(Drafter):
 
     def end(self, slots: Sequence[int]) -> None:
         self.inner.end(slots)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -95,6 +95,14 @@ METHODS: dict[str, Method] = {
         trained_as="draft_model",
         takes_models=True,
     ),
+    "amusd": Method(
+        "amusd:Amusd",
+        "a draft model on a device of its own writes on while the target checks",
+        paper="AMUSD, arXiv 2410.17375",
+        trained=True,
+        trained_as="draft_model",
+        takes_models=True,
+    ),
 }
 
 # What is expected to be fastest on the machine at hand: methods/auto.py.

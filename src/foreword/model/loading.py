@@ -6,6 +6,8 @@ caller hands over is only looked at: what cannot be walked is refused here, by n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +63,35 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     config = _config(folder)
     family = family_of(config)
     _refuse_quantised(config)
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager" if family.softcap(config) else "sdpa",  # torch's own attention has no cap
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with without_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager" if family.softcap(config) else "sdpa",  # torch's own attention has no cap
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # safetensors, json and torch each have their own words for a damaged file
         raise ModelCorrupt(f"the weights in {folder} cannot be read: {error}; fetch or save the model again") from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     if missing := sorted(report["missing_keys"]):  # transformers makes them up and only warns
         raise ModelCorrupt(
             f"the weights in {folder} lack {len(missing)} tensors, {missing[0]} first; fetch or save the model again"
         )
     return model.eval().requires_grad_(False).to(device)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Transformers says nothing of its progress meanwhile."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _config(folder: Path) -> Any:

@@ -116,6 +116,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "firp, rows as they are": ("firp", {"norm": False}),
     "draft_model": ("draft_model", {}),
     "gsd": ("gsd", {"repeat": 0, "siblings": 0.0, "sure": 0.0}),
+    "amusd": ("amusd", {"rows": 4, "least": 3, "patience": 60.0, "worker": "thread"}),
 }
 
 
@@ -143,7 +144,9 @@ def test_every_trained_method_is_here() -> None:
 def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path) -> None:
     """Through the folder that it is kept in: the grown target is taken for its original, and the weights are widened."""
     name, options = FORMS[form]
-    count = {"draft_model": "depth", "gsd": "depth", "hidden_transfer": "steps", "firp": "steps"}.get(name, "heads")
+    count = {"draft_model": "depth", "gsd": "depth", "amusd": "ahead", "hidden_transfer": "steps", "firp": "steps"}.get(
+        name, "heads"
+    )
     options = {"rows": 12, count: 3} | options
     narrow, wide = pair(torch.float64, times)
     original = Model(narrow, "original")

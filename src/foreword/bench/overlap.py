@@ -1,0 +1,115 @@
+"""How well target and draft work at the same time: `python -m foreword.bench.overlap`, of `amusd`.
+
+In: prompts. Out: the share of the time in which both were busy, tokens a verify, what rolling back costs, and what passes
+take; with them, the command that asks the simulator (`bench/asynchrony.py`) what to expect. Texts are compared with plain's.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from foreword.api import LLM, Prompt, load
+from foreword.bench.report import facts
+from foreword.bench.suites import BUILTIN_FILE
+from foreword.methods.amusd import Amusd
+from foreword.results import Result
+from foreword.text.prompts import read_prompts
+
+
+@dataclass(frozen=True)
+class Overlap:
+    texts: int
+    identical: int  # to plain's
+    overlap: float  # share of the time in which both were busy
+    tokens_per_verify: float
+    right: float  # how often a guess was, where those before it were
+    dropped_per_refusal: float  # tokens that the draft had written for nothing
+    rollback_ms: float  # a refusal's, until the draft had heard of it
+    waited: float  # share of the time in which the target waited for guesses
+    plain_ms: float  # a pass of the target over one row, while nobody drafts
+    target_ms: float  # a pass of the target over a draft, while somebody does
+    draft_ms: float  # a pass of the draft
+    speedup: float  # over plain
+
+    @property
+    def simulated(self) -> str:
+        """What to ask the simulator."""
+        times = f"--draft-ms {self.draft_ms:.3f} --target-ms {self.target_ms:.3f} --plain-ms {self.plain_ms:.3f}"
+        return f"python -m foreword.bench.asynchrony {times} --right {self.right:.3f}"
+
+
+def measured(llm: LLM, prompts: list[Prompt], max_new_tokens: int, **options: Any) -> Overlap:
+    """One text at a time. `options` are those of `LLM.use`."""
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": 0}
+    llm.use("plain").generate(prompts[0], max_new_tokens=2)
+    plain = [llm.generate(one, **settings) for one in prompts]
+    llm.use("amusd", **options)
+    llm.generate(prompts[0], max_new_tokens=2)  # the worker starts
+    drafter = cast(Amusd, llm.engine.drafter)
+    before = drafter.counters()
+    drafted = [llm.generate(one, **settings) for one in prompts]
+    after = drafter.counters()
+    spent = {name: after[name] - before[name] for name in after}
+    refusals, rounds = max(spent["refusals"], 1), max(sum(one.stats.rounds for one in drafted), 1)
+    return Overlap(
+        texts=len(prompts),
+        identical=sum(one.tokens == other.tokens for one, other in zip(plain, drafted, strict=True)),
+        overlap=spent["both_s"] / max(spent["wall_s"], 1e-9),
+        tokens_per_verify=sum(one.stats.new_tokens for one in drafted) / rounds,
+        right=_right(drafted),
+        dropped_per_refusal=spent["dropped"] / refusals,
+        rollback_ms=1000 * spent["rollback_s"] / refusals,
+        waited=spent["waited_s"] / max(spent["wall_s"], 1e-9),
+        plain_ms=1000 * sum(one.stats.decode_s for one in plain) / max(sum(one.stats.rounds for one in plain), 1),
+        target_ms=1000 * spent["target_s"] / rounds,
+        draft_ms=1000 * spent["draft_s"] / max(spent["passes"], 1),
+        speedup=sum(one.stats.decode_s for one in plain) / max(sum(one.stats.decode_s for one in drafted), 1e-9),
+    )
+
+
+def _right(results: list[Result]) -> float:
+    """By place, rounds that came so far and rounds that were right there: of all guesses the target looked at."""
+    kept = [count for one in results for count in one.stats.spec_decode_num_accepted_tokens_per_pos]
+    asked = [
+        count
+        for one in results
+        for count in (one.stats.spec_decode_num_drafts, *one.stats.spec_decode_num_accepted_tokens_per_pos[:-1])
+    ]
+    return sum(kept) / max(sum(asked), 1)
+
+
+def overlap(
+    prompts: Annotated[Path, typer.Option(help="A prompt file; the first turn of each is answered.")] = BUILTIN_FILE,
+    limit: Annotated[int, typer.Option(min=1, help="So many prompts of it.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128,
+    model: Annotated[str | None, typer.Option(help="A model folder, file or id.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="A folder with a drafter of draft_model, or a whole model.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda, of the target.")] = None,
+    draft_device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1, of the draft.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the target.")] = None,
+    draft_threads: Annotated[int, typer.Option(min=1, help="CPU threads of the draft.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.")] = None,
+) -> None:
+    """Answer prompts with plain decoding and with amusd, and print how well the two worked side by side."""
+    with load(model, method="plain", slots=1, device=device, threads=threads) as llm:
+        asked = [one.first() for one in read_prompts(prompts, limit)]
+        found = measured(llm, asked, max_new_tokens, drafter=drafter, draft_device=draft_device, draft_threads=draft_threads)
+        about = facts(model=llm.model.name, dtype=str(llm.model.dtype).removeprefix("torch."), prompts=len(asked))
+    for name, value in asdict(found).items():
+        print(f"{name:20} {value:.3f}" if isinstance(value, float) else f"{name:20} {value}")
+    print(f"\n{found.simulated}")
+    if out is not None:
+        about["command"] = shlex.join(["python", "-m", "foreword.bench.overlap", *sys.argv[1:]])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"about": about, "overlap": asdict(found)}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(overlap)

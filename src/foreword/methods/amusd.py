@@ -1,0 +1,287 @@
+"""DRAFT: a small model that never stops. It writes on in a worker of its own, on another device or another part of this one,
+while the target checks what was there when it began.
+
+The small model and its weights are those of `draft_model`. Worker and target share nothing but a line; every guess bears
+the number of the epoch it belongs to, and what is refused begins another (`core/epochs.py`). A worker that dies is missed,
+said so, and not needed: the texts go on without guesses.
+Paper: AMUSD (arXiv 2410.17375).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from foreword.core.draft import Draft, Shape, Tree
+from foreword.core.drafter import Drafter
+from foreword.core.epochs import News, Teller
+from foreword.core.needs import Needs
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.core.widening import NORM, layers_at
+from foreword.errors import DrafterError, ForewordWarning, InputError
+from foreword.model.guesser import FirstLayers, check_context, check_vocabulary
+from foreword.model.loading import choose_device
+from foreword.model.model import Model
+from foreword.model.small import small_model
+from foreword.model.writer import Place, Worker, alone, in_a_process, in_a_thread
+
+Kind = Literal["auto", "process", "thread"]
+
+
+@dataclass
+class Tally:
+    """What both did since the drafter was bound. Seconds are of the clock that both share."""
+
+    rounds: int = 0  # of each text
+    tokens: int = 0  # that these decided
+    checked: int = 0  # guesses that the target was handed
+    refusals: int = 0  # rounds that decided what the draft had not written
+    dropped: int = 0  # tokens that the draft wrote for nothing
+    late: int = 0  # messages of an epoch that was over
+    wall_s: float = 0.0
+    target_s: float = 0.0  # the target was at work
+    draft_s: float = 0.0  # the draft was
+    both_s: float = 0.0  # both were
+    waited_s: float = 0.0  # the target waited for guesses
+    rollback_s: float = 0.0  # of that: until the draft had heard of a refusal
+    passes: int = 0  # of the draft
+
+
+class Amusd(Drafter):
+    paper = "AMUSD, arXiv 2410.17375"
+    needs = Needs(prompt="all")
+    capturable = False
+    wide = {"norm": NORM, **layers_at("layers")}
+    module: FirstLayers
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        layers: int = 2,
+        ahead: int = 16,
+        least: int = 1,
+        patience: float = 1.0,
+        draft_device: str | None = None,
+        worker: Kind = "auto",
+        draft_threads: int = 1,
+        model: Model | None = None,
+    ) -> None:
+        """`layers` and `model`: as of draft_model. The draft runs at most `ahead` tokens ahead. The target waits until
+        `least` guesses are there, but no longer than `patience` seconds. `draft_device`: where the draft is written; None:
+        on a second GPU, or where the target is. `worker`: a process, or a thread, which on CUDA has a stream of its own;
+        "auto": a thread where both share a GPU. `draft_threads`: of the CPU."""
+        if ahead < 1 or least < 0 or draft_threads < 1:
+            raise InputError(
+                f"amusd: ahead and draft_threads are 1 at least, least 0, got {ahead}, {draft_threads} and {least}"
+            )
+        if patience < 0:
+            raise InputError(f"amusd: patience is {patience}; it is a number of seconds")
+        if worker not in get_args(Kind):
+            raise InputError(f"amusd: worker is {worker!r}; choose from {', '.join(get_args(Kind))}")
+        self.rows, self.layers, self.ahead, self.least, self.patience = rows, layers, ahead, least, patience
+        self.wanted, self.kind, self.threads, self.other = draft_device, worker, draft_threads, model
+        if layers < 1:
+            raise InputError(f"amusd: layers is {layers}; a model has at least 1")
+        self.config: dict[str, Any] = {"layers": layers}
+        self.worker: Worker | None = None
+
+    def bind(self, target: Target, slots: int) -> None:
+        """The worker starts with the first text: by then the weights are those that were trained."""
+        self.close()
+        self.target, self.slots = cast(Model, target), slots
+        nodes = min(self.rows or 1 + self.ahead, 1 + self.ahead)
+        self.shape = Shape(nodes, nodes - 1)
+        if self.other is not None:
+            check_vocabulary("amusd", self.other, target)
+            check_context("amusd", self.other, target)
+        elif not hasattr(self, "module"):
+            if self.layers > target.layers:
+                told = f"layers is {self.layers}, but {target.name} has {target.layers}"
+                raise DrafterError(f"amusd: {told}; ask for no more")
+            stack = target.stack(1, self.layers, init=range(self.layers), scratch=1)
+            stack.free()  # the worker has its own
+            self.module = FirstLayers(target, stack.layers)
+        self.place = Place(str(self._device()), slots, target.context, target.vocab_size, self.threads)
+        self.lost = False
+        self.teller = Teller(slots, self.ahead, target.context)
+        self.tally, self.clock = Tally(), Clock()
+
+    def _device(self) -> torch.device:
+        own = self.target.device
+        if self.wanted is not None:
+            found = choose_device(self.wanted)
+            return own if found.type == own.type and found.index is None else found
+        if own.type == "cuda" and torch.cuda.device_count() > 1:
+            return torch.device("cuda", 1 if own.index in (None, 0) else 0)
+        return own
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+        self.worker = None
+
+    def _start(self) -> None:
+        shared = torch.device(self.place.device) == self.target.device
+        kind = self.kind if self.kind != "auto" else "thread" if shared and self.target.device.type == "cuda" else "process"
+        place = torch.device(self.place.device) if kind == "thread" else torch.device("cpu")
+        small = small_model(self.target, self.module, place) if self.other is None else alone(self.other).to(place)
+        self.worker = (in_a_thread if kind == "thread" else in_a_process)(small, self.place)
+        self.worker.wait()
+
+    def begin(self, state: State) -> None:
+        if self.worker is None and not self.lost and self.shape.depth:
+            self._start()
+        self.clock.rest()
+        heat, keys = (state.table.columns[name][state.slots].tolist() for name in ("temperature", "key"))
+        for slot, kept, warm, key in zip(state.lanes.ids, state.length.tolist(), heat, keys, strict=True):
+            self._say(self.teller.begin(slot, kept, (warm, *key)))
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        if self.worker is not None:
+            self._tell(self._fetched(state), write=False)
+
+    def propose(self, state: State) -> Draft:
+        if self.worker is None:
+            return Draft.nothing(state.root)
+        fresh = self._fetched(state)
+        writes = dict(zip(state.lanes.ids, (state.alive & state.speculates[state.slots]).tolist(), strict=True))
+        self.clock.meet(time.monotonic())
+        self._tell({slot: tokens for slot, tokens in fresh.items() if writes[slot]}, write=True)
+        self._wait([slot for slot, writing in writes.items() if writing])
+        draft = self._draft(state, writes)
+        self.clock.part(time.monotonic())
+        return draft
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        if self.target.device.type == "cpu":  # elsewhere the target has only been told by now
+            self.clock.meet(time.monotonic())
+
+    def end(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._say(self.teller.grew(slot, [], write=False)[0])
+
+    def _fetched(self, state: State) -> dict[int, list[int]]:
+        """By slot: what was decided since the draft was last told. Asks the device twice, and so waits for its work."""
+        lengths = state.length.tolist()
+        known = [len(self.teller.texts[slot]) for slot in state.lanes.ids]
+        first, last = min(known), max(lengths) + 1
+        block = state.tokens[state.slots, first:last].tolist()
+        cuts = zip(state.lanes.ids, known, lengths, block, strict=True)
+        return {slot: row[start - first : length + 1 - first] for slot, start, length, row in cuts}
+
+    def _tell(self, fresh: dict[int, list[int]], write: bool) -> None:
+        self._listen(0.0)  # what came meanwhile may be just what was decided
+        for slot, tokens in fresh.items():
+            decided = bool(tokens) and write and bool(self.teller.texts[slot])  # else it is of a prompt
+            news, refused = self.teller.grew(slot, tokens, write)
+            self._say(news)
+            self.tally.rounds += decided
+            self.tally.tokens += len(tokens) * decided
+            self.tally.refusals += refused and decided
+
+    def _say(self, news: News) -> None:
+        if self.worker is not None:
+            self.worker.line.say(news)
+
+    def _listen(self, seconds: float) -> bool:
+        """Whether anything came."""
+        if self.worker is None:
+            return False
+        heard = self.worker.line.hear(seconds)
+        for began, ended, guesses in heard:
+            self.clock.drafted(began, ended)
+            self.tally.passes += ended > began
+            for one in guesses:
+                self.tally.late += not self.teller.hear(one)
+                self.tally.dropped += one.dropped
+        if self.worker.line.cut:
+            self._go_on_alone()
+        return bool(heard)
+
+    def _wait(self, slots: list[int]) -> None:
+        """Until there are guesses enough; as long as they come in time."""
+        began, until = time.monotonic(), time.monotonic() + self.patience
+        behind = any(self.teller.heard[slot] != self.teller.epochs[slot] for slot in slots)
+        while self.worker is not None and any(self.teller.wants(slot, self.least) for slot in slots):
+            left = until - time.monotonic()
+            if left <= 0 or not self._listen(left):
+                break
+            if behind and all(self.teller.heard[slot] == self.teller.epochs[slot] for slot in slots):
+                behind = False
+                self.tally.rollback_s += time.monotonic() - began
+        self.tally.waited_s += time.monotonic() - began
+
+    def _draft(self, state: State, writes: dict[int, bool]) -> Draft:
+        nodes = self.shape.nodes
+        rows = [self.teller.written[slot][: nodes - 1] if writes[slot] else [] for slot in state.lanes.ids]
+        self.tally.checked += sum(map(len, rows))
+        padded: Tensor = torch.tensor([row + [0] * (nodes - 1 - len(row)) for row in rows], dtype=torch.long)
+        tokens = torch.cat([state.root.unsqueeze(1), padded.view(len(rows), nodes - 1).to(state.root.device)], dim=1)
+        size = torch.tensor([1 + len(row) for row in rows], dtype=torch.long).to(state.root.device)
+        return Draft(tokens, Tree.chain(nodes, state.root.device), size)
+
+    def _go_on_alone(self) -> None:
+        assert self.worker is not None
+        told = self.worker.fate()
+        self.close()
+        self.lost = True
+        for written in self.teller.written:
+            written.clear()
+        warnings.warn(
+            f"amusd: the draft's worker is gone: {told}. Texts go on without guesses, unchanged; load again for new ones",
+            ForewordWarning,
+            stacklevel=2,
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Since it was bound; see `Tally`. Overlap is the share of the time in which both were busy."""
+        self._listen(0.0)
+        tally, clock = self.tally, self.clock
+        tally.wall_s, tally.target_s, tally.draft_s, tally.both_s = clock.wall, clock.target, clock.draft, clock.both
+        shares = {"overlap": clock.both / max(clock.wall, 1e-9), "tokens_per_verify": tally.tokens / max(tally.rounds, 1)}
+        return asdict(tally) | shares
+
+
+class Clock:
+    """When target and draft were at work. The target's spans lie between `part` and `meet`; the draft's are told later."""
+
+    def __init__(self) -> None:
+        self.wall = self.target = self.draft = self.both = 0.0
+        self.parted: float | None = None
+        self.met: float | None = None
+        self.spans: deque[tuple[float, float]] = deque(maxlen=64)  # of the target: the draft may not have told all of them
+
+    def rest(self) -> None:
+        """Nobody is asked for anything until the next round."""
+        self.parted = self.met = None
+
+    def part(self, now: float) -> None:
+        """The target sets out on a pass."""
+        if self.met is not None:
+            self.wall += now - self.met
+        self.parted, self.met = now, None
+
+    def meet(self, now: float) -> None:
+        """It is back, if it was away."""
+        if self.parted is not None:
+            self.spans.append((self.parted, now))
+            self.target += now - self.parted
+            self.wall += now - self.parted
+            self.parted = None
+        self.met = self.met or now
+
+    def drafted(self, began: float, ended: float) -> None:
+        """A pass of the draft; they are told in their order."""
+        self.draft += ended - began
+        while self.spans and self.spans[0][1] < began and ended > began:
+            self.spans.popleft()
+        self.both += sum(max(0.0, min(ended, stop) - max(began, start)) for start, stop in self.spans)

@@ -1,0 +1,57 @@
+"""A small model of the target's own: its first layers, or copies of them that were trained, as a model that stands alone.
+
+In: the target and the layers. Out: a causal language model of transformers between the target's embedding and head, on a
+device of its choice. Where that is the target's, the embedding and a head that is not packed are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from foreword.model.families import family_of
+from foreword.model.guesser import FirstLayers
+from foreword.model.model import Model
+
+BY_LAYER = ("layer_types", "no_rope_layers")  # lists of the config that have an entry for every layer
+
+
+def small_model(target: Model, module: FirstLayers, device: torch.device) -> PreTrainedModel:
+    """As weights are now: what is trained later does not reach it."""
+    count, config = len(module.layers), copy.deepcopy(target.hf.config)
+    config.num_hidden_layers = count
+    for name in BY_LAYER:
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:count])
+    with torch.device("meta"):  # a frame: all that has weights is put into it
+        attention = "eager" if family_of(config).softcap(config) else "sdpa"
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation=attention)
+    own: Any = target.hf
+    model.model.embed_tokens = _there(own.model.embed_tokens, device)
+    model.model.rotary_emb = _there(own.model.rotary_emb, device)
+    model.model.layers = copy.deepcopy(module.layers).to(device)
+    model.model.norm = _norm(own.model.norm, module.norm.weight).to(device)
+    model.lm_head.weight = nn.Parameter(target.head_weight().to(device), requires_grad=False)
+    if (bias := getattr(own.lm_head, "bias", None)) is not None:
+        model.lm_head.bias = nn.Parameter(bias.detach().to(device), requires_grad=False)
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _norm(like: nn.Module, weight: Tensor) -> nn.Module:
+    """A norm of the family's kind that multiplies with `weight`: some add one to what they hold."""
+    norm: Any = copy.deepcopy(like)
+    norm.weight.zero_()
+    added = norm(torch.ones_like(norm.weight)).round()
+    norm.weight.copy_(weight - added)
+    return norm
+
+
+def _there(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module itself where it is on the device already."""
+    here = {part.device for part in (*module.parameters(), *module.buffers())}
+    return module if here == {device} else copy.deepcopy(module).to(device)

@@ -1,0 +1,207 @@
+"""amusd: a draft that is written meanwhile. In processes and threads, with delays, stops and deaths: the text is plain's.
+
+What the laws ask of every drafter they ask of one whose target waits for all guesses: then drafts are the same every time.
+A worker that runs free proposes as much as it has; here the law is that this is the beginning of what it would propose.
+"""
+
+import os
+import random
+import signal
+import time
+import warnings
+from typing import Any
+
+import pytest
+
+from doubles import SAMPLINGS, Recorder, drafts_of, engine, requests, target, taught, tiny, truth, written
+from foreword.core.epochs import Job
+from foreword.core.sampling import Sampling
+from foreword.engine.request import Request
+from foreword.errors import DrafterError, ForewordWarning, InputError
+from foreword.methods import untrained
+from foreword.model.model import Model
+from foreword.model.writer import Place, Writer, alone, in_a_process
+
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+ALL = dict(least=3, patience=60.0, rows=4, ahead=3)
+
+
+def free(model: Model, **options: Any) -> Any:
+    return taught("amusd", model, **{"worker": "thread", "least": 1, "ahead": 4} | options)
+
+
+@every_sampling
+def test_who_waits_for_all_drafts_what_draft_model_drafts(sampling: Sampling) -> None:
+    model, asked, drafts = target(), requests(5, sampling, ignore_eos=True), []
+    chain = taught("draft_model", model, rows=4, depth=3, tree="chain", stop=0.0)
+    for made in (chain, taught("amusd", model, worker="thread", **ALL)):
+        recorder = Recorder(made)
+        engine(recorder, model).generate(asked)
+        found = [pair for seen in recorder.proposed for pair in zip(seen.texts, drafts_of(seen), strict=True)]
+        drafts.append({tuple(text): draft for text, draft in found if len(text) > 1})
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 20
+
+
+@every_sampling
+@pytest.mark.parametrize("family", ["llama", "smollm3", "gemma2"])
+def test_the_target_s_own_layers_are_always_right(family: str, sampling: Sampling) -> None:
+    """And are never disturbed: the draft writes every token once."""
+    model, asked = target(family), requests(6, sampling, max_new_tokens=12, ignore_eos=True)[1:]
+    drafter: Any = untrained("amusd", layers=4, worker="thread", **ALL)
+    runs = engine(drafter, model).generate(asked)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+    assert all(run.accepted == [4, 4, 4] for run in runs)
+    assert drafter.counters()["dropped"] == 0
+
+
+class Delays:
+    """Random pauses, of both sides."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, longest: float = 0.004) -> None:
+        self.draw, self.longest, step = random.Random(seed), longest, Writer.step
+        monkeypatch.setattr(Writer, "step", lambda writer, job: (self.pause(), step(writer, job), self.pause())[1])
+
+    def pause(self) -> None:
+        time.sleep(self.draw.choice([0.0, self.draw.random() * self.longest]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_delay_changes_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts come and go on three slots, some with a draft that is always right and a target that never waits; what is
+    proposed is always the beginning of what a chain would be."""
+    delays, model = Delays(monkeypatch, seed), target()
+    asked = requests(8, SAMPLINGS["T=0.8" if seed % 2 else "greedy"], seed=seed)
+    make, layers = (taught, 2) if seed % 3 else (lambda name, model, **options: untrained(name, **options), 4)
+    recorders = []
+    for options in (dict(least=seed % 3, patience=0.01), dict(least=4, patience=60.0)):
+        drafter: Any = make("amusd", model, worker="thread", layers=layers, ahead=4, **options)
+        recorders.append(Recorder(drafter))
+        steps = engine(recorders[-1], model)
+        runs = [steps.add(request) for request in asked]
+        while steps.busy:
+            steps.step()
+            delays.pause()
+        assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+        assert drafter.counters()["checked"] > 0
+    known, proposed = (
+        {
+            tuple(text): draft[0]
+            for seen in recorder.proposed
+            for text, draft in zip(seen.texts, drafts_of(seen), strict=True)
+        }
+        for recorder in reversed(recorders)
+    )
+    found = [(tokens, known[text]) for text, tokens in proposed.items() if text in known]
+    assert all(tokens == full[: len(tokens)] for tokens, full in found) and len(found) > 10
+
+
+@pytest.fixture(scope="module")
+def apart() -> Any:
+    """One drafter with a worker in another process, for several tests: it takes seconds to start."""
+    model = target()
+    drafter = taught("amusd", model, ahead=4)
+    yield model, drafter, engine(drafter, model)
+    drafter.close()
+
+
+@every_sampling
+def test_two_processes_write_the_truth(apart: Any, sampling: Sampling) -> None:
+    model, drafter, steps = apart
+    asked = requests(8, sampling, max_new_tokens=20)
+    assert written(steps, asked) == [truth(model.hf, request) for request in asked]
+    found = drafter.counters()
+    assert found["tokens"] > 1.05 * found["rounds"] > 0, "its guesses are used"
+    assert 0 < found["both_s"] <= min(found["target_s"], found["draft_s"])
+    assert found["target_s"] + found["waited_s"] <= 1.01 * found["wall_s"] and 0 < found["overlap"] < 1
+
+
+def test_a_stopped_worker_costs_patience_and_no_token(apart: Any) -> None:
+    model, drafter, steps = apart
+    drafter.patience = 0.02
+    draw, (asked,) = random.Random(0), requests(1, max_new_tokens=60, ignore_eos=True)
+    run = steps.add(asked)
+    while steps.busy:
+        os.kill(drafter.worker.pid, draw.choice([signal.SIGSTOP, signal.SIGCONT]))
+        steps.step()
+    os.kill(drafter.worker.pid, signal.SIGCONT)
+    assert run.tokens == truth(model.hf, asked)
+
+
+def test_a_killed_worker_is_missed_and_not_needed(apart: Any) -> None:
+    """The last of the tests that share it."""
+    model, drafter, steps = apart
+    drafter.patience = 60.0
+    asked = requests(3, SAMPLINGS["T=0.8"], max_new_tokens=30, ignore_eos=True)
+    runs = [steps.add(request) for request in asked]
+    with pytest.warns(ForewordWarning, match="amusd: the draft's worker is gone: its process ended with status -9"):
+        while steps.busy:
+            steps.step()
+            if sum(len(run.tokens) for run in runs) > 12 and drafter.worker:
+                os.kill(drafter.worker.pid, signal.SIGKILL)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once is enough
+        assert written(steps, asked) == [truth(model.hf, request) for request in asked]
+    assert drafter.worker is None and all(set(run.drafted[-3:]) == {0} for run in runs)
+
+
+def test_a_worker_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, count = Writer.step, iter(range(99))
+
+    def failing(writer: Writer, job: Job) -> list[int]:
+        if next(count) == 9:
+            raise MemoryError("no room")
+        return step(writer, job)
+
+    monkeypatch.setattr(Writer, "step", failing)
+    model, asked = target(), requests(4, max_new_tokens=20)
+    with pytest.warns(ForewordWarning, match="worker is gone: MemoryError: no room"):
+        assert written(engine(free(model), model), asked) == [truth(model.hf, request) for request in asked]
+
+
+def test_another_engine_has_another_worker() -> None:
+    model, asked = target(), requests(3)
+    drafter = free(model)
+    for slots in (1, 3):
+        assert written(engine(drafter, model, slots), asked) == [truth(model.hf, request) for request in asked]
+        worker = drafter.worker
+    drafter.close()
+    assert worker.line.cut and drafter.worker is None
+
+
+def test_another_model_guesses_in_another_process() -> None:
+    """The target itself, of a longer vocabulary than is asked for: always right."""
+    model, asked = target(), requests(3, max_new_tokens=12, ignore_eos=True)[1:]
+    drafter: Any = untrained("amusd", model=Model(tiny("llama"), "the same"), **ALL)
+    runs = engine(drafter, model).generate(asked)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+    assert all(run.accepted == [4, 4, 4] for run in runs)
+    drafter.close()
+
+
+def test_a_worker_that_cannot_start_is_refused() -> None:
+    worker = in_a_process(alone(target()), Place("nowhere", 1, 64, 48))
+    with pytest.raises(DrafterError, match="worker did not start: its process ended with status 1 .*nowhere"):
+        worker.wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(ahead=0), "ahead and draft_threads are 1 at least, least 0, got 0, 1 and 1"),
+        (dict(patience=-1.0), "patience is -1.0; it is a number of seconds"),
+        (dict(worker="fork"), "worker is 'fork'; choose from auto, process, thread"),
+        (dict(layers=0), "amusd: layers is 0; a model has at least 1"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        untrained("amusd", **options)
+
+
+def test_a_text_is_at_its_end() -> None:
+    """No room for guesses: nobody waits for any."""
+    model = target()
+    drafter = taught("amusd", model, worker="thread", **ALL)
+    request = Request(tuple(range(3, 43)), SAMPLINGS["greedy"], max_new_tokens=99, ignore_eos=True)
+    assert written(engine(drafter, model), [request]) == [truth(model.hf, request)]

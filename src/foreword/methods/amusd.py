@@ -130,12 +130,14 @@ class Amusd(Drafter):
         self.worker = None
 
     def _start(self) -> None:
-        shared = torch.device(self.place.device) == self.target.device
-        kind = self.kind if self.kind != "auto" else "thread" if shared and self.target.device.type == "cuda" else "process"
-        place = torch.device(self.place.device) if kind == "thread" else torch.device("cpu")
-        small = small_model(self.target, self.module, place) if self.other is None else alone(self.other).to(place)
-        self.worker = (in_a_thread if kind == "thread" else in_a_process)(small, self.place)
-        self.worker.wait()
+        device, kind = torch.device(self.place.device), self.kind
+        if kind == "auto":
+            kind = "thread" if device == self.target.device and device.type == "cuda" else "process"
+        here = device if kind == "thread" else torch.device("cpu")  # a process loads it to where it belongs
+        small = small_model(self.target, self.module, here) if self.other is None else alone(self.other).to(here)
+        worker = in_a_thread(small, self.place) if kind == "thread" else in_a_process(small, self.place)
+        worker.wait()
+        self.worker = worker
 
     def begin(self, state: State) -> None:
         if self.worker is None and not self.lost and self.shape.depth:

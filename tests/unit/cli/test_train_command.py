@@ -170,6 +170,7 @@ def test_methods_that_are_not_trained(run: Any, tiny_model: str, data: Path, tmp
         ("plain", "plain has no weights to train; these have: medusa"),
         ("medsua", "did you mean 'medusa'"),
         ("gsd", "gsd takes the drafters of draft_model; train that one"),
+        ("amusd", "amusd takes the drafters of draft_model; train that one"),
     ):
         shown = run("train", method, *rest)
         assert shown.exit_code == 2 and reason in shown.stderr

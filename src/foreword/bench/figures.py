@@ -9,7 +9,7 @@ compared with.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class Timing:
     differing: int = 0  # texts that leave it otherwise
     unjudged: str = ""  # why it could not be told whether they do
     failed: int = 0
+    failed_at: list[str] = field(default_factory=list)  # prompts
     why: str = ""
     first_s: float | None = None  # until the first round's tokens were there
     first_tokens: int = 0
@@ -89,6 +90,7 @@ def _timing(heat: Heat, name: str, verdicts: list[str]) -> Timing:
         differing=sum(one not in (SAME, TIE) for one in said),
         unjudged=next((one for one in said if one not in (SAME, TIE, DIFFERENT)), ""),
         failed=len(answers) - len(there),
+        failed_at=[task.prompt for task, answer in zip(heat.tasks, answers, strict=True) if answer.failed],
         why=next((answer.failed for answer in answers if answer.failed), ""),
         first_s=there[0].first_s if alone else None,  # side by side, one reads while others write
         first_tokens=there[0].accepted[0] if alone and there[0].accepted else 0,
@@ -158,8 +160,17 @@ def middle(some: Sequence[Timing]) -> tuple[Timing, ...]:
 
 
 def _middle(same: list[Timing]) -> Timing:
+    """With the texts of the worst: what differs in one repeat differs, however quick that repeat was."""
     ordered = sorted(same, key=lambda timing: (-timing.failed, timing.seconds / max(timing.tokens, 1)))
-    return ordered[0] if ordered[0].failed else ordered[(len(ordered) - 1) // 2]
+    chosen = ordered[0] if ordered[0].failed else ordered[(len(ordered) - 1) // 2]
+    worst = max(same, key=lambda timing: (bool(timing.unjudged), timing.differing, timing.ties))
+    return replace(
+        chosen,
+        identical=max(chosen.answered - worst.ties - worst.differing, 0),
+        ties=worst.ties,
+        differing=worst.differing,
+        unjudged=worst.unjudged,
+    )
 
 
 # Rows ---------------------------------------------------------------------------------------------------------------------
@@ -233,10 +244,10 @@ def _row(name: str, own: list[Timing], base: list[Timing]) -> Row:
 
 
 def _pairs(own: list[Timing], base: list[Timing]) -> list[tuple[Timing, Timing]]:
-    """The blocks that count: those where the contender answered as many texts as the base, and at least one."""
+    """The blocks that count: those where the contender answered the texts that the base did, and at least one."""
     truth = {(t.turn, t.block): t for t in base}
     pairs = [(t, truth[t.turn, t.block]) for t in own if (t.turn, t.block) in truth]
-    return [(t, other) for t, other in pairs if t.answered == other.answered > 0]
+    return [(t, other) for t, other in pairs if t.answered == other.answered > 0 and t.failed_at == other.failed_at]
 
 
 def _refused(counted: list[Timing]) -> str:
@@ -343,9 +354,9 @@ def _first_behind(won: dict[int, bool]) -> int | None:
 
 def failures(found: Iterable[Timing]) -> list[dict[str, Any]]:
     """Who failed at what, and why, each once."""
-    failed = {(t.contender, t.batch, t.temperature, t.turn, t.prompt): t for t in found if t.failed}
+    failed = {(t.contender, t.batch, t.temperature, t.turn, *(t.failed_at or [t.prompt])): t for t in found if t.failed}
     return [
         {"contender": t.contender, "batch": t.batch, "temperature": t.temperature, "turn": t.turn}
-        | {"prompt": t.prompt, "texts": t.failed, "why": t.why}
+        | {"prompt": " ".join(t.failed_at) or t.prompt, "texts": t.failed, "why": t.why}
         for t in failed.values()
     ]

@@ -150,8 +150,8 @@ def test_the_interval_holds_the_ratio_and_shrinks_with_the_prompts() -> None:
     ratio = 10.5 / 6
     assert few[0] is not None and few[1] is not None and many[0] is not None and many[1] is not None
     assert few[0] < many[0] < ratio < many[1] < few[1]
-    assert resampled(samples(12)) == few and resampled(samples(1)) == (None, None)
-    assert resampled([[100.0, 5.0, 100.0, 10.0]] * 5) == (2.0, 2.0)
+    assert resampled(samples(12)) == few and resampled(samples(5)) == (None, None)
+    assert resampled([[100.0, 5.0, 100.0, 10.0]] * 6) == (2.0, 2.0)
 
 
 def test_turns_of_a_prompt_are_one_sample() -> None:

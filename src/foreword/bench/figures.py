@@ -131,10 +131,6 @@ class Benchmark:
         """Suite and group, in the order they were asked in."""
         return list(dict.fromkeys((timing.suite, timing.group) for timing in self.timings))
 
-    @property
-    def suites(self) -> list[str]:
-        return list(dict.fromkeys(timing.suite for timing in self.timings))
-
     def of(self, contender: str, wanted: Sequence[tuple[str, str]] | None = None) -> list[Timing]:
         """A contender's timings, in all groups or in some."""
         return [t for t in self.timings if t.contender == contender and (wanted is None or (t.suite, t.group) in wanted)]
@@ -319,22 +315,23 @@ def resampled(samples: list[list[float]]) -> tuple[float | None, float | None]:
 
 
 def tables(benchmark: Benchmark) -> dict[str, list[Row]]:
-    """Overall, each prompt set, the groups where text is copied from the prompt, and each group."""
-    found: dict[str, list[Row]] = {"overall": rows(benchmark)}
-    suites = benchmark.suites
+    return {name: rows(benchmark, wanted) for name, wanted in parts(benchmark.groups).items()}
+
+
+def parts(groups: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """By the name of a table, what it holds of (suite, group): overall, each prompt set, the groups where text is copied
+    from the prompt, and each group."""
+    found = {"overall": list(groups)}
+    suites = list(dict.fromkeys(suite for suite, _ in groups))
     if len(suites) > 1:
-        found |= {name: rows(benchmark, [one for one in benchmark.groups if one[0] == name]) for name in suites}
-    copied = [one for one in benchmark.groups if one[1] in LOOKUP_GROUPS]
+        found |= {name: [one for one in groups if one[0] == name] for name in suites}
+    copied = [one for one in groups if one[1] in LOOKUP_GROUPS]
     if len(copied) > 1:
-        found[" + ".join(dict.fromkeys(group for _, group in copied))] = rows(benchmark, copied)
-    if len(benchmark.groups) > 1:
-        named = {group_name(one, suites): [one] for one in benchmark.groups if MIXED not in one}
-        found |= {name: rows(benchmark, one) for name, one in named.items()}
+        found[" + ".join(dict.fromkeys(group for _, group in copied))] = copied
+    if len(groups) > 1:
+        named = [one for one in groups if MIXED not in one]
+        found |= {f"{suite}: {group}" if len(suites) > 1 else group: [(suite, group)] for suite, group in named}
     return found
-
-
-def group_name(one: tuple[str, str], suites: Sequence[str]) -> str:
-    return f"{one[0]}: {one[1]}" if len(suites) > 1 else one[1]
 
 
 def stops_paying(batches: dict[int, list[Row]]) -> dict[str, int | None]:

@@ -10,9 +10,11 @@ reads the same. Before each repeat, whoever learns from texts forgets them.
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,6 +44,12 @@ class Plan:
     @property
     def prompts(self) -> list[Prompt]:
         return [prompt for suite in self.suites for prompt in suite.prompts]
+
+    @property
+    def prompts_sha256(self) -> str:
+        """Tells one set of prompts from another, also where they have the same names."""
+        asked = [(suite.name, [asdict(prompt) for prompt in suite.prompts]) for suite in self.suites]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     def check(self) -> None:
         """Refuse too few prompts now, and not after the first batches."""

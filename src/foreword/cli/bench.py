@@ -4,8 +4,6 @@ with such files: `compare` and `table`.
 
 from __future__ import annotations
 
-import hashlib
-import json as encoder
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -148,7 +146,7 @@ def bench(
     if out is not None:
         make_folder(out)
     with loaded(model, grow, 1, plan.prompts) as (llm, grown):
-        journal = _journal(asked, llm, out)
+        journal = _journal(asked, model, llm, out)
         found, timings, answers = _measured(asked, model, llm, grown, journal)
     if json:
         print_json(found)
@@ -211,8 +209,8 @@ def _measured(
     made = room.benchmarks(timings, plan.max_new_tokens, found.warm_up_s)
     answers = answer_records(heats, plan.prompts, llm.tokenizer.decode)
     dtype = str(llm.model.dtype).removeprefix("torch.")
-    about = facts(model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
-    about["resumed"] = len(journal.heats)
+    about = facts(llm.model.device, model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
+    about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.heats)}
     extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats))
     return room.content(made, about, timings, extras), timings, answers
 
@@ -255,22 +253,23 @@ def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count
     return ours + (room.make_baselines(asked.baselines, llm, folder, context) if count == 1 else [])
 
 
-def _journal(asked: Asked, llm: LLM, out: Path | None) -> Journal:
+def _journal(asked: Asked, model: ModelOptions, llm: LLM, out: Path | None) -> Journal:
     """What was done before, should the same run have been cut."""
     from foreword.bench.journal import Journal  # noqa: PLC0415  imports torch
     from foreword.bench.report import facts  # noqa: PLC0415  beside the others
 
-    plan, origin = asked.plan, facts()
-    prompts = encoder.dumps([[suite.name, [prompt.turns for prompt in suite.prompts]] for suite in plan.suites])
+    plan, origin = asked.plan, facts(llm.model.device)
     run = {
         "model": llm.model.name,
         "dtype": str(llm.model.dtype),
+        "max_context": model.max_context,
+        "compile or graph": [model.no_compile, model.no_graph],
         "machine": [origin["machine"], origin["threads"]],
         "version": [origin["versions"], origin["commit"]],
         "methods": [asked.methods, asked.names],
         "baselines": asked.baselines,
         "rows": asked.rows,
-        "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
+        "prompts": plan.prompts_sha256,
         "max_new_tokens": plan.max_new_tokens,
         "batch": plan.batches,
         "temperature": plan.temperatures,
@@ -301,7 +300,7 @@ def compare(
     old, new = read_results(before), read_results(after)
     found, differing = changes(old, new), settings_that_differ(old, new)
     if not found:
-        raise InputError(f"{before} and {after} have no contender in common that wrote one text at a time")
+        raise InputError(f"{before} and {after} have no prompt in common that one contender answered alone in both")
     if json:
         rows = [{**asdict(change), "verdict": change.verdict} for change in found]
         print_json({"changes": rows, "settings_that_differ": differing})

@@ -169,6 +169,15 @@ def test_later_turns_that_cannot_fill_a_batch_are_left_out_and_told() -> None:
     assert len(places(plan, 1)) == 14 + 2 and len(places(plan, 4)) == 1
 
 
+def test_a_set_of_prompts_is_known_by_all_that_is_asked() -> None:
+    def known(*messages: str, name: str = "mine") -> str:
+        said = [{"role": role, "content": text} for role, text in zip(("system", "user"), messages, strict=True)]
+        return Plan([Suite(name, [Prompt("0", "qa", [messages[-1]], said)])]).prompts_sha256
+
+    assert known("be brief", "hello") == known("be brief", "hello")
+    assert len({known("be brief", "hello"), known("be long", "hello"), known("be brief", "hello", name="other")}) == 3
+
+
 def test_a_run_closes_what_it_made_after_a_failure_too(questions: list[Prompt], words: Tokenizer, stub: Make) -> None:
     closed: list[str] = []
 

@@ -103,6 +103,8 @@ def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkey
     assert [file.name for file in out.iterdir()] == ["unfinished.jsonl"]
     refused = run(*asked, "--repeats", 1)
     assert refused.exit_code == 2 and "another repeats" in refused.output
+    refused = run(*asked, "--no-compile", "--max-context", 128)
+    assert refused.exit_code == 2 and "another max_context, another compile or graph" in refused.output
     assert run(*asked).exit_code == 0 and len(told) == len(set(told)) == 12
     found = json.loads((out / "results.json").read_text())
     assert found["about"]["resumed"] == 5 and len(found["timings"]) == 24 and not (out / "unfinished.jsonl").exists()

@@ -104,6 +104,15 @@ def test_the_table_of_a_page(tmp_path: Path, run_foreword: Any) -> None:
     assert "| `fast` | 20.0 | 2.00x | 2.00 | 12 of 12 |\n" in table
     assert run_foreword("bench", "table", tmp_path / "results").stdout == table
     assert run_foreword("bench", "table").exit_code == 2
+    page.write_text("<!-- foreword bench table results -->\n| old |\n| the last line, without an end |")
+    assert refreshed(page.read_text(), tmp_path) == f"<!-- foreword bench table results -->\n\n{table}"
+
+
+def test_results_of_batches_alone_have_no_such_table(tmp_path: Path, run_foreword: Any) -> None:
+    timings = [Timing("0 1", "mixed", "plain", 100, 50, 1.0, 0.0, 2, texts=2, batch=2)]
+    write_report(content([Benchmark(("plain",), 128, tuple(timings), 2)], ABOUT), timings, tmp_path)
+    refused = run_foreword("bench", "table", tmp_path)
+    assert refused.exit_code == 2 and "let 1 be in --batch" in refused.output
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md"], ids=lambda page: page.name)

@@ -83,7 +83,7 @@ class AskedOptions:
 
         per_group, tokens, repeats = self.per_group, self.max_new_tokens, self.repeats
         if self.quick:
-            per_group, tokens, repeats = QUICK_PER_GROUP, min(tokens, QUICK_TOKENS), 1
+            per_group, tokens, repeats = min(per_group or QUICK_PER_GROUP, QUICK_PER_GROUP), min(tokens, QUICK_TOKENS), 1
         batches, temperatures = numbers(self.batch, "--batch"), _temperatures(self.temperature)
         plan = Plan(read_suites(self.prompts or [], self.limit, per_group), tokens, batches, temperatures, repeats)
         plan.check()
@@ -249,7 +249,17 @@ def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count
 
     names = dict.fromkeys(["plain", *and_shipped(asked.methods, asked.names, llm.model)])
     context = model.max_context or room.context_for(llm, asked.plan.prompts, asked.plan.max_new_tokens)
-    ours = [room.contender(llm, name, context, count, not model.no_graph, rows=asked.rows) for name in names]
+
+    def made(name: str) -> Contender:
+        """What cannot be made at all is refused at once; later, texts side by side may need more memory than there is."""
+        try:
+            return room.contender(llm, name, context, count, not model.no_graph, rows=asked.rows)
+        except Exception as error:  # of whatever library: it is told in the report
+            if count == asked.plan.batches[0]:
+                raise
+            return room.unable(name, error)
+
+    ours = [made(name) for name in names]
     return ours + (room.make_baselines(asked.baselines, llm, folder, context) if count == 1 else [])
 
 
@@ -352,17 +362,15 @@ def table(
 
 
 def _print(found: dict[str, Any]) -> None:
-    from foreword.bench.markdown import failure_words, grown_words, left_out_words  # noqa: PLC0415  imports torch
+    from foreword.bench.markdown import grown_words, trouble_words  # noqa: PLC0415  imports torch
 
     if "grown" in found["about"]:
         screen().print(grown_words(found["about"]["grown"]))
-    _print_part(found, found["base"], "")
+    _print_part(found, found["base"], f", T={found['temperature']:g}" if found["temperature"] else "")
     for temperature, part in found["temperatures"].items():
         _print_part(part, found["base"], f", T={temperature}")
-    for one in found["failures"]:
-        screen().print(f"failed: {failure_words(one)}", soft_wrap=True)
-    for count, left in found["left_out"].items():
-        screen().print(left_out_words(count, left))
+    for words in trouble_words(found):
+        screen().print(words, soft_wrap=True)
 
 
 def _print_part(part: dict[str, Any], base: str, suffix: str) -> None:

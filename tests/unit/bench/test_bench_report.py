@@ -82,7 +82,7 @@ def test_failed_prompts_are_in_the_report(tmp_path: Path) -> None:
     extras = Extras(left_out={4: 2}, warm_up_failed={"fast": "Error: cold"})
     found = content([replace(BENCHMARK, timings=timings)], ABOUT, timings, extras)
     text = markdown(found)
-    assert "- fast, batch 1, prompt qa: Error: no room" in text and "1 of 1, 1 failed" in text
+    assert "- failed: fast, batch 1, prompt qa: Error: no room" in text and "1 of 1, 1 failed" in text
     assert "Batch 4: 2 later turns are left out" in text and "fast failed at warming up: Error: cold" in text
     assert [one["prompt"] for one in found["failures"]] == ["qa"]
 

@@ -143,7 +143,9 @@ def test_blocks_are_two_batches_and_hold_every_prompt(
     heats = list(found.heats.values())
     assert [len(heat.tasks) for heat in heats] == sizes and {heat.place.batch for heat in heats} == {batch}
     assert [task.prompt for heat in heats for task in heat.tasks] == list(map(str, range(count)))
-    assert [name for name, _, _ in diary[2:]] == [
+    warm_up, timed = diary[: 2 * batch], diary[2 * batch :]
+    assert warm_up == [(name, str(i), 8) for name in ("plain", "a") for i in range(batch)]  # in the company that is timed
+    assert [name for name, _, _ in timed] == [
         name
         for place, size in enumerate(sizes)
         for name in (("plain", "a") if place % 2 == 0 else ("a", "plain"))

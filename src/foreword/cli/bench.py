@@ -98,7 +98,8 @@ class Asked:
     names: list[str]
     baselines: list[str]
     plan: Plan
-    rows: int | None = None
+    rows: int | None
+    kept: bool  # whether anything but the tables on the screen will be read
 
 
 def bench(
@@ -142,7 +143,7 @@ def bench(
         return
     names = [*named_methods(methods), *(name for one in drafter or () for name in named_methods(one))]
     plan = asking.plan()
-    asked = Asked(methods, names, _others(baselines, plan), plan, asking.rows)
+    asked = Asked(methods, names, _others(baselines, plan), plan, asking.rows, json or out is not None)
     if out is not None:
         make_folder(out)
     with loaded(model, grow, 1, plan.prompts) as (llm, grown):
@@ -221,13 +222,13 @@ def _order(place: Any, plan: Plan) -> tuple[int, ...]:
 
 
 def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
-    """Of the methods, one text at a time; nothing where that was not timed."""
+    """Of the methods, one text at a time; nothing where that was not timed, or nobody would see it."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
     from foreword.bench.roofline import roofline  # noqa: PLC0415  beside the others
 
     alone = next((one for one in made if one.batch == 1), None)
     tasks = [task for heat in heats for task in heat.tasks if task.ids and heat.place.batch == 1 and not heat.place.repeat]
-    if alone is None or not tasks:
+    if alone is None or not tasks or not asked.kept:
         return {}
     ours = [name for name in alone.contenders if name.partition("=")[0] in METHODS]
     with waiting("measuring what a pass costs"):

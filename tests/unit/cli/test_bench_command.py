@@ -11,6 +11,7 @@ import foreword
 import foreword.bench as bench_room
 import foreword.bench.baselines as baselines_module
 import foreword.bench.grow as grow_module
+import foreword.bench.roofline as roofline_module
 import foreword.prove.referee as referee_module
 from doubles import taught
 from foreword.bench.journal import Journal
@@ -133,6 +134,14 @@ def test_differences_that_find_no_memory_to_be_judged_in(run, tiny_model, questi
     asked = ("--prompts", questions, *SMALL, "--methods", "plain", "--baselines", "hf", "--limit", 1, "--json")
     row = json.loads(run("bench", "--model", tiny_model, *asked).stdout)["tables"]["overall"][1]
     assert row["speedup"] is None and row["refused"].endswith("by a tie: no memory left")
+
+
+def test_passes_are_measured_where_somebody_will_see_it(run, tiny_model, questions, monkeypatch):
+    measured = []
+    monkeypatch.setattr(roofline_module, "roofline", lambda *_: measured.append("passes") or {})
+    asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", "--limit", 1)
+    assert run(*asked).exit_code == 0 and not measured
+    assert run(*asked, "--json").exit_code == 0 and measured == ["passes"]
 
 
 def test_a_temperature_is_told_wherever_it_stands(run, tiny_model, questions):

@@ -45,7 +45,8 @@ class Suite:
 def read_suite(words: str = BUILTIN, limit: int | None = None, per_group: int | None = None) -> Suite:
     """FILE, NAME=FILE or `builtin`; of it the first `limit` prompts, at most `per_group` of each group."""
     name, file = _named(words)
-    prompts = _told_apart(read_prompts(file))
+    every = name in SAMPLES or per_group is not None  # of which some are chosen
+    prompts = _told_apart(read_prompts(file, None if every else limit))
     if name in SAMPLES:
         prompts = _sample(name, prompts)
     if per_group is not None:

@@ -146,3 +146,13 @@ def test_an_epoch_that_is_over_is_not_heard() -> None:
     late = Guesses(0, play.teller.epochs[0], len(play.teller.texts[0]) + AHEAD, [7])
     play.teller.grew(0, [99], write=True)
     assert not play.teller.hear(late) and play.teller.written[0] == []
+
+
+def test_rows_are_read_again_from_where_a_text_parts() -> None:
+    """However many decided tokens come behind that place."""
+    play = Play()
+    play.settle()
+    page, known = play.follower.pages[0], len(play.teller.texts[0])
+    wrong = [token + 1 for token in page.text[known : known + 3]]
+    play.follower.hear(News(0, 99, known, wrong, 0))
+    assert page.text[known:] == wrong and page.cached == known

@@ -121,6 +121,12 @@ def joins_of(module: nn.ModuleList, options: Transfer) -> list[Join]:
     return [join(step, layer) for step, layer in enumerate(options.layers)]
 
 
+def ahead(matrix: nn.Module, rows: Tensor) -> Tensor:
+    """A step's rows for a pass of the target, 0 where they are no numbers: real rows do not see them, but what is masked
+    counts 0 times its value, and 0 x NaN is NaN."""
+    return matrix(rows).nan_to_num(0.0, 0.0, 0.0)
+
+
 def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: Tensor) -> tuple[Tensor, tuple[Graft, ...]]:
     """The steps behind the last row of a text, whose states after the layers are `known` [b, steps, H]: the first step's row
     [b, 1, H], which `Target.onward` takes up from its layer on, and the later ones, grafted onto it."""
@@ -128,11 +134,11 @@ def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: 
     def graft(step: int) -> Graft:
         def make(first: Tensor, later: Tensor) -> Tensor:
             rows = torch.cat([first, later], dim=1)[:, -1:] if source == "chain" else known[:, step : step + 1]
-            return module[step](rows)
+            return ahead(module[step], rows)
 
         return Graft(layers[step], (0,), (step,), make)
 
-    return module[0](known[:, :1]), tuple(graft(step) for step in range(1, len(layers)))
+    return ahead(module[0], known[:, :1]), tuple(graft(step) for step in range(1, len(layers)))
 
 
 # Learning ----------------------------------------------------------------------------------------------------------------

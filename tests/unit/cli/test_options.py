@@ -30,7 +30,16 @@ def test_every_setting_of_the_library_has_an_option():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("reset", "reset"), ("3", 3), ("0.5", 0.5), ("0.2,0.4", (0.2, 0.4)), ("True", True), ("false", False), ("a=b", "a=b"), ("", "")],
+    [
+        ("reset", "reset"),
+        ("3", 3),
+        ("0.5", 0.5),
+        ("0.2,0.4", (0.2, 0.4)),
+        ("True", True),
+        ("false", False),
+        ("a=b", "a=b"),
+        ("", ""),
+    ],
 )
 def test_method_options_are_numbers_tuples_or_words(text, value):
     assert MethodOptions(method_option=[f"key={text}"]).own() == {"key": value}

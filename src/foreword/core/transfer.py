@@ -36,7 +36,7 @@ class Transfer:
     layers: tuple[int, ...] | None = None  # which layer each step joins after; None: from the middle on
     source: Source = "anchor"  # what a step is made of: the anchor's own state, or that of the step before
     bias: bool = True
-    squeeze: int = 1  # a matrix goes through 1 / so many of its columns: of lower rank, and smaller
+    squeeze: int = 1  # a matrix goes through 1 / so many of its columns, which it divides: of lower rank, and smaller
     norm: bool = True  # on rows of size 1; what comes out has the row's size again
     labels: Labels = "soft"
     anchors: int = 64  # of a text, in a training step
@@ -90,9 +90,9 @@ class Projection(nn.Module):
     def __init__(self, target: Target, options: Transfer) -> None:
         super().__init__()
         size = target.hidden_size
-        inner = size // options.squeeze
-        if inner < 1:
-            raise InputError(f"squeeze is {options.squeeze}, but {target.name} has only {size} columns")
+        inner, left = divmod(size, options.squeeze)
+        if left:
+            raise InputError(f"squeeze is {options.squeeze}, which does not divide the {size} columns of {target.name}")
         self.norm = options.norm
         self.down = linear(target, size, inner, bias=False) if options.squeeze > 1 else None
         self.linear = linear(target, inner, size, options.bias)

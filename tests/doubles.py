@@ -383,7 +383,7 @@ class Looks:
 
 TRAINED: dict[str, dict[str, Any]] = {
     "medusa": dict(rows=16, heads=3),
-    "hydra": dict(rows=16, heads=3, layers=2, prefix=True),
+    "hydra": dict(rows=40, heads=3, layers=2, prefix=True),
     "clover": dict(rows=16, heads=3, tree="budget", top_p=0.98, floor=0.01),
     "clover2": dict(rows=16, heads=3, taps=(0, 2)),
     "hidden_transfer": dict(rows=32, steps=3, carry="all"),

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import foreword
 from doubles import TRAINED, truth
 from foreword.bench import contender
+from foreword.bench.contenders import Manner, Task
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 from foreword.errors import DrafterError
@@ -88,9 +89,9 @@ def test_proof_and_bench_take_folders(folders: dict[str, Path], trained: dict[st
     with foreword.load(folders["llama"], "plain", slots=2) as llm:
         report = prove(llm, [name], [Prompt("1", "", [ASK])], [Sampling(seed=0)], 8, rows=4)
         assert report.bugs == 0 and report.methods[name].drafted > 0
-        one = contender(llm, name, rows=4)
-        said = [{"role": "user", "content": ASK}]
-        assert one.name == name and one.write([said], 8)[0].tokens == contender(llm, "plain").write([said], 8)[0].tokens
+        one, plain = contender(llm, name, rows=4), contender(llm, "plain")
+        asked, manner = [Task("1", tuple(llm.tokenizer.encode(ASK)))], Manner(8)
+        assert one.name == name and one.write(asked, manner)[0].tokens == plain.write(asked, manner)[0].tokens
 
 
 def test_a_proof_refuses_a_foreign_drafter_before_it_writes(

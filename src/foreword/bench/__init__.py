@@ -1,7 +1,7 @@
 """The benchmark: every method and every baseline on the same prompts, weights, threads and clock."""
 
 from foreword.bench.baselines import check_baseline, make_baselines
-from foreword.bench.contenders import Answer, Contender, Manner, Task, contender, context_for
+from foreword.bench.contenders import Answer, Contender, Manner, Task, contender, context_for, unable
 from foreword.bench.figures import Benchmark, Row, Timing, benchmarks, rows, tables, timings
 from foreword.bench.partings import Parting, Verdicts
 from foreword.bench.report import content, read_results, write_report
@@ -34,5 +34,6 @@ __all__ = [
     "read_suites",
     "tables",
     "timings",
+    "unable",
     "write_report",
 ]

@@ -65,7 +65,9 @@ def make_baselines(asked: Sequence[str], llm: LLM, folder: Path, max_context: in
     @cache
     def stock() -> Any:
         model = load_stock(folder, llm.model.device, llm.model.dtype)
-        return model if llm.model.grown is None else grow(model, llm.model.grown.times)
+        model = model if llm.model.grown is None else grow(model, llm.model.grown.times)
+        model.generation_config = type(model.generation_config)()  # what a model recommends may be a penalty
+        return model
 
     return [_baseline(check_baseline(words), llm, stock, max_context) for words in asked]
 
@@ -121,8 +123,8 @@ def _generate(name: str, model: Any, llm: LLM, options: dict[str, Any]) -> Conte
             attention_mask=torch.ones_like(ids),
             max_new_tokens=manner.max_new_tokens,
             do_sample=False,
-            eos_token_id=ends,
-            pad_token_id=ends[0],
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
             stopping_criteria=[watch],
             **options,
         )

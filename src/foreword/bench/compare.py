@@ -1,7 +1,7 @@
 """Two results side by side: what became faster or slower, and whether the prompts at hand can tell.
 
 In: two results.json, of this version or an earlier one. Out: a `Change` for each table and contender that both have, one
-text at a time. The interval is over the prompts that both answered; a change whose interval holds 1 cannot be told.
+text at a time, over the prompts that both answered. A change whose interval holds 1 cannot be told.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from foreword.bench.figures import Timing, middle, resampled
+import numpy as np
+
+from foreword.bench.figures import Timing, middle, parts, resampled
 
 Content = dict[str, Any]
-SETTINGS = ("machine", "threads", "model", "dtype", "versions", "commit")
+SETTINGS = ("machine", "threads", "model", "grown", "dtype", "versions", "commit", "prompts", "rows")
+ASKED = ("max_new_tokens", "temperature", "repeats")
 
 
 @dataclass(frozen=True)
@@ -37,58 +40,59 @@ class Change:
 
 
 def changes(before: Content, after: Content) -> list[Change]:
-    spent = [_by_prompt(found) for found in (before, after)]
+    """Tables are those of B; who has no prompt in common with A there is left out."""
+    timings = read_timings(after)
+    old, new = _by_prompt(read_timings(before)), _by_prompt(timings)
+    group = {timing.prompt: (timing.suite, timing.group) for timing in timings}
+    holds = parts(list(dict.fromkeys(group.values())))
     found = []
     for name, table in after["tables"].items():
-        old = {row["contender"]: row for row in before["tables"].get(name, ())}
+        rows = {row["contender"]: row for row in before["tables"].get(name, ())}
         for row in table:
-            if row["contender"] in old:
-                found.append(_change(name, old[row["contender"]], row, spent))
+            contender = row["contender"]
+            keys = [key for key in new if key in old and key[0] == contender and group[key[1]] in holds.get(name, ())]
+            if contender in rows and keys:
+                speedups = rows[contender]["speedup"], row["speedup"]
+                found.append(_change(name, contender, [(old[key], new[key]) for key in keys], speedups))
     return found
 
 
-def _change(table: str, old: Content, new: Content, spent: list[dict[tuple[str, str, str], list[float]]]) -> Change:
-    name = new["contender"]
-    keys = [key for key in spent[1] if key[0] == name and _belongs(key[1], table) and key in spent[0]]
-    low, high = resampled([[*spent[1][key], *spent[0][key]] for key in keys])
-    return Change(
-        table=table,
-        contender=name,
-        before=old["tokens_per_second"],
-        after=new["tokens_per_second"],
-        ratio=new["tokens_per_second"] / old["tokens_per_second"] if old["tokens_per_second"] else 0.0,
-        low=low,
-        high=high,
-        tokens_per_round=(old["tokens_per_round"], new["tokens_per_round"]),
-        speedup=(old["speedup"], new["speedup"]),
-    )
+def _change(table: str, contender: str, pairs: list[Any], speedup: tuple[float | None, float | None]) -> Change:
+    """Over the same prompts on both sides."""
+    old, new = np.array(pairs).sum(0).tolist()
+    low, high = resampled([[*after[:2], *before[:2]] for before, after in pairs])
+    before, after = old[0] / old[1], new[0] / new[1]
+    per_round = old[0] / max(old[2], 1), new[0] / max(new[2], 1)
+    return Change(table, contender, before, after, after / before, low, high, per_round, speedup)
 
 
-def _belongs(group: str, table: str) -> bool:
-    """Tables are called overall, by a group, by several that are summed, or by a set's name before a group's."""
-    return table == "overall" or group in table.split(" + ") or table.endswith(f": {group}")
-
-
-def _by_prompt(found: Content) -> dict[tuple[str, str, str], list[float]]:
-    """By contender, group and prompt: tokens and seconds, all turns together."""
-    sums: dict[tuple[str, str, str], list[float]] = {}
-    for timing in middle(read_timings(found)):
-        if not timing.failed:
-            of_prompt = sums.setdefault((timing.contender, timing.group, timing.prompt), [0.0, 0.0])
-            of_prompt[0] += timing.tokens
-            of_prompt[1] += timing.seconds
-    return {key: spent for key, spent in sums.items() if spent[0]}
+def _by_prompt(timings: list[Timing]) -> dict[tuple[str, str], list[float]]:
+    """By contender and prompt: tokens, seconds and rounds, all turns together; nothing of a prompt with a failed turn."""
+    turns: dict[tuple[str, str], list[Timing]] = {}
+    for timing in middle(timings):
+        turns.setdefault((timing.contender, timing.prompt), []).append(timing)
+    return {
+        key: [sum(t.tokens for t in of), sum(t.seconds for t in of), sum(t.rounds for t in of)]
+        for key, of in turns.items()
+        if not any(t.failed for t in of)
+    }
 
 
 def read_timings(found: Content) -> list[Timing]:
-    """Of one text at a time, at the first temperature. Earlier versions did not say which block a timing is of."""
+    """Of one text at a time, at the first temperature. Earlier versions said neither which block a timing is of nor, at
+    first, how many texts are the base's."""
     known = {field.name for field in fields(Timing)}
     rows = [row for row in found["timings"] if row.get("batch", 1) == 1]
     rows = [row for row in rows if row.get("temperature", 0.0) == found["temperature"]]
-    return [Timing(**({"block": place} | {k: v for k, v in row.items() if k in known})) for place, row in enumerate(rows)]
+    return [
+        Timing(**({"block": place, "identical": 0} | {k: v for k, v in row.items() if k in known}))
+        for place, row in enumerate(rows)
+    ]
 
 
 def settings_that_differ(before: Content, after: Content) -> dict[str, tuple[Any, Any]]:
     pairs = {name: (before["about"].get(name), after["about"].get(name)) for name in SETTINGS}
-    pairs["max_new_tokens"] = (before["max_new_tokens"], after["max_new_tokens"])
+    pairs |= {name: (before[name], after[name]) for name in ASKED}
+    if "prompts_sha256" in before["about"].keys() & after["about"].keys():
+        pairs["prompts_sha256"] = (before["about"]["prompts_sha256"], after["about"]["prompts_sha256"])
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

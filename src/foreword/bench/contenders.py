@@ -16,10 +16,10 @@ from foreword.bench.warm import capture_rounds, memory
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
-from foreword.errors import ForewordError
+from foreword.errors import ForewordError, PromptError
 from foreword.methods.wanted import Wanted
 from foreword.model.model import Model
-from foreword.text import Prompt
+from foreword.text import Prompt, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,15 @@ def contender(
     return Contender(method, lambda tasks, manner: written(engine, tasks, manner), capture, forget, own.close)
 
 
+def unable(name: str, error: Exception) -> Contender:
+    """In the place of one that could not be made: it fails at everything, and says why."""
+
+    def write(*_: object) -> list[Answer]:
+        raise error
+
+    return Contender(name, write)
+
+
 def written(engine: Engine, tasks: Sequence[Task], manner: Manner) -> list[Answer]:
     """The answers of one of our engines. A task that cannot be begun, or that breaks, is a failed one; the others go on."""
     started = time.perf_counter()
@@ -120,12 +129,14 @@ def _answer(run: Running, first_s: float | None) -> Answer:
     return Answer.failure(run.error) if run.error else Answer(run.tokens, run.accepted, run.drafted, first_s)
 
 
-def longest(llm: LLM, prompt: Prompt, max_new_tokens: int) -> int:
-    """Tokens that may stand before a prompt's last answer: everything said and answered before."""
-    if prompt.answers == 1:
-        return len(llm.tokenizer.encode(prompt.first()))
-    turns = [len(llm.tokenizer.encode(turn)) for turn in prompt.turns]
-    return sum(turns) + (max_new_tokens + SPARE) * (prompt.answers - 1)
+def longest(tokenizer: Tokenizer, prompt: Prompt, max_new_tokens: int) -> int:
+    """Tokens that may stand before a prompt's last answer: everything said and answered before. None, if it cannot be
+    asked: that is told when it is its turn."""
+    said: list[Any] = prompt.turns if prompt.answers > 1 else [prompt.first()]
+    try:
+        return sum(len(tokenizer.encode(one)) for one in said) + (max_new_tokens + SPARE) * (prompt.answers - 1)
+    except PromptError:
+        return 0
 
 
 SPARE = 32  # tokens: a reply that is read back may be cut into more of them than it was written in
@@ -133,5 +144,5 @@ SPARE = 32  # tokens: a reply that is read back may be cut into more of them tha
 
 def context_for(llm: LLM, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
     """Tokens that the longest answer may reach, its prompt included: what a cache must hold, and not more."""
-    most = max(longest(llm, prompt, max_new_tokens) for prompt in prompts)
+    most = max(longest(llm.tokenizer, prompt, max_new_tokens) for prompt in prompts)
     return min(most + max_new_tokens + 1, llm.model.max_context)

@@ -9,7 +9,7 @@ compared with.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from foreword.text import loop_share
 
 RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)  # percentiles
+FEWEST = 6  # samples: five that are the same by chance all lean to one side in 6 of 100 cases, six in 3
 LOOKUP_GROUPS = ("summarization", "rag", "translation")
 
 
@@ -47,6 +48,7 @@ class Timing:
     differing: int = 0  # texts that leave it otherwise
     unjudged: str = ""  # why it could not be told whether they do
     failed: int = 0
+    failed_at: list[str] = field(default_factory=list)  # prompts
     why: str = ""
     first_s: float | None = None  # until the first round's tokens were there
     first_tokens: int = 0
@@ -89,6 +91,7 @@ def _timing(heat: Heat, name: str, verdicts: list[str]) -> Timing:
         differing=sum(one not in (SAME, TIE) for one in said),
         unjudged=next((one for one in said if one not in (SAME, TIE, DIFFERENT)), ""),
         failed=len(answers) - len(there),
+        failed_at=[task.prompt for task, answer in zip(heat.tasks, answers, strict=True) if answer.failed],
         why=next((answer.failed for answer in answers if answer.failed), ""),
         first_s=there[0].first_s if alone else None,  # side by side, one reads while others write
         first_tokens=there[0].accepted[0] if alone and there[0].accepted else 0,
@@ -128,10 +131,6 @@ class Benchmark:
         """Suite and group, in the order they were asked in."""
         return list(dict.fromkeys((timing.suite, timing.group) for timing in self.timings))
 
-    @property
-    def suites(self) -> list[str]:
-        return list(dict.fromkeys(timing.suite for timing in self.timings))
-
     def of(self, contender: str, wanted: Sequence[tuple[str, str]] | None = None) -> list[Timing]:
         """A contender's timings, in all groups or in some."""
         return [t for t in self.timings if t.contender == contender and (wanted is None or (t.suite, t.group) in wanted)]
@@ -158,8 +157,17 @@ def middle(some: Sequence[Timing]) -> tuple[Timing, ...]:
 
 
 def _middle(same: list[Timing]) -> Timing:
+    """With the texts of the worst: what differs in one repeat differs, however quick that repeat was."""
     ordered = sorted(same, key=lambda timing: (-timing.failed, timing.seconds / max(timing.tokens, 1)))
-    return ordered[0] if ordered[0].failed else ordered[(len(ordered) - 1) // 2]
+    chosen = ordered[0] if ordered[0].failed else ordered[(len(ordered) - 1) // 2]
+    worst = max(same, key=lambda timing: (bool(timing.unjudged), timing.differing, timing.ties))
+    return replace(
+        chosen,
+        identical=max(chosen.answered - worst.ties - worst.differing, 0),
+        ties=worst.ties,
+        differing=worst.differing,
+        unjudged=worst.unjudged,
+    )
 
 
 # Rows ---------------------------------------------------------------------------------------------------------------------
@@ -233,10 +241,10 @@ def _row(name: str, own: list[Timing], base: list[Timing]) -> Row:
 
 
 def _pairs(own: list[Timing], base: list[Timing]) -> list[tuple[Timing, Timing]]:
-    """The blocks that count: those where the contender answered as many texts as the base, and at least one."""
+    """The blocks that count: those where the contender answered the texts that the base did, and at least one."""
     truth = {(t.turn, t.block): t for t in base}
     pairs = [(t, truth[t.turn, t.block]) for t in own if (t.turn, t.block) in truth]
-    return [(t, other) for t, other in pairs if t.answered == other.answered > 0]
+    return [(t, other) for t, other in pairs if t.answered == other.answered > 0 and t.failed_at == other.failed_at]
 
 
 def _refused(counted: list[Timing]) -> str:
@@ -283,7 +291,7 @@ def _positions(counted: list[Timing]) -> tuple[list[float], list[float], int]:
 
 
 def _interval(pairs: list[tuple[Timing, Timing]]) -> tuple[float | None, float | None]:
-    """Turns of a prompt stay together: they are one sample."""
+    """Turns of a prompt stay together: they are one sample. Side by side, it is a block of prompts."""
     by_prompt: dict[tuple[str, str], list[float]] = {}
     for own, base in pairs:
         sums = by_prompt.setdefault((own.suite, own.prompt), [0.0] * 4)
@@ -293,8 +301,8 @@ def _interval(pairs: list[tuple[Timing, Timing]]) -> tuple[float | None, float |
 
 
 def resampled(samples: list[list[float]]) -> tuple[float | None, float | None]:
-    """Of (tokens, seconds, tokens of the other, its seconds): the interval of the ratio of speeds."""
-    if len(samples) < 2:
+    """Of (tokens, seconds, tokens of the other, its seconds): the interval of the ratio of speeds, if samples can tell."""
+    if len(samples) < FEWEST:
         return None, None
     table = np.array(samples)
     drawn = np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))
@@ -307,22 +315,23 @@ def resampled(samples: list[list[float]]) -> tuple[float | None, float | None]:
 
 
 def tables(benchmark: Benchmark) -> dict[str, list[Row]]:
-    """Overall, each prompt set, the groups where text is copied from the prompt, and each group."""
-    found: dict[str, list[Row]] = {"overall": rows(benchmark)}
-    suites = benchmark.suites
+    return {name: rows(benchmark, wanted) for name, wanted in parts(benchmark.groups).items()}
+
+
+def parts(groups: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """By the name of a table, what it holds of (suite, group): overall, each prompt set, the groups where text is copied
+    from the prompt, and each group."""
+    found = {"overall": list(groups)}
+    suites = list(dict.fromkeys(suite for suite, _ in groups))
     if len(suites) > 1:
-        found |= {name: rows(benchmark, [one for one in benchmark.groups if one[0] == name]) for name in suites}
-    copied = [one for one in benchmark.groups if one[1] in LOOKUP_GROUPS]
+        found |= {name: [one for one in groups if one[0] == name] for name in suites}
+    copied = [one for one in groups if one[1] in LOOKUP_GROUPS]
     if len(copied) > 1:
-        found[" + ".join(dict.fromkeys(group for _, group in copied))] = rows(benchmark, copied)
-    if len(benchmark.groups) > 1:
-        named = {group_name(one, suites): [one] for one in benchmark.groups if MIXED not in one}
-        found |= {name: rows(benchmark, one) for name, one in named.items()}
+        found[" + ".join(dict.fromkeys(group for _, group in copied))] = copied
+    if len(groups) > 1:
+        named = [one for one in groups if MIXED not in one]
+        found |= {f"{suite}: {group}" if len(suites) > 1 else group: [(suite, group)] for suite, group in named}
     return found
-
-
-def group_name(one: tuple[str, str], suites: Sequence[str]) -> str:
-    return f"{one[0]}: {one[1]}" if len(suites) > 1 else one[1]
 
 
 def stops_paying(batches: dict[int, list[Row]]) -> dict[str, int | None]:
@@ -343,9 +352,9 @@ def _first_behind(won: dict[int, bool]) -> int | None:
 
 def failures(found: Iterable[Timing]) -> list[dict[str, Any]]:
     """Who failed at what, and why, each once."""
-    failed = {(t.contender, t.batch, t.temperature, t.turn, t.prompt): t for t in found if t.failed}
+    failed = {(t.contender, t.batch, t.temperature, t.turn, *(t.failed_at or [t.prompt])): t for t in found if t.failed}
     return [
         {"contender": t.contender, "batch": t.batch, "temperature": t.temperature, "turn": t.turn}
-        | {"prompt": t.prompt, "texts": t.failed, "why": t.why}
+        | {"prompt": " ".join(t.failed_at) or t.prompt, "texts": t.failed, "why": t.why}
         for t in failed.values()
     ]

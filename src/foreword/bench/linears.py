@@ -406,7 +406,7 @@ def stock_microseconds(product: Product, rows: int, memory: Tensor) -> float:
 
 def write(out: Path, results: list[Result], stock: list[dict[str, Any]] | None = None) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    about = facts(device=torch.cuda.get_device_name(), dtype="bfloat16")
+    about = facts(torch.device("cuda"), dtype="bfloat16")
     about["command"] = "python -m foreword.bench.linears"
     content = {"about": about, "results": [{**asdict(r), "tb_per_s": r.speed} for r in results], "torch": stock or []}
     out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -120,24 +120,25 @@ def _batch_lines(part: Content, base: str, suffix: str) -> list[str]:
 
 
 def _failure_lines(found: Content) -> list[str]:
-    lines: list[str] = []
-    if found["failures"]:
-        lines += ["", "## Failed prompts", "", "They count in no figure above.", ""]
-        lines += [f"- {failure_words(one)}" for one in found["failures"]]
-    left = found.get("left_out") or {}
-    lines += [line for batch, count in left.items() for line in ("", left_out_words(batch, count))]
-    failed = found.get("warm_up_failed") or {}
-    return lines + [line for name, why in failed.items() for line in ("", f"{name} failed at warming up: {why}")]
+    told = trouble_words(found)
+    head = ["", "## Failed or left out", "", "Failed prompts count in no figure above.", ""]
+    return [*head, *(f"- {words}" for words in told)] if told else []
 
 
-def failure_words(one: Content) -> str:
+def trouble_words(found: Content) -> list[str]:
+    """What failed and what was left out."""
+    told = [_failure_words(one) for one in found.get("failures", ())]
+    told += [
+        f"Batch {batch}: {count} later turns are left out, because they could not fill it."
+        for batch, count in (found.get("left_out") or {}).items()
+    ]
+    return told + [f"{name} failed at warming up: {why}" for name, why in (found.get("warm_up_failed") or {}).items()]
+
+
+def _failure_words(one: Content) -> str:
     drawn = f", T={one['temperature']:g}" if one["temperature"] else ""
     turn = f", turn {one['turn'] + 1}" if one["turn"] else ""
-    return f"{one['contender']}, batch {one['batch']}{drawn}, prompt {one['prompt']}{turn}: {one['why']}"
-
-
-def left_out_words(batch: object, count: int) -> str:
-    return f"Batch {batch}: {count} later turns are left out, because they could not fill it."
+    return f"failed: {one['contender']}, batch {one['batch']}{drawn}, prompt {one['prompt']}{turn}: {one['why']}"
 
 
 def _spec_bench_lines(figures: Content) -> list[str]:

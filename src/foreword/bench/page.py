@@ -16,12 +16,11 @@ from foreword.bench.markdown import (
     HEADS,
     cells,
     economy_cells,
-    failure_words,
     grown_words,
-    left_out_words,
     pass_words,
     speedup_words,
     stop_words,
+    trouble_words,
     where_words,
 )
 from foreword.bench.svg import bars, lines, short, stacked
@@ -227,9 +226,7 @@ class Page:
         return found
 
     def troubles(self) -> str:
-        told = [failure_words(one) for one in self.found.get("failures", ())]
-        told += [left_out_words(batch, count) for batch, count in (self.found.get("left_out") or {}).items()]
-        told += [f"{name} failed at warming up: {why}" for name, why in (self.found.get("warm_up_failed") or {}).items()]
+        told = trouble_words(self.found)
         if not told:
             return ""
         return "<h2>Failed or left out</h2><ul>" + "".join(f"<li>{escape(words)}</li>" for words in told) + "</ul>"

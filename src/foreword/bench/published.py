@@ -12,8 +12,9 @@ from typing import Any
 
 from foreword.bench.markdown import same_words, speedup_words, table_lines
 from foreword.bench.report import read_results
+from foreword.errors import InputError
 
-MARK = re.compile(r"<!-- foreword bench table (\S+) -->\n\n?(?:\|.*\n)*")
+MARK = re.compile(r"<!-- foreword bench table (\S+) -->\n\n?(?:\|.*\n?)*")
 CALLED = {
     "hf": "`generate` of transformers",
     "hf_static": "the same, static cache and compiled",
@@ -24,6 +25,8 @@ CALLED = {
 
 def published_table(found: dict[str, Any]) -> str:
     """Overall, one text at a time."""
+    if not found["tables"]:
+        raise InputError("these results have no table of one text at a time; let 1 be in --batch")
     base = found["base"]
     heads = ["", "tokens/s", f"over our own `{base}`", "tokens a round", f"same tokens as `{base}`"]
     body = [

@@ -129,13 +129,13 @@ def read_results(place: str | Path) -> Content:
 # Where numbers come from --------------------------------------------------------------------------------------------------
 
 
-def facts(**more: Any) -> dict[str, Any]:
-    """Where a number comes from: command, commit, machine, versions."""
+def facts(device: torch.device | None = None, **more: Any) -> dict[str, Any]:
+    """Where a number comes from: command, commit, machine, versions. Without a device, the machine is its GPU, if any."""
     return {
         "command": shlex.join(["foreword", *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": _machine(),
+        "machine": _machine(device),
         "threads": torch.get_num_threads(),
         "versions": {
             "foreword": foreword.__version__,
@@ -147,9 +147,9 @@ def facts(**more: Any) -> dict[str, Any]:
     }
 
 
-def _machine() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def _machine(device: torch.device | None) -> str:
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {os.cpu_count()} cores"
 
 

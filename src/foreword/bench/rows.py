@@ -38,7 +38,7 @@ def rows(
     for count, stock, ours in zip(ROWS, best["stock"], best["ours"], strict=True):
         print(f"{count:4d} {stock:10.1f} {ours:9.1f}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    about = facts(model=folder.name, dtype=str(precision).removeprefix("torch."))
+    about = facts(place, model=folder.name, dtype=str(precision).removeprefix("torch."))
     about["command"] = "python -m foreword.bench.rows" + (f" --threads {threads}" if threads else "")
     out.write_text(json.dumps({"about": about, "rows": list(ROWS), "milliseconds": best}, indent=1) + "\n", encoding="utf-8")
 

@@ -10,15 +10,17 @@ reads the same. Before each repeat, whoever learns from texts forgets them.
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from foreword.bench.contenders import Answer, Contender, Manner, Task
+from foreword.bench.contenders import Answer, Contender, Manner, Task, longest
 from foreword.bench.suites import Suite
 from foreword.errors import InputError, PromptError
 from foreword.text import Prompt, Tokenizer
@@ -42,6 +44,12 @@ class Plan:
     @property
     def prompts(self) -> list[Prompt]:
         return [prompt for suite in self.suites for prompt in suite.prompts]
+
+    @property
+    def prompts_sha256(self) -> str:
+        """Tells one set of prompts from another, also where they have the same names."""
+        asked = [(suite.name, [asdict(prompt) for prompt in suite.prompts]) for suite in self.suites]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     def check(self) -> None:
         """Refuse too few prompts now, and not after the first batches."""
@@ -214,30 +222,26 @@ class Race:
         return None
 
     def _warm_up(self) -> None:
-        """The first pass of a process is slow, and so is the first of every captured round."""
+        """The first pass of a process is slow, of a shape too, and so is the first of every captured round."""
         tasks = [one for item in items(self.plan, 0) if isinstance(one := self._task(item, FIRST), Task)]
         if not tasks:
             return
-        later = [_stand_in(self.tokenizer, item.prompt, self.plan) for item in items(self.plan, 1)]
-        short = Manner(min(WARM_UP_TOKENS, self.plan.max_new_tokens), self.temperature)
+        most = self.plan.max_new_tokens
+        later = [Task("", (0,) * longest(self.tokenizer, item.prompt, most)) for item in items(self.plan, 1)]
+        later = [task for task in later if task.ids]
+        short = Manner(min(WARM_UP_TOKENS, most), self.temperature)
         spent = self.found.warm_up_s.setdefault(self.batch, {})
         for contender in self.contenders:
             started = time.perf_counter()
             try:
                 contender.capture([*tasks, *later], self.manner)  # first: what is compiled fits the longest then
-                contender.write(tasks[:1], short)
+                contender.write(tasks[: self.batch], short)
             except Exception as error:  # whatever it is, the others can go on; what it fails at will be told again
                 self.found.warm_up_failed[contender.name] = Answer.failure(error).failed or ""
             spent[contender.name] = spent.get(contender.name, 0.0) + time.perf_counter() - started
 
 
 FIRST = Place(1, 0.0, 0, 0, 0)
-
-
-def _stand_in(tokenizer: Tokenizer, prompt: Prompt, plan: Plan) -> Task:
-    """As long as what stands before a prompt's last answer may be."""
-    said = sum(len(tokenizer.encode(turn)) for turn in prompt.turns)
-    return Task(prompt.id, (0,) * (said + plan.max_new_tokens * (prompt.answers - 1)))
 
 
 def _timed(contender: Contender, tasks: list[Task], manner: Manner) -> tuple[list[Answer], float]:

@@ -8,6 +8,7 @@ command works where there is nothing else.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,8 @@ class Suite:
 def read_suite(words: str = BUILTIN, limit: int | None = None, per_group: int | None = None) -> Suite:
     """FILE, NAME=FILE or `builtin`; of it the first `limit` prompts, at most `per_group` of each group."""
     name, file = _named(words)
-    prompts = read_prompts(file)
+    every = name in SAMPLES or per_group is not None  # of which some are chosen
+    prompts = _told_apart(read_prompts(file, None if every else limit))
     if name in SAMPLES:
         prompts = _sample(name, prompts)
     if per_group is not None:
@@ -72,6 +74,16 @@ def _named(words: str) -> tuple[str, str | Path]:
     if words in SAMPLES:
         raise PromptError(f"{words} is a sample of a file; say of which: {words}=FILE")
     return ("stdin" if words == "-" else Path(words).name.split(".")[0]), words
+
+
+def _told_apart(prompts: list[Prompt]) -> list[Prompt]:
+    """Reports call prompts by their ids: of several with one id, the later ones get a number."""
+    seen: Counter[str] = Counter()
+    found = []
+    for prompt in prompts:
+        seen[prompt.id] += 1
+        found.append(replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}") if seen[prompt.id] > 1 else prompt)
+    return found
 
 
 def _sample(name: str, prompts: list[Prompt]) -> list[Prompt]:

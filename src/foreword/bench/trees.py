@@ -49,7 +49,9 @@ def trees(
             f"{method:10} {kind:8}"
             + "".join(f"{f'{count}: {one:.2f}':>12}" for count, one in zip(counts, figures, strict=True))
         )
-    about = facts(model=llm.model.name, dtype=str(llm.model.dtype).removeprefix("torch."), prompts=len(asked))
+    about = facts(
+        llm.model.device, model=llm.model.name, dtype=str(llm.model.dtype).removeprefix("torch."), prompts=len(asked)
+    )
     about["command"] = shlex.join(["python", "-m", "foreword.bench.trees", *sys.argv[1:]])
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"about": about, "trees": found}, indent=1) + "\n", encoding="utf-8")

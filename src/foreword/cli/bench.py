@@ -4,8 +4,6 @@ with such files: `compare` and `table`.
 
 from __future__ import annotations
 
-import hashlib
-import json as encoder
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -85,7 +83,7 @@ class AskedOptions:
 
         per_group, tokens, repeats = self.per_group, self.max_new_tokens, self.repeats
         if self.quick:
-            per_group, tokens, repeats = QUICK_PER_GROUP, min(tokens, QUICK_TOKENS), 1
+            per_group, tokens, repeats = min(per_group or QUICK_PER_GROUP, QUICK_PER_GROUP), min(tokens, QUICK_TOKENS), 1
         batches, temperatures = numbers(self.batch, "--batch"), _temperatures(self.temperature)
         plan = Plan(read_suites(self.prompts or [], self.limit, per_group), tokens, batches, temperatures, repeats)
         plan.check()
@@ -100,7 +98,8 @@ class Asked:
     names: list[str]
     baselines: list[str]
     plan: Plan
-    rows: int | None = None
+    rows: int | None
+    kept: bool  # whether anything but the tables on the screen will be read
 
 
 def bench(
@@ -144,11 +143,11 @@ def bench(
         return
     names = [*named_methods(methods), *(name for one in drafter or () for name in named_methods(one))]
     plan = asking.plan()
-    asked = Asked(methods, names, _others(baselines, plan), plan, asking.rows)
+    asked = Asked(methods, names, _others(baselines, plan), plan, asking.rows, json or out is not None)
     if out is not None:
         make_folder(out)
     with loaded(model, grow, 1, plan.prompts) as (llm, grown):
-        journal = _journal(asked, llm, out)
+        journal = _journal(asked, model, llm, out)
         found, timings, answers = _measured(asked, model, llm, grown, journal)
     if json:
         print_json(found)
@@ -211,8 +210,8 @@ def _measured(
     made = room.benchmarks(timings, plan.max_new_tokens, found.warm_up_s)
     answers = answer_records(heats, plan.prompts, llm.tokenizer.decode)
     dtype = str(llm.model.dtype).removeprefix("torch.")
-    about = facts(model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
-    about["resumed"] = len(journal.heats)
+    about = facts(llm.model.device, model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
+    about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.heats)}
     extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats))
     return room.content(made, about, timings, extras), timings, answers
 
@@ -223,13 +222,13 @@ def _order(place: Any, plan: Plan) -> tuple[int, ...]:
 
 
 def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
-    """Of the methods, one text at a time; nothing where that was not timed."""
+    """Of the methods, one text at a time; nothing where that was not timed, or nobody would see it."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
     from foreword.bench.roofline import roofline  # noqa: PLC0415  beside the others
 
     alone = next((one for one in made if one.batch == 1), None)
     tasks = [task for heat in heats for task in heat.tasks if task.ids and heat.place.batch == 1 and not heat.place.repeat]
-    if alone is None or not tasks:
+    if alone is None or not tasks or not asked.kept:
         return {}
     ours = [name for name in alone.contenders if name.partition("=")[0] in METHODS]
     with waiting("measuring what a pass costs"):
@@ -251,26 +250,37 @@ def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count
 
     names = dict.fromkeys(["plain", *and_shipped(asked.methods, asked.names, llm.model)])
     context = model.max_context or room.context_for(llm, asked.plan.prompts, asked.plan.max_new_tokens)
-    ours = [room.contender(llm, name, context, count, not model.no_graph, rows=asked.rows) for name in names]
+
+    def made(name: str) -> Contender:
+        """What cannot be made at all is refused at once; later, texts side by side may need more memory than there is."""
+        try:
+            return room.contender(llm, name, context, count, not model.no_graph, rows=asked.rows)
+        except Exception as error:  # of whatever library: it is told in the report
+            if count == asked.plan.batches[0]:
+                raise
+            return room.unable(name, error)
+
+    ours = [made(name) for name in names]
     return ours + (room.make_baselines(asked.baselines, llm, folder, context) if count == 1 else [])
 
 
-def _journal(asked: Asked, llm: LLM, out: Path | None) -> Journal:
+def _journal(asked: Asked, model: ModelOptions, llm: LLM, out: Path | None) -> Journal:
     """What was done before, should the same run have been cut."""
     from foreword.bench.journal import Journal  # noqa: PLC0415  imports torch
     from foreword.bench.report import facts  # noqa: PLC0415  beside the others
 
-    plan, origin = asked.plan, facts()
-    prompts = encoder.dumps([[suite.name, [prompt.turns for prompt in suite.prompts]] for suite in plan.suites])
+    plan, origin = asked.plan, facts(llm.model.device)
     run = {
         "model": llm.model.name,
         "dtype": str(llm.model.dtype),
+        "max_context": model.max_context,
+        "compile or graph": [model.no_compile, model.no_graph],
         "machine": [origin["machine"], origin["threads"]],
         "version": [origin["versions"], origin["commit"]],
         "methods": [asked.methods, asked.names],
         "baselines": asked.baselines,
         "rows": asked.rows,
-        "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
+        "prompts": plan.prompts_sha256,
         "max_new_tokens": plan.max_new_tokens,
         "batch": plan.batches,
         "temperature": plan.temperatures,
@@ -301,7 +311,7 @@ def compare(
     old, new = read_results(before), read_results(after)
     found, differing = changes(old, new), settings_that_differ(old, new)
     if not found:
-        raise InputError(f"{before} and {after} have no contender in common that wrote one text at a time")
+        raise InputError(f"{before} and {after} have no prompt in common that one contender answered alone in both")
     if json:
         rows = [{**asdict(change), "verdict": change.verdict} for change in found]
         print_json({"changes": rows, "settings_that_differ": differing})
@@ -353,17 +363,15 @@ def table(
 
 
 def _print(found: dict[str, Any]) -> None:
-    from foreword.bench.markdown import failure_words, grown_words, left_out_words  # noqa: PLC0415  imports torch
+    from foreword.bench.markdown import grown_words, trouble_words  # noqa: PLC0415  imports torch
 
     if "grown" in found["about"]:
         screen().print(grown_words(found["about"]["grown"]))
-    _print_part(found, found["base"], "")
+    _print_part(found, found["base"], f", T={found['temperature']:g}" if found["temperature"] else "")
     for temperature, part in found["temperatures"].items():
         _print_part(part, found["base"], f", T={temperature}")
-    for one in found["failures"]:
-        screen().print(f"failed: {failure_words(one)}", soft_wrap=True)
-    for count, left in found["left_out"].items():
-        screen().print(left_out_words(count, left))
+    for words in trouble_words(found):
+        screen().print(words, soft_wrap=True)
 
 
 def _print_part(part: dict[str, Any], base: str, suffix: str) -> None:

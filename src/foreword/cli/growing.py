@@ -21,7 +21,7 @@ COMPARED = 4  # prompts
 
 
 def _times(wanted: str | None) -> str | None:
-    if wanted is not None and not re.fullmatch(r"[2-9]|[1-9]\d+|\d+(\.\d+)?[bB]", wanted):
+    if wanted is not None and not re.fullmatch(r"[2-9]|[1-9]\d+|(?=.*[1-9])\d+(\.\d+)?[bB]", wanted):
         raise typer.BadParameter(f"{wanted!r} is neither a number of 2 or more, such as 8, nor a size, such as 7b")
     return wanted
 

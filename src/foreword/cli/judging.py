@@ -30,8 +30,8 @@ def referee(llm: LLM, folder: Path, progress: Callable[[str, int, int], None]) -
             for found in Referee(llm.model, folder).judge(cases, wide=True):
                 rulings |= found
                 progress("judging differences", len(rulings), len(cases))
-        except ForewordError as error:
-            return [str(error)] * len(cases)
+        except (ForewordError, RuntimeError) as error:  # the latter where a pass in float64 finds no memory
+            return [" ".join(str(error).split())] * len(cases)
         return [TIE if rulings[case].verdict == "tie" else DIFFERENT for case in cases]
 
     return judge

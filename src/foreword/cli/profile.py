@@ -91,7 +91,7 @@ def profile(
         names = and_shipped(methods, names, subject.model)
         settings = Settings(sizes, lengths, tuple(names), context, tokens)
         settings = settings.quick() if quick else settings
-        about = facts(model=subject.model.name, settings={**asdict(settings), "batch": batch}, **grown)
+        about = facts(subject.model.device, model=subject.model.name, settings={**asdict(settings), "batch": batch}, **grown)
         sections = Profile(subject, settings).sections
         if cold:
             sections["cold start"] = _cold(model, shapes, names[-1])

@@ -40,6 +40,7 @@ TreeKind = Literal["static", "best", "budget", "chain"]
 MOST_NODES = 64
 BRANCH = 10
 USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES brings
+TRAINED_BEND = 0.6  # of `share_of_gain`, as trained drafters have it: results/trees_cuda
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
 USUAL_RATES: Rates = (
@@ -131,15 +132,21 @@ class RowCosts:
         return self._known[batch]
 
 
+def share_of_gain(rows: int, most: int, bend: float) -> float:
+    """Of what a tree of `most` rows brings beyond the target's own token, what a smaller one does: about the logarithm of
+    its rows, bent to a power. The better the guesses, the more of them the first few rows hold."""
+    return (math.log(rows) / math.log(most)) ** bend
+
+
 class FixedRows:
     """How large trees are where that is settled before anything is guessed, as in a captured round: what pays by batch size.
 
-    What a tree brings beyond the target's own token grows about as the logarithm of its rows; a row costs what the target
-    says. In a large batch rows are dear, and in the end none of them pays.
+    A tree brings more with every row, and ever less; a row costs what the target says. In a large batch rows are dear, and
+    in the end none of them pays.
     """
 
-    def __init__(self, target: Target, most: Shape) -> None:
-        self.target, self.most = target, most
+    def __init__(self, target: Target, most: Shape, bend: float = TRAINED_BEND) -> None:
+        self.target, self.most, self.bend = target, most, bend
         self._known: dict[int, Shape] = {}
 
     def shape(self, batch: int) -> Shape:
@@ -150,7 +157,7 @@ class FixedRows:
         return self._known[batch]
 
     def _speed(self, batch: int, rows: int) -> float:
-        return (1 + USUAL_GAIN * math.log(rows) / math.log(MOST_NODES)) / self.target.cost(batch * rows)
+        return (1 + USUAL_GAIN * share_of_gain(rows, MOST_NODES, self.bend)) / self.target.cost(batch * rows)
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:

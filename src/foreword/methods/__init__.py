@@ -76,14 +76,14 @@ METHODS: dict[str, Method] = {
     ),
     "firp": Method(
         "firp:Firp",
-        "guesses middle states of later tokens, and walks them through the upper layers",
+        "middle states of later tokens, walked through the upper layers",
         paper="FIRP, arXiv 2410.20488",
         trained=True,
     ),
     "draft_model": Method(
         "draft_model:DraftModel",
         "a second, smaller model writes on, and the target checks",
-        paper="Speculative decoding, arXiv 2211.17192; speculative sampling, arXiv 2302.01318",
+        paper="Speculative decoding, arXiv 2211.17192; sampling, arXiv 2302.01318",
         trained=True,
         takes_models=True,
     ),

@@ -30,7 +30,7 @@ from foreword.model.model import Model
 
 
 class DraftModel(Drafter):
-    paper = "Speculative decoding, arXiv 2211.17192; speculative sampling, arXiv 2302.01318"
+    paper = "Speculative decoding, arXiv 2211.17192; sampling, arXiv 2302.01318"
     needs = Needs(hidden=True, prompt="all")
     wide = {"norm": NORM, **layers_at("layers")}
     module: FirstLayers

@@ -1,5 +1,7 @@
 """Other people's decoding: the same tokens, counted as ours are, and refused early where it cannot run."""
 
+import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +43,22 @@ def test_a_baseline_writes_the_tokens_of_plain(name: str, llm: LLM, folders: dic
         assert first.accepted == [1] * 40
     if name == "hf_assistant":  # its draft model is the target itself
         assert len(first.accepted) <= 20
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 3.0, "eos_token_id": 2}, {"do_sample": True}])
+def test_what_a_model_recommends_is_asked_of_nobody(
+    settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A generation_config.json may hold a penalty, by which transformers alone would write another text; or no end."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders["llama"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    with foreword.load(folder, "plain", slots=1, device="cpu") as own:
+        (plain,) = contender(own, "plain").write(asked(own), Manner(40))
+        for other in make_baselines(["hf", "hf_lookup"], own, folder, 512):
+            assert other.write(asked(own), Manner(40))[0].tokens == plain.tokens
 
 
 def test_those_of_transformers_share_their_weights(llm: LLM, folders: dict[str, Path], monkeypatch: Any) -> None:

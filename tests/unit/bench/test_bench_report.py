@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from foreword.bench import Benchmark, Timing, content, read_results, tables, write_report
-from foreword.bench.markdown import cells, grown_words, markdown, stop_words
+from foreword.bench.markdown import cells, grown_words, markdown, speedup_words, stop_words
 from foreword.bench.report import Extras
 from foreword.errors import InputError, StorageError
 
@@ -57,8 +57,13 @@ def test_report_md_reads_like_the_tables(report: Path) -> None:
     assert f"`{ABOUT['command']}`" in text and "at most 128 new tokens" in text
     heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert heads == [f"{name}, one text at a time" for name in tables(BENCHMARK)]
-    assert "| fast | 20.0 | 2.00x [1.00, 2.50] | 1250.0 | 32.9 | 2.67 | 17% | 1 of 2, 1 ties |" in text
+    assert "| fast | 20.0 | 2.00x | 1250.0 | 32.9 | 2.67 | 17% | 1 of 2, 1 ties |" in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {9}
+
+
+def test_an_interval_stands_beside_its_speedup() -> None:
+    assert speedup_words({"speedup": 2.0, "low": 1.25, "high": 2.5}) == "2.00x [1.25, 2.50]"
+    assert speedup_words({"speedup": 1.0, "low": 1.0, "high": 1.0}) == "1.00x"  # the base's own
 
 
 def test_no_speedup_is_printed_of_another_text(tmp_path: Path) -> None:
@@ -77,7 +82,7 @@ def test_failed_prompts_are_in_the_report(tmp_path: Path) -> None:
     extras = Extras(left_out={4: 2}, warm_up_failed={"fast": "Error: cold"})
     found = content([replace(BENCHMARK, timings=timings)], ABOUT, timings, extras)
     text = markdown(found)
-    assert "- fast, batch 1, prompt qa: Error: no room" in text and "1 of 1, 1 failed" in text
+    assert "- failed: fast, batch 1, prompt qa: Error: no room" in text and "1 of 1, 1 failed" in text
     assert "Batch 4: 2 later turns are left out" in text and "fast failed at warming up: Error: cold" in text
     assert [one["prompt"] for one in found["failures"]] == ["qa"]
 

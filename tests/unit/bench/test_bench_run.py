@@ -143,7 +143,9 @@ def test_blocks_are_two_batches_and_hold_every_prompt(
     heats = list(found.heats.values())
     assert [len(heat.tasks) for heat in heats] == sizes and {heat.place.batch for heat in heats} == {batch}
     assert [task.prompt for heat in heats for task in heat.tasks] == list(map(str, range(count)))
-    assert [name for name, _, _ in diary[2:]] == [
+    warm_up, timed = diary[: 2 * batch], diary[2 * batch :]
+    assert warm_up == [(name, str(i), 8) for name in ("plain", "a") for i in range(batch)]  # in the company that is timed
+    assert [name for name, _, _ in timed] == [
         name
         for place, size in enumerate(sizes)
         for name in (("plain", "a") if place % 2 == 0 else ("a", "plain"))
@@ -167,6 +169,15 @@ def test_later_turns_that_cannot_fill_a_batch_are_left_out_and_told() -> None:
     plan = Plan([Suite("mine", prompts)], batches=(1, 2, 4))
     assert [len(blocks(plan, batch, 1)) for batch in (1, 2, 4)] == [2, 1, 0] and left_out(plan) == {4: 2}
     assert len(places(plan, 1)) == 14 + 2 and len(places(plan, 4)) == 1
+
+
+def test_a_set_of_prompts_is_known_by_all_that_is_asked() -> None:
+    def known(*messages: str, name: str = "mine") -> str:
+        said = [{"role": role, "content": text} for role, text in zip(("system", "user"), messages, strict=True)]
+        return Plan([Suite(name, [Prompt("0", "qa", [messages[-1]], said)])]).prompts_sha256
+
+    assert known("be brief", "hello") == known("be brief", "hello")
+    assert len({known("be brief", "hello"), known("be long", "hello"), known("be brief", "hello", name="other")}) == 3
 
 
 def test_a_run_closes_what_it_made_after_a_failure_too(questions: list[Prompt], words: Tokenizer, stub: Make) -> None:

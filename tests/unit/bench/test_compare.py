@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[3]
 ABOUT: dict[str, Any] = {"command": "foreword bench", "commit": "0", "date": "-", "machine": "m", "threads": 2}
 
 
-def results(folder: Path, speed: float, spread: float = 0.0, **about: Any) -> dict[str, Any]:
-    """Twelve prompts, three repeats of which the middle one counts; one of the others is slow."""
+def results(folder: Path, speed: float, spread: float = 0.0, prompts: int = 12, **about: Any) -> dict[str, Any]:
+    """Prompts of which the first twelve are quick, and three repeats of which the middle one counts; another is slow."""
     timings = [
         Timing(str(q), "rag" if q % 2 else "qa", name, 100, 50, seconds, 0.0, 1, repeat=repeat, block=q)
-        for q in range(12)
+        for q in range(prompts)
         for name, factor in (("plain", 1.0), ("fast", speed * (1 + spread * (-1) ** (q // 2))))
-        for repeat, seconds in enumerate((10.0 / factor, 10.0 / factor, 99.0))
+        for repeat, seconds in enumerate([(10.0 if q < 12 else 40.0) / factor] * 2 + [99.0])
     ]
     middle = tuple(t for t in timings if t.repeat == 0)
     write_report(content([Benchmark(("plain", "fast"), 128, middle)], {**ABOUT, **about}), timings, folder)
@@ -39,6 +39,34 @@ def test_what_became_faster(tmp_path: Path) -> None:
     assert back["overall", "fast"].verdict == "slower" and settings_that_differ(before, after) == {"commit": ("0", "1")}
 
 
+def test_speeds_are_over_the_prompts_that_both_have(tmp_path: Path) -> None:
+    """The others are slow, and would make the same speed look like another."""
+    before, after = results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.0, prompts=24, prompts_sha256="1")
+    for fast in (one for one in changes(before, after) if one.contender == "fast"):
+        assert (fast.before, fast.after, fast.low) == (20.0, 20.0, pytest.approx(1.0))
+    assert not settings_that_differ(before, after)  # the earlier one does not say which prompts it had
+    other = {**before, "about": {**ABOUT, "prompts_sha256": "2"}, "temperature": 0.8}
+    assert set(settings_that_differ(other, after)) == {"prompts_sha256", "temperature"}
+
+
+def test_tables_of_several_sets_are_told_apart(tmp_path: Path) -> None:
+    """Both sets have a group of the same name; only one of them became faster."""
+
+    def two_sets(folder: Path, seconds: float) -> dict[str, Any]:
+        timings = [
+            Timing(f"{suite}/{q}", "qa", "plain", 100, 50, spent, 0.0, 1, suite=suite, block=place * 8 + q)
+            for place, (suite, spent) in enumerate((("a", seconds), ("b", 10.0)))
+            for q in range(8)
+        ]
+        write_report(content([Benchmark(("plain",), 128, tuple(timings))], ABOUT), timings, folder)
+        return read_results(folder)
+
+    found = changes(two_sets(tmp_path / "old", 10.0), two_sets(tmp_path / "new", 5.0))
+    verdicts = {one.table: one.verdict for one in found}
+    assert verdicts["a"] == verdicts["a: qa"] == "faster"
+    assert verdicts["b"] == verdicts["b: qa"] == "no change that can be told"
+
+
 def test_a_change_that_the_prompts_cannot_tell(tmp_path: Path) -> None:
     found = changes(results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.1, spread=0.4))
     fast = next(one for one in found if one.contender == "fast")
@@ -46,8 +74,9 @@ def test_a_change_that_the_prompts_cannot_tell(tmp_path: Path) -> None:
     assert fast.verdict == "no change that can be told"
 
 
-def test_results_of_earlier_versions_are_compared_too() -> None:
-    old = read_results(ROOT / "results" / "bench_cuda")
+@pytest.mark.parametrize("name", ["bench_cpu", "bench_cuda"])
+def test_results_of_earlier_versions_are_compared_too(name: str) -> None:
+    old = read_results(ROOT / "results" / name)
     found = {(one.table, one.contender): one for one in changes(old, old)}
     assert found["overall", "plain"].ratio == 1 and found["overall", "plain"].low == pytest.approx(1)
     assert found["translation + summarization + rag", "token_recycling"].low == pytest.approx(1)
@@ -75,6 +104,15 @@ def test_the_table_of_a_page(tmp_path: Path, run_foreword: Any) -> None:
     assert "| `fast` | 20.0 | 2.00x | 2.00 | 12 of 12 |\n" in table
     assert run_foreword("bench", "table", tmp_path / "results").stdout == table
     assert run_foreword("bench", "table").exit_code == 2
+    page.write_text("<!-- foreword bench table results -->\n| old |\n| the last line, without an end |")
+    assert refreshed(page.read_text(), tmp_path) == f"<!-- foreword bench table results -->\n\n{table}"
+
+
+def test_results_of_batches_alone_have_no_such_table(tmp_path: Path, run_foreword: Any) -> None:
+    timings = [Timing("0 1", "mixed", "plain", 100, 50, 1.0, 0.0, 2, texts=2, batch=2)]
+    write_report(content([Benchmark(("plain",), 128, tuple(timings), 2)], ABOUT), timings, tmp_path)
+    refused = run_foreword("bench", "table", tmp_path)
+    assert refused.exit_code == 2 and "let 1 be in --batch" in refused.output
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md"], ids=lambda page: page.name)

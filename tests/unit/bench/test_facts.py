@@ -21,6 +21,14 @@ def test_what_stands_beside_every_number(monkeypatch: pytest.MonkeyPatch) -> Non
     assert about["versions"]["foreword"] == foreword.__version__ and about["versions"]["torch"] == torch.__version__
 
 
+def test_the_machine_is_what_the_model_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU too, figures of the CPU are not its."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {device}")
+    assert facts(torch.device("cpu"))["machine"].startswith(report.cpu_name())
+    assert facts(torch.device("cuda:1"))["machine"] == "GPU cuda:1" and facts()["machine"] == "GPU None"
+
+
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_the_commit_says_whether_the_source_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "src" / "foreword" / "bench" / "report.py"

@@ -114,6 +114,27 @@ def test_of_repeats_the_middle_one_counts() -> None:
     assert benchmarks(some, 128, {})[0].timings[0].failed == 1  # failing once is failing
 
 
+def test_a_text_that_differs_in_any_repeat_is_another_text() -> None:
+    some = [timing("plain", "rag", 100, 100, 10.0, repeat=repeat) for repeat in range(3)]
+    some += [timing("a", "rag", 100, 50, 5.0 + repeat, repeat=repeat) for repeat in range(3)]
+    some[5] = replace(some[5], identical=0, differing=1)  # the slowest, whose time does not count
+    row = rows(benchmarks(some, 128, {})[0])[1]
+    assert (row.speedup, row.refused, row.identical, row.differing) == (None, "other text", 0, 1)
+    assert row.tokens_per_second == 100 / 6
+    some[5] = replace(some[5], ties=1, differing=0)
+    row = rows(benchmarks(some, 128, {})[0])[1]
+    assert (row.speedup, row.identical, row.ties) == (10 / 6, 0, 1)
+    some[5] = replace(some[5], ties=0, differing=1, unjudged="no memory")
+    assert "no memory" in rows(benchmarks(some, 128, {})[0])[1].refused
+
+
+def test_who_failed_at_another_text_of_a_block_is_not_compared_on_it() -> None:
+    failed = {"plain": ["1"], "a": ["2"], "b": ["1"]}
+    some = [timing(name, "rag", 100, 50, 5.0, texts=4, failed=1, failed_at=at, why="-") for name, at in failed.items()]
+    assert [row.speedup for row in rows(Benchmark(("plain", "a", "b"), 128, tuple(some)))] == [1.0, None, 1.0]
+    assert [(one["contender"], one["prompt"]) for one in failures(some)] == [("plain", "1"), ("a", "2"), ("b", "1")]
+
+
 def test_benchmarks_by_temperature_and_batch() -> None:
     kinds = [(1, 0.0), (1, 0.8), (4, 0.0), (4, 0.8)]
     some = [timing("plain", "rag", 10, 10, 1.0, batch=batch, temperature=heat) for batch, heat in kinds]
@@ -129,8 +150,8 @@ def test_the_interval_holds_the_ratio_and_shrinks_with_the_prompts() -> None:
     ratio = 10.5 / 6
     assert few[0] is not None and few[1] is not None and many[0] is not None and many[1] is not None
     assert few[0] < many[0] < ratio < many[1] < few[1]
-    assert resampled(samples(12)) == few and resampled(samples(1)) == (None, None)
-    assert resampled([[100.0, 5.0, 100.0, 10.0]] * 5) == (2.0, 2.0)
+    assert resampled(samples(12)) == few and resampled(samples(5)) == (None, None)
+    assert resampled([[100.0, 5.0, 100.0, 10.0]] * 6) == (2.0, 2.0)
 
 
 def test_turns_of_a_prompt_are_one_sample() -> None:

@@ -63,6 +63,21 @@ def test_names_and_limits(spec_bench: Path) -> None:
     assert len(read_suite(str(spec_bench), per_group=2).prompts) == 12
 
 
+def test_a_limit_ends_the_reading(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"conversations": []}\n')
+    assert [prompt.turns for prompt in read_suite(str(file), limit=2).prompts] == [["one"], ["two"]]
+    with pytest.raises(PromptError, match="line 3"):
+        read_suite(str(file))
+
+
+def test_prompts_with_one_id_are_told_apart(tmp_path: Path) -> None:
+    """Or a failed one would be taken for another, and a report would have one sample where there are two."""
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(json.dumps({"id": name, "prompt": "words"}) for name in ("a", "b", "a", "a")))
+    assert [prompt.id for prompt in read_suite(str(file)).prompts] == ["a", "b", "a#2", "a#3"]
+
+
 def test_several_sets_keep_apart(spec_bench: Path) -> None:
     found = read_suites([f"a={spec_bench}", f"b={spec_bench}"], limit=1)
     assert [prompt.id for one in found for prompt in one.prompts] == ["a/81", "b/81"]

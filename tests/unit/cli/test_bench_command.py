@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import foreword
+import foreword.bench as bench_room
 import foreword.bench.baselines as baselines_module
 import foreword.bench.grow as grow_module
+import foreword.bench.roofline as roofline_module
+import foreword.prove.referee as referee_module
 from doubles import taught
 from foreword.bench.journal import Journal
 from foreword.methods import saved
@@ -87,6 +91,65 @@ def test_a_failed_prompt_is_told(run, tiny_model, tmp_path):
     assert result.stdout.count("PromptError: the prompt has") == 2 and "1 of 1, 1 failed" in result.stdout
 
 
+def test_a_prompt_that_cannot_be_read_fails_alone(run, tiny_model, tmp_path):
+    file = tmp_path / "questions.jsonl"
+    rows = [{"prompt": "hello"}, {"prompt": "half a \ud800"}, {"turns": ["hello", "half a \ud800"]}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    result = run("bench", "--model", tiny_model, "--prompts", file, "--methods", "plain", *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [(one["prompt"], one["turn"], "Unicode" in one["why"]) for one in found["failures"]] == [
+        ("2", 0, True),
+        ("3", 1, True),
+    ]
+    assert found["tables"]["overall"][0]["prompts"] == 2
+
+
+def test_what_cannot_be_made_for_more_texts_fails_there_alone(run, tiny_model, questions, monkeypatch):
+    right = bench_room.contender
+
+    def small(llm: Any, name: str, context: int, slots: int, *more: Any, **options: Any) -> Any:
+        if name == "prompt_lookup" and slots > 1:
+            raise RuntimeError("no memory")
+        return right(llm, name, context, slots, *more, **options)
+
+    monkeypatch.setattr(bench_room, "contender", small)
+    asked = ("bench", "--model", tiny_model, "--prompts", questions, "--methods", "prompt_lookup", *SMALL, "--json")
+    found = json.loads(run(*asked, "--batch", "1,2").stdout)
+    (_, alone), (plain, together) = found["batches"].values()
+    assert alone["speedup"] and plain["speedup"] and together["refused"] == "no answers"
+    assert {one["why"] for one in found["failures"]} == {"RuntimeError: no memory"}
+    with pytest.raises(RuntimeError, match="no memory"):
+        run(*asked, "--batch", "2")
+
+
+def test_differences_that_find_no_memory_to_be_judged_in(run, tiny_model, questions, monkeypatch):
+    right = baselines_module.counted
+    monkeypatch.setattr(baselines_module, "counted", lambda tokens, *more: right([9, *tokens[1:]], *more))
+
+    def full(*_: object) -> Any:
+        raise torch.OutOfMemoryError("no memory\nleft")
+
+    monkeypatch.setattr(referee_module, "own_logits", full)
+    asked = ("--prompts", questions, *SMALL, "--methods", "plain", "--baselines", "hf", "--limit", 1, "--json")
+    row = json.loads(run("bench", "--model", tiny_model, *asked).stdout)["tables"]["overall"][1]
+    assert row["speedup"] is None and row["refused"].endswith("by a tie: no memory left")
+
+
+def test_passes_are_measured_where_somebody_will_see_it(run, tiny_model, questions, monkeypatch):
+    measured = []
+    monkeypatch.setattr(roofline_module, "roofline", lambda *_: measured.append("passes") or {})
+    asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", "--limit", 1)
+    assert run(*asked).exit_code == 0 and not measured
+    assert run(*asked, "--json").exit_code == 0 and measured == ["passes"]
+
+
+def test_a_temperature_is_told_wherever_it_stands(run, tiny_model, questions):
+    asked = ("--prompts", questions, *SMALL, "--methods", "plain", "--temperature", "0.7,0", "--limit", 1, "--repeats", 1)
+    shown = run("bench", "--model", tiny_model, *asked).stdout
+    assert shown.index("overall, T=0.7") < shown.index("overall, T=0 ")
+
+
 def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkeypatch):
     out = tmp_path / "out"
     asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "prompt_lookup", "--out", out)
@@ -103,6 +166,8 @@ def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkey
     assert [file.name for file in out.iterdir()] == ["unfinished.jsonl"]
     refused = run(*asked, "--repeats", 1)
     assert refused.exit_code == 2 and "another repeats" in refused.output
+    refused = run(*asked, "--no-compile", "--max-context", 128)
+    assert refused.exit_code == 2 and "another max_context, another compile or graph" in refused.output
     assert run(*asked).exit_code == 0 and len(told) == len(set(told)) == 12
     found = json.loads((out / "results.json").read_text())
     assert found["about"]["resumed"] == 5 and len(found["timings"]) == 24 and not (out / "unfinished.jsonl").exists()
@@ -129,6 +194,8 @@ def test_near_ties_are_counted_and_refuse_nothing(run, tiny_model, tmp_path):
 
 
 def test_a_quick_look(run, tiny_model):
+    small = ("bench", "--model", tiny_model, "--quick", "--per-group", 1, *SMALL, "--methods", "plain", "--json")
+    assert json.loads(run(*small).stdout)["about"]["prompts"] == 6
     found = json.loads(run("bench", "--model", tiny_model, "--quick", *SMALL, "--methods", "plain", "--json").stdout)
     assert found["repeats"] == 1 and found["about"]["prompts"] == 12
     assert found["tables"]["overall"][0]["prompts"] + found["tables"]["overall"][0]["failed"] == 14
@@ -170,6 +237,7 @@ def test_a_grown_model_is_profiled(run, tiny_model):
         (("bench", "--batch", "1,64", "--model", "nowhere"), "60 prompts cannot fill a batch of 64"),
         (("bench", "--methods", "medusa=nowhere"), "nowhere is missing"),
         (("bench", "--grow", "1"), "--grow"),
+        (("bench", "--grow", "0.0b"), "neither a number of 2 or more"),
         (("bench", "--grow", "big"), "neither a number of 2 or more"),
         (("profile", "--grow", "2", "--cold"), "leave out --shapes"),
     ],

@@ -29,11 +29,12 @@ from foreword.core.needs import Needs
 from foreword.core.sampling import gumbel
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
-from foreword.core.trees import TreeKind
+from foreword.core.trees import BestFirst, FixedRows, TreeKind
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, InputError
 from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.methods.hidden_transfer import Kind as OwnKind
+from foreword.model.cost import CostCurve
 from foreword.model.model import Model
 
 # Every form a trained method has: its name and the options that matter to the way a guess is made.
@@ -275,6 +276,29 @@ def test_every_tree(name: str, tree: str) -> None:
     drafter = taught(name, model, tree=tree)
     assert drafter.wants_cost
     assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
+
+
+@pytest.mark.parametrize("name", ["medusa", "firp", "hidden_transfer", "gsd", "draft_model"])
+def test_where_no_row_pays_no_head_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drafted, so nothing is worked out; what reads the text along still does."""
+    model, asked = target(), requests(4, max_new_tokens=8)
+    model.curve = CostCurve((1, 64), (1.0, 64.0))
+    drafter = taught(name, model)
+    steps = engine(drafter, model)
+    if isinstance(getattr(drafter, "growth", None), BestFirst):  # settled beforehand, as on CUDA
+        drafter.growth = replace(drafter.growth, fixed=FixedRows(model, drafter.shape))
+    propose, head, heads = drafter.propose, model.head, []
+
+    def silent(state: Any) -> Any:
+        monkeypatch.setattr(model, "head", heads.append)
+        try:
+            return propose(state)
+        finally:
+            monkeypatch.setattr(model, "head", head)
+
+    monkeypatch.setattr(drafter, "propose", silent)
+    assert written(steps, asked) == [truth(model.hf, request) for request in asked]
+    assert not heads
 
 
 @pytest.mark.parametrize("name", TRAINED)

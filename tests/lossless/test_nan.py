@@ -7,12 +7,28 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from doubles import CONTEXT, Liar, Plan, Playback, engine, fresh, full_text, requests, run_to_end, tiny, tokenizer, truth
+from doubles import (
+    CONTEXT,
+    Liar,
+    Plan,
+    Playback,
+    engine,
+    fresh,
+    full_text,
+    requests,
+    run_to_end,
+    target,
+    taught,
+    tiny,
+    tokenizer,
+    truth,
+    written,
+)
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.errors import ForewordWarning, NumericsError
-from foreword.methods import make
+from foreword.methods import METHODS, make
 from foreword.model.model import Model
 from foreword.text import TextStream
 
@@ -104,6 +120,28 @@ def test_a_nan_in_a_guess_does_not_reach_the_text(late: bool, way: str) -> None:
         run_to_end(steps)
     assert sick.tokens == alone.tokens == truth(hf, asked)
     assert sick.accepted[0] == 0 and sum(sick.accepted) == len(sick.tokens)
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained])
+def test_a_drafter_of_nan_does_not_reach_the_text(name: str) -> None:
+    """What it says lies beside the text in the target's own cache, for some: no text may end for that."""
+    model, asked = target("qwen3"), requests(4, max_new_tokens=8)
+    drafter = taught(name, model)
+    for weight in drafter.module.parameters():
+        weight.data.fill_(math.nan)
+    assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
+
+
+@pytest.mark.filterwarnings("ignore::foreword.errors.ForewordWarning")
+def test_what_a_sick_text_left_to_a_drafter_does_not_reach_the_next() -> None:
+    """The next one has a single token, so that nothing is read which would replace it."""
+    hf, after = poisoned_model(), replace(HEALTHY, prompt=(9,))
+    model = Model(hf)
+    steps = engine(taught("firp", model), model, slots=1)
+    with pytest.raises(NumericsError):
+        steps.generate([SICK])
+    (run,) = steps.generate([after])
+    assert run.tokens == truth(hf, after)
 
 
 def test_a_round_that_was_under_way_is_not_the_text_s_fault() -> None:

@@ -39,11 +39,13 @@ WHOLE_FILES = [
 ENTRIES = {
     SOURCE / "core" / "sampling.py": {"pick", "rank", "guesses"},
     SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
-    SOURCE / "core" / "heads.py": {"forward", "counted", "last_of"},
-    SOURCE / "core" / "transfer.py": {"forward", "behind"},
+    SOURCE / "core" / "graphs.py": {"add", "walks"},
+    SOURCE / "core" / "heads.py": {"forward", "counted", "last_of", "at_one", "size_of"},
+    SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
     SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
-    SOURCE / "model" / "model.py": {"score", "embed", "norm", "head"},
+    SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "head"},
+    SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head"},
     **{SOURCE / "methods" / f"{name}.py": {"propose", "observe"} for name in METHODS if METHODS[name].load().capturable},
 }
 

@@ -187,7 +187,7 @@ def train(
     settings, own = learning.settings(), MethodOptions(method=method, method_option=option or []).own()
     drafter = _check_options(method, settings.rows, own)
     if sweep:
-        _check_sweep(method, drafter, own)
+        _check_sweep(method, drafter, own, resume)
     make_folder(out)
     group, model = _among_processes(model)
     with model.load(MethodOptions(method="plain"), slots=1) as llm:
@@ -209,13 +209,15 @@ def _check_options(method: str, rows: int, own: dict[str, Any]) -> Drafter:
     return untrained(method, rows=rows, **own)
 
 
-def _check_sweep(method: str, drafter: Drafter, own: dict[str, Any]) -> None:
+def _check_sweep(method: str, drafter: Drafter, own: dict[str, Any], resume: bool) -> None:
     from foreword.core.transfer import Transfer  # noqa: PLC0415  imports torch
 
     if not isinstance(getattr(drafter, "options", None), Transfer):
         raise InputError(f"--sweep finds the layers of hidden_transfer and firp; {method} has none to find: leave it out")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("--sweep runs on one device; start it without accelerate launch")
+    if resume:
+        raise InputError("--sweep is short and begins anew each time; leave --resume out")
     if "layers" in own:
         raise InputError(f"--sweep finds the layers, and layers={own['layers']} is given; give one of them")
 
@@ -247,7 +249,9 @@ def _swept(method: str, record: dict[str, Any], out: Path) -> Table:
     """Accuracies by layer and step, in percent, and what to do with them."""
     accuracy, blind = record["accuracy"], record["step 2 without sight of step 1"]
     layers = ",".join(map(str, record["layers"]))
-    told = f"layers {layers} · {record['seconds']:.0f} s · {out}\nforeword train {method} --option layers={layers} ..."
+    chosen = record["options"] | {"layers": layers + "," * (len(record["layers"]) == 1)}  # a comma makes a list of one
+    options = " ".join(f"--option {name}={value}" for name, value in chosen.items())
+    told = f"layers {layers} · {record['seconds']:.0f} s · {out}\nforeword train {method} {options} ..."
     table = Table("layer", title="top-1 / top-5 of each step by the layer it joins after, %", caption=told)
     columns = {f"step {step}": by_layer for step, by_layer in accuracy.items()}
     columns |= {"step 2, blind to step 1": blind} if blind else {}

@@ -36,7 +36,7 @@ class Transfer:
     layers: tuple[int, ...] | None = None  # which layer each step joins after; None: from the middle on
     source: Source = "anchor"  # what a step is made of: the anchor's own state, or that of the step before
     bias: bool = True
-    squeeze: int = 1  # a matrix goes through 1 / so many of its columns: of lower rank, and smaller
+    squeeze: int = 1  # a matrix goes through 1 / so many of its columns, which it divides: of lower rank, and smaller
     norm: bool = True  # on rows of size 1; what comes out has the row's size again
     labels: Labels = "soft"
     anchors: int = 64  # of a text, in a training step
@@ -90,9 +90,9 @@ class Projection(nn.Module):
     def __init__(self, target: Target, options: Transfer) -> None:
         super().__init__()
         size = target.hidden_size
-        inner = size // options.squeeze
-        if inner < 1:
-            raise InputError(f"squeeze is {options.squeeze}, but {target.name} has only {size} columns")
+        inner, left = divmod(size, options.squeeze)
+        if left:
+            raise InputError(f"squeeze is {options.squeeze}, which does not divide the {size} columns of {target.name}")
         self.norm = options.norm
         self.down = linear(target, size, inner, bias=False) if options.squeeze > 1 else None
         self.linear = linear(target, inner, size, options.bias)
@@ -121,6 +121,12 @@ def joins_of(module: nn.ModuleList, options: Transfer) -> list[Join]:
     return [join(step, layer) for step, layer in enumerate(options.layers)]
 
 
+def ahead(matrix: nn.Module, rows: Tensor) -> Tensor:
+    """A step's rows for a pass of the target, 0 where they are no numbers: real rows do not see them, but what is masked
+    counts 0 times its value, and 0 x NaN is NaN."""
+    return matrix(rows).nan_to_num(0.0, 0.0, 0.0)
+
+
 def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: Tensor) -> tuple[Tensor, tuple[Graft, ...]]:
     """The steps behind the last row of a text, whose states after the layers are `known` [b, steps, H]: the first step's row
     [b, 1, H], which `Target.onward` takes up from its layer on, and the later ones, grafted onto it."""
@@ -128,11 +134,11 @@ def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: 
     def graft(step: int) -> Graft:
         def make(first: Tensor, later: Tensor) -> Tensor:
             rows = torch.cat([first, later], dim=1)[:, -1:] if source == "chain" else known[:, step : step + 1]
-            return module[step](rows)
+            return ahead(module[step], rows)
 
         return Graft(layers[step], (0,), (step,), make)
 
-    return module[0](known[:, :1]), tuple(graft(step) for step in range(1, len(layers)))
+    return ahead(module[0], known[:, :1]), tuple(graft(step) for step in range(1, len(layers)))
 
 
 # Learning ----------------------------------------------------------------------------------------------------------------

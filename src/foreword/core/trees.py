@@ -62,6 +62,9 @@ class Growth(Protocol):
     def branch(self) -> int:
         """Guesses wanted behind each live node."""
 
+    def depth(self, batch: int) -> int:
+        """How many levels are guessed at this batch size; none where no row pays."""
+
     def draft(self, state: State, guess: Guess) -> Draft: ...
 
 
@@ -148,7 +151,7 @@ class FixedRows:
 
     def shape(self, batch: int) -> Shape:
         if batch not in self._known:
-            counts = [*(1 << power for power in range(self.most.nodes.bit_length()) if 1 << power < self.most.nodes)]
+            counts = [1 << power for power in range((self.most.nodes - 1).bit_length())]
             best = max([*counts, self.most.nodes], key=lambda rows: self._speed(batch, rows))
             self._known[batch] = Shape(best, min(self.most.depth, best - 1))
         return self._known[batch]
@@ -309,6 +312,9 @@ class StaticTree:
         gain = [promised / self.target.cost(batch * rows) for rows, promised in enumerate(self.promised, start=1)]
         return gain.index(max(gain))
 
+    def depth(self, batch: int) -> int:
+        return self.template(batch).depth
+
     def draft(self, state: State, guess: Guess) -> Draft:
         template = self.template(len(state.lanes.ids))
         return self._draft(state, template, template.tokens(state.root, guess))
@@ -356,6 +362,9 @@ class BestFirst:
     costs: RowCosts | None
     fixed: FixedRows | None = None
 
+    def depth(self, batch: int) -> int:
+        return _shape(self, batch).depth
+
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
 
@@ -388,6 +397,9 @@ class Budgeted:
     top_p: float
     floor: float
     fixed: FixedRows | None = None
+
+    def depth(self, batch: int) -> int:
+        return _shape(self, batch).depth
 
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
@@ -425,6 +437,9 @@ class Chain:
     stop: float
     branch: int = 1
 
+    def depth(self, batch: int) -> int:
+        return self.shape.depth
+
     def draft(self, state: State, guess: Guess) -> Draft:
         tokens, chances = [state.root.unsqueeze(1)], [torch.zeros(state.root.shape[0], 1, device=state.root.device)]
         origin = torch.zeros_like(tokens[0])
@@ -440,8 +455,12 @@ class Chain:
         return _known(state, Draft(torch.cat(tokens, 1), Tree.chain(len(tokens), origin.device), size))
 
 
+def _shape(growth: BestFirst | Budgeted, batch: int) -> Shape:
+    return growth.shape if growth.fixed is None else growth.fixed.shape(batch)
+
+
 def _grown(growth: BestFirst | Budgeted, state: State, guess: Guess) -> Draft:
-    shape = growth.shape if growth.fixed is None else growth.fixed.shape(len(state.lanes.ids))
+    shape = _shape(growth, len(state.lanes.ids))
     if shape.depth == 0:
         return Draft.nothing(state.root)
     return by_kernel(growth, state, guess, shape) if state.slots.is_cuda else growth.grow(state, guess, shape)

@@ -81,12 +81,14 @@ class Firp(Drafter):
         self.known.index_copy_(0, state.slots, self._taps(scores)[:, -1])
 
     def propose(self, state: State) -> Draft:
-        if self.shape.depth == 0:
+        depth = self.growth.depth(len(state.lanes.ids))
+        if depth == 0:
             return Draft.nothing(state.root)
-        layers = self.layers[: self.shape.depth]
+        layers = self.layers[:depth]
         first, later = behind(self.module, layers, self.options.source, self.known[state.slots])
         rows = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
-        tokens, chances = guesses(self.target.head(rows), state.ahead(self.number), state.sampling, self.growth.branch)
+        position = state.ahead(self.number[:depth])
+        tokens, chances = guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
         if isinstance(self.growth, StaticTree):
             return self.growth.filled(state, tokens)
 

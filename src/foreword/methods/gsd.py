@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
@@ -25,7 +26,7 @@ from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, BestFirst, TreePlan
 from foreword.core.widening import NORM, layers_at
 from foreword.errors import InputError
-from foreword.model.guesser import FirstLayers, Guesser
+from foreword.model.guesser import Branches, FirstLayers, Guesser
 from foreword.model.model import Model
 
 FURTHER = 2  # levels that a path may be longer than the graph is deep: an alias may lead to a node further up
@@ -73,6 +74,7 @@ class Gsd(Drafter):
         self.guesser.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
         if self.guesser.other is None:
             self.module = self.guesser.module
+        self.last: tuple[Graph, Tensor] | None = None  # for `sketch` alone
         self.counts = torch.zeros(2, dtype=torch.long, device=target.device)
 
     def begin(self, state: State) -> None:
@@ -82,17 +84,20 @@ class Gsd(Drafter):
         self.guesser.read(state, chunk.nodes)
 
     def propose(self, state: State) -> Draft:
-        if self.shape.depth == 0:
+        branches = self.guesser.root(state)  # reads the text along, also where nothing is guessed
+        depth = min(self.depth, self.growth.depth(len(state.lanes.ids)))
+        if depth == 0:
+            self.last = None
             return Draft.nothing(state.root)
-        graph = self._drafted(state)
-        self.last = graph, state.root  # for `sketch` alone
+        graph = self._drafted(state, branches, depth)
+        self.last = graph, state.root
         return self.growth.draft(state, graph.walks())
 
-    def _drafted(self, state: State) -> Graph:
+    def _drafted(self, state: State, branches: Branches, depth: int) -> Graph:
         """The graph, read level by level; what the last level guesses is not read."""
-        branches, graph = self.guesser.root(state), Graph(replace(self.rule, branch=self.growth.branch), state.root)
+        graph = Graph(replace(self.rule, branch=self.growth.branch), state.root)
         read, nodes = torch.zeros_like(state.root), (state.root.unsqueeze(1), torch.zeros_like(state.root).unsqueeze(1))
-        for level in range(1, min(self.depth, self.shape.depth) + 1):
+        for level in range(1, depth + 1):
             rows, saved = branches.rows if level == 1 else branches.read(*nodes), graph.saved
             logits = self.guesser.head(rows)
             read = read + (graph.chance > -torch.inf).sum(1)
@@ -101,7 +106,7 @@ class Gsd(Drafter):
         return graph
 
     def sketch(self, lane: int) -> dict[str, Any]:
-        if self.shape.depth == 0:
+        if self.last is None:
             return {}
         graph, roots = self.last
         return graph.sketch(int(roots[lane]), lane)

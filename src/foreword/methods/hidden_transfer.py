@@ -27,7 +27,7 @@ from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.transfer import Source, Transfer, behind, learn, right_by_rank
+from foreword.core.transfer import Source, Transfer, ahead, behind, learn, right_by_rank
 from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
 from foreword.errors import InputError
 
@@ -123,7 +123,8 @@ class HiddenTransfer(Drafter):
 
     def _make(self, step: int, nodes: Tensor, before: Tensor) -> Any:
         def make(real: Tensor, grafted: Tensor) -> Tensor:
-            return self.module[step](grafted[:, before] if step and self.options.source == "chain" else real[:, nodes])
+            chained = step and self.options.source == "chain"
+            return ahead(self.module[step], grafted[:, before] if chained else real[:, nodes])
 
         return make
 

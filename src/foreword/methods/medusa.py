@@ -74,7 +74,7 @@ class Medusa(Drafter):
         self.hidden.index_copy_(0, state.slots, scores.require_hidden()[:, -1])
 
     def propose(self, state: State) -> Draft:
-        if self.shape.depth == 0:
+        if self.growth.depth(len(state.lanes.ids)) == 0:
             return Draft.nothing(state.root)
         rows = self._heads(self.target.norm(self.hidden[state.slots]))  # [b, K, H]
         position = state.ahead(self.number)

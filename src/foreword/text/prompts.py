@@ -147,12 +147,11 @@ def _unlisted(path: str | Path) -> Iterator[tuple[int, str]]:
         if number > 1 or not line.startswith("[") or str(path).endswith(".txt"):
             yield number, line
             continue
-        whole = "\n".join([line, *(further for _, further in lines)])
+        all_lines = [(number, line), *lines]
         try:
-            rows = json.loads(whole)
+            rows = json.loads("\n".join(text for _, text in all_lines))
         except json.JSONDecodeError:
-            yield number, line  # text that begins with a bracket, or JSON that is refused where it stands
-            yield from enumerate(whole.splitlines()[1:], 2)
+            yield from all_lines  # text that begins with a bracket, or JSON that is refused where it stands
         else:
             yield from ((place, json.dumps(row)) for place, row in enumerate(rows, 1))
 

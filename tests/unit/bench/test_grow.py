@@ -110,6 +110,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover, no block": ("clover", {"block": "none", "tree": "best"}),
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
+    "clover2, fused by attention": ("clover2", {"fuse": "attention"}),
     "hidden_transfer": ("hidden_transfer", {}),
     "firp": ("firp", {}),
     "firp, low rank": ("firp", {"squeeze": 4}),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -144,11 +145,24 @@ def test_a_sweep_finds_layers(run: Any, tiny_model: str, data: Path, tmp_path: P
     assert read_config(tmp_path / "firp")["config"]["layers"] == record["layers"]
 
 
+def test_the_command_that_a_sweep_names_is_taken(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
+    """With the options that it was asked to try, and where there is one layer."""
+    rest = ("--model", tiny_model, "--data", data, *SMALL)
+    given = ("--option", "steps=1", "--option", "norm=false", "--steps", 2)
+    shown = run("train", "firp", "--sweep", "--out", tmp_path, *rest, *given)
+    said = re.search(r"foreword train firp (.*) \.\.\.", shown.stdout)
+    assert said is not None
+    assert run("train", "firp", *said[1].split(), "--out", tmp_path / "firp", *rest).exit_code == 0
+    config = read_config(tmp_path / "firp")["config"]
+    assert (config["steps"], config["norm"], len(config["layers"])) == (1, False, 1)
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "reason"),
     [
         ("medusa", (), "--sweep finds the layers of hidden_transfer and firp; medusa has none"),
         ("firp", ("--option", "layers=1,2,3"), "layers=(1, 2, 3) is given"),
+        ("firp", ("--resume",), "leave --resume out"),
     ],
 )
 def test_what_cannot_be_swept(

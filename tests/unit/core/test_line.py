@@ -36,7 +36,7 @@ def test_it_waits_as_long_as_told() -> None:
     one, other = Line.pair()
     began = time.monotonic()
     assert one.hear(0.05) == [] and not one.cut
-    assert 0.04 < time.monotonic() - began < 2
+    assert 0.04 < time.monotonic() - began < 30
     threading.Timer(0.05, other.say, ["late"]).start()
     assert one.hear(None) == ["late"]
 

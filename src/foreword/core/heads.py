@@ -49,6 +49,10 @@ def size_of(rows: Tensor) -> Tensor:
     return (length * rows.shape[-1] ** -0.5).to(rows.dtype)
 
 
+def _added(state: Tensor, seen: Tensor, silu: bool) -> Tensor:
+    return state + (functional.silu(seen) if silu else seen)
+
+
 class Beside(nn.Module):
     """A linear over a state and an embedding laid side by side, starting at 0."""
 
@@ -62,8 +66,7 @@ class Beside(nn.Module):
         return self.product(torch.cat([state, embedding], dim=-1))
 
     def onto(self, state: Tensor, embedding: Tensor, silu: bool = False) -> Tensor:
-        seen = self(state, embedding)
-        return state + (functional.silu(seen) if silu else seen)
+        return _added(state, self(state, embedding), silu)
 
 
 class ResBlock(nn.Module):
@@ -105,8 +108,7 @@ class CosineAttention(nn.Module):
             from foreword.kernels.look import looked  # noqa: PLC0415  Triton is there only where CUDA is
 
             return looked(state, *self._parts(state, embedding), self.heads, silu)
-        seen = self(state, embedding)
-        return state + (functional.silu(seen) if silu else seen)
+        return _added(state, self(state, embedding), silu)
 
     def _parts(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.query(self.norm(state)), self.key(embedding), self.value(embedding)

@@ -479,6 +479,19 @@ def by_kernel(growth: BestFirst | Budgeted, state: State, guess: Guess, shape: S
     return Draft(tokens, Tree(parent), size)
 
 
+def unconditional(growth: Growth, state: State, guessed: Tensor, likely: Tensor) -> Draft:
+    """The draft of guesses and log-chances [b, depth or more, k] that do not depend on what was guessed before them: every
+    node of a level shares them."""
+    if isinstance(growth, StaticTree):
+        return growth.filled(state, guessed)
+
+    def guess(level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (-1, live.shape[1], -1)
+        return guessed[:, level - 1 : level].expand(shape), likely[:, level - 1 : level].expand(shape)
+
+    return growth.draft(state, guess)
+
+
 def _finite(chance: Tensor) -> Tensor:
     """A NaN would be drafted before everything else."""
     return chance.where(chance.isfinite(), -math.inf)

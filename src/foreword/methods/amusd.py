@@ -27,8 +27,8 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.widening import NORM, layers_at
-from foreword.errors import DrafterError, ForewordWarning, InputError
-from foreword.model.guesser import FirstLayers, check_context, check_vocabulary
+from foreword.errors import ForewordWarning, InputError
+from foreword.model.guesser import FirstLayers, check_layers, check_other
 from foreword.model.loading import choose_device
 from foreword.model.model import Model
 from foreword.model.small import small_model
@@ -101,12 +101,9 @@ class Amusd(Drafter):
         nodes = min(self.rows or 1 + self.ahead, 1 + self.ahead)
         self.shape = Shape(nodes, nodes - 1)
         if self.other is not None:
-            check_vocabulary("amusd", self.other, target)
-            check_context("amusd", self.other, target)
+            check_other("amusd", self.other, target)
         elif not hasattr(self, "module"):
-            if self.layers > target.layers:
-                told = f"layers is {self.layers}, but {target.name} has {target.layers}"
-                raise DrafterError(f"amusd: {told}; ask for no more")
+            check_layers("amusd", self.layers, target)
             stack = target.stack(1, self.layers, init=range(self.layers), scratch=1)
             stack.free()  # the worker has its own
             self.module = FirstLayers(target, stack.layers)

@@ -25,7 +25,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.transfer import Source, Transfer, behind, learn, right_by_rank
-from foreword.core.trees import USUAL_RATES, Rates, StaticTree, TreeKind, TreePlan
+from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 
 
 class Firp(Drafter):
@@ -89,14 +89,7 @@ class Firp(Drafter):
         rows = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
         position = state.ahead(self.number[:depth])
         tokens, chances = guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
-        if isinstance(self.growth, StaticTree):
-            return self.growth.filled(state, tokens)
-
-        def guess(level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            shape = (-1, live.shape[1], -1)
-            return tokens[:, level - 1 : level].expand(shape), chances[:, level - 1 : level].expand(shape)
-
-        return self.growth.draft(state, guess)
+        return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         rows = accepted.along(self._taps(scores).flatten(2))

@@ -23,7 +23,7 @@ from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import BRANCH, USUAL_RATES, Rates, StaticTree, TreeKind, TreePlan
+from foreword.core.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 from foreword.core.widening import WITHIN
 from foreword.errors import InputError
 
@@ -79,14 +79,7 @@ class Medusa(Drafter):
         rows = self._heads(self.target.norm(self.hidden[state.slots]))  # [b, K, H]
         position = state.ahead(self.number)
         tokens, chances = guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
-        if isinstance(self.growth, StaticTree):
-            return self.growth.filled(state, tokens)
-
-        def guess(level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            shape = (-1, live.shape[1], -1)
-            return tokens[:, level - 1 : level].expand(shape), chances[:, level - 1 : level].expand(shape)
-
-        return self.growth.draft(state, guess)
+        return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         rows = accepted.along(scores.require_hidden())

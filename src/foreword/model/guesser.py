@@ -44,14 +44,11 @@ class Guesser:
         how many rows a round's guesses may have. Bound again, as by another engine, it keeps what it learned."""
         self.target, self.ahead = target, ahead
         if self.other is not None:
-            check_vocabulary(self.method, self.other, target)
-            check_context(self.method, self.other, target)
+            check_other(self.method, self.other, target)
             self.stack = self.other.layer_stack
             self.stack.allocate(slots, target.context, scratch)
         elif not hasattr(self, "module"):
-            if self.layers > target.layers:
-                told = f"layers is {self.layers}, but {target.name} has {target.layers}"
-                raise DrafterError(f"{self.method}: {told}; ask for no more")
+            check_layers(self.method, self.layers, target)
             self.stack = target.stack(slots, self.layers, init=range(self.layers), scratch=scratch)
             self.module = FirstLayers(target, self.stack.layers)
         else:
@@ -124,6 +121,18 @@ class Branches:
         rows = Rows(self.state.length, self.depth, self.sees, self.state.lanes)
         self.rows = self.guesser.norm(self.guesser.stack.walk(self.guesser.embed(tokens), rows).hidden)
         return self.rows
+
+
+def check_layers(method: str, layers: int, target: Target) -> None:
+    if layers > target.layers:
+        told = f"layers is {layers}, but {target.name} has {target.layers}"
+        raise DrafterError(f"{method}: {told}; ask for no more")
+
+
+def check_other(method: str, other: Model, target: Target) -> None:
+    """Refuse a model that cannot guess for the target."""
+    check_vocabulary(method, other, target)
+    check_context(method, other, target)
 
 
 def check_context(method: str, other: Model, target: Target) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from doubles import END, random_tree, target
+from foreword.core import graphs
 from foreword.core.draft import Draft, Tree, lineage_of
+from foreword.core.graphs import Graph, Rule
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
 from foreword.core.trees import BestFirst, Budgeted, Guess, by_kernel, choose
@@ -317,3 +319,37 @@ def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
     exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"), growth.shape)
     assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
     assert same(found.tree.parent, exact.tree.parent)
+
+
+# Graphs of guesses -------------------------------------------------------------------------------------------------------
+
+
+def drawn_level(generator: torch.Generator, shape: tuple[int, int, int], words: int) -> tuple[Tensor, Tensor]:
+    """Of so few tokens that most come back, and of few chances, so that many are equal; some are no number."""
+    likely = ((-torch.rand(shape, generator=generator) * 8).round() / 4).sort(-1, descending=True).values
+    odd = torch.rand(shape, generator=generator)
+    likely = likely.masked_fill(odd < 0.04, torch.nan).masked_fill(odd > 0.92, -torch.inf).masked_fill(odd > 0.98, torch.inf)
+    tokens = torch.rand(*shape[:2], max(words, shape[2]), generator=generator).argsort(-1)[..., : shape[2]]
+    return tokens, likely
+
+
+def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int, lanes: int = 3) -> None:
+    """Level by level, and then what is unrolled of it."""
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randint(0, words, (lanes,), generator=generator)
+    exact, found = Graph(rule, root), graphs.by_kernel(rule, root.to(device), depth)
+    live = 1
+    for _ in range(depth):
+        tokens, likely = drawn_level(generator, (lanes, live, rule.branch), words)
+        nodes, given = exact.add(tokens, likely), found.add(tokens.to(device), likely.to(device))
+        assert all(map(same, given, nodes))
+        assert all(map(same, found.guesses, exact.guesses))
+        assert same(found.counts, exact.counts)
+        live = nodes[0].shape[1]
+    live, origin = root.unsqueeze(1), torch.zeros(lanes, 1, dtype=torch.long)
+    walks, slow = found.walks(), exact.walks()
+    for level in range(1, depth + 3):
+        follows, likely = slow(level, live, origin)
+        assert all(map(same, walks(level, live.to(device), origin.to(device)), (follows, likely)))
+        pick = torch.randint(0, follows.shape[1] * rule.branch, (lanes, 1 + 3 * level), generator=generator)
+        live, origin = follows.flatten(1).gather(1, pick), pick // rule.branch

@@ -5,6 +5,7 @@ import torch
 
 from doubles import random_tree
 from foreword.core.draft import Shape, Tree, lineage_of
+from foreword.core.graphs import Rule
 from foreword.core.sampling import best, likeliest
 from foreword.core.trees import BestFirst, Budgeted
 from rounds import (
@@ -14,6 +15,7 @@ from rounds import (
     check_learn,
     check_look,
     check_look_up,
+    check_merge,
     check_settle,
     check_top,
     check_walk,
@@ -67,6 +69,14 @@ def test_trees_follow_the_guesses(nodes: int, depth: int, width: int, branch: in
     for seed in range(10):
         check_grow(seed, "cuda", BestFirst(Shape(nodes, depth), width, branch, None))
         check_grow(seed, "cuda", Budgeted(Shape(nodes, depth), width, branch, None, 0.8, 0.25))
+
+
+@pytest.mark.parametrize("repeat", [-1, 0, 1, 2])
+@pytest.mark.parametrize(("branch", "width"), [(1, 1), (4, 8), (3, 5), (10, 16), (4, 64)])
+def test_guesses_are_merged(branch: int, width: int, repeat: int) -> None:
+    for seed in range(10):
+        rule = Rule(branch, repeat, siblings=0.1 * (seed % 2), sure=0.15 * (seed % 3), width=width)
+        check_merge(seed, "cuda", rule, depth=6, words=5 + width)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from doubles import END, random_tree, target
 from foreword.core import graphs
-from foreword.core.draft import Draft, Tree, lineage_of
+from foreword.core.draft import Draft, Tree, hanging, lineage_of
 from foreword.core.graphs import Graph, Rule
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
@@ -25,6 +25,8 @@ from foreword.engine.fit import rooted
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.guesser import unread
+from foreword.model.stack import Rows
 
 TOKENS = 6  # ids, so few that guesses meet what is chosen
 FIELDS = ("tokens", "count", "drafted", "ended", "broken")
@@ -353,3 +355,46 @@ def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int, lane
         assert all(map(same, walks(level, live.to(device), origin.to(device)), (follows, likely)))
         pick = torch.randint(0, follows.shape[1] * rule.branch, (lanes, 1 + 3 * level), generator=generator)
         live, origin = follows.flatten(1).gather(1, pick), pick // rule.branch
+
+
+# What stands before a pass -------------------------------------------------------------------------------------------------
+
+
+def check_stand(seed: int, device: str, first: int, count: int) -> None:
+    """Rows in slots in any order, some of them so far behind the text that they would not fit."""
+    from foreword.kernels.stand import stand  # noqa: PLC0415  only where Triton is
+
+    generator, model = torch.Generator().manual_seed(seed), target()
+    stack = model.stack(5, layers=1, scratch=first + count)
+    assert stack.cache is not None
+    slots = torch.randperm(5, generator=generator)[:3]
+    base = torch.randint(0, stack.cache.rows, (3,), generator=generator)
+    tree = random_tree(1 if seed % 2 else 3, first + count, generator)
+    rows = Rows(base, tree.depth, tree.ancestors[:, first:], Lanes(slots, (0, 1, 2), model.context))
+    position, places, tables = stack.standing(rows, rows.lanes, stack.cache)
+    (table, turn), heads = next(iter(stack.turns.items())), stack.cache.shape.heads
+    given = (one.to(device) for one in (base, tree.depth))
+    found = stand(*given, count, slots.to(device), heads, *(part.to(device) for part in turn))
+    assert same(found[0], position) and same(found[1], places) and all(map(same, found[2], tables[table]))
+
+
+def check_catch_up(seed: int, device: str, count: int) -> None:
+    from foreword.kernels.catch_up import catch_up  # noqa: PLC0415  only where Triton is
+
+    given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    cache = SlotCache(CacheShape(1, 1, 16, torch.float32), 5, 20, 1, "cpu")
+    cache.length.copy_(torch.randint(0, 25, (5,), generator=torch.Generator().manual_seed(seed)))
+    found, exact = catch_up(given, cache.length.to(device), count), unread(truth, cache, count)
+    assert all(map(same, found, exact))
+
+
+def check_hang(seed: int, device: str, widths: tuple[int, ...]) -> None:
+    """Levels that hang on each other, the first on the root that all texts share."""
+    from foreword.kernels.tree import hang  # noqa: PLC0415  only where Triton is
+
+    generator = torch.Generator().manual_seed(seed)
+    sees, above = Tree.chain(1).ancestors, 1
+    for width in widths:
+        parent = torch.randint(0, above, (3, width), generator=generator)
+        found, sees, above = hang(sees.to(device), parent.to(device)), hanging(sees, parent), width
+        assert same(found, sees)

@@ -9,14 +9,17 @@ from foreword.core.graphs import Rule
 from foreword.core.sampling import best, likeliest
 from foreword.core.trees import BestFirst, Budgeted
 from rounds import (
+    check_catch_up,
     check_fit,
     check_grow,
+    check_hang,
     check_keep,
     check_learn,
     check_look,
     check_look_up,
     check_merge,
     check_settle,
+    check_stand,
     check_top,
     check_walk,
     same,
@@ -38,6 +41,23 @@ def test_the_best_are_those_of_the_stable_sort(rows: int, width: int, k: int, dt
 def test_a_tree_knows_its_lineage(nodes: int) -> None:
     tree = random_tree(5, nodes, torch.Generator().manual_seed(nodes))
     assert all(same(*pair) for pair in zip(Tree(tree.parent.cuda()).lineage, lineage_of(tree.parent), strict=True))
+
+
+@pytest.mark.parametrize("widths", [(1,), (4, 8, 8, 8), (3, 1, 5), (10, 64, 64)])
+def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
+    check_hang(len(widths), "cuda", widths)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 64), (29, 8)])
+def test_rows_know_where_they_stand(first: int, count: int) -> None:
+    for seed in range(6):
+        check_stand(seed, "cuda", first, count)
+
+
+@pytest.mark.parametrize("count", [1, 8, 50])
+def test_what_was_not_read_is_found(count: int) -> None:
+    for seed in range(10):
+        check_catch_up(seed, "cuda", count)
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 16, 64, 100])

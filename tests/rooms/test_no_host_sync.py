@@ -42,7 +42,7 @@ ENTRIES = {
     SOURCE / "core" / "graphs.py": {"add", "walks"},
     SOURCE / "core" / "heads.py": {"forward", "counted", "last_of", "at_one", "size_of"},
     SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
-    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing"},
+    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "hanging"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "head"},
     SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head"},

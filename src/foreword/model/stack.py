@@ -228,23 +228,34 @@ class Stack:
 
     def _view(self, rows: Rows, hidden: Tensor) -> _View:
         """What all layers share while the rows stay the same: positions, sights, places in the cache."""
-        position = rows.position
         seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
+            position = rows.position
             tables = self._positions(position)
             causal = rows.whole and not any(sight.window or sight.softcap for sight in self.sights)
             alone = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], hidden.dtype)
             return _View(self.sights, tables, position, seen, alone, Pass(rows.base, rows.depth, rows.sees), causal=causal)
         assert rows.lanes is not None
-        known = position.clamp(max=self.cache.rows - 1)  # padding may lie beyond
-        tables = {name: tuple(part[0, known] for part in turn) for name, turn in self.turns.items()}
-        scratch = rows.sees.shape[2]
-        reach = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
-        order = torch.arange(rows.first, scratch, device=hidden.device)
-        places = self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
+        position, places, tables = self.standing(rows, rows.lanes, self.cache)
+        reach = min(-(-(rows.lanes.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
         masks = {} if has_kernel(self.cache) else self._masks(rows.base, rows, reach, hidden.dtype)
         shared = Pass(rows.base, rows.depth, rows.sees, lanes=rows.lanes, places=places, reach=reach)
         return _View(self.sights, tables, position, seen, masks, shared, self.cache)
+
+    def standing(self, rows: Rows, lanes: Lanes, cache: SlotCache) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Positions [b, n] of rows, their places in the cache, and what each rotary table says of the positions."""
+        if rows.base.is_cuda:
+            from foreword.kernels.stand import stand  # noqa: PLC0415  Triton is there only where CUDA is
+
+            where = rows.base, rows.depth, rows.count, lanes.slots, cache.shape.heads
+            found = {name: stand(*where, *turn) for name, turn in self.turns.items()}
+            position, places, _ = next(iter(found.values()))
+            return position, places, {name: angles for name, (*_, angles) in found.items()}
+        position = rows.position
+        known = position.clamp(max=cache.rows - 1)  # padding may lie beyond
+        order = torch.arange(rows.first, rows.sees.shape[2], device=known.device)
+        tables = {name: tuple(part[0, known] for part in turn) for name, turn in self.turns.items()}
+        return position, cache.places(lanes, rows.base.unsqueeze(1) + order), tables
 
     def _positions(self, position: Tensor) -> dict[str, Any]:
         """What each rotary table says of positions [b, n]."""

@@ -44,10 +44,21 @@ def _finite(chance):
 
 
 @triton.jit
+def _both(one, other):
+    return one | other
+
+
+@triton.jit
+def _united(bits):
+    """All bits that stand in a row: [m, n] -> [m]."""
+    return tl.reduce(bits, 1, _both)
+
+
+@triton.jit
 def _joined(one, other, COUNT: tl.constexpr):
     """Bits [n] and [COUNT], each who leads to whom: one after the other."""
     bit = tl.arange(0, COUNT)[None, :]
-    return tl.reduce_or(tl.where(((one[:, None] >> bit) & 1) != 0, other[None, :], 0), 1)
+    return _united(tl.where(((one[:, None] >> bit) & 1) != 0, other[None, :], 0))
 
 
 @triton.jit
@@ -61,7 +72,7 @@ def _closed(step, COUNT: tl.constexpr, DOUBLINGS: tl.constexpr):
 @triton.jit
 def _any(bits, LIVES: tl.constexpr, RANKS: tl.constexpr):
     """Of guesses [LIVES * RANKS] the bits that any behind the same node has: [LIVES]."""
-    return tl.reduce_or(tl.reshape(bits, [LIVES, RANKS]), 1)
+    return _united(tl.reshape(bits, [LIVES, RANKS]))
 
 
 @triton.jit
@@ -99,7 +110,7 @@ def _closing(leads, LIVES: tl.constexpr, RANKS: tl.constexpr, DOUBLINGS: tl.cons
     closed = _closed(_any(leads, LIVES, RANKS), LIVES, DOUBLINGS)
     own, other = tl.arange(0, LIVES)[:, None], tl.arange(0, LIVES)[None, :]
     returns = ((closed[None, :] >> own) & 1) << other
-    refused = tl.reduce_or(tl.where(other <= own, returns, 0), 1)
+    refused = _united(tl.where(other <= own, returns, 0))
     return (leads & _each(refused, LIVES, RANKS)) != 0
 
 
@@ -160,6 +171,33 @@ def _token_before(recent, roots, node, lane, real, i, BEFORE: tl.constexpr, FIRS
 
 
 @triton.jit
+def _key(token, recent, roots, node, lane, real, BEFORE: tl.constexpr, FIRST: tl.constexpr):
+    key = token * 0
+    for i in tl.static_range(BEFORE):
+        key = key * _MIX + _token_before(recent, roots, node, lane, real, i, BEFORE, FIRST) + 1
+    return key * _MIX + token + 1
+
+
+@triton.jit
+def _goal(
+    key, counts, place, keys, goals, reads, reach, count,
+    FIRST: tl.constexpr, K: tl.constexpr, LIVES: tl.constexpr, RANKS: tl.constexpr, DOUBLINGS: tl.constexpr,
+):  # fmt: skip
+    """What every guess that counts leads to: an older node, the first guess of the level that ends like it, or itself.
+    That guess, where it is no older one; and to which nodes of this level an older one leads on."""
+    block: tl.constexpr = LIVES * RANKS
+    older, found, leads = place * 0 + count, place < 0, tl.zeros([block], tl.int64)
+    if not FIRST:
+        older = _older(key, place, keys, goals, reads, reach, count, block)
+        found = (older < count) & counts
+        leads = _leads(reads, reach, older, found)
+        found = found & ~_closing(leads, LIVES, RANKS, DOUBLINGS)
+        leads = tl.where(found, leads, 0)
+    twin = _twin(key, counts & ~found, block)
+    return tl.where(found, older, count + twin // RANKS * K + twin % RANKS), twin, leads
+
+
+@triton.jit
 def _count(tally, on_tally, lane, live, merged, FIRST: tl.constexpr) -> None:
     """Rows that were read so far, those that were not because they were merged, and what this level adds to these."""
     lanes, saved = tl.num_programs(0), tl.zeros([], tl.int64)
@@ -200,22 +238,10 @@ def _add(
     own = tl.where(counts, own, _NEVER)
 
     token = tl.load(guessed + lane * g_lane + place * g_live + rank * g_rank, mask=real, other=0)
-    key = tl.zeros([block], tl.int64)
-    for i in tl.static_range(before):
-        key = key * _MIX + _token_before(recent, roots, node, lane, real, i, before, FIRST) + 1
-    key = key * _MIX + token + 1
-
+    key = _key(token, recent, roots, node, lane, real, before, FIRST)
     goal, twin, leads = number, guess, tl.zeros([block], tl.int64)
     if REPEAT >= 0:
-        older, found = number * 0 + count, guess < 0
-        if not FIRST:
-            older = _older(key, place, keys, goals, reads, reach, count, block)
-            found = (older < count) & counts
-            leads = _leads(reads, reach, older, found)
-            found = found & ~_closing(leads, LIVES, RANKS, DOUBLINGS)
-            leads = tl.where(found, leads, 0)
-        twin = _twin(key, counts & ~found, block)
-        goal = tl.where(found, older, count + twin // RANKS * K + twin % RANKS)
+        goal, twin, leads = _goal(key, counts, place, keys, goals, reads, reach, count, FIRST, K, LIVES, RANKS, DOUBLINGS)
     goal = tl.where(counts, goal, _NOWHERE)
 
     is_sure = counts & (own >= sure)
@@ -238,7 +264,8 @@ def _add(
         tl.store(on_recent + on * before + i, last, mask=chosen)
     if REPEAT >= 0:
         at = tl.gather(spot, twin, 0)
-        bit = tl.where((goal >= count) & (at < WIDTH), tl.full([block], 1, tl.int64) << at, 0)
+        is_read = (goal >= count) & (at < WIDTH)
+        bit = is_read.to(tl.int64) << tl.where(is_read, at, 0)
         on_reach += lane * (readers + WIDTH)
         _hand_on(reach, on_reach, leads, bit, readers, FIRST, LIVES, RANKS, DOUBLINGS, WIDTH)
     live = tl.sum((real & (rank == 0) & (way > _NEVER)).to(tl.int64), 0)

@@ -288,6 +288,21 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
     torch.testing.assert_close(found.cpu(), exact.to(dtype))
 
 
+def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
+    """Against torch in double precision, with the same rounded weights; one row of these is 0."""
+    from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415
+    from foreword.model.checkpoint import in_eight_bits  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(rows)
+    given, weight = torch.randn(1, rows, k, generator=generator).to(dtype), torch.randn(columns, k, generator=generator)
+    weight[0] = 0
+    codes, scales = in_eight_bits(weight)
+    assert ((codes * scales - weight).abs() <= scales * 0.5001).all()
+    found = coarse_linear(given.to(device), codes.to(device), scales.to(device))
+    exact = given.double() @ (codes.double() * scales.double()).t()
+    torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
+
+
 # Trees that follow the guesses -------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from foreword.engine.fit import rooted
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.stack import Rows
 
 TOKENS = 6  # ids, so few that guesses meet what is chosen
 FIELDS = ("tokens", "count", "drafted", "ended", "broken")
@@ -301,6 +302,24 @@ def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtyp
     found = coarse_linear(given.to(device), codes.to(device), scales.to(device))
     exact = given.double() @ (codes.double() * scales.double()).t()
     torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
+
+
+def check_standing(seed: int, device: str, count: int, scratch: int, shared: bool) -> None:
+    """Against the stack's own, for rows that are the last of the scratch; one text is so long that padding lies beyond."""
+    from foreword.kernels.standing import standing  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    stack = target(dtype=torch.float32).layer_stack
+    cache = stack.allocate(5, 40, scratch)
+    slots = torch.randperm(5, generator=generator)[: 1 + seed % 4]
+    base = torch.randint(0, 40, slots.shape, generator=generator)
+    base[0] = cache.rows - 1
+    depth = torch.randint(0, scratch, (1 if shared else len(slots), scratch), generator=generator)
+    sees = torch.ones(1, count, scratch, dtype=torch.bool)
+    tables, exact = stack._standing(Rows(base, depth, sees, Lanes(slots, tuple(slots.tolist()), 40)))
+    angles = tuple(part.to(device) for part in stack.turns[""])
+    found, places = standing(angles, base.to(device), depth.to(device), slots.to(device), count, cache.shape.heads)
+    assert same(places, exact) and all(same(one, two) for one, two in zip(found, tables[""], strict=True))
 
 
 # Trees that follow the guesses -------------------------------------------------------------------------------------------

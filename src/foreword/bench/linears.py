@@ -390,9 +390,7 @@ def tuned(winners: dict[tuple[Product, int], Result]) -> str:
 
 def linears(
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")],
-    only: Annotated[
-        str, typer.Option(help="Only products whose model and name, as in '7.2B down', contain this, or this,that.")
-    ] = "",
+    only: Annotated[str, typer.Option(help="Only products whose name, as '7.2B down', has this in it, or this,that.")] = "",
     rows: Annotated[str, typer.Option(help="Row counts.")] = ",".join(map(str, ROWS)),
     again: Annotated[bool, typer.Option(help="Run the best again without what makes them quick.")] = True,
 ) -> None:

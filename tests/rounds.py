@@ -16,6 +16,7 @@ from doubles import END, random_tree, target
 from foreword.core import graphs
 from foreword.core.draft import Draft, Tree, hanging, lineage_of
 from foreword.core.graphs import Graph, Rule
+from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
 from foreword.core.trees import BestFirst, Budgeted, Guess, by_kernel, choose
@@ -283,13 +284,47 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
     from foreword.kernels.look import looked  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
-    state, *parts = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
-    parts[1][0, 0] = 0
+    state, query, *halves = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
+    halves[0][0, 0] = 0
+    parts = [query, *torch.cat(halves, dim=-1).chunk(2, dim=-1)]  # of one product, so they do not lie close
     found = looked(state.to(device), *(part.to(device) for part in parts), heads, silu)
     query, key, value = (part.double().unflatten(-1, (heads, width)) for part in parts)
     seen = (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
     exact = state.double() + (functional.silu(seen) if silu else seen)
     torch.testing.assert_close(found.cpu(), exact.to(dtype))
+
+
+def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
+    """Against torch in double precision, with the same rounded weights; one row of these is 0."""
+    from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(rows)
+    given, weight = torch.randn(1, rows, k, generator=generator).to(dtype), torch.randn(columns, k, generator=generator)
+    weight[0] = 0
+    codes, scales = in_eight_bits(weight)
+    bias = torch.randn(columns, generator=generator).to(dtype) if rows % 2 else None
+    given_on = (None if part is None else part.to(device) for part in (given, codes, scales, bias))
+    found = coarse_linear(*given_on)
+    exact = given.double() @ (codes.double() * scales.double()).t() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
+
+
+def check_standing(seed: int, device: str, count: int, scratch: int, shared: bool) -> None:
+    """Against the stack's own, for rows that are the last of the scratch; one text is so long that padding lies beyond."""
+    from foreword.kernels.standing import standing  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    stack = target(dtype=torch.float32).layer_stack
+    cache = stack.allocate(5, 40, scratch)
+    slots = torch.randperm(5, generator=generator)[: 1 + seed % 4]
+    base = torch.randint(0, 40, slots.shape, generator=generator)
+    base[0] = cache.rows - 1
+    depth = torch.randint(0, scratch, (1 if shared else len(slots), scratch), generator=generator)
+    sees = torch.ones(1, count, scratch, dtype=torch.bool)
+    tables, exact = stack._standing(Rows(base, depth, sees, Lanes(slots, tuple(slots.tolist()), 40)))
+    angles = tuple(part.to(device) for part in stack.turns[""])
+    found, places = standing(angles, base.to(device), depth.to(device), slots.to(device), count, cache.shape.heads)
+    assert same(places, exact) and all(same(one, two) for one, two in zip(found, tables[""], strict=True))
 
 
 # Trees that follow the guesses -------------------------------------------------------------------------------------------
@@ -357,25 +392,7 @@ def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int, lane
         live, origin = follows.flatten(1).gather(1, pick), pick // rule.branch
 
 
-# What stands before a pass -------------------------------------------------------------------------------------------------
-
-
-def check_stand(seed: int, device: str, first: int, count: int) -> None:
-    """Rows in slots in any order, some of them so far behind the text that they would not fit."""
-    from foreword.kernels.stand import stand  # noqa: PLC0415  only where Triton is
-
-    generator, model = torch.Generator().manual_seed(seed), target()
-    stack = model.stack(5, layers=1, scratch=first + count)
-    assert stack.cache is not None
-    slots = torch.randperm(5, generator=generator)[:3]
-    base = torch.randint(0, stack.cache.rows, (3,), generator=generator)
-    tree = random_tree(1 if seed % 2 else 3, first + count, generator)
-    rows = Rows(base, tree.depth, tree.ancestors[:, first:], Lanes(slots, (0, 1, 2), model.context))
-    position, places, tables = stack.standing(rows, rows.lanes, stack.cache)
-    (table, turn), heads = next(iter(stack.turns.items())), stack.cache.shape.heads
-    given = (one.to(device) for one in (base, tree.depth))
-    found = stand(*given, count, slots.to(device), heads, *(part.to(device) for part in turn))
-    assert same(found[0], position) and same(found[1], places) and all(map(same, found[2], tables[table]))
+# A small model that reads along -------------------------------------------------------------------------------------------
 
 
 def check_catch_up(seed: int, device: str, count: int) -> None:

@@ -10,6 +10,7 @@ from foreword.core.sampling import best, likeliest
 from foreword.core.trees import BestFirst, Budgeted
 from rounds import (
     check_catch_up,
+    check_coarse,
     check_fit,
     check_grow,
     check_hang,
@@ -19,7 +20,7 @@ from rounds import (
     check_look_up,
     check_merge,
     check_settle,
-    check_stand,
+    check_standing,
     check_top,
     check_walk,
     same,
@@ -46,12 +47,6 @@ def test_a_tree_knows_its_lineage(nodes: int) -> None:
 @pytest.mark.parametrize("widths", [(1,), (4, 8, 8, 8), (3, 1, 5), (10, 64, 64)])
 def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
     check_hang(len(widths), "cuda", widths)
-
-
-@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 64), (29, 8)])
-def test_rows_know_where_they_stand(first: int, count: int) -> None:
-    for seed in range(6):
-        check_stand(seed, "cuda", first, count)
 
 
 @pytest.mark.parametrize("count", [1, 8, 50])
@@ -104,6 +99,19 @@ def test_guesses_are_merged(branch: int, width: int, repeat: int) -> None:
 def test_a_state_sees_a_token(heads: int, width: int, dtype: torch.dtype) -> None:
     check_look(heads, "cuda", heads, width, dtype, silu=True)
     check_look(width, "cuda", heads, width, dtype, silu=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("rows", "columns", "k"), [(1, 1, 16), (8, 49152, 576), (33, 1000, 4608), (5, 130, 1000)])
+def test_rows_times_eight_bits(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
+    check_coarse("cuda", rows, columns, k, dtype)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("count", "scratch"), [(1, 1), (4, 9), (64, 64)])
+def test_rows_stand_where_the_stack_says(count: int, scratch: int, shared: bool) -> None:
+    for seed in range(4):
+        check_standing(seed, "cuda", count, scratch, shared)
 
 
 @pytest.mark.parametrize("longest", [1, 40, 3000])

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from doubles import END, random_tree, target
-from foreword.core import graphs
-from foreword.core.draft import Draft, Tree, hanging, lineage_of
-from foreword.core.graphs import Graph, Rule
+from foreword.core.draft import Draft, Shape, Tree, hanging, lineage_of
+from foreword.core.graphs import ByKernel, Graph, Rule
 from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
@@ -370,26 +369,22 @@ def drawn_level(generator: torch.Generator, shape: tuple[int, int, int], words: 
     return tokens, likely
 
 
-def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int, lanes: int = 3) -> None:
-    """Level by level, and then what is unrolled of it."""
-    generator = torch.Generator().manual_seed(seed)
-    root = torch.randint(0, words, (lanes,), generator=generator)
-    exact, found = Graph(rule, root), graphs.by_kernel(rule, root.to(device), depth)
-    live = 1
+def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int) -> None:
+    """Level by level, and then what is drafted of it."""
+    given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    generator, lanes, live = torch.Generator().manual_seed(seed), truth.slots.shape[0], 1
+    exact, found = Graph(rule, truth.root), ByKernel(rule, given.root, depth)
     for _ in range(depth):
-        tokens, likely = drawn_level(generator, (lanes, live, rule.branch), words)
-        nodes, given = exact.add(tokens, likely), found.add(tokens.to(device), likely.to(device))
-        assert all(map(same, given, nodes))
-        assert all(map(same, found.guesses, exact.guesses))
-        assert same(found.counts, exact.counts)
+        level = drawn_level(generator, (lanes, live, rule.branch), words)
+        nodes = exact.add(*level)
+        assert all(map(same, found.add(*(one.to(device) for one in level)), nodes))
+        assert all(map(same, found.guesses, exact.guesses)) and same(found.counts, exact.counts)
         live = nodes[0].shape[1]
-    live, origin = root.unsqueeze(1), torch.zeros(lanes, 1, dtype=torch.long)
-    walks, slow = found.walks(), exact.walks()
-    for level in range(1, depth + 3):
-        follows, likely = slow(level, live, origin)
-        assert all(map(same, walks(level, live.to(device), origin.to(device)), (follows, likely)))
-        pick = torch.randint(0, follows.shape[1] * rule.branch, (lanes, 1 + 3 * level), generator=generator)
-        live, origin = follows.flatten(1).gather(1, pick), pick // rule.branch
+    for rows, width in ((2, 1), (20, 3), (64, 16)):
+        growth = BestFirst(Shape(rows, min(depth + 2, rows - 1)), width, rule.branch, None)
+        draft, tree = found.draft(given, growth), exact.draft(truth, growth)
+        assert same(draft.size, tree.size) and same(draft.tokens, tree.tokens)
+        assert same(draft.tree.parent, tree.tree.parent)
 
 
 # A small model that reads along -------------------------------------------------------------------------------------------

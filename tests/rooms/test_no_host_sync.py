@@ -39,7 +39,7 @@ WHOLE_FILES = [
 ENTRIES = {
     SOURCE / "core" / "sampling.py": {"pick", "rank", "guesses"},
     SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
-    SOURCE / "core" / "graphs.py": {"add", "walks"},
+    SOURCE / "core" / "graphs.py": {"add", "draft", "walks"},
     SOURCE / "core" / "heads.py": {"forward", "counted", "last_of", "at_one", "size_of"},
     SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
     SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "hanging"},

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foreword.core.trees import Guess
+from foreword.core.draft import Draft, Tree
+from foreword.core.state import State
+from foreword.core.trees import BestFirst, Guess, shape_at
 
 _MIX = 0x5851F42D4C957F2D  # odd, so that no token is lost in a product
 NOWHERE = -1
@@ -55,8 +57,7 @@ class Drafted(Protocol):
     """A graph while it grows."""
 
     @property
-    def guesses(self) -> tuple[Tensor, ...]:
-        """The fields of `Guesses`."""
+    def guesses(self) -> Guesses: ...
 
     @property
     def counts(self) -> Tensor:
@@ -66,20 +67,39 @@ class Drafted(Protocol):
         """Guesses [b, w, n] behind the nodes that were read last, best first, with their log-chances. Tokens of the nodes to
         read next, and which of the w each hangs on: twice [b, w']. Where there are fewer the rest is padding."""
 
-    def walks(self) -> Guess:
-        """What may follow what, for a tree to grow on: a node that several edges lead to comes once for each of them."""
+    def draft(self, state: State, growth: BestFirst) -> Draft:
+        """The likeliest walks, as a tree: a node that several edges lead to comes once for each of them."""
 
 
 def graph_of(rule: Rule, root: Tensor, depth: int) -> Drafted:
     """The graph behind roots [b], for `depth` levels to be added to."""
-    return by_kernel(rule, root, depth) if root.is_cuda and rule.width <= MOST_LIVE else Graph(rule, root)
+    return ByKernel(rule, root, depth) if root.is_cuda and rule.width <= MOST_LIVE else Graph(rule, root)
 
 
-def by_kernel(rule: Rule, root: Tensor, depth: int) -> Drafted:
-    from foreword.kernels.merge import Merged, Merging  # noqa: PLC0415  Triton is there only where CUDA is
+class ByKernel:
+    """The graph on CUDA."""
 
-    logarithms = _log(rule.siblings), _log(rule.sure)
-    return Merged(Merging(rule.branch, rule.repeat, *logarithms, rule.width), root, depth)
+    def __init__(self, rule: Rule, root: Tensor, depth: int) -> None:
+        from foreword.kernels.merge import Merged, Merging  # noqa: PLC0415  Triton is there only where CUDA is
+
+        logarithms = _log(rule.siblings), _log(rule.sure)
+        self.merged = Merged(Merging(rule.branch, rule.repeat, *logarithms, rule.width), root, depth)
+
+    @property
+    def guesses(self) -> Guesses:
+        return Guesses(*self.merged.guesses)
+
+    @property
+    def counts(self) -> Tensor:
+        return self.merged.tally[:2]
+
+    def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
+        return self.merged.add(guessed, likely)
+
+    def draft(self, state: State, growth: BestFirst) -> Draft:
+        shape = shape_at(growth, len(state.lanes.ids))
+        tokens, parent, size = self.merged.unrolled(state, shape.depth, growth.width, shape.nodes)
+        return Draft(tokens, Tree(parent), size)
 
 
 class Graph:
@@ -167,7 +187,11 @@ class Graph:
         before = _joined(_joined(self.reach, step), edge)
         return torch.cat([before, _itself(nodes.shape[1], leads).expand(nodes.shape[0], -1, -1)], dim=1)
 
+    def draft(self, state: State, growth: BestFirst) -> Draft:
+        return growth.draft(state, self.walks())
+
     def walks(self) -> Guess:
+        """What may follow what, for a tree to grow on."""
         known, shape = self.guesses, (-1, self.rule.branch)
         nowhere = known.tokens.shape[1] // self.rule.branch  # the number of a node with nothing behind it
         onward = known.read.gather(1, known.goal.clamp(min=0)).where(known.goal >= 0, NOWHERE)
@@ -188,7 +212,7 @@ class Graph:
         return guess
 
 
-def sketch(guesses: tuple[Tensor, ...], branch: int, root: int, lane: int) -> dict[str, Any]:
+def sketch(guesses: Guesses, branch: int, root: int, lane: int) -> dict[str, Any]:
     """`Drafter.sketch` of a sequence: its nodes numbered as they were found, the root 0."""
     tokens, chances, _, goal, read = (part[lane].tolist() for part in guesses)
     nodes = [guess for guess, to in enumerate(goal) if to == guess]

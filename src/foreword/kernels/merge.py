@@ -1,14 +1,13 @@
-"""Graphs of guesses: one launch for each level that is added, and one for each level of a tree that is unrolled.
+"""Graphs of guesses: one launch for each level that is added, and two for the tree that is unrolled in the end.
 
 In: the guesses behind the nodes that were read last, and their log-chances, [b, w, n] each. Out: the nodes to read next, and
-in the end what may follow what. What is computed stands, as torch operations, in core/graphs.py. One program has a sequence;
+in the end a draft. What is computed stands, as torch operations, in core/graphs.py. One program has a sequence;
 guesses lie in buffers [b, M], level by level. Which of the w nodes somebody leads to are the bits of a number, so that at
 most 64 nodes of a level are read. Of equal chances the first comes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreword.kernels.growth import likeliest_nodes
 from foreword.kernels.overlap import launched, take_turn
+from foreword.kernels.settle import Columns
 
 _NEVER = tl.constexpr(float("-inf"))
 _NOWHERE = tl.constexpr(-1)
@@ -276,66 +277,68 @@ def _add(
 
 
 @triton.jit(do_not_specialize=["nowhere"])
-def _walk(
-    tokens, goals, reads, chances, at, live, origin, on_at, on_tokens, on_chances, nowhere,
-    SECOND: tl.constexpr, ABOVE: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr,
+def _unroll(
+    tokens, goals, reads, chances, roots, on_tokens, on_parents, on_chances, nowhere,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr, NODES: tl.constexpr,
     LIVES: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence: from the nodes that a tree's live nodes hang on to those that they stand for, and what may follow."""
+    """One sequence: grow a tree on what may follow what, of every level the best WIDTH nodes. `nowhere`: the number of a
+    node with nothing behind it; those chosen last have larger ones, since they were not read any more."""
     take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
-    own = lane * MOST
-    place, rank = tl.arange(0, LIVES), tl.arange(0, RANKS)[None, :]
-    real = place < LIVE
-    above = tl.zeros([LIVES], tl.int64)
-    if not SECOND:
-        above = tl.load(at + lane * ABOVE + tl.load(origin + lane * LIVE + place, mask=real, other=0), mask=real, other=0)
-    known = real & (above < nowhere)
-    token = tl.load(live + lane * LIVE + place, mask=real, other=0)
-    siblings = known[:, None] & (rank < K)
-    said = tl.load(tokens + own + above[:, None] * K + rank, mask=siblings, other=0)
-    taken = tl.min(tl.where(siblings & (said == token[:, None]), rank, RANKS), 1)
-    guess = above * K + tl.where(taken < RANKS, taken, 0)
-    goal = tl.load(goals + own + guess, mask=known, other=_NOWHERE)
-    number = tl.load(reads + own + goal, mask=goal >= 0, other=_NOWHERE)
-    here = tl.where((number >= 0) & (number < nowhere), number, nowhere)  # those chosen last are not read any more
-    tl.store(on_at + lane * LIVE + place, here, mask=real)
-    behind, out = here[:, None] * K + rank, (lane * LIVE + place)[:, None] * K + rank
-    follows, written = (here < nowhere)[:, None] & (rank < K), real[:, None] & (rank < K)
-    tl.store(on_tokens + out, tl.load(tokens + own + behind, mask=follows, other=0), mask=written)
-    tl.store(on_chances + out, tl.load(chances + own + behind, mask=follows, other=_NEVER), mask=written)
+    block: tl.constexpr = LIVES * RANKS
+    guess, live, out = tl.arange(0, block), tl.arange(0, LIVES), lane * NODES
+    place, rank = guess // RANKS, guess % RANKS
+    tl.store(on_tokens + out, tl.load(roots + lane))
+    tl.store(on_parents + out, 0)
+    tl.store(on_chances + out, 0.0)
+    at, chance, node = tl.where(live == 0, 0, nowhere), tl.where(live == 0, 0.0, _NEVER), live * 0
+    first, count = 1, 1
+    for _ in range(DEPTH):
+        real = (place < count) & (rank < K)
+        here = tl.gather(at, place, 0)
+        known, behind = real & (here < nowhere), lane * MOST + here * K + rank
+        whole = _finite(tl.gather(chance, place, 0) + tl.load(chances + behind, mask=known, other=_NEVER))
+        goal = tl.load(goals + behind, mask=known, other=_NOWHERE)
+        number = tl.load(reads + lane * MOST + goal, mask=goal >= 0, other=nowhere).to(tl.int32)
+        onward = tl.where((number >= 0) & (number < nowhere), number, nowhere)
+        own = first + place * K + rank
+        tl.store(on_tokens + out + own, tl.load(tokens + behind, mask=known, other=0), mask=real)
+        tl.store(on_parents + out + own, tl.gather(node, place, 0).to(tl.int64), mask=real)
+        tl.store(on_chances + out + own, whole, mask=real)
+        taken = real[None, :] & (_spot(whole, real, block)[None, :] == live[:, None])
+        at = tl.min(tl.where(taken, onward[None, :], nowhere), 1)
+        chance = tl.max(tl.where(taken, whole[None, :], _NEVER), 1)
+        node = tl.sum(tl.where(taken, own[None, :], 0), 1)
+        first += count * K
+        count = tl.minimum(count * K, WIDTH)
+
+
+def room(depth: int, width: int, branch: int) -> int:
+    """How many guesses so many levels have."""
+    guesses, live = 0, 1
+    for _ in range(depth):
+        guesses += live * branch
+        live = min(width, live * branch)
+    return guesses
 
 
 class Merged:
-    """Graphs of some sequences while they grow: `add` for each of `depth` levels, then `walks`. `root`: [b]."""
+    """Graphs of some sequences while they grow: `add` for each of `depth` levels, then `unrolled`. `root`: [b]."""
 
     def __init__(self, rule: Merging, root: Tensor, depth: int) -> None:
         self.rule, self.root, self.count, self.live = rule, root, 0, 1
-        lanes, self.most = root.shape[0], self._room(depth)
+        lanes, self.most = root.shape[0], room(depth, rule.width, rule.branch)
         self.known = torch.empty(4, lanes, self.most, dtype=torch.long, device=root.device)
         self.chances = torch.empty(lanes, self.most, dtype=torch.float32, device=root.device)
         self.chance = self.reach = self.recent = self.tally = root  # the first level has none
-
-    def _room(self, depth: int) -> int:
-        room, live = 0, 1
-        for _ in range(depth):
-            room += live * self.rule.branch
-            live = min(self.rule.width, live * self.rule.branch)
-        return room
+        # `tally` [3, b]: rows that were read, and that were merged instead, and what the last level adds to the latter
 
     @property
     def guesses(self) -> tuple[Tensor, ...]:
         """Those found so far [b, M]: tokens, log-chances, keys, goals and reads, as core/graphs.py has them."""
         tokens, keys, goals, reads = self.known[..., : self.count]
         return tokens, self.chances[:, : self.count], keys, goals, reads
-
-    @property
-    def counts(self) -> Tensor:
-        return self.tally[:2]
-
-    @property
-    def saved(self) -> Tensor:
-        return self.tally[2]
 
     def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
         (lanes, live, branch), rule, device = guessed.shape, self.rule, guessed.device
@@ -358,29 +361,17 @@ class Merged:
         self.chance, self.reach, self.recent = chance, reach, recent
         return tokens, origin
 
-    def walks(self) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """What may follow what, level by level."""
-        branch, at = self.rule.branch, self.root
-
-        def guess(level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal at
-            if level == 1:
-                return self.known[0, :, None, :branch], self.chances[:, None, :branch]
-            tokens, chances, at = self._walked(level, at, live, origin)
-            return tokens, chances
-
-        return guess
-
-    def _walked(self, level: int, at: Tensor, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (lanes, count), branch = live.shape, self.rule.branch
-        tokens = torch.empty(lanes, count, branch, dtype=torch.long, device=live.device)
-        chances = torch.empty(tokens.shape, dtype=torch.float32, device=live.device)
-        on_at = torch.empty_like(live, memory_format=torch.contiguous_format)
-        known, goals, reads = self.known[0], self.known[2], self.known[3]
-        lives, ranks = triton.next_power_of_2(count), triton.next_power_of_2(branch)
-        _walk[(lanes,)](
-            known, goals, reads, self.chances, at, live.contiguous(), origin.contiguous(), on_at, tokens, chances,
-            self.count // branch, SECOND=level == 2, ABOVE=at.shape[-1], LIVE=count, K=branch, MOST=self.most,
-            LIVES=lives, RANKS=ranks, **launched(live.device, min(4, lives * ranks // 32)),
+    def unrolled(self, state: Columns, depth: int, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The draft of the likeliest walks, of at most `depth` levels and `nodes` rows: tokens and parents [b, nodes], and
+        sizes [b]. `width` nodes of a level are gone on from."""
+        lanes, branch, most = self.root.shape[0], self.rule.branch, 1 + room(depth, width, self.rule.branch)
+        tokens, parents = torch.empty(2, lanes, most, dtype=torch.long, device=self.root.device)
+        chances = torch.empty(lanes, most, dtype=torch.float32, device=self.root.device)
+        known, _, goals, reads = self.known
+        lives, ranks = triton.next_power_of_2(width), triton.next_power_of_2(branch)
+        _unroll[(lanes,)](
+            known, goals, reads, self.chances, self.root, tokens, parents, chances, self.count // branch,
+            DEPTH=depth, WIDTH=width, K=branch, MOST=self.most, NODES=most, LIVES=lives, RANKS=ranks,
+            **launched(self.root.device, min(8, lives * ranks // 16)),
         )  # fmt: skip
-        return tokens, chances, on_at
+        return likeliest_nodes(state, tokens, parents, chances, nodes)

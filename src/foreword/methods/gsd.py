@@ -93,7 +93,7 @@ class Gsd(Drafter):
         graph = graph_of(replace(self.rule, branch=self.growth.branch), root, depth)
         self._drafted(graph, state, branches, depth)
         self.last = graph, root
-        return self.growth.draft(state, graph.walks())
+        return graph.draft(state, self.growth)
 
     def _drafted(self, graph: Drafted, state: State, branches: Branches, depth: int) -> None:
         """The graph, read level by level; what the last level guesses is not read."""

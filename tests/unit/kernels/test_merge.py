@@ -19,9 +19,9 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_level_is_added_and_unrolled(seed: int, rule: Rule) -> None:
-    check_merge(seed, "cpu", rule, depth=4, words=5, lanes=2)
+def test_a_graph_grows_and_is_unrolled(seed: int, rule: Rule) -> None:
+    check_merge(seed, "cpu", rule, depth=4, words=5)
 
 
 def test_a_level_may_have_as_many_nodes_as_there_are_bits() -> None:
-    check_merge(0, "cpu", Rule(branch=8, repeat=0, siblings=0.0, sure=0.0, width=64), depth=3, words=90, lanes=1)
+    check_merge(0, "cpu", Rule(branch=8, repeat=0, siblings=0.0, sure=0.0, width=64), depth=3, words=90)

@@ -23,6 +23,7 @@ from foreword.engine.fit import rooted
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.stack import Rows
 
 TOKENS = 6  # ids, so few that guesses meet what is chosen
 FIELDS = ("tokens", "count", "drafted", "ended", "broken")
@@ -286,6 +287,39 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
     seen = (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
     exact = state.double() + (functional.silu(seen) if silu else seen)
     torch.testing.assert_close(found.cpu(), exact.to(dtype))
+
+
+def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
+    """Against torch in double precision, with the same rounded weights; one row of these is 0."""
+    from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415
+    from foreword.model.checkpoint import in_eight_bits  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(rows)
+    given, weight = torch.randn(1, rows, k, generator=generator).to(dtype), torch.randn(columns, k, generator=generator)
+    weight[0] = 0
+    codes, scales = in_eight_bits(weight)
+    assert ((codes * scales - weight).abs() <= scales * 0.5001).all()
+    found = coarse_linear(given.to(device), codes.to(device), scales.to(device))
+    exact = given.double() @ (codes.double() * scales.double()).t()
+    torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
+
+
+def check_standing(seed: int, device: str, count: int, scratch: int, shared: bool) -> None:
+    """Against the stack's own, for rows that are the last of the scratch; one text is so long that padding lies beyond."""
+    from foreword.kernels.standing import standing  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    stack = target(dtype=torch.float32).layer_stack
+    cache = stack.allocate(5, 40, scratch)
+    slots = torch.randperm(5, generator=generator)[: 1 + seed % 4]
+    base = torch.randint(0, 40, slots.shape, generator=generator)
+    base[0] = cache.rows - 1
+    depth = torch.randint(0, scratch, (1 if shared else len(slots), scratch), generator=generator)
+    sees = torch.ones(1, count, scratch, dtype=torch.bool)
+    tables, exact = stack._standing(Rows(base, depth, sees, Lanes(slots, tuple(slots.tolist()), 40)))
+    angles = tuple(part.to(device) for part in stack.turns[""])
+    found, places = standing(angles, base.to(device), depth.to(device), slots.to(device), count, cache.shape.heads)
+    assert same(places, exact) and all(same(one, two) for one, two in zip(found, tables[""], strict=True))
 
 
 # Trees that follow the guesses -------------------------------------------------------------------------------------------

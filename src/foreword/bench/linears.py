@@ -1,7 +1,7 @@
 """How to cut the products of a decoding pass: `python -m foreword.bench.linears --out F`, on a CUDA device.
 
-Times a grid of `Tiles` for every product of two models at 1, 4, 16 and 64 rows, beside torch's own linear, with rows handed
-on as in a pass. The best run again with the norm as a kernel of its own, and with one behind q, k and v that turns them. A
+Times a grid of `Tiles` for every product of three models, by rows, beside torch's own linear, with rows handed on as in a
+pass. The best run again with the norm as a kernel of its own, and with one behind q, k and v that turns them. A
 graph runs over copies of the weights that no cache can hold, as a pass over a model does. Worker processes compile ahead,
 each into Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `kernels/tiles.py`.
 """
@@ -87,6 +87,10 @@ PRODUCTS = (
     Product("7.2B", "gate_up", 14336, 4096, normed=True, kind="gated"),
     Product("7.2B", "down", 4096, 14336, added=True),
     Product("7.2B", "head", 32000, 4096, normed=True),
+    Product("grown 7.0B", "qkv", 7680, 4608, normed=True, kind="turned", heads=(72, 24)),
+    Product("grown 7.0B", "o", 4608, 4608, added=True),
+    Product("grown 7.0B", "gate_up", 12288, 4608, normed=True, kind="gated"),
+    Product("grown 7.0B", "down", 4608, 12288, added=True),
 )
 
 # (block_m, block_n, block_k, warps, stages)
@@ -358,12 +362,14 @@ def tuned(winners: dict[tuple[Product, int], Result]) -> str:
 def linears(
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")],
     only: Annotated[str, typer.Option(help="Only products whose model and name, as in '7.2B down', contain this.")] = "",
+    rows: Annotated[str, typer.Option(help="Row counts.")] = ",".join(map(str, ROWS)),
 ) -> None:
     """Sweep how products of few rows are cut, and time torch's own beside them."""
     if not torch.cuda.is_available():
         raise InputError("the sweep times kernels on a CUDA device, and there is none; run it on a machine that has one")
     products = [product for product in PRODUCTS if only in f"{product.model} {product.name}"]
-    trials = [Trial(product, rows, tiles) for product in products for rows in ROWS for tiles in grid(product, rows)]
+    counts = [int(count) for count in rows.split(",")]
+    trials = [Trial(product, count, tiles) for product in products for count in counts for tiles in grid(product, count)]
     workers = min(WORKERS, max(1, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         problems = list(pool.map(compile_ahead, trials))

@@ -170,7 +170,7 @@ class Clover2(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known, rows = self._step(level, carried(known, origin), tokens)
-            return guesses(self.target.head(rows), state.ahead(level), state.sampling, self.growth.branch)
+            return guesses(self.target.rough_head(rows), state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

@@ -112,7 +112,7 @@ class Hydra(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known = torch.cat([carried(known, origin), at_one(self.target.embed(tokens))], dim=-1)
-            logits = self.target.head(self.module.heads[level - 1](known))
+            logits = self.target.rough_head(self.module.heads[level - 1](known))
             return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)

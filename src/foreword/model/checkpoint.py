@@ -27,7 +27,7 @@ def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> N
     for name, weight in weights.items():
         weight = weight.detach().cpu()
         if dtype == "int8" and weight.is_floating_point() and weight.dim() > 1:
-            held[name], held[name + SCALE] = _to_int8(weight.float())
+            held[name], held[name + SCALE] = in_eight_bits(weight)
         else:
             held[name] = weight.bfloat16().contiguous() if weight.is_floating_point() else weight.contiguous()
     partial = file.with_suffix(".partial")
@@ -49,6 +49,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     return {name: weight.float() * scales[name] if name in scales else weight for name, weight in held.items()}
 
 
-def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers, and what each row of them is to be multiplied with."""
+    weight = weight.float()
     scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127  # a row of zeros stays one
     return (weight / scale).round().to(torch.int8).contiguous(), scale.contiguous()

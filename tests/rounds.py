@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Tree, lineage_of
+from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
 from foreword.core.trees import BestFirst, Budgeted, Guess, by_kernel, choose
@@ -280,8 +281,9 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
     from foreword.kernels.look import looked  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
-    state, *parts = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
-    parts[1][0, 0] = 0
+    state, query, *halves = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
+    halves[0][0, 0] = 0
+    parts = [query, *torch.cat(halves, dim=-1).chunk(2, dim=-1)]  # of one product, so they do not lie close
     found = looked(state.to(device), *(part.to(device) for part in parts), heads, silu)
     query, key, value = (part.double().unflatten(-1, (heads, width)) for part in parts)
     seen = (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
@@ -292,15 +294,15 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
 def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
     """Against torch in double precision, with the same rounded weights; one row of these is 0."""
     from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415
-    from foreword.model.checkpoint import in_eight_bits  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(rows)
     given, weight = torch.randn(1, rows, k, generator=generator).to(dtype), torch.randn(columns, k, generator=generator)
     weight[0] = 0
     codes, scales = in_eight_bits(weight)
-    assert ((codes * scales - weight).abs() <= scales * 0.5001).all()
-    found = coarse_linear(given.to(device), codes.to(device), scales.to(device))
-    exact = given.double() @ (codes.double() * scales.double()).t()
+    bias = torch.randn(columns, generator=generator).to(dtype) if rows % 2 else None
+    given_on = (None if part is None else part.to(device) for part in (given, codes, scales, bias))
+    found = coarse_linear(*given_on)
+    exact = given.double() @ (codes.double() * scales.double()).t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
 
 

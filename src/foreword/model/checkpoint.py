@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foreword.core.rough import in_eight_bits
 from foreword.errors import DrafterError, StorageError
 
 Stored = Literal["bfloat16", "int8"]
@@ -47,10 +47,3 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
     scales = {name.removesuffix(SCALE): held.pop(name) for name in list(held) if name.endswith(SCALE)}
     return {name: weight.float() * scales[name] if name in scales else weight for name, weight in held.items()}
-
-
-def in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers, and what each row of them is to be multiplied with."""
-    weight = weight.float()
-    scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127  # a row of zeros stays one
-    return (weight / scale).round().to(torch.int8).contiguous(), scale.contiguous()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
@@ -19,20 +18,17 @@ from transformers import PreTrainedModel
 
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
+from foreword.core.rough import Rough
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 from foreword.model import attention
 from foreword.model.cache import SlotCache
-from foreword.model.checkpoint import in_eight_bits
 from foreword.model.cost import CostCurve
 from foreword.model.families import family_of
-from foreword.model.pack import can_fuse
 from foreword.model.stack import Rows, Stack
 
 if TYPE_CHECKING:
     from foreword.model.fingerprint import Fingerprint
-
-ROUGH_ROWS = 32  # beyond, reading the head is no longer what takes long
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,7 @@ class Model:
         self.name = name or hf.config.name_or_path or hf.config.model_type
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
         self._reader = Stack(hf, self.family, self.family.layers(hf))  # the same layers, and never a cache
+        self._rough = Rough(hf.lm_head)
         self.hidden_size: int = hf.config.hidden_size
         self.vocab_size: int = hf.config.vocab_size
         self.attention_heads: int = hf.config.num_attention_heads
@@ -116,18 +113,7 @@ class Model:
         return self.family.head(self.hf, hidden)
 
     def rough_head(self, hidden: Tensor) -> Tensor:
-        if self._coarse_head is None or hidden.numel() > ROUGH_ROWS * hidden.shape[-1]:
-            return self.head(hidden)
-        from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415  Triton comes with CUDA
-
-        return self.family.behind_head(self.hf, coarse_linear(hidden, *self._coarse_head))
-
-    @cached_property
-    def _coarse_head(self) -> tuple[Tensor, Tensor] | None:
-        """The head in eight bits, where our kernels run and it has no bias."""
-        if not can_fuse(self.device, self.dtype) or getattr(self.hf.lm_head, "bias", None) is not None:
-            return None
-        return in_eight_bits(self.head_weight())
+        return self.family.behind_head(self.hf, self._rough(hidden))
 
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head

@@ -105,12 +105,15 @@ def test_every_trained_method_is_here() -> None:
 
 
 class Heard:
-    """What was handed to the target's head, call by call."""
+    """What was handed to the target's head, to learn or to guess, call by call."""
 
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[torch.Tensor] = []
-        head = model.head
-        monkeypatch.setattr(model, "head", lambda rows: (self.rows.append(rows.detach().clone()), head(rows))[1])
+        for name in ("head", "rough_head"):
+            monkeypatch.setattr(model, name, self._heard(getattr(model, name)))
+
+    def _heard(self, head: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda rows: (self.rows.append(rows.detach().clone()), head(rows))[1]
 
     def of(self, call: Callable[[], object]) -> list[torch.Tensor]:
         self.rows.clear()

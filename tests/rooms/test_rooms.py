@@ -159,5 +159,6 @@ def test_every_file_of_a_method_stands_in_the_table() -> None:
         "wanted",
         "auto",
         "export",
+        "words",
     }
     assert files == set(METHODS)

@@ -46,7 +46,7 @@ class Gsd(Drafter):
         depth: int = 6,
         width: int = 8,
         branch: int = 4,
-        repeat: int = 1,
+        repeat: int = 0,
         siblings: float = 0.1,
         sure: float = 0.05,
         model: Model | None = None,

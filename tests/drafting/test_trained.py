@@ -57,11 +57,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hidden_transfer, likely nodes": ("hidden_transfer", {"rows": 12}),
     "hidden_transfer, chained": ("hidden_transfer", {"source": "chain", "layers": (0, 2, 2), "carry": "all"}),
     "hidden_transfer, best": ("hidden_transfer", {"tree": "best", "rows": 12}),
-    "firp": ("firp", {}),
-    "firp, one layer": ("firp", {"layers": (1, 1, 1)}),
-    "firp, chained": ("firp", {"source": "chain", "layers": (0, 2, 3)}),
-    "firp, low rank": ("firp", {"squeeze": 2, "bias": False}),
-    "firp, rows as they are": ("firp", {"norm": False}),
+    "hidden_transfer, one layer": ("hidden_transfer", {"layers": (1, 1, 1), "carry": "all"}),
+    "hidden_transfer, low rank": ("hidden_transfer", {"squeeze": 2, "bias": False, "carry": "all"}),
+    "hidden_transfer, rows as they are": ("hidden_transfer", {"norm": False, "carry": "all"}),
     "draft_model": ("draft_model", {}),
     "draft_model, one layer": ("draft_model", {"layers": 1}),
 }
@@ -76,13 +74,13 @@ FORK = [[first, *[0] * depth] for depth in range(HEADS) for first in (0, 1)]
 
 
 def made(form: str, model: Model, **options: Any) -> Any:
-    name, own = FORMS[form]
+    name, own = FORMS.get(form, (form, {}))  # or a method that takes the drafters of another
     return taught(name, model, **{COUNT.get(name, "heads"): HEADS} | own | options)
 
 
 def by_level(form: str, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     """What the target's head was handed for each level of a draft: [b, w, H]."""
-    alone = FORMS[form][0] in SIDE_BY_SIDE
+    alone = form.partition(",")[0] in SIDE_BY_SIDE
     return [rows[0][:, head : head + 1] for head in range(HEADS)] if alone else rows
 
 

@@ -63,7 +63,7 @@ SweepFlag = Annotated[
     typer.Option(
         "--sweep",
         metavar="",
-        help="Of hidden_transfer and firp: find the layers that steps should join, by one short run a step, and train no "
+        help="Of hidden_transfer: find the layers that steps should join, by one short run a step, and train no "
         "drafter. --steps are those of such a run.",
     ),
 ]
@@ -213,7 +213,7 @@ def _check_sweep(method: str, drafter: Drafter, own: dict[str, Any], resume: boo
     from foreword.core.transfer import Transfer  # noqa: PLC0415  imports torch
 
     if not isinstance(getattr(drafter, "options", None), Transfer):
-        raise InputError(f"--sweep finds the layers of hidden_transfer and firp; {method} has none to find: leave it out")
+        raise InputError(f"--sweep finds the layers of hidden_transfer; {method} has none to find: leave it out")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("--sweep runs on one device; start it without accelerate launch")
     if resume:

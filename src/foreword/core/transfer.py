@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -176,12 +176,17 @@ class Anchors:
         return hidden.gather(1, place.unsqueeze(-1).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
 
 
-def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Target) -> tuple[Tensor, ...]:
-    """What the steps behind the anchors hand to the target's head: each [b, A, H]."""
-    first, rows = joins[0].layer, tuple[Tensor, ...]()
+class Walk(NamedTuple):
+    rows: tuple[Tensor, ...]  # what each step behind the anchors hands to the target's head [b, A, H]
+    hidden: Tensor  # [b, n, H] the texts' own states after the last layer, before the final norm
+
+
+def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Target) -> Walk:
+    """Texts were read up to the layers that are tapped; the walk takes them on from the first join, with the steps."""
+    first = joins[0].layer
     for found in target.beside(scores.taps[first], first, anchors.place, joins):
-        rows = found.rows
-    return tuple(target.norm(one) for one in rows)
+        last = found
+    return Walk(tuple(target.norm(one) for one in last.rows), last.texts)
 
 
 def learn(
@@ -190,9 +195,10 @@ def learn(
     """The loss of all steps, and their figures: as `Trainable.loss` has it."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, module.training)
     lost, figures = [], dict[str, Tensor]()
-    for step, rows in enumerate(walked(joins_of(module, options), anchors, scores, target), start=1):
+    walk = walked(joins_of(module, options), anchors, scores, target)
+    for step, rows in enumerate(walk.rows, start=1):
         asked = anchors.asked(step, rows)
-        own = anchors.teacher(step, scores.require_hidden())
+        own = anchors.teacher(step, walk.hidden)
         [(loss, places)] = losses([asked], target.head, target.dtype, target.norm(own) if options.labels == "soft" else None)
         lost.append(loss)
         figures |= figures_of(step, places, asked.counts)
@@ -205,7 +211,7 @@ def right_by_rank(
 ) -> Rates:
     """How often the guesses of each step are right by rank: what trees are built from."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, at_random=False)
-    rows = walked(joins_of(module, options), anchors, scores, target)
+    rows = walked(joins_of(module, options), anchors, scores, target).rows
     asked = [anchors.asked(step, one) for step, one in enumerate(rows, start=1)]
     found = losses(asked, target.head, target.dtype)
     return [rank_rates(places, one.counts, BRANCH) for one, (_, places) in zip(asked, found, strict=True)]

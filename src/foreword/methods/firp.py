@@ -69,7 +69,7 @@ class Firp(Drafter):
             self.module = self.options.module(target)
         self.growth = self.plan.on(target, self.options.steps)
         self.shape = self.growth.shape
-        self.needs = Needs(hidden=True, taps=tuple(sorted(set(self.layers))), prompt="last")
+        self.needs = Needs(taps=tuple(sorted(set(self.layers))), prompt="last")
         self.number = torch.arange(1, self.shape.depth + 1, device=target.device)
         size = slots, self.options.steps, target.hidden_size
         self.known = torch.zeros(size, dtype=target.dtype, device=target.device)

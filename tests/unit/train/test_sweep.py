@@ -51,7 +51,7 @@ def test_its_figures_are_those_of_the_matrices(source: Any) -> None:
     assert said[0] == ("step 1, 4 ways", 1, 12) and said[-1][1:] == (12, 12)
     options = replace(sweep.options, layers=tuple(layers))
     tokens, mask = padded(sweep.apart, list(range(10)), 24, model.device)
-    scores = model.read(tokens, Needs(hidden=True, taps=tuple(layers)))
+    scores = model.read(tokens, Needs(taps=tuple(layers)))
     rates = right_by_rank(nn.ModuleList(sweep.kept), options, tokens, mask, scores, model)
     for step, layer in enumerate(layers, start=1):
         best = found["accuracy"][step][layer]

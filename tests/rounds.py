@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Tree, lineage_of
+from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
 from foreword.core.trees import BestFirst, Budgeted, Guess, by_kernel, choose
@@ -23,6 +24,7 @@ from foreword.engine.fit import rooted
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.stack import Rows
 
 TOKENS = 6  # ids, so few that guesses meet what is chosen
 FIELDS = ("tokens", "count", "drafted", "ended", "broken")
@@ -279,13 +281,47 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
     from foreword.kernels.look import looked  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
-    state, *parts = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
-    parts[1][0, 0] = 0
+    state, query, *halves = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
+    halves[0][0, 0] = 0
+    parts = [query, *torch.cat(halves, dim=-1).chunk(2, dim=-1)]  # of one product, so they do not lie close
     found = looked(state.to(device), *(part.to(device) for part in parts), heads, silu)
     query, key, value = (part.double().unflatten(-1, (heads, width)) for part in parts)
     seen = (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
     exact = state.double() + (functional.silu(seen) if silu else seen)
     torch.testing.assert_close(found.cpu(), exact.to(dtype))
+
+
+def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
+    """Against torch in double precision, with the same rounded weights; one row of these is 0."""
+    from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(rows)
+    given, weight = torch.randn(1, rows, k, generator=generator).to(dtype), torch.randn(columns, k, generator=generator)
+    weight[0] = 0
+    codes, scales = in_eight_bits(weight)
+    bias = torch.randn(columns, generator=generator).to(dtype) if rows % 2 else None
+    given_on = (None if part is None else part.to(device) for part in (given, codes, scales, bias))
+    found = coarse_linear(*given_on)
+    exact = given.double() @ (codes.double() * scales.double()).t() + (0 if bias is None else bias.double())
+    torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
+
+
+def check_standing(seed: int, device: str, count: int, scratch: int, shared: bool) -> None:
+    """Against the stack's own, for rows that are the last of the scratch; one text is so long that padding lies beyond."""
+    from foreword.kernels.standing import standing  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    stack = target(dtype=torch.float32).layer_stack
+    cache = stack.allocate(5, 40, scratch)
+    slots = torch.randperm(5, generator=generator)[: 1 + seed % 4]
+    base = torch.randint(0, 40, slots.shape, generator=generator)
+    base[0] = cache.rows - 1
+    depth = torch.randint(0, scratch, (1 if shared else len(slots), scratch), generator=generator)
+    sees = torch.ones(1, count, scratch, dtype=torch.bool)
+    tables, exact = stack._standing(Rows(base, depth, sees, Lanes(slots, tuple(slots.tolist()), 40)))
+    angles = tuple(part.to(device) for part in stack.turns[""])
+    found, places = standing(angles, base.to(device), depth.to(device), slots.to(device), count, cache.shape.heads)
+    assert same(places, exact) and all(same(one, two) for one, two in zip(found, tables[""], strict=True))
 
 
 # Trees that follow the guesses -------------------------------------------------------------------------------------------

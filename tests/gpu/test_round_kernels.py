@@ -8,6 +8,7 @@ from foreword.core.draft import Shape, Tree, lineage_of
 from foreword.core.sampling import best, likeliest
 from foreword.core.trees import BestFirst, Budgeted
 from rounds import (
+    check_coarse,
     check_fit,
     check_grow,
     check_keep,
@@ -15,6 +16,7 @@ from rounds import (
     check_look,
     check_look_up,
     check_settle,
+    check_standing,
     check_top,
     check_walk,
     same,
@@ -74,6 +76,19 @@ def test_trees_follow_the_guesses(nodes: int, depth: int, width: int, branch: in
 def test_a_state_sees_a_token(heads: int, width: int, dtype: torch.dtype) -> None:
     check_look(heads, "cuda", heads, width, dtype, silu=True)
     check_look(width, "cuda", heads, width, dtype, silu=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("rows", "columns", "k"), [(1, 1, 16), (8, 49152, 576), (33, 1000, 4608), (5, 130, 1000)])
+def test_rows_times_eight_bits(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
+    check_coarse("cuda", rows, columns, k, dtype)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("count", "scratch"), [(1, 1), (4, 9), (64, 64)])
+def test_rows_stand_where_the_stack_says(count: int, scratch: int, shared: bool) -> None:
+    for seed in range(4):
+        check_standing(seed, "cuda", count, scratch, shared)
 
 
 @pytest.mark.parametrize("longest", [1, 40, 3000])

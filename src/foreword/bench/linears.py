@@ -1,7 +1,7 @@
 """How to cut the products of a decoding pass: `python -m foreword.bench.linears --out F`, on a CUDA device.
 
-Times a grid of `Tiles` for every product of two models at 1, 4, 16 and 64 rows, beside torch's own linear, with rows handed
-on as in a pass. The best run again with the norm as a kernel of its own, and with one behind q, k and v that turns them. A
+Times a grid of `Tiles` for every product of three models, by rows, beside torch's own linear, with rows handed on as in a
+pass. The best run again with the norm as a kernel of its own, and with one behind q, k and v that turns them. A
 graph runs over copies of the weights that no cache can hold, as a pass over a model does. Worker processes compile ahead,
 each into Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `kernels/tiles.py`.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
+from itertools import product as cartesian
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.kernels import overlap
+from foreword.kernels.coarse import coarse_linear
 from foreword.kernels.linear import Handed, few_rows_linear, linear_and_hand_on
 from foreword.kernels.qkv import linear_turn_and_store
 from foreword.kernels.rotary import turn_and_store
@@ -61,6 +63,10 @@ class Product:
         return (2 if self.kind == "gated" else 1) * self.n * self.k
 
     @property
+    def bytes(self) -> int:
+        return self.weights * (1 if self.kind == "coarse" else 2)
+
+    @property
     def width(self) -> int:
         """Of a head."""
         return self.n // (self.heads[0] + 2 * self.heads[1])
@@ -87,6 +93,19 @@ PRODUCTS = (
     Product("7.2B", "gate_up", 14336, 4096, normed=True, kind="gated"),
     Product("7.2B", "down", 4096, 14336, added=True),
     Product("7.2B", "head", 32000, 4096, normed=True),
+    Product("grown 7.0B", "qkv", 7680, 4608, normed=True, kind="turned", heads=(72, 24)),
+    Product("grown 7.0B", "o", 4608, 4608, added=True),
+    Product("grown 7.0B", "gate_up", 12288, 4608, normed=True, kind="gated"),
+    Product("grown 7.0B", "down", 4608, 12288, added=True),
+    # What drafters guess by, in eight bits: the head, and what clover2 does for every level.
+    Product("135M", "rough head", 49152, 576, kind="coarse"),
+    Product("135M", "rough key value", 1152, 576, kind="coarse"),
+    Product("135M", "rough query", 576, 576, kind="coarse"),
+    Product("135M", "rough later", 576, 1152, kind="coarse"),
+    Product("grown 7.0B", "rough head", 49152, 4608, kind="coarse"),
+    Product("grown 7.0B", "rough key value", 9216, 4608, kind="coarse"),
+    Product("grown 7.0B", "rough query", 4608, 4608, kind="coarse"),
+    Product("grown 7.0B", "rough later", 4608, 9216, kind="coarse"),
 )
 
 # (block_m, block_n, block_k, warps, stages)
@@ -115,10 +134,18 @@ _FEW_ROWS = {
 
 
 def grid(product: Product, rows: int) -> list[Tiles]:
-    """What is worth a try, the default first; for a handful of rows also what 16 of them take."""
+    """What is worth a try, the default first; for a handful of rows also what 16 of them take. Drafts have 16 at most."""
+    if product.kind == "coarse":
+        return list(_coarse(product)) if rows == 16 else []
     first, sixteen = (tiles_for(count, product.n, product.k, product.kind) for count in (rows, 16))
     tried = [*_one_by_one(product), sixteen] if rows <= ONE_BY_ONE else _with_matrix_units(product, rows)
     return list(dict.fromkeys([first, *tried]))
+
+
+def _coarse(product: Product) -> Iterator[Tiles]:
+    widths = (64, 128) if product.n >= 2**14 else (16, 32, 64)
+    for width, (depth, warps, stages) in cartesian(widths, ((64, 4, 6), (128, 2, 5), (128, 4, 5), (128, 8, 5), (256, 4, 4))):
+        yield Tiles(16, width, depth, warps, stages)
 
 
 def _one_by_one(product: Product) -> Iterator[Tiles]:
@@ -159,14 +186,18 @@ class Given:
         self.residual = torch.randn(1, rows, n, device="cuda").bfloat16() if product.added else None
         self.after = torch.rand(n, device="cuda").bfloat16() + 0.5
         self.handed = None if self.norm is None else handed_on(self.rows, self.norm[0])
-        copies = max(1, min(memory.numel() // product.weights, math.ceil(READ_PER_GRAPH / (2 * product.weights))))
+        copies = max(1, min(2 * memory.numel() // product.bytes, math.ceil(READ_PER_GRAPH / product.bytes)))
         shape = (2 * n if product.kind == "gated" else n, k)
-        self.weights = [memory[i * product.weights : (i + 1) * product.weights].view(shape) for i in range(copies)]
+        numbers = memory.view(torch.int8) if product.kind == "coarse" else memory
+        self.weights = [numbers[i * product.weights : (i + 1) * product.weights].view(shape) for i in range(copies)]
+        self.scales = torch.rand(n, 1, device="cuda") * 1e-2
         self.turn = Turn(product, rows) if product.kind == "turned" else None
 
     def ours(self, trial: Trial) -> Callable[[Tensor], Tensor]:
         tiles, rows = trial.tiles, self.rows
         handed = self.handed if trial.handed else None
+        if self.product.kind == "coarse":
+            return lambda weight: coarse_linear(rows, weight, self.scales, tiles=tiles)
         if self.turn is not None and not trial.apart:
             turn = self.turn.where
             return lambda weight: linear_turn_and_store(rows, weight, None, self.norm, *turn, handed=handed, tiles=tiles)
@@ -182,6 +213,8 @@ class Given:
         return product
 
     def exact(self, weight: Tensor) -> Tensor:
+        if self.product.kind == "coarse":
+            return linear(self.rows.float(), weight.float() * self.scales)
         norm = None if self.norm is None else (self.norm[0].float(), self.norm[1])
         residual = None if self.residual is None else self.residual.float()
         gated = self.product.kind == "gated"
@@ -269,7 +302,7 @@ class Result:
     @property
     def speed(self) -> float:
         """TB/s of weights."""
-        return 2 * self.trial.product.weights / self.us / 1e6 if self.us else 0.0
+        return self.trial.product.bytes / self.us / 1e6 if self.us else 0.0
 
 
 def timed(trials: list[Trial], problems: list[str | None], memory: Tensor) -> list[Result]:
@@ -301,7 +334,7 @@ def second_look(winners: dict[tuple[Product, int], Result]) -> list[Trial]:
     """The best cuts again, without the early start, with nothing handed on, without the norm, and turned apart."""
     found = [winner.trial for winner in winners.values()]
     trials = [replace(trial, overlap=False) for trial in found]
-    trials += [replace(trial, handed=False) for trial in found if trial.tiles.block_m > 1]
+    trials += [replace(trial, handed=False) for trial in found if trial.tiles.block_m > 1 and trial.product.kind != "coarse"]
     trials += [replace(trial, product=replace(trial.product, normed=False)) for trial in found if trial.product.normed]
     turned = [trial for trial in found if trial.product.kind == "turned"]
     return trials + [
@@ -338,7 +371,7 @@ def layers(winners: dict[tuple[Product, int], Result], stock: dict[tuple[Product
     """The products of one decoder layer together."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for (product, rows), winner in winners.items():
-        if product.name != "head":
+        if product.name != "head" and product.kind != "coarse":
             found.setdefault((product.model, rows), []).append((winner.us or 0.0, stock[product, rows]))
     return "\n".join(
         f"{model}, {rows} rows, {len(times)} products of a layer: {sum(ours for ours, _ in times):.1f} us, "
@@ -357,13 +390,16 @@ def tuned(winners: dict[tuple[Product, int], Result]) -> str:
 
 def linears(
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")],
-    only: Annotated[str, typer.Option(help="Only products whose model and name, as in '7.2B down', contain this.")] = "",
+    only: Annotated[str, typer.Option(help="Only products whose name, as '7.2B down', has this in it, or this,that.")] = "",
+    rows: Annotated[str, typer.Option(help="Row counts.")] = ",".join(map(str, ROWS)),
+    again: Annotated[bool, typer.Option(help="Run the best again without what makes them quick.")] = True,
 ) -> None:
     """Sweep how products of few rows are cut, and time torch's own beside them."""
     if not torch.cuda.is_available():
         raise InputError("the sweep times kernels on a CUDA device, and there is none; run it on a machine that has one")
-    products = [product for product in PRODUCTS if only in f"{product.model} {product.name}"]
-    trials = [Trial(product, rows, tiles) for product in products for rows in ROWS for tiles in grid(product, rows)]
+    products = [one for one in PRODUCTS if any(part in f"{one.model} {one.name}" for part in only.split(","))]
+    counts = [int(count) for count in rows.split(",")]
+    trials = [Trial(product, count, tiles) for product in products for count in counts for tiles in grid(product, count)]
     workers = min(WORKERS, max(1, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         problems = list(pool.map(compile_ahead, trials))
@@ -371,8 +407,8 @@ def linears(
         results = timed(trials, problems, memory)
         winners = best(results)
         write(out, results)
-        again = second_look(winners)
-        looks = timed(again, list(pool.map(compile_ahead, again)), memory)
+        second = second_look(winners) if again else []
+        looks = timed(second, list(pool.map(compile_ahead, second)), memory)
     stock = {(product, rows): stock_microseconds(product, rows, memory) for product, rows in winners}
     write(out, results + looks, [{**asdict(p), "rows": r, "us": us} for (p, r), us in stock.items()])
     report(winners, stock, results, looks)
@@ -399,8 +435,8 @@ def report(
 
 
 def stock_microseconds(product: Product, rows: int, memory: Tensor) -> float:
-    """The product alone, by torch."""
-    given = Given(product, rows, memory)
+    """The product alone, by torch, in half precision."""
+    given = Given(replace(product, kind="plain") if product.kind == "coarse" else product, rows, memory)
     return microseconds(lambda weight: linear(given.rows, weight), given.weights, same_bits=False)
 
 

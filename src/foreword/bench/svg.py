@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from foreword.methods.words import read_word
+
 STYLE = Path(__file__).parent / "page.css"
 WIDTH = 860
 LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 46
@@ -201,8 +203,9 @@ def stacked(rows: dict[str, dict[str, float]], about: str, unit: str) -> str:
 
 
 def short(name: str) -> str:
-    """NAME=some/long/FOLDER as NAME=FOLDER, or NAME where that says no more, and no longer than a line has room for."""
-    method, _, folder = name.partition("=")
-    last = folder.rstrip("/").rpartition("/")[2]
+    """NAME=some/long/FOLDER as NAME=FOLDER, or NAME where that says no more, with options, no longer than a line holds."""
+    method, folder, options = read_word(name)
+    last = (folder or "").rstrip("/").rpartition("/")[2]
     name = f"{method}={last}" if last not in ("", method) else method
+    name = ":".join([name, *(f"{key}={value}" for key, value in options.items())])
     return name if len(name) <= 26 else name[:25] + "…"

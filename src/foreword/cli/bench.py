@@ -20,6 +20,7 @@ from foreword.cli.options import Json, ModelOptions, numbers
 from foreword.cli.prove import NAMES_HELP, and_shipped, make_folder, named_methods
 from foreword.errors import InputError, StorageError
 from foreword.methods import METHODS
+from foreword.methods.words import read_word
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -230,7 +231,7 @@ def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence
     tasks = [task for heat in heats for task in heat.tasks if task.ids and heat.place.batch == 1 and not heat.place.repeat]
     if alone is None or not tasks or not asked.kept:
         return {}
-    ours = [name for name in alone.contenders if name.partition("=")[0] in METHODS]
+    ours = [name for name in alone.contenders if read_word(name).name in METHODS]
     with waiting("measuring what a pass costs"):
         found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks, asked.rows))
     return found

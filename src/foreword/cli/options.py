@@ -6,7 +6,6 @@ that typer can check are refused before anything is loaded.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import typer
 
 from foreword.cli.console import waiting
 from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, find
+from foreword.methods.words import read_value, read_word
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -34,8 +34,8 @@ Slots = Annotated[int, _of_model(min=1, metavar="N", help="Texts written side by
 
 
 def _known(method: str) -> str:
-    """NAME, or NAME=FOLDER."""
-    name = method.partition("=")[0]
+    """NAME, or NAME=FOLDER, perhaps with options behind it."""
+    name = read_word(method).name
     if name != AUTO:
         find(name)
     return method
@@ -90,12 +90,7 @@ def _pair(text: str) -> tuple[str, Any]:
     if key in _HAVE_OPTIONS:
         instead = key.replace("_", "-")
         raise typer.BadParameter(f"{key} has an option of its own: --{instead}", param_hint="--method-option")
-    if value in ("true", "false"):
-        return key, value == "true"
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):  # a word
-        return key, value
+    return key, read_value(value)
 
 
 @dataclass(frozen=True)

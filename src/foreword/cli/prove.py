@@ -13,6 +13,7 @@ from foreword.cli.console import bar, note, print_json, screen
 from foreword.cli.options import Json, MethodOptions, ModelOptions, Slots
 from foreword.errors import StorageError
 from foreword.methods import METHODS, find
+from foreword.methods.words import read_word
 
 if TYPE_CHECKING:
     from foreword.model.model import Model
@@ -45,7 +46,9 @@ PROMPTS = (
     'Reply with JSON only: an object with the keys "name", "age" and "skills" for an imaginary engineer.',
     "Repeat after me, ten times, one per line: the quick brown fox.",
 )
-NAMES_HELP = ", separated by commas, or `all`. NAME=FOLDER is a trained drafter of your own."
+NAMES_HELP = (
+    ", separated by commas, or `all`. NAME=FOLDER is a trained drafter of your own, NAME:KEY=VALUE a method with an option."
+)
 SHOWN = 10  # differences on the screen; all of them are in the files
 
 
@@ -54,7 +57,7 @@ def named_methods(wanted: str) -> list[str]:
     ready = [name for name, method in METHODS.items() if name != "plain" and not method.trained]
     names = ready if wanted == "all" else [name.strip() for name in wanted.split(",")]
     for name in names:
-        if find(name.partition("=")[0]).trained or "=" in name:
+        if find(read_word(name).name).trained or "=" in name:
             from foreword.methods.wanted import Wanted  # noqa: PLC0415  imports torch
 
             Wanted.of(name)  # what is wrong with a folder is said before a model is loaded

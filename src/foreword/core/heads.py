@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foreword.core.rough import Rough
 from foreword.core.target import Target
 
 TINY = 1e-12  # keeps a row of zeros what it is
@@ -61,9 +62,10 @@ class Beside(nn.Module):
         self.product = linear(target, 2 * target.hidden_size, target.hidden_size)
         nn.init.zeros_(self.product.weight)
         nn.init.zeros_(self.product.bias)
+        self._rough = Rough(self.product)
 
     def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
-        return self.product(torch.cat([state, embedding], dim=-1))
+        return self._rough(torch.cat([state, embedding], dim=-1))
 
     def onto(self, state: Tensor, embedding: Tensor, silu: bool = False) -> Tensor:
         return _added(state, self(state, embedding), silu)
@@ -77,9 +79,10 @@ class ResBlock(nn.Module):
         self.linear = linear(target, target.hidden_size, target.hidden_size)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+        self._rough = Rough(self.linear)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return rows + functional.silu(self.linear(rows))
+        return rows + functional.silu(self._rough(rows))
 
 
 class CosineAttention(nn.Module):
@@ -97,6 +100,7 @@ class CosineAttention(nn.Module):
         for part in (self.query, self.key, self.value):
             if bias:
                 nn.init.zeros_(part.bias)
+        self._asks, self._answers = Rough(self.query), Rough(self.key, self.value)
 
     def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
         query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in self._parts(state, embedding))
@@ -111,7 +115,8 @@ class CosineAttention(nn.Module):
         return _added(state, self(state, embedding), silu)
 
     def _parts(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query(self.norm(state)), self.key(embedding), self.value(embedding)
+        key, value = self._answers(embedding).chunk(2, dim=-1)
+        return self._asks(self.norm(state)), key, value
 
 
 @torch.no_grad()

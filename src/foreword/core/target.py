@@ -40,6 +40,9 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """Normed hidden states to logits, in the dtype of the model; `sampling.widened` where one computes with them."""
 
+    def rough_head(self, hidden: Tensor) -> Tensor:
+        """Logits to guess by, never to decide by: those of `head`, or near them where that is quicker."""
+
     def head_weight(self) -> Tensor:
         """[V, H]: what the head multiplies with. A row is how a token looks from behind the last layer."""
 

@@ -40,6 +40,7 @@ TreeKind = Literal["static", "best", "budget", "chain"]
 MOST_NODES = 64
 BRANCH = 10
 USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES brings
+GUESSING = 0.5  # passes over one row: what drafting itself costs, from a third (medusa) to one (clover2) on a small target
 TRAINED_BEND = 0.6  # of `share_of_gain`, as trained drafters have it: results/trees_cuda
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
@@ -141,8 +142,8 @@ def share_of_gain(rows: int, most: int, bend: float) -> float:
 class FixedRows:
     """How large trees are where that is settled before anything is guessed, as in a captured round: what pays by batch size.
 
-    A tree brings more with every row, and ever less; a row costs what the target says. In a large batch rows are dear, and
-    in the end none of them pays.
+    A tree brings more with every row, and ever less; a row costs what the target says, and guessing at all something too. In
+    a large batch rows are dear, and in the end none of them pays.
     """
 
     def __init__(self, target: Target, most: Shape, bend: float = TRAINED_BEND) -> None:
@@ -157,7 +158,9 @@ class FixedRows:
         return self._known[batch]
 
     def _speed(self, batch: int, rows: int) -> float:
-        return (1 + USUAL_GAIN * share_of_gain(rows, MOST_NODES, self.bend)) / self.target.cost(batch * rows)
+        if rows == 1:
+            return 1 / self.target.cost(batch)
+        return (1 + USUAL_GAIN * share_of_gain(rows, MOST_NODES, self.bend)) / (self.target.cost(batch * rows) + GUESSING)
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:

@@ -18,7 +18,7 @@ _SMALLEST = tl.constexpr(1e-8)  # length of a vector: torch's own bound
 
 @triton.jit
 def _look(
-    state, query, key, value, out,
+    state, query, key, value, out, k_row, v_row,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
     LINES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -26,10 +26,11 @@ def _look(
     take_turn(EARLY)
     head, column = tl.arange(0, LINES), tl.arange(0, BLOCK)
     real = (head < HEADS)[:, None] & (column < WIDTH)[None, :]
-    at = tl.program_id(0).to(tl.int64) * HEADS * WIDTH + head[:, None] * WIDTH + column[None, :]
+    row, within = tl.program_id(0).to(tl.int64), head[:, None] * WIDTH + column[None, :]
+    at = row * HEADS * WIDTH + within
     q = tl.load(query + at, mask=real, other=0.0).to(tl.float32)
-    k = tl.load(key + at, mask=real, other=0.0).to(tl.float32)
-    v = tl.load(value + at, mask=real, other=0.0).to(tl.float32)
+    k = tl.load(key + row * k_row + within, mask=real, other=0.0).to(tl.float32)
+    v = tl.load(value + row * v_row + within, mask=real, other=0.0).to(tl.float32)
     lengths = tl.maximum(tl.sqrt(tl.sum(q * q, 1)), _SMALLEST) * tl.maximum(tl.sqrt(tl.sum(k * k, 1)), _SMALLEST)
     seen = v * (tl.sum(q * k, 1) / lengths)[:, None]
     if SILU:
@@ -40,12 +41,14 @@ def _look(
 
 def looked(state: Tensor, query: Tensor, key: Tensor, value: Tensor, heads: int, silu: bool) -> Tensor:
     """state + v * cos(q, k), all [.., H]; with `silu`, state + SiLU(v * cos(q, k))."""
-    state, query, key, value = (part.contiguous() for part in (state, query, key, value))
+    state, query = state.contiguous(), query.contiguous()
+    key, value = (part.flatten(0, -2) for part in (key, value))  # they may be halves of one product
+    assert key.stride(1) == value.stride(1) == 1
     out, width = torch.empty_like(state), state.shape[-1] // heads
     lines, block = triton.next_power_of_2(heads), triton.next_power_of_2(width)
     warps = min(8, lines * block // 256)
     _look[(state.numel() // state.shape[-1],)](
-        state, query, key, value, out,
+        state, query, key, value, out, key.stride(0), value.stride(0),
         HEADS=heads, WIDTH=width, SILU=silu, LINES=lines, BLOCK=block, **launched(state.device, warps),
     )  # fmt: skip
     return out

@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 import triton
 
-Kind = Literal["plain", "gated", "turned"]  # the last two take columns in pairs: gate and up, or the halves of a head
+Kind = Literal["plain", "gated", "turned", "coarse"]
+"""What is gated or turned takes columns in pairs: gate and up, or the halves of a head. Coarse: weights in eight bits."""
+
 PROGRAMS = 2 * 132  # two for every multiprocessor of a large GPU
 BUCKETS = (1, 4, 16, 64)  # row counts that are measured; more rows than these run as several blocks
 ONE_BY_ONE = 4  # up to so many rows are guessed to be quicker without matrix units: the weights come again from the L2 cache
@@ -50,7 +52,7 @@ TUNED: dict[tuple[int, int, int, Kind], Tiles] = {
     (16, 1536, 576, "gated"): Tiles(16, 16, 64, warps=2, stages=6),
     (64, 1536, 576, "gated"): Tiles(64, 16, 128, warps=4, stages=4),
     (1, 576, 1536, "plain"): Tiles(1, 2, 2048, warps=2, stages=1),
-    (16, 576, 1536, "plain"): Tiles(16, 32, 64, warps=2, stages=6, splits=2),
+    (16, 576, 1536, "plain"): Tiles(16, 16, 128, warps=2, stages=5),  # 2 parts are quicker alone, and a launch more
     (64, 576, 1536, "plain"): Tiles(64, 16, 64, warps=4, stages=6),
     (1, 6144, 4096, "plain"): Tiles(1, 16, 512, warps=4, stages=1),
     (16, 6144, 4096, "plain"): Tiles(16, 128, 64, warps=4, stages=5, splits=4),
@@ -74,6 +76,8 @@ def tiles_for(rows: int, n: int, k: int, kind: Kind = "plain") -> Tiles:
     """How to cut `rows` x `k` into `n` columns that come out."""
     bucket = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
     tiles = TUNED.get((bucket, n, k, kind))
+    if tiles is None and kind == "coarse":
+        tiles = TUNED.get((16, n, k, kind)) or _tiles_for_coarse(n, k)
     if tiles is None and bucket <= ONE_BY_ONE:
         tiles = TUNED.get((1, n, k, kind))
     if tiles is None:
@@ -90,6 +94,11 @@ def _tiles_for_one(n: int, k: int, kind: Kind) -> Tiles:
     paired = kind != "plain"
     width = min(width, 8) if paired else width
     return Tiles(1, width, 512 if paired or width > 8 else 1024, warps=4, stages=1)
+
+
+def _tiles_for_coarse(n: int, k: int) -> Tiles:
+    """One way for all rows: wide programs for a vocabulary, many narrow ones for anything smaller."""
+    return Tiles(32, 128 if n >= 2**14 else 16, 128 if k >= 1024 else 64, warps=4, stages=5)
 
 
 def _tiles_for_few(bucket: int, n: int, k: int, kind: Kind) -> Tiles:

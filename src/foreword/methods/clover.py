@@ -127,7 +127,7 @@ class Clover(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known = self._step(carried(known, origin), tokens)
-            logits = self.target.head(self.module.heads[level - 1](known))
+            logits = self.target.rough_head(self.module.heads[level - 1](known))
             return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)

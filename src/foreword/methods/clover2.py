@@ -32,6 +32,7 @@ from foreword.core.heads import (
 )
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
+from foreword.core.rough import Rough
 from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
@@ -56,6 +57,8 @@ class Weights(nn.Module):
         self.block, self.norm = layers, norm_like(target)
         self.first, self.later = linear(target, size, size), linear(target, 2 * size, size)
         self.last_norm = plain_norm(target)
+        self._rough_taps = None if self.taps is None else Rough(self.taps)
+        self._rough_first, self._rough_later = Rough(self.first), Rough(self.later)
         self._start()
 
     @torch.no_grad()
@@ -79,15 +82,15 @@ class Weights(nn.Module):
         All are brought to one size, and the result to that of the rows, at which the layers know them.
         """
         state = at_one(hidden)
-        if self.taps is not None:
-            state = state + self.taps(torch.cat([at_one(taps[layer]) for layer in sorted(taps)], dim=-1))
+        if self._rough_taps is not None:
+            state = state + self._rough_taps(torch.cat([at_one(taps[layer]) for layer in sorted(taps)], dim=-1))
         return size_of(hidden) * self.fuse.onto(state, following)
 
     def guess_first(self, state: Tensor) -> Tensor:
-        return self.last_norm(self.first(state))
+        return self.last_norm(self._rough_first(state))
 
     def guess_later(self, state: Tensor, embedding: Tensor) -> Tensor:
-        return self.last_norm(self.later(torch.cat([state, embedding], dim=-1)))
+        return self.last_norm(self._rough_later(torch.cat([state, embedding], dim=-1)))
 
 
 def _little(weight: Tensor) -> Tensor:
@@ -170,7 +173,7 @@ class Clover2(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known, rows = self._step(level, carried(known, origin), tokens)
-            return guesses(self.target.head(rows), state.ahead(level), state.sampling, self.growth.branch)
+            return guesses(self.target.rough_head(rows), state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

@@ -85,7 +85,7 @@ class Firp(Drafter):
         first, later = behind(self.module, layers, self.options.source, self.known[state.slots])
         rows = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
         position = state.ahead(self.number[:depth])
-        tokens, chances = guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
+        tokens, chances = guesses(self.target.rough_head(rows), position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

@@ -143,7 +143,7 @@ class HiddenTransfer(Drafter):
     def propose(self, state: State) -> Draft:
         if not self.shape.depth:
             return Draft.nothing(state.root)
-        logits = self.target.head(self.target.norm(self.states[state.slots]))
+        logits = self.target.rough_head(self.target.norm(self.states[state.slots]))
         tokens, chances = guesses(logits, state.ahead(self.number), state.sampling, self.paths.branch)
         return self.paths.draft(state.root, tokens, chances, self.have[state.slots], self.shape.nodes)
 

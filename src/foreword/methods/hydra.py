@@ -20,6 +20,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.heads import ResBlock, at_one, counted, last_of, linear, near_identity, norm_like
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
+from foreword.core.rough import Rough
 from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
@@ -40,9 +41,11 @@ class Head(nn.Module):
         nn.init.zeros_(self.bent.weight)
         nn.init.zeros_(self.bent.bias)
         self.blocks = nn.Sequential(*(ResBlock(target) for _ in range(layers - 1)))
+        self._rough = Rough(self.through, self.bent)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.blocks(self.through(rows) + functional.silu(self.bent(rows)))
+        through, bent = self._rough(rows).chunk(2, dim=-1)
+        return self.blocks(through + functional.silu(bent))
 
 
 class Weights(nn.Module):
@@ -112,7 +115,7 @@ class Hydra(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known = torch.cat([carried(known, origin), at_one(self.target.embed(tokens))], dim=-1)
-            logits = self.target.head(self.module.heads[level - 1](known))
+            logits = self.target.rough_head(self.module.heads[level - 1](known))
             return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)

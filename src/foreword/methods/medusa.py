@@ -78,7 +78,7 @@ class Medusa(Drafter):
             return Draft.nothing(state.root)
         rows = self._heads(self.target.norm(self.hidden[state.slots]))  # [b, K, H]
         position = state.ahead(self.number)
-        tokens, chances = guesses(self.target.head(rows), position, state.sampling, self.growth.branch)
+        tokens, chances = guesses(self.target.rough_head(rows), position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

@@ -17,6 +17,7 @@ from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, check_rows, find, ma
 from foreword.methods.auto import expectations, fitting
 from foreword.methods.saved import holds_model, outline, read_config, restore
 from foreword.methods.shipped import model_of, shipped
+from foreword.methods.words import read_word
 from foreword.model.cost import curve_for
 from foreword.model.guesser import check_vocabulary
 from foreword.model.loading import load_weights
@@ -39,12 +40,18 @@ class Wanted:
         rows: int | None = None,
         **options: Any,
     ) -> Wanted:
-        """`method` may be NAME=FOLDER, which is both in one word. A folder alone says itself whose drafter it holds."""
-        name, both, folder = method.partition("=")
-        if both and drafter is not None:
+        """`method` may be NAME=FOLDER, which is both in one word, with options behind it (`words.py`). A folder alone says
+        itself whose drafter it holds."""
+        name, folder, more = read_word(method)
+        if twice := sorted(more.keys() & options.keys()):
+            raise InputError(f"method {method!r} says {twice[0]}, and it is given too; say it once")
+        if "rows" in more:
+            raise InputError(f"method {method!r} says rows, which is no option of a method; give it by itself (--rows)")
+        options |= more
+        if folder is not None and drafter is not None:
             raise InputError(f"method {method!r} names a drafter, and {str(drafter)!r} is given too; give one of them")
         check_rows(rows)
-        given = folder if both else drafter
+        given = drafter if folder is None else folder
         if given is not None:
             return _from_folder(name, Path(given).expanduser(), rows, options)
         if name == AUTO:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foreword.core.rough import in_eight_bits
 from foreword.errors import DrafterError, StorageError
 
 Stored = Literal["bfloat16", "int8"]
@@ -27,7 +27,7 @@ def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> N
     for name, weight in weights.items():
         weight = weight.detach().cpu()
         if dtype == "int8" and weight.is_floating_point() and weight.dim() > 1:
-            held[name], held[name + SCALE] = _to_int8(weight.float())
+            held[name], held[name + SCALE] = in_eight_bits(weight)
         else:
             held[name] = weight.bfloat16().contiguous() if weight.is_floating_point() else weight.contiguous()
     partial = file.with_suffix(".partial")
@@ -47,8 +47,3 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
     scales = {name.removesuffix(SCALE): held.pop(name) for name in list(held) if name.endswith(SCALE)}
     return {name: weight.float() * scales[name] if name in scales else weight for name, weight in held.items()}
-
-
-def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127  # a row of zeros stays one
-    return (weight / scale).round().to(torch.int8).contiguous(), scale.contiguous()

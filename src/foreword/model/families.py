@@ -63,7 +63,11 @@ class Family:
         return model.model.norm(hidden)
 
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        logits, config = model.lm_head(hidden), model.config
+        return self.behind_head(model, model.lm_head(hidden))
+
+    def behind_head(self, model: PreTrainedModel, logits: Tensor) -> Tensor:
+        """What some families do to the head's product."""
+        config = model.config
         if self.multiplied:
             logits = logits / config.logits_scaling
         if self.caps_logits and config.final_logit_softcapping is not None:

@@ -69,7 +69,9 @@ class Guesser:
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits of the target's vocabulary; of another model's padding none is longer than that."""
-        return self.target.head(rows) if self.other is None else self.other.head(rows)[..., : self.target.vocab_size]
+        if self.other is None:
+            return self.target.rough_head(rows)
+        return self.other.rough_head(rows)[..., : self.target.vocab_size]
 
     def begin(self, state: State) -> None:
         """Sequences enter. Of what a slot holds the cache may lack the last few rows: they are read with the prompt."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
+from foreword.core.rough import Rough
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 from foreword.model import attention
@@ -57,6 +58,7 @@ class Model:
         self.name = name or hf.config.name_or_path or hf.config.model_type
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
         self._reader = Stack(hf, self.family, self.family.layers(hf))  # the same layers, and never a cache
+        self._rough = Rough(hf.lm_head)
         self.hidden_size: int = hf.config.hidden_size
         self.vocab_size: int = hf.config.vocab_size
         self.attention_heads: int = hf.config.num_attention_heads
@@ -109,6 +111,9 @@ class Model:
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.family.head(self.hf, hidden)
+
+    def rough_head(self, hidden: Tensor) -> Tensor:
+        return self.family.behind_head(self.hf, self._rough(hidden))
 
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head

@@ -229,23 +229,35 @@ class Stack:
 
     def _view(self, rows: Rows, hidden: Tensor) -> _View:
         """What all layers share while the rows stay the same: positions, sights, places in the cache."""
-        position = rows.position
         seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
-            tables = self._positions(position)
+            tables = self._positions(rows.position)
             causal = rows.whole and not any(sight.window or sight.softcap for sight in self.sights)
             alone = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], hidden.dtype)
-            return _View(self.sights, tables, position, seen, alone, Pass(rows.base, rows.depth, rows.sees), causal=causal)
+            return _View(self.sights, tables, rows, seen, alone, Pass(rows.base, rows.depth, rows.sees), causal=causal)
         assert rows.lanes is not None
-        known = position.clamp(max=self.cache.rows - 1)  # padding may lie beyond
-        tables = {name: tuple(part[0, known] for part in turn) for name, turn in self.turns.items()}
-        scratch = rows.sees.shape[2]
-        reach = min(-(-(rows.lanes.span + scratch) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
-        order = torch.arange(rows.first, scratch, device=hidden.device)
-        places = self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
-        masks = {} if has_kernel(self.cache) else self._masks(rows.base, rows, reach, hidden.dtype)
+        by_kernel = has_kernel(self.cache)
+        tables, places = self._standing_by_kernel(rows) if by_kernel else self._standing(rows)
+        reach = min(-(-(rows.lanes.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
+        masks = {} if by_kernel else self._masks(rows.base, rows, reach, hidden.dtype)
         shared = Pass(rows.base, rows.depth, rows.sees, lanes=rows.lanes, places=places, reach=reach)
-        return _View(self.sights, tables, position, seen, masks, shared, self.cache)
+        return _View(self.sights, tables, rows, seen, masks, shared, self.cache)
+
+    def _standing(self, rows: Rows) -> tuple[dict[str, Any], Tensor]:
+        """How rows are turned, by table, and where their keys and values go."""
+        assert self.cache is not None and rows.lanes is not None
+        known = rows.position.clamp(max=self.cache.rows - 1)  # padding may lie beyond
+        tables = {name: tuple(part[0, known] for part in turn) for name, turn in self.turns.items()}
+        order = torch.arange(rows.first, rows.sees.shape[2], device=known.device)
+        return tables, self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
+
+    def _standing_by_kernel(self, rows: Rows) -> tuple[dict[str, Any], Tensor]:
+        from foreword.kernels.standing import standing  # noqa: PLC0415  Triton is there only where CUDA is
+
+        assert self.cache is not None and rows.lanes is not None
+        where = rows.base, rows.depth, rows.lanes.slots, rows.count, self.cache.shape.heads
+        found = {name: standing(turn, *where) for name, turn in self.turns.items()}
+        return {name: angles for name, (angles, _) in found.items()}, next(places for _, places in found.values())
 
     def _positions(self, position: Tensor) -> dict[str, Any]:
         """What each rotary table says of positions [b, n]."""
@@ -271,7 +283,7 @@ def _across(places: Tensor, rows: Tensor) -> Tensor:
 class _View:
     sights: list[Sight]
     tables: dict[str, Any]  # rotary positions, by `Sight.table`
-    position: Tensor
+    rows: Rows
     seen: dict[int, Tensor]  # which scratch rows, by `Sight.window`
     masks: dict[int, Tensor]  # the same as masks over all keys, where attention is torch's own
     shared: Pass
@@ -286,4 +298,4 @@ class _View:
 
     def options(self, layer: int) -> dict[str, Any]:
         table = self.tables[self.sights[layer].table]
-        return {"position_embeddings": table, "position_ids": self.position, "foreword_pass": self.own(layer)}
+        return {"position_embeddings": table, "position_ids": self.rows.position, "foreword_pass": self.own(layer)}

@@ -14,6 +14,10 @@ from foreword.kernels.tiles import Tiles, tiles_for
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: f"{product.model} {product.name}")
 def test_the_grid_is_modest_and_can_be_launched(product: Product, rows: int) -> None:
     tried = grid(product, rows)
+    if product.kind == "coarse":
+        assert bool(tried) == (rows == 16)
+        assert all(tiles.stages * (32 + tiles.block_n) * tiles.block_k <= 227 * 1024 for tiles in tried)
+        return
     assert tried[0] == tiles_for(rows, product.n, product.k, product.kind)
     assert 5 <= len(tried) <= 25 and len(set(tried)) == len(tried)
     for tiles in tried:
@@ -25,7 +29,7 @@ def test_the_grid_is_modest_and_can_be_launched(product: Product, rows: int) -> 
 
 
 def test_the_whole_sweep_is_bounded() -> None:
-    assert sum(len(grid(product, rows)) for product in PRODUCTS for rows in ROWS) < 480
+    assert sum(len(grid(product, rows)) for product in PRODUCTS for rows in ROWS) < 800
 
 
 def test_the_quickest_that_worked_is_kept() -> None:

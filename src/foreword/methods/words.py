@@ -1,0 +1,35 @@
+"""How a method is asked for in one word: NAME or NAME=FOLDER, and behind either its own options, as in gsd:repeat=0:width=4.
+
+In: the word, from a command line or a call. Out: its parts, with numbers, tuples, true and false read as such. Knows no
+method and imports no torch; what the parts mean is for `wanted.py` to say.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any, NamedTuple
+
+_OPTION = re.compile(r":(?=[a-z_]+=)")  # a folder may have a colon in it, but hardly one before such a thing
+
+
+class Word(NamedTuple):
+    name: str
+    folder: str | None
+    options: dict[str, Any]
+
+
+def read_word(text: str) -> Word:
+    what, *options = _OPTION.split(text)
+    name, both, folder = what.partition("=")
+    pairs = (option.partition("=") for option in options)
+    return Word(name, folder if both else None, {key: read_value(value) for key, _, value in pairs})
+
+
+def read_value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # a word
+        return text

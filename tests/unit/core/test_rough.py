@@ -1,0 +1,50 @@
+"""Products that only guesses hang on: the linears themselves where nothing is quicker, and codes that follow the weights."""
+
+import copy
+
+import torch
+from torch import nn
+
+from foreword.core.rough import Rough, in_eight_bits
+
+
+def test_on_a_cpu_the_linears_answer_side_by_side() -> None:
+    one, two = nn.Linear(6, 3), nn.Linear(6, 4, bias=False)
+    rows = torch.randn(2, 5, 6)
+    assert torch.equal(Rough(one, two)(rows), torch.cat([one(rows), two(rows)], dim=-1))
+    assert torch.equal(Rough(one)(rows), one(rows))
+
+
+def test_eight_bits_are_as_near_as_they_can_be() -> None:
+    weight = torch.randn(7, 33)
+    weight[2] = 0
+    codes, scales = in_eight_bits(weight)
+    assert codes.dtype == torch.int8 and codes.abs().amax(1).tolist() == [127, 127, 0, 127, 127, 127, 127]
+    assert ((codes * scales - weight).abs() <= scales * 0.5001).all()
+
+
+def test_codes_are_those_of_all_linears_and_follow_their_weights() -> None:
+    one, two = nn.Linear(6, 3), nn.Linear(6, 4, bias=False)
+    rough = Rough(one, two)
+    first, scales, bias = rough.codes()
+    assert rough.codes()[0] is first  # nothing has changed
+    assert first.shape == (7, 6) and bias is not None and torch.equal(bias[:3], one.bias) and not bias[3:].any()
+    torch.testing.assert_close(first * scales, torch.cat([one.weight, two.weight]), atol=0.01, rtol=0)
+    with torch.no_grad():
+        two.weight.mul_(-1)
+    assert torch.equal(rough.codes()[0][3:], -first[3:])
+    one.weight = nn.Parameter(torch.zeros(3, 6))
+    assert not rough.codes()[0][:3].any()
+    assert Rough(two).codes()[2] is None
+
+
+def test_a_copy_follows_the_copied_weights() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.rough = Rough(self.linear)
+
+    other = copy.deepcopy(part := Part())
+    assert set(dict(part.named_parameters())) == {"linear.weight", "linear.bias"}
+    assert other.rough.linears[0] is other.linear is not part.linear

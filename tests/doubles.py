@@ -40,6 +40,7 @@ from foreword.engine.request import Request
 from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.model.attention import attend, mask_of
 from foreword.model.model import Model
+from foreword.model.width import grow
 from foreword.text import Tokenizer
 
 VOCABULARY = 48
@@ -143,6 +144,32 @@ def fresh(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
     if family == "gemma2" and dtype == torch.float64:
         model.config._attn_implementation = "exact_eager"
     return model.to(dtype).eval()
+
+
+GROWING_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "a head of its own": ("llama", {"tie_word_embeddings": False}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "a key head each": ("llama", {"num_key_value_heads": 4}),
+    "one key head": ("llama", {"num_key_value_heads": 1}),
+    "wide heads": ("llama", {"head_dim": 16}),
+    "a large epsilon": ("llama", {"rms_norm_eps": 0.3}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+}
+"""Models that can be grown."""
+
+
+def grown_pair(dtype: torch.dtype, times: int, kind: str = "tied") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A random model, and the same `times` as wide."""
+    family, changes = GROWING_KINDS[kind]
+    model = fresh(family, dtype, **changes).requires_grad_(False)
+    wide = grow(model, times)
+    if dtype == torch.float64:  # the grown model is made anew, with norms that round to float32
+        for module in wide.modules():
+            if "RMSNorm" in type(module).__name__:
+                module.__class__ = type(model.model.norm)
+    return model, wide
 
 
 @lru_cache

@@ -117,6 +117,7 @@ def test_two_processes_write_the_truth(apart: Any, sampling: Sampling) -> None:
 
 def test_a_stopped_worker_costs_patience_and_no_token(apart: Any) -> None:
     model, drafter, steps = apart
+    written(steps, requests(1, max_new_tokens=2))  # the worker starts with the first text
     drafter.patience = 0.02
     draw, (asked,) = random.Random(0), requests(1, max_new_tokens=60, ignore_eos=True)
     run = steps.add(asked)

@@ -1,8 +1,9 @@
 """Other people's decoding of the same model, in the same process: `generate` of transformers in four ways, and llama.cpp.
 
 In: the words of `--baselines`, NAME or NAME=PLACE. Out: contenders that write greedily, one text at a time, with the
-weights, dtype, threads, prompts and stop rules of ours; those of transformers share one copy of the stock weights. llama.cpp
-reads a GGUF file of its own and is labelled by its quantisation. What cannot run is refused before a model is loaded.
+weights, dtype, threads, prompts and stop rules of ours; those of transformers share one copy of the stock weights, and its
+assistant is the draft model that ships unless another is named. llama.cpp reads a GGUF file of its own and is labelled by
+its quantisation. What cannot run is refused before a model is loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,10 +21,14 @@ from torch import Tensor
 
 from foreword.api import LLM
 from foreword.bench.contenders import Answer, Contender, Manner, Task
-from foreword.bench.grow import grow
 from foreword.errors import DrafterError, InputError
+from foreword.methods.auto import fitting
+from foreword.methods.saved import as_model
+from foreword.methods.shipped import model_of, shipped
 from foreword.model.capture import settle
-from foreword.model.loading import load_stock
+from foreword.model.loading import load_stock, without_bars
+from foreword.model.storage import fill_empty
+from foreword.model.width import grow
 
 WAYS: dict[str, dict[str, Any]] = {
     "hf": {},
@@ -49,6 +55,8 @@ def check_baseline(words: str) -> str:
     if name not in PLACES:
         if equals:
             raise InputError(f"the baseline {name} takes nothing; leave ={place} out")
+        return words
+    if words == "hf_assistant" and "draft_model" in shipped():
         return words
     if not place:
         raise InputError(f"the baseline {name} needs {PLACES[name]}: {name}=PLACE")
@@ -78,7 +86,9 @@ def _baseline(words: str, llm: LLM, stock: Callable[[], Any], max_context: int) 
         return _llama_cpp(Path(place), llm, max_context)
     if name == "hf_static" and llm.model.device.type != "cuda":
         raise InputError("the baseline hf_static is compiled by transformers on a GPU only; leave it out here")
-    options = WAYS[name] | ({"assistant_model": _assistant(Path(place), llm)} if name == "hf_assistant" else {})
+    options = dict(WAYS[name])
+    if name == "hf_assistant":
+        options["assistant_model"] = _assistant(Path(place), llm) if place else _shipped_assistant(llm)
     return _generate(name, stock(), llm, options)
 
 
@@ -90,6 +100,20 @@ def _assistant(folder: Path, llm: LLM) -> Any:
             f"{llm.model.vocab_size}; give a draft model of the same vocabulary"
         )
     return model
+
+
+def _shipped_assistant(llm: LLM) -> Any:
+    """The draft model that ships, as transformers loads it; that of a grown target is as small as before."""
+    if "draft_model" not in fitting(llm.model):
+        raise DrafterError(
+            f"hf_assistant: no draft model ships for {llm.model.name} (there is one for "
+            f"{model_of(shipped()['draft_model'])}); name the folder of one: hf_assistant=FOLDER"
+        )
+    small = as_model(shipped()["draft_model"], llm.model)
+    with TemporaryDirectory(prefix="foreword-assistant-") as place, without_bars():
+        folder = Path(place) / "model"
+        fill_empty(folder, small.save_pretrained)
+        return load_stock(folder, llm.model.device, llm.model.dtype)
 
 
 # transformers -------------------------------------------------------------------------------------------------------------

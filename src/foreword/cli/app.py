@@ -22,6 +22,7 @@ from foreword.cli.console import complain, notes
 from foreword.cli.distill import DISTILL_EXAMPLES, distill
 from foreword.cli.doctor import DOCTOR_EXAMPLES, doctor
 from foreword.cli.draw import DRAW_EXAMPLES, draw
+from foreword.cli.export import EXPORT_EXAMPLES, export
 from foreword.cli.generate import GENERATE_EXAMPLES, generate
 from foreword.cli.methods import METHODS_EXAMPLES, methods
 from foreword.cli.options import unfold
@@ -102,6 +103,7 @@ for command, examples in (
     (profile, PROFILE_EXAMPLES),
     (distill, DISTILL_EXAMPLES),
     (train, TRAIN_EXAMPLES),
+    (export, EXPORT_EXAMPLES),
     (draw, DRAW_EXAMPLES),
 ):
     app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))

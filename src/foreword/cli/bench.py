@@ -116,7 +116,8 @@ def bench(
         typer.Option(
             metavar="NAMES",
             help="Others in the same run, one text at a time: hf (generate of transformers), hf_static (static cache, "
-            "compiled; on a GPU), hf_lookup, hf_assistant=FOLDER, llama_cpp=FILE.gguf.",
+            "compiled; on a GPU), hf_lookup, hf_assistant (with the draft model that ships) or hf_assistant=FOLDER, "
+            "llama_cpp=FILE.gguf.",
         ),
     ] = "",
     grow: Grow = None,

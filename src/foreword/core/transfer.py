@@ -155,12 +155,11 @@ class Anchors:
     @staticmethod
     def of(tokens: Tensor, mask: Tensor, steps: int, most: int, at_random: bool) -> Anchors:
         """`mask` [b, n], on the host: tokens that the target wrote. Of each text up to `most` rows, drawn anew in training
-        and always the same ones elsewhere."""
+        and always the same ones elsewhere; where a text has fewer, other rows that count nothing keep the shape."""
         written = functional.pad(mask, (0, steps + 1)).unfold(1, steps + 2, 1)[:, :, 2:].cumprod(-1).bool()  # [b, n, steps]
         fixed = None if at_random else torch.Generator().manual_seed(0)
         drawn = torch.rand(mask.shape, generator=fixed).masked_fill(~written[:, :, 0], -1)
-        count = max(1, min(most, int(written[:, :, 0].sum(1).max())))
-        chosen = drawn.topk(count, dim=1).indices.sort(1).values
+        chosen = drawn.topk(min(most, mask.shape[1]), dim=1).indices.sort(1).values
         counts = written.gather(1, chosen.unsqueeze(-1).expand(-1, -1, steps))
         place, counts = (sent_along(part, tokens.device) for part in (chosen, counts))
         ahead = (place.unsqueeze(-1) + 2 + torch.arange(steps, device=tokens.device)).clamp(max=tokens.shape[1] - 1)

@@ -2,7 +2,8 @@
 
 A wide row is r copies of a narrow one, end to end, in one of two sizes: what a norm gives is copied as it is; the stream
 that layers add to, which the embedding begins, is divided by r, so that a head tied to the embedding sums r copies to what
-it was. A weight says what it reads and writes, and the rest follows. With r a power of two nothing is rounded.
+it was. A weight says what it reads and writes, and the rest follows. With r a power of two nothing is rounded, so that a
+weight made wide can be made narrow again, to the bit.
 """
 
 from __future__ import annotations
@@ -32,14 +33,29 @@ class Wide:
 
     def widened(self, weight: Tensor, times: int, hidden: int) -> Tensor:
         """A weight [out, in], bias or norm for rows `times` as wide; `hidden` is the narrow hidden size."""
-        size = {"normed": 1.0, "stream": 1 / times}
         if weight.dim() == 1:
-            return (weight * size[self.writes]).repeat(times)
+            return (weight * _size(self.writes, times)).repeat(times)
+        scaled = [part * scale for part, scale in self._parts(weight, times, hidden)]
+        return torch.cat([part.repeat(1, times) for part in scaled], dim=1).repeat(times, 1)
+
+    def narrowed(self, weight: Tensor, times: int, hidden: int) -> Tensor:
+        """What `widened` made such a weight of: of each row that it reads or writes the first copy, in its own size."""
+        written = weight[: weight.shape[0] // times]
+        if weight.dim() == 1:
+            return written / _size(self.writes, times)
+        parts = self._parts(written, times, hidden * times)
+        return torch.cat([part[:, : part.shape[1] // times] / scale for part, scale in parts], dim=1)
+
+    def _parts(self, weight: Tensor, times: int, hidden: int) -> list[tuple[Tensor, float]]:
+        """What of a weight [out, in] reads a row each, and what widening multiplies it by."""
         reads = (self.reads,) if isinstance(self.reads, str) else self.reads
         parts = [weight] if isinstance(self.reads, str) else weight.split(hidden, dim=1)
-        sizes = [size[reads[min(place, len(reads) - 1)]] for place in range(len(parts))]
-        scaled = [part * (size[self.writes] / read / times) for part, read in zip(parts, sizes, strict=True)]
-        return torch.cat([part.repeat(1, times) for part in scaled], dim=1).repeat(times, 1)
+        sizes = [_size(reads[min(place, len(reads) - 1)], times) for place in range(len(parts))]
+        return [(part, _size(self.writes, times) / read / times) for part, read in zip(parts, sizes, strict=True)]
+
+
+def _size(of: Size, times: int) -> float:
+    return 1 / times if of == "stream" else 1.0
 
 
 NORM = Wide("normed")
@@ -67,15 +83,29 @@ def layers_at(place: str) -> dict[str, Wide]:
 
 def widened(name: str, weight: Tensor, table: Table, times: int, hidden: int) -> Tensor:
     """The weight called `name`, such as `block.0.mlp.up_proj.weight`, for rows `times` as wide."""
+    return _rule(name, table).widened(weight, times, hidden)
+
+
+def narrowed(name: str, weight: Tensor, table: Table, times: int, hidden: int) -> Tensor:
+    """The weight of which `widened` made this one; `hidden` is the narrow hidden size."""
+    return _rule(name, table).narrowed(weight, times, hidden)
+
+
+def _rule(name: str, table: Table) -> Wide:
     found = {wide for pattern, wide in table.items() if fnmatchcase(name.rpartition(".")[0], pattern)}
     if len(found) != 1:
         raise InputError(f"nothing says how {name} widens, or two things do; its table knows {', '.join(table)}")
-    return found.pop().widened(weight, times, hidden)
+    return found.pop()
 
 
 def per_token(weight: Tensor, times: int) -> Tensor:
     """An embedding or a head [V, H]: its rows belong to tokens and are as many as before."""
     return (weight / times).repeat(1, times)
+
+
+def per_token_narrowed(weight: Tensor, times: int) -> Tensor:
+    """The embedding or head of which `per_token` made this one."""
+    return weight[:, : weight.shape[1] // times] * times
 
 
 def check_times(times: int) -> None:

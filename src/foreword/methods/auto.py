@@ -17,7 +17,7 @@ from pathlib import Path
 from foreword.core.trees import TRAINED_BEND, share_of_gain
 from foreword.errors import DrafterError
 from foreword.methods import make, trained_as
-from foreword.methods.saved import outline, read_config, trained_for
+from foreword.methods.saved import read_config, restore, trained_for
 from foreword.methods.shipped import shipped
 from foreword.model.cost import ROWS, CostCurve, curve_for, draft_seconds
 from foreword.model.fingerprint import Fingerprint
@@ -76,7 +76,7 @@ def expectations(model: Model, rows: int | None = None) -> list[Expected]:
             continue  # what stands in the record was measured with another method's trees
         if usable := _usable(recorded(folder), rows, model):
             mark = _mark(method, rows, read_config(folder)["config"])
-            own = draft_seconds(model, mark, partial(outline, folder, rows))
+            own = draft_seconds(model, mark, partial(restore, folder, model, rows))
             found.append(_best(method, usable, model.curve, own))
     return sorted(found, key=lambda one: -one.speedup)
 

@@ -1,7 +1,8 @@
 """Trained drafters as folders: config.json, model.safetensors, and what `train` writes beside them.
 
 In: a drafter that is bound to its target. Out: a folder that only the same method, on the same target, takes in again, or on
-that target grown, which has the same function: then the weights are widened as the target was.
+that target grown, which has the same function: then the weights are widened as the target was, but for a draft model's,
+which stays as small as it is.
 Loading is strict: another target, another method, other sizes or a damaged file are refused by name.
 """
 
@@ -20,9 +21,13 @@ from foreword.core.trainable import Trainable
 from foreword.core.widening import widened
 from foreword.errors import DrafterError, InputError
 from foreword.methods import METHODS, trained_as, untrained
+from foreword.model import pack
 from foreword.model.checkpoint import Stored, read_weights, write_weights
 from foreword.model.fingerprint import Fingerprint
+from foreword.model.guesser import FirstLayers
 from foreword.model.model import Model
+from foreword.model.small import small_model
+from foreword.model.width import shrink
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -97,6 +102,40 @@ def restore(
 ) -> Drafter:
     """The drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
     drafter = outline(folder, rows, method, **options)
+    if target.grown is None or not METHODS[method or read_config(folder)["method"]].takes_models:
+        return _filled(drafter, folder, target)
+    drafter = outline(folder, rows, method, model=_second(folder, target), **options)
+    drafter.bind(target, 1)
+    return drafter
+
+
+def as_model(folder: str | Path, target: Model) -> Any:
+    """The small model that a drafter of draft_model is, as transformers has models: between its target's embedding and
+    head; where the target was grown, as wide as before, with the embedding and head of before."""
+    check_draft_model(folder)
+    module = cast(FirstLayers, cast(Trainable, _filled(outline(folder), folder, target)).module)
+    small = small_model(target, module, target.device)
+    return small if target.grown is None else shrink(small, target.grown.times)
+
+
+def check_draft_model(folder: str | Path) -> None:
+    """Refuse what is no drafter of draft_model."""
+    if holds_model(Path(folder)):
+        raise DrafterError(f"{folder} holds a whole model already; use it as it is")
+    held = read_config(folder)["method"]
+    if not (held in METHODS and METHODS[held].takes_models):
+        told = f"{folder} holds a drafter of {held!r}, which is no model by itself"
+        raise DrafterError(f"{told}; give one that `foreword train draft_model` wrote")
+
+
+def _second(folder: str | Path, target: Model) -> Model:
+    """The same to guess with: ours to rebuild for speed."""
+    small = as_model(folder, target)
+    pack.rebuild(small, target.device, target.dtype)
+    return Model(small, str(folder))
+
+
+def _filled(drafter: Drafter, folder: str | Path, target: Model) -> Drafter:
     _check_target(folder, target)
     drafter.bind(target, 1)
     _fill(cast(Trainable, drafter), folder, target)
@@ -130,7 +169,7 @@ def _check_target(folder: str | Path, target: Model) -> None:
     if not wanted.matches(found):
         method = read_config(folder)["method"]
         raise DrafterError(
-            f"{method}: trained for {wanted}, but the target is {found}; load the matching drafter or train one"
+            f"{method}: trained for {wanted}, but the target is {found}; load the matching drafter or target, or train one"
         )
 
 

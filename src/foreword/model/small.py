@@ -1,7 +1,7 @@
 """A small model of the target's own: its first layers, or copies of them that were trained, as a model that stands alone.
 
 In: the target and the layers. Out: a causal language model of transformers between the target's embedding and head, on a
-device of its choice. Where that is the target's, the embedding and a head that is not packed are shared.
+device of its choice. Where that is the target's, the embedding is shared, and so is a head that is tied to it or not packed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def small_model(target: Model, module: FirstLayers, device: torch.device) -> Pre
     model.model.rotary_emb = _there(own.model.rotary_emb, device)
     model.model.layers = copy.deepcopy(module.layers).to(device)
     model.model.norm = _norm(own.model.norm, module.norm.weight).to(device)
-    model.lm_head.weight = nn.Parameter(target.head_weight().to(device), requires_grad=False)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    else:
+        model.lm_head.weight = nn.Parameter(target.head_weight().to(device), requires_grad=False)
     if (bias := getattr(own.lm_head, "bias", None)) is not None:
         model.lm_head.bias = nn.Parameter(bias.detach().to(device), requires_grad=False)
     return model.eval().requires_grad_(False)

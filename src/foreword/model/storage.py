@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
-from foreword.errors import StorageError
+from foreword.errors import InputError, StorageError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -99,5 +100,25 @@ def _build(folder: Path, fill: Callable[[Path], None]) -> None:
         building.mkdir(parents=True)
         fill(building)
         os.replace(building, folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def check_empty(folder: Path) -> None:
+    """Refuse a folder of the user's in which something lies already."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise InputError(f"{folder} is there already and holds other things; name a new or an empty folder")
+
+
+def fill_empty(folder: Path, fill: Callable[[Path], None]) -> None:
+    """A folder of the user's, filled whole or not at all."""
+    check_empty(folder)
+    building = folder.resolve().with_name(f".{folder.resolve().name}.{os.getpid()}")
+    try:
+        building.mkdir(parents=True)
+        fill(building)
+        os.replace(building, folder)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{folder} cannot be written ({error}); make room, or name another folder") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)

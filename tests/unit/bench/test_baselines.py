@@ -45,6 +45,26 @@ def test_a_baseline_writes_the_tokens_of_plain(name: str, llm: LLM, folders: dic
         assert len(first.accepted) <= 20
 
 
+def test_the_assistant_is_the_draft_model_that_ships(
+    llm: LLM, folders: dict[str, Path], trained: dict[str, Path], ship: Any, talking: Any
+) -> None:
+    """Also of a grown target, whose assistant does not grow: it guesses the same."""
+    ship(trained["draft_model"])
+    _, wide = load_grown(folders["llama"], 4, device="cpu", max_context=256)
+    found = []
+    for own in (llm, wide):
+        (other,) = make_baselines([check_baseline("hf_assistant")], own, folders["llama"], 256)
+        found += other.write(asked(own), Manner(40))
+        assert other.name == "hf_assistant" and room._shipped_assistant(own).config.hidden_size == 32
+    (plain,) = contender(llm, "plain").write(asked(llm), Manner(40))
+    assert found[0].tokens == found[1].tokens == plain.tokens
+    assert found[0].accepted == found[1].accepted and sum(found[0].accepted) == 40
+    stranger = foreword.wrap(talking("llama", seed=1), llm.tokenizer.hf, "plain")
+    said = f"no draft model ships for .* \\(there is one for {folders['llama'].name}\\).*hf_assistant=FOLDER"
+    with stranger, pytest.raises(DrafterError, match=said):
+        make_baselines(["hf_assistant"], stranger, folders["llama"], 256)
+
+
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 3.0, "eos_token_id": 2}, {"do_sample": True}])
 def test_what_a_model_recommends_is_asked_of_nobody(
     settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
@@ -80,7 +100,7 @@ def test_a_grown_target_has_grown_baselines(folders: dict[str, Path], own_home: 
     [
         ("vllm", "'vllm'; there are: hf, hf_static, hf_lookup, hf_assistant, llama_cpp"),
         ("hf=folder", "takes nothing"),
-        ("hf_assistant", "needs the folder of a draft model"),
+        ("hf_assistant=", "needs the folder of a draft model"),
         ("hf_assistant=nowhere", "nowhere is none"),
         ("llama_cpp", "needs a GGUF file"),
         ("llama_cpp=nowhere.gguf", "nowhere.gguf is none"),
@@ -89,6 +109,11 @@ def test_a_grown_target_has_grown_baselines(folders: dict[str, Path], own_home: 
 def test_what_cannot_run_is_refused_early(words: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         check_baseline(words)
+
+
+def test_an_assistant_that_does_not_ship_is_missed_early(ship: Any) -> None:
+    with pytest.raises(InputError, match="needs the folder of a draft model"):
+        check_baseline("hf_assistant")
 
 
 def test_what_needs_a_gpu_or_another_vocabulary(llm: LLM, folders: dict[str, Path], talking: Any, tmp_path: Path) -> None:

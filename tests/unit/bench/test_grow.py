@@ -1,103 +1,26 @@
-"""Growing: a model r times as wide answers the same logits, and its drafters, widened by the same rule, draft the same."""
+"""Growing: drafters of a model, widened as it was or left as small as they are, draft the same; loaded grown, it writes the
+same text."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from doubles import SAMPLINGS, engine, fresh, own_hidden, own_logits, requests, taught, written
-from foreword.bench.grow import GROWS, grow, load_grown, times_for
-from foreword.errors import DrafterError, InputError, ModelNotFound, ModelUnsupported
-from foreword.methods import METHODS, saved, untrained
+from doubles import SAMPLINGS, engine, fresh, grown_pair, requests, taught, written
+from foreword.bench.grow import load_grown, times_for
+from foreword.errors import DrafterError, InputError, ModelNotFound
+from foreword.methods import METHODS, make, saved, untrained
 from foreword.model import pack
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Grown, Model
+from foreword.model.width import grow
 from foreword.prove import compare
 from foreword.prove.referee import exact_copy
 from foreword.text import Prompt
 
 TEXT = [5, 9, 17, 30, 41, 8, 8, 23, 3, 44, 12]
-
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "a head of its own": ("llama", {"tie_word_embeddings": False}),
-    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "a key head each": ("llama", {"num_key_value_heads": 4}),
-    "one key head": ("llama", {"num_key_value_heads": 1}),
-    "wide heads": ("llama", {"head_dim": 16}),
-    "a large epsilon": ("llama", {"rms_norm_eps": 0.3}),
-    "mistral": ("mistral", {}),
-    "qwen2": ("qwen2", {}),
-}
-
-
-def pair(dtype: torch.dtype, times: int, kind: str = "tied") -> tuple[PreTrainedModel, PreTrainedModel]:
-    family, changes = KINDS[kind]
-    model = fresh(family, dtype, **changes).requires_grad_(False)
-    wide = grow(model, times)
-    if dtype == torch.float64:  # the grown model is made anew, with norms that round to float32
-        for module in wide.modules():
-            if "RMSNorm" in type(module).__name__:
-                module.__class__ = type(model.model.norm)
-    return model, wide
-
-
-@pytest.mark.parametrize("times", [1, 2, 4, 8])
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_original(kind: str, times: int) -> None:
-    model, wide = pair(torch.float64, times, kind)
-    torch.testing.assert_close(own_logits(wide, TEXT), own_logits(model, TEXT), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("times", [2, 8])
-def test_logits_in_single_precision(times: int) -> None:
-    model, wide = pair(torch.float32, times)
-    assert wide.dtype == torch.float32
-    torch.testing.assert_close(own_logits(wide, TEXT), own_logits(model, TEXT), rtol=1e-4, atol=1e-4)
-
-
-def test_sizes_grow_and_a_tie_stays_one() -> None:
-    model, wide = pair(torch.float64, 4)
-    assert wide.lm_head.weight is wide.model.embed_tokens.weight
-    assert tuple(wide.lm_head.weight.shape) == (48, 4 * 32)
-    assert wide.config.num_attention_heads == 16 and model.config.num_attention_heads == 4
-    linears = [name for name, _ in model.named_parameters() if "proj" in name]
-    sizes = {name: weight.numel() for name, weight in wide.named_parameters()}
-    assert linears and all(sizes[name] == 16 * dict(model.named_parameters())[name].numel() for name in linears)
-
-
-def test_rows_before_the_last_norm_are_copies_divided() -> None:
-    model, wide = pair(torch.float64, 4)
-    for narrow, grown in zip(own_hidden(model, TEXT), own_hidden(wide, TEXT), strict=True):
-        torch.testing.assert_close(grown, (narrow / 4).repeat(1, 4))
-
-
-def test_half_precision_rounds_no_weight() -> None:
-    model = fresh("llama", torch.bfloat16).requires_grad_(False)
-    exact, wide = grow(model.double(), 8), grow(model.to(torch.bfloat16), 8)
-    for (name, one), other in zip(wide.named_parameters(), exact.parameters(), strict=True):
-        assert torch.equal(one.double(), other), name
-
-
-def test_a_grown_model_is_rebuilt_like_any_other() -> None:
-    model, wide = pair(torch.float32, 2)
-    before = own_logits(wide, TEXT)
-    pack.fuse(wide)
-    torch.testing.assert_close(own_logits(wide, TEXT), before, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ModelUnsupported, match="grow it before it is rebuilt"):
-        grow(wide, 2)
-
-
-def test_what_cannot_grow() -> None:
-    for times in (0, 3, 6, -2, 2.0):
-        with pytest.raises(InputError, match="power of two"):
-            grow(fresh("llama"), times)  # type: ignore[arg-type]
-    for family in ("qwen3", "gemma2", "olmo2", "granite"):
-        with pytest.raises(ModelUnsupported, match=f"'{family}' cannot be grown; those of {', '.join(GROWS)}"):
-            grow(fresh(family), 2)
-
 
 # Drafters ----------------------------------------------------------------------------------------------------------------
 
@@ -149,7 +72,7 @@ def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path
         name, "heads"
     )
     options = {"rows": 12, count: 3} | options
-    narrow, wide = pair(torch.float64, times)
+    narrow, wide = grown_pair(torch.float64, times)
     original = Model(narrow, "original")
     taught_one = taught(name, original, **options)
     saved.save(taught_one, tmp_path, original)
@@ -165,8 +88,49 @@ def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path
     assert diaries[0].drafts == diaries[1].drafts
 
 
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "draft_model, tree": ("draft_model", {"depth": 3, "rows": 12}),
+    "draft_model, chain": ("draft_model", {"depth": 3, "tree": "chain", "stop": 0.0}),
+    "gsd": ("gsd", {"depth": 3, "rows": 12, "repeat": 0, "siblings": 0.0, "sure": 0.0}),
+    "amusd": ("amusd", {"rows": 4, "ahead": 3, "least": 3, "patience": 60.0, "worker": "thread"}),
+}
+
+
+@pytest.mark.parametrize("times", [2, 8])
+@pytest.mark.parametrize("kind", ["tied", "a head of its own", "qwen2"])
+@pytest.mark.parametrize("form", SMALL)
+def test_a_draft_model_stays_small_and_drafts_the_same(form: str, kind: str, times: int, tmp_path: Path) -> None:
+    """As the widened one does, which `load_into` makes; and as on the original."""
+    name, options = SMALL[form]
+    narrow, wide = grown_pair(torch.float64, times, kind)
+    original = Model(narrow, "original")
+    first = taught(name, original, **options)
+    saved.save(first, tmp_path, original)
+    saved.load_into(first, tmp_path, original)
+    target = Model(wide, "grown", grown=Grown(times, Fingerprint.of(original), 1))
+    widened: Any = untrained(name, **options)
+    widened.bind(target, 1)
+    saved.load_into(widened, tmp_path, target)
+    small: Any = saved.restore(tmp_path, target, method=name, **options)
+    own = small.other if name == "amusd" else small.guesser.other
+    assert (own.hidden_size, own.layers) == (32, 2) and widened.module.norm.weight.numel() == 32 * times
+    texts, diaries = [], [Diary(one) for one in (first, widened, small)]
+    for drafter, model in ((first, original), (widened, target), (small, target)):
+        texts.append(written(engine(drafter, model), requests(3, SAMPLINGS["greedy"])))
+    assert texts[0] == texts[1] == texts[2] == written(engine(make("plain"), target), requests(3, SAMPLINGS["greedy"]))
+    assert diaries[0].drafts == diaries[1].drafts == diaries[2].drafts and len(diaries[0].drafts) > 3
+
+
+def test_a_draft_model_of_another_model_is_refused_by_a_grown_one(tmp_path: Path) -> None:
+    stranger, (narrow, wide) = Model(fresh("llama", seed=1), "stranger"), grown_pair(torch.float64, 2)
+    saved.save(taught("draft_model", stranger), tmp_path, stranger)
+    target = Model(wide, "grown", grown=Grown(2, Fingerprint.of(Model(narrow, "original")), 1))
+    with pytest.raises(DrafterError, match="trained for stranger.* but the target is original"):
+        saved.restore(tmp_path, target, method="gsd")
+
+
 def test_a_drafter_of_another_model_is_refused_by_a_grown_one_too(tmp_path: Path) -> None:
-    stranger, (narrow, wide) = Model(fresh("llama", seed=1), "stranger"), pair(torch.float64, 2)
+    stranger, (narrow, wide) = Model(fresh("llama", seed=1), "stranger"), grown_pair(torch.float64, 2)
     saved.save(taught("medusa", stranger), tmp_path, stranger)
     target = Model(wide, "grown", grown=Grown(2, Fingerprint.of(Model(narrow, "original")), 1))
     other: Any = untrained("medusa")
@@ -176,7 +140,7 @@ def test_a_drafter_of_another_model_is_refused_by_a_grown_one_too(tmp_path: Path
 
 
 def test_what_nothing_says_how_to_widen_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow, wide = pair(torch.float64, 2)
+    narrow, wide = grown_pair(torch.float64, 2)
     original = Model(narrow, "original")
     saved.save(taught("medusa", original), tmp_path, original)
     target = Model(wide, "grown", grown=Grown(2, Fingerprint.of(original), 1))
@@ -199,6 +163,26 @@ def test_loaded_grown_it_writes_the_same_text(folders: dict[str, Path], stock: d
     asked = [Prompt(str(i), "qa", [text]) for i, text in enumerate(("hello", "the words that come before"))]
     found = compare(original, grown, asked, max_new_tokens=24)
     assert (found.prompts, found.identical, found.bugs) == (2, 2, 0) and found.tokens > 2
+
+
+@pytest.mark.parametrize("method", ["draft_model", "gsd", "amusd"])
+def test_loaded_grown_its_draft_model_is_the_original_s(
+    method: str, folders: dict[str, Path], trained: dict[str, Path], own_home: Path
+) -> None:
+    """In float32, on layers that are rebuilt for speed; the text is plain's."""
+    original, grown = load_grown(folders["llama"], 4, device="cpu", max_context=256)
+    options = {"worker": "thread", "rows": 4, "least": 3, "patience": 60.0} if method == "amusd" else {"rows": 8}
+    found = {}
+    with original, grown:
+        for llm in (original, grown):
+            llm.use(method, drafter=trained[method], **options)
+            found[llm] = llm.generate("the words that come before", max_new_tokens=24)
+        drafter: Any = grown.engine.drafter
+        own = drafter.other if method == "amusd" else drafter.guesser.other
+        assert own.hidden_size == 32 and type(own.hf.model.layers[0].mlp.down_proj) is pack.PackedLinear
+        plain = grown.use("plain").generate("the words that come before", max_new_tokens=24)
+    assert found[original].tokens == found[grown].tokens == plain.tokens
+    assert found[original].stats.rounds == found[grown].stats.rounds
 
 
 def test_another_text_is_a_bug(folders: dict[str, Path], own_home: Path) -> None:

@@ -1,0 +1,75 @@
+"""`foreword export`: a trained drafter of draft_model in, a model folder out that other programs can load too."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foreword.cli.console import print_json, screen, waiting
+from foreword.cli.options import Json, ModelOptions
+
+if TYPE_CHECKING:
+    from foreword.methods.export import Exported
+
+EXPORT_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword export --out small
+
+  foreword export runs/draft_model --model ./my-model --out small --dtype float32
+
+  foreword generate "Why is the sky blue?" --drafter small
+
+  foreword bench --methods draft_model=small --baselines hf_assistant=small
+"""
+
+
+def export(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the model goes: a new or an empty folder.")],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER",
+            show_default=False,
+            help="What `foreword train draft_model` wrote. Default: the drafter that ships for the default model.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|FILE|ID",
+            help="The model it was trained for: a folder, a GGUF file or a Hugging Face id. Default: SmolLM2-135M-Instruct.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="What the weights are kept in: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    json: Json = False,
+) -> None:
+    """Make a model that stands alone of a trained drafter of draft_model.
+
+    The drafter is a few layers that guess between the embedding and the head of the model they were trained for. With
+    copies of both they are a small model: config.json, model.safetensors and the tokenizer, as transformers keeps it.
+
+    Here draft_model, gsd and amusd take the folder as --drafter; in transformers it is an assistant_model, in vLLM the model
+    of a speculative config.
+    """
+    done = _run(out, folder, model, dtype)
+    if json:
+        print_json(asdict(done))
+        return
+    made = f"{done.layers} layers, {done.parameters / 1e6:,.1f} M parameters, {done.bytes / 1e6:,.1f} MB in {done.dtype}"
+    screen().print(f"{done.out}: {made} · a draft model for {done.target}", soft_wrap=True)
+    screen().print(f"use it with --drafter {done.out}, here, or as an assistant_model of transformers", soft_wrap=True)
+
+
+def _run(out: Path, folder: Path | None, model: str | None, dtype: str) -> Exported:
+    from foreword.methods.export import export as run  # noqa: PLC0415  imports torch
+
+    if not ModelOptions(model).is_here():  # fetching draws a bar of its own
+        return run(out, folder, model, dtype)
+    with waiting("making a model of the drafter"):
+        return run(out, folder, model, dtype)

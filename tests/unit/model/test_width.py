@@ -1,0 +1,88 @@
+"""A model r times as wide answers the same logits, and is made narrow again to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from doubles import GROWING_KINDS, fresh, grown_pair, own_hidden, own_logits
+from foreword.core.widening import SEVERAL, Wide
+from foreword.errors import InputError, ModelUnsupported
+from foreword.model import pack
+from foreword.model.width import GROWS, grow, shrink
+
+TEXT = [5, 9, 17, 30, 41, 8, 8, 23, 3, 44, 12]
+
+
+@pytest.mark.parametrize("times", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", GROWING_KINDS)
+def test_logits_are_those_of_the_original(kind: str, times: int) -> None:
+    model, wide = grown_pair(torch.float64, times, kind)
+    torch.testing.assert_close(own_logits(wide, TEXT), own_logits(model, TEXT), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("times", [2, 8])
+def test_logits_in_single_precision(times: int) -> None:
+    model, wide = grown_pair(torch.float32, times)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(own_logits(wide, TEXT), own_logits(model, TEXT), rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_grow_and_a_tie_stays_one() -> None:
+    model, wide = grown_pair(torch.float64, 4)
+    assert wide.lm_head.weight is wide.model.embed_tokens.weight
+    assert tuple(wide.lm_head.weight.shape) == (48, 4 * 32)
+    assert wide.config.num_attention_heads == 16 and model.config.num_attention_heads == 4
+    linears = [name for name, _ in model.named_parameters() if "proj" in name]
+    sizes = {name: weight.numel() for name, weight in wide.named_parameters()}
+    assert linears and all(sizes[name] == 16 * dict(model.named_parameters())[name].numel() for name in linears)
+
+
+def test_rows_before_the_last_norm_are_copies_divided() -> None:
+    model, wide = grown_pair(torch.float64, 4)
+    for narrow, grown in zip(own_hidden(model, TEXT), own_hidden(wide, TEXT), strict=True):
+        torch.testing.assert_close(grown, (narrow / 4).repeat(1, 4))
+
+
+def test_half_precision_rounds_no_weight() -> None:
+    model = fresh("llama", torch.bfloat16).requires_grad_(False)
+    exact, wide = grow(model.double(), 8), grow(model.to(torch.bfloat16), 8)
+    for (name, one), other in zip(wide.named_parameters(), exact.parameters(), strict=True):
+        assert torch.equal(one.double(), other), name
+
+
+def test_a_grown_model_is_rebuilt_like_any_other() -> None:
+    model, wide = grown_pair(torch.float32, 2)
+    before = own_logits(wide, TEXT)
+    pack.fuse(wide)
+    torch.testing.assert_close(own_logits(wide, TEXT), before, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ModelUnsupported, match="grow it before it is rebuilt"):
+        grow(wide, 2)
+
+
+def test_what_cannot_grow() -> None:
+    for times in (0, 3, 6, -2, 2.0):
+        with pytest.raises(InputError, match="power of two"):
+            grow(fresh("llama"), times)  # type: ignore[arg-type]
+    for family in ("qwen3", "gemma2", "olmo2", "granite"):
+        with pytest.raises(ModelUnsupported, match=f"'{family}' cannot be grown; those of {', '.join(GROWS)}"):
+            grow(fresh(family), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", GROWING_KINDS)
+def test_what_was_grown_is_made_narrow_again_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+    model, wide = grown_pair(dtype, 8, kind)
+    narrow = shrink(wide, 8)
+    assert narrow.config.to_dict() == model.config.to_dict()
+    before, after = dict(model.named_parameters()), dict(narrow.named_parameters())
+    assert before.keys() == after.keys()  # a tie stays one
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert torch.equal(own_logits(narrow.float(), TEXT), own_logits(model.float(), TEXT))
+
+
+@pytest.mark.parametrize("rule", [SEVERAL, Wide("stream", ("normed", "stream"))])
+def test_rows_that_are_read_side_by_side_become_narrow_too(rule: Any) -> None:
+    weight = torch.arange(36.0).view(4, 9) + 1
+    wide = rule.widened(weight, 4, 3)
+    assert wide.shape == (16, 36) and torch.equal(rule.narrowed(wide, 4, 3), weight)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from doubles import END, random_tree, target
-from foreword.core.draft import Draft, Tree, lineage_of
+from foreword.core.draft import Draft, Shape, Tree, hanging, lineage_of
+from foreword.core.graphs import ByKernel, Graph, Rule
 from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
@@ -24,6 +25,7 @@ from foreword.engine.fit import rooted
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.guesser import unread
 from foreword.model.stack import Rows
 
 TOKENS = 6  # ids, so few that guesses meet what is chosen
@@ -353,3 +355,58 @@ def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
     exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"), growth.shape)
     assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
     assert same(found.tree.parent, exact.tree.parent)
+
+
+# Graphs of guesses -------------------------------------------------------------------------------------------------------
+
+
+def drawn_level(generator: torch.Generator, shape: tuple[int, int, int], words: int) -> tuple[Tensor, Tensor]:
+    """Of so few tokens that most come back, and of few chances, so that many are equal; some are no number."""
+    likely = ((-torch.rand(shape, generator=generator) * 8).round() / 4).sort(-1, descending=True).values
+    odd = torch.rand(shape, generator=generator)
+    likely = likely.masked_fill(odd < 0.04, torch.nan).masked_fill(odd > 0.92, -torch.inf).masked_fill(odd > 0.98, torch.inf)
+    tokens = torch.rand(*shape[:2], max(words, shape[2]), generator=generator).argsort(-1)[..., : shape[2]]
+    return tokens, likely
+
+
+def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int) -> None:
+    """Level by level, and then what is drafted of it."""
+    given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    generator, lanes, live = torch.Generator().manual_seed(seed), truth.slots.shape[0], 1
+    exact, found = Graph(rule, truth.root), ByKernel(rule, given.root, depth)
+    for _ in range(depth):
+        level = drawn_level(generator, (lanes, live, rule.branch), words)
+        nodes = exact.add(*level)
+        assert all(map(same, found.add(*(one.to(device) for one in level)), nodes))
+        assert all(map(same, found.guesses, exact.guesses)) and same(found.counts, exact.counts)
+        live = nodes[0].shape[1]
+    for rows, width in ((2, 1), (20, 3), (64, 16)):
+        growth = BestFirst(Shape(rows, min(depth + 2, rows - 1)), width, rule.branch, None)
+        draft, tree = found.draft(given, growth), exact.draft(truth, growth)
+        assert same(draft.size, tree.size) and same(draft.tokens, tree.tokens)
+        assert same(draft.tree.parent, tree.tree.parent)
+
+
+# A small model that reads along -------------------------------------------------------------------------------------------
+
+
+def check_catch_up(seed: int, device: str, count: int) -> None:
+    from foreword.kernels.catch_up import catch_up  # noqa: PLC0415  only where Triton is
+
+    given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    cache = SlotCache(CacheShape(1, 1, 16, torch.float32), 5, 20, 1, "cpu")
+    cache.length.copy_(torch.randint(0, 25, (5,), generator=torch.Generator().manual_seed(seed)))
+    found, exact = catch_up(given, cache.length.to(device), count), unread(truth, cache, count)
+    assert all(map(same, found, exact))
+
+
+def check_hang(seed: int, device: str, widths: tuple[int, ...]) -> None:
+    """Levels that hang on each other, the first on the root that all texts share."""
+    from foreword.kernels.tree import hang  # noqa: PLC0415  only where Triton is
+
+    generator = torch.Generator().manual_seed(seed)
+    sees, above = Tree.chain(1).ancestors, 1
+    for width in widths:
+        parent = torch.randint(0, above, (3, width), generator=generator)
+        found, sees, above = hang(sees.to(device), parent.to(device)), hanging(sees, parent), width
+        assert same(found, sees)

@@ -5,16 +5,20 @@ import torch
 
 from doubles import random_tree
 from foreword.core.draft import Shape, Tree, lineage_of
+from foreword.core.graphs import Rule
 from foreword.core.sampling import best, likeliest
 from foreword.core.trees import BestFirst, Budgeted
 from rounds import (
+    check_catch_up,
     check_coarse,
     check_fit,
     check_grow,
+    check_hang,
     check_keep,
     check_learn,
     check_look,
     check_look_up,
+    check_merge,
     check_settle,
     check_standing,
     check_top,
@@ -38,6 +42,17 @@ def test_the_best_are_those_of_the_stable_sort(rows: int, width: int, k: int, dt
 def test_a_tree_knows_its_lineage(nodes: int) -> None:
     tree = random_tree(5, nodes, torch.Generator().manual_seed(nodes))
     assert all(same(*pair) for pair in zip(Tree(tree.parent.cuda()).lineage, lineage_of(tree.parent), strict=True))
+
+
+@pytest.mark.parametrize("widths", [(1,), (4, 8, 8, 8), (3, 1, 5), (10, 64, 64)])
+def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
+    check_hang(len(widths), "cuda", widths)
+
+
+@pytest.mark.parametrize("count", [1, 8, 50])
+def test_what_was_not_read_is_found(count: int) -> None:
+    for seed in range(10):
+        check_catch_up(seed, "cuda", count)
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 16, 64, 100])
@@ -69,6 +84,14 @@ def test_trees_follow_the_guesses(nodes: int, depth: int, width: int, branch: in
     for seed in range(10):
         check_grow(seed, "cuda", BestFirst(Shape(nodes, depth), width, branch, None))
         check_grow(seed, "cuda", Budgeted(Shape(nodes, depth), width, branch, None, 0.8, 0.25))
+
+
+@pytest.mark.parametrize("repeat", [-1, 0, 1, 2])
+@pytest.mark.parametrize(("branch", "width"), [(1, 1), (4, 8), (3, 5), (10, 16), (4, 64)])
+def test_guesses_are_merged(branch: int, width: int, repeat: int) -> None:
+    for seed in range(10):
+        rule = Rule(branch, repeat, siblings=0.1 * (seed % 2), sure=0.15 * (seed % 3), width=width)
+        check_merge(seed, "cuda", rule, depth=6, words=5 + width)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -39,10 +39,10 @@ WHOLE_FILES = [
 ENTRIES = {
     SOURCE / "core" / "sampling.py": {"pick", "rank", "guesses"},
     SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
-    SOURCE / "core" / "graphs.py": {"add", "walks"},
+    SOURCE / "core" / "graphs.py": {"add", "draft", "walks"},
     SOURCE / "core" / "heads.py": {"forward", "counted", "last_of", "at_one", "size_of"},
     SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
-    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing"},
+    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "hanging"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "head"},
     SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head"},

@@ -98,6 +98,19 @@ def lineage_of(parent: Tensor) -> tuple[Tensor, Tensor]:
     return reach, reach.sum(-1) - 1
 
 
+def hanging(sees: Tensor, parent: Tensor) -> Tensor:
+    """Ancestors of one more level, of rows that hang on rows `parent` [b, w] of those whose ancestors among all m rows above
+    are `sees` [b or 1, v, m]: theirs and, behind those, themselves. [b, w, m + w]"""
+    if sees.is_cuda:
+        from foreword.kernels.tree import hang  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return hang(sees, parent)
+    lanes, width = parent.shape
+    above = sees.expand(lanes, -1, -1).gather(1, parent.unsqueeze(2).expand(-1, -1, sees.shape[2]))
+    itself = torch.eye(width, dtype=torch.bool, device=sees.device).expand(lanes, -1, -1)
+    return torch.cat([above, itself], dim=2)
+
+
 def _chain(nodes: int, device: torch.device) -> Tree:
     if nodes < 1:
         raise DrafterError(f"not a tree: a chain of {nodes} rows; it needs the root at least")

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foreword.core.trees import Guess
+from foreword.core.draft import Draft, Tree
+from foreword.core.state import State
+from foreword.core.trees import BestFirst, Guess, shape_at
 
 _MIX = 0x5851F42D4C957F2D  # odd, so that no token is lost in a product
 NOWHERE = -1
+MOST_LIVE = 64  # nodes of a level that the kernel has bits for
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,55 @@ class Guesses(NamedTuple):
         return self.goal == torch.arange(self.goal.shape[1], device=self.goal.device)
 
 
+class Drafted(Protocol):
+    """A graph while it grows."""
+
+    @property
+    def guesses(self) -> Guesses: ...
+
+    @property
+    def counts(self) -> Tensor:
+        """[2, b]: rows that were read so far, and rows that were not because they were merged."""
+
+    def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
+        """Guesses [b, w, n] behind the nodes that were read last, best first, with their log-chances. Tokens of the nodes to
+        read next, and which of the w each hangs on: twice [b, w']. Where there are fewer the rest is padding."""
+
+    def draft(self, state: State, growth: BestFirst) -> Draft:
+        """The likeliest walks, as a tree: a node that several edges lead to comes once for each of them."""
+
+
+def graph_of(rule: Rule, root: Tensor, depth: int) -> Drafted:
+    """The graph behind roots [b], for `depth` levels to be added to."""
+    return ByKernel(rule, root, depth) if root.is_cuda and rule.width <= MOST_LIVE else Graph(rule, root)
+
+
+class ByKernel:
+    """The graph on CUDA."""
+
+    def __init__(self, rule: Rule, root: Tensor, depth: int) -> None:
+        from foreword.kernels.merge import Merged, Merging  # noqa: PLC0415  Triton is there only where CUDA is
+
+        logarithms = _log(rule.siblings), _log(rule.sure)
+        self.merged = Merged(Merging(rule.branch, rule.repeat, *logarithms, rule.width), root, depth)
+
+    @property
+    def guesses(self) -> Guesses:
+        return Guesses(*self.merged.guesses)
+
+    @property
+    def counts(self) -> Tensor:
+        return self.merged.tally[:2]
+
+    def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
+        return self.merged.add(guessed, likely)
+
+    def draft(self, state: State, growth: BestFirst) -> Draft:
+        shape = shape_at(growth, len(state.lanes.ids))
+        tokens, parent, size = self.merged.unrolled(state, shape.depth, growth.width, shape.nodes)
+        return Draft(tokens, Tree(parent), size)
+
+
 class Graph:
     def __init__(self, rule: Rule, root: Tensor) -> None:
         self.rule = rule
@@ -62,11 +114,10 @@ class Graph:
         self.reach = torch.ones(size, 1, 1, dtype=torch.bool, device=device)
         before = torch.full((size, 1, max(rule.repeat, 0)), NOWHERE, device=device)
         self.recent = torch.cat([before, root.view(-1, 1, 1)], dim=2)[..., 1:]
-        self.saved = torch.zeros_like(root)  # [b] guesses that would have been read if none were merged
+        self.counts = torch.zeros(2, size, dtype=torch.long, device=device)
+        self.saved = torch.zeros_like(root)  # [b] guesses of the last level that would be read next if none were merged
 
     def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
-        """Guesses [b, w, n] behind the nodes that were read last, best first, with their log-chances. Tokens of the nodes to
-        read next, and which of the w each hangs on: twice [b, w']. Where there are fewer the rest is padding."""
         (live, branch), count = guessed.shape[1:], self.guesses.tokens.shape[1]
         likely, keys = self._counting(likely), self._key(guessed).flatten(1)
         counts = (likely > -math.inf).flatten(1)
@@ -74,7 +125,8 @@ class Graph:
         goal, leads = self._merged(keys, counts, live) if self.rule.repeat >= 0 else (number, None)
         goal = goal.where(counts, NOWHERE)
         is_node, sure = goal == number, (likely >= _log(self.rule.sure)).flatten(1)
-        self.saved = self.saved + (counts & ~is_node & sure).sum(1)
+        self.counts = self.counts + torch.stack([(self.chance > -math.inf).sum(1), self.saved])
+        self.saved = (counts & ~is_node & sure).sum(1)
         whole = (self.chance.unsqueeze(2) + likely).flatten(1).masked_fill(~(is_node & sure), -math.inf)
         chance, best = (part[:, : self.rule.width] for part in whole.sort(dim=1, descending=True, stable=True))
         numbers = torch.arange(best.shape[1], device=best.device) + (count // branch + live)
@@ -135,22 +187,11 @@ class Graph:
         before = _joined(_joined(self.reach, step), edge)
         return torch.cat([before, _itself(nodes.shape[1], leads).expand(nodes.shape[0], -1, -1)], dim=1)
 
-    def sketch(self, root: int, lane: int) -> dict[str, Any]:
-        """`Drafter.sketch` of a sequence: its nodes numbered as they were found, the root 0."""
-        goal, tokens, read = (part[lane].tolist() for part in (self.guesses.goal, self.guesses.tokens, self.guesses.read))
-        chances = self.guesses.chances[lane].exp().tolist()
-        nodes = [guess for guess, to in enumerate(goal) if to == guess]
-        number = {guess: place for place, guess in enumerate(nodes, start=1)}
-        reader = {read[guess]: place for guess, place in number.items()} | {0: 0}
-        edges = [
-            {"start": reader[guess // self.rule.branch], "goal": number[to], "chance": chances[guess], "alias": to != guess}
-            for guess, to in enumerate(goal)
-            if to != NOWHERE
-        ]
-        return {"nodes": [{"token": root}, *({"token": tokens[guess]} for guess in nodes)], "edges": edges}
+    def draft(self, state: State, growth: BestFirst) -> Draft:
+        return growth.draft(state, self.walks())
 
     def walks(self) -> Guess:
-        """What may follow what, for a tree to grow on: a node that several edges lead to comes once for each of them."""
+        """What may follow what, for a tree to grow on."""
         known, shape = self.guesses, (-1, self.rule.branch)
         nowhere = known.tokens.shape[1] // self.rule.branch  # the number of a node with nothing behind it
         onward = known.read.gather(1, known.goal.clamp(min=0)).where(known.goal >= 0, NOWHERE)
@@ -169,6 +210,20 @@ class Graph:
             return _rows(tokens, at), _rows(chances, at)
 
         return guess
+
+
+def sketch(guesses: Guesses, branch: int, root: int, lane: int) -> dict[str, Any]:
+    """`Drafter.sketch` of a sequence: its nodes numbered as they were found, the root 0."""
+    tokens, chances, _, goal, read = (part[lane].tolist() for part in guesses)
+    nodes = [guess for guess, to in enumerate(goal) if to == guess]
+    number = {guess: place for place, guess in enumerate(nodes, start=1)}
+    reader = {read[guess]: place for guess, place in number.items()} | {0: 0}
+    edges = [
+        {"start": reader[guess // branch], "goal": number[to], "chance": math.exp(chances[guess]), "alias": to != guess}
+        for guess, to in enumerate(goal)
+        if to != NOWHERE
+    ]
+    return {"nodes": [{"token": root}, *({"token": tokens[guess]} for guess in nodes)], "edges": edges}
 
 
 def _rows(values: Tensor, places: Tensor) -> Tensor:

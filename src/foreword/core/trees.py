@@ -366,7 +366,7 @@ class BestFirst:
     fixed: FixedRows | None = None
 
     def depth(self, batch: int) -> int:
-        return _shape(self, batch).depth
+        return shape_at(self, batch).depth
 
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
@@ -402,7 +402,7 @@ class Budgeted:
     fixed: FixedRows | None = None
 
     def depth(self, batch: int) -> int:
-        return _shape(self, batch).depth
+        return shape_at(self, batch).depth
 
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
@@ -458,12 +458,13 @@ class Chain:
         return _known(state, Draft(torch.cat(tokens, 1), Tree.chain(len(tokens), origin.device), size))
 
 
-def _shape(growth: BestFirst | Budgeted, batch: int) -> Shape:
+def shape_at(growth: BestFirst | Budgeted, batch: int) -> Shape:
+    """What its trees have at this batch size."""
     return growth.shape if growth.fixed is None else growth.fixed.shape(batch)
 
 
 def _grown(growth: BestFirst | Budgeted, state: State, guess: Guess) -> Draft:
-    shape = _shape(growth, len(state.lanes.ids))
+    shape = shape_at(growth, len(state.lanes.ids))
     if shape.depth == 0:
         return Draft.nothing(state.root)
     return by_kernel(growth, state, guess, shape) if state.slots.is_cuda else growth.grow(state, guess, shape)

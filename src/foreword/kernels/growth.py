@@ -203,13 +203,18 @@ class Grown:
         return tokens, origin
 
     def chosen(self, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The draft of at most `nodes` rows: tokens and parents [b, nodes], and sizes [b]."""
-        (lanes, count), nodes = self.tokens.shape, min(nodes, self.most)
-        out, above = torch.empty(2, lanes, nodes, dtype=torch.long, device=self.tokens.device)
-        size = torch.empty_like(self.state.slots)
-        block = triton.next_power_of_2(count)
-        _choose[(lanes,)](
-            self.tokens, self.parents, self.chances, self.state.slots, self.state.lengths, out, above, size,
-            COUNT=count, NODES=nodes, BLOCK=block, **launched(out.device, min(16, block // 16)),
-        )  # fmt: skip
-        return out, above, size
+        return likeliest_nodes(self.state, self.tokens, self.parents, self.chances, nodes)
+
+
+def likeliest_nodes(
+    state: Columns, tokens: Tensor, parents: Tensor, chances: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of nodes [b, M], the root first, the draft of at most `nodes` rows: tokens and parents [b, nodes], and sizes [b]."""
+    (lanes, count), nodes = tokens.shape, min(nodes, tokens.shape[1])
+    out, above = torch.empty(2, lanes, nodes, dtype=torch.long, device=tokens.device)
+    size, block = torch.empty_like(state.slots), triton.next_power_of_2(count)
+    _choose[(lanes,)](
+        tokens, parents, chances, state.slots, state.lengths, out, above, size,
+        COUNT=count, NODES=nodes, BLOCK=block, **launched(out.device, min(16, block // 16)),
+    )  # fmt: skip
+    return out, above, size

@@ -1,7 +1,7 @@
 """Who stands above whom in a tree of guesses, by walking up from every row at once: one launch in place of log2 N products.
 
 In: `parent` [b or 1, N], every parent an earlier row and the root its own. Out: the rows on the way from the root to each
-row, itself included, and how many edges that way has.
+row, itself included, and how many edges that way has. Of a tree that grows level by level, one level is a launch as well.
 """
 
 from __future__ import annotations
@@ -52,3 +52,30 @@ def lineage(parent: Tensor) -> tuple[Tensor, Tensor]:
             NODES=nodes, ROWS=ROWS, BLOCK=triton.next_power_of_2(nodes), **launched(parent.device),
         )  # fmt: skip
     return ancestors, depth
+
+
+@triton.jit
+def _hang(
+    sees, parent, out, s_lane, s_row, s_column, p_lane, p_row, rows, width,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row: what its parent sees, and itself."""
+    take_turn(EARLY)
+    lane, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    above = tl.load(parent + lane * p_lane + row * p_row)
+    seen = tl.load(sees + lane * s_lane + above * s_row + column * s_column, mask=column < rows, other=0)
+    seen = tl.where(column == rows + row, 1, seen)
+    tl.store(out + (lane * width + row) * (rows + width) + column, seen.to(tl.uint8), mask=column < rows + width)
+
+
+def hang(sees: Tensor, parent: Tensor) -> Tensor:
+    """`hanging` of core/draft.py."""
+    (lanes, width), rows = parent.shape, sees.shape[2]
+    out = torch.empty(lanes, width, rows + width, dtype=torch.bool, device=sees.device)
+    _hang[(lanes, width)](
+        sees.view(torch.uint8), parent, out.view(torch.uint8),
+        sees.stride(0) if sees.shape[0] > 1 else 0, *sees.stride()[1:], *parent.stride(), rows, width,
+        BLOCK=triton.next_power_of_2(rows + width), **launched(sees.device, 1),
+    )  # fmt: skip
+    return out

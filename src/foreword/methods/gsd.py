@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.graphs import Graph, Rule
+from foreword.core.graphs import Drafted, Rule, graph_of, sketch
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
 from foreword.core.scores import Scores
@@ -74,7 +74,7 @@ class Gsd(Drafter):
         self.guesser.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
         if self.guesser.other is None:
             self.module = self.guesser.module
-        self.last: tuple[Graph, Tensor] | None = None  # for `sketch` alone
+        self.last: tuple[Drafted, Tensor] | None = None  # for `sketch` alone
         self.counts = torch.zeros(2, dtype=torch.long, device=target.device)
 
     def begin(self, state: State) -> None:
@@ -89,27 +89,27 @@ class Gsd(Drafter):
         if depth == 0:
             self.last = None
             return Draft.nothing(state.root)
-        graph = self._drafted(state, branches, depth)
-        self.last = graph, state.root
-        return self.growth.draft(state, graph.walks())
+        root = state.root
+        graph = graph_of(replace(self.rule, branch=self.growth.branch), root, depth)
+        self._drafted(graph, state, branches, depth)
+        self.last = graph, root
+        return graph.draft(state, self.growth)
 
-    def _drafted(self, state: State, branches: Branches, depth: int) -> Graph:
+    def _drafted(self, graph: Drafted, state: State, branches: Branches, depth: int) -> None:
         """The graph, read level by level; what the last level guesses is not read."""
-        graph = Graph(replace(self.rule, branch=self.growth.branch), state.root)
-        read, nodes = torch.zeros_like(state.root), (state.root.unsqueeze(1), torch.zeros_like(state.root).unsqueeze(1))
+        rows = branches.rows
         for level in range(1, depth + 1):
-            rows, saved = branches.rows if level == 1 else branches.read(*nodes), graph.saved
             logits = self.guesser.head(rows)
-            read = read + (graph.chance > -torch.inf).sum(1)
             nodes = graph.add(*guesses(logits, state.ahead(level), state.sampling, self.growth.branch))
-        self.counts += (torch.stack([read, saved]) * state.alive).sum(1)
-        return graph
+            if level < depth:
+                rows = branches.read(*nodes)
+        self.counts += (graph.counts * state.alive).sum(1)
 
     def sketch(self, lane: int) -> dict[str, Any]:
         if self.last is None:
             return {}
         graph, roots = self.last
-        return graph.sketch(int(roots[lane]), lane)
+        return sketch(graph.guesses, self.growth.branch, int(roots[lane]), lane)
 
     def counters(self) -> dict[str, int]:
         """Since it was bound: rows that the small model read of roots and guesses, and those that it did not have to read,

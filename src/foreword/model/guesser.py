@@ -8,12 +8,14 @@ first scratch row and every guess that is read one more; nothing of them is kept
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
-from foreword.core.draft import Tree
+from foreword.core.draft import Tree, hanging
 from foreword.core.heads import norm_like
-from foreword.core.state import State
+from foreword.core.state import Lanes, State
 from foreword.core.target import Target
 from foreword.errors import DrafterError, InputError
 from foreword.model.cache import SlotCache
@@ -84,45 +86,60 @@ class Guesser:
 
     def root(self, state: State) -> Branches:
         """What was decided since the last round, and the root."""
-        rows, place = self._catch_up(state, self.ahead + 2)
+        rows, length, place = self._catch_up(state, self.ahead + 2)
         at_root = rows.gather(1, place.view(-1, 1, 1).expand(-1, 1, rows.shape[2]))
-        return Branches(self, state, self.norm(at_root))
+        return Branches(self, state.lanes, length, self.norm(at_root))
 
     def over(self, tokens: Tensor) -> Tensor:
         """Whole texts [b, n] without a cache, as they are trained on: [b, n, H], before the norm."""
         return self.stack.over(self.embed(tokens))
 
-    def _catch_up(self, state: State, count: int) -> tuple[Tensor, Tensor]:
+    def _catch_up(self, state: State, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Read `count` rows of the text, from the first that is not cached on; those before the root are committed. The rows
-        [b, count, H], and which of them is the root's [b]. What stands behind the root is padding that no row looks at."""
-        base = torch.minimum(self.cache.length[state.slots], state.length)  # a slot that only pads may have been cut
+        [b, count, H], how many come before the root [b], and which of the rows is the root's [b]. What stands behind the
+        root is padding that no row looks at."""
+        base, length, tokens, place = unread(state, self.cache, count)
         chain = Tree.chain(count, base.device)
-        column = (base.unsqueeze(1) + chain.depth).clamp(max=state.tokens.shape[1] - 1)
-        tokens = state.tokens[state.slots.unsqueeze(1), column]
         walked = self.stack.walk(self.embed(tokens), Rows(base, chain.depth, chain.ancestors, state.lanes)).hidden
-        self.cache.rewind(state.lanes, state.length)
-        return walked, (state.length - base).clamp(max=count - 1)  # further away only where nothing was read, as in a timing
+        self.cache.rewind(state.lanes, length)
+        return walked, length, place
 
 
 class Branches:
     """The rows of one round behind the text: the root, and the guesses that were read so far, level by level."""
 
-    def __init__(self, guesser: Guesser, state: State, root: Tensor) -> None:
-        self.guesser, self.state = guesser, state
+    def __init__(self, guesser: Guesser, lanes: Lanes, length: Tensor, root: Tensor) -> None:
+        self.guesser, self.lanes, self.length = guesser, lanes, length
         self.rows = root  # [b, w, H] of the level that was read last, behind the norm
-        self.sees = torch.ones(root.shape[0], 1, 1, dtype=torch.bool, device=root.device)  # [b, w, m] theirs
-        self.depth = torch.zeros(1, 1, dtype=torch.long, device=root.device)  # [1, m]
+        self.sees = Tree.chain(1, root.device).ancestors  # [b or 1, w, m] theirs
+        self.widths: tuple[int, ...] = (1,)  # of all levels that were read
 
     def read(self, tokens: Tensor, parent: Tensor) -> Tensor:
         """Guesses [b, w] that hang on rows `parent` [b, w] of the level that was read last: [b, w, H]."""
-        width, place = tokens.shape[1], parent.unsqueeze(-1).expand(-1, -1, self.depth.shape[1])
-        own = torch.arange(width, device=tokens.device)
-        itself = (own == own.unsqueeze(1)).expand(tokens.shape[0], -1, -1)
-        self.sees = torch.cat([self.sees.gather(1, place), itself], dim=2)
-        self.depth = torch.cat([self.depth, (self.depth[:, -1:] + 1).expand(-1, width)], dim=1)
-        rows = Rows(self.state.length, self.depth, self.sees, self.state.lanes)
+        self.sees, self.widths = hanging(self.sees, parent), (*self.widths, tokens.shape[1])
+        rows = Rows(self.length, _depth(self.widths, tokens.device), self.sees, self.lanes)
         self.rows = self.guesser.norm(self.guesser.stack.walk(self.guesser.embed(tokens), rows).hidden)
         return self.rows
+
+
+@cache
+def _depth(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """[1, m]: of rows that lie level by level. Made once, and it stays where it is: captured rounds read it."""
+    return torch.tensor([[level for level, width in enumerate(widths) for _ in range(width)]], device=device)
+
+
+def unread(state: State, held: SlotCache, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How many rows of the text are cached [b], how many come before the root [b], `count` tokens from the first that is not
+    cached on [b, count], and which of them is the root [b]."""
+    if state.slots.is_cuda:
+        from foreword.kernels.catch_up import catch_up  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return catch_up(state, held.length, count)
+    length = state.length
+    base = torch.minimum(held.length[state.slots], length)  # a slot that only pads may have been cut
+    column = (base.unsqueeze(1) + Tree.chain(count, base.device).depth).clamp(max=state.tokens.shape[1] - 1)
+    tokens = state.tokens[state.slots.unsqueeze(1), column]
+    return base, length, tokens, (length - base).clamp(max=count - 1)  # further only where nothing was read, as in a timing
 
 
 def check_layers(method: str, layers: int, target: Target) -> None:

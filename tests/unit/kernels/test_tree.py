@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from doubles import random_tree
 from foreword.core.draft import Tree, lineage_of
 from foreword.kernels.tree import lineage
-from rounds import same
+from rounds import check_hang, same
 
 
 @settings(max_examples=30)
@@ -29,3 +29,8 @@ def test_a_chain_is_the_deepest(nodes: int) -> None:
 def test_a_view_of_a_longer_tree() -> None:
     parent = random_tree(2, 20, torch.Generator().manual_seed(3)).parent
     assert all(same(*pair) for pair in zip(lineage(parent[:, :9]), lineage_of(parent[:, :9]), strict=True))
+
+
+@pytest.mark.parametrize("widths", [(1,), (4, 8, 8), (3, 1, 5)])
+def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
+    check_hang(len(widths), "cpu", widths)

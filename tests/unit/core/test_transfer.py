@@ -108,6 +108,7 @@ def test_the_loss_is_what_the_guess_misses_of_the_target(labels: Any) -> None:
 def test_only_the_matrices_learn() -> None:
     model = target()
     plan, module = drawn(model)
+    model.hf.zero_grad()  # of other tests with the same model
     frozen = [weight for weight in model.hf.parameters() if weight.requires_grad]
     for weight in frozen:
         weight.requires_grad_(False)

@@ -79,10 +79,15 @@ def test_fewer_steps_are_a_fresh_drafter_s_first_ones(tree: str, sampling: Sampl
             assert draft == drafts_of(other.proposed[0])[0]
 
 
-def test_it_drafts_what_firp_drafts() -> None:
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"layers": (1, 1, 1)}, {"source": "chain", "layers": (0, 2, 3)}, {"squeeze": 2, "bias": False}, {"norm": False}],
+    ids=str,
+)
+def test_it_drafts_what_firp_drafts(own: dict[str, Any]) -> None:
     """The same weights, and trees of the same nodes: walked in the checking pass or in one of their own."""
     model, asked = target("qwen3"), requests(4, max_new_tokens=16, ignore_eos=True)
-    one, other = made(model, rows=64, carry="all"), taught("firp", target("qwen3"), rows=16, steps=3)
+    one, other = made(model, rows=64, carry="all", **own), taught("firp", target("qwen3"), rows=16, steps=3, **own)
     assert one.shape == other.shape
     drafts = []
     for drafter in (one, other):

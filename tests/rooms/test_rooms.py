@@ -83,7 +83,7 @@ def test_core_imports_torch_only(file: Path) -> None:
 
 def test_importing_needs_no_optional_package() -> None:
     """In a process of its own, where those packages cannot be found."""
-    optional = ("gguf", "accelerate", "fastapi", "uvicorn", "matplotlib", "tensorboard", "peft")
+    optional = ("gguf", "accelerate", "fastapi", "uvicorn", "tensorboard", "peft")
     blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in optional)
     rooms = "import foreword, foreword.methods, foreword.engine.engine, foreword.model.hub"
     program = f"import sys; {blocked}; {rooms}; [method.load() for method in foreword.methods.METHODS.values()]"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from foreword.bench.markdown import (
@@ -23,12 +22,10 @@ from foreword.bench.markdown import (
     trouble_words,
     where_words,
 )
-from foreword.bench.svg import bars, lines, short, stacked
+from foreword.bench.svg import STYLE, bars, lines, short, stacked
 
 Content = dict[str, Any]
 COLOURS = 8
-
-STYLE = Path(__file__).parent / "page.css"
 PART_COLOURS = (2, 1, 3, 0)  # of the parts of a round, as in the style sheet
 
 

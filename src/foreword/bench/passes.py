@@ -27,13 +27,14 @@ WARM_UP = 3
 
 
 class Probe:
-    """A pass of one sequence: `rows` random candidates, each with two behind it, after `context` cached tokens."""
+    """A pass of one sequence: `rows` random candidates, each with two behind it, after `context` cached tokens; beside them
+    the rows that `needs` grafts onto them."""
 
     @torch.inference_mode()
-    def __init__(self, model: Model, rows: int, context: int) -> None:
+    def __init__(self, model: Model, rows: int, context: int, needs: Needs | None = None) -> None:
         device = model.device
-        self.model = model
-        cache = model.allocate(1, context, rows)
+        self.model, self.needs = model, needs or Needs()
+        cache = model.allocate(1, context, rows + self.needs.grafted_rows)
         cache.held.normal_()
         cache.length.fill_(context)
         self.lanes = replace(Lanes.of([0], context, device), changes=device.type == "cuda")  # as in captured rounds
@@ -43,7 +44,7 @@ class Probe:
 
     @torch.inference_mode()
     def score(self) -> Scores:
-        return self.model.score(self.lanes, self.draft, Needs())
+        return self.model.score(self.lanes, self.draft, self.needs)
 
     @torch.inference_mode()
     def walk(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 In: names and numbers. Out: an `<svg>` that scales with its place; colours and fonts come from the page's style sheet, whose
 classes `c0`, `c1`, ... are the contenders: a name has one colour everywhere. A mark that is pointed at tells its number.
+`alone` makes a file of a drawing.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 
 from foreword.methods.words import read_word
 
+STYLE = Path(__file__).parent / "page.css"
 WIDTH = 860
 LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 46
 
@@ -155,6 +158,22 @@ def lines(
         frame.add(f'<polyline class="line {style}" points="{path}"/>')
         frame.parts += [_dot(at(x), frame.y(y), style, f"{name}, {number(x)}: {number(y)}{unit}") for x, y in row]
     return frame.done(about)
+
+
+def alone(drawing: str, colours: Mapping[str, int], dashed: Sequence[str] = ()) -> str:
+    """A drawing for a file of its own: with its style and a ground, and above it what each line is."""
+    room = WIDTH / len(colours)
+    marks = "".join(
+        f'<path class="line c{colour}{" dashed" if name in dashed else ""}" d="M{place * room + 12:.1f} -16h28"/>'
+        f'<text class="label" x="{place * room + 46:.1f}" y="-12">{escape(name)}</text>'
+        for place, (name, colour) in enumerate(colours.items())
+    )
+    head, _, rest = drawing.partition(">")
+    height = int(head.split('"')[1].split()[-1])
+    head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif"')
+    head = head.replace(f'"0 0 {WIDTH} {height}"', f'"0 -34 {WIDTH} {height + 34}"')
+    ground = f'<rect x="0" y="-34" width="{WIDTH}" height="{height + 34}" fill="var(--card)"/>'
+    return f"{head}><style>{STYLE.read_text(encoding='utf-8')}</style>{ground}{marks}{rest}"
 
 
 def _dot(x: float, y: float, style: str, told: str) -> str:

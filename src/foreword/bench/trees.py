@@ -1,6 +1,7 @@
 """Tokens a round by kind of tree and by rows, of trained drafters: `python -m foreword.bench.trees --drafters DIR,DIR`.
 
-Time plays no part, so many texts are written side by side; the figures are pooled over all of them.
+Time plays no part, so many texts are written side by side; the figures are pooled over all of them. Where nodes carry rows
+for the next round, `rows` counts both, so the nodes are told too; `--nodes` compares trees of equally many nodes.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,12 +27,13 @@ from foreword.text.prompts import groups, read_prompts, spread
 
 
 def trees(
-    drafters: Annotated[str, typer.Option(help="Folders of trained drafters, separated by commas.")],
+    drafters: Annotated[str, typer.Option(help="Folders of trained drafters, or METHOD=FOLDER, separated by commas.")],
     prompts: Annotated[Path, typer.Option(help="A prompt file; the first turn of each is answered.")],
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")],
     per_group: Annotated[int, typer.Option(min=1, help="At most so many prompts of each category.")] = 8,
     kinds: Annotated[str, typer.Option(help="Kinds of tree.")] = "static,best,budget",
-    rows: Annotated[str, typer.Option(help="Rows of a pass, the root included.")] = "5,16,32,64",
+    rows: Annotated[str, typer.Option(help="Rows of a pass, the root and what nodes carry included.")] = "5,16,32,64",
+    nodes: Annotated[str, typer.Option(help="Also trees of so many nodes, each of which carries all that it can.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
     slots: Annotated[int, typer.Option(min=1, help="Texts side by side.")] = 16,
     model: Annotated[str | None, typer.Option(help="A model folder, file or id.")] = None,
@@ -40,14 +43,20 @@ def trees(
     llm = load(model, method="plain", slots=1, device=device)
     chosen = spread(read_prompts(prompts), per_group)
     asked = [tuple(llm.tokenizer.encode(one.first())) for some in groups(chosen).values() for one in some]
-    counts, found = [int(count) for count in rows.split(",")], []
-    for folder, kind in product(map(Path, drafters.split(",")), kinds.split(",")):
-        method = read_config(folder)["method"]
-        figures = [_tokens_per_round(llm, folder, kind, count, asked, max_new_tokens, slots) for count in counts]
-        found.append({"method": method, "tree": kind, "tokens_per_round": dict(zip(counts, figures, strict=True))})
+    by_rows, by_nodes = ([int(count) for count in told.split(",") if count] for told in (rows, nodes))
+    found = []
+    for named, kind in product(drafters.split(","), kinds.split(",")):
+        contender = Contender.of(named, kind)
+        figures = {count: contender.run(llm, {"rows": count}, asked, max_new_tokens, slots) for count in by_rows}
+        equal = {count: contender.run(llm, contender.with_nodes(count), asked, max_new_tokens, slots) for count in by_nodes}
+        found.append(
+            {"method": contender.method, "tree": kind}
+            | {"tokens_per_round": {count: one.tokens_per_round for count, one in figures.items()}}
+            | {"nodes": {count: one.nodes for count, one in figures.items()}}
+            | {"by_nodes": {count: asdict(one) for count, one in equal.items()}}
+        )
         print(
-            f"{method:10} {kind:8}"
-            + "".join(f"{f'{count}: {one:.2f}':>12}" for count, one in zip(counts, figures, strict=True))
+            f"{contender.method:15} {kind:8}" + "".join(f"{_told(one):>30}" for one in [*figures.values(), *equal.values()])
         )
     about = facts(
         llm.model.device, model=llm.model.name, dtype=str(llm.model.dtype).removeprefix("torch."), prompts=len(asked)
@@ -57,13 +66,41 @@ def trees(
     out.write_text(json.dumps({"about": about, "trees": found}, indent=1) + "\n", encoding="utf-8")
 
 
-def _tokens_per_round(
-    llm: LLM, folder: Path, kind: str, rows: int, asked: list[tuple[int, ...]], max_new_tokens: int, slots: int
-) -> float:
-    drafter = restore(folder, llm.model, rows, tree=kind)
-    context = max(map(len, asked)) + max_new_tokens
-    engine = Engine(llm.model, drafter, slots=slots, max_context=context)
-    return Stats.of(engine.generate([Request(one, Sampling(seed=0), max_new_tokens) for one in asked])).tokens_per_round
+@dataclass(frozen=True)
+class Figure:
+    rows: int  # of a pass at most, and how many of them are nodes
+    nodes: int
+    tokens_per_round: float
+
+
+def _told(one: Figure) -> str:
+    carried = f" ({one.nodes} nodes)" if one.nodes < one.rows else ""
+    return f"{one.rows}{carried}: {one.tokens_per_round:.2f}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    method: str
+    folder: Path
+    kind: str
+
+    @staticmethod
+    def of(named: str, kind: str) -> Contender:
+        method, both, folder = named.rpartition("=")
+        return Contender(method if both else read_config(folder)["method"], Path(folder), kind)
+
+    def with_nodes(self, nodes: int) -> dict[str, Any]:
+        """Options that make trees of so many nodes."""
+        if self.method != "hidden_transfer":
+            return {"rows": nodes}
+        return {"rows": nodes * (1 + read_config(self.folder)["config"]["steps"]), "carry": "all"}
+
+    def run(self, llm: LLM, own: dict[str, Any], asked: list[tuple[int, ...]], max_new_tokens: int, slots: int) -> Figure:
+        drafter = restore(self.folder, llm.model, method=self.method, tree=self.kind, **own)
+        engine = Engine(llm.model, drafter, slots=slots, max_context=max(map(len, asked)) + max_new_tokens)
+        runs = engine.generate([Request(one, Sampling(seed=0), max_new_tokens) for one in asked])
+        nodes = drafter.shape.nodes
+        return Figure(nodes + drafter.needs.grafted_rows, nodes, Stats.of(runs).tokens_per_round)
 
 
 if __name__ == "__main__":

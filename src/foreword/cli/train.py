@@ -63,7 +63,7 @@ SweepFlag = Annotated[
     typer.Option(
         "--sweep",
         metavar="",
-        help="Of hidden_transfer and firp: find the layers that steps should join, by one short run a step, and train no "
+        help="Of hidden_transfer: find the layers that steps should join, by one short run a step, and train no "
         "drafter. --steps are those of such a run.",
     ),
 ]
@@ -213,7 +213,7 @@ def _check_sweep(method: str, drafter: Drafter, own: dict[str, Any], resume: boo
     from foreword.core.transfer import Transfer  # noqa: PLC0415  imports torch
 
     if not isinstance(getattr(drafter, "options", None), Transfer):
-        raise InputError(f"--sweep finds the layers of hidden_transfer and firp; {method} has none to find: leave it out")
+        raise InputError(f"--sweep finds the layers of hidden_transfer; {method} has none to find: leave it out")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("--sweep runs on one device; start it without accelerate launch")
     if resume:
@@ -225,11 +225,11 @@ def _check_sweep(method: str, drafter: Drafter, own: dict[str, Any], resume: boo
 def _sweep(
     llm: LLM, drafter: Any, own: dict[str, Any], settings: Settings, held_out: float, folders: list[Path], out: Path
 ) -> dict[str, Any]:
-    """sweep.json and sweep.png."""
+    """sweep.json, and drawings of it."""
     from foreword.bench.report import facts  # noqa: PLC0415  imports torch
+    from foreword.bench.sweeps import draw  # noqa: PLC0415  beside what imports torch
     from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
     from foreword.train import about_data, open_data, split_data  # noqa: PLC0415  imports torch
-    from foreword.train.figures import HOW, draw  # noqa: PLC0415  beside what imports torch
     from foreword.train.record import says_why  # noqa: PLC0415  imports torch
     from foreword.train.sweep import Sweep  # noqa: PLC0415  imports torch
 
@@ -238,11 +238,11 @@ def _sweep(
     with bar("sweeping") as show:
         found = Sweep(llm.model, drafter.options, learn, apart, settings, show).run()
     origin = {"options": own, "data": about_data(data), "run": facts(dtype=str(llm.model.dtype).removeprefix("torch."))}
+    record: dict[str, Any] = encoder.loads(encoder.dumps(found | origin))
     with says_why(out):
-        (out / "sweep.json").write_text(encoder.dumps(found | origin, indent=1) + "\n")
-        if not draw(found, out / "sweep.png"):
-            notes().print(f"[dim]{HOW}[/]", soft_wrap=True)
-    return encoder.loads(encoder.dumps(found | origin))
+        (out / "sweep.json").write_text(encoder.dumps(record, indent=1) + "\n")
+        draw(record, out)
+    return record
 
 
 def _swept(method: str, record: dict[str, Any], out: Path) -> Table:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -155,12 +155,11 @@ class Anchors:
     @staticmethod
     def of(tokens: Tensor, mask: Tensor, steps: int, most: int, at_random: bool) -> Anchors:
         """`mask` [b, n], on the host: tokens that the target wrote. Of each text up to `most` rows, drawn anew in training
-        and always the same ones elsewhere."""
+        and always the same ones elsewhere; where a text has fewer, other rows that count nothing keep the shape."""
         written = functional.pad(mask, (0, steps + 1)).unfold(1, steps + 2, 1)[:, :, 2:].cumprod(-1).bool()  # [b, n, steps]
         fixed = None if at_random else torch.Generator().manual_seed(0)
         drawn = torch.rand(mask.shape, generator=fixed).masked_fill(~written[:, :, 0], -1)
-        count = max(1, min(most, int(written[:, :, 0].sum(1).max())))
-        chosen = drawn.topk(count, dim=1).indices.sort(1).values
+        chosen = drawn.topk(min(most, mask.shape[1]), dim=1).indices.sort(1).values
         counts = written.gather(1, chosen.unsqueeze(-1).expand(-1, -1, steps))
         place, counts = (sent_along(part, tokens.device) for part in (chosen, counts))
         ahead = (place.unsqueeze(-1) + 2 + torch.arange(steps, device=tokens.device)).clamp(max=tokens.shape[1] - 1)
@@ -176,12 +175,17 @@ class Anchors:
         return hidden.gather(1, place.unsqueeze(-1).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
 
 
-def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Target) -> tuple[Tensor, ...]:
-    """What the steps behind the anchors hand to the target's head: each [b, A, H]."""
-    first, rows = joins[0].layer, tuple[Tensor, ...]()
+class Walk(NamedTuple):
+    rows: tuple[Tensor, ...]  # what each step behind the anchors hands to the target's head [b, A, H]
+    hidden: Tensor  # [b, n, H] the texts' own states after the last layer, before the final norm
+
+
+def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Target) -> Walk:
+    """Texts were read up to the layers that are tapped; the walk takes them on from the first join, with the steps."""
+    first = joins[0].layer
     for found in target.beside(scores.taps[first], first, anchors.place, joins):
-        rows = found.rows
-    return tuple(target.norm(one) for one in rows)
+        last = found
+    return Walk(tuple(target.norm(one) for one in last.rows), last.texts)
 
 
 def learn(
@@ -190,9 +194,10 @@ def learn(
     """The loss of all steps, and their figures: as `Trainable.loss` has it."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, module.training)
     lost, figures = [], dict[str, Tensor]()
-    for step, rows in enumerate(walked(joins_of(module, options), anchors, scores, target), start=1):
+    walk = walked(joins_of(module, options), anchors, scores, target)
+    for step, rows in enumerate(walk.rows, start=1):
         asked = anchors.asked(step, rows)
-        own = anchors.teacher(step, scores.require_hidden())
+        own = anchors.teacher(step, walk.hidden)
         [(loss, places)] = losses([asked], target.head, target.dtype, target.norm(own) if options.labels == "soft" else None)
         lost.append(loss)
         figures |= figures_of(step, places, asked.counts)
@@ -205,7 +210,7 @@ def right_by_rank(
 ) -> Rates:
     """How often the guesses of each step are right by rank: what trees are built from."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, at_random=False)
-    rows = walked(joins_of(module, options), anchors, scores, target)
+    rows = walked(joins_of(module, options), anchors, scores, target).rows
     asked = [anchors.asked(step, one) for step, one in enumerate(rows, start=1)]
     found = losses(asked, target.head, target.dtype)
     return [rank_rates(places, one.counts, BRANCH) for one, (_, places) in zip(asked, found, strict=True)]

@@ -79,6 +79,7 @@ METHODS: dict[str, Method] = {
         "middle states of later tokens, walked through the upper layers",
         paper="FIRP, arXiv 2410.20488",
         trained=True,
+        trained_as="hidden_transfer",
     ),
     "draft_model": Method(
         "draft_model:DraftModel",

@@ -3,7 +3,8 @@ decided. What is kept of a sequence is the middle states of its last row; a smal
 
 Rows made so see the whole text and the steps before them; the target's own head reads guesses off them. They are scratch:
 the pass that checks the guesses writes over them. The price is a second sweep of the upper layers, over few rows.
-Paper: FIRP (arXiv 2410.20488). `hidden_transfer` walks the same rows inside the checking pass.
+The matrices are those of `hidden_transfer`, which walks the same rows inside the checking pass.
+Paper: FIRP (arXiv 2410.20488).
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from torch import Tensor, nn
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
 from foreword.core.heads import last_of
-from foreword.core.lessons import Labels
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.transfer import Source, Transfer, behind, learn, right_by_rank
+from foreword.core.transfer import Source, Transfer, behind
 from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 
 
@@ -45,15 +45,12 @@ class Firp(Drafter):
         width: int = 8,
         paths: Sequence[Sequence[int]] | None = None,
         rates: Rates = USUAL_RATES,
-        labels: Labels = "soft",
-        anchors: int = 64,
     ) -> None:
         """`steps` tokens are guessed ahead, each by a row that joins after one of `layers`. `source`: a step is made of the
         last row's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `tree`: a template
-        built from `rates`, which `calibrate` measures, or made of `paths`; the likeliest paths ("best"); or Clover's budget.
-        `anchors` rows of a text are learned from in a step."""
+        built from `rates` or made of `paths`; the likeliest paths ("best"); or Clover's budget."""
         layers = None if layers is None else tuple(layers)
-        self.options = Transfer(steps, layers, source, bias, squeeze, norm, labels, anchors)
+        self.options = Transfer(steps, layers, source, bias, squeeze, norm)
         self.options.check("firp")
         self.wants_cost = rows is None
         self.plan = TreePlan(tree, rows, width, rates, paths)
@@ -72,7 +69,7 @@ class Firp(Drafter):
             self.module = self.options.module(target)
         self.growth = self.plan.on(target, self.options.steps)
         self.shape = self.growth.shape
-        self.needs = Needs(hidden=True, taps=tuple(sorted(set(self.layers))), prompt="last")
+        self.needs = Needs(taps=tuple(sorted(set(self.layers))), prompt="last")
         self.number = torch.arange(1, self.shape.depth + 1, device=target.device)
         size = slots, self.options.steps, target.hidden_size
         self.known = torch.zeros(size, dtype=target.dtype, device=target.device)
@@ -95,13 +92,6 @@ class Firp(Drafter):
         rows = accepted.along(self._taps(scores).flatten(2))
         kept = last_of(rows, accepted.count, self.known[state.slots].flatten(1))
         self.known.index_copy_(0, state.slots, kept.unflatten(1, self.known.shape[1:]))
-
-    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
-        return learn(self.module, self.options, tokens, mask, scores, target)
-
-    def calibrate(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> Rates:
-        """How often the guesses of each step are right by rank, on text kept apart: the `rates` of a better template."""
-        return right_by_rank(self.module, self.options, tokens, mask, scores, target)
 
     def _taps(self, scores: Scores) -> Tensor:
         """[b, n, steps, H]: each row's states after the layers that the steps join."""

@@ -117,7 +117,7 @@ class HiddenTransfer(Drafter):
                 where[node][step] = rows + place
             rows += len(nodes)
         taps = tuple(sorted(set(self.layers)))
-        self.needs = Needs(hidden=True, taps=taps, grafts=tuple(grafts), prompt="last")
+        self.needs = Needs(taps=taps, grafts=tuple(grafts), prompt="last")
         self.carries = on_device(tuple(carries), device)
         self.where = torch.tensor(where, dtype=torch.long, device=device)  # [nodes, depth] places among the grafted rows
 

@@ -159,13 +159,15 @@ class Model:
 
     @torch.no_grad()
     def read(self, tokens: Tensor, needs: Needs) -> Scores:
-        """A full causal pass over texts [b, n], without a cache. Padding stands behind a text, where no row of it looks.
+        """A causal pass over texts [b, n], without a cache, as far up as is asked for. Padding stands behind a text, where
+        no row of it looks.
 
         The logits of all rows are large: a caller that wants those of some rows asks `head` itself.
         """
         attention.route(self.hf)
         rows = Rows.causal(tokens.shape[1], self.device)
-        walked = self._reader.walk(self.embed(tokens), rows, taps=needs.taps)
+        stop = None if needs.hidden or needs.logits else max(needs.taps, default=0)
+        walked = self._reader.walk(self.embed(tokens), rows, stop=stop, taps=needs.taps)
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
         return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
 

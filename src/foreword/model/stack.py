@@ -59,9 +59,10 @@ class Rows:
         count, device = anchor.shape[1], anchor.device
         place = torch.arange(length, device=device)
         ahead = [anchor + join.offset for join in joins]
-        known = torch.tensor([[i == j or j in one.sees for j in range(len(joins))] for i, one in enumerate(joins)])
+        known = tuple(int(i == j or j in one.sees) for i, one in enumerate(joins) for j in range(len(joins)))
         same = torch.eye(count, dtype=torch.bool, device=device)
-        own = (known.to(device).view(len(joins), 1, -1, 1) & same.view(1, count, 1, -1)).flatten(2).flatten(0, 1)
+        whose = on_device(known, device).bool().view(len(joins), 1, -1, 1)
+        own = (whose & same.view(1, count, 1, -1)).flatten(2).flatten(0, 1)
         text = (place <= anchor.unsqueeze(2)).repeat(1, len(joins), 1)
         sees = torch.cat([text, own.expand(anchor.shape[0], -1, -1)], dim=2)
         depth = torch.cat([place.expand(anchor.shape[0], -1), *ahead], dim=1)

@@ -126,7 +126,10 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def card(record: dict[str, Any]) -> str:
-    best, target = record["best"], record["target"]
+    best, target, asked = record["best"], record["target"], record["settings"]["steps"]
+    steps = (
+        f"{record['step']} steps" if asked in (None, record["step"]) else f"{record['step']} of the {asked} steps asked for"
+    )
     figure = (record.get("stored") or best)["tokens_per_round"]
     lines = [
         f"# A drafter for {target['name']}: {record['method']}",
@@ -134,7 +137,7 @@ def card(record: dict[str, Any]) -> str:
         f"It guesses tokens ahead for {target['name']}, which checks every guess: the text does not change, only the speed.",
         "Use it with Foreword, on that model alone.",
         "",
-        f"Trained on {record['tokens']:,} tokens in {record['step']} steps; these are the weights of step {best['step']}, "
+        f"Trained on {record['tokens']:,} tokens in {steps}; these are the weights of step {best['step']}, "
         f"the best by tokens per round on prompts kept apart (greedy, at most {record['settings']['rows']} rows a pass): "
         f"**{figure:.2f}**.",
         "",

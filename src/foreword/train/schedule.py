@@ -11,9 +11,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from foreword.errors import InputError
 
+SHAPES = 64  # on CUDA texts are padded to a multiple of this: attention is planned there for every length that is new
 POOL = 64  # batches whose texts are sorted by length together: little padding, and still an order at random
 
 
@@ -103,11 +105,18 @@ class Order:
         return batches[torch.randperm(self.per_epoch, generator=generator)]
 
 
+def length_on(device: torch.device, length: int, most: int) -> int:
+    """That texts have which are read together there, the longest of them having `length`."""
+    return min(-(-length // SHAPES) * SHAPES, most) if device.type == "cuda" else length
+
+
 def padded(texts: Texts, indices: list[int], max_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """tokens [b, n] on the device and mask [b, n] on the host, of some texts cut to `max_length`; behind a text's end 0."""
     rows = [texts[index] for index in indices]
     rows = [(tokens[:max_length].long(), mask[:max_length].bool()) for tokens, mask in rows]
     tokens, mask = (torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True))
+    more = length_on(device, tokens.shape[1], max_length) - tokens.shape[1]
+    tokens, mask = (functional.pad(part, (0, more)) for part in (tokens, mask))
     if device.type == "cuda":  # from pinned memory a copy does not wait for what the device is doing
         tokens = tokens.pin_memory().to(device, non_blocking=True)
     return tokens, mask

@@ -138,17 +138,15 @@ class Sweep:
     def _read(self, part: list[int], layer: int, steps: int, at_random: bool) -> Iterator[tuple[Anchors, Scores]]:
         tokens, mask = padded(self.texts if at_random else self.apart, part, self.settings.max_length, self.model.device)
         with computing(self.model):
-            scores = self.model.read(tokens, Needs(hidden=True, taps=(layer,)))
+            scores = self.model.read(tokens, Needs(taps=(layer,)))
             yield Anchors.of(tokens, mask, steps, self.options.anchors, at_random), scores
 
     def _asked(self, part: list[int], step: int, joins: list[Join], at_random: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Of each way: the loss, the labels' places among its guesses, and which of them count."""
         with self._read(part, joins[0].layer, step, at_random) as (anchors, scores):
-            rows = walked(joins, anchors, scores, self.model)[len(self.kept) :]
-            asked = [anchors.asked(step, one) for one in rows]
-            teacher = (
-                self.model.norm(anchors.teacher(step, scores.require_hidden())) if self.options.labels == "soft" else None
-            )
+            walk = walked(joins, anchors, scores, self.model)
+            asked = [anchors.asked(step, one) for one in walk.rows[len(self.kept) :]]
+            teacher = self.model.norm(anchors.teacher(step, walk.hidden)) if self.options.labels == "soft" else None
             found = losses(asked, self.model.head, self.model.dtype, teacher)
         return [(loss, places, one.counts) for one, (loss, places) in zip(asked, found, strict=True)]
 

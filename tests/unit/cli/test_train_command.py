@@ -138,31 +138,35 @@ def test_a_sweep_finds_layers(run: Any, tiny_model: str, data: Path, tmp_path: P
     assert shown.exit_code == 0 and f"train hidden_transfer --option layers={layers}" in shown.stdout
     assert "step 2, blind to step 1" in shown.stdout and list(record["accuracy"]) == ["1", "2", "3"]
     assert {"command", "commit", "machine"} <= set(record["run"]) and record["data"][0]["counts"]
-    assert (tmp_path / "sweep.png").exists() or "brings matplotlib" in shown.stderr
-    said = run("train", "firp", "--sweep", "--out", tmp_path, *rest, "--json", "--option", "steps=1", "--steps", 2).stdout
+    assert {"accuracy.svg", "nearness.svg", "sight.svg"} <= {file.name for file in tmp_path.iterdir()}
+    said = run(
+        "train", "hidden_transfer", "--sweep", "--out", tmp_path, *rest, "--json", "--option", "steps=1", "--steps", 2
+    ).stdout
     assert list(json.loads(said)["accuracy"]) == ["1"]
-    assert run("train", "firp", "--option", f"layers={layers}", "--out", tmp_path / "firp", *rest).exit_code == 0
-    assert read_config(tmp_path / "firp")["config"]["layers"] == record["layers"]
+    assert (
+        run("train", "hidden_transfer", "--option", f"layers={layers}", "--out", tmp_path / "drafter", *rest).exit_code == 0
+    )
+    assert read_config(tmp_path / "drafter")["config"]["layers"] == record["layers"]
 
 
 def test_the_command_that_a_sweep_names_is_taken(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
     """With the options that it was asked to try, and where there is one layer."""
     rest = ("--model", tiny_model, "--data", data, *SMALL)
     given = ("--option", "steps=1", "--option", "norm=false", "--steps", 2)
-    shown = run("train", "firp", "--sweep", "--out", tmp_path, *rest, *given)
-    said = re.search(r"foreword train firp (.*) \.\.\.", shown.stdout)
+    shown = run("train", "hidden_transfer", "--sweep", "--out", tmp_path, *rest, *given)
+    said = re.search(r"foreword train hidden_transfer (.*) \.\.\.", shown.stdout)
     assert said is not None
-    assert run("train", "firp", *said[1].split(), "--out", tmp_path / "firp", *rest).exit_code == 0
-    config = read_config(tmp_path / "firp")["config"]
+    assert run("train", "hidden_transfer", *said[1].split(), "--out", tmp_path / "drafter", *rest).exit_code == 0
+    config = read_config(tmp_path / "drafter")["config"]
     assert (config["steps"], config["norm"], len(config["layers"])) == (1, False, 1)
 
 
 @pytest.mark.parametrize(
     ("method", "changes", "reason"),
     [
-        ("medusa", (), "--sweep finds the layers of hidden_transfer and firp; medusa has none"),
-        ("firp", ("--option", "layers=1,2,3"), "layers=(1, 2, 3) is given"),
-        ("firp", ("--resume",), "leave --resume out"),
+        ("medusa", (), "--sweep finds the layers of hidden_transfer; medusa has none"),
+        ("hidden_transfer", ("--option", "layers=1,2,3"), "layers=(1, 2, 3) is given"),
+        ("hidden_transfer", ("--resume",), "leave --resume out"),
     ],
 )
 def test_what_cannot_be_swept(
@@ -174,7 +178,7 @@ def test_what_cannot_be_swept(
 
 def test_one_process_sweeps(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    shown = run("train", "firp", "--sweep", "--data", tmp_path, "--out", tmp_path)
+    shown = run("train", "hidden_transfer", "--sweep", "--data", tmp_path, "--out", tmp_path)
     assert shown.exit_code == 2 and "start it without accelerate launch" in shown.stderr
 
 
@@ -185,6 +189,7 @@ def test_methods_that_are_not_trained(run: Any, tiny_model: str, data: Path, tmp
         ("medsua", "did you mean 'medusa'"),
         ("gsd", "gsd takes the drafters of draft_model; train that one"),
         ("amusd", "amusd takes the drafters of draft_model; train that one"),
+        ("firp", "firp takes the drafters of hidden_transfer; train that one"),
     ):
         shown = run("train", method, *rest)
         assert shown.exit_code == 2 and reason in shown.stderr

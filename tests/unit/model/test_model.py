@@ -170,6 +170,24 @@ def test_what_is_not_asked_for_is_empty() -> None:
     assert scores.logits is None and scores.hidden is None and scores.taps == {} and scores.grafted is None
 
 
+def test_texts_are_read_no_further_than_is_asked() -> None:
+    model, tokens, walked = target(), torch.tensor([TEXT]), []
+    hooks = [layer.register_forward_hook(lambda *_: walked.append(1)) for layer in model.layer_stack.layers]
+    for needs, layers in (
+        (Needs(taps=(1, 3)), 3),
+        (Needs(hidden=True, taps=(1, 3)), 4),
+        (Needs(logits=True), 4),
+        (Needs(), 0),
+    ):
+        walked.clear()
+        scores = model.read(tokens, needs)
+        assert len(walked) == layers and (scores.hidden is None) is not needs.hidden
+        for layer, rows in scores.taps.items():
+            close(rows[0], own_hidden(model.hf, TEXT)[layer])
+    for hook in hooks:
+        hook.remove()
+
+
 @every_family
 def test_embed_is_the_model_s_own(family: str) -> None:
     model = target(family)

@@ -22,7 +22,8 @@ from foreword.results import Stats
 from foreword.train import loop
 from foreword.train.evaluate import trials_of
 from foreword.train.loop import Training
-from foreword.train.schedule import Order, Settings
+from foreword.train.record import card
+from foreword.train.schedule import Order, Settings, length_on, padded
 
 QUICK = dict(batch=8, at_once=4, steps=12, evaluate_every=6, checkpoint_every=4, warm_up=2, learning_rate=0.02)
 QUICK |= dict(new_tokens=8, max_length=64, texts_apart=8)
@@ -64,6 +65,9 @@ def test_it_learns_and_leaves_a_drafter(model: Model, texts: TextList, tmp_path:
     assert [one["step"] for one in record["history"]] == [80, 160]
     assert record["best"]["tokens_per_round"] == max(one["tokens_per_round"] for one in record["history"])
     assert f"**{record['stored']['tokens_per_round']:.2f}**" in (tmp_path / "README.md").read_text()
+    cut = record | {"step": record["step"] - 1}
+    assert f" in {record['step']} steps;" in card(record)
+    assert f" in {cut['step']} of the {record['step']} steps asked for;" in card(cut)
 
 
 def test_a_run_that_was_cut_is_the_run_that_was_not(model: Model, texts: TextList, tmp_path: Path) -> None:
@@ -159,6 +163,16 @@ def test_an_epoch_reads_every_text_once_in_an_order_of_its_own() -> None:
     assert order.steps == 12
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(24)) and first != second
     assert Order(torch.arange(24) + 5, settings).texts(7) == second[1]
+
+
+def test_lengths_repeat_where_new_ones_cost() -> None:
+    """On CUDA, in steps and never above what is read at most; on the CPU texts are as long as the longest."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [length_on(cuda, length, 640) for length in (1, 64, 65, 630, 640)] == [64, 64, 128, 640, 640]
+    assert length_on(cuda, 90, 100) == 100 and length_on(cpu, 65, 640) == 65
+    texts = TextList([(torch.arange(1, length), torch.ones(length - 1).bool()) for length in (4, 70, 9)])
+    tokens, mask = padded(texts, [0, 2], 640, cpu)
+    assert tokens.shape == mask.shape == (2, 8) and tokens[0].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
 
 
 def test_the_rate_rises_and_falls() -> None:

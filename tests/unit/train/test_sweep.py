@@ -13,7 +13,6 @@ from foreword.core.needs import Needs
 from foreword.core.transfer import Anchors, Transfer, right_by_rank
 from foreword.errors import InputError, NumericsError
 from foreword.model.model import Model
-from foreword.train.figures import draw
 from foreword.train.schedule import Settings, padded
 from foreword.train.sweep import Sweep, layers_tried
 
@@ -51,7 +50,7 @@ def test_its_figures_are_those_of_the_matrices(source: Any) -> None:
     assert said[0] == ("step 1, 4 ways", 1, 12) and said[-1][1:] == (12, 12)
     options = replace(sweep.options, layers=tuple(layers))
     tokens, mask = padded(sweep.apart, list(range(10)), 24, model.device)
-    scores = model.read(tokens, Needs(hidden=True, taps=tuple(layers)))
+    scores = model.read(tokens, Needs(taps=tuple(layers)))
     rates = right_by_rank(nn.ModuleList(sweep.kept), options, tokens, mask, scores, model)
     for step, layer in enumerate(layers, start=1):
         best = found["accuracy"][step][layer]
@@ -101,9 +100,3 @@ def test_what_cannot_be_swept() -> None:
     settings = Settings(steps=2, batch=4, max_length=24, learning_rate=1e38, warm_up=0)
     with pytest.raises(NumericsError, match="step 1 .* lower learning rate than 1e"):
         Sweep(model, Transfer(steps=1), texts(8, 0), texts(2, 1), settings, lambda *_: None).run()
-
-
-def test_a_picture_of_it(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
-    _, found = swept(target(dtype=torch.float32), steps=2, learning=1)
-    assert draw(found, tmp_path / "sweep.png") and (tmp_path / "sweep.png").stat().st_size > 20_000

@@ -7,6 +7,7 @@ that is asked for, for the kernels. What comes out has to be equal, not close.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.guesser import unread
 from foreword.model.stack import Rows
+
+if TYPE_CHECKING:
+    from foreword.kernels.tiles import Tiles
 
 TOKENS = 6  # ids, so few that guesses meet what is chosen
 FIELDS = ("tokens", "count", "drafted", "ended", "broken")
@@ -293,7 +297,7 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
     torch.testing.assert_close(found.cpu(), exact.to(dtype))
 
 
-def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
+def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtype, tiles: Tiles | None = None) -> None:
     """Against torch in double precision, with the same rounded weights; one row of these is 0."""
     from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415
 
@@ -303,9 +307,28 @@ def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtyp
     codes, scales = in_eight_bits(weight)
     bias = torch.randn(columns, generator=generator).to(dtype) if rows % 2 else None
     given_on = (None if part is None else part.to(device) for part in (given, codes, scales, bias))
-    found = coarse_linear(*given_on)
+    found = coarse_linear(*given_on, tiles=tiles)
     exact = given.double() @ (codes.double() * scales.double()).t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
+
+
+def check_glue(device: str, count: int, columns: int, dtype: torch.dtype) -> None:
+    """Against torch in double precision, rounded where the kernels round."""
+    from foreword.kernels.glue import added_and_normed, gated, normed  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(columns)
+    rows, added, weight = (torch.randn(count, columns, generator=generator).to(dtype) for _ in range(3))
+    norm = weight[0].contiguous().to(device), 1e-3
+
+    def exact(some: Tensor) -> Tensor:
+        return functional.rms_norm(some.double(), (columns,), weight[0].double(), 1e-3).to(dtype)
+
+    torch.testing.assert_close(normed(rows.to(device), norm).cpu(), exact(rows))
+    total, ready = added_and_normed(rows.to(device), added.to(device), norm)
+    torch.testing.assert_close(total.cpu(), (rows.double() + added.double()).to(dtype))
+    torch.testing.assert_close(ready.cpu(), exact(total.cpu()))
+    both = torch.cat([8 * rows, added], dim=1)
+    torch.testing.assert_close(gated(both.to(device)).cpu(), (functional.silu(8 * rows.double()) * added.double()).to(dtype))
 
 
 def check_standing(seed: int, device: str, count: int, scratch: int, shared: bool) -> None:

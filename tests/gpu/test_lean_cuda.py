@@ -15,6 +15,7 @@ from foreword.core.state import Lanes
 from foreword.engine.engine import Engine
 from foreword.engine.graph import FEWEST_ROWS
 from foreword.engine.request import Request
+from foreword.model import lean_cuda
 from foreword.model.lean_cuda import CudaLayer
 from foreword.model.model import Model
 from foreword.model.pack import fuse
@@ -64,7 +65,12 @@ def answers(hf: PreTrainedModel, dtype: torch.dtype, lean: bool) -> list[torch.T
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_lean_layers_are_as_exact_as_those_of_transformers(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("large", [False, True], ids=["", "as if large"])
+def test_lean_layers_are_as_exact_as_those_of_transformers(
+    name: str, dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        monkeypatch.setattr(lean_cuda, "LARGE", 0)
     hf = MODELS[name]()
     exact, stock, lean = answers(hf, torch.float64, False), answers(hf, dtype, False), answers(hf, dtype, True)
     for truth, one, other in zip(exact, stock, lean, strict=True):

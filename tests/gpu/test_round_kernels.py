@@ -12,6 +12,7 @@ from rounds import (
     check_catch_up,
     check_coarse,
     check_fit,
+    check_glue,
     check_grow,
     check_hang,
     check_keep,
@@ -105,6 +106,12 @@ def test_a_state_sees_a_token(heads: int, width: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(("rows", "columns", "k"), [(1, 1, 16), (8, 49152, 576), (33, 1000, 4608), (5, 130, 1000)])
 def test_rows_times_eight_bits(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
     check_coarse("cuda", rows, columns, k, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("count", "columns"), [(1, 1), (3, 48), (64, 4608)])
+def test_norms_residuals_and_gates(count: int, columns: int, dtype: torch.dtype) -> None:
+    check_glue("cuda", count, columns, dtype)
 
 
 @pytest.mark.parametrize("shared", [False, True])

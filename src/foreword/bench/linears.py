@@ -144,8 +144,12 @@ def grid(product: Product, rows: int) -> list[Tiles]:
 
 def _coarse(product: Product) -> Iterator[Tiles]:
     widths = (64, 128) if product.n >= 2**14 else (16, 32, 64)
-    for width, (depth, warps, stages) in cartesian(widths, ((64, 4, 6), (128, 2, 5), (128, 4, 5), (128, 8, 5), (256, 4, 4))):
+    ways = ((64, 4, 6), (128, 2, 5), (128, 4, 5), (128, 8, 5), (256, 4, 4))
+    shares = (2, 3, 4) if product.n * product.k > 2**22 and product.n < 2**14 else ()
+    for width, (depth, warps, stages) in cartesian(widths, ways):
         yield Tiles(16, width, depth, warps, stages)
+        if width == max(widths):
+            yield from (Tiles(16, width, depth, warps, stages, splits) for splits in shares)
 
 
 def _one_by_one(product: Product) -> Iterator[Tiles]:

@@ -69,6 +69,15 @@ TUNED: dict[tuple[int, int, int, Kind], Tiles] = {
     (1, 4096, 14336, "plain"): Tiles(1, 16, 512, warps=8, stages=1),
     (16, 4096, 14336, "plain"): Tiles(16, 64, 128, warps=4, stages=5, splits=4),
     (64, 4096, 14336, "plain"): Tiles(64, 32, 128, warps=4, stages=6),
+    (1, 7680, 4608, "turned"): Tiles(1, 8, 512, warps=8, stages=1),
+    (1, 4608, 4608, "plain"): Tiles(1, 16, 512, warps=4, stages=1),
+    (1, 12288, 4608, "gated"): Tiles(1, 8, 1024, warps=4, stages=3),
+    (1, 4608, 12288, "plain"): Tiles(1, 8, 1024, warps=8, stages=1),
+    (16, 49152, 576, "coarse"): Tiles(32, 128, 128, warps=8, stages=5),
+    (16, 1152, 576, "coarse"): Tiles(32, 32, 128, warps=4, stages=5),
+    (16, 576, 576, "coarse"): Tiles(32, 16, 128, warps=4, stages=5),
+    (16, 576, 1152, "coarse"): Tiles(32, 16, 128, warps=2, stages=5),
+    (16, 49152, 4608, "coarse"): Tiles(32, 64, 256, warps=4, stages=4),
 }
 
 
@@ -97,8 +106,13 @@ def _tiles_for_one(n: int, k: int, kind: Kind) -> Tiles:
 
 
 def _tiles_for_coarse(n: int, k: int) -> Tiles:
-    """One way for all rows: wide programs for a vocabulary, many narrow ones for anything smaller."""
-    return Tiles(32, 128 if n >= 2**14 else 16, 128 if k >= 1024 else 64, warps=4, stages=5)
+    """One way for all rows: wide programs for a vocabulary, many narrow ones for a small weight, and for a large one so many
+    shares of its sums that every multiprocessor has something to read."""
+    if n >= 2**14:
+        return Tiles(32, 64 if k >= 1024 else 128, 256 if k >= 1024 else 128, warps=4, stages=4)
+    if n * k <= 2**22:
+        return Tiles(32, 16, 128, warps=4, stages=5)
+    return Tiles(32, 64, 256, warps=4, stages=4, splits=max(1, min(4, PROGRAMS // triton.cdiv(n, 64), k // 1024)))
 
 
 def _tiles_for_few(bucket: int, n: int, k: int, kind: Kind) -> Tiles:

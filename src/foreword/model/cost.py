@@ -119,11 +119,10 @@ class Tries:
         return sum(map(median, self.seconds)) <= 1.3 * sum(map(min, self.seconds))
 
     def curve(self) -> CostCurve:
-        """The quickest of each: whatever else the machine does can only add time. More rows never cost less than fewer,
-        nor more than passes of one row each."""
-        best = [min(tries) for tries in self.seconds]
-        bounded = [min(time, rows * best[0]) for rows, time in zip(self.rows, best, strict=True)]
-        return CostCurve(self.rows, tuple(accumulate(bounded, max)))
+        """The quickest of each: whatever else the machine does can only add time. Fewer rows never cost more than more of
+        them, which could take their place; nor do many cost more than passes of one row each."""
+        best = [*accumulate((min(tries) for tries in reversed(self.seconds)), min)][::-1]
+        return CostCurve(self.rows, tuple(min(time, rows * best[0]) for rows, time in zip(self.rows, best, strict=True)))
 
 
 @torch.inference_mode()

@@ -5,7 +5,8 @@ products and attention, and what lies before and behind a product is part of it:
 rotation and the way into the cache (kernels/qkv.py; heads with norms of their own have a kernel for it, kernels/rotary.py).
 A product that ends in the residual stream hands on what the next norm needs, from layer to layer too: it is used if the next
 layer is given that very tensor, and not where rows were joined to it or a layer in between was left out.
-A pass of many rows, such as a prompt's, is bound by arithmetic and goes through torch's own products.
+A pass of many rows, such as a prompt's, is bound by arithmetic and goes through torch's own products. So do a few rows of a
+layer that is large: reading it takes so long that a launch more is no matter, and torch's products read it faster.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from foreword.kernels.linear import Handed
 
 FEW_ROWS = 128
+LARGE = 2**26  # numbers in a layer's weights; its products then take 30 microseconds and more
 
 Norm = tuple[Tensor, float]
 
@@ -32,17 +34,20 @@ class CudaLayer:
 
     def __init__(self, layer: Any, after: CudaLayer | None) -> None:
         """`after` is the layer that comes next."""
-        from foreword.kernels.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415  Triton comes with CUDA
+        from foreword.kernels import glue  # noqa: PLC0415  Triton comes with CUDA
+        from foreword.kernels.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415
         from foreword.kernels.qkv import linear_turn_and_store  # noqa: PLC0415
         from foreword.kernels.rotary import turn_and_store  # noqa: PLC0415
 
-        self.few_rows_linear, self.linear_and_hand_on = few_rows_linear, linear_and_hand_on
+        self.glue, self.few_rows_linear, self.linear_and_hand_on = glue, few_rows_linear, linear_and_hand_on
         self.linear_turn_and_store, self.turn_and_store = linear_turn_and_store, turn_and_store
         attention, mlp = layer.self_attn, layer.mlp
         self.scaling: float = attention.scaling
         self.qkv: Any = joint(attention, FUSED[0])
         self.gate_up: Any = joint(mlp, FUSED[1])
         self.out, self.down = attention.o_proj, mlp.down_proj
+        products: tuple[Any, ...] = self.qkv, self.gate_up, self.out, self.down
+        self.large = sum(product.weight.numel() for product in products) >= LARGE
         self.width: int = attention.head_dim
         self.heads = self.out.weight.shape[1] // self.width
         self.before_attention, self.before_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
@@ -53,8 +58,10 @@ class CudaLayer:
 
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         """Rows [b, n, H] through the layer; keys and values of the rows land in the view's cache."""
-        few = hidden.shape[0] * hidden.shape[1] <= FEW_ROWS
-        return self._few(hidden, positions, view) if few else self._many(hidden, positions, view)
+        rows = hidden.shape[0] * hidden.shape[1]
+        if rows > FEW_ROWS:
+            return self._many(hidden, positions, view)
+        return self._large(hidden, positions, view) if self.large and rows > 1 else self._few(hidden, positions, view)
 
     def _few(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
@@ -75,6 +82,16 @@ class CudaLayer:
             return self.linear_turn_and_store(hidden, weight, bias, norm, *positions, *_goal(view), handed=handed)
         qkv = self.few_rows_linear(hidden, weight, bias, norm=norm, handed=handed)
         return self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
+
+    def _large(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
+        glue, shape, rows = self.glue, hidden.shape, hidden.flatten(0, 1).contiguous()
+        qkv = linear(glue.normed(rows, self.before_attention), self.qkv.weight, self.qkv.bias).view(*shape[:2], -1)
+        query = self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
+        mixed = attend_by_kernel(query, view, self.scaling).flatten(2).flatten(0, 1)
+        rows, ready = glue.added_and_normed(rows, linear(mixed, self.out.weight, self.out.bias), self.before_mlp)
+        gated = glue.gated(linear(ready, self.gate_up.weight, self.gate_up.bias))
+        rows.addmm_(gated, self.down.weight.t())  # rows that nobody else has seen
+        return (rows if self.down.bias is None else rows + self.down.bias).view(shape)
 
     def _many(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         qkv = many_rows_linear(hidden, self.qkv.weight, self.qkv.bias, norm=self.before_attention)

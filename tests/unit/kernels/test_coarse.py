@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from foreword.kernels.tiles import Tiles
 from rounds import check_coarse
 
 
@@ -12,3 +13,8 @@ from rounds import check_coarse
 @pytest.mark.parametrize(("rows", "columns", "k"), [(1, 1, 16), (8, 300, 72), (33, 128, 200), (5, 130, 1024)])
 def test_rows_times_eight_bits(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
     check_coarse("cpu", rows, columns, k, dtype)
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_sums_that_are_shared(splits: int) -> None:
+    check_coarse("cpu", 3, 130, 200, torch.float32, Tiles(16, 32, 32, warps=4, stages=2, splits=splits))

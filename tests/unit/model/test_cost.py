@@ -35,7 +35,7 @@ def test_a_curve_of_one_point() -> None:
 
 def test_a_measured_curve_never_falls() -> None:
     curve = Tries((1, 2, 4, 8), [[3.0, 2.0], [1.5, 9.0], [5.0, 5.5], [99.0, 17.0]]).curve()
-    assert curve == CostCurve((1, 2, 4, 8), (2.0, 2.0, 5.0, 16.0))
+    assert curve == CostCurve((1, 2, 4, 8), (1.5, 1.5, 5.0, 12.0))
 
 
 def test_a_busy_machine_is_noticed() -> None:

@@ -17,7 +17,7 @@ from foreword.core.needs import Graft, Join, Needs, Skip
 from foreword.core.state import Lanes
 from foreword.kernels import linear as kernel
 from foreword.kernels.linear import few_rows_linear
-from foreword.model import lean
+from foreword.model import lean, lean_cuda
 from foreword.model.cache import look
 from foreword.model.lean_cpu import CpuLayer
 from foreword.model.lean_cuda import CudaLayer, many_rows_linear
@@ -31,13 +31,16 @@ BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attent
 CASES = {
     **{family: (family, pack, CpuLayer) for family in LEAN},
     **{f"{family} for CUDA": (family, fuse, CudaLayer) for family in ("mistral", "qwen3")},
+    **{f"{family} for CUDA, large": (family, fuse, CudaLayer) for family in ("llama", "qwen3")},
 }
 
 
 @pytest.fixture(params=CASES)
-def models(request: pytest.FixtureRequest) -> tuple[Model, Model]:
+def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Model]:
     """The same weights as transformers has them, and rebuilt."""
     family, rebuild, kind = CASES[request.param]
+    if request.param.endswith("large"):
+        monkeypatch.setattr(lean_cuda, "LARGE", 0)
     stock = fresh(family, torch.float32, **BIASED.get(family, {}), head_dim=16)
     rebuilt = copy.deepcopy(stock)
     rebuild(rebuilt)

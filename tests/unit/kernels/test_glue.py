@@ -1,0 +1,14 @@
+"""What stands between a library's products, by kernels, against torch's own, in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rounds import check_glue
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("count", "columns"), [(1, 1), (3, 48), (2, 1500)])
+def test_norms_residuals_and_gates(count: int, columns: int, dtype: torch.dtype) -> None:
+    check_glue("cpu", count, columns, dtype)

@@ -17,7 +17,8 @@ from torch import Tensor
 @cache
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Fixed numbers as a tensor, sent to the device once and kept: captured rounds read them where they lie."""
-    return torch.tensor(numbers, dtype=torch.long, device=device)
+    with torch.inference_mode(False):  # whoever asks first: one born in inference mode would be of no use to others
+        return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.transfer import Source, Transfer, ahead, behind, learn, right_by_rank
-from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
+from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, greedy_paths, likeliest, promise
 from foreword.errors import InputError
 
 Carry = Literal["likely", "all"]
@@ -145,7 +145,7 @@ class HiddenTransfer(Drafter):
             return Draft.nothing(state.root)
         logits = self.target.rough_head(self.target.norm(self.states[state.slots]))
         tokens, chances = guesses(logits, state.ahead(self.number), state.sampling, self.paths.branch)
-        return self.paths.draft(state.root, tokens, chances, self.have[state.slots], self.shape.nodes)
+        return self.paths.draft(state, tokens, chances, self.have[state.slots], self.shape.nodes)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         if not self.shape.depth:
@@ -183,10 +183,11 @@ class Candidates:
         table = torch.tensor([[*row, *[0.0] * (branch - len(row))] for row in rates], device=device).view(1, -1)
         self.usual = table.clamp(min=1e-9).log()
 
-    def draft(self, root: Tensor, tokens: Tensor, chances: Tensor, have: Tensor, nodes: int) -> Draft:
+    def draft(self, state: State, tokens: Tensor, chances: Tensor, have: Tensor, nodes: int) -> Draft:
         """Of guesses and log-chances [b, steps, branch], of which sequences `have` [b] steps."""
+        root = state.root
         likely = chances.flatten(1) if self.kind == "best" else self.usual.expand(root.shape[0], -1)
         whole = functional.pad(likely, (0, 1))[:, self.ways].sum(-1)  # [b, C]
         reached = (self.length <= have.unsqueeze(1)) & (whole == whole)
         drafted = torch.cat([root.unsqueeze(1), tokens.flatten(1)[:, self.last]], dim=1)
-        return choose(drafted, self.parent, whole.masked_fill(~reached, -math.inf), nodes)
+        return likeliest(state, drafted, self.parent, whole.masked_fill(~reached, -math.inf), nodes)

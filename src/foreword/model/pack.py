@@ -140,7 +140,13 @@ def pack(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(*_weights([child]), keep_stock))
-            elif type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
+    _fuse_norms(model)
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    for module in _parents(model):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
                 setattr(module, name, FusedRMSNorm(child))
 
 
@@ -154,6 +160,7 @@ def fuse(model: nn.Module) -> None:
         for names in FUSED:
             if all(type(getattr(module, name, None)) is nn.Linear for name in names):
                 _replace(module, names, JointLinear)
+    _fuse_norms(model)
 
 
 def lay_together(model: nn.Module) -> None:

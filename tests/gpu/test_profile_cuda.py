@@ -31,6 +31,10 @@ def test_every_section(graph: bool, dtype: str, monkeypatch: pytest.MonkeyPatch,
         assert 0 < one["share"] < 1.5 and one["ms"] > 0
     for one in found["rounds"]:
         assert one["device_ms"] > 0 and 0 <= one["host_share"] < 1 and one["prefill_ms"] >= 0
+        assert (one["kernels"] is None) != graph
+        if graph:
+            starts = [kernel["at_us"] for kernel in one["kernels"]]
+            assert len(starts) > 20 and starts[0] == 0 and starts == sorted(starts)
     for one in found["parts"]:
         for group in ("products", "head", "attention", "sampling and accept"):
             assert one["groups"][group]["ms"] > 0

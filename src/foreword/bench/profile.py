@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from foreword.api import LLM
 from foreword.bench.parts import busy_ms, parts_of_pass
+from foreword.bench.parts import kernels as seen_on_gpu
 from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds, replayed
 from foreword.bench.report import cpu_name
 from foreword.engine.engine import Engine
@@ -37,6 +38,7 @@ PARTS_ROWS = (1, 64)
 WARM_UP_TEXTS = 2  # a bucket of rounds that a text meets once only is captured by the second
 WARM_UP_ROUNDS = 2
 PROFILED_ROUNDS = 8
+TRACED_ROUNDS = 4  # of which the last is shown
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class Subject:
     engine: Callable[[str], Engine]
 
     @staticmethod
-    def of(llm: LLM) -> Subject:
-        return Subject(llm.model, lambda method: llm.use(method).engine)
+    def of(llm: LLM, rows: int | None = None) -> Subject:
+        """`rows`: at most so many candidates in a round; None: as many as pay."""
+        return Subject(llm.model, lambda method: llm.use(method, rows).engine)
 
 
 def drawn(
@@ -78,6 +81,7 @@ def drawn(
     max_context: int | None = None,
     compile: bool = True,
     graph: bool = True,
+    rows: int | None = None,
 ) -> Subject:
     """A model of known shapes with random weights; the options are those of `foreword.load`."""
     if threads is not None:
@@ -87,7 +91,7 @@ def drawn(
     model = Model(hf, f"random weights of {shape} shapes")
 
     def engine(method: str) -> Engine:
-        _, drafter = Wanted.of(method).on(model)
+        _, drafter = Wanted.of(method, rows=rows).on(model)
         return Engine(model, drafter, slots, max_context, graph=graph)
 
     return Subject(model, engine)
@@ -172,6 +176,7 @@ class Profile:
         wall, per_round = writing.wall()
         first = writing.first_token()
         device = writing.device_ms(self.repeats) if self.device.type == "cuda" else None
+        kernels = writing.kernels() if self.device.type == "cuda" else None
         return {
             "texts": engine.slots.count,
             "context": writing.context,
@@ -179,6 +184,7 @@ class Profile:
             "device_ms": device,
             "host_share": None if device is None else max(1 - device / wall, 0.0),
             "tokens_per_round": per_round,
+            "kernels": kernels,
             "first_token_ms": first,
             "prefill_ms": max(first - wall, 0.0),
         }
@@ -263,6 +269,26 @@ class Writing:
                     rounds += 1
                 settle(self.device)
         return busy_ms(session) / max(rounds, 1)
+
+    def kernels(self) -> list[dict[str, Any]] | None:
+        """Those of a captured round in their order, with when each started: one may start before the one ahead has ended."""
+        with self.under_way() as runs:
+            captured = self._captured(runs)
+            if captured is None:
+                return None
+            captured.replay()
+            settle(self.device)
+            with profile(activities=[ProfilerActivity.CUDA]) as session:
+                for _ in range(TRACED_ROUNDS):
+                    captured.replay()
+                settle(self.device)
+        found = seen_on_gpu(session)
+        last = found[-(len(found) // TRACED_ROUNDS) :]
+        times = [one.time_range for one in last]
+        return [
+            {"at_us": round(time.start - times[0].start, 1), "us": round(time.elapsed_us(), 1), "name": one.name[:100]}
+            for one, time in zip(last, times, strict=True)
+        ]
 
     def _captured(self, runs: list[Running]) -> torch.cuda.CUDAGraph | None:
         """The graph that the next round would replay. Running it again and again writes on, as rounds do."""

@@ -55,6 +55,10 @@ def profile(
     methods: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Methods whose rounds are timed{NAMES_HELP}")
     ] = "plain,token_recycling",
+    candidates: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="At most so many candidates in those rounds. Default: as many as pay."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts side by side in those rounds.")] = 1,
     context: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the prompt before those rounds.")] = 512,
     tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens written in those rounds.")] = 96,
@@ -84,14 +88,15 @@ def profile(
     sizes, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
     if grow and (shapes or cold):
         raise typer.BadParameter("a grown model is loaded here: leave out --shapes and --cold", param_hint="--grow")
-    with _subject(model, shapes, batch, grow) as (subject, grown):
+    with _subject(model, shapes, batch, grow, candidates) as (subject, grown):
         from foreword.bench.profile import Profile, Settings, failures  # noqa: PLC0415  imports torch
         from foreword.bench.report import facts  # noqa: PLC0415  imports torch
 
         names = and_shipped(methods, names, subject.model)
         settings = Settings(sizes, lengths, tuple(names), context, tokens)
         settings = settings.quick() if quick else settings
-        about = facts(subject.model.device, model=subject.model.name, settings={**asdict(settings), "batch": batch}, **grown)
+        asked = {**asdict(settings), "batch": batch, "candidates": candidates}
+        about = facts(subject.model.device, model=subject.model.name, settings=asked, **grown)
         sections = Profile(subject, settings).sections
         if cold:
             sections["cold start"] = _cold(model, shapes, names[-1])
@@ -106,20 +111,20 @@ def profile(
 
 @contextmanager
 def _subject(
-    model: ModelOptions, shapes: Shapes | None, batch: int, grow: str | None
+    model: ModelOptions, shapes: Shapes | None, batch: int, grow: str | None, candidates: int | None
 ) -> Iterator[tuple[Subject, dict[str, Any]]]:
     if shapes is None:
         with loaded(model, grow, batch, asked_prompts(None, None, None)) as (llm, grown):
             from foreword.bench.profile import Subject  # noqa: PLC0415  imports torch
 
-            yield Subject.of(llm), grown
+            yield Subject.of(llm, candidates), grown
         return
     if model.model is not None:
         raise typer.BadParameter("random weights take the place of a model: leave out --model", param_hint="--shapes")
     with waiting(f"drawing random weights of {shapes} shapes"):
         from foreword.bench.profile import drawn  # noqa: PLC0415  imports torch
 
-        subject = drawn(shapes, batch, **model.where())
+        subject = drawn(shapes, batch, rows=candidates, **model.where())
     yield subject, {}
 
 
@@ -195,7 +200,7 @@ def _pass_figures(one: dict[str, Any]) -> list[str]:
 
 def _rounds(found: list[dict[str, Any]]) -> list[Table]:
     texts, context = (next((one[key] for one in found if key in one), "?") for key in ("texts", "context"))
-    heads = ("method", "ms a round", "device ms", "host share", "tokens a round", "prompt ms")
+    heads = ("method", "ms a round", "device ms", "kernels", "host share", "tokens a round", "prompt ms")
     table = _table(f"a round, {texts} text(s) after {context} tokens", *heads)
     for one in found:
         table.add_row(one["method"], *_unless_failed(one, _round_figures))
@@ -204,7 +209,8 @@ def _rounds(found: list[dict[str, Any]]) -> list[Table]:
 
 def _round_figures(one: dict[str, Any]) -> list[str]:
     device = "-" if one["device_ms"] is None else f"{one['device_ms']:.3f}"
-    figures = [f"{one['wall_ms']:.3f}", device, _percent(one["host_share"])]
+    kernels = "-" if one["kernels"] is None else str(len(one["kernels"]))
+    figures = [f"{one['wall_ms']:.3f}", device, kernels, _percent(one["host_share"])]
     return [*figures, f"{one['tokens_per_round']:.2f}", f"{one['prefill_ms']:.2f}"]
 
 

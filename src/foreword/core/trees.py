@@ -146,8 +146,8 @@ class FixedRows:
     a large batch rows are dear, and in the end none of them pays.
     """
 
-    def __init__(self, target: Target, most: Shape, bend: float = TRAINED_BEND) -> None:
-        self.target, self.most, self.bend = target, most, bend
+    def __init__(self, target: Target, most: Shape, bend: float = TRAINED_BEND, guessing: float = GUESSING) -> None:
+        self.target, self.most, self.bend, self.guessing = target, most, bend, guessing
         self._known: dict[int, Shape] = {}
 
     def shape(self, batch: int) -> Shape:
@@ -160,7 +160,9 @@ class FixedRows:
     def _speed(self, batch: int, rows: int) -> float:
         if rows == 1:
             return 1 / self.target.cost(batch)
-        return (1 + USUAL_GAIN * share_of_gain(rows, MOST_NODES, self.bend)) / (self.target.cost(batch * rows) + GUESSING)
+        return (1 + USUAL_GAIN * share_of_gain(rows, MOST_NODES, self.bend)) / (
+            self.target.cost(batch * rows) + self.guessing
+        )
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:

@@ -196,8 +196,8 @@ def likeliest(state: State, tokens: Tensor, parent: Tensor, chance: Tensor, node
         return choose(tokens, parent, chance, nodes)
     from foreword.kernels.growth import likeliest_nodes  # noqa: PLC0415  Triton is there only where CUDA is
 
-    rows = (part.contiguous() for part in (tokens, parent.expand_as(tokens), chance))
-    chosen, above, size = likeliest_nodes(state, *rows, nodes)
+    parent, chance = parent.expand_as(tokens).contiguous(), chance.contiguous()
+    chosen, above, size = likeliest_nodes(state, tokens.contiguous(), parent, chance, nodes)
     return Draft(chosen, Tree(above), size)
 
 

@@ -51,7 +51,7 @@ def load(
     is; None is the one that ships for this model. `rows`: at most so many rows in a pass; None is what pays on this
     machine. `slots`: texts written at a time. `max_context`: tokens a text may have, prompt included; None is what the
     model was trained for, at most 4096. `compile`: run the layers of known families as our own kernels, on linears rebuilt
-    for it. `graph`: on CUDA, capture a round and replay it. `options` go to the method.
+    for it. `graph`: on CUDA, capture a round and replay it. `options` go to the method; in one word, "gsd:width=4".
     """
     wanted = Wanted.of(method, drafter, rows, **options)
     if threads is not None:

@@ -38,14 +38,15 @@ WHOLE_FILES = [
 # In these files only what a round calls is hot.
 ENTRIES = {
     SOURCE / "core" / "sampling.py": {"pick", "rank", "guesses"},
-    SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
+    SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried", "likeliest"},
     SOURCE / "core" / "graphs.py": {"add", "draft", "walks"},
     SOURCE / "core" / "heads.py": {"forward", "counted", "last_of", "at_one", "size_of"},
     SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
+    SOURCE / "core" / "rough.py": {"__call__"},
     SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "hanging"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "head"},
-    SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head"},
+    SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "rough_head"},
     **{SOURCE / "methods" / f"{name}.py": {"propose", "observe"} for name in METHODS if METHODS[name].load().capturable},
 }
 

@@ -13,7 +13,7 @@ from foreword.cli.console import bar, note, print_json, screen
 from foreword.cli.options import Json, MethodOptions, ModelOptions, Slots
 from foreword.errors import StorageError
 from foreword.methods import METHODS, find
-from foreword.methods.words import read_word
+from foreword.methods.words import read_word, split_words
 
 if TYPE_CHECKING:
     from foreword.model.model import Model
@@ -53,9 +53,9 @@ SHOWN = 10  # differences on the screen; all of them are in the files
 
 
 def named_methods(wanted: str) -> list[str]:
-    """Names or NAME=FOLDER, separated by commas; `all` is what needs no weights, until the model is known."""
+    """Words of methods, separated by commas; `all` is what needs no weights, until the model is known."""
     ready = [name for name, method in METHODS.items() if name != "plain" and not method.trained]
-    names = ready if wanted == "all" else [name.strip() for name in wanted.split(",")]
+    names = ready if wanted == "all" else split_words(wanted)
     for name in names:
         if find(read_word(name).name).trained or "=" in name:
             from foreword.methods.wanted import Wanted  # noqa: PLC0415  imports torch

@@ -2,8 +2,8 @@
 training, and for many rows they are what they are. What is decided never depends on them.
 
 In: linears that read the same rows. Out: what they answer, side by side. Whole numbers of eight bits with a scale a row are
-made at the first call, and again where the weights have changed since. A round is captured after it has run once: by then
-they are there.
+made at the first call, and again, where they lie, at one that finds the weights changed. A round is captured after it has
+run once: by then they are there, and they stay there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 ROUGH_ROWS = 32  # beyond, reading the weights is no longer what takes long
+AT_ONCE = 4096  # rows of a weight that are rounded together: on the way there they are several times as large
 HALF = (torch.bfloat16, torch.float16)
 
 Codes = tuple[Tensor, Tensor, Tensor | None]  # [N, K] whole numbers, [N, 1] scales, [N] bias
@@ -43,17 +44,33 @@ class Rough:
         few = rows.is_cuda and rows.dtype in HALF and rows.numel() <= ROUGH_ROWS * rows.shape[-1]
         return few and not torch.is_grad_enabled() and all(type(linear) is nn.Linear for linear in self.linears)
 
-    @torch.no_grad()
+    @torch.inference_mode(False)  # what is born in inference mode cannot be written to outside of it
+    @torch.no_grad()  # inside, since the other turns gradients on
     def codes(self) -> Codes:
         """Of all linears on top of one another."""
         linears = [linear for linear in self.linears if isinstance(linear, nn.Linear)]
         current = [_version(part) for linear in linears for part in (linear.weight, linear.bias) if part is not None]
         if self._codes is None or self._of != current:
-            weights = [in_eight_bits(linear.weight) for linear in linears]
+            weights = [in_eight_bits(part) for linear in linears for part in linear.weight.split(AT_ONCE)]
             whole, scale = (torch.cat(parts) for parts in zip(*weights, strict=True))
             biases = [_bias(linear) for linear in linears] if any(one.bias is not None for one in linears) else None
-            self._codes, self._of = (whole, scale, None if biases is None else torch.cat(biases)), current
+            self._codes = _in_place(self._codes, (whole, scale, None if biases is None else torch.cat(biases)))
+            self._of = current
         return self._codes
+
+
+def _in_place(held: Codes | None, made: Codes) -> Codes:
+    """What was made, in the place of what was held: captured rounds go on reading there."""
+    if held is None or _kinds(held) != _kinds(made):
+        return made
+    for old, new in zip(held, made, strict=True):
+        if old is not None and new is not None:
+            old.copy_(new)
+    return held
+
+
+def _kinds(codes: Codes) -> list[tuple[torch.Size, torch.dtype, torch.device] | None]:
+    return [None if part is None else (part.shape, part.dtype, part.device) for part in codes]
 
 
 def _bias(linear: nn.Linear) -> Tensor:

@@ -40,7 +40,7 @@ TreeKind = Literal["static", "best", "budget", "chain"]
 MOST_NODES = 64
 BRANCH = 10
 USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES brings
-GUESSING = 0.5  # passes over one row: what drafting itself costs, from a third (medusa) to one (clover2) on a small target
+GUESSING = 0.5  # passes over one row: what drafting itself costs, as of clover2 on a large target (docs/performance.md)
 TRAINED_BEND = 0.6  # of `share_of_gain`, as trained drafters have it: results/trees_cuda
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
@@ -196,7 +196,8 @@ def likeliest(state: State, tokens: Tensor, parent: Tensor, chance: Tensor, node
         return choose(tokens, parent, chance, nodes)
     from foreword.kernels.growth import likeliest_nodes  # noqa: PLC0415  Triton is there only where CUDA is
 
-    chosen, above, size = likeliest_nodes(state, tokens, parent.expand_as(tokens).contiguous(), chance, nodes)
+    parent, chance = parent.expand_as(tokens).contiguous(), chance.contiguous()
+    chosen, above, size = likeliest_nodes(state, tokens.contiguous(), parent, chance, nodes)
     return Draft(chosen, Tree(above), size)
 
 

@@ -24,6 +24,8 @@ from foreword.model.loading import load_weights
 from foreword.model.model import Model
 from foreword.text import Tokenizer
 
+APART = {"rows": "give it by itself (--rows)", "model": "name its folder: NAME=FOLDER"}
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -45,8 +47,8 @@ class Wanted:
         name, folder, more = read_word(method)
         if twice := sorted(more.keys() & options.keys()):
             raise InputError(f"method {method!r} says {twice[0]}, and it is given too; say it once")
-        if "rows" in more:
-            raise InputError(f"method {method!r} says rows, which is no option of a method; give it by itself (--rows)")
+        if apart := sorted(more.keys() & APART.keys()):
+            raise InputError(f"method {method!r} says {apart[0]}, which is no option of a method; {APART[apart[0]]}")
         options |= more
         if folder is not None and drafter is not None:
             raise InputError(f"method {method!r} names a drafter, and {str(drafter)!r} is given too; give one of them")

@@ -1,7 +1,7 @@
 """How a method is asked for in one word: NAME or NAME=FOLDER, and behind either its own options, as in gsd:repeat=0:width=4.
 
-In: the word, from a command line or a call. Out: its parts, with numbers, tuples, true and false read as such. Knows no
-method and imports no torch; what the parts mean is for `wanted.py` to say.
+In: the word, or several with commas between them, from a command line or a call. Out: its parts, with numbers, tuples, true
+and false read as such. Knows no method and imports no torch; what the parts mean is for `wanted.py` to say.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import re
 from typing import Any, NamedTuple
 
 _OPTION = re.compile(r":(?=[a-z_]+=)")  # a folder may have a colon in it, but hardly one before such a thing
+_BETWEEN = re.compile(r",(?=\s*[A-Za-z])")  # words: a comma before a name, and not one before a number, as in taps=8,16
 
 
 class Word(NamedTuple):
     name: str
     folder: str | None
     options: dict[str, Any]
+
+
+def split_words(text: str) -> list[str]:
+    return [word.strip() for word in _BETWEEN.split(text)]
 
 
 def read_word(text: str) -> Word:

@@ -85,7 +85,6 @@ class CudaLayer:
 
     def _large(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         glue, shape, rows = self.glue, hidden.shape, hidden.flatten(0, 1).contiguous()
-        self.handed = None  # by a pass of one row that another joined
         qkv = linear(glue.normed(rows, self.before_attention), self.qkv.weight, self.qkv.bias).view(*shape[:2], -1)
         query = self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
         mixed = attend_by_kernel(query, view, self.scaling).flatten(2).flatten(0, 1)

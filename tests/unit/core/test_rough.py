@@ -2,9 +2,11 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
+from foreword.core import rough
 from foreword.core.rough import Rough, in_eight_bits
 
 
@@ -25,17 +27,35 @@ def test_eight_bits_are_as_near_as_they_can_be() -> None:
 
 def test_codes_are_those_of_all_linears_and_follow_their_weights() -> None:
     one, two = nn.Linear(6, 3), nn.Linear(6, 4, bias=False)
-    rough = Rough(one, two)
-    first, scales, bias = rough.codes()
-    assert rough.codes()[0] is first  # nothing has changed
+    both = Rough(one, two)
+    first, scales, bias = both.codes()
+    assert both.codes()[0] is first  # nothing has changed
     assert first.shape == (7, 6) and bias is not None and torch.equal(bias[:3], one.bias) and not bias[3:].any()
     torch.testing.assert_close(first * scales, torch.cat([one.weight, two.weight]), atol=0.01, rtol=0)
     with torch.no_grad():
         two.weight.mul_(-1)
-    assert torch.equal(rough.codes()[0][3:], -first[3:])
+    before = first.clone()
+    assert torch.equal(both.codes()[0][3:], -before[3:])
+    assert both.codes()[0] is first  # where captured rounds read it
     one.weight = nn.Parameter(torch.zeros(3, 6))
-    assert not rough.codes()[0][:3].any()
+    assert not both.codes()[0][:3].any()
+    one.to(torch.bfloat16), two.to(torch.bfloat16)
+    assert both.codes()[2] is not bias  # of another kind, so it is another one
     assert Rough(two).codes()[2] is None
+
+
+def test_codes_made_in_inference_mode_follow_the_weights_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a weight is rounded a few rows at a time, to the same numbers."""
+    monkeypatch.setattr(rough, "AT_ONCE", 2)
+    linear = nn.Linear(6, 5)
+    product = Rough(linear)
+    with torch.inference_mode():
+        codes, scales, _ = product.codes()
+    assert all(map(torch.equal, (codes, scales), in_eight_bits(linear.weight)))
+    with torch.no_grad():
+        linear.weight.mul_(-1)
+    assert product.codes()[0] is codes and not scales.requires_grad
+    assert torch.equal(codes, in_eight_bits(linear.weight)[0])
 
 
 def test_a_copy_follows_the_copied_weights() -> None:

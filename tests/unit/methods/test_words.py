@@ -4,7 +4,7 @@ import pytest
 
 from foreword.errors import InputError
 from foreword.methods.wanted import Wanted
-from foreword.methods.words import read_word
+from foreword.methods.words import read_word, split_words
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,19 @@ def test_a_word_is_taken_apart(text: str, name: str, folder: str | None, options
     assert read_word(text) == (name, folder, options)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gsd", ["gsd"]),
+        ("gsd:width=4, clover=runs/a", ["gsd:width=4", "clover=runs/a"]),
+        ("clover2:taps=8,16:tree=best,medusa", ["clover2:taps=8,16:tree=best", "medusa"]),
+        ("firp:paths=[[0],[0,1]],medusa=runs/a (1),hydra", ["firp:paths=[[0],[0,1]]", "medusa=runs/a (1)", "hydra"]),
+    ],
+)
+def test_words_are_told_apart(text: str, words: list[str]) -> None:
+    assert split_words(text) == words
+
+
 def test_options_of_a_word_are_the_methods() -> None:
     assert Wanted.of("token_recycling:table=reset").options == {"table": "reset"}
     assert Wanted.of("token_recycling:table=reset", rows=8).rows == 8
@@ -32,6 +45,7 @@ def test_options_of_a_word_are_the_methods() -> None:
     [
         ("prompt_lookup:max_match=3", {"max_match": 2}, "say it once"),
         ("prompt_lookup:rows=3", {}, "--rows"),
+        ("draft_model:model=runs/a", {}, "NAME=FOLDER"),
         ("prompt_lookup:nothing=3", {}, "nothing"),
     ],
 )

@@ -42,12 +42,19 @@ class Shapes(StrEnum):
     LARGE = "7b"
 
 
+Candidates = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="At most so many candidates in those rounds. Default: as many as pay."),
+]
+Drawn = Annotated[
+    Shapes | None,
+    typer.Option(help="Random weights of these shapes in place of a model: nothing is fetched, the text is noise."),
+]
+
+
 def profile(
     model: ModelOptions,
-    shapes: Annotated[
-        Shapes | None,
-        typer.Option(help="Random weights of these shapes in place of a model: nothing is fetched, the text is noise."),
-    ] = None,
+    shapes: Drawn = None,
     rows: Annotated[str, typer.Option(metavar="N,N", help="Rows of the passes to time.")] = "1,4,16,64",
     contexts: Annotated[
         str, typer.Option(metavar="N,N", help="Tokens before those passes; cut to what the model allows.")
@@ -55,10 +62,7 @@ def profile(
     methods: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Methods whose rounds are timed{NAMES_HELP}")
     ] = "plain,token_recycling",
-    candidates: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="At most so many candidates in those rounds. Default: as many as pay."),
-    ] = None,
+    candidates: Candidates = None,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts side by side in those rounds.")] = 1,
     context: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the prompt before those rounds.")] = 512,
     tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens written in those rounds.")] = 96,

@@ -7,9 +7,6 @@ divided, and milliseconds: of the nodes alone, with what they carry, and of as m
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +17,7 @@ from torch import Tensor
 
 from foreword.api import load
 from foreword.bench.passes import Probe, milliseconds
-from foreword.bench.report import facts
+from foreword.bench.study import keep
 from foreword.core.needs import Needs
 from foreword.core.transfer import behind
 from foreword.errors import InputError
@@ -61,10 +58,7 @@ def grafts(
             times = f"{one.nodes_alone:14.3f}{one.with_carried:15.3f}{one.all_nodes:12.3f}{one.own_walk:14.3f}"
             print(f"{carry:8}{count:5}{one.nodes:7}{one.carried:9}{times}")
             found.append(asdict(one))
-    about = facts(target.device, model=target.name, dtype=str(target.dtype).removeprefix("torch."), context=context)
-    about["command"] = shlex.join(["python", "-m", "foreword.bench.grafts", *sys.argv[1:]])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"about": about, "grafts": found}, indent=1) + "\n", encoding="utf-8")
+    keep(out, "grafts", target, found, context=context)
 
 
 def cost(model: Model, folder: Path, carry: str, rows: int, context: int, repeats: int) -> Cost:

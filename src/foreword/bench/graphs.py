@@ -6,26 +6,22 @@ and rows that the small model read. Time plays no part, so many texts are writte
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
 from foreword.api import LLM, load
-from foreword.bench.report import facts
+from foreword.bench.study import first_turns, keep
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.methods.gsd import Gsd
 from foreword.methods.wanted import Wanted
 from foreword.results import Stats
-from foreword.text.prompts import groups, read_prompts, spread
 
 NOTHING = -1  # merged: an ordinary tree
 
@@ -77,8 +73,7 @@ def graphs(
 ) -> None:
     """Answer prompts greedily with every rule of merging and every threshold; print tokens a round and rows drafted."""
     llm = load(model, method="plain", slots=1, device=device)
-    chosen = spread(read_prompts(prompts), per_group)
-    asked = [tuple(llm.tokenizer.encode(one.first())) for some in groups(chosen).values() for one in some]
+    asked = first_turns(llm, prompts, per_group)
     requests = [Request(one, Sampling(seed=0), max_new_tokens) for one in asked]
     found: list[Drafted] = []
     for share, chance in product(_numbers(siblings), _numbers(sure)):
@@ -90,7 +85,8 @@ def graphs(
             tree = tree or one
             found.append(one.over(tree))
             print(found[-1].line, flush=True)
-    _write(out, llm, found, prompts=len(asked), depth=depth, width=width, rows=rows)
+    kept = [asdict(one) for one in found]
+    keep(out, "graphs", llm.model, kept, prompts=len(asked), depth=depth, width=width, rows=rows)
 
 
 def drafted(llm: LLM, drafter: Gsd, requests: Sequence[Request], slots: int) -> Drafted:
@@ -111,13 +107,6 @@ def drafted(llm: LLM, drafter: Gsd, requests: Sequence[Request], slots: int) -> 
 
 def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
-
-
-def _write(out: Path, llm: LLM, found: list[Drafted], **more: Any) -> None:
-    about = facts(llm.model.device, model=llm.model.name, dtype=str(llm.model.dtype).removeprefix("torch."), **more)
-    about["command"] = shlex.join(["python", "-m", "foreword.bench.graphs", *sys.argv[1:]])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"about": about, "graphs": [asdict(one) for one in found]}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ for the next round, `rows` counts both, so the nodes are told too; `--nodes` com
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -17,13 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from foreword.api import LLM, load
-from foreword.bench.report import facts
+from foreword.bench.study import first_turns, keep
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.methods.saved import read_config, restore
 from foreword.results import Stats
-from foreword.text.prompts import groups, read_prompts, spread
 
 
 def trees(
@@ -41,8 +37,7 @@ def trees(
 ) -> None:
     """Answer prompts greedily with every drafter, tree and number of rows, and print tokens a round."""
     llm = load(model, method="plain", slots=1, device=device)
-    chosen = spread(read_prompts(prompts), per_group)
-    asked = [tuple(llm.tokenizer.encode(one.first())) for some in groups(chosen).values() for one in some]
+    asked = first_turns(llm, prompts, per_group)
     by_rows, by_nodes = ([int(count) for count in told.split(",") if count] for told in (rows, nodes))
     found = []
     for named, kind in product(drafters.split(","), kinds.split(",")):
@@ -58,12 +53,7 @@ def trees(
         print(
             f"{contender.method:15} {kind:8}" + "".join(f"{_told(one):>30}" for one in [*figures.values(), *equal.values()])
         )
-    about = facts(
-        llm.model.device, model=llm.model.name, dtype=str(llm.model.dtype).removeprefix("torch."), prompts=len(asked)
-    )
-    about["command"] = shlex.join(["python", "-m", "foreword.bench.trees", *sys.argv[1:]])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"about": about, "trees": found}, indent=1) + "\n", encoding="utf-8")
+    keep(out, "trees", llm.model, found, prompts=len(asked))
 
 
 @dataclass(frozen=True)

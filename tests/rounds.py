@@ -16,6 +16,7 @@ from torch.nn import functional
 from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Shape, Tree, hanging, lineage_of
 from foreword.core.graphs import ByKernel, Graph, Rule
+from foreword.core.heads import carried_and_embedded
 from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
@@ -287,10 +288,9 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
     from foreword.kernels.look import looked  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
-    state, query, *halves = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
-    halves[0][0, 0] = 0
-    parts = [query, *torch.cat(halves, dim=-1).chunk(2, dim=-1)]  # of one product, so they do not lie close
-    found = looked(state.to(device), *(part.to(device) for part in parts), heads, silu)
+    state, *parts = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
+    parts[1][0, 0] = 0
+    found = looked(state.to(device), torch.cat(parts, dim=-1).to(device), heads, silu)
     query, key, value = (part.double().unflatten(-1, (heads, width)) for part in parts)
     seen = (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
     exact = state.double() + (functional.silu(seen) if silu else seen)
@@ -310,6 +310,48 @@ def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtyp
     found = coarse_linear(*given_on, tiles=tiles)
     exact = given.double() @ (codes.double() * scales.double()).t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
+
+
+def check_coarse_between(device: str, turn: int, dtype: torch.dtype, tiles: Tiles | None = None) -> None:
+    """The same with rows beside, read by the columns from `turn` on or by all; a norm before; and all that comes behind."""
+    from foreword.kernels.coarse import Behind, Beside, coarse_linear  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(turn)
+    rows, columns, k = 5, 70, 72
+    given, other = torch.randn(2, rows, k, generator=generator).to(dtype)
+    codes, scales = in_eight_bits(torch.randn(columns, k if turn else 2 * k, generator=generator))
+    weight, bias = torch.randn(k, generator=generator).to(dtype), torch.randn(columns, generator=generator).to(dtype)
+    residual, times = torch.randn(rows, columns, generator=generator).to(dtype), torch.rand(rows, 1).to(dtype)
+    found = coarse_linear(
+        *(part.to(device) for part in (given, codes, scales, bias)),
+        beside=Beside(other.to(device), turn),
+        norm=(weight.to(device), 1e-3) if turn else None,
+        behind=Behind(bool(turn % 2), residual.to(device), times.to(device)),
+        tiles=tiles,
+    )
+    exact = (codes.double() * scales.double()).t()
+    if turn:
+        normed = functional.rms_norm(given.double(), (k,), weight.double(), 1e-3)
+        exact = torch.cat([normed @ exact[:, :turn], other.double() @ exact[:, turn:]], dim=-1) + bias.double()
+    else:
+        exact = torch.cat([given, other], dim=-1).double() @ exact + bias.double()
+    exact = times.double() * (residual.double() + (functional.silu(exact) if turn % 2 else exact))
+    torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
+
+
+def check_carry(seed: int, device: str, live: int, count: int, columns: int, dtype: torch.dtype) -> None:
+    """A row of zeros is among the embeddings."""
+    from foreword.kernels import gather  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    known, table = torch.randn(3, live, columns, generator=generator), 1e-3 * torch.randn(7, columns, generator=generator)
+    table[0] = 0
+    origin, tokens = (torch.randint(0, most, (3, count), generator=generator) for most in (live, 7))
+    known, table = known.to(dtype), table.to(dtype)
+    exact = carried_and_embedded(known, origin, table, tokens)
+    found = gather.carried_and_embedded(*(part.to(device) for part in (known, origin, table, tokens)))
+    assert same(found[0], exact[0])
+    torch.testing.assert_close(found[1].cpu(), exact[1])
 
 
 def check_glue(device: str, count: int, columns: int, dtype: torch.dtype) -> None:

@@ -111,7 +111,10 @@ class Heard:
         for name in ("head", "rough_head"):
             monkeypatch.setattr(model, name, partial(self._hear, getattr(model, name)))
 
-    def _hear(self, head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    def _hear(
+        self, head: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, norm: torch.nn.RMSNorm | None = None
+    ) -> torch.Tensor:
+        rows = rows if norm is None else norm(rows)
         self.rows.append(rows.detach().clone())
         return head(rows)
 

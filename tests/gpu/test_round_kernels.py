@@ -8,9 +8,12 @@ from foreword.core.draft import Shape, Tree, lineage_of
 from foreword.core.graphs import Rule
 from foreword.core.sampling import best, likeliest
 from foreword.core.trees import BestFirst, Budgeted
+from foreword.kernels.tiles import Tiles
 from rounds import (
+    check_carry,
     check_catch_up,
     check_coarse,
+    check_coarse_between,
     check_fit,
     check_glue,
     check_grow,
@@ -106,6 +109,19 @@ def test_a_state_sees_a_token(heads: int, width: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(("rows", "columns", "k"), [(1, 1, 16), (8, 49152, 576), (33, 1000, 4608), (5, 130, 1000)])
 def test_rows_times_eight_bits(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
     check_coarse("cuda", rows, columns, k, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("turn", [0, 16, 33])
+def test_rows_beside_a_norm_before_and_what_comes_behind(turn: int, splits: int, dtype: torch.dtype) -> None:
+    check_coarse_between("cuda", turn, dtype, Tiles(16, 32, 64, warps=4, stages=3, splits=splits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("live", "count", "columns"), [(1, 1, 16), (1, 8, 576), (8, 8, 4608)])
+def test_what_a_level_goes_on_from(live: int, count: int, columns: int, dtype: torch.dtype) -> None:
+    check_carry(count, "cuda", live, count, columns, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.core.rough import Rough
+from foreword.core.rough import Rough, added
 from foreword.core.target import Target
+from foreword.core.trees import carried
 
 TINY = 1e-12  # keeps a row of zeros what it is
 
@@ -43,15 +44,21 @@ def at_one(rows: Tensor) -> Tensor:
     return functional.rms_norm(rows, rows.shape[-1:], eps=TINY)
 
 
+def carried_and_embedded(known: Tensor, origin: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What is `known` [b, n, H] of the live nodes that tokens [b, w] hang on, by `origin`; and beside it their embeddings by
+    a table [V, H], at one: each [b, w, H]."""
+    if known.is_cuda:
+        from foreword.kernels import gather  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return gather.carried_and_embedded(known, origin, table, tokens)
+    return carried(known, origin), at_one(table[tokens])
+
+
 def size_of(rows: Tensor) -> Tensor:
     """[.., 1]: what `at_one` divides by."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
     return (length * rows.shape[-1] ** -0.5).to(rows.dtype)
-
-
-def _added(state: Tensor, seen: Tensor, silu: bool) -> Tensor:
-    return state + (functional.silu(seen) if silu else seen)
 
 
 class Beside(nn.Module):
@@ -64,11 +71,9 @@ class Beside(nn.Module):
         nn.init.zeros_(self.product.bias)
         self._rough = Rough(self.product)
 
-    def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
-        return self._rough(torch.cat([state, embedding], dim=-1))
-
-    def onto(self, state: Tensor, embedding: Tensor, silu: bool = False) -> Tensor:
-        return _added(state, self(state, embedding), silu)
+    def onto(self, state: Tensor, embedding: Tensor, silu: bool = False, times: Tensor | None = None) -> Tensor:
+        """The state with the product added, behind a SiLU where one is asked for, and all of it `times` [.., 1]."""
+        return self._rough.onto(state, state, embedding, silu, times)
 
 
 class ResBlock(nn.Module):
@@ -82,7 +87,7 @@ class ResBlock(nn.Module):
         self._rough = Rough(self.linear)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return rows + functional.silu(self._rough(rows))
+        return self._rough.onto(rows, rows, silu=True)
 
 
 class CosineAttention(nn.Module):
@@ -100,23 +105,21 @@ class CosineAttention(nn.Module):
         for part in (self.query, self.key, self.value):
             if bias:
                 nn.init.zeros_(part.bias)
-        self._asks, self._answers = Rough(self.query), Rough(self.key, self.value)
+        self._rough = Rough(self.query, self.key, self.value, turn=1)
 
     def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
-        query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in self._parts(state, embedding))
+        parts = self._rough(state, embedding, self.norm).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in parts)
         return (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
 
-    def onto(self, state: Tensor, embedding: Tensor, silu: bool = False) -> Tensor:
-        """The state with what it sees added, behind a SiLU where one is asked for."""
+    def onto(self, state: Tensor, embedding: Tensor, silu: bool = False, times: Tensor | None = None) -> Tensor:
+        """The state with what it sees added, behind a SiLU where one is asked for, and all of it `times` [.., 1]."""
         if state.is_cuda and not torch.is_grad_enabled():
             from foreword.kernels.look import looked  # noqa: PLC0415  Triton is there only where CUDA is
 
-            return looked(state, *self._parts(state, embedding), self.heads, silu)
-        return _added(state, self(state, embedding), silu)
-
-    def _parts(self, state: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        key, value = self._answers(embedding).chunk(2, dim=-1)
-        return self._asks(self.norm(state)), key, value
+            state = looked(state, self._rough(state, embedding, self.norm), self.heads, silu)
+            return state if times is None else times * state
+        return added(state, self(state, embedding), silu, times)
 
 
 @torch.no_grad()

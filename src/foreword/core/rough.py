@@ -1,15 +1,21 @@
 """Products that only guesses hang on. On a GPU their weights are read in eight bits, half as much as they are; elsewhere, in
 training, and for many rows they are what they are. What is decided never depends on them.
 
-In: linears that read the same rows. Out: what they answer, side by side. Whole numbers of eight bits with a scale a row are
-made at the first call, and again, where they lie, at one that finds the weights changed. A round is captured after it has
-run once: by then they are there, and they stay there.
+In: linears that read the same rows, or rows and others beside them. Out: what they answer, side by side. Whole numbers of
+eight bits with a scale a row are made at the first call, and again, where they lie, at one that finds the weights changed. A
+round is captured after it has run once: by then they are there, and they stay there.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from foreword.kernels.coarse import Behind
 
 ROUGH_ROWS = 32  # beyond, reading the weights is no longer what takes long
 AT_ONCE = 4096  # rows of a weight that are rounded together: on the way there they are several times as large
@@ -26,19 +32,45 @@ def in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Rough:
-    def __init__(self, *linears: nn.Module) -> None:
-        self.linears = linears
+    def __init__(self, *linears: nn.Module, turn: int = 0) -> None:
+        """With `turn`, the linears from that one on read what lies beside the rows, and those before it the rows alone."""
+        self.linears, self.turn = linears, turn
         self._codes: Codes | None = None
         self._of: list[tuple[int, int]] = []  # which weights these are the codes of
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Rows [.., K] to [.., columns of all]."""
+    def __call__(self, rows: Tensor, beside: Tensor | None = None, norm: nn.RMSNorm | None = None) -> Tensor:
+        """Rows [.., K], behind a norm if there is one, to [.., columns of all]. What lies `beside` them, [.., K] too, is part
+        of the same rows to linears of 2 K columns; where there is a `turn`, those behind it read it."""
         if self._is_quick(rows):
-            from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415  Triton is there only where CUDA is
+            from foreword.kernels.coarse import Behind  # noqa: PLC0415  Triton is there only where CUDA is
 
-            return coarse_linear(rows, *self.codes())
-        found = [linear(rows) for linear in self.linears]
+            return self._quickly(rows, beside, norm, Behind())
+        rows = rows if norm is None else norm(rows)
+        if beside is not None and not self.turn:
+            rows = torch.cat([rows, beside], dim=-1)
+        found = [linear(self._read(place, rows, beside)) for place, linear in enumerate(self.linears)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+    def onto(
+        self, state: Tensor, rows: Tensor, beside: Tensor | None = None, silu: bool = False, times: Tensor | None = None
+    ) -> Tensor:
+        """A state [.., N] with the product added, behind a SiLU where one is asked for, and all of it `times` [.., 1]."""
+        if self._is_quick(rows):
+            from foreword.kernels.coarse import Behind  # noqa: PLC0415  Triton is there only where CUDA is
+
+            return self._quickly(rows, beside, None, Behind(silu, state, times))
+        return added(state, self(rows, beside), silu, times)
+
+    def _read(self, place: int, rows: Tensor, beside: Tensor | None) -> Tensor:
+        return beside if beside is not None and 0 < self.turn <= place else rows
+
+    def _quickly(self, rows: Tensor, beside: Tensor | None, norm: nn.RMSNorm | None, behind: Behind) -> Tensor:
+        from foreword.kernels.coarse import Beside, coarse_linear  # noqa: PLC0415  Triton is there only where CUDA is
+
+        columns = sum(linear.weight.shape[0] for linear in self.linears[: self.turn] if isinstance(linear, nn.Linear))
+        given = None if beside is None else Beside(beside, columns)
+        before = None if norm is None else (norm.weight.detach(), norm.eps or 0.0)
+        return coarse_linear(rows, *self.codes(), beside=given, norm=before, behind=behind)
 
     def _is_quick(self, rows: Tensor) -> bool:
         few = rows.is_cuda and rows.dtype in HALF and rows.numel() <= ROUGH_ROWS * rows.shape[-1]
@@ -57,6 +89,11 @@ class Rough:
             self._codes = _in_place(self._codes, (whole, scale, None if biases is None else torch.cat(biases)))
             self._of = current
         return self._codes
+
+
+def added(state: Tensor, seen: Tensor, silu: bool, times: Tensor | None) -> Tensor:
+    state = state + (functional.silu(seen) if silu else seen)
+    return state if times is None else times * state
 
 
 def _in_place(held: Codes | None, made: Codes) -> Codes:

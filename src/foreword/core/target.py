@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
@@ -40,8 +40,9 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """Normed hidden states to logits, in the dtype of the model; `sampling.widened` where one computes with them."""
 
-    def rough_head(self, hidden: Tensor) -> Tensor:
-        """Logits to guess by, never to decide by: those of `head`, or near them where that is quicker."""
+    def rough_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        """Logits to guess by, never to decide by: those of `head`, or near them where that is quicker. A norm of the
+        drafter's own may still have to come before."""
 
     def head_weight(self) -> Tensor:
         """[V, H]: what the head multiplies with. A row is how a token looks from behind the last layer."""

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import Beside, CosineAttention, ResBlock, at_one, counted, last_of, near_identity, norm_like
+from foreword.core.heads import (
+    Beside,
+    CosineAttention,
+    ResBlock,
+    at_one,
+    carried_and_embedded,
+    counted,
+    last_of,
+    near_identity,
+    norm_like,
+)
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs, Skip
 from foreword.core.sampling import guesses
@@ -126,7 +136,10 @@ class Clover(Drafter):
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
-            known = self._step(carried(known, origin), tokens)
+            if self.module.cell is None:
+                known = carried(known, origin)
+            else:
+                known = self.module.cell(*carried_and_embedded(known, origin, self.embedding, tokens))
             logits = self.target.rough_head(self.module.heads[level - 1](known))
             return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
 
@@ -141,7 +154,8 @@ class Clover(Drafter):
         walked = hidden if self.stack is None else self.stack.over(hidden, HALVES[self.block])
         known = self.module.norm(marks.lesson.of_rows(walked))
         for number, head in enumerate(self.module.heads, start=1):
-            known = self._step(known, marks.lesson.token(number))
+            if self.module.cell is not None:
+                known = self.module.cell(known, at_one(self.embedding[marks.lesson.token(number)]))
             marks.add(number, head(known), DECAY**number)
         return marks.result
 
@@ -150,9 +164,3 @@ class Clover(Drafter):
         if self.stack is not None:
             hidden = self.stack.read(counted(hidden, count), state.lanes, count, HALVES[self.block])
         self.state.index_copy_(0, state.slots, last_of(self.module.norm(hidden), count, self.state[state.slots]))
-
-    def _step(self, known: Tensor, tokens: Tensor) -> Tensor:
-        """The state once a token is chosen."""
-        if self.module.cell is None:
-            return known
-        return self.module.cell(known, at_one(self.embedding[tokens]))

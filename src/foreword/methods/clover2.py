@@ -22,6 +22,7 @@ from foreword.core.heads import (
     Beside,
     CosineAttention,
     at_one,
+    carried_and_embedded,
     counted,
     last_of,
     linear,
@@ -37,7 +38,7 @@ from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried, level_paths
+from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, level_paths
 from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import DrafterError, InputError
 
@@ -87,10 +88,11 @@ class Weights(nn.Module):
         return size_of(hidden) * self.fuse.onto(state, following)
 
     def guess_first(self, state: Tensor) -> Tensor:
-        return self.last_norm(self._rough_first(state))
+        """What a guess is read from, before `last_norm`."""
+        return self._rough_first(state)
 
     def guess_later(self, state: Tensor, embedding: Tensor) -> Tensor:
-        return self.last_norm(self._rough_later(torch.cat([state, embedding], dim=-1)))
+        return self._rough_later(state, embedding)
 
 
 def _little(weight: Tensor) -> Tensor:
@@ -172,8 +174,12 @@ class Clover2(Drafter):
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
-            known, rows = self._step(level, carried(known, origin), tokens)
-            return guesses(self.target.rough_head(rows), state.ahead(level), state.sampling, self.growth.branch)
+            if level == 1:  # about the root, which is known already
+                rows = self.module.guess_first(known)
+            else:
+                known, rows = self._step(*carried_and_embedded(known, origin, self.embedding, tokens))
+            logits = self.target.rough_head(rows, self.module.last_norm)
+            return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 
@@ -187,9 +193,11 @@ class Clover2(Drafter):
         following = at_one(self.embedding[functional.pad(tokens[:, 1:], (0, 1))])
         walked = self.stack.over(self.module.fused(hidden, scores.taps, following))
         known = self.module.norm(marks.lesson.of_rows(walked))
+        rows = self.module.guess_first(known)
         for number in range(1, self.heads + 1):
-            known, rows = self._step(number, known, marks.lesson.token(number))
-            marks.add(number, rows, DECAY ** (number - 1))
+            if number > 1:
+                known, rows = self._step(known, at_one(self.embedding[marks.lesson.token(number)]))
+            marks.add(number, self.module.last_norm(rows), DECAY ** (number - 1))
         return marks.result
 
     def _follow(self, state: State, hidden: Tensor, taps: dict[int, Tensor], count: Tensor) -> None:
@@ -201,10 +209,7 @@ class Clover2(Drafter):
         walked = self.stack.read(counted(fused, count), state.lanes, count)
         self.state.index_copy_(0, state.slots, last_of(self.module.norm(walked), count, self.state[state.slots]))
 
-    def _step(self, level: int, known: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The state once a token is chosen, and what its guess is read from. The first token, the root, is known already."""
-        if level == 1:
-            return known, self.module.guess_first(known)
-        embedding = at_one(self.embedding[tokens])
+    def _step(self, known: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """The state once a token is chosen, and what its guess is read from."""
         known = self.module.step.onto(known, embedding)
         return known, self.module.guess_later(known, embedding)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foreword.core.draft import Draft, Tree
@@ -112,8 +112,8 @@ class Model:
     def head(self, hidden: Tensor) -> Tensor:
         return self.family.head(self.hf, hidden)
 
-    def rough_head(self, hidden: Tensor) -> Tensor:
-        return self.family.behind_head(self.hf, self._rough(hidden))
+    def rough_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        return self.family.behind_head(self.hf, self._rough(hidden, norm=norm))
 
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head

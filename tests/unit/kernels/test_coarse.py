@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from foreword.kernels.tiles import Tiles
-from rounds import check_coarse
+from rounds import check_coarse, check_coarse_between
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter has no dot of bfloat16
@@ -18,3 +18,9 @@ def test_rows_times_eight_bits(rows: int, columns: int, k: int, dtype: torch.dty
 @pytest.mark.parametrize("splits", [2, 3])
 def test_sums_that_are_shared(splits: int) -> None:
     check_coarse("cpu", 3, 130, 200, torch.float32, Tiles(16, 32, 32, warps=4, stages=2, splits=splits))
+
+
+@pytest.mark.parametrize("tiles", [None, Tiles(16, 32, 32, warps=4, stages=2, splits=2)], ids=["whole", "shared"])
+@pytest.mark.parametrize("turn", [0, 16, 33])
+def test_rows_beside_a_norm_before_and_what_comes_behind(turn: int, tiles: Tiles | None) -> None:
+    check_coarse_between("cpu", turn, torch.float32, tiles)

@@ -16,14 +16,15 @@ from torch.nn import functional
 from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Shape, Tree, hanging, lineage_of
 from foreword.core.graphs import ByKernel, Graph, Rule
-from foreword.core.heads import carried_and_embedded
+from foreword.core.heads import carried_and_embedded, counted, remember
 from foreword.core.rough import in_eight_bits
-from foreword.core.scores import Accepted, Emission
+from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.core.trees import BestFirst, Budgeted, Guess, by_kernel, choose
 from foreword.engine.accept import settle
 from foreword.engine.commit import write
 from foreword.engine.fit import rooted
+from foreword.methods.clover2 import Clover2
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
@@ -352,6 +353,47 @@ def check_carry(seed: int, device: str, live: int, count: int, columns: int, dty
     found = gather.carried_and_embedded(*(part.to(device) for part in (known, origin, table, tokens)))
     assert same(found[0], exact[0])
     torch.testing.assert_close(found[1].cpu(), exact[1])
+
+
+def check_told(seed: int, device: str, taps: tuple[int, ...], pathed: bool) -> None:
+    """What clover2 reads along, against its torch operations. Rows that do not count are NaN; one text is at its end."""
+    from foreword.kernels import gather  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    drafter = Clover2(taps=taps)
+    drafter.bind(target(), 3)
+    state = State.empty(3, 9, torch.zeros(3, dtype=torch.long), torch.tensor([END])).at(Lanes.of([2, 0], 9))
+    state.tokens.copy_(torch.randint(0, 20, state.tokens.shape, generator=generator))
+    drafter.stack.cache.length.copy_(torch.tensor([8, 0, 3]))
+    hidden, *tapped = torch.randn(1 + len(taps), 2, 5, drafter.target.hidden_size, generator=generator).double()
+    path, count = torch.tensor([[0, 2, 4], [0, 1, 3]]) if pathed else None, torch.tensor([seed % 4, 2])
+    hidden[0, (path[0, seed % 4 :] if path is not None else slice(seed % 4, None))] = torch.nan
+    exact = drafter._told(state, Scores(hidden=hidden, taps=dict(zip(taps, tapped, strict=True))), path, count)
+    there = replace(state.at(Lanes.of([2, 0], 9, device)), tokens=state.tokens.to(device))
+    rest = (None if part is None else part.to(device) for part in (path, count, drafter.embedding))
+    cached = drafter.stack.cache.length.to(device)
+    found = gather.told(hidden.to(device), [tap.to(device) for tap in tapped], *rest, there, cached)
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-5)
+
+
+def check_remember(seed: int, device: str, columns: int, dtype: torch.dtype) -> None:
+    """Rows along a path or all of them, with a norm and without; those that do not count are NaN."""
+    from foreword.kernels import gather  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    rows, weight = torch.randn(3, 6, columns, generator=generator).to(dtype), torch.randn(columns, generator=generator)
+    held, slots, count = torch.randn(5, columns).to(dtype), torch.tensor([4, 0, 2]), torch.tensor([2, 0, 4])
+    path = torch.tensor([[0, 2, 3, 5], [0, 1, 2, 3], [0, 1, 2, 5]]) if seed % 2 else None
+    rows[1] = torch.nan
+    norm = torch.nn.RMSNorm(columns, eps=1e-3, dtype=dtype) if seed % 3 else None
+    if norm is not None:
+        norm.weight.data.copy_(weight)
+    there, goal = held.to(device, copy=True), [None if part is None else part.to(device) for part in (rows, count, path)]
+    gather.remember(there, slots.to(device), *goal, None if norm is None else (norm.weight.detach().to(device), 1e-3))
+    remember(held, slots, rows, count, path, norm)
+    torch.testing.assert_close(there.cpu(), held)
+    assert same(gather.counted(*goal), counted(rows, count, path))
 
 
 def check_glue(device: str, count: int, columns: int, dtype: torch.dtype) -> None:

@@ -8,7 +8,6 @@ from foreword.core.draft import Shape, Tree, lineage_of
 from foreword.core.graphs import Rule
 from foreword.core.sampling import best, likeliest
 from foreword.core.trees import BestFirst, Budgeted
-from foreword.kernels.tiles import Tiles
 from rounds import (
     check_carry,
     check_catch_up,
@@ -23,8 +22,10 @@ from rounds import (
     check_look,
     check_look_up,
     check_merge,
+    check_remember,
     check_settle,
     check_standing,
+    check_told,
     check_top,
     check_walk,
     same,
@@ -115,6 +116,8 @@ def test_rows_times_eight_bits(rows: int, columns: int, k: int, dtype: torch.dty
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("turn", [0, 16, 33])
 def test_rows_beside_a_norm_before_and_what_comes_behind(turn: int, splits: int, dtype: torch.dtype) -> None:
+    from foreword.kernels.tiles import Tiles  # noqa: PLC0415  needs triton
+
     check_coarse_between("cuda", turn, dtype, Tiles(16, 32, 64, warps=4, stages=3, splits=splits))
 
 
@@ -122,6 +125,20 @@ def test_rows_beside_a_norm_before_and_what_comes_behind(turn: int, splits: int,
 @pytest.mark.parametrize(("live", "count", "columns"), [(1, 1, 16), (1, 8, 576), (8, 8, 4608)])
 def test_what_a_level_goes_on_from(live: int, count: int, columns: int, dtype: torch.dtype) -> None:
     check_carry(count, "cuda", live, count, columns, dtype)
+
+
+@pytest.mark.parametrize("pathed", [False, True])
+@pytest.mark.parametrize("taps", [(), (0, 1, 2)])
+def test_what_is_told_of_rows_that_were_committed(taps: tuple[int, ...], pathed: bool) -> None:
+    for seed in range(4):
+        check_told(seed, "cuda", taps, pathed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [20, 4608])
+def test_the_last_row_that_counts_is_remembered(columns: int, dtype: torch.dtype) -> None:
+    for seed in range(6):
+        check_remember(seed, "cuda", columns, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

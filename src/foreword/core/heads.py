@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foreword.core.rough import Rough, added
+from foreword.core.scores import along
 from foreword.core.target import Target
 from foreword.core.trees import carried
 
@@ -128,13 +129,35 @@ def near_identity(weight: Tensor, noise: Tensor) -> None:
     weight.copy_(torch.eye(*weight.shape, dtype=weight.dtype, device=weight.device) + noise)
 
 
-def counted(rows: Tensor, count: Tensor) -> Tensor:
-    """Rows [b, n, H] with 0 past the first `count` [b]: what was not accepted may be NaN, which must not reach a cache."""
+def counted(rows: Tensor, count: Tensor, path: Tensor | None = None) -> Tensor:
+    """Rows [b, n, H], or those along a path [b, m] of them, with 0 past the first `count` [b]: what was not accepted may be
+    NaN, which must not reach a cache."""
+    if rows.is_cuda:
+        from foreword.kernels import gather  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return gather.counted(rows, count, path)
+    rows = rows if path is None else along(rows, path)
     order = torch.arange(rows.shape[1], device=rows.device)
     return rows.where((order < count.unsqueeze(1)).unsqueeze(-1), 0)
 
 
-def last_of(rows: Tensor, count: Tensor, before: Tensor) -> Tensor:
-    """The `count`-th [b] of rows [b, n, H]: [b, H]. Where none counts, what there was `before`."""
-    last = (count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, rows.shape[2])
-    return torch.where((count > 0).unsqueeze(1), rows.gather(1, last).squeeze(1), before)
+def remember(
+    held: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+    count: Tensor,
+    path: Tensor | None = None,
+    norm: nn.RMSNorm | None = None,
+) -> None:
+    """Slots [b] of `held` [B, H] get the `count`-th [b] of rows [b, n, H], or of a path [b, m] of them, behind a norm if
+    there is one. Where none counts they keep what they have."""
+    if held.is_cuda:
+        from foreword.kernels import gather  # noqa: PLC0415  Triton is there only where CUDA is
+
+        before = None if norm is None else (norm.weight.detach(), norm.eps or 0.0)
+        gather.remember(held, slots, rows, count, path, before)
+        return
+    last = (count - 1).clamp(min=0).unsqueeze(1)
+    row = along(rows, last if path is None else path.gather(1, last)).squeeze(1)
+    row = row if norm is None else norm(row)
+    held.index_copy_(0, slots, torch.where((count > 0).unsqueeze(1), row, held[slots]))

@@ -39,8 +39,8 @@ class Rough:
         self._of: list[tuple[int, int]] = []  # which weights these are the codes of
 
     def __call__(self, rows: Tensor, beside: Tensor | None = None, norm: nn.RMSNorm | None = None) -> Tensor:
-        """Rows [.., K], behind a norm if there is one, to [.., columns of all]. What lies `beside` them, [.., K] too, is part
-        of the same rows to linears of 2 K columns; where there is a `turn`, those behind it read it."""
+        """Rows [.., K], behind a norm if there is one, to [.., columns of all]. What lies `beside` them, [.., K] too, is
+        part of the same rows to linears of 2 K columns; where there is a `turn`, those behind it read it."""
         if self._is_quick(rows):
             from foreword.kernels.coarse import Behind  # noqa: PLC0415  Triton is there only where CUDA is
 

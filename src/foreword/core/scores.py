@@ -31,6 +31,11 @@ class Scores:
         return self.hidden
 
 
+def along(rows: Tensor, path: Tensor) -> Tensor:
+    """Of rows [b, N, H] those of a path [b, n], in its order: [b, n, H]."""
+    return rows.gather(1, path.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+
+
 @dataclass(frozen=True)
 class Accepted:
     """ACCEPT's answer: the way from the root to the last row that the target agrees with.
@@ -50,7 +55,7 @@ class Accepted:
 
     def along(self, rows: Tensor) -> Tensor:
         """Of a pass's rows [b, N, H] those of the path, in its order: [b, D+1, H]; the first `count` count."""
-        return rows.gather(1, self.path.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+        return along(rows, self.path)
 
     @property
     def kept(self) -> Tensor:

@@ -7,12 +7,16 @@ program has one row of one kind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreword.kernels.linear import Norm
 from foreword.kernels.overlap import launched, take_turn
+from foreword.kernels.settle import Columns
 
 _TINY = tl.constexpr(1e-12)  # as in core/heads.py
 
@@ -51,3 +55,111 @@ def carried_and_embedded(known: Tensor, origin: Tensor, table: Tensor, tokens: T
         K=k, BLOCK=block, **launched(known.device, min(8, block // 256)),
     )  # fmt: skip
     return states, embeddings
+
+
+@triton.jit
+def _count(
+    rows, path, count, out, each, K: tl.constexpr, PATHED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+) -> None:
+    """One row, or 0 where it does not count."""
+    take_turn(EARLY)
+    row, lane, at = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK)
+    place, counts = lane * tl.num_programs(0) + row, row < tl.load(count + lane)
+    chosen = lane * each + (tl.load(path + place, mask=counts, other=0) if PATHED else row)
+    found = tl.load(rows + chosen * K + at, mask=(at < K) & counts, other=0.0)
+    tl.store(out + place * K + at, found, mask=at < K)
+
+
+def counted(rows: Tensor, count: Tensor, path: Tensor | None) -> Tensor:
+    """`counted` of core/heads.py."""
+    (lanes, each, k), wanted = rows.shape, rows.shape[1] if path is None else path.shape[1]
+    out, block = rows.new_empty(lanes, wanted, k), triton.next_power_of_2(k)
+    _count[(wanted, lanes)](
+        rows.contiguous(), count if path is None else path.contiguous(), count, out, each,
+        K=k, PATHED=path is not None, BLOCK=block, **launched(rows.device, min(8, block // 256)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _tell(
+    sources, path, count, table, tokens, slots, cached, taps, both, sizes, rows, context, t_slot,
+    K: tl.constexpr, TAPS: tl.constexpr, PATHED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """What the target held of a row after one of its layers, 0 where the row does not count; or the token behind it."""
+    take_turn(EARLY)
+    row, lane, source, at = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2), tl.arange(0, BLOCK)
+    here, place = at < K, lane * tl.num_programs(0) + row
+    goal = tl.where(source < TAPS, taps + (place * TAPS + source) * K, both + place * K)
+    if source <= TAPS:
+        counts = row < tl.load(count + lane)
+        chosen = lane * rows + (tl.load(path + place, mask=counts, other=0) if PATHED else row)
+        x = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(TAPS + 1):
+            x += tl.load(sources[i] + chosen * K + at, mask=here & counts & (source == i), other=0.0).to(tl.float32)
+    else:
+        slot = tl.load(slots + lane)
+        column = tl.minimum(tl.load(cached + slot) + 1 + row, context - 1)
+        x = tl.load(table + tl.load(tokens + slot * t_slot + column) * K + at, mask=here, other=0.0).to(tl.float32)
+        goal += tl.num_programs(0) * tl.num_programs(1).to(tl.int64) * K
+    x, size = _at_one(x, K)
+    tl.store(goal + at, x.to(both.dtype.element_ty), mask=here)
+    tl.store(sizes + place, size.to(sizes.dtype.element_ty), mask=source == TAPS)
+
+
+def told(
+    hidden: Tensor,
+    taps: Sequence[Tensor],
+    path: Tensor | None,
+    count: Tensor,
+    table: Tensor,
+    state: Columns,
+    cached: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of rows [b, N, H], and of taps of the same, those along a `path` [b, n] or all, 0 past the first `count` [b]; and the
+    embeddings by a table [V, H] of the tokens behind the `cached` [B] ones. All at one: taps side by side [b, n, T H], rows
+    and embeddings [b, n, H], and how large the rows were, [b, n, 1]."""
+    (lanes, rows, k), wanted = hidden.shape, hidden.shape[1] if path is None else path.shape[1]
+    ready = hidden.new_empty(lanes, wanted, len(taps) * k)
+    both, sizes = hidden.new_empty(2, lanes, wanted, k), hidden.new_empty(lanes, wanted, 1)
+    block = triton.next_power_of_2(k)
+    _tell[(wanted, lanes, len(taps) + 2)](
+        tuple(part.contiguous() for part in (*taps, hidden)), count if path is None else path.contiguous(), count,
+        table, state.tokens, state.slots, cached, ready, both, sizes, rows, state.tokens.shape[1], state.tokens.stride(0),
+        K=k, TAPS=len(taps), PATHED=path is not None, BLOCK=block, **launched(hidden.device, min(8, block // 256)),
+    )  # fmt: skip
+    return ready, both[0], both[1], sizes
+
+
+@triton.jit
+def _remember(
+    rows, path, count, slots, weight, held, each, places, epsilon,
+    K: tl.constexpr, PATHED: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """Of one sequence the last row that counts."""
+    at = tl.arange(0, BLOCK)
+    here = at < K
+    factor = tl.load(weight + at, mask=here, other=0.0).to(tl.float32) if NORMED else 1.0
+    take_turn(EARLY)
+    lane = tl.program_id(0).to(tl.int64)
+    last = tl.load(count + lane) - 1
+    there = here & (last >= 0)
+    row = tl.load(path + lane * places + last, mask=last >= 0, other=0) if PATHED else last
+    x = tl.load(rows + (lane * each + row) * K + at, mask=there, other=0.0).to(tl.float32)
+    if NORMED:
+        x *= factor * tl.rsqrt(tl.sum(x * x, 0) / K + epsilon)
+    tl.store(held + tl.load(slots + lane) * K + at, x.to(held.dtype.element_ty), mask=there)
+
+
+def remember(
+    held: Tensor, slots: Tensor, rows: Tensor, count: Tensor, path: Tensor | None = None, norm: Norm | None = None
+) -> None:
+    """`remember` of core/heads.py."""
+    lanes, each, k = rows.shape
+    block, (weight, epsilon) = triton.next_power_of_2(k), (rows, 0.0) if norm is None else norm
+    assert held.is_contiguous() and held.shape[1] == k
+    _remember[(lanes,)](
+        rows.contiguous(), count if path is None else path.contiguous(), count, slots, weight, held,
+        each, 0 if path is None else path.shape[1], epsilon,
+        K=k, PATHED=path is not None, NORMED=norm is not None, BLOCK=block, **launched(held.device, min(8, block // 256)),
+    )  # fmt: skip

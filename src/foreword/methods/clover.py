@@ -24,9 +24,9 @@ from foreword.core.heads import (
     at_one,
     carried_and_embedded,
     counted,
-    last_of,
     near_identity,
     norm_like,
+    remember,
 )
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs, Skip
@@ -146,7 +146,7 @@ class Clover(Drafter):
         return self.growth.draft(state, guess)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        self._follow(state, accepted.along(scores.require_hidden()), accepted.count)
+        self._follow(state, scores.require_hidden(), accepted.count, accepted.path)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
@@ -159,8 +159,10 @@ class Clover(Drafter):
             marks.add(number, head(known), DECAY**number)
         return marks.result
 
-    def _follow(self, state: State, hidden: Tensor, count: Tensor) -> None:
-        """Rows [b, n, H] were committed, the first `count` of them: the block reads them, and the last is what is known."""
+    def _follow(self, state: State, hidden: Tensor, count: Tensor, path: Tensor | None = None) -> None:
+        """Of rows [b, n, H], along a path if there is one, the first `count` were committed: the block reads them, and the
+        last is what is known."""
         if self.stack is not None:
-            hidden = self.stack.read(counted(hidden, count), state.lanes, count, HALVES[self.block])
-        self.state.index_copy_(0, state.slots, last_of(self.module.norm(hidden), count, self.state[state.slots]))
+            hidden = self.stack.read(counted(hidden, count, path), state.lanes, count, HALVES[self.block])
+            path = None
+        remember(self.state, state.slots, hidden, count, path, self.module.norm)

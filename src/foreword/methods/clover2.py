@@ -10,7 +10,7 @@ Paper: Clover-2 (arXiv 2408.00264).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,11 @@ from foreword.core.heads import (
     at_one,
     carried_and_embedded,
     counted,
-    last_of,
     linear,
     near_identity,
     norm_like,
     plain_norm,
+    remember,
     size_of,
 )
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
@@ -46,6 +46,20 @@ Fuse = Literal["attention", "linear"]
 LAYERS = 2
 DECAY = 0.7
 COUNTS = (4, 8, 8, 3, 2)  # nodes at each depth of the paper's static tree
+
+
+class Told(NamedTuple):
+    """Rows of the target, and what is told of them: all brought to one size."""
+
+    taps: Tensor  # [.., T H] what it held further down
+    state: Tensor  # [.., H]
+    following: Tensor  # [.., H] embeddings of the tokens behind them
+    size: Tensor  # [.., 1] of the rows as they were
+
+    @staticmethod
+    def of(hidden: Tensor, taps: Sequence[Tensor], following: Tensor) -> Told:
+        lower = torch.cat([at_one(tap) for tap in taps], dim=-1) if taps else hidden[..., :0]
+        return Told(lower, at_one(hidden), at_one(following), size_of(hidden))
 
 
 class Weights(nn.Module):
@@ -77,15 +91,10 @@ class Weights(nn.Module):
         # Rows come here as the final norm leaves them; at that size they are to stay.
         self.last_norm.weight.fill_(self.norm.weight.square().mean().sqrt())
 
-    def fused(self, hidden: Tensor, taps: dict[int, Tensor], following: Tensor) -> Tensor:
-        """Rows of the target [..., H] with what it held further down, and the embedding of the token after each.
-
-        All are brought to one size, and the result to that of the rows, at which the layers know them.
-        """
-        state = at_one(hidden)
-        if self._rough_taps is not None:
-            state = state + self._rough_taps(torch.cat([at_one(taps[layer]) for layer in sorted(taps)], dim=-1))
-        return size_of(hidden) * self.fuse.onto(state, following)
+    def fused(self, told: Told) -> Tensor:
+        """What the layers read of rows, at the size that these had, at which the layers know them: [.., H]."""
+        state = told.state if self._rough_taps is None else self._rough_taps.onto(told.state, told.taps)
+        return self.fuse.onto(state, told.following, times=told.size)
 
     def guess_first(self, state: Tensor) -> Tensor:
         """What a guess is read from, before `last_norm`."""
@@ -167,7 +176,7 @@ class Clover2(Drafter):
         self.stack.restart(state.lanes, state.length)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        self._follow(state, scores.require_hidden(), scores.taps, chunk.size)
+        self._follow(state, scores, None, chunk.size)
 
     def propose(self, state: State) -> Draft:
         known = self.state[state.slots].unsqueeze(1)  # [b, 1, H]
@@ -184,14 +193,13 @@ class Clover2(Drafter):
         return self.growth.draft(state, guess)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        taps = {layer: accepted.along(tap) for layer, tap in scores.taps.items()}
-        self._follow(state, accepted.along(scores.require_hidden()), taps, accepted.count)
+        self._follow(state, scores, accepted, accepted.count)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
         marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden, self.regression)
-        following = at_one(self.embedding[functional.pad(tokens[:, 1:], (0, 1))])
-        walked = self.stack.over(self.module.fused(hidden, scores.taps, following))
+        following = self.embedding[functional.pad(tokens[:, 1:], (0, 1))]
+        walked = self.stack.over(self.module.fused(Told.of(hidden, self._taps(scores), following)))
         known = self.module.norm(marks.lesson.of_rows(walked))
         rows = self.module.guess_first(known)
         for number in range(1, self.heads + 1):
@@ -200,14 +208,26 @@ class Clover2(Drafter):
             marks.add(number, self.module.last_norm(rows), DECAY ** (number - 1))
         return marks.result
 
-    def _follow(self, state: State, hidden: Tensor, taps: dict[int, Tensor], count: Tensor) -> None:
-        """Rows [b, n, H] were committed, the first `count` of them: the layers read them, the last is what is known."""
-        first = self.stack.cache.length[state.slots].unsqueeze(1) + 1
-        column = first + torch.arange(hidden.shape[1], device=hidden.device)
+    def _follow(self, state: State, scores: Scores, accepted: Accepted | None, count: Tensor) -> None:
+        """Rows were committed, those accepted or else the first `count` of all: the layers read them, the last is known."""
+        path = None if accepted is None else accepted.path
+        walked = self.stack.read(self.module.fused(self._told(state, scores, path, count)), state.lanes, count)
+        remember(self.state, state.slots, walked, count, norm=self.module.norm)
+
+    def _told(self, state: State, scores: Scores, path: Tensor | None, count: Tensor) -> Told:
+        """Of the rows along a path [b, n], or all. Past the first `count` they are 0, and so is what is made of them."""
+        hidden, taps, cached = scores.require_hidden(), self._taps(scores), self.stack.cache.length
+        if hidden.is_cuda:
+            from foreword.kernels import gather  # noqa: PLC0415  Triton is there only where CUDA is
+
+            return Told(*gather.told(hidden, taps, path, count, self.embedding, state, cached))
+        hidden, *taps = (counted(rows, count, path) for rows in (hidden, *taps))
+        column = cached[state.slots].unsqueeze(1) + 1 + torch.arange(hidden.shape[1], device=hidden.device)
         following = state.tokens[state.slots.unsqueeze(1), column.clamp(max=state.tokens.shape[1] - 1)]
-        fused = self.module.fused(hidden, taps, at_one(self.embedding[following]))
-        walked = self.stack.read(counted(fused, count), state.lanes, count)
-        self.state.index_copy_(0, state.slots, last_of(self.module.norm(walked), count, self.state[state.slots]))
+        return Told.of(hidden, taps, self.embedding[following])
+
+    def _taps(self, scores: Scores) -> list[Tensor]:
+        return [scores.taps[layer] for layer in self.needs.taps]
 
     def _step(self, known: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """The state once a token is chosen, and what its guess is read from."""

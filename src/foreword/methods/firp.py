@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import last_of
+from foreword.core.heads import remember
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
@@ -89,9 +89,7 @@ class Firp(Drafter):
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        rows = accepted.along(self._taps(scores).flatten(2))
-        kept = last_of(rows, accepted.count, self.known[state.slots].flatten(1))
-        self.known.index_copy_(0, state.slots, kept.unflatten(1, self.known.shape[1:]))
+        remember(self.known.flatten(1), state.slots, self._taps(scores).flatten(2), accepted.count, accepted.path)
 
     def _taps(self, scores: Scores) -> Tensor:
         """[b, n, steps, H]: each row's states after the layers that the steps join."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import ResBlock, at_one, counted, last_of, linear, near_identity, norm_like
+from foreword.core.heads import ResBlock, at_one, counted, linear, near_identity, norm_like, remember
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
 from foreword.core.rough import Rough
@@ -121,7 +121,7 @@ class Hydra(Drafter):
         return self.growth.draft(state, guess)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        self._follow(state, accepted.along(scores.require_hidden()), accepted.count)
+        self._follow(state, scores.require_hidden(), accepted.count, accepted.path)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
@@ -133,11 +133,12 @@ class Hydra(Drafter):
             marks.add(number, head(known), 1.0)
         return marks.result
 
-    def _follow(self, state: State, hidden: Tensor, count: Tensor) -> None:
-        """Rows [b, n, H] were committed, the first `count` of them; the last is what is known."""
+    def _follow(self, state: State, hidden: Tensor, count: Tensor, path: Tensor | None = None) -> None:
+        """Of rows [b, n, H], along a path if there is one, the first `count` were committed; the last is what is known."""
         if self.stack is not None:
-            hidden = self.stack.read(counted(hidden, count), state.lanes, count)
-        self.state.index_copy_(0, state.slots, last_of(self._normed(hidden), count, self.state[state.slots]))
+            hidden = self.stack.read(counted(hidden, count, path), state.lanes, count)
+            path = None
+        remember(self.state, state.slots, self._normed(hidden), count, path)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         return self.target.norm(hidden) if self.module.norm is None else self.module.norm(hidden)

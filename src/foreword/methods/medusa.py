@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import ResBlock, last_of
+from foreword.core.heads import ResBlock, remember
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels, losses, rank_rates
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
@@ -82,8 +82,7 @@ class Medusa(Drafter):
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        rows = accepted.along(scores.require_hidden())
-        self.hidden.index_copy_(0, state.slots, last_of(rows, accepted.count, self.hidden[state.slots]))
+        remember(self.hidden, state.slots, scores.require_hidden(), accepted.count, accepted.path)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()

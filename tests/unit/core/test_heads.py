@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from doubles import EVERY_FAMILY, target
-from foreword.core.heads import CosineAttention, ResBlock, counted, last_of, near_identity, norm_like
+from foreword.core.heads import CosineAttention, ResBlock, counted, near_identity, norm_like, remember
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
@@ -43,9 +43,20 @@ def test_near_identity_passes_the_first_part_through() -> None:
 
 
 def test_rows_that_do_not_count() -> None:
-    rows, count, before = torch.full((3, 4, 2), torch.nan), torch.tensor([2, 0, 4]), torch.full((3, 2), -1.0)
+    rows, count, held = torch.full((3, 4, 2), torch.nan), torch.tensor([2, 0, 4]), torch.full((4, 2), -1.0)
     for lane, many in enumerate(count.tolist()):
         rows[lane, :many] = torch.arange(1.0, many + 1).unsqueeze(1)
     assert not counted(rows, count).isnan().any()
     assert torch.equal(counted(rows, count).sum((1, 2)), torch.tensor([6.0, 0.0, 20.0]))
-    assert last_of(rows, count, before).tolist() == [[2, 2], [-1, -1], [4, 4]]
+    remember(held, torch.tensor([3, 0, 1]), rows, count)
+    assert held.tolist() == [[-1, -1], [4, 4], [-1, -1], [2, 2]]
+
+
+def test_rows_along_a_path() -> None:
+    rows, held = torch.arange(24.0).view(2, 4, 3), torch.zeros(3, 3)
+    path, count = torch.tensor([[0, 2, 3], [1, 3, 0]]), torch.tensor([3, 1])
+    found = counted(rows, count, path)
+    assert torch.equal(found[0], rows[0, [0, 2, 3]]) and torch.equal(found[1, 0], rows[1, 1]) and not found[1, 1:].any()
+    norm = torch.nn.RMSNorm(3, eps=1e-5)
+    remember(held, torch.tensor([2, 0]), rows, count, path, norm)
+    assert torch.equal(held, torch.stack([norm(rows[1, 1]), held.new_zeros(3), norm(rows[0, 3])]))

@@ -355,6 +355,21 @@ def check_carry(seed: int, device: str, live: int, count: int, columns: int, dty
     torch.testing.assert_close(found[1].cpu(), exact[1])
 
 
+def check_take(seed: int, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Whole numbers or rows, by slots in any order."""
+    from foreword.kernels.gather import at_slots  # noqa: PLC0415
+    from foreword.kernels.keep import advance  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    held = torch.randint(-99, 99, (5, *shape), generator=generator).to(dtype)
+    slots, count = torch.randperm(5, generator=generator)[: 1 + seed % 5], torch.randint(0, 9, (1 + seed % 5,))
+    assert same(at_slots(held.to(device), slots.to(device)), held[slots])
+    lengths = torch.randint(0, 99, (5,), generator=generator)
+    found = lengths.to(device, copy=True)
+    advance(found, slots.to(device), count.to(device))
+    assert same(found, lengths.index_add(0, slots, count))
+
+
 def check_told(seed: int, device: str, taps: tuple[int, ...], pathed: bool) -> None:
     """What clover2 reads along, against its torch operations. Rows that do not count are NaN; one text is at its end."""
     from foreword.kernels import gather  # noqa: PLC0415

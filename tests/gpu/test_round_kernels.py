@@ -25,6 +25,7 @@ from rounds import (
     check_remember,
     check_settle,
     check_standing,
+    check_take,
     check_told,
     check_top,
     check_walk,
@@ -125,6 +126,14 @@ def test_rows_beside_a_norm_before_and_what_comes_behind(turn: int, splits: int,
 @pytest.mark.parametrize(("live", "count", "columns"), [(1, 1, 16), (1, 8, 576), (8, 8, 4608)])
 def test_what_a_level_goes_on_from(live: int, count: int, columns: int, dtype: torch.dtype) -> None:
     check_carry(count, "cuda", live, count, columns, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((), torch.long), ((576,), torch.bfloat16), ((3, 4608), torch.float16)], ids=str
+)
+def test_what_slots_hold(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for seed in range(5):
+        check_take(seed, "cuda", shape, dtype)
 
 
 @pytest.mark.parametrize("pathed", [False, True])

@@ -39,6 +39,14 @@ class Lanes:
     def of(ids: list[int] | tuple[int, ...], span: int, device: torch.device | str = "cpu") -> Lanes:
         return Lanes(sent(list(ids), device), tuple(ids), span)
 
+    def take(self, column: Tensor) -> Tensor:
+        """[b, ..]: what the slots have in a column [B, ..]."""
+        if column.is_cuda:
+            from foreword.kernels.gather import at_slots  # noqa: PLC0415  Triton is there only where CUDA is
+
+            return at_slots(column, self.slots)
+        return column[self.slots]
+
     @property
     def run(self) -> slice | None:
         """The slots as a slice where they lie side by side, so that a view serves in place of a copy."""
@@ -88,12 +96,12 @@ class State:
     @property
     def root(self) -> Tensor:
         """[b]: the last decided token of each sequence."""
-        return self.roots[self.slots]
+        return self.lanes.take(self.roots)
 
     @property
     def length(self) -> Tensor:
         """[b]: committed rows, which is also the root's position."""
-        return self.lengths[self.slots]
+        return self.lanes.take(self.lengths)
 
     def ahead(self, steps: int | Tensor) -> Tensor | None:
         """[b, 1 or more]: where tokens so many steps behind the root will stand; None in rounds without noise, which is all

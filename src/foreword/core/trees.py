@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Literal, Protocol, get_args
 
@@ -489,11 +489,17 @@ def by_kernel(growth: BestFirst | Budgeted, state: State, guess: Guess, shape: S
     budget = Budget(shape.nodes - 1, growth.top_p, growth.floor) if isinstance(growth, Budgeted) else None
     grown = Grown(state, shape.depth, growth.width, growth.branch, budget)
     tokens = state.root.unsqueeze(1)
-    origin = torch.zeros_like(tokens)
+    origin = _at_the_root(tokens.shape[0], tokens.device)
     for level in range(1, shape.depth + 1):
         tokens, origin = grown.add(*guess(level, tokens, origin))
     tokens, parent, size = grown.chosen(shape.nodes)
     return Draft(tokens, Tree(parent), size)
+
+
+@cache
+def _at_the_root(batch: int, device: torch.device) -> Tensor:
+    """[b, 1]: where the root hangs. Made once, and it stays where it is: captured rounds read it."""
+    return torch.zeros(batch, 1, dtype=torch.long, device=device)
 
 
 def unconditional(growth: Growth, state: State, guessed: Tensor, likely: Tensor) -> Draft:

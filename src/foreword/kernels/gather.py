@@ -1,8 +1,8 @@
 """Rows brought to a drafter's own products, and kept from one round to the next: gathered, at one size, in one launch.
 
-In: rows of the pass or of the level before, where in them to look, and a table of embeddings. Out: new rows, each beside the
-others that its product reads. What is computed stands, as torch operations, in core/heads.py and methods/clover2.py. A
-program has one row of one kind.
+In: rows of the pass or of the level before, or what slots hold; where in them to look; and a table of embeddings. Out: new
+rows. What is computed stands, as torch operations, in core/heads.py, core/state.py and methods/clover2.py. A program has one
+row of one kind.
 """
 
 from __future__ import annotations
@@ -26,6 +26,26 @@ def _at_one(x, K: tl.constexpr):
     """A row brought to a root mean square of 1, and what that was."""
     square = tl.sum(x * x, 0) / K
     return x * tl.rsqrt(square + _TINY), tl.sqrt(square)
+
+
+@triton.jit
+def _take(held, slots, out, columns, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
+    """A stretch of what one slot holds."""
+    take_turn(EARLY)
+    lane, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(held + tl.load(slots + lane) * columns + at, mask=at < columns)
+    tl.store(out + lane * columns + at, found, mask=at < columns)
+
+
+def at_slots(held: Tensor, slots: Tensor) -> Tensor:
+    """Of what all slots hold, [B, ..], that of some [b]: [b, ..]."""
+    assert held.is_contiguous()
+    out, columns = held.new_empty(slots.shape[0], *held.shape[1:]), held.numel() // held.shape[0]
+    block = min(1024, triton.next_power_of_2(columns))
+    _take[(slots.shape[0], triton.cdiv(columns, block))](
+        held, slots, out, columns, BLOCK=block, **launched(held.device, block // 256)
+    )
+    return out
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Accepted rows to the front of the scratch, in all layers and heads, in one launch that touches no other row.
+"""Accepted rows to the front of the scratch, in all layers and heads, in one launch that touches no other row; and one that
+counts them as committed.
 
 In: the cache as it is held, and for each sequence the scratch rows that stay, in ascending order. Committed rows and slots
 outside the round are never written.
@@ -30,6 +31,19 @@ def _move(
     found = tl.load(held + (first + source)[:, None] * WIDTH + wide[None, :], mask=moves)
     tl.debug_barrier()  # a row may be read by one thread and overwritten by another
     tl.store(held + (first + place)[:, None] * WIDTH + wide[None, :], found, mask=moves)
+
+
+@triton.jit
+def _advance(lengths, slots, count, EARLY: tl.constexpr) -> None:
+    """One sequence."""
+    take_turn(EARLY)
+    own = lengths + tl.load(slots + tl.program_id(0))
+    tl.store(own, tl.load(own) + tl.load(count + tl.program_id(0)))
+
+
+def advance(lengths: Tensor, slots: Tensor, count: Tensor) -> None:
+    """Of `lengths` [B] those of slots [b], no two of which are the same, by `count` [b]."""
+    _advance[(slots.shape[0],)](lengths, slots, count.contiguous(), **launched(lengths.device, 1))
 
 
 def keep_rows(held: Tensor, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:

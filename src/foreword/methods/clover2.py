@@ -179,7 +179,7 @@ class Clover2(Drafter):
         self._follow(state, scores, None, chunk.size)
 
     def propose(self, state: State) -> Draft:
-        known = self.state[state.slots].unsqueeze(1)  # [b, 1, H]
+        known = state.lanes.take(self.state).unsqueeze(1)  # [b, 1, H]
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known

@@ -82,7 +82,7 @@ class Firp(Drafter):
         if depth == 0:
             return Draft.nothing(state.root)
         layers = self.layers[:depth]
-        first, later = behind(self.module, layers, self.options.source, self.known[state.slots])
+        first, later = behind(self.module, layers, self.options.source, state.lanes.take(self.known))
         rows = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
         position = state.ahead(self.number[:depth])
         tokens, chances = guesses(self.target.rough_head(rows), position, state.sampling, self.growth.branch)

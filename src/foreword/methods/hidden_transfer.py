@@ -143,7 +143,7 @@ class HiddenTransfer(Drafter):
     def propose(self, state: State) -> Draft:
         if not self.shape.depth:
             return Draft.nothing(state.root)
-        logits = self.target.rough_head(self.target.norm(self.states[state.slots]))
+        logits = self.target.rough_head(self.target.norm(state.lanes.take(self.states)))
         tokens, chances = guesses(logits, state.ahead(self.number), state.sampling, self.paths.branch)
         return self.paths.draft(state, tokens, chances, self.have[state.slots], self.shape.nodes)
 

@@ -110,7 +110,7 @@ class Hydra(Drafter):
         self._follow(state, scores.require_hidden(), chunk.size)
 
     def propose(self, state: State) -> Draft:
-        known = self.state[state.slots].unsqueeze(1)  # [b, 1, H], and at each level one part more
+        known = state.lanes.take(self.state).unsqueeze(1)  # [b, 1, H], and at each level one part more
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known

@@ -76,7 +76,7 @@ class Medusa(Drafter):
     def propose(self, state: State) -> Draft:
         if self.growth.depth(len(state.lanes.ids)) == 0:
             return Draft.nothing(state.root)
-        rows = self._heads(self.target.norm(self.hidden[state.slots]))  # [b, K, H]
+        rows = self._heads(self.target.norm(state.lanes.take(self.hidden)))  # [b, K, H]
         position = state.ahead(self.number)
         tokens, chances = guesses(self.target.rough_head(rows), position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)

@@ -78,7 +78,12 @@ class SlotCache:
 
     def advance(self, lanes: Lanes, count: Tensor) -> None:
         """Commit the first `count` scratch rows where they lie."""
-        self.length.index_add_(0, lanes.slots, count)
+        if self.length.is_cuda:
+            from foreword.kernels.keep import advance  # noqa: PLC0415  Triton is there only where CUDA is
+
+            advance(self.length, lanes.slots, count)
+        else:
+            self.length.index_add_(0, lanes.slots, count)
 
     def is_sound(self, slot: int, rows: int) -> bool:
         """Whether all of a slot's first rows are finite. Asks the device, so not for the loop."""

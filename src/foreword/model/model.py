@@ -141,7 +141,7 @@ class Model:
         rows = range(draft.nodes) if rows is None else rows
         part = slice(rows.start, rows.stop)
         where = Rows(
-            base=self.cache.length[lanes.slots],
+            base=lanes.take(self.cache.length),
             depth=draft.tree.depth[:, : rows.stop],
             sees=draft.tree.ancestors[:, part, : rows.stop],
             lanes=lanes,
@@ -174,7 +174,7 @@ class Model:
     def onward(self, lanes: Lanes, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         attention.route(self.hf)
         chain = Tree.chain(hidden.shape[1], hidden.device)
-        rows = Rows(self.cache.length[lanes.slots], chain.depth, chain.ancestors, lanes)
+        rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes)
         walked = self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts)
         return walked.hidden if walked.grafted is None else torch.cat([walked.hidden, walked.grafted], dim=1)
 

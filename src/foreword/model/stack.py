@@ -147,7 +147,7 @@ class Stack:
         """Rows [b, n, H] of a text, behind those that are cached: walked as a chain, and the first `count` [b] committed."""
         assert self.cache is not None
         chain = Tree.chain(hidden.shape[1], hidden.device)
-        rows = Rows(self.cache.length[lanes.slots], chain.depth, chain.ancestors, lanes)
+        rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes)
         walked = self.walk(hidden, rows, skip=skip).hidden
         self.cache.advance(lanes, count)
         return walked

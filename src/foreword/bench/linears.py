@@ -97,14 +97,14 @@ PRODUCTS = (
     Product("grown 7.0B", "o", 4608, 4608, added=True),
     Product("grown 7.0B", "gate_up", 12288, 4608, normed=True, kind="gated"),
     Product("grown 7.0B", "down", 4608, 12288, added=True),
-    # What drafters guess by, in eight bits: the head, and what clover2 does for every level.
+    # What drafters guess by, in eight bits: the head, and what clover2 does for its first level and for every other.
     Product("135M", "rough head", 49152, 576, kind="coarse"),
-    Product("135M", "rough key value", 1152, 576, kind="coarse"),
-    Product("135M", "rough query", 576, 576, kind="coarse"),
+    Product("135M", "rough query key value", 1728, 576, kind="coarse"),
+    Product("135M", "rough first", 576, 576, kind="coarse"),
     Product("135M", "rough later", 576, 1152, kind="coarse"),
     Product("grown 7.0B", "rough head", 49152, 4608, kind="coarse"),
-    Product("grown 7.0B", "rough key value", 9216, 4608, kind="coarse"),
-    Product("grown 7.0B", "rough query", 4608, 4608, kind="coarse"),
+    Product("grown 7.0B", "rough query key value", 13824, 4608, kind="coarse"),
+    Product("grown 7.0B", "rough first", 4608, 4608, kind="coarse"),
     Product("grown 7.0B", "rough later", 4608, 9216, kind="coarse"),
 )
 

@@ -20,7 +20,7 @@ from foreword.core.heads import carried_and_embedded, counted, remember
 from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
-from foreword.core.trees import BestFirst, Budgeted, Guess, by_kernel, choose
+from foreword.core.trees import USUAL_RATES, BestFirst, Budgeted, Guess, StaticTree, by_kernel, choose, greedy_paths
 from foreword.engine.accept import settle
 from foreword.engine.commit import write
 from foreword.engine.fit import rooted
@@ -480,6 +480,22 @@ def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
 
 
 # Graphs of guesses -------------------------------------------------------------------------------------------------------
+
+
+def check_fill(seed: int, device: str, nodes: int) -> None:
+    """A template with guesses that do not depend on one another, of which some levels are not used."""
+    from foreword.kernels.growth import filled  # noqa: PLC0415
+
+    drawn = Round.drawn(seed, "cpu", 2)
+    lanes = len(drawn.state.lanes.ids)
+    paths = greedy_paths(USUAL_RATES, nodes - 1)
+    tree = StaticTree(target(), paths)
+    guessed = torch.randint(0, 99, (10, lanes, 6), generator=torch.Generator().manual_seed(seed)).permute(1, 2, 0)
+    exact = tree.filled(drawn.state, guessed)
+    level, rank = tree.template(lanes).ranks
+    there = Round.drawn(seed, device, 2).state
+    tokens, size = filled(there, guessed.to(device), level.to(device), rank.to(device))
+    assert same(tokens, exact.tokens) and same(size, exact.size)
 
 
 def drawn_level(generator: torch.Generator, shape: tuple[int, int, int], words: int) -> tuple[Tensor, Tensor]:

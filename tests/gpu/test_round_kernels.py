@@ -13,6 +13,7 @@ from rounds import (
     check_catch_up,
     check_coarse,
     check_coarse_between,
+    check_fill,
     check_fit,
     check_glue,
     check_grow,
@@ -90,6 +91,12 @@ def test_trees_follow_the_guesses(nodes: int, depth: int, width: int, branch: in
     for seed in range(10):
         check_grow(seed, "cuda", BestFirst(Shape(nodes, depth), width, branch, None))
         check_grow(seed, "cuda", Budgeted(Shape(nodes, depth), width, branch, None, 0.8, 0.25))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 64])
+def test_templates_are_filled(nodes: int) -> None:
+    for seed in range(10):
+        check_fill(seed, "cuda", nodes)
 
 
 @pytest.mark.parametrize("repeat", [-1, 0, 1, 2])

@@ -294,7 +294,8 @@ class Template:
     def ranks(self) -> tuple[Tensor, Tensor]:
         """[N - 1] each: of all nodes but the root, the level, from 0 on, and the rank."""
         pairs = [(len(path) - 1, path[-1]) for path in self.paths[1:]]
-        level, rank = torch.tensor(pairs, dtype=torch.long, device=self.device).view(-1, 2).unbind(1)  # of none, too
+        columns = torch.tensor(pairs, dtype=torch.long, device=self.device).view(-1, 2).t()  # of none, too
+        level, rank = columns.contiguous()
         return level, rank
 
     def tokens(self, root: Tensor, guess: Guess) -> Tensor:
@@ -339,6 +340,11 @@ class StaticTree:
         """The draft of guesses [b, depth or more, k] that do not depend on what was guessed before them."""
         template = self.template(len(state.lanes.ids))
         level, rank = template.ranks
+        if guessed.is_cuda:
+            from foreword.kernels.growth import filled  # noqa: PLC0415  Triton is there only where CUDA is
+
+            tokens, size = filled(state, guessed, level, rank)
+            return Draft(tokens, template.tree, size)
         return self._draft(state, template, torch.cat([state.root.unsqueeze(1), guessed[:, level, rank]], dim=1))
 
     def _draft(self, state: State, template: Template, tokens: Tensor) -> Draft:

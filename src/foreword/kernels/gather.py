@@ -95,7 +95,7 @@ def counted(rows: Tensor, count: Tensor, path: Tensor | None) -> Tensor:
     (lanes, each, k), wanted = rows.shape, rows.shape[1] if path is None else path.shape[1]
     out, block = rows.new_empty(lanes, wanted, k), triton.next_power_of_2(k)
     _count[(wanted, lanes)](
-        rows.contiguous(), count if path is None else path.contiguous(), count, out, each,
+        rows.contiguous(), count if path is None else path.contiguous(), count.contiguous(), out, each,
         K=k, PATHED=path is not None, BLOCK=block, **launched(rows.device, min(8, block // 256)),
     )  # fmt: skip
     return out
@@ -144,7 +144,8 @@ def told(
     both, sizes = hidden.new_empty(2, lanes, wanted, k), hidden.new_empty(lanes, wanted, 1)
     block = triton.next_power_of_2(k)
     _tell[(wanted, lanes, len(taps) + 2)](
-        tuple(part.contiguous() for part in (*taps, hidden)), count if path is None else path.contiguous(), count,
+        tuple(part.contiguous() for part in (*taps, hidden)), count if path is None else path.contiguous(),
+        count.contiguous(),
         table, state.tokens, state.slots, cached, ready, both, sizes, rows, state.tokens.shape[1], state.tokens.stride(0),
         K=k, TAPS=len(taps), PATHED=path is not None, BLOCK=block, **launched(hidden.device, min(8, block // 256)),
     )  # fmt: skip
@@ -179,7 +180,7 @@ def remember(
     block, (weight, epsilon) = triton.next_power_of_2(k), (rows, 0.0) if norm is None else norm
     assert held.is_contiguous() and held.shape[1] == k
     _remember[(lanes,)](
-        rows.contiguous(), count if path is None else path.contiguous(), count, slots, weight, held,
+        rows.contiguous(), count if path is None else path.contiguous(), count.contiguous(), slots, weight, held,
         each, 0 if path is None else path.shape[1], epsilon,
         K=k, PATHED=path is not None, NORMED=norm is not None, BLOCK=block, **launched(held.device, min(8, block // 256)),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Trees that follow the guesses: one launch for each level, and one that chooses among all nodes found.
+"""Trees that follow the guesses: one launch for each level, and one that chooses among all nodes found. A template is one.
 
 In: the guesses behind the live nodes of a level, and their log-chances, [b, w, k] each. Out: the nodes to go on from, and in
 the end a draft. Nodes lie in buffers [b, M], the root first, then level by level. What is computed stands, as torch
@@ -160,6 +160,35 @@ def _choose(
     rows = draft_likeliest(token, chance, parent, root, out, above, lane, COUNT, NODES, BLOCK)
     known = tl.load(lengths + tl.load(slots + lane)) > 0
     tl.store(size + lane, tl.where(known, rows, 1).to(tl.int64))
+
+
+@triton.jit
+def _fill(
+    guessed, level, rank, slots, roots, lengths, out, size, g_lane, g_level, g_rank,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One sequence. Before the second token of a text only the root counts."""
+    take_turn(EARLY)
+    lane, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    slot, guess = tl.load(slots + lane), (node > 0) & (node < NODES)
+    at = tl.load(level + node - 1, mask=guess, other=0) * g_level + tl.load(rank + node - 1, mask=guess, other=0) * g_rank
+    token = tl.load(guessed + lane * g_lane + at, mask=guess, other=0)
+    tl.store(out + lane * NODES + node, tl.where(node == 0, tl.load(roots + slot), token), mask=node < NODES)
+    tl.store(size + lane, tl.where(tl.load(lengths + slot) > 0, NODES, 1).to(tl.int64))
+
+
+def filled(state: Columns, guessed: Tensor, level: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+    """The root, and behind it of guesses [b, depth or more, k] those of a `level` and `rank` [N - 1]: tokens [b, N] and how
+    many count [b]."""
+    lanes, nodes = guessed.shape[0], level.shape[0] + 1
+    out = torch.empty(lanes, nodes, dtype=torch.long, device=guessed.device)
+    size, block = torch.empty_like(state.slots), triton.next_power_of_2(nodes)
+    assert level.is_contiguous() and rank.is_contiguous()
+    _fill[(lanes,)](
+        guessed, level, rank, state.slots, state.roots, state.lengths, out, size, *guessed.stride(),
+        NODES=nodes, BLOCK=block, **launched(out.device, block // 64),
+    )  # fmt: skip
+    return out, size
 
 
 class Grown:

@@ -8,14 +8,11 @@ round is captured after it has run once: by then they are there, and they stay t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from foreword.kernels.coarse import Behind
 
 ROUGH_ROWS = 32  # beyond, reading the weights is no longer what takes long
 AT_ONCE = 4096  # rows of a weight that are rounded together: on the way there they are several times as large
@@ -42,9 +39,7 @@ class Rough:
         """Rows [.., K], behind a norm if there is one, to [.., columns of all]. What lies `beside` them, [.., K] too, is
         part of the same rows to linears of 2 K columns; where there is a `turn`, those behind it read it."""
         if self._is_quick(rows):
-            from foreword.kernels.coarse import Behind  # noqa: PLC0415  Triton is there only where CUDA is
-
-            return self._quickly(rows, beside, norm, Behind())
+            return self._quickly(rows, beside, norm)
         rows = rows if norm is None else norm(rows)
         if beside is not None and not self.turn:
             rows = torch.cat([rows, beside], dim=-1)
@@ -56,21 +51,19 @@ class Rough:
     ) -> Tensor:
         """A state [.., N] with the product added, behind a SiLU where one is asked for, and all of it `times` [.., 1]."""
         if self._is_quick(rows):
-            from foreword.kernels.coarse import Behind  # noqa: PLC0415  Triton is there only where CUDA is
-
-            return self._quickly(rows, beside, None, Behind(silu, state, times))
+            return self._quickly(rows, beside, None, silu, state, times)
         return added(state, self(rows, beside), silu, times)
 
     def _read(self, place: int, rows: Tensor, beside: Tensor | None) -> Tensor:
         return beside if beside is not None and 0 < self.turn <= place else rows
 
-    def _quickly(self, rows: Tensor, beside: Tensor | None, norm: nn.RMSNorm | None, behind: Behind) -> Tensor:
-        from foreword.kernels.coarse import Beside, coarse_linear  # noqa: PLC0415  Triton is there only where CUDA is
+    def _quickly(self, rows: Tensor, beside: Tensor | None, norm: nn.RMSNorm | None, *behind: Any) -> Tensor:
+        from foreword.kernels.coarse import Behind, Beside, coarse_linear  # noqa: PLC0415  Triton is there only where CUDA is
 
         columns = sum(linear.weight.shape[0] for linear in self.linears[: self.turn] if isinstance(linear, nn.Linear))
         given = None if beside is None else Beside(beside, columns)
         before = None if norm is None else (norm.weight.detach(), norm.eps or 0.0)
-        return coarse_linear(rows, *self.codes(), beside=given, norm=before, behind=behind)
+        return coarse_linear(rows, *self.codes(), beside=given, norm=before, behind=Behind(*behind))
 
     def _is_quick(self, rows: Tensor) -> bool:
         few = rows.is_cuda and rows.dtype in HALF and rows.numel() <= ROUGH_ROWS * rows.shape[-1]
@@ -92,6 +85,7 @@ class Rough:
 
 
 def added(state: Tensor, seen: Tensor, silu: bool, times: Tensor | None) -> Tensor:
+    """What comes behind a product: a SiLU, the state that it joins, and a size for both."""
     state = state + (functional.silu(seen) if silu else seen)
     return state if times is None else times * state
 

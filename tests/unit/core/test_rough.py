@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from foreword.core import rough
 from foreword.core.rough import Rough, in_eight_bits
@@ -15,6 +16,20 @@ def test_on_a_cpu_the_linears_answer_side_by_side() -> None:
     rows = torch.randn(2, 5, 6)
     assert torch.equal(Rough(one, two)(rows), torch.cat([one(rows), two(rows)], dim=-1))
     assert torch.equal(Rough(one)(rows), one(rows))
+
+
+def test_rows_beside_are_part_of_them_or_have_linears_of_their_own() -> None:
+    rows, beside, norm = torch.randn(2, 5, 6), torch.randn(2, 5, 6), nn.RMSNorm(6, eps=1e-3)
+    long, one, two = nn.Linear(12, 6), nn.Linear(6, 6), nn.Linear(6, 4, bias=False)
+    product = long(torch.cat([rows, beside], dim=-1))
+    assert torch.equal(Rough(long)(rows, beside), product)
+    turned = Rough(one, two, turn=1)(rows, beside, norm)
+    assert torch.equal(turned, torch.cat([one(norm(rows)), two(beside)], dim=-1))
+    times = torch.rand(2, 5, 1)
+    assert torch.equal(
+        Rough(long).onto(rows, rows, beside, silu=True, times=times), times * (rows + functional.silu(product))
+    )
+    assert torch.equal(Rough(one).onto(rows, beside), rows + one(beside))
 
 
 def test_eight_bits_are_as_near_as_they_can_be() -> None:

@@ -30,8 +30,7 @@ def _coarse(
     first = split * EACH
     line = tl.minimum(column, columns - 1)  # instead of a mask
     lines = codes + line.to(tl.int64) * K + first
-    if EARLY:
-        start_early(lines, 0, AHEAD, False)
+    start_early(lines, 0, AHEAD, False, EARLY)
     x_at = rows + tl.minimum(row, count - 1) * K + first
     value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):

@@ -190,17 +190,6 @@ def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Ten
     return Draft(tokens.gather(1, chosen), Tree(place.gather(1, above)), size)
 
 
-def likeliest(state: State, tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int) -> Draft:
-    """What `choose` gives where every node that has a chance pays; on CUDA by one kernel."""
-    if not tokens.is_cuda:
-        return choose(tokens, parent, chance, nodes)
-    from foreword.kernels.growth import likeliest_nodes  # noqa: PLC0415  Triton is there only where CUDA is
-
-    parent, chance = parent.expand_as(tokens).contiguous(), chance.contiguous()
-    chosen, above, size = likeliest_nodes(state, tokens.contiguous(), parent, chance, nodes)
-    return Draft(chosen, Tree(above), size)
-
-
 def carried(rows: Tensor, origin: Tensor) -> Tensor:
     """What a drafter keeps of its live nodes [b, w, H], for those that hang on them: [b, w', H]."""
     if rows.shape[1] == origin.shape[1] == 1:

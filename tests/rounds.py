@@ -23,12 +23,12 @@ from foreword.core.needs import Graft, on_device
 from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Lanes, State
-from foreword.core.transfer import Projection, ahead, carry
-from foreword.core.trees import BestFirst, Budgeted, Guess, by_kernel, choose
+from foreword.core.transfer import Projection, ahead
+from foreword.core.trees import BestFirst, Budgeted, Guess, StaticTree, by_kernel, choose, greedy_paths
 from foreword.engine.accept import settle
 from foreword.engine.commit import write
 from foreword.engine.fit import rooted
-from foreword.methods.hidden_transfer import Candidates
+from foreword.methods.hidden_transfer import Candidates, HiddenTransfer
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
@@ -383,25 +383,37 @@ def check_ahead(device: str, matrix: Projection, rows: int, source: int, dtype: 
     torch.testing.assert_close(found.cpu(), exact, rtol=near, atol=near)
 
 
-def check_carry(seed: int, device: str, nodes: int, counted: bool) -> None:
-    """Rows that lie behind others, of a pass; some sequences have decided nothing."""
+def check_carry(seed: int, device: str, nodes: int) -> None:
+    """Rows that lie behind others, as in a pass; some sequences have decided nothing."""
+    from foreword.kernels.carry import carried_on  # noqa: PLC0415
+
     generator = torch.Generator().manual_seed(seed)
 
     def whole(high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, generator=generator)
 
-    from foreword.kernels.carry import carried  # noqa: PLC0415
-
-    slots, steps, rows = torch.randperm(5, generator=generator)[:3], 1 + seed % 3, torch.randn(3, 9, 20, generator=generator)
+    drafter, steps = HiddenTransfer(), 1 + seed % 3
+    drafter.states, drafter.have = torch.randn(5, steps, 20, generator=generator), whole(9, 5)
+    drafter.where, drafter.carries = whole(7, nodes, steps), whole(4, nodes)
     accepted = Accepted(whole(nodes, 3, 4), whole(5, 3), whole(9, 3))
-    states, where = torch.randn(5, steps, 20, generator=generator), whole(7, nodes, steps)
-    have, carries = whole(9, 5), whole(4, nodes)
-    given = [part.to(device, copy=True) for part in (states, slots, accepted.path, accepted.count)]
-    column = have.to(device, copy=True), carries.to(device)
-    carried(*given, rows.to(device)[:, 2:], where.to(device), column if counted else None)
-    before = have.clone()
-    carry(states, slots, accepted, rows[:, 2:], where, (have, carries) if counted else None)
-    assert same(given[0], states) and same(column[0], have if counted else before)
+    slots, rows = torch.randperm(5, generator=generator)[:3], torch.randn(3, 9, 20, generator=generator)
+    states, have = (part.to(device, copy=True) for part in (drafter.states, drafter.have))
+    given = [part.to(device) for part in (slots, accepted.path, accepted.count, rows)]
+    carried_on(states, have, *given[:3], given[3][:, 2:], drafter.where.to(device), drafter.carries.to(device))
+    drafter.carry_on(slots, accepted, rows[:, 2:])
+    assert same(states, drafter.states) and same(have, drafter.have)
+
+
+def check_fill(seed: int, device: str, nodes: int) -> None:
+    """Guesses for more levels than the template has."""
+    from foreword.kernels.growth import filled  # noqa: PLC0415
+
+    growth = StaticTree(target(), greedy_paths([(0.5, 0.25, 0.125), (0.25, 0.5), (0.5,)], nodes - 1))
+    given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    guessed = torch.randint(0, 1000, (len(truth.slots), 5, 4), generator=torch.Generator().manual_seed(seed))[:, :4]
+    template = growth.template(len(truth.slots))
+    exact = growth.by_rank(truth, template, guessed)
+    assert all(map(same, filled(given, guessed.to(device), template.ranks.to(device)), (exact.tokens, exact.size)))
 
 
 def check_paths(seed: int, device: str, kind: str, nodes: int) -> None:

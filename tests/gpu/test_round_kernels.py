@@ -15,6 +15,7 @@ from rounds import (
     check_carry,
     check_catch_up,
     check_coarse,
+    check_fill,
     check_fit,
     check_glue,
     check_grow,
@@ -147,10 +148,9 @@ def test_a_step_joins_behind_the_rows_of_a_pass(rows: int, squeeze: int, norm: b
     check_ahead("cuda", matrix, rows, max(rows, 3), dtype)
 
 
-@pytest.mark.parametrize("counted", [False, True])
-def test_the_last_right_node_leaves_its_rows(counted: bool) -> None:
+def test_the_last_right_node_leaves_its_rows() -> None:
     for seed in range(12):
-        check_carry(seed, "cuda", 1 + seed, counted)
+        check_carry(seed, "cuda", 1 + seed)
 
 
 @pytest.mark.parametrize("kind", ["static", "best"])
@@ -158,6 +158,12 @@ def test_the_last_right_node_leaves_its_rows(counted: bool) -> None:
 def test_the_likeliest_paths_that_the_steps_reach(nodes: int, kind: str) -> None:
     for seed in range(8):
         check_paths(seed, "cuda", kind, nodes)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9])
+def test_a_template_is_filled(nodes: int) -> None:
+    for seed in range(8):
+        check_fill(seed, "cuda", nodes)
 
 
 @pytest.mark.parametrize("longest", [1, 40, 3000])

@@ -41,7 +41,7 @@ ENTRIES = {
     SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
     SOURCE / "core" / "graphs.py": {"add", "draft", "walks"},
     SOURCE / "core" / "heads.py": {"forward", "counted", "last_of", "at_one", "size_of"},
-    SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind", "carry"},
+    SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
     SOURCE / "core" / "rough.py": {"__call__"},
     SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "hanging"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},

@@ -20,7 +20,7 @@ from foreword.core.heads import at_one, linear, size_of
 from foreword.core.lessons import Answers, Labels, check_labels, figures_of, losses, rank_rates, sent_along
 from foreword.core.needs import Graft, Join, on_device
 from foreword.core.rough import HALF
-from foreword.core.scores import Accepted, Scores
+from foreword.core.scores import Scores
 from foreword.core.target import Target
 from foreword.core.trees import BRANCH, Rates
 from foreword.core.widening import Table, Wide
@@ -151,29 +151,6 @@ def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: 
 
     first = ahead(module[0], known[:, :0], known, on_device((0,), known.device))
     return first, tuple(graft(step) for step in range(1, len(layers)))
-
-
-def carry(
-    states: Tensor,
-    slots: Tensor,
-    accepted: Accepted,
-    rows: Tensor,
-    where: Tensor,
-    counted: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Into a drafter's `states` [B, steps, H] what a round's last right node left: of rows [b, R, H] those that `where`
-    [nodes, steps] names for it. `counted`: a column [B] and what it gets by node. Where nothing was decided, all stays."""
-    if states.is_cuda:
-        from foreword.kernels.carry import carried  # noqa: PLC0415  Triton is there only where CUDA is
-
-        carried(states, slots, accepted.path, accepted.count, rows, where, counted)
-        return
-    last, decided = accepted.last, accepted.count > 0
-    found = rows.gather(1, where[last].unsqueeze(-1).expand(-1, -1, rows.shape[2]))
-    states.index_copy_(0, slots, found.where(decided.view(-1, 1, 1), states[slots]))
-    if counted is not None:
-        have, carries = counted
-        have.index_copy_(0, slots, carries[last].where(decided, have[slots]))
 
 
 # Learning ----------------------------------------------------------------------------------------------------------------

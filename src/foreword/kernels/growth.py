@@ -1,9 +1,10 @@
-"""Trees that follow the guesses: one launch for each level, and one that chooses among all nodes found.
+"""Trees that follow the guesses: one launch for each level, and one that chooses among all nodes found. Where guesses do not
+depend on those before them, a template is filled, or the likeliest of its paths are chosen, in one launch.
 
 In: the guesses behind the live nodes of a level, and their log-chances, [b, w, k] each. Out: the nodes to go on from, and in
 the end a draft. Nodes lie in buffers [b, M], the root first, then level by level. What is computed stands, as torch
-operations, in core/trees.py: `BestFirst`, `Budgeted`, `choose`. One program has a sequence. Of equal chances the first comes
-first.
+operations, in core/trees.py (`BestFirst`, `Budgeted`, `StaticTree`, `choose`) and methods/hidden_transfer.py. One program
+has a sequence. Of equal chances the first comes first.
 """
 
 from __future__ import annotations
@@ -186,6 +187,23 @@ def _choose_paths(
     tl.store(size + lane, rows.to(tl.int64))
 
 
+@triton.jit
+def _fill(
+    guessed, ranks, slots, roots, lengths, tokens, size, g_lane, g_level, g_rank,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One sequence: a template's tokens. Before the second token of a text only the root counts."""
+    take_turn(EARLY)
+    lane = tl.program_id(0).to(tl.int64)
+    slot, node = tl.load(slots + lane), tl.arange(0, BLOCK)
+    real = (node > 0) & (node < NODES)
+    pair = ranks + (node - 1) * 2
+    away = tl.load(pair, mask=real, other=0) * g_level + tl.load(pair + 1, mask=real, other=0) * g_rank
+    token = tl.load(guessed + lane * g_lane + away, mask=real, other=0)
+    tl.store(tokens + lane * NODES + node, tl.where(real, token, tl.load(roots + slot)), mask=node < NODES)
+    tl.store(size + lane, tl.where(tl.load(lengths + slot) > 0, NODES, 1).to(tl.int64))
+
+
 class Grown:
     """Trees of some sequences while they grow: `add` for each of `depth` levels, then `chosen`."""
 
@@ -264,3 +282,16 @@ def likeliest_paths(
         **launched(out.device, min(16, block // 16)),
     )  # fmt: skip
     return out, above, size
+
+
+def filled(state: Columns, guessed: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [b, N] of a template, and how many count [b]: of guesses [b, depth or more, k] those that `ranks` [N - 1, 2]
+    names, level and rank, for all nodes but the root."""
+    lanes, nodes = guessed.shape[0], 1 + ranks.shape[0]
+    assert ranks.is_contiguous()
+    tokens, size = torch.empty(lanes, nodes, dtype=torch.long, device=guessed.device), torch.empty_like(state.slots)
+    _fill[(lanes,)](
+        guessed, ranks, state.slots, state.roots, state.lengths, tokens, size, *guessed.stride(),
+        NODES=nodes, BLOCK=triton.next_power_of_2(nodes), **launched(guessed.device, 1),
+    )  # fmt: skip
+    return tokens, size

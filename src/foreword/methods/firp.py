@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
+from foreword.core.heads import last_of
 from foreword.core.needs import Needs
 from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.transfer import Source, Transfer, behind, carry
+from foreword.core.transfer import Source, Transfer, behind
 from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 
 
@@ -72,8 +73,6 @@ class Firp(Drafter):
         self.number = torch.arange(1, self.shape.depth + 1, device=target.device)
         size = slots, self.options.steps, target.hidden_size
         self.known = torch.zeros(size, dtype=target.dtype, device=target.device)
-        places = torch.arange(self.shape.nodes * self.options.steps, device=target.device)
-        self.where = places.view(-1, self.options.steps)  # [nodes, steps] of a node's rows among those of all nodes
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self.known.index_copy_(0, state.slots, self._taps(scores)[:, -1])
@@ -90,7 +89,9 @@ class Firp(Drafter):
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        carry(self.known, state.slots, accepted, self._taps(scores).flatten(1, 2), self.where)
+        rows = accepted.along(self._taps(scores).flatten(2))
+        kept = last_of(rows, accepted.count, self.known[state.slots].flatten(1))
+        self.known.index_copy_(0, state.slots, kept.unflatten(1, self.known.shape[1:]))
 
     def _taps(self, scores: Scores) -> Tensor:
         """[b, n, steps, H]: each row's states after the layers that the steps join."""

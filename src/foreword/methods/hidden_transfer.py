@@ -27,7 +27,7 @@ from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.transfer import Source, Transfer, ahead, behind, carry, learn, right_by_rank
+from foreword.core.transfer import Source, Transfer, ahead, behind, learn, right_by_rank
 from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
 from foreword.errors import InputError
 
@@ -153,7 +153,20 @@ class HiddenTransfer(Drafter):
         if not self.shape.depth:
             return
         assert scores.grafted is not None
-        carry(self.states, state.slots, accepted, scores.grafted, self.where, (self.have, self.carries))
+        if scores.grafted.is_cuda:
+            from foreword.kernels.carry import carried_on  # noqa: PLC0415  Triton is there only where CUDA is
+
+            kept, ended = (self.states, self.have, state.slots), (accepted.path, accepted.count)
+            return carried_on(*kept, *ended, scores.grafted, self.where, self.carries)
+        self.carry_on(state.slots, accepted, scores.grafted)
+
+    def carry_on(self, slots: Tensor, accepted: Accepted, grafted: Tensor) -> None:
+        """Keep what the last right node carried; where nothing was decided, what there was."""
+        last, decided = accepted.last, accepted.count > 0
+        place = self.where[last].unsqueeze(-1).expand(-1, -1, self.states.shape[2])
+        rows = grafted.gather(1, place).where(decided.view(-1, 1, 1), self.states[slots])
+        self.states.index_copy_(0, slots, rows)
+        self.have.index_copy_(0, slots, self.carries[last].where(decided, self.have[slots]))
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         return learn(self.module, self.options, tokens, mask, scores, target)

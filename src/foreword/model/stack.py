@@ -102,9 +102,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Walked:
-    hidden: Tensor  # [b, n, H]
+    rows: Tensor  # [b, n + R, H]: those that were given, then those that were grafted
+    real: int  # n
     taps: dict[int, Tensor] = field(default_factory=dict)
-    grafted: Tensor | None = None  # [b, R, H]
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.rows[:, : self.real]
+
+    @property
+    def grafted(self) -> Tensor | None:
+        return self.rows[:, self.real :] if self.rows.shape[1] > self.real else None
 
 
 class Stack:
@@ -189,7 +197,7 @@ class Stack:
                     hidden = graft.onto(hidden, real)
             if layer < stop:
                 hidden = self._layer(layer, hidden, views[hidden.shape[1]], skip)
-        return Walked(hidden[:, :real], kept, hidden[:, real:] if grafts else None)
+        return Walked(hidden, real, kept)
 
     def beside(self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
         """Whole texts [b, n, H] from after layer `start` on, without gradients, and the rows that join behind the anchors

@@ -6,6 +6,9 @@ that is asked for, for the kernels. What comes out has to be equal, not close.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,19 +20,22 @@ from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Shape, Tree, hanging, lineage_of
 from foreword.core.graphs import ByKernel, Graph, Rule
 from foreword.core.heads import carried_and_embedded, counted, remember
+from foreword.core.needs import Graft, on_device
 from foreword.core.rough import in_eight_bits
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
-from foreword.core.trees import USUAL_RATES, BestFirst, Budgeted, Guess, StaticTree, by_kernel, choose, greedy_paths
+from foreword.core.transfer import Projection, ahead
+from foreword.core.trees import BestFirst, Budgeted, Guess, StaticTree, by_kernel, choose, greedy_paths
 from foreword.engine.accept import settle
 from foreword.engine.commit import write
 from foreword.engine.fit import rooted
 from foreword.methods.clover2 import Clover2
+from foreword.methods.hidden_transfer import Candidates, HiddenTransfer
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.guesser import unread
-from foreword.model.stack import Rows
+from foreword.model.stack import Rows, _hung
 
 if TYPE_CHECKING:
     from foreword.kernels.tiles import Tiles
@@ -340,7 +346,7 @@ def check_coarse_between(device: str, turn: int, dtype: torch.dtype, tiles: Tile
     torch.testing.assert_close(found.cpu(), exact.to(dtype), atol=2e-2, rtol=2e-2)
 
 
-def check_carry(seed: int, device: str, live: int, count: int, columns: int, dtype: torch.dtype) -> None:
+def check_level(seed: int, device: str, live: int, count: int, columns: int, dtype: torch.dtype) -> None:
     """A row of zeros is among the embeddings."""
     from foreword.kernels import gather  # noqa: PLC0415
 
@@ -430,22 +436,101 @@ def check_glue(device: str, count: int, columns: int, dtype: torch.dtype) -> Non
     torch.testing.assert_close(gated(both.to(device)).cpu(), (functional.silu(8 * rows.double()) * added.double()).to(dtype))
 
 
-def check_standing(seed: int, device: str, count: int, scratch: int, shared: bool) -> None:
+def check_standing(seed: int, device: str, count: int, scratch: int, shared: bool, grafts: Sequence[Graft] = ()) -> None:
     """Against the stack's own, for rows that are the last of the scratch; one text is so long that padding lies beyond."""
-    from foreword.kernels.standing import standing  # noqa: PLC0415
+    from foreword.kernels.standing import Grafted, standing  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
-    stack = target(dtype=torch.float32).layer_stack
+    stack, where = target(dtype=torch.float32).layer_stack, torch.device(device)
     cache = stack.allocate(5, 40, scratch)
     slots = torch.randperm(5, generator=generator)[: 1 + seed % 4]
     base = torch.randint(0, 40, slots.shape, generator=generator)
     base[0] = cache.rows - 1
-    depth = torch.randint(0, scratch, (1 if shared else len(slots), scratch), generator=generator)
-    sees = torch.ones(1, count, scratch, dtype=torch.bool)
-    tables, exact = stack._standing(Rows(base, depth, sees, Lanes(slots, tuple(slots.tolist()), 40)))
-    angles = tuple(part.to(device) for part in stack.turns[""])
-    found, places = standing(angles, base.to(device), depth.to(device), slots.to(device), count, cache.shape.heads)
-    assert same(places, exact) and all(same(one, two) for one, two in zip(found, tables[""], strict=True))
+    alike = 1 if shared else len(slots)
+    depth = torch.randint(0, scratch, (alike, scratch), generator=generator)
+    sees = torch.rand(alike, scratch, scratch, generator=generator)[:, -count:] < 0.5  # a part, which does not lie close
+    whole = Rows(base, depth, sees, Lanes(slots, tuple(slots.tolist()), 40)).grafted(grafts)
+    joined = [count + sum(graft.rows for graft in grafts[:stage]) for stage in range(len(grafts) + 1)]
+    hung = _hung(grafts, where)
+    grafted = Grafted(*hung, on_device(tuple(joined), where), tuple(joined)) if grafts else None
+    angles, given = stack.turns[""], (part.to(device) for part in (base, depth, sees, slots))
+    found = standing(tuple(part.to(device) for part in angles), *given, cache.shape.heads, grafted)
+    for places, size in zip(found.places, joined, strict=True):
+        part = whole.head(size)
+        tables, exact = stack._standing(part)
+        assert same(places, exact)
+        assert all(same(one[:, :size], two) for one, two in zip(found[:2], tables[""], strict=True))
+    assert same(found.depth.expand(len(slots), -1), whole.depth.expand(len(slots), -1))
+    assert same(found.sees.expand(len(slots), -1, -1), whole.sees.expand(len(slots), -1, -1))
+
+
+def check_ahead(device: str, matrix: Projection, rows: int, source: int, dtype: torch.dtype) -> None:
+    """Against the matrix in double precision; one row that others are made of is no number, and one is 0."""
+    from foreword.kernels.ahead import joined_ahead  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(rows)
+    size = matrix.linear.out_features
+    given, made_of = (torch.randn(2, count, size, generator=generator).to(dtype) for count in (rows, source))
+    made_of[0, 0], made_of[1, 0], made_of[0, -1, 0] = 0, torch.inf, torch.nan
+    which = torch.randint(0, source, (2 * source,), generator=generator)
+    exact = ahead(deepcopy(matrix).double(), given.double(), made_of.double(), which).to(dtype)
+    bias = None if matrix.linear.bias is None else matrix.linear.bias.to(device, dtype)
+    weights = [weight.to(device, dtype) for weight in matrix.weights]
+    found = joined_ahead(given.to(device), made_of.to(device), which.to(device), weights, bias, matrix.norm)
+    assert same(found[:, :rows], given)
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.cpu(), exact, rtol=near, atol=near)
+
+
+def check_carry(seed: int, device: str, nodes: int) -> None:
+    """Rows that lie behind others, as in a pass; some sequences have decided nothing."""
+    from foreword.kernels.carry import carried_on  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def whole(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    drafter, steps = HiddenTransfer(), 1 + seed % 3
+    drafter.states, drafter.have = torch.randn(5, steps, 20, generator=generator), whole(9, 5)
+    drafter.where, drafter.carries = whole(7, nodes, steps), whole(4, nodes)
+    accepted = Accepted(whole(nodes, 3, 4), whole(5, 3), whole(9, 3))
+    slots, rows = torch.randperm(5, generator=generator)[:3], torch.randn(3, 9, 20, generator=generator)
+    states, have = (part.to(device, copy=True) for part in (drafter.states, drafter.have))
+    given = [part.to(device) for part in (slots, accepted.path, accepted.count, rows)]
+    carried_on(states, have, *given[:3], given[3][:, 2:], drafter.where.to(device), drafter.carries.to(device))
+    drafter.carry_on(slots, accepted, rows[:, 2:])
+    assert same(states, drafter.states) and same(have, drafter.have)
+
+
+def check_fill(seed: int, device: str, nodes: int) -> None:
+    """Guesses for more levels than the template has."""
+    from foreword.kernels.growth import filled  # noqa: PLC0415
+
+    growth = StaticTree(target(), greedy_paths([(0.5, 0.25, 0.125), (0.25, 0.5), (0.5,)], nodes - 1))
+    given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    guessed = torch.randint(0, 1000, (len(truth.slots), 5, 4), generator=torch.Generator().manual_seed(seed))[:, :4]
+    template = growth.template(len(truth.slots))
+    exact = growth.by_rank(truth, template, guessed)
+    assert all(map(same, filled(given, guessed.to(device), template.ranks.to(device)), (exact.tokens, exact.size)))
+
+
+def check_paths(seed: int, device: str, kind: str, nodes: int) -> None:
+    """Of chances that are often equal, and some no number; slots have none to all of the steps."""
+    from foreword.kernels.growth import likeliest_paths  # noqa: PLC0415
+
+    generator, rates = torch.Generator().manual_seed(seed), [(0.5, 0.25, 0.25, 0.125), (0.5, 0.25), (0.25, 0.25, 0.125)]
+    paths = Candidates(rates, nodes, kind, 4, torch.device("cpu"))  # type: ignore[arg-type]
+    paths.usual = paths.usual / math.log(2)  # whole numbers, whose sums do not depend on their order
+    given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    tokens = torch.randint(0, 1000, (len(truth.slots), 3, 4), generator=generator)
+    odd = torch.rand(tokens.shape, generator=generator)
+    chances = ((-odd * 8).round() / 4).masked_fill(odd < 0.05, torch.nan).masked_fill(odd > 0.95, -torch.inf)
+    have, likely = torch.randint(0, 4, (5,), generator=generator), chances if kind == "best" else paths.usual
+    exact = choose(*paths.reached(truth, tokens, likely, have), nodes)
+    table = paths.ways.to(device), paths.parent.to(device)
+    found = likeliest_paths(given, *(part.to(device) for part in (tokens, likely)), table, have.to(device), nodes)
+    assert all(map(same, found, (exact.tokens, exact.tree.parent, exact.size)))
 
 
 # Trees that follow the guesses -------------------------------------------------------------------------------------------
@@ -480,22 +565,6 @@ def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
 
 
 # Graphs of guesses -------------------------------------------------------------------------------------------------------
-
-
-def check_fill(seed: int, device: str, nodes: int) -> None:
-    """A template with guesses that do not depend on one another, of which some levels are not used."""
-    from foreword.kernels.growth import filled  # noqa: PLC0415
-
-    drawn = Round.drawn(seed, "cpu", 2)
-    lanes = len(drawn.state.lanes.ids)
-    paths = greedy_paths(USUAL_RATES, nodes - 1)
-    tree = StaticTree(target(), paths)
-    guessed = torch.randint(0, 99, (10, lanes, 6), generator=torch.Generator().manual_seed(seed)).permute(1, 2, 0)
-    exact = tree.filled(drawn.state, guessed)
-    level, rank = tree.template(lanes).ranks
-    there = Round.drawn(seed, device, 2).state
-    tokens, size = filled(there, guessed.to(device), level.to(device), rank.to(device))
-    assert same(tokens, exact.tokens) and same(size, exact.size)
 
 
 def drawn_level(generator: torch.Generator, shape: tuple[int, int, int], words: int) -> tuple[Tensor, Tensor]:

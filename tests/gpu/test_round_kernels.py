@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from doubles import random_tree
+from doubles import random_tree, target
 from foreword.core.draft import Shape, Tree, lineage_of
 from foreword.core.graphs import Rule
+from foreword.core.needs import Graft
 from foreword.core.sampling import best, likeliest
+from foreword.core.transfer import Transfer
 from foreword.core.trees import BestFirst, Budgeted
 from rounds import (
+    check_ahead,
     check_carry,
     check_catch_up,
     check_coarse,
@@ -20,9 +23,11 @@ from rounds import (
     check_hang,
     check_keep,
     check_learn,
+    check_level,
     check_look,
     check_look_up,
     check_merge,
+    check_paths,
     check_remember,
     check_settle,
     check_standing,
@@ -93,12 +98,6 @@ def test_trees_follow_the_guesses(nodes: int, depth: int, width: int, branch: in
         check_grow(seed, "cuda", Budgeted(Shape(nodes, depth), width, branch, None, 0.8, 0.25))
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 64])
-def test_templates_are_filled(nodes: int) -> None:
-    for seed in range(10):
-        check_fill(seed, "cuda", nodes)
-
-
 @pytest.mark.parametrize("repeat", [-1, 0, 1, 2])
 @pytest.mark.parametrize(("branch", "width"), [(1, 1), (4, 8), (3, 5), (10, 16), (4, 64)])
 def test_guesses_are_merged(branch: int, width: int, repeat: int) -> None:
@@ -132,7 +131,7 @@ def test_rows_beside_a_norm_before_and_what_comes_behind(turn: int, splits: int,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("live", "count", "columns"), [(1, 1, 16), (1, 8, 576), (8, 8, 4608)])
 def test_what_a_level_goes_on_from(live: int, count: int, columns: int, dtype: torch.dtype) -> None:
-    check_carry(count, "cuda", live, count, columns, dtype)
+    check_level(count, "cuda", live, count, columns, dtype)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +167,45 @@ def test_norms_residuals_and_gates(count: int, columns: int, dtype: torch.dtype)
 def test_rows_stand_where_the_stack_says(count: int, scratch: int, shared: bool) -> None:
     for seed in range(4):
         check_standing(seed, "cuda", count, scratch, shared)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("count", "scratch"), [(4, 9), (40, 40)])
+def test_grafted_rows_stand_behind_their_anchors(count: int, scratch: int, shared: bool) -> None:
+    grafts = [
+        Graft.of(1, (0, 3, 3), (1, 1, 2), lambda real, _: real),
+        Graft.of(2, (3, 1, 0), (3, 1, 2), lambda real, _: real),
+    ]
+    for seed in range(4):
+        check_standing(seed, "cuda", count, scratch, shared, grafts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "squeeze", "norm"), [(0, 1, True), (3, 1, False), (40, 2, True), (70, 1, True)])
+def test_a_step_joins_behind_the_rows_of_a_pass(rows: int, squeeze: int, norm: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    (matrix,) = Transfer(steps=1, layers=(1,), squeeze=squeeze, norm=norm).module(target(dtype=torch.float32))
+    for weight in matrix.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    check_ahead("cuda", matrix, rows, max(rows, 3), dtype)
+
+
+def test_the_last_right_node_leaves_its_rows() -> None:
+    for seed in range(12):
+        check_carry(seed, "cuda", 1 + seed)
+
+
+@pytest.mark.parametrize("kind", ["static", "best"])
+@pytest.mark.parametrize("nodes", [1, 6, 40, 64])
+def test_the_likeliest_paths_that_the_steps_reach(nodes: int, kind: str) -> None:
+    for seed in range(8):
+        check_paths(seed, "cuda", kind, nodes)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9])
+def test_a_template_is_filled(nodes: int) -> None:
+    for seed in range(8):
+        check_fill(seed, "cuda", nodes)
 
 
 @pytest.mark.parametrize("longest", [1, 40, 3000])

@@ -38,7 +38,7 @@ WHOLE_FILES = [
 # In these files only what a round calls is hot.
 ENTRIES = {
     SOURCE / "core" / "sampling.py": {"pick", "rank", "guesses"},
-    SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried", "likeliest"},
+    SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
     SOURCE / "core" / "graphs.py": {"add", "draft", "walks"},
     SOURCE / "core" / "heads.py": {"forward", "onto", "carried_and_embedded", "counted", "remember", "at_one", "size_of"},
     SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
@@ -138,7 +138,7 @@ def pick_as_on_a_gpu(scores: torch.Tensor, position: torch.Tensor, rows: Samplin
 
 
 def grafting(texts: list[list[int]]) -> Drafter:
-    graft = Graft(2, (0, 1), (1, 1), lambda real, _: real[:, :2])
+    graft = Graft.of(2, (0, 1), (1, 1), lambda real, _: real[:, :2])
     return Recorder(Liar(), Needs(hidden=True, taps=(1,), grafts=(graft,)))
 
 

@@ -4,6 +4,7 @@ Times a grid of `Tiles` for every product of three models, by rows, beside torch
 pass. The best run again with the norm as a kernel of its own, and with one behind q, k and v that turns them. A
 graph runs over copies of the weights that no cache can hold, as a pass over a model does. Worker processes compile ahead,
 each into Triton's cache on disk, and compare with float32. The last lines are ready for `TUNED` in `kernels/tiles.py`.
+Products that take a few microseconds depend on what runs before and behind them: `foreword.bench.inside` cuts those.
 """
 
 from __future__ import annotations

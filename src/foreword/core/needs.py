@@ -26,15 +26,24 @@ class Graft:
     """Rows that join the pass after `layer`: row r hangs on tree node `anchor[r]`, at its position + `offset[r]`.
 
     A grafted row sees the prefix, its anchor's path and the earlier grafted rows of the same anchor. Real rows never see
-    it, and its keys and values are never committed. `make` gets the real rows [b, N, H] as they leave `layer` and the
-    rows grafted so far [b, R', H], and gives the new rows [b, R, H]. Nodes may carry different numbers of rows, or none.
-    Grafts join rounds only: a prompt pass has none.
+    it, and its keys and values are never committed. `onto` gets the rows of the pass [b, n, H] as they leave `layer`, and
+    how many of them are real; the others were grafted before. It gives them with the new ones behind [b, n + R, H]. Nodes
+    may carry different numbers of rows, or none. Grafts join rounds only: a prompt pass has none.
     """
 
     layer: int
     anchor: tuple[int, ...]
     offset: tuple[int, ...]
-    make: Callable[[Tensor, Tensor], Tensor]
+    onto: Callable[[Tensor, int], Tensor]
+
+    @staticmethod
+    def of(layer: int, anchor: tuple[int, ...], offset: tuple[int, ...], make: Callable[[Tensor, Tensor], Tensor]) -> Graft:
+        """`make` gets the real rows [b, N, H] and the rows grafted so far [b, R', H], and gives the new ones [b, R, H]."""
+
+        def onto(hidden: Tensor, real: int) -> Tensor:
+            return torch.cat([hidden, make(hidden[:, :real], hidden[:, real:])], dim=1)
+
+        return Graft(layer, anchor, offset, onto)
 
     def __post_init__(self) -> None:
         if len(self.anchor) != len(self.offset):

@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from foreword.core.heads import at_one, linear, size_of
 from foreword.core.lessons import Answers, Labels, check_labels, figures_of, losses, rank_rates, sent_along
-from foreword.core.needs import Graft, Join
+from foreword.core.needs import Graft, Join, on_device
+from foreword.core.rough import HALF
 from foreword.core.scores import Scores
 from foreword.core.target import Target
 from foreword.core.trees import BRANCH, Rates
@@ -104,6 +105,11 @@ class Projection(nn.Module):
             return rows + self._product(rows)
         return rows + (size_of(rows) * self._product(at_one(rows))).to(rows.dtype)
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """In the order that rows go through them."""
+        return [part.weight for part in (self.down, self.linear) if part is not None]
+
     def _product(self, rows: Tensor) -> Tensor:
         return self.linear(rows if self.down is None else self.down(rows))
 
@@ -121,10 +127,15 @@ def joins_of(module: nn.ModuleList, options: Transfer) -> list[Join]:
     return [join(step, layer) for step, layer in enumerate(options.layers)]
 
 
-def ahead(matrix: nn.Module, rows: Tensor) -> Tensor:
-    """A step's rows for a pass of the target, 0 where they are no numbers: real rows do not see them, but what is masked
-    counts 0 times its value, and 0 x NaN is NaN."""
-    return matrix(rows).nan_to_num(0.0, 0.0, 0.0)
+def ahead(matrix: nn.Module, rows: Tensor, source: Tensor, which: Tensor) -> Tensor:
+    """Rows [b, n, H] of a pass, with a step's behind them: of rows `which` [R] of the source [b, m, H]. Those are 0 where
+    they are no numbers: real rows do not see them, but what is masked counts 0 times its value, and 0 x NaN is NaN."""
+    assert isinstance(matrix, Projection)
+    if source.is_cuda and source.dtype in HALF and not torch.is_grad_enabled():
+        from foreword.kernels.ahead import joined_ahead  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return joined_ahead(rows, source, which, matrix.weights, matrix.linear.bias, matrix.norm)
+    return torch.cat([rows, matrix(source[:, which]).nan_to_num(0.0, 0.0, 0.0)], dim=1)
 
 
 def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: Tensor) -> tuple[Tensor, tuple[Graft, ...]]:
@@ -132,13 +143,14 @@ def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: 
     [b, 1, H], which `Target.onward` takes up from its layer on, and the later ones, grafted onto it."""
 
     def graft(step: int) -> Graft:
-        def make(first: Tensor, later: Tensor) -> Tensor:
-            rows = torch.cat([first, later], dim=1)[:, -1:] if source == "chain" else known[:, step : step + 1]
-            return ahead(module[step], rows)
+        def onto(hidden: Tensor, real: int) -> Tensor:
+            made_of, row = (hidden, step - 1) if source == "chain" else (known, step)
+            return ahead(module[step], hidden, made_of, on_device((row,), known.device))
 
-        return Graft(layers[step], (0,), (step,), make)
+        return Graft(layers[step], (0,), (step,), onto)
 
-    return ahead(module[0], known[:, :1]), tuple(graft(step) for step in range(1, len(layers)))
+    first = ahead(module[0], known[:, :0], known, on_device((0,), known.device))
+    return first, tuple(graft(step) for step in range(1, len(layers)))
 
 
 # Learning ----------------------------------------------------------------------------------------------------------------

@@ -190,17 +190,6 @@ def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Ten
     return Draft(tokens.gather(1, chosen), Tree(place.gather(1, above)), size)
 
 
-def likeliest(state: State, tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int) -> Draft:
-    """What `choose` gives where every node that has a chance pays; on CUDA by one kernel."""
-    if not tokens.is_cuda:
-        return choose(tokens, parent, chance, nodes)
-    from foreword.kernels.growth import likeliest_nodes  # noqa: PLC0415  Triton is there only where CUDA is
-
-    parent, chance = parent.expand_as(tokens).contiguous(), chance.contiguous()
-    chosen, above, size = likeliest_nodes(state, tokens.contiguous(), parent, chance, nodes)
-    return Draft(chosen, Tree(above), size)
-
-
 def carried(rows: Tensor, origin: Tensor) -> Tensor:
     """What a drafter keeps of its live nodes [b, w, H], for those that hang on them: [b, w', H]."""
     if rows.shape[1] == origin.shape[1] == 1:
@@ -291,12 +280,10 @@ class Template:
         return levels
 
     @cached_property
-    def ranks(self) -> tuple[Tensor, Tensor]:
-        """[N - 1] each: of all nodes but the root, the level, from 0 on, and the rank."""
+    def ranks(self) -> Tensor:
+        """[N - 1, 2]: of all nodes but the root, the level, from 0 on, and the rank."""
         pairs = [(len(path) - 1, path[-1]) for path in self.paths[1:]]
-        columns = torch.tensor(pairs, dtype=torch.long, device=self.device).view(-1, 2).t()  # of none, too
-        level, rank = columns.contiguous()
-        return level, rank
+        return torch.tensor(pairs, dtype=torch.long, device=self.device).view(-1, 2)  # of none, too
 
     def tokens(self, root: Tensor, guess: Guess) -> Tensor:
         """[b, N]: the tokens that stand at the template's nodes."""
@@ -339,12 +326,16 @@ class StaticTree:
     def filled(self, state: State, guessed: Tensor) -> Draft:
         """The draft of guesses [b, depth or more, k] that do not depend on what was guessed before them."""
         template = self.template(len(state.lanes.ids))
-        level, rank = template.ranks
         if guessed.is_cuda:
             from foreword.kernels.growth import filled  # noqa: PLC0415  Triton is there only where CUDA is
 
-            tokens, size = filled(state, guessed, level, rank)
+            tokens, size = filled(state, guessed, template.ranks)
             return Draft(tokens, template.tree, size)
+        return self.by_rank(state, template, guessed)
+
+    def by_rank(self, state: State, template: Template, guessed: Tensor) -> Draft:
+        """The same as torch operations."""
+        level, rank = template.ranks.unbind(1)
         return self._draft(state, template, torch.cat([state.root.unsqueeze(1), guessed[:, level, rank]], dim=1))
 
     def _draft(self, state: State, template: Template, tokens: Tensor) -> Draft:

@@ -40,8 +40,7 @@ def _coarse(
     column = first + (tl.program_id(1) - tl.where(turned, tl.cdiv(TURN, BLOCK_N), 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = codes + tl.minimum(column, columns - 1).to(tl.int64) * (K * HALVES)  # instead of a mask
     per_half: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    if EARLY:
-        start_early(lines + split * STEPS * BLOCK_K, 0, AHEAD, False)
+    start_early(lines + split * STEPS * BLOCK_K, 0, AHEAD, False, EARLY)
     real = tl.minimum(row, count - 1) * K
     value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)

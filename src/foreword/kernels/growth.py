@@ -1,9 +1,10 @@
-"""Trees that follow the guesses: one launch for each level, and one that chooses among all nodes found. A template is one.
+"""Trees that follow the guesses: one launch for each level, and one that chooses among all nodes found. Where guesses do not
+depend on those before them, a template is filled, or the likeliest of its paths are chosen, in one launch.
 
 In: the guesses behind the live nodes of a level, and their log-chances, [b, w, k] each. Out: the nodes to go on from, and in
 the end a draft. Nodes lie in buffers [b, M], the root first, then level by level. What is computed stands, as torch
-operations, in core/trees.py: `BestFirst`, `Budgeted`, `choose`. One program has a sequence. Of equal chances the first comes
-first.
+operations, in core/trees.py (`BestFirst`, `Budgeted`, `StaticTree`, `choose`) and methods/hidden_transfer.py. One program
+has a sequence. Of equal chances the first comes first.
 """
 
 from __future__ import annotations
@@ -163,32 +164,44 @@ def _choose(
 
 
 @triton.jit
+def _choose_paths(
+    guessed, likely, ways, parents, have, slots, roots, out, above, size, l_lane,
+    GUESSES: tl.constexpr, STEPS: tl.constexpr, COUNT: tl.constexpr, NODES: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One sequence: of all paths that its steps reach the likeliest."""
+    take_turn(EARLY)
+    lane = tl.program_id(0).to(tl.int64)
+    slot, node = tl.load(slots + lane), tl.arange(0, BLOCK)
+    real, root = node < COUNT, tl.load(roots + slot)
+    token, whole, length = tl.zeros([BLOCK], tl.int64) + root, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    for step in tl.static_range(STEPS):
+        guess = tl.load(ways + node * STEPS + step, mask=real, other=GUESSES)
+        goes_on = guess < GUESSES
+        token = tl.where(goes_on, tl.load(guessed + lane * GUESSES + guess, mask=goes_on, other=0), token)
+        whole += tl.load(likely + lane * l_lane + guess, mask=goes_on, other=0.0)
+        length += goes_on.to(tl.int32)
+    chance = tl.where(real & (length <= tl.load(have + slot)) & (whole == whole), whole, _NEVER)
+    parent = tl.load(parents + node, mask=real, other=0).to(tl.int32)
+    rows = draft_likeliest(token, chance, parent, root, out, above, lane, COUNT, NODES, BLOCK)
+    tl.store(size + lane, rows.to(tl.int64))
+
+
+@triton.jit
 def _fill(
-    guessed, level, rank, slots, roots, lengths, out, size, g_lane, g_level, g_rank,
+    guessed, ranks, slots, roots, lengths, tokens, size, g_lane, g_level, g_rank,
     NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence. Before the second token of a text only the root counts."""
+    """One sequence: a template's tokens. Before the second token of a text only the root counts."""
     take_turn(EARLY)
-    lane, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    slot, guess = tl.load(slots + lane), (node > 0) & (node < NODES)
-    at = tl.load(level + node - 1, mask=guess, other=0) * g_level + tl.load(rank + node - 1, mask=guess, other=0) * g_rank
-    token = tl.load(guessed + lane * g_lane + at, mask=guess, other=0)
-    tl.store(out + lane * NODES + node, tl.where(node == 0, tl.load(roots + slot), token), mask=node < NODES)
+    lane = tl.program_id(0).to(tl.int64)
+    slot, node = tl.load(slots + lane), tl.arange(0, BLOCK)
+    real = (node > 0) & (node < NODES)
+    pair = ranks + (node - 1) * 2
+    away = tl.load(pair, mask=real, other=0) * g_level + tl.load(pair + 1, mask=real, other=0) * g_rank
+    token = tl.load(guessed + lane * g_lane + away, mask=real, other=0)
+    tl.store(tokens + lane * NODES + node, tl.where(real, token, tl.load(roots + slot)), mask=node < NODES)
     tl.store(size + lane, tl.where(tl.load(lengths + slot) > 0, NODES, 1).to(tl.int64))
-
-
-def filled(state: Columns, guessed: Tensor, level: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-    """The root, and behind it of guesses [b, depth or more, k] those of a `level` and `rank` [N - 1]: tokens [b, N] and how
-    many count [b]."""
-    lanes, nodes = guessed.shape[0], level.shape[0] + 1
-    out = torch.empty(lanes, nodes, dtype=torch.long, device=guessed.device)
-    size, block = torch.empty_like(state.slots), triton.next_power_of_2(nodes)
-    assert level.is_contiguous() and rank.is_contiguous()
-    _fill[(lanes,)](
-        guessed, level, rank, state.slots, state.roots, state.lengths, out, size, *guessed.stride(),
-        NODES=nodes, BLOCK=block, **launched(out.device, block // 64),
-    )  # fmt: skip
-    return out, size
 
 
 class Grown:
@@ -247,3 +260,38 @@ def likeliest_nodes(
         COUNT=count, NODES=nodes, BLOCK=block, **launched(out.device, min(16, block // 16)),
     )  # fmt: skip
     return out, above, size
+
+
+def likeliest_paths(
+    state: Columns, guessed: Tensor, likely: Tensor, paths: tuple[Tensor, Tensor], have: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of paths through guesses [b, steps, k] that do not depend on each other, with log-chances [b or 1, steps, k].
+
+    `paths`: the guesses that each of C goes through, [C, steps], those past its end beyond all; and the path that each goes
+    on from, [1, C]. Paths longer than a slot's `have` [B] are left out.
+    """
+    (ways, parents), (lanes, steps, k) = paths, guessed.shape
+    count, nodes = ways.shape[0], min(nodes, ways.shape[0])
+    assert guessed.is_contiguous() and likely.is_contiguous() and ways.shape[1] == steps
+    out, above = torch.empty(2, lanes, nodes, dtype=torch.long, device=guessed.device)
+    size, block = torch.empty_like(state.slots), triton.next_power_of_2(count)
+    _choose_paths[(lanes,)](
+        guessed, likely, ways, parents, have, state.slots, state.roots, out, above, size,
+        likely.stride(0) if likely.shape[0] > 1 else 0,
+        GUESSES=steps * k, STEPS=steps, COUNT=count, NODES=nodes, BLOCK=block,
+        **launched(out.device, min(16, block // 16)),
+    )  # fmt: skip
+    return out, above, size
+
+
+def filled(state: Columns, guessed: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [b, N] of a template, and how many count [b]: of guesses [b, depth or more, k] those that `ranks` [N - 1, 2]
+    names, level and rank, for all nodes but the root."""
+    lanes, nodes = guessed.shape[0], 1 + ranks.shape[0]
+    assert ranks.is_contiguous()
+    tokens, size = torch.empty(lanes, nodes, dtype=torch.long, device=guessed.device), torch.empty_like(state.slots)
+    _fill[(lanes,)](
+        guessed, ranks, state.slots, state.roots, state.lengths, tokens, size, *guessed.stride(),
+        NODES=nodes, BLOCK=triton.next_power_of_2(nodes), **launched(guessed.device, 1),
+    )  # fmt: skip
+    return tokens, size

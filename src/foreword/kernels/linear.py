@@ -4,7 +4,8 @@ In: 1 to about 128 rows. The gate behind a product, bias and residual are part o
 are multiplied by its weight, rounded and summed, and the sums divided by the row's length at their end. Without matrix units
 a product does all of it; with them, the product before hands on its rows multiplied, and their squares (`Handed`), or else a
 kernel of its own does. All round in the same places: a row comes out the same alone and among others, but for the order of
-sums. Sums are float32 and in a fixed order: the same call gives the same bits. Safe to capture.
+sums. Sums are float32 and in a fixed order: the same call gives the same bits. Safe to capture. While the kernel before
+still runs, weights and residual, which must be older than it, are on their way: into the L2 cache, or held at once.
 How a product is cut is a matter of measuring: `python -m foreword.bench.linears` does it, tiles.py holds what it found.
 """
 
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import early_launch, fetch, let_next_start, overlaps, take_turn, wait_for_previous
+from foreword.kernels.overlap import early_launch, fetch, overlaps, take_turn
 from foreword.kernels.tiles import Kind, Tiles, fitting, tiles_for
 
 Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
@@ -27,6 +28,12 @@ FETCHED = 2**15  # numbers that a program asks for while it waits: what it needs
 # A row times a norm's weight, before it is divided by its length, may be too large for these numbers or too small: rows are
 # normalised before they are rounded, and the norm is a kernel of its own, or reads its row twice. Nothing is handed on.
 NORMED_FIRST = (torch.float16,)
+
+
+@triton.constexpr_function
+def share_of(k, shares):
+    """How many numbers a share of `k` has at most: a power of two, and enough for a matrix unit."""
+    return max(16, triton.next_power_of_2(triton.cdiv(k, shares)))
 
 
 @triton.jit
@@ -64,18 +71,18 @@ def _hand_on(stored, factor, ready, row, column, here, columns, AXIS: tl.constex
 
 @triton.jit
 def _residual(residual, row, column, here, columns, ADDED: tl.constexpr):
-    """Asked for before the product, so that it is there when the product is."""
+    """Asked for before the kernel's turn: it is older than the rows. So it is there when the product is."""
     return tl.load(residual + row * columns + column, mask=here, other=0.0).to(tl.float32) if ADDED else 0.0
 
 
 @triton.jit
-def start_early(lines, above, AHEAD: tl.constexpr, PAIRED: tl.constexpr) -> None:
+def start_early(lines, above, AHEAD: tl.constexpr, PAIRED: tl.constexpr, EARLY: tl.constexpr) -> None:
     """Ask for the weights at `lines`, and for those `above` them, while the kernel before still runs."""
-    let_next_start()
-    fetch(lines, AHEAD)
-    if PAIRED:
-        fetch(lines + above, AHEAD)
-    wait_for_previous()
+    if EARLY:
+        fetch(lines, AHEAD)
+        if PAIRED:
+            fetch(lines + above, AHEAD)
+        take_turn(EARLY)
 
 
 @triton.jit
@@ -120,6 +127,38 @@ def one_row_sums(
 
 
 @triton.jit
+def hold(lines, K: tl.constexpr, SHARES: tl.constexpr, POLICY: tl.constexpr):
+    """All K numbers behind each pointer of `lines` [n], [SHARES, n, a power of two], and 0 where there are no more."""
+    each: tl.constexpr = share_of(K, SHARES)
+    at = tl.arange(0, SHARES)[:, None, None] * each + tl.arange(0, each)[None, None, :]
+    return _load(lines[None, :, None] + at, at < K, SHARES * each > K, POLICY)
+
+
+@triton.jit
+def _across(x, held, PRECISION: tl.constexpr):
+    """Rows times held weights: every warp sums its share, and then they add theirs."""
+    return tl.sum(tl.dot(x, tl.permute(held, (0, 2, 1)), input_precision=PRECISION), 0)
+
+
+@triton.jit
+def held_sums(
+    x_at, held, above, squares, row, count, epsilon,
+    K: tl.constexpr, SHARES: tl.constexpr, PAIRED: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `few_rows_sums`, with weights that are `held` already, and so are those `above`: only the rows are waited for."""
+    if BLOCKS > 0:
+        block = tl.arange(0, triton.next_power_of_2(BLOCKS))[:, None]
+        lengths = tl.load(squares + block * count + row[None, :], mask=block < BLOCKS, other=0.0)
+    x = hold(x_at, K, SHARES, "evict_last")
+    value = _across(x, held, PRECISION)
+    up = _across(x, above, PRECISION) if PAIRED else value
+    if BLOCKS > 0:
+        behind = tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)[:, None]
+        value, up = value * behind, up * behind
+    return value, up
+
+
+@triton.jit
 def few_rows_sums(
     x_at, lines, above, squares, row, count, left, epsilon,
     K: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -160,9 +199,8 @@ def _one_row(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = weight + tl.minimum(column, columns - 1).to(tl.int64) * K  # instead of a mask
     above = tl.cast(columns, tl.int64) * K  # from a row of the gate to that of up
-    if EARLY:
-        start_early(lines, above, AHEAD, GATED)
     added = _residual(residual, row, column, column < columns, columns, ADDED)
+    start_early(lines, above, AHEAD, GATED, EARLY)
     value, up = one_row_sums(rows + row * K, lines, above, norm, epsilon, K, BLOCK_N, BLOCK_K, STAGES, GATED, NORM)
     _store(value, up, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
 
@@ -171,8 +209,9 @@ def _one_row(
 def _few_rows(
     rows, weight, bias, residual, norm, out, after, ready, squares, part, count, columns, epsilon,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr,
-    BIASED: tl.constexpr, ADDED: tl.constexpr, HANDS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, SHARES: tl.constexpr, GATED: tl.constexpr,
+    BLOCKS: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, HANDS: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_M rows times BLOCK_N columns, or one of SPLITS stretches of their sums, which goes to `part`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -183,15 +222,24 @@ def _few_rows(
     lines = weight + tl.minimum(column, columns - 1).to(tl.int64) * K + first
     above = tl.cast(columns, tl.int64) * K
     factor = tl.load(after + tl.minimum(column, columns - 1)).to(tl.float32)[None, :] if HANDS and SPLITS == 1 else 0.0
-    if EARLY:
-        start_early(lines, above, AHEAD, GATED)
     inside = (row < count)[:, None] & (column < columns)[None, :]
     added = _residual(residual, row[:, None], column[None, :], inside, columns, ADDED and SPLITS == 1)
+    if SHARES > 0:
+        held = hold(lines, K, SHARES, "evict_first")
+        held_above = hold(lines + above, K, SHARES, "evict_first") if GATED else held
+        take_turn(EARLY)
+    else:
+        start_early(lines, above, AHEAD, GATED, EARLY)
     real = tl.minimum(row, count - 1)
-    value, up = few_rows_sums(
-        rows + real * K + first, lines, above, norm, real, count, K - first, epsilon,
-        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, GATED, BLOCKS, PRECISION,
-    )  # fmt: skip
+    if SHARES > 0:
+        value, up = held_sums(
+            rows + real * K, held, held_above, norm, real, count, epsilon, K, SHARES, GATED, BLOCKS, PRECISION
+        )
+    else:
+        value, up = few_rows_sums(
+            rows + real * K + first, lines, above, norm, real, count, K - first, epsilon,
+            K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, GATED, BLOCKS, PRECISION,
+        )  # fmt: skip
     if SPLITS > 1:
         line = split * count + row
         tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)
@@ -441,11 +489,13 @@ def parts(ready: Prepared, columns: int, tiles: Tiles) -> Tensor:
 
 
 def cut(ready: Prepared, tiles: Tiles, paired: bool) -> dict[str, Any]:
-    """What a product by matrix units has to be compiled for. Where the sums are shared, whoever joins them scales them."""
+    """What a product by matrix units has to be compiled for. Where the sums are shared, whoever joins them scales them.
+    Held weights are shared out to the warps."""
     k = ready.rows.shape[1]
     each = triton.cdiv(k, tiles.block_k * tiles.splits) * tiles.block_k
     last = k - each * (tiles.splits - 1)  # the shortest
     return {
+        "SHARES": tiles.warps if tiles.stages == 0 else 0,
         "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.stages,
         "SPLITS": tiles.splits, "EACH": each, "AHEAD": ahead(last, tiles, paired),
         "BLOCKS": ready.blocks if tiles.splits == 1 else 0,
@@ -459,4 +509,4 @@ def ahead(k: int, tiles: Tiles, paired: bool) -> int:
 
 
 def launch_options(tiles: Tiles, early: bool) -> dict[str, Any]:
-    return {"num_warps": tiles.warps, "num_stages": tiles.stages, **early_launch(early)}
+    return {"num_warps": tiles.warps, "num_stages": max(1, tiles.stages), **early_launch(early)}

@@ -1,9 +1,10 @@
 """Kernels that start while the one before them still runs (programmatic dependent launch, Hopper and later).
 
 A small kernel spends more time on starting, and on its first bytes from memory, than on its work. Launched this way it
-starts early, asks for weights, and then waits. Whoever takes part says `let_next_start` first, and `wait_for_previous`
-before it reads what another kernel wrote and before it writes anything. Each must wait, also for the sake of those after
-it: that a kernel is done is how the next one knows that all kernels before are done too.
+starts early, asks for what is old enough, and then waits for its turn. Whoever takes part waits before it reads what the
+kernel before wrote, and before it writes anything; then it lets the next one start. So when a kernel starts, all kernels
+but the one before it are done, and what they wrote may be read at once. Letting the next start any sooner, before one's
+own turn, is a loss: kernels then wait by the dozen, and those that have work find a few multiprocessors free instead of all.
 """
 
 from __future__ import annotations
@@ -43,21 +44,11 @@ def _is_capable(device: torch.device) -> bool:
 
 
 @triton.jit
-def let_next_start() -> None:
-    gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous() -> None:
-    gdc_wait()
-
-
-@triton.jit
 def take_turn(EARLY: tl.constexpr) -> None:
-    """How a kernel begins that has nothing to do before its turn: others may start, and what it reads has been written."""
+    """From here on all that was launched before is done; and the next kernel may start."""
     if EARLY:
-        let_next_start()
-        wait_for_previous()
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

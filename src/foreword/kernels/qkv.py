@@ -22,6 +22,8 @@ from foreword.kernels.linear import (
     ahead,
     cut,
     few_rows_sums,
+    held_sums,
+    hold,
     joined,
     launch_options,
     one_row_sums,
@@ -69,8 +71,7 @@ def _one_row_turned(
     line = tl.program_id(0)
     head, at = _pairs(tl.program_id(1), BLOCK_N, HALF)
     lines = weight + (head * (2 * HALF) + tl.minimum(at, HALF - 1)).to(tl.int64) * K
-    if EARLY:
-        start_early(lines, HALF * K, AHEAD, True)
+    start_early(lines, HALF * K, AHEAD, True, EARLY)
     lane, row, here = line // per_lane, line % per_lane, at < HALF
     place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
     angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
@@ -86,7 +87,8 @@ def _few_rows_turned(
     c_batch, c_row, s_batch, s_row,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCKS: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCKS: tl.constexpr, SHARES: tl.constexpr,
+    BIASED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_M rows times BLOCK_N pairs, or one of SPLITS stretches of their sums, which goes to `part`."""
     line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -94,8 +96,6 @@ def _few_rows_turned(
     split = tl.program_id(2)
     first = split * EACH
     lines = weight + (head * (2 * HALF) + tl.minimum(at, HALF - 1)).to(tl.int64) * K + first
-    if EARLY:
-        start_early(lines, HALF * K, AHEAD, True)
     real = tl.minimum(line, count - 1)
     lane, row = real // per_lane, real % per_lane
     inside = (line < count)[:, None] & (at < HALF)[None, :]
@@ -103,10 +103,21 @@ def _few_rows_turned(
         place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
         c_at, s_at = lane * c_batch + row * c_row, lane * s_batch + row * s_row
         angle = angles(cosine, sine, c_at[:, None], s_at[:, None], at[None, :], inside, HALF)
-    low, high = few_rows_sums(
-        rows + real * K + first, lines, HALF * K, norm, real, count, K - first, epsilon,
-        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, True, BLOCKS, PRECISION,
-    )  # fmt: skip
+    if SHARES > 0:
+        held = hold(lines, K, SHARES, "evict_first")
+        held_above = hold(lines + HALF * K, K, SHARES, "evict_first")
+        take_turn(EARLY)
+    else:
+        start_early(lines, HALF * K, AHEAD, True, EARLY)
+    if SHARES > 0:
+        low, high = held_sums(
+            rows + real * K, held, held_above, norm, real, count, epsilon, K, SHARES, True, BLOCKS, PRECISION
+        )
+    else:
+        low, high = few_rows_sums(
+            rows + real * K + first, lines, HALF * K, norm, real, count, K - first, epsilon,
+            K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, True, BLOCKS, PRECISION,
+        )  # fmt: skip
     if SPLITS == 1:
         _finish(
             low, high, angle, bias, out, keys, values, line[:, None], place[:, None], head, at[None, :], inside,
@@ -159,7 +170,7 @@ def linear_turn_and_store(
     """`turn_and_store` of norm(rows) @ weight.T + bias: rows [b, n, K] to queries [b, heads, n, width], others to the cache.
 
     The weight [(heads + 2 key heads) * width, K] has q above k above v. `handed` is as in `few_rows_linear`, all
-    else as in `turn_and_store`.
+    else as in `turn_and_store`. What turns the rows, and their places, must be older than the kernel before.
     """
     batch, per_lane, k = rows.shape
     key_heads, width = keys.shape[1], keys.shape[3]

@@ -1,8 +1,8 @@
 """Between the q/k/v product and attention, in one kernel: norms on q and k, rotary positions, rows into the cache.
 
 In: the product's rows as they came out, cosines and sines of their positions, and their places in the cache. Out: the
-queries, turned; keys, turned, and values are in the cache. A program takes one head of one row. Few rows whose heads have no
-norms need no such kernel: qkv.py does the same behind the product, with the pieces that are here.
+queries, turned; keys, turned, and values are in the cache. A program takes a few heads of one row. Few rows whose heads have
+no norms need no such kernel: qkv.py does the same behind the product, with the pieces that are here.
 """
 
 from __future__ import annotations
@@ -14,42 +14,49 @@ from torch import Tensor
 
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
+HEADS_AT_ONCE = (
+    16  # a large model has thousands of heads in a few rows, and as many programs take longer to start than to run
+)
+
 
 @triton.jit
 def _turn(
     qkv, cosine, sine, keys, values, places, q_norm, k_norm, out, rows, q_epsilon, k_epsilon,
     c_batch, c_row, s_batch, s_row,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Halves of a head are `low` and `high`: low cos - high sin, high cos + low sin."""
     take_turn(EARLY)
-    line, head = tl.program_id(0), tl.program_id(1)
+    line = tl.program_id(0)
+    head = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[:, None]
     lane, row = line // rows, line % rows
     place = place_of(places, lane, row, head, rows, KEY_HEADS)
-    at = tl.arange(0, BLOCK)
-    here = at < HALF
+    at = tl.arange(0, BLOCK)[None, :]
+    here = (at < HALF) & (head < HEADS + 2 * KEY_HEADS)
     source = qkv + (line.to(tl.int64) * (HEADS + 2 * KEY_HEADS) + head) * (2 * HALF) + at
     low = tl.load(source, mask=here, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=here, other=0.0).to(tl.float32)
-    if Q_NORMED:  # noqa: SIM102  decided when the kernel is compiled
-        if head < HEADS:
-            low, high = _normed(low, high, q_norm, q_epsilon, at, here, HALF)
-    if K_NORMED:  # noqa: SIM102
-        if (head >= HEADS) & (head < HEADS + KEY_HEADS):
-            low, high = _normed(low, high, k_norm, k_epsilon, at, here, HALF)
-    if head < HEADS + KEY_HEADS:
-        angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
-        low, high = turned(low, high, angle)
-    put(out, keys, values, line, place, head, low, high, at, here, HEADS, KEY_HEADS, HALF)
+    asks, is_key = head < HEADS, (head >= HEADS) & (head < HEADS + KEY_HEADS)
+    if Q_NORMED:
+        low, high = _normed(low, high, asks, q_norm, q_epsilon, at, HALF)
+    if K_NORMED:
+        low, high = _normed(low, high, is_key, k_norm, k_epsilon, at, HALF)
+    angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, at < HALF, HALF)
+    turned_low, turned_high = turned(low, high, angle)
+    low, high = tl.where(asks | is_key, turned_low, low), tl.where(asks | is_key, turned_high, high)
+    _put(out, line.to(tl.int64) * HEADS + head, low, high, at, here & asks, HALF)
+    _put(keys, place, low, high, at, here & is_key, HALF)
+    _put(values, place, low, high, at, here & (head >= HEADS + KEY_HEADS), HALF)
 
 
 @triton.jit
-def _normed(low, high, weight, epsilon, at, here, HALF: tl.constexpr):
-    scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF) + epsilon)
-    low = low * scale * tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
-    high = high * scale * tl.load(weight + HALF + at, mask=here, other=0.0).to(tl.float32)
-    return low, high
+def _normed(low, high, those, weight, epsilon, at, HALF: tl.constexpr):
+    """`those` of the heads after their norm, and the others as they are."""
+    scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None] / (2 * HALF) + epsilon)
+    weights = weight + tl.minimum(at, HALF - 1)
+    low = tl.where(those, low * scale * tl.load(weights).to(tl.float32), low)
+    return low, tl.where(those, high * scale * tl.load(weights + HALF).to(tl.float32), high)
 
 
 @triton.jit
@@ -123,10 +130,12 @@ def turn_and_store(
     out = torch.empty(batch, rows, heads, width, dtype=qkv.dtype, device=qkv.device)
     (q_weight, q_epsilon), (k_weight, k_epsilon) = q_norm or (out, 0.0), k_norm or (out, 0.0)
     early = overlaps(qkv.device)
-    _turn[(batch * rows, heads + 2 * key_heads)](
+    at_once = min(HEADS_AT_ONCE, triton.next_power_of_2(heads + 2 * key_heads))
+    _turn[(batch * rows, triton.cdiv(heads + 2 * key_heads, at_once))](
         qkv.contiguous(), cosine, sine, keys, values, places, q_weight, k_weight, out, rows, q_epsilon, k_epsilon,
         *cosine.stride()[:2], *sine.stride()[:2],
         HEADS=heads, KEY_HEADS=key_heads, HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2),
-        Q_NORMED=q_norm is not None, K_NORMED=k_norm is not None, EARLY=early, num_warps=1, **early_launch(early),
+        AT_ONCE=at_once, Q_NORMED=q_norm is not None, K_NORMED=k_norm is not None,
+        EARLY=early, num_warps=2, **early_launch(early),
     )  # fmt: skip
     return out.transpose(1, 2)

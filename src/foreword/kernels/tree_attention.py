@@ -18,8 +18,8 @@ from torch import Tensor
 
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
-PROGRAMS = 264  # as many programs as keep a large GPU busy: two on each of its multiprocessors
-MOST_SHARES = 16  # more cost more to join than they save
+PROGRAMS = 132  # as many programs as keep a large GPU busy: one on each of its multiprocessors
+MOST_SHARES = 15  # of the prefix; more cost more to join than they save
 SPAN_STEP = 256  # shares change when a text grows by this much, and not before
 LOG2E = math.log2(math.e)  # the hardware's exponential is that of 2
 LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of two infinities is not a number
@@ -27,7 +27,9 @@ LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How the work is cut: queries and keys that a program takes at a time, its warps, loads in flight, shares of keys."""
+    """How the work is cut: queries and keys that a program takes at a time, its warps, loads in flight, shares of keys.
+
+    Of several shares, the last is the scratch rows, and the others are the prefix."""
 
     block_q: int
     block_k: int
@@ -43,9 +45,9 @@ def attention_tiles(queries: int, keys: int, units: int, width: int, item: int =
     """
     block_q = min(max(16, triton.next_power_of_2(queries)), 64)
     block_k = 64 if width * item <= 256 else 32
-    splits = min(triton.cdiv(keys, 64), MOST_SHARES, PROGRAMS // units)
+    shares = min(triton.cdiv(keys, 64), MOST_SHARES, PROGRAMS // units - 1)
     stages = 3 if block_q < 64 or width * item <= 128 else 2
-    return AttentionTiles(block_q, block_k, 4 if width * item <= 256 else 8, stages, max(splits, 1))
+    return AttentionTiles(block_q, block_k, 4 if width * item <= 256 else 8, stages, shares + 1 if shares > 1 else 1)
 
 
 @triton.jit
@@ -89,7 +91,6 @@ def _attend(
     CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries over one share of the keys, with its log-weight where shares are joined."""
-    take_turn(EARLY)
     head, split = tl.program_id(0) % heads, tl.program_id(2)
     lane = (tl.program_id(0) // heads).to(tl.int64)
     slot = tl.load(slots + lane)
@@ -98,8 +99,6 @@ def _attend(
     group, row = at // rows, at % rows
     real = at < queries
     wide, block = tl.arange(0, WIDTH), tl.arange(0, BLOCK_K)
-    q_at = (head * GROUPS + group) * q_head + row * q_row
-    q = tl.load(query + lane * q_batch + q_at[:, None] + wide[None, :], mask=real[:, None], other=0.0)
 
     origin = 0
     nearest = row
@@ -107,19 +106,33 @@ def _attend(
         origin = tl.maximum(length - WINDOW + 1, 0)
         nearest = tl.load(depth + lane * d_batch + row) - (WINDOW - 1)
     # Shares of the prefix are cut the same for any number of rows, so that a row is rounded alike alone and among others.
-    share = tl.cdiv(tl.cdiv(length - origin, splits), BLOCK_K) * BLOCK_K
+    # Where there are several, the last of all is for the scratch rows: nobody does both, one after the other.
+    share = tl.cdiv(tl.cdiv(length - origin, tl.maximum(splits - 1, 1)), BLOCK_K) * BLOCK_K
     first = tl.minimum(origin + split * share, length)
-    stop = tl.minimum(first + share, length)
-    if split == splits - 1:
-        stop = tl.minimum(length + scratch, cached)  # padding may lie beyond
-    unmasked = first + tl.maximum(tl.minimum(stop, length) - first, 0) // BLOCK_K * BLOCK_K
+    prefix_stop = tl.minimum(first + share, length)
+    stop = tl.minimum(length + scratch, cached) if split == splits - 1 else prefix_stop  # padding may lie beyond
 
+    # The first block: what is older than the kernel before, and so are `sees`, is asked for before the turn.
+    tile = block[:, None] * c_row + wide[None, :]
+    key_at, value_at = keys + slot * c_slot + head * c_head, values + slot * c_slot + head * c_head
+    old, young = (first + block < prefix_stop)[:, None], ((first + block >= length) & (first + block < stop))[:, None]
+    key = tl.load(key_at + first * c_row + tile, mask=old, other=0.0)
+    value = tl.load(value_at + first * c_row + tile, mask=old, other=0.0)
+    sees += lane * s_batch
+    seen = _open(sees, real, row, first + block - length, nearest, stop - length, s_row, s_column, WINDOW)
+    take_turn(EARLY)
+    q_at = (head * GROUPS + group) * q_head + row * q_row
+    q = tl.load(query + lane * q_batch + q_at[:, None] + wide[None, :], mask=real[:, None], other=0.0)
+    key = tl.where(young, tl.load(key_at + first * c_row + tile, mask=young, other=0.0), key)
+    value = tl.where(young, tl.load(value_at + first * c_row + tile, mask=young, other=0.0), value)
     best = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     mixed = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
-    tile = block[:, None] * c_row + wide[None, :]
-    key_at, value_at = keys + slot * c_slot + head * c_head, values + slot * c_slot + head * c_head
-    for start in range(first, unmasked, BLOCK_K):
+    best, total, mixed = _fold(best, total, mixed, q, key, value, seen, inner, factor, True, CAPPED, PRECISION)
+
+    later = first + BLOCK_K
+    unmasked = later + tl.maximum(prefix_stop - later, 0) // BLOCK_K * BLOCK_K
+    for start in range(later, unmasked, BLOCK_K):
         k = tl.load(key_at + start * c_row + tile)
         v = tl.load(value_at + start * c_row + tile)
         open_ = (start + block - length)[None, :] >= nearest[:, None]
@@ -128,9 +141,7 @@ def _attend(
         here = (start + block < stop)[:, None]
         k = tl.load(key_at + start * c_row + tile, mask=here, other=0.0)
         v = tl.load(value_at + start * c_row + tile, mask=here, other=0.0)
-        open_ = _open(
-            sees + lane * s_batch, real, row, start + block - length, nearest, stop - length, s_row, s_column, WINDOW
-        )
+        open_ = _open(sees, real, row, start + block - length, nearest, stop - length, s_row, s_column, WINDOW)
         best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, True, CAPPED, PRECISION)
 
     filled = tl.maximum(total, 1e-37)  # a row that sees nothing here has no weight, and no division by zero
@@ -173,6 +184,7 @@ def attend_tree(
     `base` [b] counts each slot's committed rows, at most `span`; `sees` [b or 1, n, m] is over the m scratch rows behind.
     With a `window`, a row sees the last `window` positions only, its own among them: `depth` [b or 1, n] places the rows
     behind `base`, and `sees` must already be closed where scratch rows lie outside. `softcap` bounds the scores.
+    All but the queries and the scratch rows must be older than the kernel before: see kernels/overlap.py.
     """
     batch, all_heads, rows, width = query.shape
     heads, scratch = keys.shape[1], sees.shape[2]

@@ -10,7 +10,7 @@ Paper: Hidden Transfer (arXiv 2404.12022).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foreword.core.allotment import Allotment, Ways, best_allotment, paying_allotment
-from foreword.core.draft import Draft, Shape
+from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.lessons import Labels
 from foreword.core.needs import Graft, Needs, on_device
@@ -28,7 +28,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.transfer import Source, Transfer, ahead, behind, learn, right_by_rank
-from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, greedy_paths, likeliest, promise
+from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
 from foreword.errors import InputError
 
 Carry = Literal["likely", "all"]
@@ -111,8 +111,9 @@ class HiddenTransfer(Drafter):
         rows = 0
         for step, layer in enumerate(self.layers[: self.shape.depth]):
             nodes = tuple(node for node, count in enumerate(carries) if count > step)
-            before = on_device(tuple(where[node][step - 1] for node in nodes), device)
-            grafts.append(Graft(layer, nodes, (step + 1,) * len(nodes), self._make(step, on_device(nodes, device), before)))
+            chained = step > 0 and self.options.source == "chain"
+            source = tuple(len(carries) + where[node][step - 1] for node in nodes) if chained else nodes
+            grafts.append(Graft(layer, nodes, (step + 1,) * len(nodes), self._onto(step, on_device(source, device))))
             for place, node in enumerate(nodes):
                 where[node][step] = rows + place
             rows += len(nodes)
@@ -121,12 +122,13 @@ class HiddenTransfer(Drafter):
         self.carries = on_device(tuple(carries), device)
         self.where = torch.tensor(where, dtype=torch.long, device=device)  # [nodes, depth] places among the grafted rows
 
-    def _make(self, step: int, nodes: Tensor, before: Tensor) -> Any:
-        def make(real: Tensor, grafted: Tensor) -> Tensor:
-            chained = step and self.options.source == "chain"
-            return ahead(self.module[step], grafted[:, before] if chained else real[:, nodes])
+    def _onto(self, step: int, source: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """`source`: which rows of the pass a step's are made of."""
 
-        return make
+        def onto(hidden: Tensor, real: int) -> Tensor:
+            return ahead(self.module[step], hidden, hidden, source)
+
+        return onto
 
     def begin(self, state: State) -> None:
         self.have.index_fill_(0, state.slots, 0)
@@ -145,17 +147,26 @@ class HiddenTransfer(Drafter):
             return Draft.nothing(state.root)
         logits = self.target.rough_head(self.target.norm(state.lanes.take(self.states)))
         tokens, chances = guesses(logits, state.ahead(self.number), state.sampling, self.paths.branch)
-        return self.paths.draft(state, tokens, chances, self.have[state.slots], self.shape.nodes)
+        return self.paths.draft(state, tokens, chances, self.have, self.shape.nodes)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         if not self.shape.depth:
             return
         assert scores.grafted is not None
+        if scores.grafted.is_cuda:
+            from foreword.kernels.carry import carried_on  # noqa: PLC0415  Triton is there only where CUDA is
+
+            kept, ended = (self.states, self.have, state.slots), (accepted.path, accepted.count)
+            return carried_on(*kept, *ended, scores.grafted, self.where, self.carries)
+        self.carry_on(state.slots, accepted, scores.grafted)
+
+    def carry_on(self, slots: Tensor, accepted: Accepted, grafted: Tensor) -> None:
+        """Keep what the last right node carried; where nothing was decided, what there was."""
         last, decided = accepted.last, accepted.count > 0
         place = self.where[last].unsqueeze(-1).expand(-1, -1, self.states.shape[2])
-        rows = scores.grafted.gather(1, place).where(decided.view(-1, 1, 1), self.states[state.slots])
-        self.states.index_copy_(0, state.slots, rows)
-        self.have.index_copy_(0, state.slots, self.carries[last].where(decided, self.have[state.slots]))
+        rows = grafted.gather(1, place).where(decided.view(-1, 1, 1), self.states[slots])
+        self.states.index_copy_(0, slots, rows)
+        self.have.index_copy_(0, slots, self.carries[last].where(decided, self.have[slots]))
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         return learn(self.module, self.options, tokens, mask, scores, target)
@@ -180,14 +191,23 @@ class Candidates:
         self.last = torch.tensor([way[-1] for way in ways[1:]], dtype=torch.long, device=device)  # [C - 1]
         self.parent = torch.tensor([[index[path[:-1]] for path in paths]], device=device)
         self.length = torch.tensor([len(path) for path in paths], device=device)
-        table = torch.tensor([[*row, *[0.0] * (branch - len(row))] for row in rates], device=device).view(1, -1)
+        table = torch.tensor([[[*row, *[0.0] * (branch - len(row))] for row in rates]], device=device)  # [1, steps, branch]
         self.usual = table.clamp(min=1e-9).log()
 
     def draft(self, state: State, tokens: Tensor, chances: Tensor, have: Tensor, nodes: int) -> Draft:
-        """Of guesses and log-chances [b, steps, branch], of which sequences `have` [b] steps."""
+        """Of guesses and log-chances [b, steps, branch], of which slots `have` [B] steps."""
+        likely = chances if self.kind == "best" else self.usual
+        if tokens.is_cuda:
+            from foreword.kernels.growth import likeliest_paths  # noqa: PLC0415  Triton is there only where CUDA is
+
+            chosen, above, size = likeliest_paths(state, tokens, likely, (self.ways, self.parent), have, nodes)
+            return Draft(chosen, Tree(above), size)
+        return choose(*self.reached(state, tokens, likely, have), nodes)
+
+    def reached(self, state: State, tokens: Tensor, likely: Tensor, have: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, parents and log-chances of all paths; a path that is longer than its sequence has steps has no chance."""
         root = state.root
-        likely = chances.flatten(1) if self.kind == "best" else self.usual.expand(root.shape[0], -1)
-        whole = functional.pad(likely, (0, 1))[:, self.ways].sum(-1)  # [b, C]
-        reached = (self.length <= have.unsqueeze(1)) & (whole == whole)
+        whole = functional.pad(likely.expand_as(tokens).flatten(1), (0, 1))[:, self.ways].sum(-1)  # [b, C]
+        there = (self.length <= have[state.slots].unsqueeze(1)) & (whole == whole)
         drafted = torch.cat([root.unsqueeze(1), tokens.flatten(1)[:, self.last]], dim=1)
-        return likeliest(state, drafted, self.parent, whole.masked_fill(~reached, -math.inf), nodes)
+        return drafted, self.parent, whole.masked_fill(~there, -math.inf)

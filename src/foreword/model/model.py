@@ -175,8 +175,7 @@ class Model:
         attention.route(self.hf)
         chain = Tree.chain(hidden.shape[1], hidden.device)
         rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes)
-        walked = self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts)
-        return walked.hidden if walked.grafted is None else torch.cat([walked.hidden, walked.grafted], dim=1)
+        return self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts).rows
 
     def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
         attention.route(self.hf)

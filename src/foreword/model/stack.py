@@ -43,7 +43,6 @@ class Rows:
     depth: Tensor
     sees: Tensor
     lanes: Lanes | None = None
-    anchors: tuple[int, ...] = ()  # of the rows that were grafted, which are the last ones
     whole: bool = False  # whole texts, of which every row sees itself and all before it
 
     @staticmethod
@@ -80,29 +79,40 @@ class Rows:
     def position(self) -> Tensor:
         return self.base.unsqueeze(1) + self.depth[:, self.first :]
 
-    def grafted(self, graft: Graft) -> Rows:
-        """These rows with a graft's rows behind them."""
-        anchor, offset = on_device(graft.anchor, self.base.device), on_device(graft.offset, self.base.device)
+    def grafted(self, grafts: Sequence[Graft]) -> Rows:
+        """These rows with those of all grafts behind them. Real rows see none of them; a grafted one sees what its anchor
+        sees, its elders and itself."""
+        if not grafts:
+            return self
+        anchor, offset = _hung(grafts, self.base.device)
         depth = torch.cat([self.depth, self.depth[:, self.first + anchor] + offset], dim=1)
-        return Rows(self.base, depth, self._sees_with(anchor), self.lanes, self.anchors + graft.anchor)
+        batch, count, _ = self.sees.shape
+        elders = (anchor.unsqueeze(1) == anchor).tril().expand(batch, -1, -1)
+        top = torch.cat([self.sees, self.sees.new_zeros(batch, count, len(anchor))], dim=2)
+        bottom = torch.cat([self.sees[:, anchor], elders], dim=2)
+        return Rows(self.base, depth, torch.cat([top, bottom], dim=1), self.lanes)
 
-    def _sees_with(self, anchor: Tensor) -> Tensor:
-        """Sight after a graft: real rows see none of it; a grafted row sees what its anchor sees, itself, its elders."""
-        batch, count, scratch = self.sees.shape
-        grafted = torch.cat([on_device(self.anchors, anchor.device), anchor])
-        elders = (anchor.unsqueeze(1) == grafted).tril(len(self.anchors)).expand(batch, -1, -1)
-        blind = self.sees.new_zeros(batch, count, anchor.shape[0])
-        real = scratch - len(self.anchors)
-        top = torch.cat([self.sees, blind], dim=2)
-        bottom = torch.cat([self.sees[:, anchor, :real], elders], dim=2)
-        return torch.cat([top, bottom], dim=1)
+    def head(self, count: int) -> Rows:
+        """The first `count` of them, which see none of the rest."""
+        if count == self.count:
+            return self
+        scratch = self.first + count
+        return replace(self, depth=self.depth[:, :scratch], sees=self.sees[:, :count, :scratch])
 
 
 @dataclass(frozen=True)
 class Walked:
-    hidden: Tensor  # [b, n, H]
+    rows: Tensor  # [b, n + R, H]: those that were given, then those that were grafted
+    real: int  # n
     taps: dict[int, Tensor] = field(default_factory=dict)
-    grafted: Tensor | None = None  # [b, R, H]
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.rows[:, : self.real]
+
+    @property
+    def grafted(self) -> Tensor | None:
+        return self.rows[:, self.real :] if self.rows.shape[1] > self.real else None
 
 
 class Stack:
@@ -177,24 +187,23 @@ class Stack:
         """Take rows [b, n, H] from after layer `start` to after layer `stop`."""
         stop = len(self.layers) if stop is None else stop
         real, kept = rows.count, {}
-        view = None
+        counts = {real + sum(graft.rows for graft in grafts if graft.layer <= layer) for layer in range(start, stop)}
+        views = self._views(rows, grafts, tuple(sorted(counts)), hidden.dtype)
         for layer in range(start, stop + 1):
             if layer in taps:
                 kept[layer] = hidden[:, :real]
             for graft in grafts:
                 if graft.layer == layer:
-                    hidden = torch.cat([hidden, graft.make(hidden[:, :real], hidden[:, real:])], dim=1)
-                    rows, view = rows.grafted(graft), None
+                    hidden = graft.onto(hidden, real)
             if layer < stop:
-                view = view or self._view(rows, hidden)
-                hidden = self._layer(layer, hidden, view, skip)
-        return Walked(hidden[:, :real], kept, hidden[:, real:] if grafts else None)
+                hidden = self._layer(layer, hidden, views[hidden.shape[1]], skip)
+        return Walked(hidden, real, kept)
 
     def beside(self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
         """Whole texts [b, n, H] from after layer `start` on, without gradients, and the rows that join behind the anchors
         [b, A], with them: as they leave every layer."""
         held, count = Held(), anchor.shape[1]
-        text, side = self._view(Rows.causal(hidden.shape[1], hidden.device), hidden), None
+        text, side = self._view(Rows.causal(hidden.shape[1], hidden.device), hidden.dtype), None
         text = replace(text, shared=text.shared._replace(held=held))
         rows: tuple[Tensor, ...] = ()
         for layer in range(start, len(self.layers) + 1):
@@ -207,7 +216,7 @@ class Stack:
                 hidden = self._layer(layer, hidden, text, None)
             if rows:
                 if side is None:
-                    side = self._view(Rows.beside(hidden.shape[1], anchor, joins[: len(rows)]), hidden)
+                    side = self._view(Rows.beside(hidden.shape[1], anchor, joins[: len(rows)]), hidden.dtype)
                     side = replace(side, shared=side.shared._replace(beside=held))
                 rows = self._layer(layer, torch.cat(rows, dim=1), side, None).split(count, dim=1)
 
@@ -227,21 +236,26 @@ class Stack:
             hidden = self.family.mlp_half(layer, hidden)
         return hidden
 
-    def _view(self, rows: Rows, hidden: Tensor) -> _View:
-        """What all layers share while the rows stay the same: positions, sights, places in the cache."""
+    def _views(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...], dtype: torch.dtype) -> dict[int, _View]:
+        """What layers share that are walked with equally many rows, by how many these are."""
+        if counts and self.cache is not None and has_kernel(self.cache):
+            return self._views_by_kernel(rows, grafts, counts)
+        whole = rows.grafted(grafts)
+        return {count: self._view(whole.head(count), dtype) for count in counts}
+
+    def _view(self, rows: Rows, dtype: torch.dtype) -> _View:
+        """Positions, sights, places in the cache."""
         seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
             tables = self._positions(rows.position)
             causal = rows.whole and not any(sight.window or sight.softcap for sight in self.sights)
-            alone = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], hidden.dtype)
+            alone = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], dtype)
             return _View(self.sights, tables, rows, seen, alone, Pass(rows.base, rows.depth, rows.sees), causal=causal)
         assert rows.lanes is not None
-        by_kernel = has_kernel(self.cache)
-        tables, places = self._standing_by_kernel(rows) if by_kernel else self._standing(rows)
+        tables, places = self._standing(rows)
         reach = min(-(-(rows.lanes.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
-        masks = {} if by_kernel else self._masks(rows.base, rows, reach, hidden.dtype)
         shared = Pass(rows.base, rows.depth, rows.sees, lanes=rows.lanes, places=places, reach=reach)
-        return _View(self.sights, tables, rows, seen, masks, shared, self.cache)
+        return _View(self.sights, tables, rows, seen, self._masks(rows.base, rows, reach, dtype), shared, self.cache)
 
     def _standing(self, rows: Rows) -> tuple[dict[str, Any], Tensor]:
         """How rows are turned, by table, and where their keys and values go."""
@@ -251,13 +265,23 @@ class Stack:
         order = torch.arange(rows.first, rows.sees.shape[2], device=known.device)
         return tables, self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
 
-    def _standing_by_kernel(self, rows: Rows) -> tuple[dict[str, Any], Tensor]:
-        from foreword.kernels.standing import standing  # noqa: PLC0415  Triton is there only where CUDA is
+    def _views_by_kernel(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...]) -> dict[int, _View]:
+        from foreword.kernels.standing import Grafted, standing  # noqa: PLC0415  Triton is there only where CUDA is
 
         assert self.cache is not None and rows.lanes is not None
-        where = rows.base, rows.depth, rows.lanes.slots, rows.count, self.cache.shape.heads
+        device, heads = rows.base.device, self.cache.shape.heads
+        grafted = Grafted(*_hung(grafts, device), on_device(counts, device), counts) if grafts else None
+        where = rows.base, rows.depth, rows.sees, rows.lanes.slots, heads, grafted
         found = {name: standing(turn, *where) for name, turn in self.turns.items()}
-        return {name: angles for name, (angles, _) in found.items()}, next(places for _, places in found.values())
+        one = next(iter(found.values()))
+        views = {}
+        for count, places in zip(counts, one.places, strict=True):
+            part = replace(rows, depth=one.depth, sees=one.sees).head(count)
+            seen = {window: within(part.sees, part.depth, window) for window in self.windows}
+            tables = {name: (stood.cosine[:, :count], stood.sine[:, :count]) for name, stood in found.items()}
+            shared = Pass(part.base, part.depth, part.sees, lanes=part.lanes, places=places)
+            views[count] = _View(self.sights, tables, part, seen, {}, shared, self.cache)
+        return views
 
     def _positions(self, position: Tensor) -> dict[str, Any]:
         """What each rotary table says of positions [b, n]."""
@@ -272,6 +296,12 @@ class Stack:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()
+
+
+def _hung(grafts: Sequence[Graft], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Anchors and offsets of the rows of all grafts."""
+    anchor, offset = (tuple(one for graft in grafts for one in getattr(graft, name)) for name in ("anchor", "offset"))
+    return on_device(anchor, device), on_device(offset, device)
 
 
 def _across(places: Tensor, rows: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from foreword.core.state import Lanes
 
 
 def graft(layer: int, anchors: int = 1, offsets: int | None = None) -> Graft:
-    return Graft(layer, (0,) * anchors, (1,) * (anchors if offsets is None else offsets), lambda real, _: real[:, :anchors])
+    return Graft.of(
+        layer, (0,) * anchors, (1,) * (anchors if offsets is None else offsets), lambda real, _: real[:, :anchors]
+    )
 
 
 def test_a_graft_has_one_offset_per_anchor() -> None:

@@ -26,7 +26,7 @@ def test_who_refuses_drafts_gets_the_root_alone() -> None:
 
 
 def test_nodes_that_carry_grafts_stay() -> None:
-    graft = Graft(1, (5,), (1,), lambda real, _: real[:, :1])
+    graft = Graft.of(1, (5,), (1,), lambda real, _: real[:, :1])
     fitted = fit(draft_of([1, 2]), state_of([[1]] * 2), Needs(grafts=(graft,)))
     assert fitted.nodes == 6 and fitted.size.tolist() == [1, 2]
 

@@ -5,13 +5,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from rounds import check_carry, check_remember, check_take, check_told
+from rounds import check_level, check_remember, check_take, check_told
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("live", "count", "columns"), [(1, 1, 16), (1, 8, 72), (8, 8, 64), (3, 5, 20)])
 def test_what_a_level_goes_on_from(live: int, count: int, columns: int, dtype: torch.dtype) -> None:
-    check_carry(count, "cpu", live, count, columns, dtype)
+    check_level(count, "cpu", live, count, columns, dtype)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((), torch.long), ((20,), torch.float16), ((3, 700), torch.float32)], ids=str)

@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 from foreword.core.draft import Shape
 from foreword.core.trees import BestFirst, Budgeted
-from rounds import check_fill, check_grow
+from rounds import check_fill, check_grow, check_paths
 
 SHAPES = [(Shape(2, 1), 1, 1), (Shape(7, 3), 3, 4), (Shape(64, 5), 8, 10), (Shape(30, 2), 9, 6), (Shape(6, 5), 2, 1)]
 
@@ -26,7 +26,14 @@ def test_the_budget_is_spent_level_by_level(
     check_grow(seed, "cpu", Budgeted(shape, width, branch, None, top_p, floor))
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 16, 45])
-def test_templates_are_filled(nodes: int) -> None:
-    for seed in range(4):
+@pytest.mark.parametrize("kind", ["static", "best"])
+@pytest.mark.parametrize("nodes", [1, 6, 40])
+def test_the_likeliest_paths_that_the_steps_reach(nodes: int, kind: str) -> None:
+    for seed in range(8):
+        check_paths(seed, "cpu", kind, nodes)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9])
+def test_a_template_is_filled(nodes: int) -> None:
+    for seed in range(8):
         check_fill(seed, "cpu", nodes)

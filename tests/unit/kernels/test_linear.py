@@ -17,6 +17,7 @@ from foreword.kernels.tiles import Tiles
 
 SMALL = Tiles(16, 16, 32, warps=4, stages=2)
 SHARED = replace(SMALL, splits=2)
+HELD = replace(SMALL, stages=0)
 ONE = Tiles(1, 8, 64, warps=4, stages=2)
 
 
@@ -71,6 +72,19 @@ def test_programs_that_share_a_sum(k: int, splits: int, normed: bool) -> None:
     Case(17, 20, k).check(Tiles(16, 16, 32, warps=4, stages=2, splits=splits), normed, biased=True, added=True)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("k", "warps"), [(24, 4), (64, 4), (72, 8), (130, 4), (576, 8)])
+def test_weights_that_are_held(k: int, warps: int, gated: bool) -> None:
+    """Shares that are full, partly filled and empty. In half precision: longer numbers are not held."""
+    case = Case(17, 20, k, gated)
+    rows, weight, residual = case.rows.half(), case.weight.half(), case.residual.half()
+    held = Tiles(16, 16, 64, warps=warps, stages=0)
+    found = few_rows_linear(rows, weight, norm=case.norm, residual=residual, gated=gated, tiles=held)
+    exact = linear(rms_norm(rows.float(), (k,), *case.norm), weight.float())
+    exact = (silu(exact.chunk(2, dim=-1)[0]) * exact.chunk(2, dim=-1)[1] if gated else exact) + residual.float()
+    torch.testing.assert_close(found.float(), exact, rtol=1e-2, atol=1e-2)
+
+
 def test_rows_keep_their_shape() -> None:
     case = Case(6, 20, 48)
     wide = torch.cat([case.rows, case.rows], dim=1).view(2, 3, 96)[..., :48]
@@ -90,12 +104,12 @@ def test_a_row_is_rounded_alike_alone_and_among_others(gated: bool, first: bool,
     case = Case(5, 48, 100, gated)
     rows, weight, norm = case.rows.half(), case.weight.half(), (case.norm[0].half(), case.norm[1])
     alone = torch.cat([few_rows_linear(row, weight, norm=norm, gated=gated, tiles=ONE) for row in rows.split(1)])
-    for tiles in (SMALL,) if gated else (SMALL, SHARED):
+    for tiles in (SMALL, HELD) if gated else (SMALL, HELD, SHARED):
         among = few_rows_linear(rows, weight, norm=norm, gated=gated, tiles=tiles)
         assert (alone == among).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("tiles", [ONE, SMALL, SHARED], ids=["one", "few", "shared"])
+@pytest.mark.parametrize("tiles", [ONE, SMALL, HELD, SHARED], ids=["one", "few", "held", "shared"])
 def test_long_rows_in_float16(tiles: Tiles) -> None:
     """Rows that a norm's weight would make too large for it, if they were not normalised first."""
     case = Case(3, 20, 48)
@@ -112,7 +126,7 @@ def handed_on(case: Case, tiles: Tiles, dtype: torch.dtype = torch.float32) -> t
     return linear_and_hand_on(rows, weight, bias, residual, (1 + case.bias / 4).to(dtype), tiles=tiles)
 
 
-@pytest.mark.parametrize("before", [SMALL, SHARED], ids=["few", "shared"])
+@pytest.mark.parametrize("before", [SMALL, HELD, SHARED], ids=["few", "held", "shared"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(5, 40, 64), (17, 37, 100), (16, 600, 32)])
 def test_what_is_handed_on_is_what_the_norm_would_make(
     rows: int, n: int, k: int, before: Tiles, monkeypatch: pytest.MonkeyPatch

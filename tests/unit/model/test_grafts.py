@@ -41,7 +41,7 @@ def close(one: Tensor, other: Tensor) -> None:
 def tokens_graft(model: Model, anchor: tuple[int, ...], offset: tuple[int, ...], tokens: list[int]) -> Graft:
     """Rows that are the embeddings of given tokens, as if these stood in the text."""
     rows = model.embed(torch.tensor(tokens)).detach()
-    return Graft(0, anchor, offset, lambda real, _: rows.expand(real.shape[0], -1, -1))
+    return Graft.of(0, anchor, offset, lambda real, _: rows.expand(real.shape[0], -1, -1))
 
 
 def mixing_graft(layer: int, anchor: tuple[int, ...], offset: tuple[int, ...], seed: int) -> Graft:
@@ -51,7 +51,7 @@ def mixing_graft(layer: int, anchor: tuple[int, ...], offset: tuple[int, ...], s
     def make(real: Tensor, grafted: Tensor) -> Tensor:
         return real[:, list(anchor)] @ matrix + grafted.sum(1, keepdim=True) / 3
 
-    return Graft(layer, anchor, offset, make)
+    return Graft.of(layer, anchor, offset, make)
 
 
 def score(model: Model, grafts: tuple[Graft, ...], prefixes: dict[int, list[int]] | None = None) -> tuple:  # type: ignore[type-arg]
@@ -124,7 +124,7 @@ def slow_walk(
     hidden = model.embed(torch.tensor([[*prefix, *tree]]))
     for layer in range(model.layers + 1):
         for graft in [graft for graft in grafts if graft.layer == layer]:
-            hidden = torch.cat([hidden, graft.make(hidden[:, len(prefix) : count], hidden[:, count:])], dim=1)
+            hidden = torch.cat([hidden[:, : len(prefix)], graft.onto(hidden[:, len(prefix) :], len(tree))], dim=1)
             for anchor, offset in zip(graft.anchor, graft.offset, strict=True):
                 elders = {count + i for i, other in enumerate(anchors) if other == anchor}
                 sees.append(sees[len(prefix) + anchor] | elders | {count + len(anchors)})
@@ -214,7 +214,7 @@ def test_gradients_reach_a_graft_s_projection() -> None:
     """A stack without a cache: rows see one another, and what is trained is the projection, through frozen layers."""
     model, projection = target(), nn.Linear(32, 32).double()
     stack = Stack(model.hf, model.family, model.layer_stack.layers)
-    graft = Graft(2, (1, 3), (1, 1), lambda real, _: projection(real[:, [1, 3]]))
+    graft = Graft.of(2, (1, 3), (1, 1), lambda real, _: projection(real[:, [1, 3]]))
     with torch.inference_mode():
         tree = Tree.chain(37)  # a shape that a round has used before is used again in training
     tree = tree.head(4)
@@ -251,7 +251,7 @@ def test_rows_beside_a_text_are_those_grafted_onto_it(family: str) -> None:
     for lane, text in enumerate(texts):
         places = tuple(anchor[lane].tolist())
         grafts = tuple(
-            Graft(join.layer, places, (join.offset,) * 3, lambda real, _, i=i, p=places: real[:, list(p)] @ matrices[i])
+            Graft.of(join.layer, places, (join.offset,) * 3, lambda real, _, i=i, p=places: real[:, list(p)] @ matrices[i])
             for i, join in enumerate(joins)
         )
         _, rows = slow_walk(model, [], grafts, text, [0, *range(len(text) - 1)])
@@ -289,7 +289,7 @@ def test_rows_go_on_behind_the_committed_text() -> None:
     model, text = target("qwen3"), [5, 9, 31, 8, 7, 12]
     own = own_hidden(model.hf, text)
     lanes = prefilled(model, {2: text[:3]})
-    later = Graft(3, (1,), (1,), lambda real, _: own[3][5:].unsqueeze(0))
+    later = Graft.of(3, (1,), (1,), lambda real, _: own[3][5:].unsqueeze(0))
     close(model.onward(lanes, own[2][3:5].unsqueeze(0), 2, (later,))[0], own[4][3:])
     alone = model.onward(lanes, own[2][3:6].unsqueeze(0), 2)
     close(alone[0], own[4][3:])

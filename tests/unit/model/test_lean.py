@@ -93,7 +93,7 @@ def test_prompts_of_any_length_leave_no_buffers() -> None:
 
 @torch.inference_mode()
 def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
-    graft = Graft(1, (0, 2, 2), (1, 1, 2), lambda real, _: real[:, [0, 2, 2]] * 0.5)
+    graft = Graft.of(1, (0, 2, 2), (1, 1, 2), lambda real, _: real[:, [0, 2, 2]] * 0.5)
     draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))
     stock, lean = (model.score(Lanes.of([1], 0), draft, Needs(grafts=(graft,))) for model in models)
     close(lean.require_logits(), stock.require_logits())
@@ -101,7 +101,7 @@ def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     close(lean.grafted, stock.grafted)
 
 
-GRAFT = Graft(2, (0, 2), (1, 1), lambda real, _: real[:, [0, 2]] * 0.5)
+GRAFT = Graft.of(2, (0, 2), (1, 1), lambda real, _: real[:, [0, 2]] * 0.5)
 
 
 @torch.inference_mode()

@@ -1,0 +1,153 @@
+"""How to cut the products of a small model, timed inside its passes: `python -m foreword.bench.inside --out F`, on CUDA.
+
+Alone in a row, as `foreword.bench.linears` runs it, a product of two microseconds finds the whole machine free. In a pass
+it shares it with kernels that are ending and with others that wait. So the captured pass is timed, with one product after
+the other cut in every way of a grid and the best kept, until nothing is left to try. Workers compile ahead. The last lines
+are ready for `TUNED` in `kernels/tiles.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import foreword
+from foreword.bench.passes import Probe, milliseconds
+from foreword.bench.report import facts
+from foreword.errors import InputError
+from foreword.kernels.tiles import TUNED, Kind, Tiles, tiles_for
+from foreword.model.model import Model
+from foreword.model.pack import FUSED, joint
+
+CONTEXT = 512
+REPEATS = 30
+BETTER_BY = 0.002  # milliseconds; less is noise
+WORKERS = 14
+
+Key = tuple[int, int, Kind]  # columns out, k, kind: with the rows before them, a line of TUNED
+
+# (block_m, block_n, block_k, warps, stages); 0 stages: all weights of a program are held
+WAYS = {
+    1: [(1, 1, 0, 1, 1), (1, 1, 0, 2, 1), (1, 2, 0, 1, 1), (1, 2, 0, 2, 1), (1, 2, 0, 4, 1), (1, 4, 0, 2, 1),
+        (1, 4, 0, 4, 1), (1, 8, 0, 4, 1)],
+    16: [(16, 16, 64, 4, 10), (16, 16, 64, 2, 6), (16, 16, 128, 2, 5), (16, 16, 128, 4, 6), (16, 8, 128, 4, 6),
+         (16, 16, 256, 4, 4), (16, 8, 256, 4, 4), (16, 16, 64, 8, 0), (16, 8, 64, 8, 0), (16, 16, 64, 4, 0),
+         (16, 8, 64, 4, 0)],
+    64: [(64, 16, 128, 4, 4), (64, 16, 64, 4, 6), (64, 32, 64, 4, 6), (64, 32, 64, 4, 8), (32, 16, 128, 4, 6),
+         (32, 32, 128, 4, 6), (16, 16, 128, 4, 6), (16, 32, 128, 4, 6), (64, 8, 128, 4, 6), (32, 16, 64, 4, 0)],
+}  # fmt: skip
+
+
+def ways(rows: int, key: Key) -> list[Tiles]:
+    """What is tried for a product, the way it is cut now first."""
+    whole = 1 << (key[1] - 1).bit_length()
+    tried = [Tiles(m, n, k or whole, warps, stages) for m, n, k, warps, stages in WAYS[rows]]
+    return list(dict.fromkeys([tiles_for(rows, *key), *tried]))
+
+
+def products(model: Model) -> list[Key]:
+    """Those of a layer."""
+    layer: Any = model.layer_stack.layers[0]
+    qkv: Any = joint(layer.self_attn, FUSED[0])
+    gate_up: Any = joint(layer.mlp, FUSED[1])
+    tall, wide = gate_up.weight.shape
+    plain: list[Key] = [(*layer.mlp.down_proj.weight.shape, "plain"), (*layer.self_attn.o_proj.weight.shape, "plain")]
+    return [(tall // 2, wide, "gated"), (*qkv.weight.shape, "turned"), *plain]
+
+
+@dataclass
+class Search:
+    """The best way so far to cut each product for so many rows."""
+
+    model: Model
+    rows: int
+    times: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self) -> float:
+        """Milliseconds of a pass at the end."""
+        keys = products(self.model)
+        best, found = self._pass(), True
+        print(f"{self.rows} rows: {best:.4f} ms", flush=True)
+        while found:
+            found = False
+            for key in keys:
+                quicker = self._best_way(key, best)
+                found, best = found or quicker < best, quicker
+                print(f"  {key}: {TUNED[self.rows, *key]}, {best:.4f} ms", flush=True)
+        return best
+
+    def _best_way(self, key: Key, best: float) -> float:
+        kept = tiles_for(self.rows, *key)
+        for tiles in ways(self.rows, key):
+            TUNED[self.rows, *key] = tiles
+            took = self._pass()
+            self.times.append({"rows": self.rows, "product": key, "tiles": asdict(tiles), "ms": took})
+            if took < best - BETTER_BY:
+                kept, best = tiles, took
+        TUNED[self.rows, *key] = kept
+        return best
+
+    def _pass(self) -> float:
+        return milliseconds(Probe(self.model, self.rows, CONTEXT).score, self.model.device, REPEATS)
+
+
+def compile_ahead(given: tuple[str | None, list[tuple[int, Key, Tiles]]]) -> None:
+    """In a worker: passes that leave their kernels in Triton's cache on disk."""
+    model, trials = given
+    with foreword.load(model, method="plain", slots=1, max_context=2 * CONTEXT, device="cuda") as llm:
+        for rows, key, tiles in trials:
+            before = TUNED.get((rows, *key))
+            TUNED[rows, *key] = tiles
+            Probe(llm.model, rows, CONTEXT).score()
+            if before is None:
+                del TUNED[rows, *key]
+            else:
+                TUNED[rows, *key] = before
+
+
+def _shared_out(
+    model: str | None, rows: list[int], keys: list[Key]
+) -> Iterator[tuple[str | None, list[tuple[int, Key, Tiles]]]]:
+    trials = [(count, key, tiles) for count in rows for key in keys for tiles in ways(count, key)]
+    workers = min(WORKERS, max(1, (os.cpu_count() or 2) - 2))
+    return ((model, trials[first::workers]) for first in range(workers))
+
+
+def inside(
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")],
+    model: Annotated[
+        str | None, typer.Option(help="A model folder, a GGUF file or a hub id. Default: the default model.")
+    ] = None,
+    rows: Annotated[str, typer.Option(help="Row counts: 1, 16 or 64.")] = "16,64,1",
+) -> None:
+    """Search how the products of a model are cut best, inside its captured passes."""
+    if not torch.cuda.is_available():
+        raise InputError("passes are timed on a CUDA device, and there is none; run it on a machine that has one")
+    counts = [int(count) for count in rows.split(",")]
+    with foreword.load(model, method="plain", slots=1, max_context=2 * CONTEXT, device="cuda") as llm:
+        keys = products(llm.model)
+        jobs = list(_shared_out(model, counts, keys))
+        with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(compile_ahead, jobs))
+        searches = [Search(llm.model, count) for count in counts]
+        ends = {search.rows: search.run() for search in searches}
+        about = {**facts(llm.model.device, dtype="bfloat16"), "command": "python -m foreword.bench.inside"}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    content = {"about": about, "milliseconds": ends, "times": [time for search in searches for time in search.times]}
+    out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for count in counts:
+        for n, k, kind in keys:
+            print(f'    ({count}, {n}, {k}, "{kind}"): {TUNED[count, n, k, kind]},')
+
+
+if __name__ == "__main__":
+    typer.run(inside)

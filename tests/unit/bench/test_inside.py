@@ -1,0 +1,28 @@
+"""What the search inside passes tries; the search itself needs a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from foreword.bench.inside import WAYS, inside, ways
+from foreword.errors import InputError
+from foreword.kernels.tiles import Kind, tiles_for
+
+
+@pytest.mark.parametrize("rows", list(WAYS))
+@pytest.mark.parametrize(("n", "k", "kind"), [(960, 576, "turned"), (1536, 576, "gated"), (576, 1536, "plain")])
+def test_every_way_can_be_launched_and_the_present_one_comes_first(rows: int, n: int, k: int, kind: Kind) -> None:
+    tried = ways(rows, (n, k, kind))
+    assert tried[0] == tiles_for(rows, n, k, kind) and len(set(tried)) == len(tried) > 5
+    for tiles in tried:
+        sizes = tiles.block_m, tiles.block_n, tiles.block_k, tiles.warps
+        assert all(size > 0 and size & (size - 1) == 0 for size in sizes) and tiles.splits == 1
+        assert tiles.block_m > 1 or tiles.block_k >= k
+
+
+def test_it_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match="CUDA"):
+        inside(tmp_path / "inside.json")

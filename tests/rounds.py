@@ -34,6 +34,7 @@ from foreword.methods.hidden_transfer import Candidates, HiddenTransfer
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.capture import settle as synchronize
 from foreword.model.guesser import unread
 from foreword.model.stack import Rows, _hung
 
@@ -117,13 +118,17 @@ def check_settle(seed: int, device: str, nodes: int, ends: int, shared: bool) ->
     accepted, emission = settle(truth.state, truth.draft, truth.choice, truth.peak, truth.places)
     tree = given.draft.tree.parent, *given.draft.tree.lineage
     state, draft = given.state, given.draft
-    found = decided(state, state.table.ends, given.choice, draft.tokens, tree, draft.size, given.peak, given.places)
+    found = Emission.in_a_block(len(given.choice), given.places, given.choice.device)
+    path, last = decided(state, state.table.ends, given.choice, draft.tokens, tree, draft.size, given.peak, found)
+    arrived = found.fetched()
+    synchronize(given.choice.device)
     for name in FIELDS:
         assert same(getattr(found, name), getattr(emission, name)), name
-    assert same(found.path, accepted.path) and same(found.next, accepted.next)
+        assert same(getattr(arrived, name), getattr(emission, name)), name
+    assert same(path, accepted.path) and same(last, accepted.next)
 
     write(truth.state, accepted, emission)
-    written(state, found.tokens, found.count, found.next, found.ended)
+    written(state, found.tokens, found.count, last, found.ended)
     assert same(state.tokens[:, :-1], truth.state.tokens[:, :-1])
     assert same(state.roots, truth.state.roots) and same(state.alive_slots, truth.state.alive_slots)
     return accepted, emission

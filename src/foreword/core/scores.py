@@ -63,6 +63,9 @@ class Accepted:
         return torch.arange(self.path.shape[1], device=self.path.device) < self.count.unsqueeze(1)
 
 
+BLOCK_PARTS = ("tokens", "count", "drafted", "ended", "broken")
+
+
 @dataclass(frozen=True)
 class Emission:
     """What a round decided; `emit` reads it on the host."""
@@ -75,9 +78,25 @@ class Emission:
     logprobs: Tensor | None = None  # [b, D+1] of each emitted token, before penalties, temperature and filters
     top_tokens: Tensor | None = None  # [b, D+1, K] the likeliest alternatives
     top_logprobs: Tensor | None = None
+    block: Tensor | None = None  # bytes in which the first five lie, so that they go to the host in one copy
+
+    @staticmethod
+    def in_a_block(lanes: int, places: int, device: torch.device) -> Emission:
+        """Room for one."""
+        return Emission._of_block(torch.empty(lanes * (8 * (places + 2) + 2), dtype=torch.uint8, device=device), lanes)
+
+    @staticmethod
+    def _of_block(block: Tensor, lanes: int) -> Emission:
+        numbers, flags = block[: -2 * lanes].view(torch.long), block[-2 * lanes :].view(torch.bool)
+        tokens, count, drafted = numbers.split([len(numbers) - 2 * lanes, lanes, lanes])
+        return Emission(tokens.view(lanes, -1), count, drafted, flags[:lanes], flags[lanes:], block=block)
 
     def fetched(self) -> Emission:
         """The same on its way to the host: complete when the device has come this far, and nothing waits for it here."""
-        parts: dict[str, Any] = {part.name: getattr(self, part.name) for part in fields(self)}
-        moved = {name: part.to("cpu", non_blocking=True) for name, part in parts.items() if part is not None}
-        return replace(self, **moved)
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        if self.block is not None:
+            parts = {name: part for name, part in parts.items() if name not in BLOCK_PARTS}
+        moved: dict[str, Any] = {n: part.to("cpu", non_blocking=True) for n, part in parts.items() if part is not None}
+        if self.block is None:
+            return replace(self, **moved)
+        return replace(Emission._of_block(moved["block"], len(self.count)), **moved)

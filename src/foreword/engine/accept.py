@@ -52,9 +52,9 @@ def _settle_by_kernel(state: State, draft: Draft, choice: Tensor, peak: Tensor, 
     from foreword.kernels.settle import decided  # noqa: PLC0415  Triton is there only where CUDA is
 
     tree = draft.tree.parent, *draft.tree.lineage
-    found = decided(state, state.table.ends, choice, draft.tokens, tree, draft.size, peak, places)
-    emission = Emission(found.tokens, found.count, found.drafted, found.ended, found.broken)
-    return Accepted(found.path, found.count, found.next), emission
+    emission = Emission.in_a_block(choice.shape[0], places, choice.device)
+    path, last = decided(state, state.table.ends, choice, draft.tokens, tree, draft.size, peak, emission)
+    return Accepted(path, emission.count, last), emission
 
 
 def longest_path(draft: Draft, choice: Tensor, places: int) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ class Captured(Generic[Answer]):
     graph: torch.cuda.CUDAGraph | None = None
     answer: Answer | None = None
     chunk: Draft | None = None  # of a prompt pass; its tree is kept with it, since the graph reads that too
+    ids: tuple[int, ...] = ()  # the slots whose numbers were copied in last
 
 
 class Replay:
@@ -80,7 +81,9 @@ class Replay:
         return self._replayed(captured, state, lambda at: read(at, fixed))
 
     def _replayed(self, captured: Captured[Answer], state: State, call: Callable[[State], Answer]) -> Answer | None:
-        captured.lanes.slots.copy_(state.slots)
+        if captured.ids != state.lanes.ids:
+            captured.lanes.slots.copy_(state.slots)
+            captured.ids = state.lanes.ids
         if captured.graph is None:
             # Of the host's numbers those of this round count: its sampling is what the bucket is captured for.
             current = state.at(replace(captured.lanes, ids=state.lanes.ids))

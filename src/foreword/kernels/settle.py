@@ -7,7 +7,6 @@ is not alive gets nothing, and no row past a draft's size is ever accepted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -39,15 +38,19 @@ class Columns(Protocol):
     def speculates(self) -> Tensor: ...  # [B] bool
 
 
-@dataclass(frozen=True)
-class Decided:
-    path: Tensor  # [b, places]
-    tokens: Tensor  # [b, places]
-    count: Tensor  # [b]
-    next: Tensor  # [b]
-    drafted: Tensor  # [b]
-    ended: Tensor  # [b] bool
-    broken: Tensor  # [b] bool
+class Room(Protocol):
+    """Where what a round decided goes."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [b, places]
+    @property
+    def count(self) -> Tensor: ...  # [b]
+    @property
+    def drafted(self) -> Tensor: ...  # [b]
+    @property
+    def ended(self) -> Tensor: ...  # [b] bool
+    @property
+    def broken(self) -> Tensor: ...  # [b] bool
 
 
 @triton.jit
@@ -164,29 +167,29 @@ def decided(
     tree: tuple[Tensor, Tensor, Tensor],
     size: Tensor,
     peak: Tensor,
-    places: int,
-) -> Decided:
-    """What stands of a draft whose rows were answered with `choice` [b, N].
+    room: Room,
+) -> tuple[Tensor, Tensor]:
+    """What stands of a draft whose rows were answered with `choice` [b, N] goes to `room`. The path [b, places] and the new
+    roots [b].
 
     `tree` is its parent, ancestors and depth, each for b or for 1; `peak` [b, N, V] the scores in which a NaN shows at the
-    chosen token, or [b, N, 1] where every token of a row shares one. A path has `places`.
+    chosen token, or [b, N, 1] where every token of a row shares one.
     """
     parent, ancestors, depth = tree
-    lanes, nodes = choice.shape
-    device = choice.device
-    whole = [torch.empty(lanes, *shape, dtype=torch.long, device=device) for shape in ((places,), (places,), (), (), ())]
-    flags = [torch.empty(lanes, dtype=torch.bool, device=device) for _ in range(2)]
+    (lanes, nodes), places = choice.shape, room.tokens.shape[1]
+    path, last = torch.empty_like(room.tokens), torch.empty_like(room.count)
     shared = peak.shape[2] == 1
     block = triton.next_power_of_2(nodes)
     _decide[(lanes,)](
         choice.contiguous(), tokens.contiguous(), parent, _bytes(ancestors), depth, size.contiguous(), peak, state.slots,
-        state.lengths, state.limits, _bytes(state.alive_slots), _bytes(state.heeds_ends), ends, *whole, *map(_bytes, flags),
+        state.lengths, state.limits, _bytes(state.alive_slots), _bytes(state.heeds_ends), ends,
+        path, room.tokens, room.count, last, room.drafted, _bytes(room.ended), _bytes(room.broken),
         *_strides(parent), *_strides(ancestors), *_strides(depth),
         *peak.stride()[:2], 0 if shared else peak.stride(2),
         NODES=nodes, PLACES=places, ENDS=ends.shape[0], BLOCK=block, WAY=triton.next_power_of_2(places),
-        **launched(device, min(16, block * block // 1024)),
+        **launched(choice.device, min(16, block * block // 1024)),
     )  # fmt: skip
-    return Decided(*whole, *flags)
+    return path, last
 
 
 def written(state: Columns, tokens: Tensor, count: Tensor, last: Tensor, ended: Tensor) -> None:

@@ -1,12 +1,11 @@
 """Products of a few rows with a weight matrix, as a decoding pass makes them: every weight is read once.
 
-In: 1 to about 128 rows. The gate behind a product, bias and residual are part of the same kernel. So is an RMSNorm: rows
-are multiplied by its weight, rounded and summed, and the sums divided by the row's length at their end. Without matrix units
-a product does all of it; with them, the product before hands on its rows multiplied, and their squares (`Handed`), or else a
-kernel of its own does. All round in the same places: a row comes out the same alone and among others, but for the order of
-sums. Sums are float32 and in a fixed order: the same call gives the same bits. Safe to capture. While the kernel before
-still runs, weights and residual, which must be older than it, are on their way: into the L2 cache, or held at once.
-How a product is cut is a matter of measuring: `python -m foreword.bench.linears` does it, tiles.py holds what it found.
+In: 1 to about 128 rows. Gate, bias, residual and RMSNorm are part of the kernel: rows are multiplied by the norm's weight,
+rounded and summed, and the sums divided by the row's length at their end. With matrix units the product before hands on its
+rows multiplied, and their squares (`Handed`), or else a kernel of its own does. All round in the same places: a row comes out
+the same alone and among others, but for the order of sums, which is fixed. Safe to capture. Weights and residual, which must
+be older than the kernel before, are on their way while that still runs: into the L2 cache, or held at once. How a product is
+cut is a matter of measuring: `foreword.bench.linears` and `foreword.bench.inside` do it, tiles.py holds what they found.
 """
 
 from __future__ import annotations

@@ -79,6 +79,30 @@ def _open(sees, real, row, away, nearest, scratch, s_row, s_column, WINDOW: tl.c
     return seen | prefix
 
 
+@triton.jit
+def _rest(
+    best, total, mixed, q, key_at, value_at, c_row, sees, s_row, s_column, real, row, nearest,
+    later, prefix_stop, stop, length, inner, factor,
+    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a share has behind its first block: whole blocks of the prefix, then those that nobody may see all of."""
+    block = tl.arange(0, BLOCK_K)
+    tile = block[:, None] * c_row + tl.arange(0, WIDTH)[None, :]
+    unmasked = later + tl.maximum(prefix_stop - later, 0) // BLOCK_K * BLOCK_K
+    for start in range(later, unmasked, BLOCK_K):
+        k = tl.load(key_at + start * c_row + tile)
+        v = tl.load(value_at + start * c_row + tile)
+        open_ = (start + block - length)[None, :] >= nearest[:, None]
+        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, WINDOW > 0, CAPPED, PRECISION)
+    for start in range(unmasked, stop, BLOCK_K):
+        here = (start + block < stop)[:, None]
+        k = tl.load(key_at + start * c_row + tile, mask=here, other=0.0)
+        v = tl.load(value_at + start * c_row + tile, mask=here, other=0.0)
+        open_ = _open(sees, real, row, start + block - length, nearest, stop - length, s_row, s_column, WINDOW)
+        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, True, CAPPED, PRECISION)
+    return best, total, mixed
+
+
 VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits"]
 
 
@@ -130,19 +154,10 @@ def _attend(
     mixed = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     best, total, mixed = _fold(best, total, mixed, q, key, value, seen, inner, factor, True, CAPPED, PRECISION)
 
-    later = first + BLOCK_K
-    unmasked = later + tl.maximum(prefix_stop - later, 0) // BLOCK_K * BLOCK_K
-    for start in range(later, unmasked, BLOCK_K):
-        k = tl.load(key_at + start * c_row + tile)
-        v = tl.load(value_at + start * c_row + tile)
-        open_ = (start + block - length)[None, :] >= nearest[:, None]
-        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, WINDOW > 0, CAPPED, PRECISION)
-    for start in range(unmasked, stop, BLOCK_K):
-        here = (start + block < stop)[:, None]
-        k = tl.load(key_at + start * c_row + tile, mask=here, other=0.0)
-        v = tl.load(value_at + start * c_row + tile, mask=here, other=0.0)
-        open_ = _open(sees, real, row, start + block - length, nearest, stop - length, s_row, s_column, WINDOW)
-        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, True, CAPPED, PRECISION)
+    best, total, mixed = _rest(
+        best, total, mixed, q, key_at, value_at, c_row, sees, s_row, s_column, real, row, nearest,
+        first + BLOCK_K, prefix_stop, stop, length, inner, factor, WIDTH, BLOCK_K, WINDOW, CAPPED, PRECISION,
+    )  # fmt: skip
 
     filled = tl.maximum(total, 1e-37)  # a row that sees nothing here has no weight, and no division by zero
     place = split.to(tl.int64) * o_split + lane * o_batch + row * o_row + (head * GROUPS + group) * o_head

@@ -16,9 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreword.kernels.glue import normed
 from foreword.kernels.linear import Norm, ahead, joined, launch_options, start_early
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 from foreword.kernels.tiles import Tiles, fitting, tiles_for
+
+MANY_COLUMNS = 2**14  # so many programs that each norming its rows again takes longer than a kernel that does it once
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -132,6 +135,8 @@ def coarse_linear(
 ) -> Tensor:
     """Rows [.., K] times (codes [N, K] * scales [N, 1]), transposed, + bias [N]: [.., N]. A norm is that of `rows` alone."""
     columns, flat = codes.shape[0], rows.reshape(-1, rows.shape[-1]).contiguous()
+    if norm is not None and columns >= MANY_COLUMNS:
+        flat, norm = normed(flat, norm), None
     out = torch.empty(*rows.shape[:-1], columns, dtype=rows.dtype, device=rows.device)
     whole = beside is not None and beside.turn == 0
     assert codes.is_contiguous() and codes.shape[1] == flat.shape[1] * (1 + whole) and scales.numel() == columns

@@ -49,7 +49,7 @@ def _gate(both, out, columns, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
 
 def normed(rows: Tensor, norm: tuple[Tensor, float]) -> Tensor:
     """RMSNorm of rows [count, K], with its weight and epsilon."""
-    return _launch(rows, None, norm)[1]
+    return _launch(rows.contiguous(), None, norm)[1]
 
 
 def added_and_normed(rows: Tensor, added: Tensor, norm: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,10 @@
 
 In: 1 to about 128 rows. Gate, bias, residual and RMSNorm are part of the kernel: rows are multiplied by the norm's weight,
 rounded and summed, and the sums divided by the row's length at their end. With matrix units the product before hands on its
-rows multiplied, and their squares (`Handed`), or else a kernel of its own does. All round in the same places: a row comes out
-the same alone and among others, but for the order of sums, which is fixed. Safe to capture. Weights and residual, which must
-be older than the kernel before, are on their way while that still runs: into the L2 cache, or held at once. How a product is
-cut is a matter of measuring: `foreword.bench.linears` and `foreword.bench.inside` do it, tiles.py holds what they found.
+rows multiplied, and their squares (`Handed`), or else a kernel of its own does. All round in the same places: a row comes
+out the same alone and among others, but for the order of sums, which is fixed. Safe to capture. Weights and residual, which
+must be older than the kernel before, are on their way while that still runs: into the L2 cache, or held at once. How a
+product is cut is a matter of measuring (`foreword.bench.linears`, `foreword.bench.inside`); tiles.py holds what was found.
 """
 
 from __future__ import annotations

@@ -43,11 +43,12 @@ def attention_tiles(queries: int, keys: int, units: int, width: int, item: int =
 
     How the keys are cut must not depend on the queries: see `_attend`.
     """
-    block_q = min(max(16, triton.next_power_of_2(queries)), 64)
     block_k = 64 if width * item <= 256 else 32
     shares = min(triton.cdiv(keys, 64), MOST_SHARES, PROGRAMS // units - 1)
-    stages = 3 if block_q < 64 or width * item <= 128 else 2
-    return AttentionTiles(block_q, block_k, 4 if width * item <= 256 else 8, stages, shares + 1 if shares > 1 else 1)
+    splits = shares + 1 if shares > 1 else 1
+    narrow = units * splits * triton.cdiv(queries, 16) <= 4 * PROGRAMS  # else keys would be read too often
+    block_q = 16 if narrow else min(max(16, triton.next_power_of_2(queries)), 64)
+    return AttentionTiles(block_q, block_k, 4 if width * item <= 256 else 8, 2, splits)
 
 
 @triton.jit

@@ -125,7 +125,7 @@ class FusedRMSNorm(nn.Module):
         if can_fuse(rows.device, rows.dtype) and rows.numel() and not torch.is_grad_enabled():
             from foreword.kernels.glue import normed  # noqa: PLC0415  Triton is there only where CUDA is
 
-            return normed(rows.flatten(0, -2).contiguous(), (self.weight, self.variance_epsilon)).view(rows.shape)
+            return normed(rows.reshape(-1, rows.shape[-1]), (self.weight, self.variance_epsilon)).view(rows.shape)
         return functional.rms_norm(rows, self.weight.shape, self.weight, self.variance_epsilon)
 
 

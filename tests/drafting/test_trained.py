@@ -326,7 +326,7 @@ BAD: dict[str, Callable[[], object]] = {
     "layers is 0; a model has at least 1": lambda: untrained("draft_model", layers=0),
     "gsd: depth, width and branch are 1 at least, got 3, 0 and 4": lambda: untrained("gsd", depth=3, width=0),
     "gsd: repeat is -2; it counts tokens from 0 on": lambda: untrained("gsd", repeat=-2),
-    "gsd: siblings is 0.1 and sure is 1.0": lambda: untrained("gsd", sure=1.0),
+    "gsd: siblings is 0.01 and sure is 1.0": lambda: untrained("gsd", sure=1.0),
     "gsd: layers is 0": lambda: untrained("gsd", layers=0),
     "depth is 0; at least 1 token is guessed": lambda: untrained("draft_model", depth=0),
     "stop is 1.0; it is how likely": lambda: untrained("draft_model", tree="chain", stop=1.0),

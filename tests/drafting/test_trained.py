@@ -324,7 +324,7 @@ BAD: dict[str, Callable[[], object]] = {
     "rates is .*from 0 to 1": lambda: untrained("hidden_transfer", rates=[[1.2]]),
     "firp: layers is .3, 1.; 2 steps need one each": lambda: untrained("firp", steps=2, layers=[3, 1]),
     "layers is 0; a model has at least 1": lambda: untrained("draft_model", layers=0),
-    "gsd: depth, width and branch are 1 at least, got 3, 0 and 4": lambda: untrained("gsd", depth=3, width=0),
+    "gsd: depth, width and branch are 1 at least, got 3, 0 and 8": lambda: untrained("gsd", depth=3, width=0),
     "gsd: repeat is -2; it counts tokens from 0 on": lambda: untrained("gsd", repeat=-2),
     "gsd: siblings is 0.01 and sure is 1.0": lambda: untrained("gsd", sure=1.0),
     "gsd: layers is 0": lambda: untrained("gsd", layers=0),

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -93,10 +93,19 @@ def _unless(refused: bool, groups: Content) -> Content:
     return {name: {key: value for key, value in one.items() if "speedup" not in key} for name, one in groups.items()}
 
 
+def _shortly(timing: Timing) -> Content:
+    """To the microsecond, and without what is as it is by default: a run has thousands of them."""
+    usual = asdict(Timing("", "", "", 0, 0, 0.0, 0.0, 0))
+    always = [part.name for part in fields(Timing) if part.default is MISSING and part.default_factory is MISSING]
+    always.append("block")  # results of earlier versions have none, and are told by that
+    told = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(timing).items()}
+    return {name: value for name, value in told.items() if name in always or value != usual[name]}
+
+
 def write_report(found: Content, timings: Sequence[Timing], folder: Path, answers: Runs | None = None) -> list[Path]:
     """`results.json` with a line for each timing, `report.md`, `report.html` and the answers; the files, in that order."""
     told = json.dumps(found, indent=1)
-    lines = ",\n".join(f"  {json.dumps(asdict(timing))}" for timing in timings)
+    lines = ",\n".join(f"  {json.dumps(_shortly(timing))}" for timing in timings)
     texts = {
         "results.json": f'{told.removesuffix("}").rstrip()},\n "timings": [\n{lines}\n ]\n}}\n',
         "report.md": markdown(found),

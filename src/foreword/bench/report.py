@@ -8,6 +8,7 @@ prompts; other numbers give one more, a line each, with how far each method is a
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import platform
 import shlex
@@ -124,13 +125,17 @@ def write_report(found: Content, timings: Sequence[Timing], folder: Path, answer
 
 
 def read_results(place: str | Path) -> Content:
-    """A results.json, or the folder that holds one; those of earlier versions too."""
+    """A results.json, or the folder that holds one, packed by xz or not; those of earlier versions too."""
     file = Path(place) / "results.json" if Path(place).is_dir() else Path(place)
+    packed = file.with_suffix(".json.xz")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        if packed.exists() and not file.exists():
+            file = packed
+        with lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8") as text:
+            found = json.load(text)
         if not (found["tables"] or found["batches"]):
             raise KeyError("tables")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} holds no results of `foreword bench` ({error}); give its folder or file") from error
     return {"batches": {}, "failures": [], "temperature": 0.0, "repeats": 1, "timings": [], **found}
 

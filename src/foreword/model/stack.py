@@ -1,9 +1,9 @@
 """Stack: decoder layers with a cache of their own, walked whole or in part. The target has one; so may a drafter.
 
-In: hidden rows, and `Rows`, which says where they stand and whom they see. Out: the rows after the last layer walked,
-with taps and grafted rows where asked. The layers are those of transformers, called one by one, or
-lean ones that compute the same. With a cache, the keys
-and values of the rows land in its scratch; without, rows see each other only, and gradients flow.
+In: hidden rows, and `Rows`, which says where they stand and whom they see. Out: the rows after the last layer walked, with
+taps and grafted rows where asked. The layers are those of transformers, called one by one, or lean ones that compute the
+same. With a cache, the keys and values of the rows land in its scratch; without, rows see each other only, and gradients
+flow.
 """
 
 from __future__ import annotations
@@ -187,6 +187,9 @@ class Stack:
         """Take rows [b, n, H] from after layer `start` to after layer `stop`."""
         stop = len(self.layers) if stop is None else stop
         real, kept = rows.count, {}
+        # A tensor of its own, for which no earlier walk handed anything on: so a norm is launched between the kernel that
+        # says where rows stand and the product that asks for it before its turn.
+        hidden = hidden[:]
         counts = {real + sum(graft.rows for graft in grafts if graft.layer <= layer) for layer in range(start, stop)}
         views = self._views(rows, grafts, tuple(sorted(counts)), hidden.dtype)
         for layer in range(start, stop + 1):

@@ -23,6 +23,7 @@ from foreword.model.lean_cpu import CpuLayer
 from foreword.model.lean_cuda import CudaLayer, many_rows_linear
 from foreword.model.model import Model
 from foreword.model.pack import JointLinear, fuse, pack
+from foreword.model.stack import Rows
 
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
@@ -135,6 +136,29 @@ def test_norms_are_handed_on_from_layer_to_layer(
         for layer, tap in other.taps.items():
             close(tap, one.taps[layer])
         assert len(norms) == launched
+
+
+@torch.inference_mode()
+def test_a_walk_uses_nothing_that_another_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even with the very rows that the other one ended with: a product asks where rows stand before its turn, so that
+    the norm has to be launched between."""
+    norms: list[int] = []
+    alone = kernel._normed
+    monkeypatch.setattr(kernel, "_normed", lambda rows, *rest: norms.append(len(rows)) or alone(rows, *rest))
+    fused = fresh("mistral", torch.float32, head_dim=16)
+    fuse(fused)
+    model = Model(fused)
+    model.allocate(1, 40, 10)
+    lanes, tree = Lanes.of([0], 0), Tree.chain(4)
+    rows, hidden = (
+        Rows(lanes.take(model.cache.length), tree.depth, tree.ancestors, lanes),
+        model.embed(torch.tensor([[5, 6, 7, 8]])),
+    )
+    whole = model.layer_stack.walk(hidden, rows).rows
+    lower = model.layer_stack.walk(hidden, rows, stop=1).rows
+    norms.clear()
+    torch.testing.assert_close(model.layer_stack.walk(lower, rows, start=1).rows, whole)
+    assert len(norms) == 1
 
 
 @torch.inference_mode()

@@ -27,11 +27,12 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize("normed", ["", "q", "k", "qk"])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "width", "slots", "rows"),
-    [(9, 3, 64, [0], 1), (4, 2, 16, [2], 5), (4, 4, 80, [3, 0], 3), (3, 1, 32, [1, 3, 2], 2)],
+    [(9, 3, 64, [0], 1), (4, 2, 16, [2], 5), (4, 4, 80, [3, 0], 3), (3, 1, 32, [1, 3, 2], 2), (15, 5, 16, [1, 0], 2)],
 )
 def test_it_is_norm_rotation_and_write(
     heads: int, key_heads: int, width: int, slots: list[int], rows: int, normed: str
 ) -> None:
+    """Also for more heads than a program takes, and with all kinds of them in one."""
     batch = len(slots)
     qkv = drawn(batch, rows, (heads + 2 * key_heads) * width)
     cosine, sine = drawn(batch, rows, width), drawn(batch, rows, width).flip(0, 1, 2)

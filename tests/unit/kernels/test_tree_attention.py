@@ -71,7 +71,17 @@ def test_lengths_around_the_edges_of_blocks(length: int, splits: int) -> None:
     assert error(Looks.drawn((2, 1), 16, 3, [length], before=1), replace(SMALL, splits=splits)) < PRECISE
 
 
-def test_padding_may_lie_behind_the_cache() -> None:
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [0, 20])
+def test_more_rows_than_a_block_of_keys(window: int, splits: int) -> None:
+    """As of a prompt: the scratch is several blocks, behind nothing and behind a prefix that ends within one."""
+    looks, chain = Looks.drawn((2, 1), 16, 40, [0, 37]), Tree.chain(40)
+    looks = replace(looks, sees=chain.ancestors, depth=chain.depth)
+    assert error(looks, replace(SMALL, splits=splits), window) < PRECISE
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_padding_may_lie_behind_the_cache(splits: int) -> None:
     """Of eight rows the first two have a place in the cache; what lies behind it belongs to somebody else."""
     whole = Looks.drawn((2, 1), 16, 8, [20, 6])
     chain = Tree.chain(8)
@@ -79,7 +89,7 @@ def test_padding_may_lie_behind_the_cache() -> None:
     held = torch.full((2, *whole.keys.shape[:2], 30, 16), torch.nan)
     held[..., :22, :] = torch.stack([whole.keys, whole.values])[..., :22, :]
     cut = replace(whole, keys=held[0, :, :, :22], values=held[1, :, :, :22])
-    found = by_kernel(cut, SMALL)[0, :2]
+    found = by_kernel(cut, replace(SMALL, splits=splits))[0, :2]
     assert float((found.double() - whole.exact()[0, :2]).abs().max()) < PRECISE
 
 

@@ -32,6 +32,7 @@ CONTEXT = 512
 REPEATS = 30
 BETTER_BY = 0.002  # milliseconds; less is noise
 WORKERS = 14
+MOST_HELD = 110 * 1024  # numbers of a program, rows and weights: what shared memory has room for
 
 Key = tuple[int, int, Kind]  # columns out, k, kind: with the rows before them, a line of TUNED
 
@@ -48,10 +49,11 @@ WAYS = {
 
 
 def ways(rows: int, key: Key) -> list[Tiles]:
-    """What is tried for a product, the way it is cut now first."""
-    whole = 1 << (key[1] - 1).bit_length()
+    """What is tried for a product, the way it is cut now first. Weights of long sums are too many to be held."""
+    whole, paired = 1 << (key[1] - 1).bit_length(), key[2] != "plain"
     tried = [Tiles(m, n, k or whole, warps, stages) for m, n, k, warps, stages in WAYS[rows]]
-    return list(dict.fromkeys([tiles_for(rows, *key), *tried]))
+    fit = [one for one in tried if one.stages or (one.block_m + one.block_n * (1 + paired)) * whole <= MOST_HELD]
+    return list(dict.fromkeys([tiles_for(rows, *key), *fit]))
 
 
 def products(model: Model) -> list[Key]:
@@ -133,6 +135,8 @@ def inside(
     if not torch.cuda.is_available():
         raise InputError("passes are timed on a CUDA device, and there is none; run it on a machine that has one")
     counts = [int(count) for count in rows.split(",")]
+    if not set(counts) <= set(WAYS):
+        raise InputError(f"rows is {rows}; choose from {', '.join(map(str, WAYS))}")
     with foreword.load(model, method="plain", slots=1, max_context=2 * CONTEXT, device="cuda") as llm:
         keys = products(llm.model)
         jobs = list(_shared_out(model, counts, keys))

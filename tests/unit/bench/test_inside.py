@@ -22,6 +22,11 @@ def test_every_way_can_be_launched_and_the_present_one_comes_first(rows: int, n:
         assert tiles.block_m > 1 or tiles.block_k >= k
 
 
+@pytest.mark.parametrize(("k", "held"), [(1536, True), (8192, False)])
+def test_weights_are_held_only_where_they_fit(k: int, held: bool) -> None:
+    assert any(tiles.stages == 0 for tiles in ways(16, (2048, k, "plain"))) == held
+
+
 def test_it_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InputError, match="CUDA"):

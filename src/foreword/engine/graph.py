@@ -2,8 +2,8 @@
 
 A bucket is what a captured round cannot change: how many sequences, how far attention looks, and which stages sampling
 needs; a prompt pass has its number of rows too. Everything else lives in buffers that stay where they are; only the slots'
-numbers, and a prompt's tokens, are copied in. The first time in a bucket runs as it is written, which warms everything up
-and does real work; the second is captured.
+numbers, where they are others than last time, and a prompt's tokens are copied in. The first time in a bucket runs as it is
+written, which warms everything up and does real work; the second is captured.
 """
 
 from __future__ import annotations

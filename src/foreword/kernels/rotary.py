@@ -14,9 +14,8 @@ from torch import Tensor
 
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
-HEADS_AT_ONCE = (
-    16  # a large model has thousands of heads in a few rows, and as many programs take longer to start than to run
-)
+# A large model has thousands of heads in a few rows, and as many programs take longer to start than to run.
+HEADS_AT_ONCE = 16
 
 
 @triton.jit

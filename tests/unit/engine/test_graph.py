@@ -287,27 +287,35 @@ def test_sizes_of_prompt_passes() -> None:
     assert [padded_rows(rows, 100) for rows in (3, 65, 100)] == [64, 100, 100]
 
 
+def same_texts(method: Any, state: State) -> None:
+    for slot in method.writing:
+        assert method.teller.texts[slot] == state.tokens[slot, : state.lengths[slot] + 1].tolist()
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("behind", [False, True], ids=["told at once", "told a round later"])
 def test_checks_of_a_draft_that_is_written_meanwhile(
     behind: bool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: checks are replayed, free slots fill them up, and rounds are read late, by the engine and by the drafter.
-    Texts come and go, some are given up on the way, and some go on from what a slot holds."""
+    Texts come and go, one is given up on the way, one is written without guesses, and one goes on from that. What the draft
+    is told is always the text."""
     kind = Kind(noise=sampling.temperature > 0)  # settled by a capture, and here what is captured runs again
     monkeypatch.setattr(SamplingTable, "kind", lambda table, ids: kind)
     model = target()
     method: Any = drafter("amusd", model)
     made = Engine(model, method, slots=3, max_context=CONTEXT, chunk=16, late=True)
     made.loop, made.slots.pads, method.behind = rerunning(made.loop, method), True, behind
+    monkeypatch.setattr(method, "_draft", lambda state, draft=method._draft: (same_texts(method, state), draft(state))[1])
     asked = [Request(one, sampling.derived(i), max_new_tokens=14) for i, one in enumerate(prompts(9, seed=5, longest=20))]
+    asked[-1] = replace(asked[-1], speculate=False)
     runs = [made.add(request) for request in asked]
     for _ in range(4):
         made.step()
     made.abort(runs[2])
     run_to_end(made)
     said = (*asked[-1].prompt, *runs[-1].tokens)
-    turn = replace(asked[-1], prompt=(*said, 9, 30), reuse=True, max_new_tokens=8)
+    turn = replace(asked[-1], prompt=(*said, 9, 30), reuse=True, speculate=True, max_new_tokens=8)
     (again,) = made.generate([turn])
     expected = [truth(model.hf, request) for request in asked]
     assert runs[2].tokens == expected[2][: len(runs[2].tokens)] and again.tokens == truth(model.hf, turn)

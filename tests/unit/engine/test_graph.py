@@ -25,7 +25,8 @@ from foreword.engine.engine import Engine
 from foreword.engine.graph import MOST_TEXTS, Captured, Replay, ReplayedCheck, padded_rows, replayed
 from foreword.engine.prefill import prefill
 from foreword.engine.request import Request, Running
-from foreword.methods import METHODS, make
+from foreword.methods import METHODS
+from foreword.methods.amusd import Amusd
 from foreword.model.model import Model
 
 GREEDY, DRAWN = Sampling(seed=1), Sampling(temperature=0.8, seed=2)
@@ -239,7 +240,7 @@ def test_padded_and_replayed_prompts_are_read_as_written_ones(method: str) -> No
 
 
 @pytest.mark.usefixtures("small_passes")
-@pytest.mark.parametrize("method", ["plain", "token_recycling", "medusa", "clover2"])
+@pytest.mark.parametrize("method", ["plain", "token_recycling", "medusa", "clover2", "amusd"])
 def test_several_prompts_in_one_pass(method: str) -> None:
     """As a GPU reads them: of different lengths, and some are done before others."""
     model = target()
@@ -271,14 +272,18 @@ def test_padding_may_lie_behind_the_last_row_of_the_cache(method: str) -> None:
     assert captured_rows(made) == [16]
 
 
+@pytest.mark.parametrize("method", ["plain", "amusd"])
 @pytest.mark.parametrize("count", [MOST_TEXTS, MOST_TEXTS + 1])
-def test_many_prompts_at_once_are_read_as_written(count: int) -> None:
+def test_many_prompts_at_once_are_read_as_written(count: int, method: str) -> None:
     model, requests = target(), asked(count + 1)[1:]
-    made = engine(make("plain"), model, captured=True, slots=count)
+    made = engine(drafter(method, model), model, captured=True, slots=count)
     runs = [made.add(request) for request in requests]
     lanes = Lanes.of(admit(made.waiting, made.slots, made.state), 0)
+    made.loop.begin(made.state.at(lanes))
     with torch.inference_mode():
         prefill(model, made.loop, made.drafter.needs, made.state.at(lanes), runs, made.chunk)
+    if isinstance(made.drafter, Amusd):
+        assert made.drafter.teller.texts == [[*request.prompt[:-1][:16]] for request in requests], "it has read along"
     assert isinstance(made.loop, Replay) and len(made.loop.chunks) == (count == MOST_TEXTS)
 
 

@@ -230,12 +230,13 @@ class Amusd(Drafter):
         self.clock.meet(time.monotonic(), worked)
         self._listen(0.0)  # what came meanwhile may be just what was decided
         emission = away.emission
-        columns = (column.tolist() for column in (emission.tokens, emission.count, emission.ended | emission.broken))
-        tokens, counts, over = columns
+        columns = (emission.tokens, emission.count, emission.ended, emission.broken)
+        tokens, counts, ended, broken = (column.tolist() for column in columns)
         for slot, lane in away.waiting.items():
-            if over[lane]:  # a text whose draft led to NaN goes on without guesses
+            over = ended[lane] or broken[lane]  # a text whose draft led to NaN goes on without guesses
+            if over:
                 self.writing.remove(slot)
-            refused = self._grew(slot, tokens[lane][: counts[lane]], write=not over[lane])
+            refused = self._grew(slot, tokens[lane][: counts[lane]], write=not over)
             self.tally.rounds += counts[lane] > 0
             self.tally.tokens += counts[lane]
             self.tally.refusals += refused

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from foreword.core.epochs import ALONE, GREEDY, Draw, Follower, Job
-from foreword.core.line import Line
+from foreword.core.line import Line, SocketLine, ThreadLine
 from foreword.core.sampling import Kind, SamplingRows, pick
 from foreword.core.state import Lanes
 from foreword.errors import DrafterError, StorageError
@@ -206,7 +206,7 @@ def _end(line: Line, end: Callable[[], None]) -> None:
 
 def in_a_thread(model: PreTrainedModel, place: Place) -> Worker:
     """On CUDA in a stream of its own, and with layers that are rebuilt for speed: the model is ours."""
-    ours, theirs = Line.pair()
+    ours, theirs = ThreadLine.pair()
     failed: list[str] = []
     if place.device.startswith("cuda"):
         rebuild(model, torch.device(place.device), model.dtype)
@@ -244,7 +244,7 @@ def in_a_process(model: PreTrainedModel, place: Place) -> Worker:
             env=os.environ | {"PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is for the one who is asked; the line tells this one
         )
-    return Worker(Line(ours), lambda: _fate(process, folder), lambda: _reap(process, folder), process.pid)
+    return Worker(SocketLine(ours), lambda: _fate(process, folder), lambda: _reap(process, folder), process.pid)
 
 
 def _kept(model: PreTrainedModel, place: Place) -> Path:
@@ -299,7 +299,7 @@ def main(folder: str, descriptor: str) -> None:
     for file in Path(folder).glob("*.safetensors"):
         file.unlink()
     with _stream(place.device):
-        serve(Line(socket.socket(fileno=int(descriptor))), Writer(model, place))
+        serve(SocketLine(socket.socket(fileno=int(descriptor))), Writer(model, place))
 
 
 if __name__ == "__main__":

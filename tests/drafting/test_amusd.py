@@ -7,6 +7,7 @@ A worker that runs free proposes as much as it has; here the law is that this is
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from types import SimpleNamespace
@@ -164,13 +165,14 @@ def test_a_worker_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_another_engine_has_another_worker() -> None:
-    model, asked = target(), requests(3)
+    model, asked, threads = target(), requests(3), set(threading.enumerate())
     drafter = free(model)
     for slots in (1, 3):
         assert written(engine(drafter, model, slots), asked) == [truth(model.hf, request) for request in asked]
         worker = drafter.worker
     drafter.close()
     assert worker.line.cut and drafter.worker is None
+    assert set(threading.enumerate()) <= threads, "both have ended"
 
 
 def test_another_model_guesses_in_another_process() -> None:

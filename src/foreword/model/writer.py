@@ -93,6 +93,13 @@ class Writer:
         if self.device.type == "cuda":
             self.capture()
 
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Its graphs end here: they hold the writer as it holds them, and would wait for the garbage collector."""
+        self.passes.clear()
+
     @torch.inference_mode()
     def step(self, job: Job) -> list[int]:
         """Read rows; and the token that comes behind them, if one is written."""
@@ -214,15 +221,22 @@ def in_a_thread(model: PreTrainedModel, place: Place) -> Worker:
 
     def work() -> None:
         try:
-            with _stream(place.device):
-                serve(theirs, Writer(Model(model, "draft"), place))
+            with _stream(place.device), Writer(Model(model, "draft"), place) as writer:
+                serve(theirs, writer)
         except Exception as error:  # whatever it is, the target's side tells it and goes on alone
             failed.append(f"{type(error).__name__}: {error}")
         finally:
             theirs.close()
 
-    threading.Thread(target=work, name="foreword-draft", daemon=True).start()
-    return Worker(ours, lambda: failed[0] if failed else "its thread ended", lambda: None)
+    thread = threading.Thread(target=work, name="foreword-draft", daemon=True)
+    thread.start()
+    return Worker(ours, lambda: failed[0] if failed else "its thread ended", lambda: _join(thread))
+
+
+def _join(thread: threading.Thread) -> None:
+    """What the thread held on the device is given up when it ends, which must not fall into somebody's capture."""
+    if thread is not threading.current_thread():  # the garbage collector works wherever it likes
+        thread.join(5)
 
 
 def _stream(device: str) -> Any:
@@ -298,8 +312,8 @@ def main(folder: str, descriptor: str) -> None:
     model = Model(load_weights(Path(folder), device, DTYPES[about["dtype"]]), "draft")
     for file in Path(folder).glob("*.safetensors"):
         file.unlink()
-    with _stream(place.device):
-        serve(SocketLine(socket.socket(fileno=int(descriptor))), Writer(model, place))
+    with _stream(place.device), Writer(model, place) as writer:
+        serve(SocketLine(socket.socket(fileno=int(descriptor))), writer)
 
 
 if __name__ == "__main__":

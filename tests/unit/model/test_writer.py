@@ -4,6 +4,7 @@ The graphs themselves need a GPU. Here a replay runs what was captured once more
 """
 
 import random
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,16 @@ def test_sizes_are_few_and_share_their_memory() -> None:
     assert set(one.passes) == {size for size in expected if size[:2] == (1, CHUNK) or size[1] < CHUNK}
     assert [each.pool for each in Rerun.made] == [None] + ["shared"] * (len(Rerun.made) - 1)
     assert [sizes(count) for count in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8), (1, 2, 4, 8, 9)]
+
+
+@pytest.mark.usefixtures("capturing")
+def test_graphs_end_with_the_writer() -> None:
+    """And with nobody's help: a collection might come while somebody captures."""
+    with made("llama", 1, True) as one:
+        graph = weakref.ref(Rerun.made.pop())
+        Rerun.made.clear()
+        assert graph() is not None
+    assert not one.passes and graph() is None
 
 
 def test_who_is_missing_on_a_sheet_does_what_the_first_does() -> None:

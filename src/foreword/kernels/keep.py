@@ -42,7 +42,8 @@ def _advance(lengths, slots, count, EARLY: tl.constexpr) -> None:
 
 
 def advance(lengths: Tensor, slots: Tensor, count: Tensor) -> None:
-    """Of `lengths` [B] those of slots [b], no two of which are the same, by `count` [b]."""
+    """Of `lengths` [B] those of slots [b] by `count` [b]. No two slots are the same, but where lengths are told anew before
+    they are read, as by `Writer`: such a one may have advanced once or twice."""
     _advance[(slots.shape[0],)](lengths, slots, count.contiguous(), **launched(lengths.device, 1))
 
 

@@ -16,6 +16,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
+from foreword.core.vocabulary import Words
 
 
 class Drafter:
@@ -30,6 +31,9 @@ class Drafter:
 
     capturable: ClassVar[bool] = True
     """No host work inside `propose`, `observe` and `read`: a round, or a prompt pass, can be captured as one graph."""
+
+    words: Words | None = None
+    """Tokens that it guesses among, where it asks the target's head for guesses: all, until some are chosen."""
 
     needs: Needs = Needs()
     shape: Shape = Shape()

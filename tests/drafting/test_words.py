@@ -1,4 +1,4 @@
-"""Drafters that guess among some tokens only: nothing else is drafted, the text is the truth, and a folder keeps the words."""
+"""Drafters that guess among some tokens: nothing else is drafted, the text is the truth, and a folder keeps the words."""
 
 import json
 from pathlib import Path

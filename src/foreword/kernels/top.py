@@ -1,7 +1,7 @@
 """The k best of a long row, and how likely each is: what a vocabulary is asked for, in two launches.
 
 In: scores [.., V] in float32 or half precision, perhaps the `Noise` that they race under, and which tokens the columns are,
-where these are not all. Out: the k largest, largest first, by place or token, and on demand their log-chances under a softmax
+where these are not all. Out: the k largest, largest first, by place or token, and on demand their log-chances by a softmax
 over the row. Of equal scores the first comes first, and a NaN comes before every number: the order of torch's stable sort,
 and with k = 1 its argmax. A program finds the best of a stretch, then one joins a row's.
 """

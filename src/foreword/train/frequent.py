@@ -16,8 +16,8 @@ from torch import Tensor
 
 from foreword.core.drafter import Drafter
 from foreword.core.vocabulary import packed, unpacked
-from foreword.errors import DataError, DrafterError
-from foreword.methods.saved import put_words, read_config, restore
+from foreword.errors import DataError
+from foreword.methods.saved import put_words, restore
 from foreword.model.model import Model
 from foreword.train.record import note_words
 from foreword.train.schedule import Texts, check_cover
@@ -74,10 +74,7 @@ def among(bits: Tensor | None, make: Callable[..., Drafter]) -> Callable[..., Dr
 
 def give_words(folder: str | Path, model: Model, data: Sequence[Shards], cover: float) -> dict[str, Any]:
     """The words of a trained drafter are those that the data shows to be frequent; its weights stay as they are."""
-    if restore(folder, model).words is None:
-        raise DrafterError(
-            f"{folder}: a drafter of {read_config(folder)['method']} is not asked for words; leave it as it is"
-        )
+    restore(folder, model)  # refuses what cannot be used, or was trained for another model
     texts = Sequences([(shards, np.arange(len(shards))) for shards in data])
     counts = counts_of(texts, model.vocab_size)
     bits = frequent(counts, model.ends, cover)

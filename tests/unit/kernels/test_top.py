@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from foreword.core import sampling
 from foreword.core.sampling import _MOST, Sampling, SamplingTable, gumbel, noise_bits, pick
 from foreword.kernels.top import MOST, Noise, top, top_with_chances
-from rounds import check_top, scores_with_ties
+from rounds import check_top, check_words, scores_with_ties
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -54,20 +54,7 @@ def test_the_noise_is_that_of_the_tensors() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_words_race_under_the_noise_of_their_tokens(dtype: torch.dtype) -> None:
-    """Of a vocabulary of 5000 some tokens, beyond one stretch: the noise is that of the token, not of its column."""
-    generator = torch.Generator().manual_seed(3)
-    words = torch.randperm(5000, generator=generator)[:2500].sort().values
-    key, position = torch.tensor([[0x9ABCDEF0, 0x12345678], [7, 7]]), torch.tensor([[3, 70_000], [1, 2]])
-    heat = torch.tensor([0.7, 0.0])
-    scores = torch.randn(2, 2, 2500, generator=generator).to(dtype)
-    wide = scores.float() / torch.where(heat > 0, heat, 1).view(2, 1, 1)
-    wide = (wide + gumbel(key, position, words)).where(heat.view(2, 1, 1) > 0, wide)
-    tokens, chances = top_with_chances(scores, 6, Noise(key, position, heat), words)
-    places = wide.sort(descending=True, stable=True).indices[..., :6]
-    assert torch.equal(tokens, words[places])
-    torch.testing.assert_close(chances, wide.log_softmax(-1).gather(-1, places), rtol=1e-5, atol=1e-5)
-    quiet, _ = top_with_chances(scores, 6, words=words)
-    assert torch.equal(quiet, words[scores.sort(descending=True, stable=True).indices[..., :6]])
+    check_words(dtype, "cpu")
 
 
 def test_noise_is_precise_over_all_its_range() -> None:

@@ -105,7 +105,7 @@ class LearningOptions:
             metavar="X",
             help="Guess among the most frequent tokens that are this share of what the model wrote; 1 is all of them.",
         ),
-    ] = 0.99
+    ] = 0.98
     evaluate_every: Annotated[int, _of_measuring(min=1, metavar="N", help="Steps between two evaluations.")] = 500
     checkpoint_every: Annotated[
         int, _of_learning(min=1, metavar="N", help="Steps between two checkpoints, which --resume goes on from.")

@@ -15,7 +15,7 @@ WORDS_EXAMPLES = """\
 
   foreword words drafters/clover2 --data data/greedy --data data/drawn
 
-  foreword words drafters/clover2 --data data/greedy --cover 0.98
+  foreword words drafters/clover2 --data data/greedy --cover 0.99
 
   foreword words drafters/clover2 --data data/greedy --cover 1
 """
@@ -32,7 +32,7 @@ def words(
     ],
     cover: Annotated[
         float, typer.Option(metavar="X", help="The share of what the model wrote that the words are to be; 1 takes all.")
-    ] = 0.99,
+    ] = 0.98,
     json: Json = False,
 ) -> None:
     """Choose the tokens that a trained drafter guesses among: the most frequent ones.

@@ -50,7 +50,7 @@ class Settings:
     rows: int = 64  # of a pass, then
     texts_apart: int = 512  # of those kept apart, that an evaluation reads
     seed: int = 0
-    cover: float = 0.99  # of what the target wrote: the words that a drafter guesses among
+    cover: float = 0.98  # of what the target wrote: the words that a drafter guesses among
 
     def __post_init__(self) -> None:
         counts = "batch", "max_length", "evaluate_every", "checkpoint_every", "new_tokens", "texts_apart", "rows"

@@ -88,11 +88,11 @@ def test_training_chooses_words_measures_with_them_and_keeps_them(tmp_path: Path
         return untrained("medusa", rows=8, heads=2, **options)
 
     run = Training(model, make, texts, TextList(texts.texts[:6]), trials_of(texts, 3, 40), settings, tmp_path)
+    assert run.measure.drafter.words is not None and run.measure.drafter.words.count == TOGETHER
     record = run.run()
     chosen = unpacked(load_file(tmp_path / "model.safetensors")["words"], 600, "tiny")
     counts = counts_of(texts, 600)
     assert chosen.sum() == TOGETHER and chosen[model.ends].all() and chosen[counts.argmax()]
-    assert run.measure.drafter.words is not None and run.measure.drafter.words.count == TOGETHER
     assert read_config(tmp_path)["words"] == TOGETHER == record["words"]["count"] and record["settings"]["cover"] == 0.5
     assert json.loads((tmp_path / "record.json").read_text()) == record
     assert "It guesses among 128 of the 600 tokens: those that were" in (tmp_path / "README.md").read_text()

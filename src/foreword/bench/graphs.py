@@ -64,6 +64,7 @@ def graphs(
     ] = "0.02,0.05,0.1",
     depth: Annotated[int, typer.Option(min=1, help="Levels of the graph.")] = 6,
     width: Annotated[int, typer.Option(min=1, help="Nodes of a level that are read at most.")] = 16,
+    branch: Annotated[int, typer.Option(min=1, help="Guesses behind each of them.")] = 4,
     rows: Annotated[int, typer.Option(min=2, help="Rows of a pass of the target.")] = 64,
     per_group: Annotated[int, typer.Option(min=1, help="At most so many prompts of each category.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
@@ -79,14 +80,14 @@ def graphs(
     for share, chance in product(_numbers(siblings), _numbers(sure)):
         tree: Drafted | None = None
         for rule in (NOTHING, *map(int, repeat.split(","))):
-            options = {"repeat": rule, "siblings": share, "sure": chance, "depth": depth, "width": width}
+            options = {"repeat": rule, "siblings": share, "sure": chance, "depth": depth, "width": width, "branch": branch}
             wanted = Wanted.of("gsd", drafter, rows, **options)
             one = drafted(llm, cast(Gsd, wanted.on(llm.model)[1]), requests, slots)
             tree = tree or one
             found.append(one.over(tree))
             print(found[-1].line, flush=True)
     kept = [asdict(one) for one in found]
-    keep(out, "graphs", llm.model, kept, prompts=len(asked), depth=depth, width=width, rows=rows)
+    keep(out, "graphs", llm.model, kept, prompts=len(asked), depth=depth, width=width, branch=branch, rows=rows)
 
 
 def drafted(llm: LLM, drafter: Gsd, requests: Sequence[Request], slots: int) -> Drafted:

@@ -41,7 +41,7 @@ from foreword.kernels.tiles import BUCKETS, ONE_BY_ONE, PROGRAMS, Kind, Tiles, t
 from foreword.model.capture import Captured
 from foreword.model.lean_cuda import many_rows_linear
 
-ROWS = BUCKETS
+ROWS = (1, 2, 16, 64)
 HANDED_BLOCK = 32  # columns of the product before, over which it has summed squares
 READ_PER_GRAPH = 256 * 2**20  # bytes: several times the L2 cache
 LEAST_LAUNCHES = 20

@@ -14,7 +14,7 @@ from foreword.bench.markdown import same_words, speedup_words, table_lines
 from foreword.bench.report import read_results
 from foreword.errors import InputError
 
-MARK = re.compile(r"<!-- foreword bench table (\S+) -->\n\n?(?:\|.*\n?)*")
+MARK = re.compile(r"<!-- foreword bench table (\S+) -->\n\n?(?:\|.*\n?)*\n?")
 CALLED = {
     "hf": "`generate` of transformers",
     "hf_static": "the same, static cache and compiled",
@@ -46,6 +46,6 @@ def refreshed(text: str, root: Path) -> str:
     """A page with every table behind a mark made anew; folders are read from `root`."""
 
     def table(mark: re.Match[str]) -> str:
-        return f"<!-- foreword bench table {mark[1]} -->\n\n{published_table(read_results(root / mark[1]))}"
+        return f"<!-- foreword bench table {mark[1]} -->\n\n{published_table(read_results(root / mark[1]))}\n"
 
     return MARK.sub(table, text)

@@ -8,13 +8,14 @@ prompts; other numbers give one more, a line each, with how far each method is a
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -93,10 +94,19 @@ def _unless(refused: bool, groups: Content) -> Content:
     return {name: {key: value for key, value in one.items() if "speedup" not in key} for name, one in groups.items()}
 
 
+def _shortly(timing: Timing) -> Content:
+    """To the microsecond, and without what is as it is by default: a run has thousands of them."""
+    usual = asdict(Timing("", "", "", 0, 0, 0.0, 0.0, 0))
+    always = [part.name for part in fields(Timing) if part.default is MISSING and part.default_factory is MISSING]
+    always.append("block")  # results of earlier versions have none, and are told by that
+    told = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(timing).items()}
+    return {name: value for name, value in told.items() if name in always or value != usual[name]}
+
+
 def write_report(found: Content, timings: Sequence[Timing], folder: Path, answers: Runs | None = None) -> list[Path]:
     """`results.json` with a line for each timing, `report.md`, `report.html` and the answers; the files, in that order."""
     told = json.dumps(found, indent=1)
-    lines = ",\n".join(f"  {json.dumps(asdict(timing))}" for timing in timings)
+    lines = ",\n".join(f"  {json.dumps(_shortly(timing))}" for timing in timings)
     texts = {
         "results.json": f'{told.removesuffix("}").rstrip()},\n "timings": [\n{lines}\n ]\n}}\n',
         "report.md": markdown(found),
@@ -115,13 +125,17 @@ def write_report(found: Content, timings: Sequence[Timing], folder: Path, answer
 
 
 def read_results(place: str | Path) -> Content:
-    """A results.json, or the folder that holds one; those of earlier versions too."""
+    """A results.json, or the folder that holds one, packed by xz or not; those of earlier versions too."""
     file = Path(place) / "results.json" if Path(place).is_dir() else Path(place)
+    packed = file.with_suffix(".json.xz")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        if packed.exists() and not file.exists():
+            file = packed
+        with lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8") as text:
+            found = json.load(text)
         if not (found["tables"] or found["batches"]):
             raise KeyError("tables")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} holds no results of `foreword bench` ({error}); give its folder or file") from error
     return {"batches": {}, "failures": [], "temperature": 0.0, "repeats": 1, "timings": [], **found}
 

@@ -16,7 +16,7 @@ Kind = Literal["plain", "gated", "turned", "coarse"]
 """What is gated or turned takes columns in pairs: gate and up, or the halves of a head. Coarse: weights in eight bits."""
 
 PROGRAMS = 2 * 132  # two for every multiprocessor of a large GPU
-BUCKETS = (1, 2, 16, 64)  # row counts that are measured; more rows than these run as several blocks
+BUCKETS = (1, 2, 16, 32, 64)  # row counts that are measured; more rows than these run as several blocks
 ONE_BY_ONE = 2  # up to so many rows are quicker without matrix units: the weights come again from the L2 cache
 
 
@@ -88,8 +88,8 @@ def tiles_for(rows: int, n: int, k: int, kind: Kind = "plain") -> Tiles:
     tiles = TUNED.get((bucket, n, k, kind))
     if tiles is None and kind == "coarse":
         tiles = TUNED.get((16, n, k, kind)) or _tiles_for_coarse(n, k)
-    if tiles is None and bucket <= ONE_BY_ONE:
-        tiles = TUNED.get((1, n, k, kind))
+    if tiles is None and bucket in (2, 32):  # as its neighbour, if that was measured
+        tiles = TUNED.get((1 if bucket == ONE_BY_ONE else 64, n, k, kind))
     if tiles is None:
         taken = n // 2 if kind == "turned" else n
         tiles = _tiles_for_one(taken, k, kind) if bucket <= ONE_BY_ONE else _tiles_for_few(bucket, taken, k, kind)

@@ -44,12 +44,12 @@ class Gsd(Drafter):
         self,
         rows: int | None = None,
         layers: int = 2,
-        depth: int = 6,
+        depth: int = 5,
         width: int = 8,
-        branch: int = 4,
+        branch: int = 8,
         repeat: int = 0,
-        siblings: float = 0.1,
-        sure: float = 0.05,
+        siblings: float = 0.01,
+        sure: float = 0.005,
         model: Model | None = None,
     ) -> None:
         """`layers` and `model`: as of draft_model. The graph has `depth` levels, of which `width` nodes each are read, and

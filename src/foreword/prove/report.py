@@ -146,7 +146,7 @@ class Report:
         data, page = base.with_suffix(".json"), base.with_suffix(".md")
         try:
             data.parent.mkdir(parents=True, exist_ok=True)
-            data.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            data.write_text(json.dumps(self.to_dict(), separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
             page.write_text(self.to_markdown(), encoding="utf-8")
         except OSError as error:
             raise StorageError(

@@ -105,7 +105,7 @@ def test_the_table_of_a_page(tmp_path: Path, run_foreword: Any) -> None:
     assert run_foreword("bench", "table", tmp_path / "results").stdout == table
     assert run_foreword("bench", "table").exit_code == 2
     page.write_text("<!-- foreword bench table results -->\n| old |\n| the last line, without an end |")
-    assert refreshed(page.read_text(), tmp_path) == f"<!-- foreword bench table results -->\n\n{table}"
+    assert refreshed(page.read_text(), tmp_path) == f"<!-- foreword bench table results -->\n\n{table}\n"
 
 
 def test_results_of_batches_alone_have_no_such_table(tmp_path: Path, run_foreword: Any) -> None:

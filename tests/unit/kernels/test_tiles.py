@@ -28,6 +28,8 @@ def test_two_rows_are_cut_as_one_until_it_is_measured(monkeypatch: pytest.Monkey
 def test_no_program_has_room_for_rows_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TUNED, (64, 999, 64, "plain"), Tiles(64, 16, 32, warps=4, stages=2))
     assert [tiles_for(rows, 999, 64).block_m for rows in (17, 32, 33, 64, 100)] == [32, 32, 64, 64, 64]
+    monkeypatch.setitem(TUNED, (32, 999, 64, "plain"), SMALL)
+    assert [tiles_for(rows, 999, 64) == SMALL for rows in (16, 17, 32, 33)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "turned"])

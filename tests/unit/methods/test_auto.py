@@ -1,6 +1,5 @@
 """What `auto` expects: figures and measured costs in, the fastest first out, and the same at every load."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import foreword
 from doubles import LEARNERS
+from foreword.bench.report import read_results
 from foreword.errors import DrafterError
 from foreword.methods import METHODS, auto
 from foreword.methods.auto import Expected, Yield, expectations, fitting, recorded
@@ -172,6 +172,6 @@ def test_auto_writes_what_plain_writes(folders: dict[str, Path]) -> None:
 def test_the_figures_are_those_of_the_results() -> None:
     for method, known in auto.YIELDS.items():
         for one in known:
-            rows = json.loads((ROOT / one.source / "results.json").read_text())["tables"]["overall"]
+            rows = read_results(ROOT / one.source)["tables"]["overall"]
             (found,) = [row["tokens_per_round"] for row in rows if row["contender"] == method]
             assert round(found, 2) == one.tokens, (method, one)

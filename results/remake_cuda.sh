@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Makes the figures of results/ that come from a GPU anew, step by step: bash results/remake_cuda.sh OUT STEP...
+#
+# data/spec_bench.jsonl (Spec-Bench's questions) and data/train.jsonl.xz (prompts to distill) must be there. A step that was cut
+# goes on where it stopped when it is asked for again with the same OUT. On one H200 all steps together take about 25 minutes.
+set -u
+out=$1
+shift
+mkdir -p "$out"
+everybody=prompt_lookup,token_recycling,medusa,clover,clover2,hidden_transfer,firp,draft_model,gsd,amusd
+guessers=token_recycling,medusa,clover,clover2,hidden_transfer,firp,draft_model,gsd,draft_model:tree=chain
+questions="--prompts spec_bench_48=data/spec_bench.jsonl"
+bench() { echo "== $1"; python -m foreword bench "${@:2}" --out "$out/$1" >"$out/$1.txt" 2>&1 || tail -5 "$out/$1.txt"; }
+
+warm() { # every method compiles its kernels in a process of its own, all at once
+    for method in ${everybody//,/ } draft_model:tree=chain; do
+        for size in "--batch 1,8,32" "--grow 7b"; do
+            python -m foreword bench $questions --per-group 1 --max-new-tokens 8 --repeats 1 --methods "$method" $size >/dev/null 2>&1 &
+        done
+    done
+    wait
+}
+
+for step in "$@"; do
+    started=$(date +%s)
+    case $step in
+    warm) warm ;;
+    default) bench bench_cuda_48 $questions --methods $everybody --repeats 3 ;;
+    again) bench bench_cuda_48_again $questions --methods $everybody --repeats 3 ;;
+    grown) bench bench_cuda_7b $questions --methods $guessers --grow 7b --repeats 1 ;;
+    batches) bench bench_cuda_batches $questions --methods $everybody --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
+    drawn) bench bench_cuda_drawn $questions --methods $everybody --temperature 0.8 --repeats 1 ;;
+    grown_batches) bench bench_cuda_7b_batches $questions --methods clover2,token_recycling,draft_model --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
+    all) bench bench_cuda_240 --prompts data/spec_bench.jsonl --methods ${everybody%,amusd} --repeats 1 ;;
+    table1) bench bench_cuda_table1 $questions --methods medusa,clover --rows 5 --batch 1,4,8,16,32 --repeats 1 ;;
+    profile)
+        python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,${everybody%,amusd} --out "$out/135m.json" >"$out/135m.txt" 2>&1
+        python -m foreword profile --grow 7b --rows 1,4,16,32,64 --contexts 512 --methods plain,clover2,hidden_transfer --tokens 32 --out "$out/7b_grown.json" >"$out/7b_grown.txt" 2>&1
+        ;;
+    inside) python -m foreword.bench.inside --out "$out/inside.json" >"$out/inside.txt" 2>&1 ;;
+    rough) python -m foreword.bench.linears --only rough --rows 16 --no-again --out "$out/linears_rough.json" >"$out/linears_rough.txt" 2>&1 ;;
+    grafts) python -m foreword.bench.grafts --out "$out/grafts_cuda.json" >"$out/grafts.txt" 2>&1 ;;
+    overlap)
+        python -m foreword.bench.overlap --prompts data/spec_bench.jsonl --limit 8 --out "$out/overlap_streams.json" >"$out/overlap.txt" 2>&1
+        python -m foreword.bench.overlap --prompts data/spec_bench.jsonl --limit 8 --draft-device cpu --out "$out/overlap_cpu_draft.json" >>"$out/overlap.txt" 2>&1
+        ;;
+    distill)
+        python -m foreword distill --prompts data/train.jsonl.xz --max-new-tokens 160 --max-context 1024 --slots 1536 --drop-loops 0.5 \
+            --temperature 0.7 --answers 2 --tokens 8000000 --json --out "$out/distilled" >"$out/distill.json" 2>"$out/distill.txt"
+        ;;
+    *)
+        echo "no step is called $step" >&2
+        exit 2
+        ;;
+    esac
+    echo "== $step took $(($(date +%s) - started)) s"
+done

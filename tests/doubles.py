@@ -32,7 +32,7 @@ from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling, SamplingTable, pick
-from foreword.core.scores import Accepted, Scores
+from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.core.target import Target
 from foreword.engine.engine import Engine
@@ -591,6 +591,9 @@ class Recorder(Drafter):
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         self.observed.append(Seen(texts_of(state), draft, scores, accepted, state.lanes.ids))
         self.inner.observe(state, draft, scores, accepted)
+
+    def decided(self, state: State, emission: Emission) -> None:
+        self.inner.decided(state, emission)
 
     def end(self, slots: Sequence[int]) -> None:
         self.ended += slots

@@ -7,8 +7,10 @@ A worker that runs free proposes as much as it has; here the law is that this is
 import os
 import random
 import signal
+import threading
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, ForewordWarning, InputError
 from foreword.methods import untrained
+from foreword.methods.amusd import Away, Clock
 from foreword.model.model import Model
 from foreword.model.writer import Place, Writer, alone, in_a_process
 
@@ -67,8 +70,8 @@ class Delays:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_delay_changes_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts come and go on three slots, some with a draft that is always right and a target that never waits; what is
-    proposed is always the beginning of what a chain would be."""
+    """Texts come and go on three slots, some with a draft that is always right and a target that never waits; in half of
+    them rounds are read late, as on a GPU. What is proposed is always the beginning of what a chain would be."""
     delays, model = Delays(monkeypatch, seed), target()
     asked = requests(8, SAMPLINGS["T=0.8" if seed % 2 else "greedy"], seed=seed)
     make, layers = (taught, 2) if seed % 3 else (lambda name, model, **options: untrained(name, **options), 4)
@@ -76,7 +79,8 @@ def test_no_delay_changes_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -
     for options in (dict(least=seed % 3, patience=0.01), dict(least=4, patience=60.0)):
         drafter: Any = make("amusd", model, worker="thread", layers=layers, ahead=4, **options)
         recorders.append(Recorder(drafter))
-        steps = engine(recorders[-1], model)
+        steps = engine(recorders[-1], model, late=seed > 2)
+        drafter.behind = seed > 2
         runs = [steps.add(request) for request in asked]
         while steps.busy:
             steps.step()
@@ -161,13 +165,14 @@ def test_a_worker_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_another_engine_has_another_worker() -> None:
-    model, asked = target(), requests(3)
+    model, asked, threads = target(), requests(3), set(threading.enumerate())
     drafter = free(model)
     for slots in (1, 3):
         assert written(engine(drafter, model, slots), asked) == [truth(model.hf, request) for request in asked]
         worker = drafter.worker
     drafter.close()
     assert worker.line.cut and drafter.worker is None
+    assert set(threading.enumerate()) <= threads, "both have ended"
 
 
 def test_another_model_guesses_in_another_process() -> None:
@@ -198,6 +203,28 @@ def test_a_worker_that_cannot_start_is_refused() -> None:
 def test_options_that_cannot_be(options: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
         untrained("amusd", **options)
+
+
+def test_a_pass_counts_as_long_as_the_device_took() -> None:
+    """However late the host comes to see that it is over; and a draft's pass beside it no longer than that."""
+    clock = Clock()
+    clock.meet(1.0)
+    clock.part(2.0)
+    clock.meet(6.0, worked=2.0)
+    clock.drafted(3.0, 5.0)
+    assert (clock.wall, clock.target, clock.draft, clock.both) == (5.0, 2.0, 2.0, 1.0)
+    clock.part(7.0)
+    clock.meet(8.0, worked=99.0)
+    assert (clock.wall, clock.target) == (7.0, 3.0), "it cannot have worked before it set out"
+
+
+def test_a_round_is_waited_for_and_timed_by_its_events() -> None:
+    waited: list[str] = []
+    set_out: Any = SimpleNamespace(elapsed_time=lambda back: back.at - 5)
+    back: Any = SimpleNamespace(at=7.5, synchronize=lambda: waited.append("back"))
+    empty: Any = None
+    assert Away({}, empty, set_out, back).wait() == 0.0025 and waited == ["back"]
+    assert Away({}, empty, None, None).wait() is None
 
 
 def test_a_text_is_at_its_end() -> None:

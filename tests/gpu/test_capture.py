@@ -22,7 +22,7 @@ from foreword.model.pack import fuse
 pytestmark = pytest.mark.gpu
 
 
-CAPTURABLE = [name for name, method in methods.METHODS.items() if method.load().capturable]
+CAPTURABLE = [name for name, method in methods.METHODS.items() if method.load().captures == "round"]
 
 # Every method with both samplings, and every family with both: all of them crossed are for the CPU's laws.
 CASES = [

@@ -48,7 +48,11 @@ ENTRIES = {
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "guesses"},
     SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "rough_head"},
-    **{SOURCE / "methods" / f"{name}.py": {"propose", "observe"} for name in METHODS if METHODS[name].load().capturable},
+    **{
+        SOURCE / "methods" / f"{name}.py": {"propose", "observe"}
+        for name in METHODS
+        if METHODS[name].load().captures == "round"
+    },
 }
 
 # Taken on the CPU only, where asking costs nothing.
@@ -162,7 +166,7 @@ def test_a_round_asks_the_device_nothing(kind: str, monkeypatch: pytest.MonkeyPa
     while not all(run.ready for run in steps.slots.running.values()) or len(steps.slots.running) < 3:
         steps.step()
     chosen, state = steps.drafter, steps.state.at(Lanes.of([0, 1, 2], max(r.length for r in steps.slots.running.values())))
-    hot = NoHost if kind in METHODS and METHODS[kind].load().capturable else torch.no_grad
+    hot = NoHost if kind in METHODS and METHODS[kind].load().captures == "round" else torch.no_grad
     with torch.inference_mode():
         with hot():
             draft = chosen.propose(state)

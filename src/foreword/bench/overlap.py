@@ -2,6 +2,7 @@
 
 In: prompts. Out: the share of the time in which both were busy, tokens a verify, what rolling back costs, and what passes
 take; with them, the command that asks the simulator (`bench/asynchrony.py`) what to expect. Texts are compared with plain's.
+On CUDA the target's time is the device's own: from a draft's arrival there until what it decided leaves.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import typer
 from foreword.api import LLM, Prompt, load
 from foreword.bench.report import facts
 from foreword.bench.suites import BUILTIN_FILE
+from foreword.bench.warm import capture_rounds
 from foreword.methods.amusd import Amusd
 from foreword.results import Result
 from foreword.text.prompts import read_prompts
@@ -48,10 +50,9 @@ class Overlap:
 def measured(llm: LLM, prompts: list[Prompt], max_new_tokens: int, **options: Any) -> Overlap:
     """One text at a time. `options` are those of `LLM.use`."""
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": 0}
-    llm.use("plain").generate(prompts[0], max_new_tokens=2)
+    _warm(llm.use("plain"), prompts, max_new_tokens)
     plain = [llm.generate(one, **settings) for one in prompts]
-    llm.use("amusd", **options)
-    llm.generate(prompts[0], max_new_tokens=2)  # the worker starts
+    _warm(llm.use("amusd", **options), prompts, max_new_tokens)
     drafter = cast(Amusd, llm.engine.drafter)
     before = drafter.counters()
     drafted = [llm.generate(one, **settings) for one in prompts]
@@ -68,10 +69,16 @@ def measured(llm: LLM, prompts: list[Prompt], max_new_tokens: int, **options: An
         rollback_ms=1000 * spent["rollback_s"] / refusals,
         waited=spent["waited_s"] / max(spent["wall_s"], 1e-9),
         plain_ms=1000 * sum(one.stats.decode_s for one in plain) / max(sum(one.stats.rounds for one in plain), 1),
-        target_ms=1000 * spent["target_s"] / rounds,
+        target_ms=1000 * spent["target_s"] / max(spent["rounds"], 1),  # a text's last may be nobody's to wait for
         draft_ms=1000 * spent["draft_s"] / max(spent["passes"], 1),
         speedup=sum(one.stats.decode_s for one in plain) / max(sum(one.stats.decode_s for one in drafted), 1e-9),
     )
+
+
+def _warm(llm: LLM, prompts: list[Prompt], max_new_tokens: int) -> None:
+    """The worker starts, and on CUDA rounds and prompt passes are captured, before the clock runs."""
+    lengths = [llm.generate(one, max_new_tokens=2, seed=0).stats.prompt_tokens for one in prompts]
+    capture_rounds(llm.engine, min(lengths), max(lengths) + max_new_tokens)
 
 
 def _right(results: list[Result]) -> float:

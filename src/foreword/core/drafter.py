@@ -1,19 +1,19 @@
 """Drafter: the promise a method makes. One method is required, `propose`; the rest defaults to nothing.
 
 The engine calls, for sequences that `state` is a window on: `begin` when they enter, `read` for each chunk of their
-prompt that `needs.prompt` asks for, then `propose` and `observe` once a round, and `end` when they leave. All sequences
-of a call advance together, in tensors. State kept from `observe` to `propose` lives in buffers made in `bind`, indexed by
-slot and written in place, so that a captured round replays the right addresses.
+prompt that `needs.prompt` asks for, then `propose`, `observe` and `decided` once a round, and `end` when they leave. All
+sequences of a call advance together, in tensors. State kept from `observe` to `propose` lives in buffers made in `bind`,
+indexed by slot and written in place, so that a captured round replays the right addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from foreword.core.draft import Draft, Shape
 from foreword.core.needs import Needs
-from foreword.core.scores import Accepted, Scores
+from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.vocabulary import Words
@@ -29,8 +29,10 @@ class Drafter:
     wants_cost: bool = False
     """Sizes its trees by `target.cost`, which is measured once per machine."""
 
-    capturable: ClassVar[bool] = True
-    """No host work inside `propose`, `observe` and `read`: a round, or a prompt pass, can be captured as one graph."""
+    captures: ClassVar[Literal["round", "check", "nothing"]] = "round"
+    """What of a round can be captured as one graph. "round": all of it, and prompt passes with `read` in them; there is no
+    host work. "check": all behind `propose`, which works on the host, as `read` and `decided` may but `observe` may not;
+    what `propose` gives is copied to where the graph looks. "nothing": `observe` works on the host too."""
 
     words: Words | None = None
     """Tokens that it guesses among, where it asks the target's head for guesses: all, until some are chosen."""
@@ -54,6 +56,10 @@ class Drafter:
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         """What became of a draft; it may be smaller than what `propose` gave. The accepted rows are committed."""
+
+    def decided(self, state: State, emission: Emission) -> None:
+        """The round is on its way; `emission` is what it decides, on the device. Where "check" is captured this is called
+        behind the graph, and a drafter on the host learns here what it goes on from: `emission.fetched()`, and an event."""
 
     def sketch(self, lane: int) -> dict[str, Any]:
         """How the last draft came about, where that is more than its tree: `nodes`, each with its token, the root first, and

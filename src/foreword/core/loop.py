@@ -22,3 +22,16 @@ class Loop(Protocol):
 
     def end(self, slots: Sequence[int]) -> None:
         """Sequences leave."""
+
+
+class InTurns(Loop, Protocol):
+    """A loop whose drafts may be made on the host: its round is `propose`, `check`, `decided`."""
+
+    def propose(self, state: State) -> Draft:
+        """Candidates after the root."""
+
+    def check(self, state: State, draft: Draft) -> Emission:
+        """All that the target does with them."""
+
+    def decided(self, state: State, emission: Emission) -> None:
+        """The check is on its way."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.scores import Accepted, Scores
+from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.errors import StorageError
 
 
 class Traced(Drafter):
-    capturable = False
+    captures = "nothing"
 
     def __init__(self, inner: Drafter, file: Path, spell: Callable[[int], str]) -> None:
         """`spell` says how a token is written."""
@@ -74,6 +74,9 @@ class Traced(Drafter):
         for node in sketch.get("nodes", ()):
             node["piece"] = self.spell(node["token"])
         return line | ({"graph": sketch} if sketch else {})
+
+    def decided(self, state: State, emission: Emission) -> None:
+        self.inner.decided(state, emission)
 
     def end(self, slots: Sequence[int]) -> None:
         self.inner.end(slots)

@@ -15,7 +15,7 @@ from foreword.core.loop import Loop
 from foreword.core.state import Lanes, State, sent
 from foreword.engine.admit import Slots, admit
 from foreword.engine.emit import Launched, all_events, emit
-from foreword.engine.graph import Replay
+from foreword.engine.graph import Replay, replayed
 from foreword.engine.lockstep import Lockstep
 from foreword.engine.prefill import prefill
 from foreword.engine.request import Event, Request, Running
@@ -49,8 +49,8 @@ class Engine:
         scratch = drafter.shape.nodes + drafter.needs.grafted_rows
         cache = target.allocate(slots, self.max_context, scratch)
         self.loop: Loop = loop or Lockstep(target, drafter)
-        if graph and drafter.capturable and target.device.type == "cuda":
-            self.loop = Replay(self.loop)
+        if graph and target.device.type == "cuda":
+            self.loop = replayed(self.loop, drafter.captures)
         captured = isinstance(self.loop, Replay)
         self.late = target.device.type == "cuda" if late is None else late
         self.unread: Launched | None = None

@@ -1,21 +1,21 @@
 """Rounds and prompt passes as CUDA graphs: captured once per bucket, then replayed without Python or launches in between.
 
 A bucket is what a captured round cannot change: how many sequences, how far attention looks, and which stages sampling
-needs; a prompt pass has its number of rows too. Everything else lives in buffers that stay where they are; only the slots'
-numbers, and a prompt's tokens, are copied in. The first time in a bucket runs as it is written, which warms everything up
-and does real work; the second is captured.
+needs; a prompt pass has its number of rows too, and so has a draft that is made on the host. Everything else lives in
+buffers that stay where they are; only the slots' numbers, and such tokens, are copied in. The first time in a bucket runs
+as it is written, which warms everything up and does real work; the second is captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 
 from foreword.core.draft import Draft
-from foreword.core.loop import Loop
+from foreword.core.loop import InTurns, Loop
 from foreword.core.sampling import Kind
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import Lanes, State
@@ -35,7 +35,9 @@ class Captured(Generic[Answer]):
     lanes: Lanes
     graph: torch.cuda.CUDAGraph | None = None
     answer: Answer | None = None
-    chunk: Draft | None = None  # of a prompt pass; its tree is kept with it, since the graph reads that too
+    draft: Draft | None = (
+        None  # that was given, or a prompt's rows; its tree is kept with it, since the graph reads that too
+    )
     ids: tuple[int, ...] = ()  # the slots whose numbers were copied in last
 
 
@@ -44,8 +46,8 @@ class Replay:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.buckets: dict[Bucket, Captured[Emission]] = {}
-        self.chunks: dict[tuple[Bucket, int], Captured[Scores | None]] = {}
+        self.buckets: dict[Any, Captured[Emission]] = {}  # by Bucket, and by the rows of a draft that is given
+        self.chunks: dict[Any, Captured[Scores | None]] = {}
         self.pool: Any = None  # memory that all graphs share
 
     def begin(self, state: State) -> None:
@@ -63,41 +65,68 @@ class Replay:
         if captured is None:
             captured = self.buckets[bucket] = Captured(_fixed_lanes(state.lanes, bucket[1]))
             return self.loop.round(state.at(captured.lanes))
-        emission = self._replayed(captured, state, self.loop.round)
-        assert emission is not None
-        return emission
+        return self._replayed(captured, state, self.loop.round)
 
     def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
         """`read(state, chunk)`. What it gives stays as it is until the next replay: any graph may write where it lies."""
-        bucket = _bucket(state), chunk.nodes
-        captured = self.chunks.get(bucket)
-        if captured is None:
-            captured = self.chunks[bucket] = Captured(_fixed_lanes(state.lanes, bucket[0][1]), chunk=chunk)
-            return read(state.at(captured.lanes), chunk)
-        fixed = captured.chunk
-        assert fixed is not None
-        fixed.tokens.copy_(chunk.tokens)
-        fixed.size.copy_(chunk.size)
-        return self._replayed(captured, state, lambda at: read(at, fixed))
+        return self._given(self.chunks, state, chunk, read)
 
-    def _replayed(self, captured: Captured[Answer], state: State, call: Callable[[State], Answer]) -> Answer | None:
+    def _given(
+        self,
+        known: dict[Any, Captured[Answer]],
+        state: State,
+        draft: Draft,
+        call: Callable[[State, Draft], Answer],
+    ) -> Answer:
+        """`call(state, draft)`, of a draft that comes from outside: it is copied to where the graph looks."""
+        bucket = _bucket(state), draft.nodes
+        captured = known.get(bucket)
+        if captured is None:
+            captured = known[bucket] = Captured(_fixed_lanes(state.lanes, bucket[0][1]), draft=draft)
+            return call(state.at(captured.lanes), draft)
+        fixed = captured.draft
+        assert fixed is not None
+        fixed.tokens.copy_(draft.tokens)
+        fixed.size.copy_(draft.size)
+        return self._replayed(captured, state, lambda at: call(at, fixed))
+
+    def _replayed(self, captured: Captured[Answer], state: State, call: Callable[[State], Answer]) -> Answer:
         if captured.ids != state.lanes.ids:
             captured.lanes.slots.copy_(state.slots)
             captured.ids = state.lanes.ids
         if captured.graph is None:
             # Of the host's numbers those of this round count: its sampling is what the bucket is captured for.
-            current = state.at(replace(captured.lanes, ids=state.lanes.ids))
-            self._capture(captured, lambda: call(current))
+            lanes = replace(captured.lanes, ids=state.lanes.ids)
+            self._capture(captured, lambda: call(state.at(lanes)))
         assert captured.graph is not None
         captured.graph.replay()
-        return captured.answer
+        return cast(Answer, captured.answer)
 
     def _capture(self, captured: Captured[Answer], call: Callable[[], Answer]) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # Somebody else may be at work in another thread, a draft for example: that is no error of this capture.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             captured.answer = call()
         self.pool = self.pool or graph.pool()
         captured.graph = graph
+
+
+class ReplayedCheck(Replay):
+    """The same for drafts that are made on the host: what comes behind `propose` is replayed."""
+
+    loop: InTurns
+
+    def round(self, state: State) -> Emission:
+        emission = self._given(self.buckets, state, self.loop.propose(state), self.loop.check)
+        self.loop.decided(state, emission)
+        return emission
+
+
+def replayed(loop: Loop, part: Literal["round", "check", "nothing"]) -> Loop:
+    """A loop whose rounds are replayed, as far as its drafter lets them: see `Drafter.captures`."""
+    if part == "check":
+        return ReplayedCheck(cast(InTurns, loop))
+    return Replay(loop) if part == "round" else loop
 
 
 def padded_rows(rows: int, chunk: int) -> int:

@@ -6,6 +6,8 @@ Where rounds are captured, so are passes over few prompts: they are padded to on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from foreword.core.draft import Draft, Tree
@@ -13,9 +15,11 @@ from foreword.core.loop import Loop
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes, State, sent
-from foreword.engine.graph import MOST_TEXTS, Replay, padded_rows
+from foreword.engine.graph import MOST_TEXTS, Replay, ReplayedCheck, padded_rows
 from foreword.engine.request import Running
 from foreword.model.model import Model
+
+Along = Callable[[State, Draft, Scores], None]
 
 
 def prefill(target: Model, loop: Loop, needs: Needs, state: State, entering: list[Running], chunk: int) -> None:
@@ -23,8 +27,10 @@ def prefill(target: Model, loop: Loop, needs: Needs, state: State, entering: lis
     parts = [running.request.prompt[running.prefilled : -1][:chunk] for running in entering]
     rows = max(map(len, parts))
 
+    along = None if isinstance(loop, ReplayedCheck) else loop.read  # who works on the host reads behind the pass
+
     def read(state: State, draft: Draft) -> Scores | None:
-        return _read(target, loop, needs, state, draft)
+        return _read(target, along, needs, state, draft)
 
     if isinstance(loop, Replay) and len(parts) <= MOST_TEXTS:
         draft = _padded(parts, padded_rows(rows, chunk), state.slots.device)
@@ -34,8 +40,10 @@ def prefill(target: Model, loop: Loop, needs: Needs, state: State, entering: lis
         scores = read(state, draft)
     for running, part in zip(entering, parts, strict=True):
         running.prefilled += len(part)
-    if scores is not None:
+    if scores is not None and needs.prompt == "last":
         _read_last(target, loop, needs, state, entering, draft, scores)
+    elif scores is not None:
+        loop.read(state, draft, scores)
 
 
 def _padded(parts: list[tuple[int, ...]], rows: int, device: torch.device) -> Draft:
@@ -44,16 +52,16 @@ def _padded(parts: list[tuple[int, ...]], rows: int, device: torch.device) -> Dr
     return Draft(tokens, Tree.chain(rows, device), sent([len(part) for part in parts], device))
 
 
-def _read(target: Model, loop: Loop, needs: Needs, state: State, draft: Draft) -> Scores | None:
-    """The pass itself, which may be captured: rows into the cache, and the drafter reads along. What it gives is for
-    drafters that want the last row only: which one that is, the host knows."""
+def _read(target: Model, along: Along | None, needs: Needs, state: State, draft: Draft) -> Scores | None:
+    """The pass itself, which may be captured: rows into the cache, and the drafter reads `along`, or gets what this gives
+    behind it. So do drafters that want the last row only: which one that is, the host knows."""
     reads_all, last = needs.prompt == "all", needs.prompt == "last"
     asked = Needs(hidden=needs.hidden or last, taps=needs.taps) if needs.prompt != "none" else Needs()
     scores = target.score(state.lanes, draft, asked, logits="all" if reads_all and needs.logits else "none")
     target.cache.advance(state.lanes, draft.size)
-    if reads_all:
-        loop.read(state, draft, scores)
-    return scores if last else None
+    if reads_all and along is not None:
+        along(state, draft, scores)
+    return scores if last or (reads_all and along is None) else None
 
 
 def _read_last(

@@ -17,14 +17,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
 
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.epochs import News, Teller
 from foreword.core.needs import Needs
-from foreword.core.scores import Accepted, Scores
-from foreword.core.state import State
+from foreword.core.scores import Emission, Scores
+from foreword.core.state import State, sent
 from foreword.core.target import Target
 from foreword.core.widening import NORM, layers_at
 from foreword.errors import ForewordWarning, InputError
@@ -56,10 +55,36 @@ class Tally:
     passes: int = 0  # of the draft
 
 
+@dataclass
+class Away:
+    """A round that is under way, or was: which lane is whose, what it decides, and on CUDA when it sets out and is back."""
+
+    waiting: dict[int, int]  # by slot
+    emission: Emission
+    set_out: torch.cuda.Event | None
+    back: torch.cuda.Event | None
+
+    def wait(self) -> float | None:
+        """Until it is back; the seconds that the device took for it."""
+        if self.set_out is None or self.back is None:
+            return None
+        self.back.synchronize()
+        return self.set_out.elapsed_time(self.back) / 1000
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """Where the device's work is now."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Amusd(Drafter):
     paper = "AMUSD, arXiv 2410.17375"
     needs = Needs(prompt="all")
-    capturable = False
+    captures = "check"
     wide = {"norm": NORM, **layers_at("layers")}
     module: FirstLayers
 
@@ -67,7 +92,7 @@ class Amusd(Drafter):
         self,
         rows: int | None = None,
         layers: int = 2,
-        ahead: int = 16,
+        ahead: int = 15,
         least: int = 1,
         patience: float = 1.0,
         draft_device: str | None = None,
@@ -109,8 +134,13 @@ class Amusd(Drafter):
             self.module = FirstLayers(target, stack.layers)
         self.place = Place(str(self._device()), slots, target.context, target.vocab_size, self.threads)
         self.lost = False
+        self.behind = target.device.type == "cuda"  # a round has only been launched when the host goes on
         self.teller = Teller(slots, self.ahead, target.context)
         self.tally, self.clock = Tally(), Clock()
+        self.roots: dict[int, int] = {}  # of texts whose first round is yet to come
+        self.writing: set[int] = set()  # slots whose texts the draft may write on
+        self.away: Away | None = None
+        self.set_out: torch.cuda.Event | None = None
 
     def _device(self) -> torch.device:
         own = self.target.device
@@ -140,52 +170,82 @@ class Amusd(Drafter):
         if self.worker is None and not self.lost and self.shape.depth:
             self._start()
         self.clock.rest()
-        heat, keys = (state.table.columns[name][state.slots].tolist() for name in ("temperature", "key"))
-        for slot, kept, warm, key in zip(state.lanes.ids, state.length.tolist(), heat, keys, strict=True):
-            self._say(self.teller.begin(slot, kept, (warm, *key)))
+        if self.worker is None:
+            return
+        keys, heat = state.table.columns["key"][state.slots], state.table.columns["temperature"][state.slots]
+        facts = torch.stack([state.length, state.root, state.speculates[state.slots].long(), *keys.unbind(1)], dim=1)
+        for slot, warm, (kept, root, writes, *key) in zip(state.lanes.ids, heat.tolist(), facts.tolist(), strict=True):
+            self.end([slot])
+            self._say(self.teller.begin(slot, kept, (warm, key[0], key[1])))
+            known = len(self.teller.texts[slot])
+            if known < kept:  # the slot holds more than was told: its text went on without guesses, or one round longer
+                self._grew(slot, state.tokens[slot, known:kept].tolist(), write=False)
+            if writes:
+                self.roots[slot] = root
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         if self.worker is not None:
-            self._tell(self._fetched(state), write=False)
+            rows = torch.cat([chunk.size.unsqueeze(1), chunk.tokens], dim=1).tolist()
+            for slot, (size, *tokens) in zip(state.lanes.ids, rows, strict=True):
+                self._grew(slot, tokens[:size], write=False)
 
     def propose(self, state: State) -> Draft:
+        self._settle()
         if self.worker is None:
             return Draft.nothing(state.root)
-        fresh = self._fetched(state)
-        writes = dict(zip(state.lanes.ids, (state.alive & state.speculates[state.slots]).tolist(), strict=True))
         self.clock.meet(time.monotonic())
-        self._tell({slot: tokens for slot, tokens in fresh.items() if writes[slot]}, write=True)
-        self._wait([slot for slot, writing in writes.items() if writing])
-        draft = self._draft(state, writes)
+        for slot in [slot for slot in state.lanes.ids if slot in self.roots]:
+            self.writing.add(slot)
+            self._grew(slot, [self.roots.pop(slot)], write=True)
+        self._wait([slot for slot in state.lanes.ids if slot in self.writing])
+        draft = self._draft(state)
         self.clock.part(time.monotonic())
+        self.set_out = _event(state.slots.device)
         return draft
 
-    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        if self.target.device.type == "cpu":  # elsewhere the target has only been told by now
-            self.clock.meet(time.monotonic())
+    def decided(self, state: State, emission: Emission) -> None:
+        """On CUDA it is told when the next draft is wanted: by then the device has come this far, or is waited for."""
+        if self.worker is None:
+            return
+        waiting = {slot: lane for lane, slot in enumerate(state.lanes.ids) if slot in self.writing}
+        self.away = Away(waiting, emission.fetched(), self.set_out, _event(emission.count.device))
+        if not self.behind:
+            self._settle()
 
     def end(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._say(self.teller.grew(slot, [], write=False)[0])
+            self.roots.pop(slot, None)
+            if self.away is not None:
+                self.away.waiting.pop(slot, None)
+            if slot in self.writing:
+                self.writing.remove(slot)
+                self._say(self.teller.grew(slot, [], write=False)[0])
 
-    def _fetched(self, state: State) -> dict[int, list[int]]:
-        """By slot: what was decided since the draft was last told. Asks the device twice, and so waits for its work."""
-        lengths = state.length.tolist()
-        known = [len(self.teller.texts[slot]) for slot in state.lanes.ids]
-        first, last = min(known), max(lengths) + 1
-        block = state.tokens[state.slots, first:last].tolist()
-        cuts = zip(state.lanes.ids, known, lengths, block, strict=True)
-        return {slot: row[start - first : length + 1 - first] for slot, start, length, row in cuts}
-
-    def _tell(self, fresh: dict[int, list[int]], write: bool) -> None:
+    def _settle(self) -> None:
+        """What the round before decided, if it was not told yet. On CUDA this waits for it, once a round."""
+        away, self.away = self.away, None
+        if away is None:
+            return
+        worked = away.wait()
+        self.clock.meet(time.monotonic(), worked)
         self._listen(0.0)  # what came meanwhile may be just what was decided
-        for slot, tokens in fresh.items():
-            decided = bool(tokens) and write and bool(self.teller.texts[slot])  # else it is of a prompt
-            news, refused = self.teller.grew(slot, tokens, write)
-            self._say(news)
-            self.tally.rounds += decided
-            self.tally.tokens += len(tokens) * decided
-            self.tally.refusals += refused and decided
+        emission = away.emission
+        columns = (emission.tokens, emission.count, emission.ended, emission.broken)
+        tokens, counts, ended, broken = (column.tolist() for column in columns)
+        for slot, lane in away.waiting.items():
+            over = ended[lane] or broken[lane]  # a text whose draft led to NaN goes on without guesses
+            if over:
+                self.writing.remove(slot)
+            refused = self._grew(slot, tokens[lane][: counts[lane]], write=not over)
+            self.tally.rounds += counts[lane] > 0
+            self.tally.tokens += counts[lane]
+            self.tally.refusals += refused
+
+    def _grew(self, slot: int, tokens: list[int], write: bool) -> bool:
+        """Whether the draft had written otherwise, or not so far."""
+        news, refused = self.teller.grew(slot, tokens, write)
+        self._say(news)
+        return refused
 
     def _say(self, news: News) -> None:
         if self.worker is not None:
@@ -219,14 +279,17 @@ class Amusd(Drafter):
                 self.tally.rollback_s += time.monotonic() - began
         self.tally.waited_s += time.monotonic() - began
 
-    def _draft(self, state: State, writes: dict[int, bool]) -> Draft:
-        nodes = self.shape.nodes
-        rows = [self.teller.written[slot][: nodes - 1] if writes[slot] else [] for slot in state.lanes.ids]
+    def _draft(self, state: State) -> Draft:
+        """Tokens and sizes go to the device in one copy."""
+        texts, count, nodes = self.teller.texts, len(state.lanes.ids), self.shape.nodes
+        rows = [self.teller.written[slot][: nodes - 1] if slot in self.writing else [] for slot in state.lanes.ids]
         self.tally.checked += sum(map(len, rows))
-        padded: Tensor = torch.tensor([row + [0] * (nodes - 1 - len(row)) for row in rows], dtype=torch.long)
-        tokens = torch.cat([state.root.unsqueeze(1), padded.view(len(rows), nodes - 1).to(state.root.device)], dim=1)
-        size = torch.tensor([1 + len(row) for row in rows], dtype=torch.long).to(state.root.device)
-        return Draft(tokens, Tree.chain(nodes, state.root.device), size)
+        numbers: list[int] = []
+        for slot, row in zip(state.lanes.ids, rows, strict=True):
+            numbers += [*texts[slot][-1:], *row, *[0] * nodes][:nodes]
+        block = sent(numbers + [1 + len(row) for row in rows], state.slots.device)
+        tokens, size = block.split([count * nodes, count])
+        return Draft(tokens.view(count, nodes), Tree.chain(nodes, block.device), size)
 
     def _go_on_alone(self) -> None:
         assert self.worker is not None
@@ -269,11 +332,12 @@ class Clock:
             self.wall += now - self.met
         self.parted, self.met = now, None
 
-    def meet(self, now: float) -> None:
-        """It is back, if it was away."""
+    def meet(self, now: float, worked: float | None = None) -> None:
+        """It is back, if it was away. `worked`: for so many seconds from its setting out, where that is known better."""
         if self.parted is not None:
-            self.spans.append((self.parted, now))
-            self.target += now - self.parted
+            back = now if worked is None else min(now, self.parted + worked)
+            self.spans.append((self.parted, back))
+            self.target += back - self.parted
             self.wall += now - self.parted
             self.parted = None
         self.met = self.met or now

@@ -170,7 +170,7 @@ def measure_draft(model: Model, drafter: Drafter) -> Tries:
             drafter.propose(state)
             drafter.observe(state, draft, scores, accepted)
 
-        once = _ready(work, device, drafter.capturable)
+        once = _ready(work, device, drafter.captures == "round")
         return Tries((1,), _in_turns([once], device))
 
 

@@ -5,25 +5,28 @@ The graphs themselves need a GPU. Here a replay runs what was captured once more
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from doubles import CONTEXT, drafter, prompts, run_to_end, state_of, target, truth
-from foreword.core.draft import Draft
+from doubles import CONTEXT, SAMPLINGS, drafter, prompts, run_to_end, state_of, target, truth
+from foreword.core.draft import Draft, Tree
 from foreword.core.drafter import Drafter
-from foreword.core.sampling import Kind, Sampling
+from foreword.core.loop import Loop
+from foreword.core.sampling import Kind, Sampling, SamplingTable
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.engine import graph
 from foreword.engine.admit import admit
 from foreword.engine.engine import Engine
-from foreword.engine.graph import MOST_TEXTS, Captured, Replay, padded_rows
+from foreword.engine.graph import MOST_TEXTS, Captured, Replay, ReplayedCheck, padded_rows, replayed
 from foreword.engine.prefill import prefill
 from foreword.engine.request import Request, Running
-from foreword.methods import METHODS, make
+from foreword.methods import METHODS
+from foreword.methods.amusd import Amusd
 from foreword.model.model import Model
 
 GREEDY, DRAWN = Sampling(seed=1), Sampling(temperature=0.8, seed=2)
@@ -57,16 +60,21 @@ class Graph:
 
 
 @contextmanager
-def captures(graph: Any, pool: Any = None) -> Iterator[None]:
+def captures(graph: Any, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    assert capture_error_mode == "thread_local", "another thread's work would break a capture"
     yield
 
 
 @pytest.fixture
-def replay(monkeypatch: pytest.MonkeyPatch) -> Replay:
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is captured runs once, as written; replays are only counted."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", captures)
     Graph.replays = 0
+
+
+@pytest.fixture
+def replay(counted: None) -> Replay:
     return Replay(Spy())
 
 
@@ -125,14 +133,71 @@ def test_a_round_is_captured_for_those_who_are_in_it(replay: Replay, now: Sampli
     assert rounds(replay)[1][2] == current.sampling.kind
 
 
-class Again(Replay):
-    """A replay runs what was captured once more."""
+class InTurns(Spy):
+    """Drafts on the host, of as many rows as is asked for; writes down what was checked, and what came back."""
 
-    def _capture(self, captured: Captured[Any], call: Callable[[], Any]) -> None:
-        def replay() -> None:
-            captured.answer = call()
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.proposed, self.told = 3, 0, 0
+        self.checked: list[Draft] = []
 
-        captured.graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
+    def propose(self, state: State) -> Draft:
+        self.proposed += 1
+        tokens = torch.full((len(state.lanes.ids), self.rows), self.proposed)
+        return Draft(tokens, Tree.chain(self.rows), tokens[:, 0].clone())
+
+    def check(self, state: State, draft: Draft) -> Emission:
+        self.checked.append(draft)
+        return self.round(state)
+
+    def decided(self, state: State, emission: Emission) -> None:
+        assert emission.count.tolist() == [1] * len(state.lanes.ids)
+        self.told += 1
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_draft_of_the_host_is_copied_to_where_the_graph_looks() -> None:
+    """Proposed and told of every time; checked by a graph from the second time on, which reads the first draft's place."""
+    spy = InTurns()
+    replay, given = replayed(spy, "check"), state(GREEDY, GREEDY)
+    for ran, replays in ((1, 0), (2, 1), (2, 2)):
+        replay.round(given)
+        assert (len(spy.checked), Graph.replays) == (ran, replays)
+        assert (
+            spy.proposed == spy.told == spy.checked[-1].tokens[0, 0] == spy.checked[-1].size[1] == ran + replays - (ran > 1)
+        )
+    first, fixed = spy.checked
+    assert first.tokens is fixed.tokens and first.size is fixed.size and first.tree is fixed.tree
+
+
+@pytest.mark.usefixtures("counted")
+def test_wider_drafts_have_a_graph_of_their_own() -> None:
+    spy = InTurns()
+    replay, given = ReplayedCheck(spy), state(GREEDY)
+    for spy.rows in (3, 5, 3, 5):
+        replay.round(given)
+    assert [draft.nodes for draft in spy.checked] == [3, 5, 3, 5] and len(replay.buckets) == Graph.replays == 2
+
+
+def test_what_is_replayed_is_the_drafter_s_word() -> None:
+    spy = InTurns()
+    assert [type(replayed(spy, part)) for part in ("round", "check", "nothing")] == [Replay, ReplayedCheck, InTurns]
+
+
+def rerun(captured: Captured[Any], call: Callable[[], Any]) -> None:
+    """In place of a capture: a replay runs what was captured once more."""
+
+    def replay() -> None:
+        captured.answer = call()
+
+    captured.graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
+
+
+def rerunning(loop: Loop, drafter: Drafter) -> Replay:
+    made = replayed(loop, drafter.captures)
+    assert isinstance(made, Replay)
+    made._capture = rerun  # type: ignore[method-assign]
+    return made
 
 
 @pytest.fixture
@@ -144,11 +209,11 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(method: Drafter, model: Model, captured: bool, slots: int = 1) -> Engine:
     made = Engine(model, method, slots=slots, max_context=CONTEXT, chunk=16)
     if captured:
-        made.loop = Again(made.loop)
+        made.loop = rerunning(made.loop, method)
     return made
 
 
-def replayed(made: Engine) -> list[int]:
+def captured_rows(made: Engine) -> list[int]:
     """Rows of the prompt passes that were captured."""
     assert isinstance(made.loop, Replay)
     return sorted({rows for (_, rows), captured in made.loop.chunks.items() if captured.graph})
@@ -171,11 +236,11 @@ def test_padded_and_replayed_prompts_are_read_as_written_ones(method: str) -> No
     expected = plain.generate(asked(10))
     assert history(captured.generate(asked(10))) == history(expected)
     assert [run.tokens for run in expected] == [truth(target().hf, request) for request in asked(10)]
-    assert replayed(captured) == [8, 16]
+    assert captured_rows(captured) == [8, 16]
 
 
 @pytest.mark.usefixtures("small_passes")
-@pytest.mark.parametrize("method", ["plain", "token_recycling", "medusa", "clover2"])
+@pytest.mark.parametrize("method", ["plain", "token_recycling", "medusa", "clover2", "amusd"])
 def test_several_prompts_in_one_pass(method: str) -> None:
     """As a GPU reads them: of different lengths, and some are done before others."""
     model = target()
@@ -190,7 +255,7 @@ def test_several_prompts_in_one_pass(method: str) -> None:
                 prefill(model, made.loop, made.drafter.needs, made.state.at(lanes), entering, made.chunk)
         run_to_end(made)
         assert [run.tokens for run in runs] == [truth(model.hf, request) for request in batch]
-    assert replayed(made)
+    assert captured_rows(made)
 
 
 @pytest.mark.parametrize("method", ["plain", "clover2"])
@@ -204,20 +269,62 @@ def test_padding_may_lie_behind_the_last_row_of_the_cache(method: str) -> None:
         (run,) = made.generate([request])
         assert run.tokens == truth(model.hf, request)
         assert run.reused > 0 or length == CONTEXT - 5
-    assert replayed(made) == [16]
+    assert captured_rows(made) == [16]
 
 
+@pytest.mark.parametrize("method", ["plain", "amusd"])
 @pytest.mark.parametrize("count", [MOST_TEXTS, MOST_TEXTS + 1])
-def test_many_prompts_at_once_are_read_as_written(count: int) -> None:
+def test_many_prompts_at_once_are_read_as_written(count: int, method: str) -> None:
     model, requests = target(), asked(count + 1)[1:]
-    made = engine(make("plain"), model, captured=True, slots=count)
+    made = engine(drafter(method, model), model, captured=True, slots=count)
     runs = [made.add(request) for request in requests]
     lanes = Lanes.of(admit(made.waiting, made.slots, made.state), 0)
+    made.loop.begin(made.state.at(lanes))
     with torch.inference_mode():
         prefill(model, made.loop, made.drafter.needs, made.state.at(lanes), runs, made.chunk)
+    if isinstance(made.drafter, Amusd):
+        assert made.drafter.teller.texts == [[*request.prompt[:-1][:16]] for request in requests], "it has read along"
     assert isinstance(made.loop, Replay) and len(made.loop.chunks) == (count == MOST_TEXTS)
 
 
 def test_sizes_of_prompt_passes() -> None:
     assert [padded_rows(rows, 1024) for rows in (1, 64, 65, 512, 513, 1024)] == [64, 64, 128, 512, 1024, 1024]
     assert [padded_rows(rows, 100) for rows in (3, 65, 100)] == [64, 100, 100]
+
+
+def same_texts(method: Any, state: State) -> None:
+    for slot in method.writing:
+        assert method.teller.texts[slot] == state.tokens[slot, : state.lengths[slot] + 1].tolist()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("behind", [False, True], ids=["told at once", "told a round later"])
+def test_checks_of_a_draft_that_is_written_meanwhile(
+    behind: bool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: checks are replayed, free slots fill them up, and rounds are read late, by the engine and by the drafter.
+    Texts come and go, one is given up on the way, one is written without guesses, and one goes on from that. What the draft
+    is told is always the text."""
+    kind = Kind(noise=sampling.temperature > 0)  # settled by a capture, and here what is captured runs again
+    monkeypatch.setattr(SamplingTable, "kind", lambda table, ids: kind)
+    model = target()
+    method: Any = drafter("amusd", model)
+    made = Engine(model, method, slots=3, max_context=CONTEXT, chunk=16, late=True)
+    made.loop, made.slots.pads, method.behind = rerunning(made.loop, method), True, behind
+    monkeypatch.setattr(method, "_draft", lambda state, draft=method._draft: (same_texts(method, state), draft(state))[1])
+    asked = [Request(one, sampling.derived(i), max_new_tokens=14) for i, one in enumerate(prompts(9, seed=5, longest=20))]
+    asked[-1] = replace(asked[-1], speculate=False)
+    runs = [made.add(request) for request in asked]
+    for _ in range(4):
+        made.step()
+    made.abort(runs[2])
+    run_to_end(made)
+    said = (*asked[-1].prompt, *runs[-1].tokens)
+    turn = replace(asked[-1], prompt=(*said, 9, 30), reuse=True, speculate=True, max_new_tokens=8)
+    (again,) = made.generate([turn])
+    expected = [truth(model.hf, request) for request in asked]
+    assert runs[2].tokens == expected[2][: len(runs[2].tokens)] and again.tokens == truth(model.hf, turn)
+    assert [run.tokens for run in runs if run is not runs[2]] == expected[:2] + expected[3:]
+    assert again.reused > 0 and any(one.graph for one in made.loop.buckets.values())
+    found = method.counters()
+    assert found["checked"] > 0 and found["tokens"] > found["rounds"] > 0

@@ -22,6 +22,7 @@ from foreword.core.graphs import ByKernel, Graph, Rule
 from foreword.core.heads import carried_and_embedded, counted, remember
 from foreword.core.needs import Graft, on_device
 from foreword.core.rough import in_eight_bits
+from foreword.core.sampling import gumbel
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.core.transfer import Projection, ahead
@@ -178,6 +179,26 @@ def check_top(scores: Tensor, k: int, device: str) -> None:
     wide = scores.float()
     true = wide.gather(-1, exact) - wide.logsumexp(-1, keepdim=True)
     torch.testing.assert_close(chances.cpu(), true, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def check_words(dtype: torch.dtype, device: str) -> None:
+    """Of a vocabulary of 5000 some tokens, beyond one stretch: the noise is that of the token, not of its column."""
+    from foreword.kernels.top import Noise, top_with_chances  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randperm(5000, generator=generator)[:2500].sort().values
+    key, position = torch.tensor([[0x9ABCDEF0, 0x12345678], [7, 7]]), torch.tensor([[3, 70_000], [1, 2]])
+    heat = torch.tensor([0.7, 0.0])
+    scores = torch.randn(2, 2, 2500, generator=generator).to(dtype)
+    wide = scores.float() / torch.where(heat > 0, heat, 1).view(2, 1, 1)
+    wide = (wide + gumbel(key, position, words)).where(heat.view(2, 1, 1) > 0, wide)
+    places = wide.sort(descending=True, stable=True).indices[..., :6]
+    noise = Noise(*(part.to(device) for part in (key, position, heat)))
+    tokens, chances = top_with_chances(scores.to(device), 6, noise, words.to(device))
+    assert same(tokens, words[places])
+    torch.testing.assert_close(chances.cpu(), wide.log_softmax(-1).gather(-1, places), rtol=1e-5, atol=1e-5)
+    quiet, _ = top_with_chances(scores.to(device), 6, words=words.to(device))
+    assert same(quiet, words[scores.float().sort(descending=True, stable=True).indices[..., :6]])
 
 
 def check_lose(logits: Tensor, teacher: Tensor | None, device: str) -> None:

@@ -46,7 +46,7 @@ def test_every_rule_writes_the_truth(sampling: Sampling, repeat: int, sure: floa
 
 def test_a_path_by_an_alias_is_longer_than_the_graph() -> None:
     model = target()
-    recorder = Recorder(taught("gsd", model, rows=60, depth=2, repeat=0, siblings=0.0, sure=0.0))
+    recorder = Recorder(taught("gsd", model, rows=60, depth=2, branch=4, repeat=0, siblings=0.0, sure=0.0))
     engine(recorder, model).generate(requests(4, ignore_eos=True))
     assert recorder.shape.depth == 4
     assert {int(seen.draft.tree.depth.max()) for seen in recorder.proposed} > {2, 3}

@@ -2,15 +2,17 @@
 
 import copy
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from doubles import FAMILIES, SAMPLINGS, drafter, prompts, tiny, truth
+from doubles import FAMILIES, SAMPLINGS, VOCABULARY, drafter, prompts, tiny, truth
 from foreword import methods
 from foreword.core.draft import Tree
 from foreword.core.sampling import Sampling, noise_bits
+from foreword.core.vocabulary import packed
 from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay
 from foreword.engine.request import Request
@@ -62,6 +64,20 @@ def test_captured_drafts_are_the_written_ones(method: str) -> None:
         captured.append(captured_prompts(steps))
     assert rounds[0] == rounds[1]
     assert captured[0] == 0 < captured[1]
+
+
+@pytest.mark.parametrize("method", ["medusa", "clover2", "draft_model"])
+def test_captured_drafts_among_words_are_the_written_ones(method: str) -> None:
+    asked = [Request(p, SAMPLINGS["T=0.8"].derived(i), max_new_tokens=20) for i, p in enumerate(prompts(6))]
+    rounds = []
+    for graph in (False, True):
+        model = Model(on_gpu("llama"))
+        one: Any = drafter(method, model)
+        one.words.choose(packed(torch.arange(VOCABULARY) % 3 != 1))
+        steps = Engine(model, one, slots=2, max_context=200, chunk=7, graph=graph)
+        rounds.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
+    assert rounds[0] == rounds[1]
+    assert [tokens for tokens, *_ in rounds[0]] == [truth(tiny("llama"), request) for request in asked]
 
 
 def test_captured_prompts_in_half_precision() -> None:

@@ -35,6 +35,7 @@ from rounds import (
     check_told,
     check_top,
     check_walk,
+    check_words,
     same,
     scores_with_ties,
 )
@@ -48,6 +49,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize(("rows", "width", "k"), [(1, 1, 1), (3, 40, 8), (1, 49152, 1), (64, 49152, 8), (3, 128256, 16)])
 def test_the_best_are_those_of_the_stable_sort(rows: int, width: int, k: int, dtype: torch.dtype) -> None:
     check_top(scores_with_ties(width + k, rows, width, dtype), k, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_words_race_under_the_noise_of_their_tokens(dtype: torch.dtype) -> None:
+    check_words(dtype, "cuda")
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 16, 64, 81, 130])

@@ -43,9 +43,10 @@ ENTRIES = {
     SOURCE / "core" / "heads.py": {"forward", "onto", "carried_and_embedded", "counted", "remember", "at_one", "size_of"},
     SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
     SOURCE / "core" / "rough.py": {"__call__", "onto"},
+    SOURCE / "core" / "vocabulary.py": {"head", "guesses"},
     SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "hanging"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
-    SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "head"},
+    SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "guesses"},
     SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "rough_head"},
     **{
         SOURCE / "methods" / f"{name}.py": {"propose", "observe"}

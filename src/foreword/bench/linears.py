@@ -100,10 +100,12 @@ PRODUCTS = (
     Product("grown 7.0B", "down", 4608, 12288, added=True),
     # What drafters guess by, in eight bits: the head, and what clover2 does for its first level and for every other.
     Product("135M", "rough head", 49152, 576, kind="coarse"),
+    Product("135M", "rough head of words", 16768, 576, kind="coarse"),
     Product("135M", "rough query key value", 1728, 576, kind="coarse"),
     Product("135M", "rough first", 576, 576, kind="coarse"),
     Product("135M", "rough later", 576, 1152, kind="coarse"),
     Product("grown 7.0B", "rough head", 49152, 4608, kind="coarse"),
+    Product("grown 7.0B", "rough head of words", 16768, 4608, kind="coarse"),
     Product("grown 7.0B", "rough query key value", 13824, 4608, kind="coarse"),
     Product("grown 7.0B", "rough first", 4608, 4608, kind="coarse"),
     Product("grown 7.0B", "rough later", 4608, 9216, kind="coarse"),

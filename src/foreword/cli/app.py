@@ -29,6 +29,7 @@ from foreword.cli.options import unfold
 from foreword.cli.profile import PROFILE_EXAMPLES, profile
 from foreword.cli.prove import PROVE_EXAMPLES, prove
 from foreword.cli.train import TRAIN_EXAMPLES, train
+from foreword.cli.words import WORDS_EXAMPLES, words
 from foreword.errors import ForewordError, ForewordWarning
 
 
@@ -103,6 +104,7 @@ for command, examples in (
     (profile, PROFILE_EXAMPLES),
     (distill, DISTILL_EXAMPLES),
     (train, TRAIN_EXAMPLES),
+    (words, WORDS_EXAMPLES),
     (export, EXPORT_EXAMPLES),
     (draw, DRAW_EXAMPLES),
 ):

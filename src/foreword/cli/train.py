@@ -99,6 +99,13 @@ class LearningOptions:
     warm_up: Annotated[int, _of_learning(min=0, metavar="N", help="Steps until it is there.")] = 100
     weight_decay: Annotated[float, _of_learning(min=0, metavar="X", help="Of AdamW.")] = 0.0
     seed: Annotated[int, _of_learning(metavar="N", help="Of the order of texts, and of what starts at random.")] = 0
+    cover: Annotated[
+        float,
+        _of_learning(
+            metavar="X",
+            help="Guess among the most frequent tokens that are this share of what the model wrote; 1 is all of them.",
+        ),
+    ] = 0.98
     evaluate_every: Annotated[int, _of_measuring(min=1, metavar="N", help="Steps between two evaluations.")] = 500
     checkpoint_every: Annotated[
         int, _of_learning(min=1, metavar="N", help="Steps between two checkpoints, which --resume goes on from.")

@@ -16,6 +16,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
+from foreword.core.vocabulary import Words
 
 
 class Drafter:
@@ -32,6 +33,9 @@ class Drafter:
     """What of a round can be captured as one graph. "round": all of it, and prompt passes with `read` in them; there is no
     host work. "check": all behind `propose`, which works on the host, as `read` and `decided` may but `observe` may not;
     what `propose` gives is copied to where the graph looks. "nothing": `observe` works on the host too."""
+
+    words: Words | None = None
+    """Tokens that it guesses among, where it asks the target's head for guesses: all, until some are chosen."""
 
     needs: Needs = Needs()
     shape: Shape = Shape()

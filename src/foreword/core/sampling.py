@@ -240,27 +240,33 @@ def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, token
     return best(_under_noise(logits, position, sampling, tokens), k)
 
 
-def guesses(logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
+def guesses(
+    logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: int, words: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The k best guesses as `rank` has them, and the log-chance of each: [b, N, V] -> twice [b, N, k].
 
-    `position` [b, N or 1] may be left out where there is no noise.
+    `position` [b, N or 1] may be left out where there is no noise. With `words` [V] the columns are those tokens, in rising
+    order: they are what is answered, and what the noise knows.
 
     A chance is the softmax of what the guesses are ranked by. Where noise is shared, it already tells which of the likely
     tokens will win, so chances under it are sharper than those of the logits.
     """
     if not sampling.kind.noise:
-        return likeliest(logits, k)
+        return likeliest(logits, k, words)
     assert position is not None
     if _has_kernel(logits, k):
-        return _guesses_by_kernel(logits, position, sampling, k)
-    return likeliest(_under_noise(widened(logits), position, sampling), k)
+        return _guesses_by_kernel(logits, position, sampling, k, words)
+    return likeliest(_under_noise(widened(logits), position, sampling, words), k, words)
 
 
-def _guesses_by_kernel(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
+def _guesses_by_kernel(
+    logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, words: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """`guesses` by a kernel that makes the noise where it needs it, equal to the tensors' up to rounding."""
     from foreword.kernels.top import Noise, top_with_chances  # noqa: PLC0415  Triton is there only where CUDA is
 
-    return top_with_chances(logits, k, Noise(sampling.key, position.expand(logits.shape[:-1]), sampling.temperature))
+    noise = Noise(sampling.key, position.expand(logits.shape[:-1]), sampling.temperature)
+    return top_with_chances(logits, k, noise, words)
 
 
 def _pick_by_kernel(logits: Tensor, position: Tensor, sampling: SamplingRows, seen: Tensor | None) -> Tensor:
@@ -289,14 +295,16 @@ _BLOCK = 128
 _MOST = 16  # best ones that a kernel looks for
 
 
-def likeliest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest along the last axis, largest first, and the log of their softmax: twice [.., k]."""
+def likeliest(scores: Tensor, k: int, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k largest along the last axis, largest first, by their places or the `words` [V] that stand there, and the log of
+    their softmax: twice [.., k]."""
     if _has_kernel(scores, k):
         from foreword.kernels.top import top_with_chances  # noqa: PLC0415  Triton is there only where CUDA is
 
-        return top_with_chances(scores, k)
-    tokens, scores = best(scores, k), widened(scores)
-    return tokens, scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)
+        return top_with_chances(scores, k, words=words)
+    places, scores = best(scores, k), widened(scores)
+    chances = scores.gather(-1, places) - scores.logsumexp(-1, keepdim=True)
+    return places if words is None else words[places], chances
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -14,6 +14,10 @@ from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 
 
+class RoughHead(Protocol):
+    def __call__(self, hidden: Tensor, norm: nn.RMSNorm | None = None, /) -> Tensor: ...
+
+
 class Target(Protocol):
     name: str
     hidden_size: int
@@ -43,6 +47,9 @@ class Target(Protocol):
     def rough_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         """Logits to guess by, never to decide by: those of `head`, or near them where that is quicker. A norm of the
         drafter's own may still have to come before."""
+
+    def rough_head_of(self, tokens: Tensor) -> RoughHead:
+        """The same for tokens [W] alone, from a copy of their rows as they are now: [.., W]."""
 
     def head_weight(self) -> Tensor:
         """[V, H]: what the head multiplies with. A row is how a token looks from behind the last layer."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.target import Target
+from foreword.core.vocabulary import Words
 from foreword.core.widening import Table
 
 
@@ -20,6 +21,7 @@ class Trainable(Protocol):
     needs: Needs  # hidden, taps, logits it wants of the target
     module: nn.Module  # the weights; made by bind(target, slots), on the target's device
     wide: Table  # how the weights follow a target that was widened
+    words: Words | None  # tokens that it guesses among; it learns from all
     config: dict[str, Any]  # what makes the same module again (sizes, options); JSON
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:

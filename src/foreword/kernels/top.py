@@ -1,9 +1,9 @@
 """The k best of a long row, and how likely each is: what a vocabulary is asked for, in two launches.
 
-In: scores [.., V] in float32 or half precision, and perhaps the `Noise` that they race under. Out: the places of the k
-largest, largest first, and on demand their log-chances under a softmax over the row. Of equal scores the first comes first,
-and a NaN comes before every number: the order of torch's stable sort, and with k = 1 its argmax. A program finds the best of
-a stretch, then one joins a row's.
+In: scores [.., V] in float32 or half precision, perhaps the `Noise` that they race under, and which tokens the columns are,
+where these are not all. Out: the k largest, largest first, by place or token, and on demand their log-chances by a softmax
+over the row. Of equal scores the first comes first, and a NaN comes before every number: the order of torch's stable sort,
+and with k = 1 its argmax. A program finds the best of a stretch, then one joins a row's.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def _packed(value, column):
 
 @triton.jit
 def _stretch(
-    scores, best, peaks, masses, key, position, temperature, width, each,
-    K: tl.constexpr, MASS: tl.constexpr, NOISY: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    scores, best, peaks, masses, key, position, temperature, words, width, each,
+    K: tl.constexpr, MASS: tl.constexpr, NOISY: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """The K best of one stretch of a row, by K maxima; and its sum of exponentials, behind its peak."""
     take_turn(EARLY)
@@ -56,8 +57,9 @@ def _stretch(
     value = tl.load(scores + row * width + column, mask=here, other=float("-inf")).to(tl.float32)
     if NOISY:
         heat = tl.load(temperature + row // each)
+        token = tl.load(words + column, mask=here, other=0) if WORDS else column  # what the noise is of, wherever it stands
         drawn = value / tl.where(heat > 0, heat, 1.0) + gumbel(
-            noise_bits(key + row // each * 2, tl.load(position + row), column)
+            noise_bits(key + row // each * 2, tl.load(position + row), token)
         )
         value = tl.where(heat > 0, drawn, value)
     left = tl.where(here, _packed(value, column), _NOTHING)
@@ -73,8 +75,9 @@ def _stretch(
 
 @triton.jit
 def _row(
-    best, peaks, masses, places, chances, stretches,
-    K: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
+    best, peaks, masses, words, places, chances, stretches,
+    K: tl.constexpr, MASS: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """The K best of a row among the best of its stretches."""
     take_turn(EARLY)
@@ -92,7 +95,8 @@ def _row(
     for i in tl.static_range(K):
         largest = tl.max(left, 0)
         left = tl.where(left == largest, _NOTHING, left)
-        tl.store(places + row * K + i, (largest & _LOW) ^ _LOW)
+        place = (largest & _LOW) ^ _LOW
+        tl.store(places + row * K + i, tl.load(words + place) if WORDS else place)
         if MASS:
             order = (largest >> 32).to(tl.int32)
             value = tl.where(order < 0, order ^ _LOW, order).to(tl.float32, bitcast=True)
@@ -101,17 +105,21 @@ def _row(
 
 def top(scores: Tensor, k: int, noise: Noise | None = None) -> Tensor:
     """Places of the k largest of scores [.., V], largest first: [.., k]."""
-    return _top(scores, k, False, noise)[0]
+    return _top(scores, k, False, noise, None)[0]
 
 
-def top_with_chances(scores: Tensor, k: int, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
-    """The same, and their scores less the logsumexp of the row, in float32: twice [.., k]."""
-    return _top(scores, k, True, noise)
+def top_with_chances(
+    scores: Tensor, k: int, noise: Noise | None = None, words: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same, and their scores less the logsumexp of the row, in float32: twice [.., k]. With `words` [V], int64, column c
+    is token words[c], to the noise and in the answer."""
+    return _top(scores, k, True, noise, words)
 
 
-def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None) -> tuple[Tensor, Tensor]:
+def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None, words: Tensor | None) -> tuple[Tensor, Tensor]:
     width, device = scores.shape[-1], scores.device
     assert 1 <= k <= min(MOST, width) and scores.dtype.itemsize <= 4
+    assert words is None or (words.shape == (width,) and words.is_contiguous())
     flat = scores.reshape(-1, width)
     rows = flat.shape[0]
     # Few rows are cut finer, so that all of the device has work.
@@ -123,13 +131,14 @@ def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None) -> tuple[Tenso
     chances = torch.empty(places.shape if mass else (0,), dtype=torch.float32, device=device)
     race = (best, best, best) if noise is None else tuple(part.contiguous() for part in noise)
     each = 1 if noise is None else noise.position.shape[-1]
+    named = best if words is None else words
     if rows:
         _stretch[(rows, stretches)](
-            flat, best, *sums, *race, width, each, K=k, MASS=mass, NOISY=noise is not None, BLOCK=block,
-            **launched(device, block // 512),
+            flat, best, *sums, *race, named, width, each, K=k, MASS=mass, NOISY=noise is not None,
+            WORDS=words is not None, BLOCK=block, **launched(device, block // 512),
         )  # fmt: skip
         _row[(rows,)](
-            best, *sums, places, chances, stretches, K=k, MASS=mass,
+            best, *sums, named, places, chances, stretches, K=k, MASS=mass, WORDS=words is not None,
             BLOCK=triton.next_power_of_2(stretches * k), STRETCHES=triton.next_power_of_2(stretches), **launched(device),
         )  # fmt: skip
     return places, chances

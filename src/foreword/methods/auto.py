@@ -75,7 +75,8 @@ def expectations(model: Model, rows: int | None = None) -> list[Expected]:
         if trained_as(method) != method:
             continue  # what stands in the record was measured with another method's trees
         if usable := _usable(recorded(folder), rows, model):
-            mark = _mark(method, rows, read_config(folder)["config"])
+            about = read_config(folder)
+            mark = _mark(method, rows, [about["config"], about.get("words")])
             own = draft_seconds(model, mark, partial(restore, folder, model, rows))
             found.append(_best(method, usable, model.curve, own))
     return sorted(found, key=lambda one: -one.speedup)

@@ -30,11 +30,11 @@ from foreword.core.heads import (
 )
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs, Skip
-from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried
+from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import InputError
 
@@ -82,6 +82,7 @@ class Clover(Drafter):
         **layers_at("block"),
     }
     module: Weights
+    words: Words
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class Clover(Drafter):
             raise InputError(f"clover: block is {block!r}; choose from {', '.join(get_args(Block))}")
         check_labels("clover", labels)
         self.wants_cost = rows is None
+        self.words = Words()
         self.heads, self.block, self.regressive, self.attention, self.labels = heads, block, regressive, attention, labels
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, top_p, floor)
         self.plan.check("clover")
@@ -113,6 +115,7 @@ class Clover(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
+        self.words.bind(target)
         if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
             self.stack = None if self.block == "none" else target.stack(slots, 1, init=target.layers - 1)
             layers = None if self.stack is None else self.stack.layers
@@ -140,8 +143,8 @@ class Clover(Drafter):
                 known = carried(known, origin)
             else:
                 known = self.module.cell(*carried_and_embedded(known, origin, self.embedding, tokens))
-            logits = self.target.rough_head(self.module.heads[level - 1](known))
-            return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
+            rows = self.module.heads[level - 1](known)
+            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

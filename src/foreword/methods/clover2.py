@@ -34,11 +34,11 @@ from foreword.core.heads import (
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
 from foreword.core.rough import Rough
-from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, level_paths
+from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import DrafterError, InputError
 
@@ -124,6 +124,7 @@ class Clover2(Drafter):
         **layers_at("block"),
     }
     module: Weights
+    words: Words
 
     def __init__(
         self,
@@ -149,6 +150,7 @@ class Clover2(Drafter):
             raise InputError(f"clover2: fuse is {fuse!r}; choose from {', '.join(get_args(Fuse))}")
         check_labels("clover2", labels)
         self.wants_cost = rows is None
+        self.words = Words()
         self.heads, self.fuse, self.labels, self.regression = heads, fuse, labels, regression
         self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", follower=True)
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, level_paths(COUNTS, USUAL_RATES) if paths is None else paths)
@@ -162,6 +164,7 @@ class Clover2(Drafter):
                 f"clover2: tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}"
             )
         self.target = target
+        self.words.bind(target)
         if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
             self.stack = target.stack(slots, LAYERS, init=target.layers - 1)
             self.module = Weights(target, self.stack.layers, len(self.needs.taps), self.fuse)
@@ -187,8 +190,7 @@ class Clover2(Drafter):
                 rows = self.module.guess_first(known)
             else:
                 known, rows = self._step(*carried_and_embedded(known, origin, self.embedding, tokens))
-            logits = self.target.rough_head(rows, self.module.last_norm)
-            return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
+            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch, self.module.last_norm)
 
         return self.growth.draft(state, guess)
 

@@ -18,11 +18,11 @@ from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
-from foreword.core.sampling import guesses
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan
+from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, layers_at
 from foreword.errors import InputError
 from foreword.model.guesser import FirstLayers, Guesser
@@ -34,6 +34,7 @@ class DraftModel(Drafter):
     needs = Needs(hidden=True, prompt="all")
     wide = {"norm": NORM, **layers_at("layers")}
     module: FirstLayers
+    words: Words
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class DraftModel(Drafter):
         self.wants_cost = rows is None
         self.depth, self.labels = depth, labels
         self.guesser = Guesser("draft_model", layers, model)
+        self.words = self.guesser.words
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, stop=stop)
         self.plan.check("draft_model")
         self.config: dict[str, Any] = {"layers": layers}
@@ -80,7 +82,7 @@ class DraftModel(Drafter):
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             rows = branches.rows if level == 1 else branches.read(tokens, origin)
-            return guesses(self.guesser.head(rows), state.ahead(level), state.sampling, self.growth.branch)
+            return self.guesser.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

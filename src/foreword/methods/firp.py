@@ -20,17 +20,18 @@ from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
 from foreword.core.heads import remember
 from foreword.core.needs import Needs
-from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.transfer import Source, Transfer, behind
 from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
+from foreword.core.vocabulary import Words
 
 
 class Firp(Drafter):
     paper = "FIRP, arXiv 2410.20488"
     module: nn.ModuleList
+    words: Words
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Firp(Drafter):
         self.options = Transfer(steps, layers, source, bias, squeeze, norm)
         self.options.check("firp")
         self.wants_cost = rows is None
+        self.words = Words()
         self.plan = TreePlan(tree, rows, width, rates, paths)
         self.plan.check("firp")
         self.wide = self.options.wide
@@ -63,6 +65,7 @@ class Firp(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
+        self.words.bind(target)
         self.layers = self.options.layers_of(target, "firp")
         self.options = replace(self.options, layers=self.layers)
         if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
@@ -85,7 +88,7 @@ class Firp(Drafter):
         first, later = behind(self.module, layers, self.options.source, state.lanes.take(self.known))
         rows = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
         position = state.ahead(self.number[:depth])
-        tokens, chances = guesses(self.target.rough_head(rows), position, state.sampling, self.growth.branch)
+        tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

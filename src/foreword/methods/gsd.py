@@ -19,11 +19,11 @@ from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
 from foreword.core.graphs import Drafted, Rule, graph_of, sketch
 from foreword.core.needs import Needs
-from foreword.core.sampling import guesses
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, BestFirst, TreePlan
+from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, layers_at
 from foreword.errors import InputError
 from foreword.model.guesser import Branches, FirstLayers, Guesser
@@ -38,6 +38,7 @@ class Gsd(Drafter):
     needs = Needs(prompt="all")
     wide = {"norm": NORM, **layers_at("layers")}
     module: FirstLayers
+    words: Words
 
     def __init__(
         self,
@@ -64,14 +65,15 @@ class Gsd(Drafter):
         self.wants_cost = rows is None
         self.depth, self.rule = depth, Rule(branch, repeat, siblings, sure, width)
         self.guesser = Guesser("gsd", layers, model)
+        self.words = self.guesser.words
         self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES)
         self.config: dict[str, Any] = {"layers": layers}
 
     def bind(self, target: Target, slots: int) -> None:
-        branch = min(self.rule.branch, target.vocab_size)
-        self.growth = replace(cast(BestFirst, self.plan.on(target, self.depth + FURTHER)), branch=branch)
-        self.shape = self.growth.shape
+        growth = cast(BestFirst, self.plan.on(target, self.depth + FURTHER))
+        self.shape = growth.shape
         self.guesser.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
+        self.growth = replace(growth, branch=min(self.rule.branch, self.words.count, target.vocab_size))
         if self.guesser.other is None:
             self.module = self.guesser.module
         self.last: tuple[Drafted, Tensor] | None = None  # for `sketch` alone
@@ -99,8 +101,7 @@ class Gsd(Drafter):
         """The graph, read level by level; what the last level guesses is not read."""
         rows = branches.rows
         for level in range(1, depth + 1):
-            logits = self.guesser.head(rows)
-            nodes = graph.add(*guesses(logits, state.ahead(level), state.sampling, self.growth.branch))
+            nodes = graph.add(*self.guesser.guesses(rows, state.ahead(level), state.sampling, self.growth.branch))
             if level < depth:
                 rows = branches.read(*nodes)
         self.counts += (graph.counts * state.alive).sum(1)

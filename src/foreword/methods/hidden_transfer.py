@@ -23,12 +23,12 @@ from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.lessons import Labels
 from foreword.core.needs import Graft, Needs, on_device
-from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.transfer import Source, Transfer, ahead, behind, learn, right_by_rank
 from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
+from foreword.core.vocabulary import Words
 from foreword.errors import InputError
 
 Carry = Literal["likely", "all"]
@@ -39,6 +39,7 @@ CANDIDATES = 256  # paths that the likeliest are chosen from
 class HiddenTransfer(Drafter):
     paper = "Hidden Transfer, arXiv 2404.12022"
     module: nn.ModuleList
+    words: Words
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class HiddenTransfer(Drafter):
                 raise InputError(f"hidden_transfer: {name} is {value!r}; choose from {', '.join(known)}")
         TreePlan(tree, rows, 1, rates).check("hidden_transfer")
         self.wants_cost = rows is None
+        self.words = Words()
         self.rows, self.tree, self.carry, self.rates = rows, tree, carry, rates
         self.wide = self.options.wide
 
@@ -76,6 +78,7 @@ class HiddenTransfer(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
+        self.words.bind(target)
         self.layers = self.options.layers_of(target, "hidden_transfer")
         self.options = replace(self.options, layers=self.layers)
         if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
@@ -145,8 +148,8 @@ class HiddenTransfer(Drafter):
     def propose(self, state: State) -> Draft:
         if not self.shape.depth:
             return Draft.nothing(state.root)
-        logits = self.target.rough_head(self.target.norm(state.lanes.take(self.states)))
-        tokens, chances = guesses(logits, state.ahead(self.number), state.sampling, self.paths.branch)
+        rows = self.target.norm(state.lanes.take(self.states))
+        tokens, chances = self.words.guesses(rows, state.ahead(self.number), state.sampling, self.paths.branch)
         return self.paths.draft(state, tokens, chances, self.have, self.shape.nodes)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

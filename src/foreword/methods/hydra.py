@@ -21,11 +21,11 @@ from foreword.core.heads import ResBlock, at_one, counted, linear, near_identity
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
 from foreword.core.rough import Rough
-from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, carried
+from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import InputError
 
@@ -66,6 +66,7 @@ class Hydra(Drafter):
         **layers_at("prefix"),
     }
     module: Weights
+    words: Words
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class Hydra(Drafter):
             raise InputError(f"hydra: needs at least one head of one layer, got heads={heads} and layers={layers}")
         check_labels("hydra", labels)
         self.wants_cost = rows is None
+        self.words = Words()
         self.heads, self.layers, self.prefix, self.labels = heads, layers, prefix, labels
         self.needs = Needs(hidden=True, prompt="all" if prefix else "last")
         self.plan = TreePlan(tree, rows, width, rates, paths)
@@ -93,6 +95,7 @@ class Hydra(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
+        self.words.bind(target)
         if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
             self.stack = target.stack(slots, 1, init=target.layers - 1) if self.prefix else None
             self.module = Weights(target, self.heads, self.layers, None if self.stack is None else self.stack.layers)
@@ -115,8 +118,8 @@ class Hydra(Drafter):
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
             known = torch.cat([carried(known, origin), at_one(self.target.embed(tokens))], dim=-1)
-            logits = self.target.rough_head(self.module.heads[level - 1](known))
-            return guesses(logits, state.ahead(level), state.sampling, self.growth.branch)
+            rows = self.module.heads[level - 1](known)
+            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

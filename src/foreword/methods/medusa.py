@@ -19,11 +19,11 @@ from foreword.core.drafter import Drafter
 from foreword.core.heads import ResBlock, remember
 from foreword.core.lessons import Labels, Lesson, Marks, check_labels, losses, rank_rates
 from foreword.core.needs import Needs
-from foreword.core.sampling import guesses
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
+from foreword.core.vocabulary import Words
 from foreword.core.widening import WITHIN
 from foreword.errors import InputError
 
@@ -35,6 +35,7 @@ class Medusa(Drafter):
     needs = Needs(hidden=True, prompt="last")
     wide = {"*.linear": WITHIN}
     module: nn.ModuleList
+    words: Words
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Medusa(Drafter):
             raise InputError(f"medusa: needs at least one head of one layer, got heads={heads} and layers={layers}")
         check_labels("medusa", labels)
         self.wants_cost = rows is None
+        self.words = Words()
         self.heads, self.layers, self.labels = heads, layers, labels
         self.plan = TreePlan(tree, rows, width, rates, paths)
         self.plan.check("medusa")
@@ -61,6 +63,7 @@ class Medusa(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
+        self.words.bind(target)
         if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
             self.module = nn.ModuleList(
                 nn.Sequential(*(ResBlock(target) for _ in range(self.layers))) for _ in range(self.heads)
@@ -78,7 +81,7 @@ class Medusa(Drafter):
             return Draft.nothing(state.root)
         rows = self._heads(self.target.norm(state.lanes.take(self.hidden)))  # [b, K, H]
         position = state.ahead(self.number)
-        tokens, chances = guesses(self.target.rough_head(rows), position, state.sampling, self.growth.branch)
+        tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

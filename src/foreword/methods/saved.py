@@ -22,7 +22,7 @@ from foreword.core.widening import widened
 from foreword.errors import DrafterError, InputError
 from foreword.methods import METHODS, trained_as, untrained
 from foreword.model import pack
-from foreword.model.checkpoint import Stored, read_weights, write_weights
+from foreword.model.checkpoint import Stored, read_weights, replace_tensor, write_weights
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.guesser import FirstLayers
 from foreword.model.model import Model
@@ -30,6 +30,7 @@ from foreword.model.small import small_model
 from foreword.model.width import shrink
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+WORDS = "words"  # beside the weights: a bitmap of the tokens that are guessed among, where these are not all
 
 
 def method_of(drafter: Trainable) -> str:
@@ -41,14 +42,36 @@ def method_of(drafter: Trainable) -> str:
 def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = "bfloat16") -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(drafter.module.state_dict(), folder / WEIGHTS, dtype)
+    weights = drafter.module.state_dict()
+    if drafter.words is not None and drafter.words.bits is not None:
+        weights[WORDS] = drafter.words.bits
+    write_weights(weights, folder / WEIGHTS, dtype)
     write_config(drafter, folder, target, dtype)
 
 
 def write_config(drafter: Trainable, folder: Path, target: Model, dtype: Stored) -> None:
-    about = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype}
+    about: dict[str, Any] = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype}
     about |= {"target": Fingerprint.of(target).to_dict()}
+    if drafter.words is not None and drafter.words.bits is not None:
+        about |= {WORDS: drafter.words.count}
+    _write_json(folder, about)
+
+
+def _write_json(folder: Path, about: dict[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def words_of(folder: str | Path) -> Tensor | None:
+    """The bitmap of the tokens that a saved drafter guesses among; None where these are all."""
+    return read_weights(Path(folder) / WEIGHTS).get(WORDS)
+
+
+def put_words(folder: str | Path, bits: Tensor | None, count: int) -> None:
+    """Give a saved drafter `count` words, or all; its weights stay as they were stored."""
+    about = read_config(folder)
+    replace_tensor(Path(folder) / WEIGHTS, WORDS, bits)
+    about.pop(WORDS, None)
+    _write_json(Path(folder), about if bits is None else about | {WORDS: count})
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -105,6 +128,8 @@ def restore(
     if target.grown is None or not METHODS[method or read_config(folder)["method"]].takes_models:
         return _filled(drafter, folder, target)
     drafter = outline(folder, rows, method, model=_second(folder, target), **options)
+    if drafter.words is not None:
+        drafter.words.choose(words_of(folder))
     drafter.bind(target, 1)
     return drafter
 
@@ -176,11 +201,14 @@ def _check_target(folder: str | Path, target: Model) -> None:
 @torch.no_grad()
 def _fill(drafter: Trainable, folder: str | Path, target: Model) -> None:
     weights, places = read_weights(Path(folder) / WEIGHTS), drafter.module.state_dict()
+    words = weights.pop(WORDS, None)
     _check_names(Path(folder) / WEIGHTS, weights, places)
     if grown := target.grown:
         wide, times, hidden = drafter.wide, grown.times, target.hidden_size // grown.times
         weights = {name: widened(name, one.to(target.device), wide, times, hidden) for name, one in weights.items()}
     _check_shapes(Path(folder) / WEIGHTS, weights, places)
+    if drafter.words is not None:
+        drafter.words.choose(words)
     for name, place in places.items():
         place.copy_(weights[name])
 

@@ -30,6 +30,16 @@ def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> N
             held[name], held[name + SCALE] = in_eight_bits(weight)
         else:
             held[name] = weight.bfloat16().contiguous() if weight.is_floating_point() else weight.contiguous()
+    _write(held, file)
+
+
+def replace_tensor(file: Path, name: str, tensor: Tensor | None) -> None:
+    """Put a tensor into a file as it is, or leave it out; all others stay as they are stored."""
+    held = {other: one for other, one in _read(file).items() if other != name}
+    _write(held if tensor is None else held | {name: tensor.cpu()}, file)
+
+
+def _write(held: dict[str, Tensor], file: Path) -> None:
     partial = file.with_suffix(".partial")
     try:
         save_file(held, partial)
@@ -38,12 +48,16 @@ def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> N
         raise StorageError(f"{file} cannot be written ({error}); make room, or name another folder") from error
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
+def _read(file: Path) -> dict[str, Tensor]:
     try:
-        held = load_file(file)
+        return load_file(file)
     except FileNotFoundError as error:
         raise DrafterError(f"{file} is missing; a trained drafter is a folder with config.json and {file.name}") from error
     except (SafetensorError, OSError) as error:
         raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    held = _read(file)
     scales = {name.removesuffix(SCALE): held.pop(name) for name in list(held) if name.endswith(SCALE)}
     return {name: weight.float() * scales[name] if name in scales else weight for name, weight in held.items()}

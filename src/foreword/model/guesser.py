@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Tree, hanging
 from foreword.core.heads import norm_like
+from foreword.core.sampling import SamplingRows, guesses
 from foreword.core.state import Lanes, State
 from foreword.core.target import Target
+from foreword.core.vocabulary import Words
 from foreword.errors import DrafterError, InputError
 from foreword.model.cache import SlotCache
 from foreword.model.model import Model
@@ -40,11 +42,13 @@ class Guesser:
         if layers < 1:
             raise InputError(f"{method}: layers is {layers}; a model has at least 1")
         self.method, self.layers, self.other = method, layers, other
+        self.words = Words()
 
     def bind(self, target: Target, slots: int, ahead: int, scratch: int) -> None:
         """`ahead`: how many guesses of a round may be right, and so how far the text may run ahead of the cache; `scratch`:
         how many rows a round's guesses may have. Bound again, as by another engine, it keeps what it learned."""
         self.target, self.ahead = target, ahead
+        self.words.bind(target if self.other is None else self.other)
         if self.other is not None:
             check_other(self.method, self.other, target)
             self.stack = self.other.layer_stack
@@ -69,11 +73,10 @@ class Guesser:
     def norm(self, rows: Tensor) -> Tensor:
         return self.module.norm(rows) if self.other is None else self.other.norm(rows)
 
-    def head(self, rows: Tensor) -> Tensor:
-        """Logits of the target's vocabulary; of another model's padding none is longer than that."""
-        if self.other is None:
-            return self.target.rough_head(rows)
-        return self.other.rough_head(rows)[..., : self.target.vocab_size]
+    def guesses(self, rows: Tensor, position: Tensor | None, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
+        """As `Words.guesses`; another model's vocabulary, whose padding may be longer, ends where the target's does."""
+        logits = self.words.head(rows)[..., : self.target.vocab_size]
+        return guesses(logits, position, sampling, k, self.words.tokens)
 
     def begin(self, state: State) -> None:
         """Sequences enter. Of what a slot holds the cache may lack the last few rows: they are read with the prompt."""

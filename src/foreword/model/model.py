@@ -21,7 +21,8 @@ from foreword.core.needs import Graft, Join, Joined, Needs, Skip
 from foreword.core.rough import Rough
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
-from foreword.model import attention
+from foreword.core.target import RoughHead
+from foreword.model import attention, pack
 from foreword.model.cache import SlotCache
 from foreword.model.cost import CostCurve
 from foreword.model.families import family_of
@@ -114,6 +115,14 @@ class Model:
 
     def rough_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         return self.family.behind_head(self.hf, self._rough(hidden, norm=norm))
+
+    def rough_head_of(self, tokens: Tensor) -> RoughHead:
+        some = Rough(pack.some_of(self.hf.lm_head, tokens))
+
+        def head(hidden: Tensor, norm: nn.RMSNorm | None = None, /) -> Tensor:
+            return self.family.behind_head(self.hf, some(hidden, norm=norm))
+
+        return head
 
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head

@@ -129,6 +129,15 @@ class FusedRMSNorm(nn.Module):
         return functional.rms_norm(rows, self.weight.shape, self.weight, self.variance_epsilon)
 
 
+def some_of(linear: Any, columns: Tensor) -> nn.Module:
+    """A copy of some of a linear's outputs, as fast as the linear is."""
+    whole = linear.stock() if linear.weight is None else linear  # a packed one may have given its weight up
+    weight, bias = whole.weight.detach()[columns], None if linear.bias is None else linear.bias.detach()[columns]
+    if isinstance(linear, PackedLinear):
+        return PackedLinear(weight, bias, linear.weight is not None)
+    return _stock(weight, bias).requires_grad_(False)
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 

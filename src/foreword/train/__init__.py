@@ -5,6 +5,7 @@
 
 from foreword.train.distill import Progress, Recipe, distill
 from foreword.train.evaluate import Trial, trials_of
+from foreword.train.frequent import give_words
 from foreword.train.loop import Training
 from foreword.train.schedule import Settings
 from foreword.train.shards import Shards
@@ -20,6 +21,7 @@ __all__ = [
     "Trial",
     "about_data",
     "distill",
+    "give_words",
     "open_data",
     "split_data",
     "trials_of",

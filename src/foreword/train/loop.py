@@ -25,6 +25,7 @@ from foreword.model.checkpoint import Stored
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
 from foreword.train.evaluate import Measure, Measured, Trial, computing, rates_apart, read_apart, told_of
+from foreword.train.frequent import among, counts_of, frequent, told_of_words
 from foreword.train.record import (
     CHECKPOINT,
     Clock,
@@ -71,7 +72,7 @@ class Training:
         `origin`: who runs this where. Both go to the record; `about` must be equal for a run to go on. `graph`: as of
         `foreword.load`, when tokens per round are measured. `watch` is told of figures."""
         self.model, self.texts, self.apart, self.settings, self.watch = model, texts, apart, settings, watch
-        self.make, self.graph = make, graph
+        self.graph = graph
         self.folder, self.run_folder, self.stored = Path(folder), Path(folder) / "run", stored
         self.group, self.origin, self.stopped = processes(model.device.type), origin or {}, False
         self.order = Order(texts.lengths, settings)
@@ -79,14 +80,18 @@ class Training:
         if settings.max_length > model.max_context:
             raise InputError(f"max_length is {settings.max_length}, {model.name} reads {model.max_context} tokens at most")
         model.hf.requires_grad_(False)
+        counts = counts_of(texts, model.vocab_size)
+        words = frequent(counts, model.ends, settings.cover)
+        self.make = among(words, make)
         torch.manual_seed(settings.seed)
-        self.drafter = _trainable(make(), model)
-        self.measure = Measure(model, make, trials, settings.new_tokens, graph)
+        self.drafter = _trainable(self.make(), model)
+        self.measure = Measure(model, self.make, trials, settings.new_tokens, graph)
         self.module = self.drafter.module.to(torch.promote_types(model.dtype, torch.float32))
         self.module.train()
         self.stepper = Stepper(self.module, settings.clip, settings.weight_decay)
         told: dict[str, Any] = {"method": method_of(self.drafter), "config": self.drafter.config, "store": stored}
         told |= {"target": Fingerprint.of(model).to_dict(), "settings": asdict(settings), "trials": told_of(trials)}
+        told |= {"words": told_of_words(words, counts)} if self.drafter.words is not None else {}
         told |= about or {}
         self.progress = Progress(json.loads(json.dumps(told)))
         self.sums: dict[str, Tensor] = {}

@@ -111,9 +111,20 @@ def write_record(folder: Path, progress: Progress, more: dict[str, Any]) -> dict
     run = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 1)}
     run |= {"evaluating_seconds": round(progress.evaluating, 1), "tokens_per_second": round(progress.tokens_per_second)}
     record = {**progress.about, **run, "best": progress.best, "history": progress.history, **more}
+    _write_both(folder, record)
+    return record
+
+
+def _write_both(folder: Path, record: dict[str, Any]) -> None:
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "README.md").write_text(card(record))
-    return record
+
+
+def note_words(folder: Path, told: dict[str, Any]) -> None:
+    """Words that were chosen after training, in the record and the card, where a run left these."""
+    file = folder / "record.json"
+    if file.is_file():
+        _write_both(folder, json.loads(file.read_text()) | {"words": told})
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
@@ -123,6 +134,14 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if "stored" in record else None
+
+
+def _words(record: dict[str, Any]) -> list[str]:
+    told = record.get("words")
+    if told is None or told["count"] == told["of"]:
+        return []
+    share = f"{100 * told['covered']:.1f} % of what the model wrote"
+    return [f"It guesses among {told['count']:,} of the {told['of']:,} tokens: those that were {share}.", ""]
 
 
 def card(record: dict[str, Any]) -> str:
@@ -137,6 +156,7 @@ def card(record: dict[str, Any]) -> str:
         f"It guesses tokens ahead for {target['name']}, which checks every guess: the text does not change, only the speed.",
         "Use it with Foreword, on that model alone.",
         "",
+        *_words(record),
         f"Trained on {record['tokens']:,} tokens in {steps}; these are the weights of step {best['step']}, "
         f"the best by tokens per round on prompts kept apart (greedy, at most {record['settings']['rows']} rows a pass): "
         f"**{figure:.2f}**.",

@@ -50,6 +50,7 @@ class Settings:
     rows: int = 64  # of a pass, then
     texts_apart: int = 512  # of those kept apart, that an evaluation reads
     seed: int = 0
+    cover: float = 0.98  # of what the target wrote: the words that a drafter guesses among
 
     def __post_init__(self) -> None:
         counts = "batch", "max_length", "evaluate_every", "checkpoint_every", "new_tokens", "texts_apart", "rows"
@@ -60,6 +61,7 @@ class Settings:
             raise InputError(f"learning_rate is {self.learning_rate} and clip {self.clip}; both must be above 0")
         if self.steps is not None and self.tokens is not None:
             raise InputError(f"steps is {self.steps} and tokens {self.tokens}; give one of them")
+        check_cover(self.cover)
         if self.warm_up < 0:
             raise InputError(f"warm_up is {self.warm_up}; it is a number of steps, 0 or more")
 
@@ -70,6 +72,13 @@ class Settings:
             return self.learning_rate * (step + 1) / warm_up
         gone = (step - warm_up) / max(1, steps - 1 - warm_up)
         return self.learning_rate * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(gone, 1.0))) / 2)
+
+
+def check_cover(cover: float) -> None:
+    if not 0 < cover <= 1:
+        raise InputError(
+            f"cover is {cover}; it is a share of what the model writes, above 0 and up to 1, which is all of it"
+        )
 
 
 class Order:

@@ -16,7 +16,10 @@ from typer.testing import CliRunner, Result
 
 import foreword
 from doubles import fresh
+from foreword.api import load
 from foreword.cli.app import app
+from foreword.text import Prompt
+from foreword.train import Recipe, distill
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
@@ -53,6 +56,16 @@ def save_tiny(folder: Path, spoil: bool = False, **changes: Any) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    """What the tiny model answers to thirty prompts."""
+    folder = tmp_path_factory.mktemp("data")
+    prompts = [Prompt(f"q{i}", "prompts", [f"the book {i} that comes"]) for i in range(30)]
+    with load(tiny_model, "plain", slots=8, max_context=128, device="cpu") as llm:
+        distill(llm, prompts, folder, Recipe(max_new_tokens=24))
+    return folder
 
 
 @pytest.fixture(scope="session")

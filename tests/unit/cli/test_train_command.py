@@ -20,23 +20,12 @@ from foreword.methods import untrained
 from foreword.methods.saved import load_into, read_config
 from foreword.model.fingerprint import Fingerprint
 from foreword.results import Stats
-from foreword.text import Prompt
-from foreword.train import Recipe, Settings, distill, open_data, split_data
+from foreword.train import Settings, open_data, split_data
 from foreword.train.evaluate import trials_of
 from foreword.train.loop import Training
 
 SMALL = ("--batch", 8, "--steps", 6, "--warm-up", 1, "--evaluate-every", 3, "--checkpoint-every", 2, "--max-length", 64)
 SMALL += ("--new-tokens", 6, "--measured", 3, "--rows", 8, "--held-out", 0.2, "--threads", 1)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
-    """What the tiny model answers to thirty prompts."""
-    folder = tmp_path_factory.mktemp("data")
-    prompts = [Prompt(f"q{i}", "prompts", [f"the book {i} that comes"]) for i in range(30)]
-    with load(tiny_model, "plain", slots=8, max_context=128, device="cpu") as llm:
-        distill(llm, prompts, folder, Recipe(max_new_tokens=24))
-    return folder
 
 
 @pytest.fixture

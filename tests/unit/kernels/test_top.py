@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from foreword.core import sampling
 from foreword.core.sampling import _MOST, Sampling, SamplingTable, gumbel, noise_bits, pick
 from foreword.kernels.top import MOST, Noise, top, top_with_chances
-from rounds import check_top, scores_with_ties
+from rounds import check_top, check_words, scores_with_ties
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -50,6 +50,11 @@ def test_the_noise_is_that_of_the_tensors() -> None:
     places, chances = top_with_chances(scores, 6, Noise(key, position, temperature))
     assert torch.equal(places, wide.topk(6).indices)
     torch.testing.assert_close(chances, wide.log_softmax(-1).gather(-1, places), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_words_race_under_the_noise_of_their_tokens(dtype: torch.dtype) -> None:
+    check_words(dtype, "cpu")
 
 
 def test_noise_is_precise_over_all_its_range() -> None:

@@ -1,6 +1,7 @@
 """Packed linears answer what stock ones answer, as far as float32 goes; and only what can be packed is."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from doubles import EVERY_FAMILY, FAMILIES, Liar, chain, engine, fresh, own_logits, prefilled, requests, truth, written
 from foreword.core.needs import Needs
 from foreword.model.model import Model
-from foreword.model.pack import can_pack, pack
+from foreword.model.pack import PackedLinear, can_pack, pack, some_of
 
 TEXT = [5, 9, 31, 8, 40, 7, 7, 12]
 
@@ -78,3 +79,22 @@ def test_what_cannot_be_packed() -> None:
     assert not can_pack(torch.device("cuda"), torch.float32)
     assert not can_pack(torch.device("cpu"), torch.bfloat16)
     assert not can_pack(torch.device("cpu"), torch.float64)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["stock", "packed", "packed alone"])
+def test_some_outputs_are_a_copy_in_the_same_layout(kind: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    stock, columns = nn.Linear(64, 96, bias), torch.tensor([3, 4, 40, 95])
+    weight, own = stock.weight.detach().clone(), None if stock.bias is None else stock.bias.detach().clone()
+    whole = stock if kind == "stock" else PackedLinear(weight, own, keep_stock=kind == "packed")
+    some: Any = some_of(whole, columns)
+    for rows in (torch.randn(1, 64), torch.randn(2, 8, 64)):
+        torch.testing.assert_close(some(rows), stock(rows)[..., columns])
+        assert not some(rows).requires_grad
+    assert type(some) is type(whole) and (some.weight is None) == (whole.weight is None)
+    before = some(torch.ones(1, 64))
+    with torch.no_grad():
+        stock.weight.zero_(), weight.zero_()
+    assert torch.equal(some(torch.ones(1, 64)), before)

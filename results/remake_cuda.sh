@@ -12,12 +12,12 @@ guessers=token_recycling,medusa,clover,clover2,hidden_transfer,firp,draft_model,
 questions="--prompts spec_bench_48=data/spec_bench.jsonl"
 bench() { echo "== $1"; python -m foreword bench "${@:2}" --out "$out/$1" >"$out/$1.txt" 2>&1 || tail -5 "$out/$1.txt"; }
 
-warm() { # every method compiles its kernels in a process of its own, all at once
+warm() { # compiles kernels, every method in a process of its own; the grown model is too large for several
+    short="--per-group 1 --max-new-tokens 8 --repeats 1"
     for method in ${everybody//,/ } draft_model:tree=chain; do
-        for size in "--batch 1,8,32" "--grow 7b"; do
-            python -m foreword bench $questions --per-group 1 --max-new-tokens 8 --repeats 1 --methods "$method" $size >/dev/null 2>&1 &
-        done
+        python -m foreword bench $questions $short --methods "$method" --batch 1,8,32 >/dev/null 2>&1 &
     done
+    python -m foreword bench $questions $short --methods $guessers --grow 7b >/dev/null 2>&1 &
     wait
 }
 

@@ -71,3 +71,6 @@ class Target(Protocol):
 
     def cost(self, rows: int) -> float:
         """What a pass over `rows` rows costs on this machine, one row being 1.0."""
+
+    def part(self, numbers: int) -> float:
+        """What reading so many weights is of a pass over one row, which reads all of them."""

@@ -98,9 +98,10 @@ class TreePlan:
                 f"{method}: paths has {orphans[0]}; a path is of ranks from 0 on, and what it goes on from is one"
             )
 
-    def on(self, target: Target, depth: int) -> Growth:
-        """For trees of at most `depth` levels behind the root. Where a round's rows are fixed beforehand, as on CUDA, rows
-        that stay empty save nothing: there the batch alone decides how many there are."""
+    def on(self, target: Target, depth: int, level: float = 0.0) -> Growth:
+        """For trees of at most `depth` levels behind the root, of which each costs `level`, a pass over one row being 1.0.
+        Where a round's rows are fixed beforehand, as on CUDA, rows that stay empty save nothing: there the batch alone
+        decides how many there are."""
         nodes, beforehand = self.rows or MOST_NODES, target.device.type == "cuda"
         depth, branch = min(depth, nodes - 1), min(BRANCH, target.vocab_size)
         if self.kind == "static" and self.paths is not None:
@@ -109,7 +110,7 @@ class TreePlan:
         if self.kind == "static":
             rates = [row[:branch] for row in self.rates[:depth]]
             return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
-        costs = None if self.rows or beforehand else RowCosts(target, nodes)
+        costs = None if self.rows or beforehand else RowCosts(target, nodes, level)
         fixed = FixedRows(target, Shape(nodes, depth)) if beforehand and not self.rows else None
         if self.kind == "chain":
             return Chain(Shape(depth + 1, depth), costs, self.stop)
@@ -119,10 +120,10 @@ class TreePlan:
 
 
 class RowCosts:
-    """What 1 .. `nodes` rows of each sequence cost on this machine, in passes of one row each."""
+    """What 1 .. `nodes` rows of each sequence cost on this machine, and a level of guesses: in passes of one row each."""
 
-    def __init__(self, target: Target, nodes: int) -> None:
-        self.target, self.nodes = target, nodes
+    def __init__(self, target: Target, nodes: int, level: float = 0.0) -> None:
+        self.target, self.nodes, self.level = target, nodes, level
         self._known: dict[int, Tensor] = {}
 
     def of(self, batch: int) -> Tensor:
@@ -131,6 +132,23 @@ class RowCosts:
             cost = [self.target.cost(batch * rows) for rows in range(1, self.nodes + 1)]
             self._known[batch] = torch.tensor(cost, device=self.target.device)
         return self._known[batch]
+
+    def after(self, batch: int, levels: int) -> Tensor:
+        """[nodes], with what so many levels have cost already."""
+        return self.of(batch) + self.level * levels
+
+    def go_on(self, batch: int, chances: Tensor, live: Tensor, sure: Tensor, levels: int) -> bool:
+        """Whether one level more is expected to pay, where nodes were found with log-chances `chances` [b, M], of these the
+        `live` ones [b, w] may be gone on from, and a first guess is as `sure` as those of the last level were: what a round
+        brings for what it costs, now and then."""
+        found = chances.exp()
+        more = torch.cat([found, live.exp() * sure], dim=1)
+        return bool(self._worth(batch, more, levels + 1) > self._worth(batch, found, levels))
+
+    def _worth(self, batch: int, found: Tensor, levels: int) -> Tensor:
+        """Tokens for a pass over one row, by the best number of rows, the mean over the batch."""
+        best = found.sort(1, descending=True).values[:, : self.nodes].cumsum(1)
+        return (best / self.after(batch, levels)[: best.shape[1]]).amax(1).mean()
 
 
 def share_of_gain(rows: int, most: int, bend: float) -> float:
@@ -360,14 +378,18 @@ class _Nodes:
         self.count += tokens.shape[1]
         return rows
 
+    @property
+    def chances(self) -> Tensor:
+        return torch.cat(self.chance, 1)
+
     def draft(self, nodes: int, cost: Tensor | None) -> Draft:
-        chance = torch.cat(self.chance, 1)
-        return choose(torch.cat(self.tokens, 1), torch.cat(self.parent, 1), chance, nodes, cost)
+        return choose(torch.cat(self.tokens, 1), torch.cat(self.parent, 1), self.chances, nodes, cost)
 
 
 @dataclass(frozen=True)
 class BestFirst:
-    """The likeliest nodes of all: of every level the best `width` are carried on, and the best of everything is drafted."""
+    """The likeliest nodes of all: of every level the best `width` are carried on, and the best of everything is drafted.
+    Where rows are not fixed beforehand, neither are levels: the next one is guessed if that is expected to pay."""
 
     shape: Shape
     width: int
@@ -384,14 +406,19 @@ class BestFirst:
     def grow(self, state: State, guess: Guess, shape: Shape) -> Draft:
         nodes, root = _Nodes(state.root), state.root.unsqueeze(1)
         tokens, rows, origin, chance = root, torch.zeros_like(root), torch.zeros_like(root), nodes.chance[0]
+        limited, sure = self.costs if self.costs is not None and self.costs.level else None, chance.sum()
         for level in range(1, shape.depth + 1):
+            if level > 1 and limited and not limited.go_on(len(root), nodes.chances, chance, sure, level - 1):
+                break
             guessed, likely = guess(level, tokens, origin)  # [b, w, k]
+            sure = (likely[..., 0] + chance).exp().sum() / chance.exp().sum()
             whole = _finite(chance.unsqueeze(2) + likely).flatten(1)
             below, above = guessed.flatten(1), rows.unsqueeze(2).expand_as(guessed).flatten(1)
             rows = nodes.add(below, above, whole)
             chance, best = _largest(whole, self.width)
             tokens, rows, origin = below.gather(1, best), rows.gather(1, best), best // guessed.shape[2]
-        return _known(state, nodes.draft(shape.nodes, _cost(self.costs, state)))
+        cost = None if self.costs is None else self.costs.after(len(root), len(nodes.chance) - 1)
+        return _known(state, nodes.draft(shape.nodes, cost))
 
 
 @dataclass(frozen=True)

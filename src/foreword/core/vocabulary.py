@@ -34,6 +34,11 @@ class Words:
         assert self._target is not None, "bind comes first"
         return self._target.vocab_size
 
+    def part(self, target: Target) -> float:
+        """What reading the head for them is of the target's pass over one row."""
+        count = target.vocab_size if self.bits is None else int(unpacked(self.bits, target.vocab_size, target.name).sum())
+        return target.part(count * target.hidden_size)
+
     def choose(self, bits: Tensor | None) -> None:
         """These are the words from now on. Where they are already, nothing moves: captured rounds read what is there."""
         same = bits is self.bits or (bits is not None and self.bits is not None and torch.equal(bits, self.bits))

@@ -122,7 +122,7 @@ class Clover(Drafter):
             self.module = Weights(target, self.heads, layers, self.regressive, self.attention)
         elif self.stack is not None:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads)
+        self.growth = self.plan.on(target, self.heads, self.words.part(target))
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)

@@ -170,7 +170,7 @@ class Clover2(Drafter):
             self.module = Weights(target, self.stack.layers, len(self.needs.taps), self.fuse)
         else:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads)
+        self.growth = self.plan.on(target, self.heads, self.words.part(target))
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)

@@ -101,7 +101,7 @@ class Hydra(Drafter):
             self.module = Weights(target, self.heads, self.layers, None if self.stack is None else self.stack.layers)
         elif self.stack is not None:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads)
+        self.growth = self.plan.on(target, self.heads, self.words.part(target))
         self.shape = self.growth.shape
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
 

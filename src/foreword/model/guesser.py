@@ -60,6 +60,13 @@ class Guesser:
         else:
             self.stack.allocate(slots, target.context, scratch)
 
+    def level_part(self, target: Target) -> float:
+        """What a level of guesses reads, as a part of the target's pass over one row."""
+        if self.other is not None:
+            return target.part(sum(weight.numel() for weight in self.other.hf.parameters()))
+        head = target.part(target.vocab_size * target.hidden_size)
+        return self.words.part(target) + (1 - head) * self.layers / target.layers
+
     @property
     def cache(self) -> SlotCache:
         assert self.stack.cache is not None

@@ -131,6 +131,9 @@ class Model:
     def cost(self, rows: int) -> float:
         return 1.0 if self.curve is None else self.curve.relative(rows)
 
+    def part(self, numbers: int) -> float:
+        return numbers * self.dtype.itemsize / pack.read_bytes(self.hf)
+
     def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Stack:
         stack = Stack.copied(self.hf, self.family, layers, init)
         stack.allocate(slots, self.context, scratch)

@@ -22,6 +22,7 @@ from foreword.core.trees import (
     Growth,
     Guess,
     Path,
+    RowCosts,
     Shape,
     StaticTree,
     Template,
@@ -385,3 +386,24 @@ def test_a_guess_that_is_no_number_is_not_drafted(kind: TreeKind) -> None:
 
     draft = growth(kind, 8).draft(state_of([[1, 2]]), guess)
     assert draft.size.tolist() == [1] and draft.tokens[0, 0] == 2
+
+
+@pytest.mark.parametrize(
+    ("level", "sure", "levels"), [(0.0, 0.5, 5), (0.05, 0.9, 5), (0.3, 0.9, 5), (0.3, 0.3, 1), (0.5, 0.2, 1), (2.0, 0.9, 1)]
+)
+def test_levels_that_are_not_expected_to_pay_are_not_guessed(level: float, sure: float, levels: int) -> None:
+    """Where guesses are sure a level may cost much; where they are not, or where it costs more than a pass, few are enough."""
+    asked: list[int] = []
+
+    def guess(at: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(at)
+        chances = torch.tensor([sure, (1 - sure) / 2, (1 - sure) / 4]).log()
+        return torch.arange(3).expand(*tokens.shape, 3), chances.expand(*tokens.shape, 3)
+
+    model = target()
+    model.curve = CostCurve((1, 101), (1.0, 3.0))
+    costs = RowCosts(model, 16, level)
+    growth = BestFirst(Shape(16, 5), 4, 3, costs)
+    draft = growth.draft(state_of([[5, 6, 7]]), guess)
+    assert asked == list(range(1, levels + 1))
+    assert int(draft.tree.depth.max()) <= levels and int(draft.size) > 1

@@ -392,7 +392,7 @@ def test_a_guess_that_is_no_number_is_not_drafted(kind: TreeKind) -> None:
     ("level", "sure", "levels"), [(0.0, 0.5, 5), (0.05, 0.9, 5), (0.3, 0.9, 5), (0.3, 0.3, 1), (0.5, 0.2, 1), (2.0, 0.9, 1)]
 )
 def test_levels_that_are_not_expected_to_pay_are_not_guessed(level: float, sure: float, levels: int) -> None:
-    """Where guesses are sure a level may cost much; where they are not, or where it costs more than a pass, few are enough."""
+    """Where guesses are sure a level may cost much; where they are not, or where it costs more than a pass, few do."""
     asked: list[int] = []
 
     def guess(at: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:

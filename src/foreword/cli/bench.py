@@ -41,7 +41,7 @@ BENCH_EXAMPLES = """\
 
   foreword bench compare results/before results/after
 """
-QUICK_PER_GROUP, QUICK_TOKENS = 2, 48
+QUICK_PER_GROUP, QUICK_TOKENS = 1, 48
 ASKED = "What is asked"
 _of_asked = partial(typer.Option, rich_help_panel=ASKED)
 
@@ -75,7 +75,7 @@ class AskedOptions:
     ] = None
     quick: Annotated[
         bool,
-        _of_asked("--quick", metavar="", help="Two prompts of each category, 48 tokens, once: about two minutes on a CPU."),
+        _of_asked("--quick", metavar="", help="One prompt of each category, 48 tokens, once: a few minutes on a CPU."),
     ] = False
 
     def plan(self) -> Plan:

@@ -194,11 +194,11 @@ def test_near_ties_are_counted_and_refuse_nothing(run, tiny_model, tmp_path):
 
 
 def test_a_quick_look(run, tiny_model):
-    small = ("bench", "--model", tiny_model, "--quick", "--per-group", 1, *SMALL, "--methods", "plain", "--json")
-    assert json.loads(run(*small).stdout)["about"]["prompts"] == 6
+    small = ("bench", "--model", tiny_model, "--quick", "--limit", 1, *SMALL, "--methods", "plain", "--json")
+    assert json.loads(run(*small).stdout)["about"]["prompts"] == 1
     found = json.loads(run("bench", "--model", tiny_model, "--quick", *SMALL, "--methods", "plain", "--json").stdout)
-    assert found["repeats"] == 1 and found["about"]["prompts"] == 12
-    assert found["tables"]["overall"][0]["prompts"] + found["tables"]["overall"][0]["failed"] == 14
+    assert found["repeats"] == 1 and found["about"]["prompts"] == 6
+    assert found["tables"]["overall"][0]["prompts"] + found["tables"]["overall"][0]["failed"] == 7
 
 
 def test_a_grown_model_with_another_text_is_not_timed(run, tiny_model, questions, monkeypatch):

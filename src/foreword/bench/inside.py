@@ -8,9 +8,7 @@ are ready for `TUNED` in `kernels/tiles.py`.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -21,8 +19,9 @@ import torch
 import typer
 
 import foreword
+from foreword.bench.linears import workers
 from foreword.bench.passes import Probe, milliseconds
-from foreword.bench.report import facts
+from foreword.bench.study import keep
 from foreword.errors import InputError
 from foreword.kernels.tiles import TUNED, Kind, Tiles, tiles_for
 from foreword.model.model import Model
@@ -31,7 +30,6 @@ from foreword.model.pack import FUSED, joint
 CONTEXT = 512
 REPEATS = 30
 BETTER_BY = 0.002  # milliseconds; less is noise
-WORKERS = 14
 MOST_HELD = 110 * 1024  # numbers of a program, rows and weights: what shared memory has room for
 
 Key = tuple[int, int, Kind]  # columns out, k, kind: with the rows before them, a line of TUNED
@@ -123,8 +121,8 @@ def _shared_out(
     model: str | None, rows: list[int], keys: list[Key]
 ) -> Iterator[tuple[str | None, list[tuple[int, Key, Tiles]]]]:
     trials = [(count, key, tiles) for count in rows for key in keys for tiles in ways(count, key)]
-    workers = min(WORKERS, max(1, (os.cpu_count() or 2) - 2))
-    return ((model, trials[first::workers]) for first in range(workers))
+    count = workers()
+    return ((model, trials[first::count]) for first in range(count))
 
 
 def inside(
@@ -147,10 +145,7 @@ def inside(
             list(pool.map(compile_ahead, jobs))
         searches = [Search(llm.model, count) for count in counts]
         ends = {search.rows: search.run() for search in searches}
-        about = {**facts(llm.model.device, dtype="bfloat16"), "command": "python -m foreword.bench.inside"}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"about": about, "milliseconds": ends, "times": [time for search in searches for time in search.times]}
-    out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        keep(out, "inside", llm.model, [time for search in searches for time in search.times], milliseconds=ends)
     for count in counts:
         for n, k, kind in keys:
             print(f'    ({count}, {n}, {k}, "{kind}"): {TUNED[count, n, k, kind]},')

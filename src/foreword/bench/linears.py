@@ -283,6 +283,11 @@ def compile_ahead(trial: Trial) -> str | None:
         return f"{type(problem).__name__}: {str(problem).splitlines()[0][:150] if str(problem) else ''}"
 
 
+def workers() -> int:
+    """Processes that compile ahead: what the machine has, less two."""
+    return min(WORKERS, max(1, (os.cpu_count() or 2) - 2))
+
+
 def microseconds(product: Callable[[Tensor], Tensor], weights: list[Tensor], same_bits: bool = True) -> float:
     """Of one launch in a graph that goes round all weights. With `same_bits` a replay must give those of a plain call."""
     order = list(islice(cycle(weights), max(LEAST_LAUNCHES, len(weights))))
@@ -407,8 +412,7 @@ def linears(
     products = [one for one in PRODUCTS if any(part in f"{one.model} {one.name}" for part in only.split(","))]
     counts = [int(count) for count in rows.split(",")]
     trials = [Trial(product, count, tiles) for product in products for count in counts for tiles in grid(product, count)]
-    workers = min(WORKERS, max(1, (os.cpu_count() or 2) - 2))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers(), mp_context=multiprocessing.get_context("spawn")) as pool:
         problems = list(pool.map(compile_ahead, trials))
         memory = drawn(max(READ_PER_GRAPH, *(2 * product.weights for product in products)))
         results = timed(trials, problems, memory)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.core.rough import Rough, added
+from foreword.core.rough import Rough, added, for_kernels
 from foreword.core.scores import along
 from foreword.core.target import Target
 from foreword.core.trees import carried
@@ -154,8 +154,7 @@ def remember(
     if held.is_cuda:
         from foreword.kernels import gather  # noqa: PLC0415  Triton is there only where CUDA is
 
-        before = None if norm is None else (norm.weight.detach(), norm.eps or 0.0)
-        gather.remember(held, slots, rows, count, path, before)
+        gather.remember(held, slots, rows, count, path, for_kernels(norm))
         return
     last = (count - 1).clamp(min=0).unsqueeze(1)
     row = along(rows, last if path is None else path.gather(1, last)).squeeze(1)

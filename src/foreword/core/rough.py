@@ -62,8 +62,7 @@ class Rough:
 
         columns = sum(linear.weight.shape[0] for linear in self.linears[: self.turn] if isinstance(linear, nn.Linear))
         given = None if beside is None else Beside(beside, columns)
-        before = None if norm is None else (norm.weight.detach(), norm.eps or 0.0)
-        return coarse_linear(rows, *self.codes(), beside=given, norm=before, behind=Behind(*behind))
+        return coarse_linear(rows, *self.codes(), beside=given, norm=for_kernels(norm), behind=Behind(*behind))
 
     def _is_quick(self, rows: Tensor) -> bool:
         few = rows.is_cuda and rows.dtype in HALF and rows.numel() <= ROUGH_ROWS * rows.shape[-1]
@@ -82,6 +81,11 @@ class Rough:
             self._codes = _in_place(self._codes, (whole, scale, None if biases is None else torch.cat(biases)))
             self._of = current
         return self._codes
+
+
+def for_kernels(norm: nn.RMSNorm | None) -> tuple[Tensor, float] | None:
+    """A norm as kernels take it: its weight and its epsilon."""
+    return None if norm is None else (norm.weight.detach(), norm.eps or 0.0)
 
 
 def added(state: Tensor, seen: Tensor, silu: bool, times: Tensor | None) -> Tensor:

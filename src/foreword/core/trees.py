@@ -406,12 +406,14 @@ class BestFirst:
     def grow(self, state: State, guess: Guess, shape: Shape) -> Draft:
         nodes, root = _Nodes(state.root), state.root.unsqueeze(1)
         tokens, rows, origin, chance = root, torch.zeros_like(root), torch.zeros_like(root), nodes.chance[0]
-        limited, sure = self.costs if self.costs is not None and self.costs.level else None, chance.sum()
+        limited = self.costs if self.costs is not None and self.costs.level else None
+        sure = torch.ones(())
         for level in range(1, shape.depth + 1):
             if level > 1 and limited and not limited.go_on(len(root), nodes.chances, chance, sure, level - 1):
                 break
             guessed, likely = guess(level, tokens, origin)  # [b, w, k]
-            sure = (likely[..., 0] + chance).exp().sum() / chance.exp().sum()
+            if limited:
+                sure = (likely[..., 0] + chance).exp().sum() / chance.exp().sum()
             whole = _finite(chance.unsqueeze(2) + likely).flatten(1)
             below, above = guessed.flatten(1), rows.unsqueeze(2).expand_as(guessed).flatten(1)
             rows = nodes.add(below, above, whole)

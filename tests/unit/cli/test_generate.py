@@ -16,7 +16,7 @@ CONTRACT = {"text", "tokens", "finish_reason", "model", "method", "sampling", "s
 def llm(tiny_model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREWORD_HOME", str(tmp_path_factory.mktemp("home")))
-        with foreword.load(tiny_model) as llm:
+        with foreword.load(tiny_model, method="prompt_lookup") as llm:
             yield llm
 
 
@@ -52,7 +52,8 @@ def test_standard_input(run, tiny_model, arguments):
 
 
 def test_json_holds_the_contract(run, llm, tiny_model):
-    shown = run("generate", "hello", "--model", tiny_model, "--json", "--temperature", 0.8, "--seed", 5, *SHORT)
+    sampling = ("--temperature", 0.8, "--seed", 5)
+    shown = run("generate", "hello", "--model", tiny_model, "--json", "--method", "prompt_lookup", *sampling, *SHORT)
     found = json.loads(shown.stdout)
     assert set(found) == CONTRACT
     own = llm.generate("hello", temperature=0.8, seed=5, max_new_tokens=8, ignore_eos=True).to_dict()

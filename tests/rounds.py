@@ -353,18 +353,18 @@ def check_coarse_between(device: str, turn: int, dtype: torch.dtype, tiles: Tile
     rows, columns, k = 5, 70, 72
     given, other = torch.randn(2, rows, k, generator=generator).to(dtype)
     codes, scales = in_eight_bits(torch.randn(columns, k if turn else 2 * k, generator=generator))
-    weight, bias = torch.randn(k, generator=generator).to(dtype), torch.randn(columns, generator=generator).to(dtype)
+    bias = torch.randn(columns, generator=generator).to(dtype)
     residual, times = torch.randn(rows, columns, generator=generator).to(dtype), torch.rand(rows, 1).to(dtype)
     found = coarse_linear(
         *(part.to(device) for part in (given, codes, scales, bias)),
         beside=Beside(other.to(device), turn),
-        norm=(weight.to(device), 1e-3) if turn else None,
+        epsilon=1e-3 if turn else None,
         behind=Behind(bool(turn % 2), residual.to(device), times.to(device)),
         tiles=tiles,
     )
     exact = (codes.double() * scales.double()).t()
     if turn:
-        normed = functional.rms_norm(given.double(), (k,), weight.double(), 1e-3)
+        normed = functional.rms_norm(given.double(), (k,), eps=1e-3)
         exact = torch.cat([normed @ exact[:, :turn], other.double() @ exact[:, turn:]], dim=-1) + bias.double()
     else:
         exact = torch.cat([given, other], dim=-1).double() @ exact + bias.double()

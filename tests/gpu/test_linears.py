@@ -48,6 +48,22 @@ def test_products_at_real_shapes(n: int, k: int, kind: str, rows: int, dtype: to
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize(("m", "n", "warps"), [(1, 4, 2), (1, 4, 4), (1, 8, 4), (16, 8, 4), (16, 16, 8), (32, 16, 4)])
+@pytest.mark.parametrize("kind", ["gated", "residual"])
+def test_weights_that_are_held(kind: str, m: int, n: int, warps: int) -> None:
+    from foreword.kernels.linear import few_rows_linear  # noqa: PLC0415  needs triton
+    from foreword.kernels.tiles import Tiles  # noqa: PLC0415  needs triton
+
+    gated, columns, k = kind == "gated", 100, 576
+    x = drawn(2 if m == 1 else 17, k, dtype=torch.bfloat16)
+    weight = drawn((1 + gated) * columns, k, dtype=torch.bfloat16, seed=1) * k**-0.5
+    norm = (drawn(k, dtype=torch.bfloat16, seed=2), 1e-5) if gated else None
+    residual = None if gated else drawn(len(x), columns, dtype=torch.bfloat16, seed=3)
+    given = {"norm": norm, "residual": residual, "gated": gated}
+    held, streamed = (few_rows_linear(x, weight, **given, tiles=Tiles(m, n, 1024, warps, stages)) for stages in (0, 1))
+    assert error(held, streamed.double()) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("rows", [2, 16, 33, 64, 100])
 @pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), (4096, 14336), (896, 1152)])
 def test_a_norm_inside_apart_and_handed_on_is_the_same(hidden: int, mlp: int, rows: int) -> None:

@@ -134,6 +134,16 @@ def test_rows_beside_a_norm_before_and_what_comes_behind(turn: int, splits: int,
     check_coarse_between("cuda", turn, dtype, Tiles(16, 32, 64, warps=4, stages=3, splits=splits))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_eight_bits_that_are_held(dtype: torch.dtype) -> None:
+    from foreword.kernels.tiles import Tiles  # noqa: PLC0415  needs triton
+
+    for held in (Tiles(16, 16, 64, warps=4, stages=0), Tiles(32, 64, 64, warps=8, stages=0)):
+        check_coarse("cuda", 8, 1000, 576, dtype, held)
+        for turn in (0, 16, 33):
+            check_coarse_between("cuda", turn, dtype, held)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("live", "count", "columns"), [(1, 1, 16), (1, 8, 576), (8, 8, 4608)])
 def test_what_a_level_goes_on_from(live: int, count: int, columns: int, dtype: torch.dtype) -> None:

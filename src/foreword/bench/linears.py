@@ -153,12 +153,14 @@ def _coarse(product: Product) -> Iterator[Tiles]:
         yield Tiles(16, width, depth, warps, stages)
         if width == max(widths):
             yield from (Tiles(16, width, depth, warps, stages, splits) for splits in shares)
+    if product.k <= 1152:
+        yield from (Tiles(16, width, 64, warps, stages=0) for width in widths for warps in (4, 8))
 
 
 def _one_by_one(product: Product) -> Iterator[Tiles]:
     if product.k <= 2048:
         whole = 1 << (product.k - 1).bit_length()
-        yield from (Tiles(1, width, whole, warps, 1) for width in (2, 4, 8, 16) for warps in (2, 4))
+        yield from (Tiles(1, width, whole, warps, stages) for width in (4, 8, 16) for warps in (2, 4) for stages in (1, 0))
         yield from (Tiles(1, 4, 256, 4, 3), Tiles(16, 16, 128, 4, 5))
         return
     for m, n, k, warps, stages in _ONE_ROW_LONG:

@@ -3,7 +3,8 @@ training, and for many rows they are what they are. What is decided never depend
 
 In: linears that read the same rows, or rows and others beside them. Out: what they answer, side by side. Whole numbers of
 eight bits with a scale a row are made at the first call, and again, where they lie, at one that finds the weights changed. A
-round is captured after it has run once: by then they are there, and they stay there.
+norm's weight becomes part of them, for each norm that rows come through. A round is captured after it has run once: by then
+they are there, and they stay there.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ AT_ONCE = 4096  # rows of a weight that are rounded together: on the way there t
 HALF = (torch.bfloat16, torch.float16)
 
 Codes = tuple[Tensor, Tensor, Tensor | None]  # [N, K] whole numbers, [N, 1] scales, [N] bias
+Versions = list[tuple[int, int]]
 
 
-def in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers, and what each row of them is to be multiplied with."""
-    weight = weight.float()
+def in_eight_bits(weight: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Whole numbers, and what each row of them is to be multiplied with. Columns are multiplied by a `factor` before."""
+    weight = weight.float() if factor is None else weight.float() * factor
     scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127  # a row of zeros stays one
     return (weight / scale).round().to(torch.int8).contiguous(), scale.contiguous()
 
@@ -32,8 +34,7 @@ class Rough:
     def __init__(self, *linears: nn.Module, turn: int = 0) -> None:
         """With `turn`, the linears from that one on read what lies beside the rows, and those before it the rows alone."""
         self.linears, self.turn = linears, turn
-        self._codes: Codes | None = None
-        self._of: list[tuple[int, int]] = []  # which weights these are the codes of
+        self._codes: dict[nn.RMSNorm | None, tuple[Codes, Versions]] = {}  # by the norm; and what they were made of
 
     def __call__(self, rows: Tensor, beside: Tensor | None = None, norm: nn.RMSNorm | None = None) -> Tensor:
         """Rows [.., K], behind a norm if there is one, to [.., columns of all]. What lies `beside` them, [.., K] too, is
@@ -62,7 +63,8 @@ class Rough:
 
         columns = sum(linear.weight.shape[0] for linear in self.linears[: self.turn] if isinstance(linear, nn.Linear))
         given = None if beside is None else Beside(beside, columns)
-        return coarse_linear(rows, *self.codes(), beside=given, norm=for_kernels(norm), behind=Behind(*behind))
+        epsilon = None if norm is None else norm.eps or 0.0
+        return coarse_linear(rows, *self.codes(norm), beside=given, epsilon=epsilon, behind=Behind(*behind))
 
     def _is_quick(self, rows: Tensor) -> bool:
         few = rows.is_cuda and rows.dtype in HALF and rows.numel() <= ROUGH_ROWS * rows.shape[-1]
@@ -70,17 +72,25 @@ class Rough:
 
     @torch.inference_mode(False)  # what is born in inference mode cannot be written to outside of it
     @torch.no_grad()  # inside, since the other turns gradients on
-    def codes(self) -> Codes:
-        """Of all linears on top of one another."""
+    def codes(self, norm: nn.RMSNorm | None = None) -> Codes:
+        """Of all linears on top of one another. Those that read the rows have the weight of the norm in them."""
         linears = [linear for linear in self.linears if isinstance(linear, nn.Linear)]
-        current = [_version(part) for linear in linears for part in (linear.weight, linear.bias) if part is not None]
-        if self._codes is None or self._of != current:
-            weights = [in_eight_bits(part) for linear in linears for part in linear.weight.split(AT_ONCE)]
-            whole, scale = (torch.cat(parts) for parts in zip(*weights, strict=True))
-            biases = [_bias(linear) for linear in linears] if any(one.bias is not None for one in linears) else None
-            self._codes = _in_place(self._codes, (whole, scale, None if biases is None else torch.cat(biases)))
-            self._of = current
-        return self._codes
+        parts = [part for linear in linears for part in (linear.weight, linear.bias) if part is not None]
+        current = [_version(part) for part in (*parts, *([] if norm is None else [norm.weight]))]
+        held, made_of = self._codes.get(norm, (None, None))
+        if held is None or made_of != current:
+            held = _in_place(held, self._made(linears, norm))
+            self._codes[norm] = held, current
+        return held
+
+    def _made(self, linears: list[nn.Linear], norm: nn.RMSNorm | None) -> Codes:
+        weights = []
+        for place, linear in enumerate(linears):
+            factor = norm.weight.float() if norm is not None and (not self.turn or place < self.turn) else None
+            weights += [in_eight_bits(part, factor) for part in linear.weight.split(AT_ONCE)]
+        whole, scale = (torch.cat(parts) for parts in zip(*weights, strict=True))
+        biases = [_bias(linear) for linear in linears] if any(one.bias is not None for one in linears) else None
+        return whole, scale, None if biases is None else torch.cat(biases)
 
 
 def for_kernels(norm: nn.RMSNorm | None) -> tuple[Tensor, float] | None:

@@ -1,7 +1,8 @@
 """Products of a few rows with weights in eight bits: what is only guessed by need not be exact, and half as much is read.
 
 In: rows [.., K] in half precision, whole numbers of eight bits with a scale for each of their rows, and perhaps other rows
-[.., K] `Beside` them. Out: in the rows' dtype. A norm before the product and what comes `Behind` it are part of the kernel.
+[.., K] `Beside` them. Out: in the rows' dtype. What is left of a norm before the product, whose weight is part of the codes,
+and what comes `Behind` it are part of the kernel.
 Numbers of eight bits are exact in half precision, so that beside kernels/linear.py, whose way of starting early is used here
 too, only the weights are rounded once more.
 """
@@ -16,35 +17,58 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.glue import normed
-from foreword.kernels.linear import Norm, ahead, joined, launch_options, start_early
+from foreword.kernels.held import SPAN, folded, hold, long_of, spans
+from foreword.kernels.linear import ahead, launch_options
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
+from foreword.kernels.sums import joined, start_early
 from foreword.kernels.tiles import Tiles, fitting, tiles_for
 
-MANY_COLUMNS = 2**14  # so many programs that each norming its rows again takes longer than a kernel that does it once
+
+@triton.jit
+def _times(x, held, sums, K: tl.constexpr):
+    """Rows times weights, both held in two pieces, added to sums."""
+    sums = tl.dot(x[0], tl.permute(held[0].to(x[0].dtype), (0, 2, 1)), sums)
+    if long_of(K) < K:
+        sums = tl.dot(x[1], tl.permute(held[1].to(x[1].dtype), (0, 2, 1)), sums)
+    return sums
 
 
-@triton.jit(do_not_specialize=["count"])
-def _coarse(
-    rows, beside, codes, scales, bias, residual, times, norm, out, part, count, columns, epsilon,
-    K: tl.constexpr, HALVES: tl.constexpr, TURN: tl.constexpr, NORMED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
-    BIASED: tl.constexpr, SILU: tl.constexpr, ADDED: tl.constexpr, TIMED: tl.constexpr, EARLY: tl.constexpr,
-) -> None:  # fmt: skip
-    """BLOCK_M rows times BLOCK_N columns, or one of SPLITS stretches of their sums, which goes to `part`.
+@triton.jit
+def _lengths(x_at, epsilon, K: tl.constexpr):
+    """What rows [BLOCK_M] are multiplied with, to be divided by their length. They are read once more, each by one warp:
+    what a product holds of them is spread over all."""
+    at = (tl.arange(0, spans(K))[:, None] * SPAN + tl.arange(0, SPAN)[None, :])[None, :, :]
+    x = tl.load(x_at[:, None, None] + at, mask=at < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return tl.rsqrt(tl.sum(tl.sum(x * x, 1), 1) / K + epsilon)
 
-    Two HALVES: weights are twice as long, for a row and the one beside it. Columns from TURN on are of those beside alone.
-    """
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(2)
-    turned = (tl.program_id(1) >= tl.cdiv(TURN, BLOCK_N)) & (TURN > 0)
-    first, end = tl.where(turned, TURN, 0), tl.where(turned | (TURN == 0), columns, TURN)
-    column = first + (tl.program_id(1) - tl.where(turned, tl.cdiv(TURN, BLOCK_N), 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    lines = codes + tl.minimum(column, columns - 1).to(tl.int64) * (K * HALVES)  # instead of a mask
+
+@triton.jit
+def _sums_held(
+    x_at, beside_at, held, held_beside, turned, epsilon,
+    K: tl.constexpr, HALVES: tl.constexpr, DIVIDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHARES: tl.constexpr,
+):  # fmt: skip
+    """Rows times weights that are held, [BLOCK_M, BLOCK_N]; two HALVES: and those beside them times theirs."""
+    x = hold(x_at, K, SHARES, "evict_last")
+    other = hold(beside_at, K, SHARES, "evict_last") if HALVES == 2 else x
+    behind = _lengths(x_at, epsilon, K) if DIVIDED else 1.0
+    sums = _times(x, held, tl.zeros([SHARES, BLOCK_M, BLOCK_N], tl.float32), K)
+    if HALVES == 2:
+        sums = _times(other, held_beside, sums, K)
+    value = folded(sums, BLOCK_M, BLOCK_N, SHARES)
+    if DIVIDED:
+        value *= tl.where(turned, 1.0, behind)[:, None]
+    return value
+
+
+@triton.jit
+def _sums_streamed(
+    rows, beside, lines, real, split, turned, epsilon,
+    K: tl.constexpr, HALVES: tl.constexpr, DIVIDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """The same, BLOCK_K numbers at a time, or STEPS of them where several share the sums."""
     per_half: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    start_early(lines + split * STEPS * BLOCK_K, 0, AHEAD, False, EARLY)
-    real = tl.minimum(row, count - 1) * K
     value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for some in tl.range(0, STEPS, num_stages=STAGES):
@@ -55,13 +79,48 @@ def _coarse(
         x_at = tl.where(half | turned, beside, rows) + real
         x = tl.load(x_at[:, None] + at[None, :], mask=here[None, :], other=0.0, eviction_policy="evict_last")
         w = tl.load(lines[:, None] + (tl.where(half, K, 0) + at)[None, :], mask=here[None, :], other=0)
-        if NORMED:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            x = (wide * tl.load(norm + at, mask=here & (not turned), other=1.0).to(tl.float32)[None, :]).to(x.dtype)
+        if DIVIDED:
+            squares += x.to(tl.float32) * x.to(tl.float32)
         value = tl.dot(x, tl.trans(w.to(x.dtype)), value)
-    if NORMED:
+    if DIVIDED:
         value *= tl.where(turned, 1.0, tl.rsqrt(tl.sum(squares, 1) / K + epsilon))[:, None]
+    return value
+
+
+@triton.jit(do_not_specialize=["count"])
+def _coarse(
+    rows, beside, codes, scales, bias, residual, times, out, part, count, columns, epsilon,
+    K: tl.constexpr, HALVES: tl.constexpr, TURN: tl.constexpr, DIVIDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SHARES: tl.constexpr,
+    SPLITS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    BIASED: tl.constexpr, SILU: tl.constexpr, ADDED: tl.constexpr, TIMED: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_M rows times BLOCK_N columns, or one of SPLITS stretches of their sums, which goes to `part`.
+
+    Two HALVES: weights are twice as long, for a row and the one beside it. Columns from TURN on are of those beside alone.
+    DIVIDED: by the length of `rows`, which is left of a norm whose weight is part of the codes.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    turned = (tl.program_id(1) >= tl.cdiv(TURN, BLOCK_N)) & (TURN > 0)
+    first, end = tl.where(turned, TURN, 0), tl.where(turned | (TURN == 0), columns, TURN)
+    column = first + (tl.program_id(1) - tl.where(turned, tl.cdiv(TURN, BLOCK_N), 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines = codes + tl.minimum(column, columns - 1).to(tl.int64) * (K * HALVES)  # instead of a mask
+    real = tl.minimum(row, count - 1) * K
+    if SHARES > 0:
+        held = hold(lines, K, SHARES, "evict_first")
+        held_beside = hold(lines + K, K, SHARES, "evict_first") if HALVES == 2 else held
+        take_turn(EARLY)
+        value = _sums_held(
+            tl.where(turned, beside, rows) + real, beside + real, held, held_beside, turned, epsilon,
+            K, HALVES, DIVIDED, BLOCK_M, BLOCK_N, SHARES,
+        )  # fmt: skip
+    else:
+        start_early(lines + split * STEPS * BLOCK_K, AHEAD, EARLY)
+        value = _sums_streamed(
+            rows, beside, lines, real, split, turned, epsilon,
+            K, HALVES, DIVIDED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, STEPS,
+        )  # fmt: skip
     inside = (row < count)[:, None] & (column < end)[None, :]
     if SPLITS > 1:
         at_line = (split * count + row)[:, None].to(tl.int64) * columns + column[None, :]
@@ -129,23 +188,22 @@ def coarse_linear(
     bias: Tensor | None = None,
     *,
     beside: Beside | None = None,
-    norm: Norm | None = None,
+    epsilon: float | None = None,
     behind: Behind = Behind(),  # noqa: B008  it cannot be changed
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Rows [.., K] times (codes [N, K] * scales [N, 1]), transposed, + bias [N]: [.., N]. A norm is that of `rows` alone."""
+    """Rows [.., K] times (codes [N, K] * scales [N, 1]), transposed, + bias [N]: [.., N]. With an `epsilon`, that of an
+    RMSNorm whose weight is part of the codes, they are divided by their length; not so those beside them."""
     columns, flat = codes.shape[0], rows.reshape(-1, rows.shape[-1]).contiguous()
-    if norm is not None and columns >= MANY_COLUMNS:
-        flat, norm = normed(flat, norm), None
     out = torch.empty(*rows.shape[:-1], columns, dtype=rows.dtype, device=rows.device)
     whole = beside is not None and beside.turn == 0
     assert codes.is_contiguous() and codes.shape[1] == flat.shape[1] * (1 + whole) and scales.numel() == columns
-    assert norm is None or not whole
+    assert epsilon is None or not whole
     if flat.shape[0]:
         tiles = fitting(tiles or tiles_for(flat.shape[0], columns, codes.shape[1], "coarse"), rows.dtype)
         # The length of a row and where its columns turn are known to programs that have all of its sum.
-        tiles = tiles if norm is None and (beside is None or whole) else replace(tiles, splits=1)
-        _launch(flat, codes, (scales, bias, behind), out, beside, norm, tiles)
+        tiles = tiles if epsilon is None and (beside is None or whole) else replace(tiles, splits=1)
+        _launch(flat, codes, (scales, bias, behind), out, beside, epsilon, tiles)
     return out
 
 
@@ -155,7 +213,7 @@ def _launch(
     after: tuple[Tensor, Tensor | None, Behind],
     out: Tensor,
     beside: Beside | None,
-    norm: Norm | None,
+    epsilon: float | None,
     tiles: Tiles,
 ) -> None:
     (count, k), columns, early = rows.shape, codes.shape[0], overlaps(rows.device)
@@ -165,17 +223,17 @@ def _launch(
     part = torch.empty(tiles.splits, count, columns, dtype=torch.float32, device=rows.device) if split else out
     scales, bias, behind = after
     given = [scales, *(out if one is None else one.contiguous() for one in (bias, behind.residual, behind.times))]
-    weight, epsilon = (out, 0.0) if norm is None else norm
     flags = {"SPLITS": tiles.splits, "BIASED": bias is not None, "SILU": behind.silu, "EARLY": early}
     flags |= {"ADDED": behind.residual is not None, "TIMED": behind.times is not None}
     blocks = triton.cdiv(turn, tiles.block_n) + triton.cdiv(columns - turn, tiles.block_n)
     least = codes.shape[1] - steps * tiles.block_k * (tiles.splits - 1)  # of the weights, for the last of those who share
     _coarse[(triton.cdiv(count, tiles.block_m), blocks, tiles.splits)](
-        rows, rows if beside is None else beside.rows.contiguous(), codes, *given, weight, out, part,
-        count, columns, epsilon,
-        K=k, HALVES=halves, TURN=turn, NORMED=norm is not None,
+        rows, rows if beside is None else beside.rows.contiguous(), codes, *given, out, part,
+        count, columns, epsilon or 0.0,
+        K=k, HALVES=halves, TURN=turn, DIVIDED=epsilon is not None,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages,
-        STEPS=steps, AHEAD=ahead(least, tiles, False), **flags, **launch_options(tiles, early),
+        SHARES=tiles.warps if tiles.stages == 0 else 0, STEPS=steps, AHEAD=ahead(least, tiles, False),
+        **flags, **launch_options(tiles, early),
     )  # fmt: skip
     if split:
         wide = min(512, triton.next_power_of_2(columns))

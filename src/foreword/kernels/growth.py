@@ -33,10 +33,9 @@ class Budget(NamedTuple):
 
 @triton.jit
 def _ahead(chance, node, others, numbers):
-    """How many of the others come before each node: those likelier, and of those as likely the earlier ones."""
+    """1 where another comes before a node, [nodes, others]: the likelier, and of those as likely the earlier ones."""
     other, own = others[None, :], chance[:, None]
-    before = (other > own) | ((other == own) & (numbers[None, :] < node[:, None]))
-    return tl.sum(before.to(tl.int32), 1)
+    return ((other > own) | ((other == own) & (numbers[None, :] < node[:, None]))).to(tl.int32)
 
 
 @triton.jit
@@ -48,12 +47,12 @@ def draft_likeliest(
     All [BLOCK], with a chance of -inf behind the last.
     """
     node = tl.arange(0, BLOCK)
-    place = tl.zeros([BLOCK], tl.int32)
     part: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
+    ahead = tl.zeros([BLOCK, part], tl.int32)
     for start in range(0, COUNT, part):
         numbers = start + tl.arange(0, part)
-        place += _ahead(chance, node, tl.gather(chance, numbers, 0), numbers)
-    kept = (place < NODES) & (chance > _NEVER)
+        ahead += _ahead(chance, node, tl.gather(chance, numbers, 0), numbers)
+    kept = (tl.sum(ahead, 1) < NODES) & (chance > _NEVER)
     chosen = kept.to(tl.int32)
     rows = tl.sum(chosen, 0)
     row = tl.where(kept, tl.cumsum(chosen, 0) - chosen, 0)
@@ -108,14 +107,15 @@ def _level(
     whole = _whole(
         likely, live, chances, lane, candidate, l_lane, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
     )
-    place = tl.zeros([BLOCK], tl.int32)
     part: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
+    ahead = tl.zeros([BLOCK, part], tl.int32)
     for start in range(0, LIVE * K, part):
         other = start + tl.arange(0, part)
         theirs = _whole(
             likely, live, chances, lane, other, l_lane, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
         )
-        place += _ahead(whole, candidate, theirs, other)
+        ahead += _ahead(whole, candidate, theirs, other)
+    place = tl.sum(ahead, 1)
 
     origin = candidate // K
     token = tl.load(guessed + lane * g_lane + origin * g_live + candidate % K * g_rank, mask=real, other=0)

@@ -17,7 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.overlap import early_launch, fetch, overlaps, take_turn
+from foreword.kernels.overlap import early_launch, overlaps, take_turn
+from foreword.kernels.sums import (
+    by_column,
+    few_rows_sums,
+    get_ready,
+    get_ready_for_one,
+    joined,
+    one_row_sums,
+    pairs,
+    scale_of,
+    shared_out,
+)
 from foreword.kernels.tiles import Kind, Tiles, fitting, tiles_for
 
 Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
@@ -27,21 +38,6 @@ FETCHED = 2**15  # numbers that a program asks for while it waits: what it needs
 # A row times a norm's weight, before it is divided by its length, may be too large for these numbers or too small: rows are
 # normalised before they are rounded, and the norm is a kernel of its own, or reads its row twice. Nothing is handed on.
 NORMED_FIRST = (torch.float16,)
-
-
-@triton.constexpr_function
-def share_of(k, shares):
-    """How many numbers a share of `k` has at most: a power of two, and enough for a matrix unit."""
-    return max(16, triton.next_power_of_2(triton.cdiv(k, shares)))
-
-
-@triton.jit
-def _load(place, here, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    if MASKED:
-        found = tl.load(place, mask=here, other=0.0, eviction_policy=POLICY)
-    else:
-        found = tl.load(place, eviction_policy=POLICY)
-    return found
 
 
 @triton.jit
@@ -75,132 +71,23 @@ def _residual(residual, row, column, here, columns, ADDED: tl.constexpr):
 
 
 @triton.jit
-def start_early(lines, above, AHEAD: tl.constexpr, PAIRED: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """Ask for the weights at `lines`, and for those `above` them, while the kernel before still runs."""
-    if EARLY:
-        fetch(lines, AHEAD)
-        if PAIRED:
-            fetch(lines + above, AHEAD)
-        take_turn(EARLY)
-
-
-@triton.jit
-def one_row_sums(
-    x_at, lines, above, norm, epsilon,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    PAIRED: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """A row times the weights at `lines` [BLOCK_N], and times those `above` them: summed where they lie, across at the end.
-
-    NORM "inside": see the top. "first": the row is divided before it is rounded, for which it is read twice.
-    """
-    masked: tl.constexpr = K % BLOCK_K != 0
-    wide = tl.arange(0, BLOCK_K)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    scale = 1.0
-    if NORM == "first":
-        for start in tl.range(0, K, BLOCK_K):
-            x = _load(x_at + start + wide, start + wide < K, masked, "evict_last").to(tl.float32)
-            squares += x * x
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
-    value = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        at = start + wide
-        here = at < K
-        w = _load(lines[:, None] + at[None, :], here[None, :], masked, "evict_first").to(tl.float32)
-        x = _load(x_at + at, here, masked, "evict_last").to(tl.float32)
-        if NORM == "inside":
-            squares += x * x
-        if NORM != "":
-            x *= scale * _load(norm + at, here, masked, "evict_last").to(tl.float32)
-            x = x.to(x_at.dtype.element_ty).to(tl.float32)
-        value += w * x[None, :]
-        if PAIRED:
-            u = _load(lines[:, None] + above + at[None, :], here[None, :], masked, "evict_first").to(tl.float32)
-            up += u * x[None, :]
-    behind = 1.0
-    if NORM == "inside":
-        behind = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
-    return tl.sum(value, 1) * behind, tl.sum(up, 1) * behind
-
-
-@triton.jit
-def hold(lines, K: tl.constexpr, SHARES: tl.constexpr, POLICY: tl.constexpr):
-    """All K numbers behind each pointer of `lines` [n], [SHARES, n, a power of two], and 0 where there are no more."""
-    each: tl.constexpr = share_of(K, SHARES)
-    at = tl.arange(0, SHARES)[:, None, None] * each + tl.arange(0, each)[None, None, :]
-    return _load(lines[None, :, None] + at, at < K, SHARES * each > K, POLICY)
-
-
-@triton.jit
-def _across(x, held, PRECISION: tl.constexpr):
-    """Rows times held weights: every warp sums its share, and then they add theirs."""
-    return tl.sum(tl.dot(x, tl.permute(held, (0, 2, 1)), input_precision=PRECISION), 0)
-
-
-@triton.jit
-def held_sums(
-    x_at, held, above, squares, row, count, epsilon,
-    K: tl.constexpr, SHARES: tl.constexpr, PAIRED: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As `few_rows_sums`, with weights that are `held` already, and so are those `above`: only the rows are waited for."""
-    if BLOCKS > 0:
-        block = tl.arange(0, triton.next_power_of_2(BLOCKS))[:, None]
-        lengths = tl.load(squares + block * count + row[None, :], mask=block < BLOCKS, other=0.0)
-    x = hold(x_at, K, SHARES, "evict_last")
-    value = _across(x, held, PRECISION)
-    up = _across(x, above, PRECISION) if PAIRED else value
-    if BLOCKS > 0:
-        behind = tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)[:, None]
-        value, up = value * behind, up * behind
-    return value, up
-
-
-@triton.jit
-def few_rows_sums(
-    x_at, lines, above, squares, row, count, left, epsilon,
-    K: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Rows at `x_at` [BLOCK_M] times the weights at `lines` [BLOCK_N], and times those `above` them, `left` numbers of each.
-
-    BLOCKS > 0: the rows come multiplied by a norm's weight, and `squares` [BLOCKS, count] says how long they were.
-    """
-    if BLOCKS > 0:  # asked for before the product and added behind it, so that nobody waits
-        block = tl.arange(0, triton.next_power_of_2(BLOCKS))[:, None]
-        lengths = tl.load(squares + block * count + row[None, :], mask=block < BLOCKS, other=0.0)
-    value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
-        at = start + tl.arange(0, BLOCK_K)
-        here = at < left
-        x = _load(x_at[:, None] + at[None, :], here[None, :], MASKED, "evict_last")
-        w = _load(lines[:, None] + at[None, :], here[None, :], MASKED, "evict_first")
-        value = tl.dot(x, tl.trans(w), value, input_precision=PRECISION)
-        if PAIRED:
-            u = _load(lines[:, None] + above + at[None, :], here[None, :], MASKED, "evict_first")
-            up = tl.dot(x, tl.trans(u), up, input_precision=PRECISION)
-    if BLOCKS > 0:
-        behind = tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)[:, None]
-        value, up = value * behind, up * behind
-    return value, up
-
-
-@triton.jit
 def _one_row(
     rows, weight, bias, residual, norm, out, columns, epsilon,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    GATED: tl.constexpr, NORM: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row times BLOCK_N columns."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    lines = weight + tl.minimum(column, columns - 1).to(tl.int64) * K  # instead of a mask
-    above = tl.cast(columns, tl.int64) * K  # from a row of the gate to that of up
+    each: tl.constexpr = 2 if GATED else 1
+    taken, weight_of = shared_out(BLOCK_N, each, WARPS)
+    line = tl.minimum(tl.program_id(1) * BLOCK_N + taken, columns - 1) + weight_of * columns
+    lines = weight + line.to(tl.int64) * K
     added = _residual(residual, row, column, column < columns, columns, ADDED)
-    start_early(lines, above, AHEAD, GATED, EARLY)
-    value, up = one_row_sums(rows + row * K, lines, above, norm, epsilon, K, BLOCK_N, BLOCK_K, STAGES, GATED, NORM)
+    held = get_ready_for_one(lines, K, STAGES, AHEAD, EARLY)
+    sums = one_row_sums(rows + row * K, lines, held, norm, epsilon, K, WARPS, BLOCK_K, STAGES, NORM)
+    value, up = by_column(sums, BLOCK_N, each, WARPS)
     _store(value, up, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
 
 
@@ -218,27 +105,22 @@ def _few_rows(
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     first = split * EACH
-    lines = weight + tl.minimum(column, columns - 1).to(tl.int64) * K + first
-    above = tl.cast(columns, tl.int64) * K
+    each: tl.constexpr = 2 if GATED else 1
+    wide = tl.arange(0, each * BLOCK_N)  # every column of the gate, and that of up behind it
+    line = tl.minimum(block * BLOCK_N + wide // each, columns - 1) + wide % each * columns
+    lines = weight + line.to(tl.int64) * K + first
     factor = tl.load(after + tl.minimum(column, columns - 1)).to(tl.float32)[None, :] if HANDS and SPLITS == 1 else 0.0
     inside = (row < count)[:, None] & (column < columns)[None, :]
     added = _residual(residual, row[:, None], column[None, :], inside, columns, ADDED and SPLITS == 1)
-    if SHARES > 0:
-        held = hold(lines, K, SHARES, "evict_first")
-        held_above = hold(lines + above, K, SHARES, "evict_first") if GATED else held
-        take_turn(EARLY)
-    else:
-        start_early(lines, above, AHEAD, GATED, EARLY)
+    held = get_ready(lines, K, SHARES, AHEAD, EARLY)
     real = tl.minimum(row, count - 1)
-    if SHARES > 0:
-        value, up = held_sums(
-            rows + real * K, held, held_above, norm, real, count, epsilon, K, SHARES, GATED, BLOCKS, PRECISION
-        )
-    else:
-        value, up = few_rows_sums(
-            rows + real * K + first, lines, above, norm, real, count, K - first, epsilon,
-            K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, GATED, BLOCKS, PRECISION,
-        )  # fmt: skip
+    value = few_rows_sums(
+        rows + real * K + first, lines, held, norm, row, count, K - first, epsilon,
+        K, EACH, BLOCK_M, each * BLOCK_N, BLOCK_K, STAGES, SHARES, K != SPLITS * EACH, BLOCKS, PRECISION,
+    )  # fmt: skip
+    up = value
+    if GATED:
+        value, up = pairs(value, BLOCK_M, BLOCK_N)
     if SPLITS > 1:
         line = split * count + row
         tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)
@@ -247,27 +129,6 @@ def _few_rows(
         if HANDS:
             own = _hand_on(stored, factor, ready, row[:, None], column[None, :], inside, columns, 1)
             tl.store(squares + block * count + row, own, mask=row < count)
-
-
-@triton.jit
-def scale_of(squares, row, count, epsilon, K: tl.constexpr, BLOCKS: tl.constexpr):
-    """What the sums of one row are scaled by, where it comes from a norm."""
-    scale = 1.0
-    if BLOCKS > 0:
-        block = tl.arange(0, triton.next_power_of_2(BLOCKS))
-        lengths = tl.load(squares + block * count + row, mask=block < BLOCKS, other=0.0)
-        scale = tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)
-    return scale
-
-
-@triton.jit
-def joined(part, row, column, here, count, columns, SPLITS: tl.constexpr):
-    """The parts of one row's sums, added in order."""
-    value = tl.zeros(column.shape, tl.float32)
-    for split in tl.static_range(SPLITS):
-        line = split * count + row
-        value += tl.load(part + line.to(tl.int64) * columns + column, mask=here, other=0.0)
-    return value
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -458,8 +319,7 @@ def _launch_one(ready: Prepared, given: _Given, tiles: Tiles, gated: bool) -> No
     flags = {name: given.flags[name] for name in ("BIASED", "ADDED", "EARLY")}
     _one_row[(count, triton.cdiv(columns, tiles.block_n))](
         ready.rows, given.weight, given.bias, given.residual, ready.norm, given.out, columns, ready.epsilon,
-        K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=ahead(k, tiles, gated),
-        GATED=gated, NORM=ready.kind, **flags, **launch_options(tiles, flags["EARLY"]),
+        GATED=gated, NORM=ready.kind, **cut_for_one(k, tiles, gated), **flags, **launch_options(tiles, flags["EARLY"]),
     )  # fmt: skip
 
 
@@ -485,6 +345,14 @@ def parts(ready: Prepared, columns: int, tiles: Tiles) -> Tensor:
     """Room for the sums of programs that share them."""
     rows = ready.rows
     return torch.empty(tiles.splits, rows.shape[0], columns, dtype=torch.float32, device=rows.device)
+
+
+def cut_for_one(k: int, tiles: Tiles, paired: bool) -> dict[str, Any]:
+    """What a product of one row has to be compiled for. Held weights are shared out to the warps by columns."""
+    return {
+        "K": k, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.stages,
+        "WARPS": tiles.warps if tiles.stages == 0 else 0, "AHEAD": ahead(k, tiles, paired),
+    }  # fmt: skip
 
 
 def cut(ready: Prepared, tiles: Tiles, paired: bool) -> dict[str, Any]:

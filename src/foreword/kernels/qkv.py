@@ -15,33 +15,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.linear import (
-    Handed,
-    Norm,
-    Prepared,
-    ahead,
-    cut,
-    few_rows_sums,
-    held_sums,
-    hold,
-    joined,
-    launch_options,
-    one_row_sums,
-    parts,
-    prepare,
-    scale_of,
-    start_early,
-)
+from foreword.kernels.linear import Handed, Norm, Prepared, cut, cut_for_one, launch_options, parts, prepare
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 from foreword.kernels.rotary import angles, place_of, put, turned
+from foreword.kernels.sums import (
+    by_column,
+    few_rows_sums,
+    get_ready,
+    get_ready_for_one,
+    joined,
+    one_row_sums,
+    pairs,
+    scale_of,
+    shared_out,
+)
 from foreword.kernels.tiles import Tiles, fitting, tiles_for
 
 
 @triton.jit
-def _pairs(block, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
-    """A block of pairs: the head it lies in, and where in the low half."""
+def _place(block, BLOCK_N: tl.constexpr, HALF: tl.constexpr):
+    """Where a block of pairs begins: the head, and the column of its low half."""
     per_head: tl.constexpr = (HALF + BLOCK_N - 1) // BLOCK_N
-    return block // per_head, block % per_head * BLOCK_N + tl.arange(0, BLOCK_N)
+    return block // per_head, block % per_head * BLOCK_N
 
 
 @triton.jit
@@ -64,18 +59,22 @@ def _finish(
 def _one_row_turned(
     rows, weight, bias, norm, cosine, sine, keys, values, places, out, per_lane, epsilon, c_batch, c_row, s_batch, s_row,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, BIASED: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
+    BIASED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row times BLOCK_N pairs."""
     line = tl.program_id(0)
-    head, at = _pairs(tl.program_id(1), BLOCK_N, HALF)
-    lines = weight + (head * (2 * HALF) + tl.minimum(at, HALF - 1)).to(tl.int64) * K
-    start_early(lines, HALF * K, AHEAD, True, EARLY)
+    head, begin = _place(tl.program_id(1), BLOCK_N, HALF)
+    at = begin + tl.arange(0, BLOCK_N)
+    taken, half = shared_out(BLOCK_N, 2, WARPS)
+    line_at = tl.minimum(begin + taken, HALF - 1) + half * HALF
+    lines = weight + (head * (2 * HALF) + line_at).to(tl.int64) * K
     lane, row, here = line // per_lane, line % per_lane, at < HALF
     place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
     angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
-    low, high = one_row_sums(rows + line * K, lines, HALF * K, norm, epsilon, K, BLOCK_N, BLOCK_K, STAGES, True, NORM)
+    held = get_ready_for_one(lines, K, STAGES, AHEAD, EARLY)
+    sums = one_row_sums(rows + line * K, lines, held, norm, epsilon, K, WARPS, BLOCK_K, STAGES, NORM)
+    low, high = by_column(sums, BLOCK_N, 2, WARPS)
     _finish(
         low, high, angle, bias, out, keys, values, line, place, head, at, here, HEADS, KEY_HEADS, HALF, BIASED
     )  # fmt: skip
@@ -92,10 +91,13 @@ def _few_rows_turned(
 ) -> None:  # fmt: skip
     """BLOCK_M rows times BLOCK_N pairs, or one of SPLITS stretches of their sums, which goes to `part`."""
     line = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    head, at = _pairs(tl.program_id(1), BLOCK_N, HALF)
+    head, begin = _place(tl.program_id(1), BLOCK_N, HALF)
+    at = begin + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     first = split * EACH
-    lines = weight + (head * (2 * HALF) + tl.minimum(at, HALF - 1)).to(tl.int64) * K + first
+    wide = tl.arange(0, 2 * BLOCK_N)  # every column of the low half, and that of the high one behind it
+    line_at = tl.minimum(begin + wide // 2, HALF - 1) + wide % 2 * HALF
+    lines = weight + (head * (2 * HALF) + line_at).to(tl.int64) * K + first
     real = tl.minimum(line, count - 1)
     lane, row = real // per_lane, real % per_lane
     inside = (line < count)[:, None] & (at < HALF)[None, :]
@@ -103,21 +105,12 @@ def _few_rows_turned(
         place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
         c_at, s_at = lane * c_batch + row * c_row, lane * s_batch + row * s_row
         angle = angles(cosine, sine, c_at[:, None], s_at[:, None], at[None, :], inside, HALF)
-    if SHARES > 0:
-        held = hold(lines, K, SHARES, "evict_first")
-        held_above = hold(lines + HALF * K, K, SHARES, "evict_first")
-        take_turn(EARLY)
-    else:
-        start_early(lines, HALF * K, AHEAD, True, EARLY)
-    if SHARES > 0:
-        low, high = held_sums(
-            rows + real * K, held, held_above, norm, real, count, epsilon, K, SHARES, True, BLOCKS, PRECISION
-        )
-    else:
-        low, high = few_rows_sums(
-            rows + real * K + first, lines, HALF * K, norm, real, count, K - first, epsilon,
-            K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, K != SPLITS * EACH, True, BLOCKS, PRECISION,
-        )  # fmt: skip
+    held = get_ready(lines, K, SHARES, AHEAD, EARLY)
+    value = few_rows_sums(
+        rows + real * K + first, lines, held, norm, line, count, K - first, epsilon,
+        K, EACH, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, SHARES, K != SPLITS * EACH, BLOCKS, PRECISION,
+    )  # fmt: skip
+    low, high = pairs(value, BLOCK_M, BLOCK_N)
     if SPLITS == 1:
         _finish(
             low, high, angle, bias, out, keys, values, line[:, None], place[:, None], head, at[None, :], inside,
@@ -210,8 +203,7 @@ def _launch_one(ready: Prepared, weight: Tensor, bias: Tensor, where: _Where, ti
     count, k = ready.rows.shape
     _one_row_turned[(count, _blocks(tiles, flags))](
         ready.rows, weight, bias, ready.norm, *where, where.out.shape[1], ready.epsilon, *where.strides,
-        K=k, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, STAGES=tiles.stages, AHEAD=ahead(k, tiles, paired=True),
-        NORM=ready.kind, **flags, **launch_options(tiles, bool(flags["EARLY"])),
+        NORM=ready.kind, **cut_for_one(k, tiles, paired=True), **flags, **launch_options(tiles, bool(flags["EARLY"])),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from foreword.kernels.noise import gumbel, noise_bits
 from foreword.kernels.overlap import launched, take_turn
 
 MOST = 16  # best ones that can be asked for: each is one more look at what a program holds
+ONE_WARP = 1024  # numbers that one warp looks at: what several find one after the other, they have to tell each other
 
 _LOW = tl.constexpr(0x7FFFFFFF)
 _NOTHING = tl.constexpr(-(2**63))
@@ -92,15 +93,18 @@ def _row(
         mass = tl.load(masses + row * stretches + piece, mask=here, other=0.0)
         highest = tl.max(peak, 0)
         log_mass = tl.log(tl.sum(mass * tl.exp(peak - highest), 0)) + highest
+    rank = tl.arange(0, triton.next_power_of_2(K))
+    found = tl.zeros([triton.next_power_of_2(K)], tl.int64)
     for i in tl.static_range(K):
         largest = tl.max(left, 0)
         left = tl.where(left == largest, _NOTHING, left)
-        place = (largest & _LOW) ^ _LOW
-        tl.store(places + row * K + i, tl.load(words + place) if WORDS else place)
-        if MASS:
-            order = (largest >> 32).to(tl.int32)
-            value = tl.where(order < 0, order ^ _LOW, order).to(tl.float32, bitcast=True)
-            tl.store(chances + row * K + i, value - log_mass)
+        found = tl.where(rank == i, largest, found)
+    place, at = (found & _LOW) ^ _LOW, row * K + rank
+    tl.store(places + at, tl.load(words + place, mask=rank < K, other=0) if WORDS else place, mask=rank < K)
+    if MASS:
+        order = (found >> 32).to(tl.int32)
+        value = tl.where(order < 0, order ^ _LOW, order).to(tl.float32, bitcast=True)
+        tl.store(chances + at, value - log_mass, mask=rank < K)
 
 
 def top(scores: Tensor, k: int, noise: Noise | None = None) -> Tensor:
@@ -122,9 +126,9 @@ def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None, words: Tensor 
     assert words is None or (words.shape == (width,) and words.is_contiguous())
     flat = scores.reshape(-1, width)
     rows = flat.shape[0]
-    # Few rows are cut finer, so that all of the device has work.
-    block = min(triton.next_power_of_2(width), 1024 if rows <= 16 else 4096)
+    block = min(triton.next_power_of_2(width), ONE_WARP // 2 if width <= 2**15 else ONE_WARP)
     stretches = triton.cdiv(width, block)
+    joined = triton.next_power_of_2(stretches * k)
     best = torch.empty(rows, stretches, k, dtype=torch.long, device=device)
     sums = torch.empty(2, rows, stretches if mass else 0, dtype=torch.float32, device=device)
     places = torch.empty(*scores.shape[:-1], k, dtype=torch.long, device=device)
@@ -135,10 +139,10 @@ def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None, words: Tensor 
     if rows:
         _stretch[(rows, stretches)](
             flat, best, *sums, *race, named, width, each, K=k, MASS=mass, NOISY=noise is not None,
-            WORDS=words is not None, BLOCK=block, **launched(device, block // 512),
+            WORDS=words is not None, BLOCK=block, **launched(device, 1),
         )  # fmt: skip
         _row[(rows,)](
             best, *sums, named, places, chances, stretches, K=k, MASS=mass, WORDS=words is not None,
-            BLOCK=triton.next_power_of_2(stretches * k), STRETCHES=triton.next_power_of_2(stretches), **launched(device),
+            BLOCK=joined, STRETCHES=triton.next_power_of_2(stretches), **launched(device, 4 if joined > ONE_WARP else 1),
         )  # fmt: skip
     return places, chances

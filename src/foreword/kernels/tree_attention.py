@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreword.kernels.held import folded
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
 PROGRAMS = 132  # as many programs as keep a large GPU busy: one on each of its multiprocessors
@@ -27,15 +28,17 @@ LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How the work is cut: queries and keys that a program takes at a time, its warps, loads in flight, shares of keys.
+    """How the work is cut: queries and keys that a program takes at a time, its warps, loads in flight, shares of all keys.
 
-    Of several shares, the last is the scratch rows, and the others are the prefix."""
+    Of several `splits`, the last is the scratch rows, and the others are the prefix. `shares`: how many warps share the keys
+    that a program takes at a time; with one share they have the queries to share."""
 
     block_q: int
     block_k: int
     warps: int
     stages: int
     splits: int
+    shares: int = 1
 
 
 def attention_tiles(queries: int, keys: int, units: int, width: int, item: int = 2) -> AttentionTiles:
@@ -48,59 +51,82 @@ def attention_tiles(queries: int, keys: int, units: int, width: int, item: int =
     splits = shares + 1 if shares > 1 else 1
     narrow = units * splits * triton.cdiv(queries, 16) <= 4 * PROGRAMS  # else keys would be read too often
     block_q = 16 if narrow else min(max(16, triton.next_power_of_2(queries)), 64)
-    return AttentionTiles(block_q, block_k, 4 if width * item <= 256 else 8, 2, splits)
+    if width * item > 256:
+        return AttentionTiles(block_q, block_k, 8, 2, splits)
+    return AttentionTiles(block_q, block_k, 4, 2, splits, shares=4 if block_q == 16 and item == 2 else 1)
+
+
+@triton.jit
+def _numbers(BLOCK_K: tl.constexpr, SHARES: tl.constexpr):
+    """Of the keys of a block: [BLOCK_K], or [SHARES, as many as a warp takes]."""
+    if SHARES == 1:
+        return tl.arange(0, BLOCK_K)
+    else:
+        each: tl.constexpr = BLOCK_K // SHARES
+        return tl.arange(0, SHARES)[:, None] * each + tl.arange(0, each)[None, :]
 
 
 @triton.jit
 def _fold(
-    best, total, mixed, q, k, v, open_, inner, factor, MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr
+    best, total, mixed, q, k, v, open_, inner, factor,
+    SHARES: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys into the running softmax: the best score so far, the weights' sum and the weighted values."""
+    """A block of keys into the running softmax: the best score so far, the weights' sum and the weighted values.
+
+    Where warps share the keys, each has a sum and values of its own; the best score is that of all, so that weights are
+    rounded as they are where nobody shares."""
+    last: tl.constexpr = 1 if SHARES == 1 else 2
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CAPPED:
         score = 1.0 - 2.0 / (1.0 + tl.exp2(score * inner))  # tanh
     if MASKED:
         score = tl.where(open_, score, float("-inf"))
-    peak = tl.maximum(best, tl.max(score, 1) * factor)
+    highest = tl.max(score, last)
+    if SHARES > 1:
+        highest = tl.max(highest, 0)
+    peak = tl.maximum(best, highest * factor)
     fade = tl.exp2(best - peak)
     chance = tl.exp2(score * factor - peak[:, None])
-    total = total * fade + tl.sum(chance, 1)
+    total = total * fade + tl.sum(chance, last)
     mixed = mixed * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision=PRECISION)
     return peak, total, mixed
 
 
 @triton.jit
 def _open(sees, real, row, away, nearest, scratch, s_row, s_column, WINDOW: tl.constexpr):
-    """Which of a block's keys each query sees, where the block reaches the scratch; `away` counts from its first row."""
-    in_tree = real[:, None] & ((away >= 0) & (away < scratch))[None, :]
-    seen = tl.load(sees + row[:, None] * s_row + away[None, :] * s_column, mask=in_tree, other=0) != 0
-    prefix = (away < 0)[None, :]
+    """Which of a block's keys each query sees, where the block reaches the scratch; `away` [.., 1, keys] counts from its
+    first row."""
+    in_tree = real[:, None] & (away >= 0) & (away < scratch)
+    seen = tl.load(sees + row[:, None] * s_row + away * s_column, mask=in_tree, other=0) != 0
+    prefix = away < 0
     if WINDOW > 0:
-        prefix = prefix & (away[None, :] >= nearest[:, None])
+        prefix = prefix & (away >= nearest[:, None])
     return seen | prefix
 
 
 @triton.jit
 def _rest(
-    best, total, mixed, q, key_at, value_at, c_row, sees, s_row, s_column, real, row, nearest,
+    best, total, mixed, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, nearest, block,
     later, prefix_stop, stop, length, inner, factor,
-    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a share has behind its first block: whole blocks of the prefix, then those that nobody may see all of."""
-    block = tl.arange(0, BLOCK_K)
-    tile = block[:, None] * c_row + tl.arange(0, WIDTH)[None, :]
+    last: tl.constexpr = 1 if SHARES == 1 else 2
     unmasked = later + tl.maximum(prefix_stop - later, 0) // BLOCK_K * BLOCK_K
+    away = tl.expand_dims(block, last - 1) - length
     for start in range(later, unmasked, BLOCK_K):
         k = tl.load(key_at + start * c_row + tile)
         v = tl.load(value_at + start * c_row + tile)
-        open_ = (start + block - length)[None, :] >= nearest[:, None]
-        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, WINDOW > 0, CAPPED, PRECISION)
+        open_ = start + away >= nearest[:, None]
+        best, total, mixed = _fold(
+            best, total, mixed, q, k, v, open_, inner, factor, SHARES, WINDOW > 0, CAPPED, PRECISION
+        )  # fmt: skip
     for start in range(unmasked, stop, BLOCK_K):
-        here = (start + block < stop)[:, None]
+        here = tl.expand_dims(start + block < stop, last)
         k = tl.load(key_at + start * c_row + tile, mask=here, other=0.0)
         v = tl.load(value_at + start * c_row + tile, mask=here, other=0.0)
-        open_ = _open(sees, real, row, start + block - length, nearest, stop - length, s_row, s_column, WINDOW)
-        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, True, CAPPED, PRECISION)
+        open_ = _open(sees, real, row, start + away, nearest, stop - length, s_row, s_column, WINDOW)
+        best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, SHARES, True, CAPPED, PRECISION)
     return best, total, mixed
 
 
@@ -109,13 +135,14 @@ VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached",
 
 @triton.jit(do_not_specialize=VARIES)
 def _attend(
-    query, keys, values, slots, base, sees, depth, out, weights, inner, factor,
+    query, keys, values, slots, base, sees, depth, out, peaks, totals, inner, factor,
     q_batch, q_head, q_row, c_slot, c_head, c_row, s_batch, s_row, s_column, d_batch, o_split, o_batch, o_row, o_head,
     rows, scratch, cached, heads, queries, splits,
-    WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one block of queries over one share of the keys, with its log-weight where shares are joined."""
+    """Attention of one block of queries over one share of the keys; where shares are joined, with its best score and its
+    weights' sum, and not divided by that."""
     head, split = tl.program_id(0) % heads, tl.program_id(2)
     lane = (tl.program_id(0) // heads).to(tl.int64)
     slot = tl.load(slots + lane)
@@ -123,7 +150,8 @@ def _attend(
     at = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     group, row = at // rows, at % rows
     real = at < queries
-    wide, block = tl.arange(0, WIDTH), tl.arange(0, BLOCK_K)
+    wide, block = tl.arange(0, WIDTH), _numbers(BLOCK_K, SHARES)
+    last: tl.constexpr = 1 if SHARES == 1 else 2  # the axis of a key's numbers, and the one behind that of keys
 
     origin = 0
     nearest = row
@@ -138,37 +166,48 @@ def _attend(
     stop = tl.minimum(length + scratch, cached) if split == splits - 1 else prefix_stop  # padding may lie beyond
 
     # The first block: what is older than the kernel before, and so are `sees`, is asked for before the turn.
-    tile = block[:, None] * c_row + wide[None, :]
+    tile = tl.expand_dims(block, last) * c_row + wide
     key_at, value_at = keys + slot * c_slot + head * c_head, values + slot * c_slot + head * c_head
-    old, young = (first + block < prefix_stop)[:, None], ((first + block >= length) & (first + block < stop))[:, None]
+    at_key = tl.expand_dims(first + block, last)
+    old, young = at_key < prefix_stop, (at_key >= length) & (at_key < stop)
     key = tl.load(key_at + first * c_row + tile, mask=old, other=0.0)
     value = tl.load(value_at + first * c_row + tile, mask=old, other=0.0)
     sees += lane * s_batch
-    seen = _open(sees, real, row, first + block - length, nearest, stop - length, s_row, s_column, WINDOW)
+    away = tl.expand_dims(first + block, last - 1) - length
+    seen = _open(sees, real, row, away, nearest, stop - length, s_row, s_column, WINDOW)
     take_turn(EARLY)
+    new_key = tl.load(key_at + first * c_row + tile, mask=young, other=0.0)
+    new_value = tl.load(value_at + first * c_row + tile, mask=young, other=0.0)
     q_at = (head * GROUPS + group) * q_head + row * q_row
     q = tl.load(query + lane * q_batch + q_at[:, None] + wide[None, :], mask=real[:, None], other=0.0)
-    key = tl.where(young, tl.load(key_at + first * c_row + tile, mask=young, other=0.0), key)
-    value = tl.where(young, tl.load(value_at + first * c_row + tile, mask=young, other=0.0), value)
+    key, value = tl.where(young, new_key, key), tl.where(young, new_value, value)
     best = tl.full([BLOCK_Q], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    mixed = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
-    best, total, mixed = _fold(best, total, mixed, q, key, value, seen, inner, factor, True, CAPPED, PRECISION)
+    if SHARES == 1:
+        total, mixed = tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, WIDTH], tl.float32)
+    else:
+        total, mixed = tl.zeros([SHARES, BLOCK_Q], tl.float32), tl.zeros([SHARES, BLOCK_Q, WIDTH], tl.float32)
+        q = tl.broadcast_to(q[None, :, :], (SHARES, BLOCK_Q, WIDTH))
+    best, total, mixed = _fold(best, total, mixed, q, key, value, seen, inner, factor, SHARES, True, CAPPED, PRECISION)
+    if first + BLOCK_K < stop:
+        best, total, mixed = _rest(
+            best, total, mixed, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, nearest, block,
+            first + BLOCK_K, prefix_stop, stop, length, inner, factor, BLOCK_K, SHARES, WINDOW, CAPPED, PRECISION,
+        )  # fmt: skip
+    if SHARES > 1:
+        total = tl.reshape(folded(tl.expand_dims(total, 2), BLOCK_Q, 1, SHARES), (BLOCK_Q,))
+        mixed = folded(mixed, BLOCK_Q, WIDTH, SHARES)
 
-    best, total, mixed = _rest(
-        best, total, mixed, q, key_at, value_at, c_row, sees, s_row, s_column, real, row, nearest,
-        first + BLOCK_K, prefix_stop, stop, length, inner, factor, WIDTH, BLOCK_K, WINDOW, CAPPED, PRECISION,
-    )  # fmt: skip
-
-    filled = tl.maximum(total, 1e-37)  # a row that sees nothing here has no weight, and no division by zero
     place = split.to(tl.int64) * o_split + lane * o_batch + row * o_row + (head * GROUPS + group) * o_head
-    tl.store(out + place[:, None] + wide[None, :], mixed / filled[:, None], mask=real[:, None])
     if JOINED:
-        tl.store(weights + place // WIDTH, best + tl.log2(filled), mask=real)
+        tl.store(peaks + place // WIDTH, best, mask=real)
+        tl.store(totals + place // WIDTH, total, mask=real)
+    else:
+        mixed /= tl.maximum(total, 1e-37)[:, None]  # a row that sees nothing has no weight, and no division by zero
+    tl.store(out + place[:, None] + wide[None, :], mixed, mask=real[:, None])
 
 
 @triton.jit(do_not_specialize=["answers", "splits"])
-def _join(parts, weights, out, answers, splits, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
+def _join(parts, peaks, totals, out, answers, splits, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
     """One row of the result: its shares, each counting as much as it holds of the softmax."""
     take_turn(EARLY)
     answer = tl.program_id(0).to(tl.int64)
@@ -176,9 +215,10 @@ def _join(parts, weights, out, answers, splits, WIDTH: tl.constexpr, SPLITS: tl.
     here = split < splits
     place = split * answers + answer
     pieces = tl.load(parts + place[:, None] * WIDTH + wide[None, :], mask=here[:, None], other=0.0)
-    log = tl.load(weights + place, mask=here, other=float("-inf"))
-    share = tl.exp2(log - tl.max(log, 0))
-    tl.store(out + answer * WIDTH + wide, tl.sum(pieces * share[:, None], 0) / tl.sum(share, 0))
+    peak = tl.load(peaks + place, mask=here, other=LOWEST)
+    share = tl.exp2(peak - tl.max(peak, 0))
+    total = tl.sum(tl.load(totals + place, mask=here, other=0.0) * share, 0)
+    tl.store(out + answer * WIDTH + wide, tl.sum(pieces * share[:, None], 0) / tl.maximum(total, 1e-37))
 
 
 def attend_tree(
@@ -211,22 +251,23 @@ def attend_tree(
     out = torch.empty(batch, rows, all_heads, width, dtype=query.dtype, device=query.device)
     joined = tiles.splits > 1
     parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
-    weights = torch.empty(parts.shape[:-1], dtype=torch.float32, device=query.device) if joined else out
+    shape = (2, *parts.shape[:-1]) if joined else (2, 0)
+    peaks, totals = torch.empty(shape, dtype=torch.float32, device=query.device)
     placed = slots if depth is None else depth
     early = overlaps(query.device)
     inner, factor = (2 * LOG2E * scaling / softcap, LOG2E * softcap) if softcap else (0.0, LOG2E * scaling)
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
-        query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, weights, inner, factor,
+        query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, peaks, totals, inner, factor,
         *query.stride()[:3], *keys.stride()[:3], _per_lane(sees), *sees.stride()[1:], _per_lane(placed), *parts.stride()[:4],
         rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits,
-        WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, WINDOW=window, CAPPED=softcap > 0,
-        JOINED=joined, EARLY=early, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SHARES=tiles.shares, WINDOW=window,
+        CAPPED=softcap > 0, JOINED=joined, EARLY=early, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages, **early_launch(early),
     )  # fmt: skip
     if joined:
         answers, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
         _join[(answers,)](
-            parts, weights, out, answers, tiles.splits,
+            parts, peaks, totals, out, answers, tiles.splits,
             WIDTH=width, SPLITS=power, EARLY=early, num_warps=1 if power * width <= 2048 else 4, **early_launch(early),
         )  # fmt: skip
     return out

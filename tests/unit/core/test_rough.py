@@ -59,6 +59,21 @@ def test_codes_are_those_of_all_linears_and_follow_their_weights() -> None:
     assert Rough(two).codes()[2] is None
 
 
+def test_a_norm_is_part_of_the_codes_of_those_that_read_the_rows() -> None:
+    one, two, norm = nn.Linear(6, 3), nn.Linear(6, 4), nn.RMSNorm(6)
+    both = Rough(one, two, turn=1)
+    plain = both.codes()
+    nn.init.uniform_(norm.weight, 0.5, 2)
+    codes, scales, bias = both.codes(norm)
+    torch.testing.assert_close(codes[:3] * scales[:3], one.weight * norm.weight, atol=0.01, rtol=0)
+    assert torch.equal(codes[3:], plain[0][3:]) and bias is not None and torch.equal(bias[:3], one.bias)
+    with torch.no_grad():
+        norm.weight.mul_(2)
+    assert both.codes(norm)[0] is codes and torch.equal(both.codes(norm)[1][3:], plain[1][3:])
+    torch.testing.assert_close(codes[:3] * scales[:3], one.weight * norm.weight, atol=0.02, rtol=0)
+    assert both.codes()[0] is plain[0]
+
+
 def test_codes_made_in_inference_mode_follow_the_weights_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a weight is rounded a few rows at a time, to the same numbers."""
     monkeypatch.setattr(rough, "AT_ONCE", 2)

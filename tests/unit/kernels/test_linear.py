@@ -19,6 +19,7 @@ SMALL = Tiles(16, 16, 32, warps=4, stages=2)
 SHARED = replace(SMALL, splits=2)
 HELD = replace(SMALL, stages=0)
 ONE = Tiles(1, 8, 64, warps=4, stages=2)
+ONE_HELD = replace(ONE, stages=0)
 
 
 class Case:
@@ -73,12 +74,14 @@ def test_programs_that_share_a_sum(k: int, splits: int, normed: bool) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("k", "warps"), [(24, 4), (64, 4), (72, 8), (130, 4), (576, 8)])
-def test_weights_that_are_held(k: int, warps: int, gated: bool) -> None:
+@pytest.mark.parametrize(
+    "held", [Tiles(16, 16, 64, 4, 0), Tiles(16, 16, 64, 8, 0), Tiles(1, 8, 64, 2, 0), Tiles(1, 4, 64, 4, 0)]
+)
+@pytest.mark.parametrize("k", [24, 64, 72, 130, 576])
+def test_weights_that_are_held(k: int, held: Tiles, gated: bool) -> None:
     """Shares that are full, partly filled and empty. In half precision: longer numbers are not held."""
-    case = Case(17, 20, k, gated)
+    case = Case(17 if held.block_m > 1 else 2, 20, k, gated)
     rows, weight, residual = case.rows.half(), case.weight.half(), case.residual.half()
-    held = Tiles(16, 16, 64, warps=warps, stages=0)
     found = few_rows_linear(rows, weight, norm=case.norm, residual=residual, gated=gated, tiles=held)
     exact = linear(rms_norm(rows.float(), (k,), *case.norm), weight.float())
     exact = (silu(exact.chunk(2, dim=-1)[0]) * exact.chunk(2, dim=-1)[1] if gated else exact) + residual.float()
@@ -104,12 +107,12 @@ def test_a_row_is_rounded_alike_alone_and_among_others(gated: bool, first: bool,
     case = Case(5, 48, 100, gated)
     rows, weight, norm = case.rows.half(), case.weight.half(), (case.norm[0].half(), case.norm[1])
     alone = torch.cat([few_rows_linear(row, weight, norm=norm, gated=gated, tiles=ONE) for row in rows.split(1)])
-    for tiles in (SMALL, HELD) if gated else (SMALL, HELD, SHARED):
+    for tiles in (SMALL, HELD, ONE_HELD) if gated else (SMALL, HELD, ONE_HELD, SHARED):
         among = few_rows_linear(rows, weight, norm=norm, gated=gated, tiles=tiles)
         assert (alone == among).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("tiles", [ONE, SMALL, HELD, SHARED], ids=["one", "few", "held", "shared"])
+@pytest.mark.parametrize("tiles", [ONE, ONE_HELD, SMALL, HELD, SHARED], ids=["one", "one held", "few", "held", "shared"])
 def test_long_rows_in_float16(tiles: Tiles) -> None:
     """Rows that a norm's weight would make too large for it, if they were not normalised first."""
     case = Case(3, 20, 48)

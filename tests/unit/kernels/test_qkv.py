@@ -23,6 +23,7 @@ ONE = Tiles(1, 16, 64, warps=4, stages=1)
 FEW = Tiles(16, 8, 32, warps=4, stages=2)
 SHARED = replace(FEW, splits=2)
 HELD = replace(FEW, stages=0)
+ONE_HELD = replace(ONE, stages=0)
 
 K = 72
 
@@ -107,7 +108,7 @@ def test_positions_may_be_shared_by_the_batch(tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["norm behind", "norm first"])
-@pytest.mark.parametrize("tiles", [ONE, FEW, HELD, SHARED], ids=["one", "few", "held", "shared"])
+@pytest.mark.parametrize("tiles", [ONE, ONE_HELD, FEW, HELD, SHARED], ids=["one", "one held", "few", "held", "shared"])
 def test_it_rounds_where_the_two_kernels_do(tiles: Tiles, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the order of sums may differ, by how they are cut: nearly every number is the same to the last bit."""
     monkeypatch.setattr(kernel, "NORMED_FIRST", (torch.float16,) if first else ())

@@ -69,10 +69,11 @@ def _one_row_turned(
     taken, half = shared_out(BLOCK_N, 2, WARPS)
     line_at = tl.minimum(begin + taken, HALF - 1) + half * HALF
     lines = weight + (head * (2 * HALF) + line_at).to(tl.int64) * K
+    held = get_ready_for_one(lines, K, STAGES, AHEAD, EARLY)
+    # Where the rows stand is asked for in the kernel's turn: the one before may just have said it.
     lane, row, here = line // per_lane, line % per_lane, at < HALF
     place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
     angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
-    held = get_ready_for_one(lines, K, STAGES, AHEAD, EARLY)
     sums = one_row_sums(rows + line * K, lines, held, norm, epsilon, K, WARPS, BLOCK_K, STAGES, NORM)
     low, high = by_column(sums, BLOCK_N, 2, WARPS)
     _finish(

@@ -19,6 +19,7 @@ from foreword.kernels import tree_attention
 from foreword.kernels.tree_attention import PROGRAMS, AttentionTiles, attend_tree, attention_tiles
 
 SMALL = AttentionTiles(block_q=16, block_k=16, warps=4, stages=2, splits=1)
+BY_TWO = replace(SMALL, block_k=32, shares=2)
 PRECISE = 2e-6
 
 
@@ -46,7 +47,7 @@ def error(looks: Looks, tiles: AttentionTiles | None, window: int = 0, softcap: 
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=2),
     shared=st.booleans(),
     splits=st.integers(1, 5),
-    shares=st.sampled_from([1, 2, 4]),
+    tiles=st.sampled_from([SMALL, BY_TWO]),
     window=st.sampled_from([0, 0, 1, 3, 20, 100]),
     softcap=st.sampled_from([0.0, 1.5]),
     seed=st.integers(0, 99),
@@ -58,21 +59,21 @@ def test_any_tree_in_any_batch(
     lengths: list[int],
     shared: bool,
     splits: int,
-    shares: int,
+    tiles: AttentionTiles,
     window: int,
     softcap: float,
     seed: int,
 ) -> None:
     looks = Looks.drawn(heads, 16, rows, lengths, before, shared, seed=seed)
-    assert error(looks, replace(SMALL, splits=splits, shares=shares), window, softcap) < PRECISE
+    assert error(looks, replace(tiles, splits=splits), window, softcap) < PRECISE
 
 
-@pytest.mark.parametrize("shares", [1, 4])
+@pytest.mark.parametrize("tiles", [SMALL, BY_TWO], ids=["alone", "shared"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48])
-def test_lengths_around_the_edges_of_blocks(length: int, splits: int, shares: int) -> None:
+def test_lengths_around_the_edges_of_blocks(length: int, splits: int, tiles: AttentionTiles) -> None:
     looks = Looks.drawn((2, 1), 16, 3, [length], before=1)
-    assert error(looks, replace(SMALL, splits=splits, shares=shares)) < PRECISE
+    assert error(looks, replace(tiles, splits=splits)) < PRECISE
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -120,8 +121,9 @@ def test_a_row_that_sees_nothing_gets_nothing() -> None:
     """Not a division by zero, which would spread from padding rows to the cache."""
     looks = Looks.drawn((2, 1), 16, 3, [0])
     blind = replace(looks, sees=torch.zeros_like(looks.sees))
-    for splits, shares in ((1, 1), (2, 1), (1, 4), (2, 4)):
-        assert not by_kernel(blind, replace(SMALL, splits=splits, shares=shares)).any()
+    for tiles in (SMALL, BY_TWO):
+        for splits in (1, 2):
+            assert not by_kernel(blind, replace(tiles, splits=splits)).any()
 
 
 def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from foreword.methods import untrained
 from foreword.methods.plain import Plain
 from foreword.model.model import Model
 from foreword.model.pack import fuse
-from foreword.train.evaluate import trials_of
+from foreword.train.evaluate import Measure, trials_of
 from foreword.train.loop import Training
 from foreword.train.schedule import Settings
 from foreword.train.sweep import Sweep
@@ -51,6 +51,21 @@ def test_the_loss_falls(method: str, tmp_path: Path) -> None:
     record = run.run()
     assert [step for step, _ in seen] == [20, 40, 60] and seen[-1][1] < seen[0][1]
     assert record["stored"]["tokens_per_round"] >= 1
+
+
+@pytest.mark.parametrize("method", ["medusa", "clover2"])
+def test_captured_rounds_follow_weights_that_change(method: str, tmp_path: Path) -> None:
+    """What is made of weights, codes in eight bits for example, is made anew."""
+    run = training(method, tmp_path, 60)
+    before = {name: part.to(torch.bfloat16, copy=True) for name, part in run.module.state_dict().items()}
+    for _ in range(2):  # the second captures
+        untrained = run.measure.run(before)
+    run.run()
+    after = {name: part.to(torch.bfloat16) for name, part in run.module.state_dict().items()}
+    known = [run.measure.run(weights) for weights in (after, after, before)]
+    fresh = Measure(run.model, run.make, run.measure.trials, run.measure.new_tokens).run(after)
+    assert known[0].accepted_per_position == known[1].accepted_per_position == fresh.accepted_per_position
+    assert known[2].accepted_per_position == untrained.accepted_per_position != fresh.accepted_per_position
 
 
 def test_a_sweep_in_half_precision() -> None:

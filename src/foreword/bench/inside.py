@@ -30,7 +30,7 @@ from foreword.model.pack import FUSED, joint
 CONTEXT = 512
 REPEATS = 30
 BETTER_BY = 0.002  # milliseconds; less is noise
-MOST_HELD = 110 * 1024  # numbers of a program, rows and weights: what shared memory has room for
+MOST_HELD = 128  # numbers of weights that a thread holds, of two bytes: as many registers again are left for the rest
 
 Key = tuple[int, int, Kind]  # columns out, k, kind: with the rows before them, a line of TUNED
 
@@ -55,7 +55,7 @@ def ways(rows: int, key: Key) -> list[Tiles]:
     """What is tried for a product, the way it is cut now first. Weights of long sums are too many to be held."""
     whole, paired = 1 << (key[1] - 1).bit_length(), key[2] != "plain"
     tried = [Tiles(m, n, k or whole, warps, stages) for m, n, k, warps, stages in WAYS[rows]]
-    fit = [one for one in tried if one.stages or (one.block_m + one.block_n * (1 + paired)) * whole <= MOST_HELD]
+    fit = [one for one in tried if one.stages or one.block_n * (1 + paired) * whole <= MOST_HELD * 32 * one.warps]
     return list(dict.fromkeys([tiles_for(rows, *key), *fit]))
 
 

@@ -27,13 +27,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.kernels import overlap
-from foreword.kernels.coarse import coarse_linear
+from foreword.kernels.coarse import Beside, coarse_linear
 from foreword.kernels.linear import Handed, few_rows_linear, linear_and_hand_on
 from foreword.kernels.qkv import linear_turn_and_store
 from foreword.kernels.rotary import turn_and_store
@@ -45,6 +45,7 @@ ROWS = (1, 2, 16, 64)
 HANDED_BLOCK = 32  # columns of the product before, over which it has summed squares
 READ_PER_GRAPH = 256 * 2**20  # bytes: several times the L2 cache
 LEAST_LAUNCHES = 20
+EPSILON = 1e-5  # of norms
 WORKERS = 14
 
 
@@ -99,14 +100,14 @@ PRODUCTS = (
     Product("grown 7.0B", "gate_up", 12288, 4608, normed=True, kind="gated"),
     Product("grown 7.0B", "down", 4608, 12288, added=True),
     # What drafters guess by, in eight bits: the head, and what clover2 does for its first level and for every other.
-    Product("135M", "rough head", 49152, 576, kind="coarse"),
-    Product("135M", "rough head of words", 16768, 576, kind="coarse"),
-    Product("135M", "rough query key value", 1728, 576, kind="coarse"),
+    Product("135M", "rough head", 49152, 576, normed=True, kind="coarse"),
+    Product("135M", "rough head of words", 16768, 576, normed=True, kind="coarse"),
+    Product("135M", "rough query key value", 1728, 576, normed=True, kind="coarse"),
     Product("135M", "rough first", 576, 576, kind="coarse"),
     Product("135M", "rough later", 576, 1152, kind="coarse"),
-    Product("grown 7.0B", "rough head", 49152, 4608, kind="coarse"),
-    Product("grown 7.0B", "rough head of words", 16768, 4608, kind="coarse"),
-    Product("grown 7.0B", "rough query key value", 13824, 4608, kind="coarse"),
+    Product("grown 7.0B", "rough head", 49152, 4608, normed=True, kind="coarse"),
+    Product("grown 7.0B", "rough head of words", 16768, 4608, normed=True, kind="coarse"),
+    Product("grown 7.0B", "rough query key value", 13824, 4608, normed=True, kind="coarse"),
     Product("grown 7.0B", "rough first", 4608, 4608, kind="coarse"),
     Product("grown 7.0B", "rough later", 4608, 9216, kind="coarse"),
 )
@@ -160,7 +161,7 @@ def _coarse(product: Product) -> Iterator[Tiles]:
 def _one_by_one(product: Product) -> Iterator[Tiles]:
     if product.k <= 2048:
         whole = 1 << (product.k - 1).bit_length()
-        yield from (Tiles(1, width, whole, warps, stages) for width in (4, 8, 16) for warps in (2, 4) for stages in (1, 0))
+        yield from (Tiles(1, width, whole, warps, stages) for width in (4, 8) for warps in (2, 4) for stages in (1, 0))
         yield from (Tiles(1, 4, 256, 4, 3), Tiles(16, 16, 128, 4, 5))
         return
     for m, n, k, warps, stages in _ONE_ROW_LONG:
@@ -191,7 +192,7 @@ class Given:
         n, k = product.n, product.k
         self.product = product
         self.rows = torch.randn(1, rows, k, device="cuda").bfloat16()
-        self.norm = (torch.rand(k, device="cuda").bfloat16() + 0.5, 1e-5) if product.normed else None
+        self.norm = (torch.rand(k, device="cuda").bfloat16() + 0.5, EPSILON) if product.normed else None
         self.residual = torch.randn(1, rows, n, device="cuda").bfloat16() if product.added else None
         self.after = torch.rand(n, device="cuda").bfloat16() + 0.5
         self.handed = None if self.norm is None else handed_on(self.rows, self.norm[0])
@@ -206,7 +207,7 @@ class Given:
         tiles, rows = trial.tiles, self.rows
         handed = self.handed if trial.handed else None
         if self.product.kind == "coarse":
-            return lambda weight: coarse_linear(rows, weight, self.scales, tiles=tiles)
+            return self._coarse(tiles)
         if self.turn is not None and not trial.apart:
             turn = self.turn.where
             return lambda weight: linear_turn_and_store(rows, weight, None, self.norm, *turn, handed=handed, tiles=tiles)
@@ -221,9 +222,20 @@ class Given:
 
         return product
 
+    def _coarse(self, tiles: Tiles) -> Callable[[Tensor], Tensor]:
+        """As drafters call it: a product twice as long as the model is wide is of rows and of others beside them, and of a
+        norm the length of the rows is left."""
+        if self.product.name == "rough later":
+            half, other = self.rows.chunk(2, dim=-1)
+            return lambda weight: coarse_linear(half, weight, self.scales, beside=Beside(other), tiles=tiles)
+        epsilon = EPSILON if self.product.normed else None
+        return lambda weight: coarse_linear(self.rows, weight, self.scales, epsilon=epsilon, tiles=tiles)
+
     def exact(self, weight: Tensor) -> Tensor:
         if self.product.kind == "coarse":
-            return linear(self.rows.float(), weight.float() * self.scales)
+            rows = self.rows.float()
+            rows = rms_norm(rows, rows.shape[-1:], eps=EPSILON) if self.product.normed else rows
+            return linear(rows, weight.float() * self.scales)
         norm = None if self.norm is None else (self.norm[0].float(), self.norm[1])
         residual = None if self.residual is None else self.residual.float()
         gated = self.product.kind == "gated"

@@ -4,12 +4,14 @@ training, and for many rows they are what they are. What is decided never depend
 In: linears that read the same rows, or rows and others beside them. Out: what they answer, side by side. Whole numbers of
 eight bits with a scale a row are made at the first call, and again, where they lie, at one that finds the weights changed. A
 norm's weight becomes part of them, for each norm that rows come through. A round is captured after it has run once: by then
-they are there, and they stay there.
+they are there, and they stay there. It does not look at the weights again: whoever changes these has rounds run, not
+replayed, until the codes are new (`Replay.forget`).
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ class Rough:
     def __init__(self, *linears: nn.Module, turn: int = 0) -> None:
         """With `turn`, the linears from that one on read what lies beside the rows, and those before it the rows alone."""
         self.linears, self.turn = linears, turn
-        self._codes: dict[nn.RMSNorm | None, tuple[Codes, Versions]] = {}  # by the norm; and what they were made of
+        self._codes: WeakKeyDictionary[nn.Module, tuple[Codes, Versions]] = WeakKeyDictionary()  # and what they are made of
 
     def __call__(self, rows: Tensor, beside: Tensor | None = None, norm: nn.RMSNorm | None = None) -> Tensor:
         """Rows [.., K], behind a norm if there is one, to [.., columns of all]. What lies `beside` them, [.., K] too, is
@@ -63,7 +65,8 @@ class Rough:
 
         columns = sum(linear.weight.shape[0] for linear in self.linears[: self.turn] if isinstance(linear, nn.Linear))
         given = None if beside is None else Beside(beside, columns)
-        epsilon = None if norm is None else norm.eps or 0.0
+        of_norm = for_kernels(norm)
+        epsilon = None if of_norm is None else of_norm[1]
         return coarse_linear(rows, *self.codes(norm), beside=given, epsilon=epsilon, behind=Behind(*behind))
 
     def _is_quick(self, rows: Tensor) -> bool:
@@ -77,10 +80,12 @@ class Rough:
         linears = [linear for linear in self.linears if isinstance(linear, nn.Linear)]
         parts = [part for linear in linears for part in (linear.weight, linear.bias) if part is not None]
         current = [_version(part) for part in (*parts, *([] if norm is None else [norm.weight]))]
-        held, made_of = self._codes.get(norm, (None, None))
+        behind = self.linears[0] if norm is None else norm
+        held, made_of = self._codes.get(behind, (None, None))
         if held is None or made_of != current:
+            assert not (linears[0].weight.is_cuda and torch.cuda.is_current_stream_capturing()), "weights changed: forget"
             held = _in_place(held, self._made(linears, norm))
-            self._codes[norm] = held, current
+            self._codes[behind] = held, current
         return held
 
     def _made(self, linears: list[nn.Linear], norm: nn.RMSNorm | None) -> Codes:

@@ -48,6 +48,12 @@ class Replay:
         self.chunks: dict[Any, Captured[Scores | None]] = {}
         self.pool: Any = None  # memory that all graphs share
 
+    def forget(self) -> None:
+        """What was captured: rounds run as they are written before they are captured again. For weights that have changed:
+        what is made of them, codes in eight bits for example, is made anew where a round runs, not where it is replayed."""
+        self.buckets.clear()
+        self.chunks.clear()
+
     def begin(self, state: State) -> None:
         self.loop.begin(state)
 

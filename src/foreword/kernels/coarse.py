@@ -17,28 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.held import SPAN, folded, hold, long_of, spans
+from foreword.kernels.held import SPAN, folded, hold, load, spans, times, whole
 from foreword.kernels.linear import ahead, launch_options
-from foreword.kernels.overlap import early_launch, overlaps, take_turn
-from foreword.kernels.sums import joined, start_early
+from foreword.kernels.overlap import early_launch, fetch, overlaps, take_turn
+from foreword.kernels.sums import hold_early, joined, start_early
 from foreword.kernels.tiles import Tiles, fitting, tiles_for
-
-
-@triton.jit
-def _times(x, held, sums, K: tl.constexpr):
-    """Rows times weights, both held in two pieces, added to sums."""
-    sums = tl.dot(x[0], tl.permute(held[0].to(x[0].dtype), (0, 2, 1)), sums)
-    if long_of(K) < K:
-        sums = tl.dot(x[1], tl.permute(held[1].to(x[1].dtype), (0, 2, 1)), sums)
-    return sums
 
 
 @triton.jit
 def _lengths(x_at, epsilon, K: tl.constexpr):
     """What rows [BLOCK_M] are multiplied with, to be divided by their length. They are read once more, each by one warp:
     what a product holds of them is spread over all."""
-    at = (tl.arange(0, spans(K))[:, None] * SPAN + tl.arange(0, SPAN)[None, :])[None, :, :]
-    x = tl.load(x_at[:, None, None] + at, mask=at < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    at = whole(K)[None, :, :]
+    x = load(x_at[:, None, None] + at, at < K, spans(K) * SPAN > K, "evict_last").to(tl.float32)
     return tl.rsqrt(tl.sum(tl.sum(x * x, 1), 1) / K + epsilon)
 
 
@@ -52,9 +43,9 @@ def _sums_held(
     x = hold(x_at, K, SHARES, "evict_last")
     other = hold(beside_at, K, SHARES, "evict_last") if HALVES == 2 else x
     behind = _lengths(x_at, epsilon, K) if DIVIDED else 1.0
-    sums = _times(x, held, tl.zeros([SHARES, BLOCK_M, BLOCK_N], tl.float32), K)
+    sums = times(x, held, tl.zeros([SHARES, BLOCK_M, BLOCK_N], tl.float32), K, "tf32")
     if HALVES == 2:
-        sums = _times(other, held_beside, sums, K)
+        sums = times(other, held_beside, sums, K, "tf32")
     value = folded(sums, BLOCK_M, BLOCK_N, SHARES)
     if DIVIDED:
         value *= tl.where(turned, 1.0, behind)[:, None]
@@ -108,7 +99,9 @@ def _coarse(
     lines = codes + tl.minimum(column, columns - 1).to(tl.int64) * (K * HALVES)  # instead of a mask
     real = tl.minimum(row, count - 1) * K
     if SHARES > 0:
-        held = hold(lines, K, SHARES, "evict_first")
+        if HALVES == 2 and EARLY:
+            fetch(lines + K, K)
+        held = hold_early(lines, K, SHARES, EARLY)
         held_beside = hold(lines + K, K, SHARES, "evict_first") if HALVES == 2 else held
         take_turn(EARLY)
         value = _sums_held(
@@ -193,7 +186,10 @@ def coarse_linear(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Rows [.., K] times (codes [N, K] * scales [N, 1]), transposed, + bias [N]: [.., N]. With an `epsilon`, that of an
-    RMSNorm whose weight is part of the codes, they are divided by their length; not so those beside them."""
+    RMSNorm whose weight is part of the codes, they are divided by their length; not so those beside them.
+
+    Codes must be older than the kernel before: they are read before this one's turn.
+    """
     columns, flat = codes.shape[0], rows.reshape(-1, rows.shape[-1]).contiguous()
     out = torch.empty(*rows.shape[:-1], columns, dtype=rows.dtype, device=rows.device)
     whole = beside is not None and beside.turn == 0

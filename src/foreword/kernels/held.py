@@ -3,7 +3,7 @@
 A product of a few rows and a short sum takes a microsecond or two, most of it waiting: for the kernel before, for memory,
 and for the other warps. What is held before the kernel's turn is not waited for, and how it is shared out to the warps
 decides how often these wait for each other: once, where each sums a share of the numbers (`hold`, `folded`, for matrix
-units), and never where each has columns of its own (`whole`, for one row).
+units), and for what is stored alone where each has columns of its own (`whole`, for one row).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def spans(k):
 
 @triton.jit
 def load(place, here, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    """What lies at `place`, and 0 where it is not `here`, of which there is no talk unless it is MASKED."""
+    """What lies at `place`; where MASKED, 0 for what is not `here`."""
     if MASKED:
         found = tl.load(place, mask=here, other=0.0, eviction_policy=POLICY)
     else:
@@ -65,6 +65,15 @@ def hold(lines, K: tl.constexpr, SHARES: tl.constexpr, POLICY: tl.constexpr):
 
 
 @triton.jit
+def times(x, held, sums, K: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows times weights, both held, added to sums [SHARES, M, N]: every warp sums its share."""
+    sums = tl.dot(x[0], tl.permute(held[0].to(x[0].dtype), (0, 2, 1)), sums, input_precision=PRECISION)
+    if long_of(K) < K:
+        sums = tl.dot(x[1], tl.permute(held[1].to(x[1].dtype), (0, 2, 1)), sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
 def folded(sums, M: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr):
     """The shares of sums [SHARES, M, N], added two by two.
 
@@ -80,5 +89,5 @@ def folded(sums, M: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr):
 
 @triton.jit
 def whole(K: tl.constexpr):
-    """Numbers 0 .. K and some more, in spans: [1, 1, spans, SPAN]."""
-    return (tl.arange(0, spans(K))[:, None] * SPAN + tl.arange(0, SPAN)[None, :])[None, None, :, :]
+    """Numbers 0 .. K and some more, in spans: [spans, SPAN]."""
+    return tl.arange(0, spans(K))[:, None] * SPAN + tl.arange(0, SPAN)[None, :]

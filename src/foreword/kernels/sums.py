@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreword.kernels.held import SPAN, folded, hold, load, long_of, spans, whole
+from foreword.kernels.held import SPAN, folded, hold, load, long_of, spans, times, whole
 from foreword.kernels.overlap import fetch, take_turn
 
 
@@ -37,7 +37,7 @@ def shared_out(BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def by_column(sums, BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr):
-    """Their sums, by column: those of the first weight, and of the second, if there are two."""
+    """Sums of what `shared_out` gave, by column: those of the first weight, and of the second, if there are two."""
     if EACH == 1:
         return tl.reshape(sums, (BLOCK_N,)), 0.0
     else:
@@ -50,7 +50,7 @@ def by_column(sums, BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constex
 def get_ready_for_one(lines, K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
     """The weights at `lines` are on their way, then comes the kernel's turn. With 0 stages they are held."""
     if STAGES == 0:
-        at = whole(K)
+        at = whole(K)[None, None, :, :]
         held = load(tl.expand_dims(lines, (2, 3)) + at, at < K, spans(K) * SPAN > K, "evict_first")
         take_turn(EARLY)
         return held
@@ -66,7 +66,8 @@ def one_row_sums(
 ):  # fmt: skip
     """A row times the weights at `lines`, or with 0 stages those that are held: of the shape of `lines`.
 
-    NORM "inside": see the top. "first": the row is divided before it is rounded, for which it is read twice.
+    NORM "inside": the row is multiplied by the norm's weight and rounded, and the sums are divided by its length. "first":
+    it is divided before it is rounded.
     """
     if STAGES == 0:
         return _one_row_held(x_at, held, norm, epsilon, K, WARPS, NORM)
@@ -76,8 +77,8 @@ def one_row_sums(
 
 @triton.jit
 def _one_row_held(x_at, held, norm, epsilon, K: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
-    """Every warp reads the row and has all weights of its columns: nothing goes from one to the other."""
-    at = whole(K) + tl.zeros([WARPS, 1, 1, 1], tl.int32)
+    """Every warp reads the row and has all weights of its columns: no sum goes from one to the other."""
+    at = whole(K)[None, None, :, :] + tl.zeros([WARPS, 1, 1, 1], tl.int32)
     x = load(x_at + at, at < K, spans(K) * SPAN > K, "evict_last").to(tl.float32)
     behind = 1.0
     if NORM != "":
@@ -124,21 +125,18 @@ def _one_row_streamed(
 
 
 @triton.jit
-def _across(x, held, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows times held weights: every warp sums its share, and then they add theirs."""
-    sums = tl.dot(x[0], tl.permute(held[0], (0, 2, 1)), input_precision=PRECISION)
-    if long_of(K) < K:
-        sums = tl.dot(x[1], tl.permute(held[1], (0, 2, 1)), sums, input_precision=PRECISION)
-    return folded(sums, M, N, SHARES)
+def hold_early(lines, K: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr):
+    """Weights are held. Their second piece is loaded once the first is there, so it is asked for before."""
+    if EARLY:
+        fetch(lines + long_of(K), K - long_of(K))
+    return hold(lines, K, SHARES, "evict_first")
 
 
 @triton.jit
 def get_ready(lines, K: tl.constexpr, SHARES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
     """The weights at `lines` are on their way, then comes the kernel's turn. With SHARES > 0 they are held."""
     if SHARES > 0:
-        if EARLY:  # the second piece is asked for once the first is there
-            fetch(lines + long_of(K), K - long_of(K))
-        held = hold(lines, K, SHARES, "evict_first")
+        held = hold_early(lines, K, SHARES, EARLY)
         take_turn(EARLY)
         return held
     else:
@@ -162,7 +160,8 @@ def few_rows_sums(
         known = (block < BLOCKS) & (row < count)[None, :]
         lengths = tl.load(squares + block * count + row[None, :], mask=known, other=0.0)
     if SHARES > 0:
-        value = _across(hold(x_at, K, SHARES, "evict_last"), held, K, BLOCK_M, WIDE, SHARES, PRECISION)
+        sums = tl.zeros([SHARES, BLOCK_M, WIDE], tl.float32)
+        value = folded(times(hold(x_at, K, SHARES, "evict_last"), held, sums, K, PRECISION), BLOCK_M, WIDE, SHARES)
     else:
         value = tl.zeros([BLOCK_M, WIDE], tl.float32)
         for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):

@@ -36,6 +36,10 @@ class Tiles:
     stages: int
     splits: int = 1
 
+    def __post_init__(self) -> None:
+        assert self.stages or self.splits == 1, f"{self}: nobody holds a part of a sum"
+        assert self.stages or self.block_m > 1 or self.block_n >= self.warps, f"{self}: every warp holds columns of its own"
+
 
 # (bucket, columns out, k, kind) -> what the sweep found on an H200 in bfloat16. The first fifteen are the default model's,
 # found inside whole passes but for the plain 960. The turned ones of 6144 columns follow from the plain ones.

@@ -31,7 +31,7 @@ class AttentionTiles:
     """How the work is cut: queries and keys that a program takes at a time, its warps, loads in flight, shares of all keys.
 
     Of several `splits`, the last is the scratch rows, and the others are the prefix. `shares`: how many warps share the keys
-    that a program takes at a time; with one share they have the queries to share."""
+    that a program takes at a time."""
 
     block_q: int
     block_k: int
@@ -44,7 +44,7 @@ class AttentionTiles:
 def attention_tiles(queries: int, keys: int, units: int, width: int, item: int = 2) -> AttentionTiles:
     """For `queries` that share a key head and up to `keys` keys, in `units` (sequences x key heads), `item` bytes a number.
 
-    How the keys are cut must not depend on the queries: see `_attend`.
+    How the keys are cut must not depend on the queries: see `_attend`. That warps share them changes only the order of sums.
     """
     block_k = 64 if width * item <= 256 else 32
     shares = min(triton.cdiv(keys, 64), MOST_SHARES, PROGRAMS // units - 1)
@@ -64,6 +64,16 @@ def _numbers(BLOCK_K: tl.constexpr, SHARES: tl.constexpr):
     else:
         each: tl.constexpr = BLOCK_K // SHARES
         return tl.arange(0, SHARES)[:, None] * each + tl.arange(0, each)[None, :]
+
+
+@triton.jit
+def _nothing_yet(BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
+    """A softmax that has seen no key: the best score, the weights' sum and the weighted values."""
+    best = tl.full([BLOCK_Q], LOWEST, tl.float32)
+    if SHARES == 1:
+        return best, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, WIDTH], tl.float32)
+    else:
+        return best, tl.zeros([SHARES, BLOCK_Q], tl.float32), tl.zeros([SHARES, BLOCK_Q, WIDTH], tl.float32)
 
 
 @triton.jit
@@ -90,6 +100,15 @@ def _fold(
     total = total * fade + tl.sum(chance, last)
     mixed = mixed * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision=PRECISION)
     return peak, total, mixed
+
+
+@triton.jit
+def _of_all(total, mixed, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
+    """What warps that share the keys have of a softmax, together."""
+    if SHARES > 1:
+        total = tl.reshape(folded(tl.expand_dims(total, 2), BLOCK_Q, 1, SHARES), (BLOCK_Q,))
+        mixed = folded(mixed, BLOCK_Q, WIDTH, SHARES)
+    return total, mixed
 
 
 @triton.jit
@@ -130,6 +149,16 @@ def _rest(
     return best, total, mixed
 
 
+@triton.jit
+def _share(split, splits, origin, length, BLOCK_K: tl.constexpr):
+    """Where a share of the prefix begins and ends. They are cut the same for any number of rows, so that a row is rounded
+    alike alone and among others. Of several, the last has none: it is for the scratch rows, and nobody does both in turn.
+    """
+    share = tl.cdiv(tl.cdiv(length - origin, tl.maximum(splits - 1, 1)), BLOCK_K) * BLOCK_K
+    first = tl.minimum(origin + split * share, length)
+    return first, tl.minimum(first + share, length)
+
+
 VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits"]
 
 
@@ -148,8 +177,7 @@ def _attend(
     slot = tl.load(slots + lane)
     length = tl.load(base + lane).to(tl.int32)
     at = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    group, row = at // rows, at % rows
-    real = at < queries
+    group, row, real = at // rows, at % rows, at < queries
     wide, block = tl.arange(0, WIDTH), _numbers(BLOCK_K, SHARES)
     last: tl.constexpr = 1 if SHARES == 1 else 2  # the axis of a key's numbers, and the one behind that of keys
 
@@ -158,11 +186,7 @@ def _attend(
     if WINDOW > 0:  # nobody sees what lies before the root's window, and a deeper row's begins later
         origin = tl.maximum(length - WINDOW + 1, 0)
         nearest = tl.load(depth + lane * d_batch + row) - (WINDOW - 1)
-    # Shares of the prefix are cut the same for any number of rows, so that a row is rounded alike alone and among others.
-    # Where there are several, the last of all is for the scratch rows: nobody does both, one after the other.
-    share = tl.cdiv(tl.cdiv(length - origin, tl.maximum(splits - 1, 1)), BLOCK_K) * BLOCK_K
-    first = tl.minimum(origin + split * share, length)
-    prefix_stop = tl.minimum(first + share, length)
+    first, prefix_stop = _share(split, splits, origin, length, BLOCK_K)
     stop = tl.minimum(length + scratch, cached) if split == splits - 1 else prefix_stop  # padding may lie beyond
 
     # The first block: what is older than the kernel before, and so are `sees`, is asked for before the turn.
@@ -181,21 +205,16 @@ def _attend(
     q_at = (head * GROUPS + group) * q_head + row * q_row
     q = tl.load(query + lane * q_batch + q_at[:, None] + wide[None, :], mask=real[:, None], other=0.0)
     key, value = tl.where(young, new_key, key), tl.where(young, new_value, value)
-    best = tl.full([BLOCK_Q], LOWEST, tl.float32)
-    if SHARES == 1:
-        total, mixed = tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, WIDTH], tl.float32)
-    else:
-        total, mixed = tl.zeros([SHARES, BLOCK_Q], tl.float32), tl.zeros([SHARES, BLOCK_Q, WIDTH], tl.float32)
+    if SHARES > 1:
         q = tl.broadcast_to(q[None, :, :], (SHARES, BLOCK_Q, WIDTH))
+    best, total, mixed = _nothing_yet(BLOCK_Q, WIDTH, SHARES)
     best, total, mixed = _fold(best, total, mixed, q, key, value, seen, inner, factor, SHARES, True, CAPPED, PRECISION)
     if first + BLOCK_K < stop:
         best, total, mixed = _rest(
             best, total, mixed, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, nearest, block,
             first + BLOCK_K, prefix_stop, stop, length, inner, factor, BLOCK_K, SHARES, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
-    if SHARES > 1:
-        total = tl.reshape(folded(tl.expand_dims(total, 2), BLOCK_Q, 1, SHARES), (BLOCK_Q,))
-        mixed = folded(mixed, BLOCK_Q, WIDTH, SHARES)
+    total, mixed = _of_all(total, mixed, BLOCK_Q, WIDTH, SHARES)
 
     place = split.to(tl.int64) * o_split + lane * o_batch + row * o_row + (head * GROUPS + group) * o_head
     if JOINED:

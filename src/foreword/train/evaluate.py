@@ -19,6 +19,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.core.trainable import Trainable
 from foreword.engine.engine import Engine
+from foreword.engine.graph import Replay
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError, PromptError
 from foreword.model.model import Model
@@ -98,7 +99,9 @@ class Measure:
     def run(self, weights: dict[str, torch.Tensor] | None = None) -> Measured:
         """With these weights, or with those that the drafter holds."""
         if weights is not None:
-            cast(Trainable, self.drafter).module.load_state_dict(weights)  # in place: a captured round knows the addresses
+            cast(Trainable, self.drafter).module.load_state_dict(weights)
+            if isinstance(self.engine.loop, Replay):
+                self.engine.loop.forget()
         asked = [Request(trial.prompt, Sampling(seed=0), max_new_tokens=self.new_tokens) for trial in self.trials]
         runs = self.engine.generate(asked)
         groups: dict[str, list[Running]] = {}

@@ -6,7 +6,8 @@ for the next round, `rows` counts both, so the nodes are told too; `--nodes` com
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ def trees(
     kinds: Annotated[str, typer.Option(help="Kinds of tree.")] = "static,best,budget",
     rows: Annotated[str, typer.Option(help="Rows of a pass, the root and what nodes carry included.")] = "5,16,32,64",
     nodes: Annotated[str, typer.Option(help="Also trees of so many nodes, each of which carries all that it can.")] = "",
+    levels: Annotated[str, typer.Option(help="Also trees of at most so many levels, of methods that guess by levels.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
     slots: Annotated[int, typer.Option(min=1, help="Texts side by side.")] = 16,
     model: Annotated[str | None, typer.Option(help="A model folder, file or id.")] = None,
@@ -38,21 +40,29 @@ def trees(
     """Answer prompts greedily with every drafter, tree and number of rows, and print tokens a round."""
     llm = load(model, method="plain", slots=1, device=device)
     asked = first_turns(llm, prompts, per_group)
-    by_rows, by_nodes = ([int(count) for count in told.split(",") if count] for told in (rows, nodes))
+    by_rows, by_nodes, bounds = ([int(count) for count in told.split(",") if count] for told in (rows, nodes, levels))
     found = []
     for named, kind in product(drafters.split(","), kinds.split(",")):
         contender = Contender.of(named, kind)
-        figures = {count: contender.run(llm, {"rows": count}, asked, max_new_tokens, slots) for count in by_rows}
-        equal = {count: contender.run(llm, contender.with_nodes(count), asked, max_new_tokens, slots) for count in by_nodes}
+
+        def figure(own: dict[str, Any], most: int | None = None, contender: Contender = contender) -> Figure:
+            return contender.run(llm, own, asked, max_new_tokens, slots, most)
+
+        figures = {count: figure({"rows": count}) for count in by_rows}
+        equal = {count: figure(contender.with_nodes(count)) for count in by_nodes}
+        short = {most: {count: figure({"rows": count}, most) for count in by_rows} for most in bounds}
         found.append(
             {"method": contender.method, "tree": kind}
             | {"tokens_per_round": {count: one.tokens_per_round for count, one in figures.items()}}
             | {"nodes": {count: one.nodes for count, one in figures.items()}}
             | {"by_nodes": {count: asdict(one) for count, one in equal.items()}}
+            | {"by_levels": {most: {c: one.tokens_per_round for c, one in some.items()} for most, some in short.items()}}
         )
         print(
             f"{contender.method:15} {kind:8}" + "".join(f"{_told(one):>30}" for one in [*figures.values(), *equal.values()])
         )
+        for most, some in short.items():
+            print(f"{'':15} {most} levels" + "".join(f"{_told(one):>30}" for one in some.values()))
     keep(out, "trees", llm.model, found, prompts=len(asked))
 
 
@@ -61,6 +71,10 @@ class Figure:
     rows: int  # of a pass at most, and how many of them are nodes
     nodes: int
     tokens_per_round: float
+
+
+def _line(name: str, figures: Iterable[Figure]) -> str:
+    return f"{name:24}" + "".join(f"{_told(one):>30}" for one in figures)
 
 
 def _told(one: Figure) -> str:
@@ -85,8 +99,18 @@ class Contender:
             return {"rows": nodes}
         return {"rows": nodes * (1 + read_config(self.folder)["config"]["steps"]), "carry": "all"}
 
-    def run(self, llm: LLM, own: dict[str, Any], asked: list[tuple[int, ...]], max_new_tokens: int, slots: int) -> Figure:
-        drafter = restore(self.folder, llm.model, method=self.method, tree=self.kind, **own)
+    def run(
+        self,
+        llm: LLM,
+        own: dict[str, Any],
+        asked: list[tuple[int, ...]],
+        max_new_tokens: int,
+        slots: int,
+        levels: int | None = None,
+    ) -> Figure:
+        drafter: Any = restore(self.folder, llm.model, method=self.method, tree=self.kind, **own)
+        if levels is not None:
+            drafter.plan = replace(drafter.plan, levels=levels)
         engine = Engine(llm.model, drafter, slots=slots, max_context=max(map(len, asked)) + max_new_tokens)
         runs = engine.generate([Request(one, Sampling(seed=0), max_new_tokens) for one in asked])
         nodes = drafter.shape.nodes

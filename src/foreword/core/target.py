@@ -74,3 +74,6 @@ class Target(Protocol):
 
     def part(self, numbers: int) -> float:
         """What reading so many weights is of a pass over one row, which reads all of them."""
+
+    def launches(self, kernels: int) -> float:
+        """What so many small kernels, one behind the other in a captured round, are of a pass over one row."""

@@ -40,7 +40,9 @@ TreeKind = Literal["static", "best", "budget", "chain"]
 MOST_NODES = 64
 BRANCH = 10
 USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES brings
-GUESSING = 0.5  # passes over one row: what drafting itself costs, as of clover2 on a large target (docs/performance.md)
+GUESSING = 0.15  # passes over one row: what drafting costs beside its levels, two layers of thirty that read along and more
+LEVEL_KERNELS = 8  # of a level of guesses: the state, the head, the best, and which of them are gone on from
+GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
 TRAINED_BEND = 0.6  # of `share_of_gain`, as trained drafters have it: results/trees_cuda
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
@@ -81,6 +83,7 @@ class TreePlan:
     top_p: float = 0.8
     floor: float = 0.25
     stop: float = 0.0  # a chain ends before a guess that is less likely than this
+    levels: int | None = None  # at most so many, whatever could be guessed
 
     def check(self, method: str) -> None:
         if self.kind not in get_args(TreeKind):
@@ -98,12 +101,12 @@ class TreePlan:
                 f"{method}: paths has {orphans[0]}; a path is of ranks from 0 on, and what it goes on from is one"
             )
 
-    def on(self, target: Target, depth: int, level: float = 0.0) -> Growth:
-        """For trees of at most `depth` levels behind the root, of which each costs `level`, a pass over one row being 1.0.
-        Where a round's rows are fixed beforehand, as on CUDA, rows that stay empty save nothing: there the batch alone
-        decides how many there are."""
+    def on(self, target: Target, depth: int, level: float = 0.0, kernels: int = 0) -> Growth:
+        """For trees of at most `depth` levels behind the root, of which each costs `level`, a pass over one row being 1.0,
+        and at least so many kernels on CUDA. There a round's rows are fixed beforehand, and rows that stay empty save
+        nothing: the batch alone decides how many there are, and how many levels."""
         nodes, beforehand = self.rows or MOST_NODES, target.device.type == "cuda"
-        depth, branch = min(depth, nodes - 1), min(BRANCH, target.vocab_size)
+        depth, branch = min(depth, self.levels or depth, nodes - 1), min(BRANCH, target.vocab_size)
         if self.kind == "static" and self.paths is not None:
             known = sorted({tuple(path) for path in self.paths if len(path) <= depth}, key=lambda path: (len(path), path))
             return StaticTree(target, known[: self.rows and nodes - 1])
@@ -111,7 +114,8 @@ class TreePlan:
             rates = [row[:branch] for row in self.rates[:depth]]
             return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
         costs = None if self.rows or beforehand else RowCosts(target, nodes, level)
-        fixed = FixedRows(target, Shape(nodes, depth)) if beforehand and not self.rows else None
+        level = max(level, target.launches(kernels)) if beforehand else level
+        fixed = FixedRows(target, Shape(nodes, depth), level=level) if beforehand and not self.rows else None
         if self.kind == "chain":
             return Chain(Shape(depth + 1, depth), costs, self.stop)
         if self.kind == "best":
@@ -157,30 +161,44 @@ def share_of_gain(rows: int, most: int, bend: float) -> float:
     return (math.log(rows) / math.log(most)) ** bend
 
 
+def share_of_levels(depth: int, most: int) -> float:
+    """The same of a tree of so many levels: ever fewer are right all the way to the next."""
+    return (1 - GOES_ON**depth) / (1 - GOES_ON**most)
+
+
 class FixedRows:
     """How large trees are where that is settled before anything is guessed, as in a captured round: what pays by batch size.
 
-    A tree brings more with every row, and ever less; a row costs what the target says, and guessing at all something too. In
-    a large batch rows are dear, and in the end none of them pays.
+    A tree brings more with every row and every level, and ever less; a row costs what the target says, a level what the
+    drafter does, and guessing at all something too. In a large batch rows are dear, and in the end none of them pays.
     """
 
-    def __init__(self, target: Target, most: Shape, bend: float = TRAINED_BEND, guessing: float = GUESSING) -> None:
-        self.target, self.most, self.bend, self.guessing = target, most, bend, guessing
+    def __init__(
+        self,
+        target: Target,
+        most: Shape,
+        bend: float = TRAINED_BEND,
+        guessing: float = GUESSING,
+        level: float = 0.0,
+    ) -> None:
+        self.target, self.most, self.bend, self.guessing, self.level = target, most, bend, guessing, level
         self._known: dict[int, Shape] = {}
 
     def shape(self, batch: int) -> Shape:
         if batch not in self._known:
-            counts = [1 << power for power in range((self.most.nodes - 1).bit_length())]
-            best = max([*counts, self.most.nodes], key=lambda rows: self._speed(batch, rows))
-            self._known[batch] = Shape(best, min(self.most.depth, best - 1))
+            counts = [*(1 << power for power in range((self.most.nodes - 1).bit_length())), self.most.nodes]
+            shapes = [Shape(rows, depth) for rows in counts for depth in range(min(self.most.depth, rows - 1) + 1)]
+            sound = [one for one in shapes if one.depth or one.nodes == 1]
+            self._known[batch] = max(sound, key=lambda one: self._speed(batch, one))
         return self._known[batch]
 
-    def _speed(self, batch: int, rows: int) -> float:
-        if rows == 1:
+    def _speed(self, batch: int, shape: Shape) -> float:
+        """Tokens for a pass over one row. Levels of a large batch are dearer as its passes are."""
+        if shape.nodes == 1:
             return 1 / self.target.cost(batch)
-        return (1 + USUAL_GAIN * share_of_gain(rows, MOST_NODES, self.bend)) / (
-            self.target.cost(batch * rows) + self.guessing
-        )
+        rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, self.most.depth)
+        guessing = self.guessing + self.level * shape.depth * self.target.cost(batch)
+        return (1 + USUAL_GAIN * rows * levels) / (self.target.cost(batch * shape.nodes) + guessing)
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:

@@ -33,7 +33,7 @@ from foreword.core.needs import Needs, Skip
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, carried
+from foreword.core.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, carried
 from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import InputError
@@ -122,7 +122,7 @@ class Clover(Drafter):
             self.module = Weights(target, self.heads, layers, self.regressive, self.attention)
         elif self.stack is not None:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads, self.words.part(target))
+        self.growth = self.plan.on(target, self.heads, self.words.part(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)

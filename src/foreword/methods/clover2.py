@@ -37,7 +37,7 @@ from foreword.core.rough import Rough
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan, level_paths
+from foreword.core.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, level_paths
 from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.errors import DrafterError, InputError
@@ -170,7 +170,7 @@ class Clover2(Drafter):
             self.module = Weights(target, self.stack.layers, len(self.needs.taps), self.fuse)
         else:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads, self.words.part(target))
+        self.growth = self.plan.on(target, self.heads, self.words.part(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)

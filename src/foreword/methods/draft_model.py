@@ -64,7 +64,7 @@ class DraftModel(Drafter):
         self.config: dict[str, Any] = {"layers": layers}
 
     def bind(self, target: Target, slots: int) -> None:
-        self.growth = self.plan.on(target, self.depth, self.guesser.level_part(target))
+        self.growth = self.plan.on(target, self.depth, self.guesser.level_part(target), self.guesser.level_kernels)
         self.shape = self.growth.shape
         scratch = max(self.shape.nodes, 2 + self.shape.depth * self.plan.width)
         self.guesser.bind(target, slots, self.shape.depth, scratch)

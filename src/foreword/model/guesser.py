@@ -18,11 +18,14 @@ from foreword.core.heads import norm_like
 from foreword.core.sampling import SamplingRows, guesses
 from foreword.core.state import Lanes, State
 from foreword.core.target import Target
+from foreword.core.trees import LEVEL_KERNELS
 from foreword.core.vocabulary import Words
 from foreword.errors import DrafterError, InputError
 from foreword.model.cache import SlotCache
 from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
+
+KERNELS = 6  # of a layer: four products, and attention, which takes two
 
 
 class FirstLayers(nn.Module):
@@ -66,6 +69,11 @@ class Guesser:
             return target.part(sum(weight.numel() for weight in self.other.hf.parameters()))
         head = target.part(target.vocab_size * target.hidden_size)
         return self.words.part(target) + (1 - head) * self.layers / target.layers
+
+    @property
+    def level_kernels(self) -> int:
+        """How many kernels a level of guesses is, on CUDA."""
+        return LEVEL_KERNELS + KERNELS * (self.layers if self.other is None else self.other.layers)
 
     @property
     def cache(self) -> SlotCache:

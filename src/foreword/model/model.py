@@ -28,6 +28,8 @@ from foreword.model.cost import CostCurve
 from foreword.model.families import family_of
 from foreword.model.stack import Rows, Stack
 
+KERNEL_S = 3e-6  # of a small kernel in a captured round, as a trace on an H200 shows it
+
 if TYPE_CHECKING:
     from foreword.model.fingerprint import Fingerprint
 
@@ -133,6 +135,9 @@ class Model:
 
     def part(self, numbers: int) -> float:
         return numbers * self.dtype.itemsize / pack.read_bytes(self.hf)
+
+    def launches(self, kernels: int) -> float:
+        return 0.0 if self.curve is None else kernels * KERNEL_S / self.curve.at(1)
 
     def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Stack:
         stack = Stack.copied(self.hf, self.family, layers, init)

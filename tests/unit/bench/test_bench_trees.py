@@ -20,7 +20,7 @@ def test_every_drafter_tree_and_number_of_rows(folders: dict[str, Path], own_hom
     command = Typer()
     command.command()(trees)
     asked = f"--drafters {tmp_path / 'medusa'} --prompts {prompts} --out {tmp_path / 'found.json'} --rows 1,3,9"
-    more = f"--kinds static,best --max-new-tokens 24 --model {folders['llama']}"
+    more = f"--kinds static,best --levels 1 --max-new-tokens 24 --model {folders['llama']}"
     done = CliRunner().invoke(command, f"{asked} {more}".split(), catch_exceptions=False)
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["trees"]
     assert done.exit_code == 0 and [(one["method"], one["tree"]) for one in found] == [
@@ -32,6 +32,7 @@ def test_every_drafter_tree_and_number_of_rows(folders: dict[str, Path], own_hom
         assert alone == 1 <= few <= many
         assert f"9: {many:.2f}" in done.output
         assert one["nodes"] == {"1": 1, "3": 3, "9": 9} and one["by_nodes"] == {}
+        assert 1 == one["by_levels"]["1"]["1"] <= one["by_levels"]["1"]["9"] <= 2 and "1 levels" in done.output
 
 
 def test_nodes_are_told_where_they_carry_rows(folders: dict[str, Path], own_home: Path, tmp_path: Path) -> None:

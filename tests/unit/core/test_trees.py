@@ -14,6 +14,7 @@ from torch import Tensor
 from doubles import path_to, state_of, target
 from foreword.core.draft import Draft
 from foreword.core.trees import (
+    LEVEL_KERNELS,
     USUAL_RATES,
     BestFirst,
     Budgeted,
@@ -36,6 +37,7 @@ from foreword.core.trees import (
 )
 from foreword.errors import InputError
 from foreword.model.cost import CostCurve
+from foreword.model.model import KERNEL_S
 
 Words = tuple[int, ...]
 SOME_RATES = st.lists(
@@ -240,6 +242,16 @@ def test_rows_that_are_settled_beforehand_follow_the_batch(kind: type) -> None:
     assert [trees.depth(batch) for batch in (1, 2, 64)] == [3, 3, 0]
     assert [int(draft.size[0]) for draft in drafts] == [16, 8, 1]
     assert FixedRows(model, Shape(32, 3), bend=0.5).shape(1).nodes == 8  # the first rows hold more of the gain
+
+
+def test_levels_that_are_settled_beforehand_follow_their_cost() -> None:
+    model = target()
+    model.curve = CostCurve((1, 64), (1e-3, 1.2e-3))
+    depths = [FixedRows(model, Shape(16, 6), level=level).shape(1).depth for level in (0.0, 0.01, 0.05, 0.2, 9.0)]
+    assert depths == sorted(depths, reverse=True) and depths[0] == 6 and 1 < depths[2] < 6 and depths[-1] == 0
+    on_cuda, kernels = TreePlan("best", None, 8, USUAL_RATES), LEVEL_KERNELS * KERNEL_S / 1e-3
+    assert model.launches(LEVEL_KERNELS) == pytest.approx(kernels)
+    assert on_cuda.on(model, 6, 0.01, LEVEL_KERNELS).costs.level == 0.01  # type: ignore[attr-defined]  the CPU launches none
 
 
 # Choosing

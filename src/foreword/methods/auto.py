@@ -74,7 +74,7 @@ def expectations(model: Model, rows: int | None = None) -> list[Expected]:
     for method, folder in fitting(model).items():
         if trained_as(method) != method:
             continue  # what stands in the record was measured with another method's trees
-        if usable := _usable(recorded(folder), rows, model):
+        if usable := _allowed(recorded(folder), rows):  # on a GPU too they check as many rows as pay
             about = read_config(folder)
             mark = _mark(method, rows, [about["config"], about.get("words")])
             own = draft_seconds(model, mark, partial(restore, folder, model, rows))
@@ -100,9 +100,13 @@ def recorded(folder: Path) -> tuple[Yield, ...]:
     return tuple(Yield(count, 1 + gain, "record.json") for count, gain in zip(counts, gains, strict=True))
 
 
+def _allowed(known: tuple[Yield, ...], rows: int | None) -> tuple[Yield, ...]:
+    return tuple(one for one in known if rows is None or one.rows <= rows)
+
+
 def _usable(known: tuple[Yield, ...], rows: int | None, model: Model) -> tuple[Yield, ...]:
-    """A CPU may check fewer rows than a method could; a GPU's rounds have one shape, the largest."""
-    allowed = tuple(one for one in known if rows is None or one.rows <= rows)
+    """A CPU may check fewer rows than a method could; on a GPU only the most rows were measured."""
+    allowed = _allowed(known, rows)
     return allowed[-1:] if model.device.type == "cuda" else allowed
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.kernels.held import SPAN, folded, hold, load, spans, times, whole
+from foreword.kernels.held import at_whole, folded, hold, times, whole
 from foreword.kernels.linear import ahead, launch_options
 from foreword.kernels.overlap import early_launch, fetch, overlaps, take_turn
 from foreword.kernels.sums import hold_early, joined, start_early
@@ -28,8 +28,7 @@ from foreword.kernels.tiles import Tiles, fitting, tiles_for
 def _lengths(x_at, epsilon, K: tl.constexpr):
     """What rows [BLOCK_M] are multiplied with, to be divided by their length. They are read once more, each by one warp:
     what a product holds of them is spread over all."""
-    at = whole(K)[None, :, :]
-    x = load(x_at[:, None, None] + at, at < K, spans(K) * SPAN > K, "evict_last").to(tl.float32)
+    x = at_whole(x_at[:, None, None], whole(K)[None, :, :], K, "evict_last").to(tl.float32)
     return tl.rsqrt(tl.sum(tl.sum(x * x, 1), 1) / K + epsilon)
 
 

@@ -91,3 +91,9 @@ def folded(sums, M: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr):
 def whole(K: tl.constexpr):
     """Numbers 0 .. K and some more, in spans: [spans, SPAN]."""
     return tl.arange(0, spans(K))[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+
+
+@triton.jit
+def at_whole(place, at, K: tl.constexpr, POLICY: tl.constexpr):
+    """What lies `at` such numbers behind `place`, and 0 for those beyond K."""
+    return load(place + at, at < K, spans(K) * SPAN > K, POLICY)

@@ -18,17 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
-from foreword.kernels.sums import (
-    by_column,
-    few_rows_sums,
-    get_ready,
-    get_ready_for_one,
-    joined,
-    one_row_sums,
-    pairs,
-    scale_of,
-    shared_out,
-)
+from foreword.kernels.sums import few_rows_sums, get_ready, joined, one_row_sums, scale_of, shared_out
 from foreword.kernels.tiles import Kind, Tiles, fitting, tiles_for
 
 Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
@@ -85,9 +75,10 @@ def _one_row(
     line = tl.minimum(tl.program_id(1) * BLOCK_N + taken, columns - 1) + weight_of * columns
     lines = weight + line.to(tl.int64) * K
     added = _residual(residual, row, column, column < columns, columns, ADDED)
-    held = get_ready_for_one(lines, K, STAGES, AHEAD, EARLY)
-    sums = one_row_sums(rows + row * K, lines, held, norm, epsilon, K, WARPS, BLOCK_K, STAGES, NORM)
-    value, up = by_column(sums, BLOCK_N, each, WARPS)
+    held = get_ready(lines, K, WARPS, AHEAD, EARLY)
+    value, up = one_row_sums(
+        rows + row * K, lines, held, norm, epsilon, K, BLOCK_N, each, WARPS, BLOCK_K, STAGES, NORM
+    )  # fmt: skip
     _store(value, up, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
 
 
@@ -114,13 +105,10 @@ def _few_rows(
     added = _residual(residual, row[:, None], column[None, :], inside, columns, ADDED and SPLITS == 1)
     held = get_ready(lines, K, SHARES, AHEAD, EARLY)
     real = tl.minimum(row, count - 1)
-    value = few_rows_sums(
+    value, up = few_rows_sums(
         rows + real * K + first, lines, held, norm, row, count, K - first, epsilon,
-        K, EACH, BLOCK_M, each * BLOCK_N, BLOCK_K, STAGES, SHARES, K != SPLITS * EACH, BLOCKS, PRECISION,
+        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SHARES, K != SPLITS * EACH, GATED, BLOCKS, PRECISION,
     )  # fmt: skip
-    up = value
-    if GATED:
-        value, up = pairs(value, BLOCK_M, BLOCK_N)
     if SPLITS > 1:
         line = split * count + row
         tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)

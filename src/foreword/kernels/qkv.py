@@ -18,17 +18,7 @@ from torch import Tensor
 from foreword.kernels.linear import Handed, Norm, Prepared, cut, cut_for_one, launch_options, parts, prepare
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 from foreword.kernels.rotary import angles, place_of, put, turned
-from foreword.kernels.sums import (
-    by_column,
-    few_rows_sums,
-    get_ready,
-    get_ready_for_one,
-    joined,
-    one_row_sums,
-    pairs,
-    scale_of,
-    shared_out,
-)
+from foreword.kernels.sums import few_rows_sums, get_ready, joined, one_row_sums, scale_of, shared_out
 from foreword.kernels.tiles import Tiles, fitting, tiles_for
 
 
@@ -69,13 +59,14 @@ def _one_row_turned(
     taken, half = shared_out(BLOCK_N, 2, WARPS)
     line_at = tl.minimum(begin + taken, HALF - 1) + half * HALF
     lines = weight + (head * (2 * HALF) + line_at).to(tl.int64) * K
-    held = get_ready_for_one(lines, K, STAGES, AHEAD, EARLY)
+    held = get_ready(lines, K, WARPS, AHEAD, EARLY)
     # Where the rows stand is asked for in the kernel's turn: the one before may just have said it.
     lane, row, here = line // per_lane, line % per_lane, at < HALF
     place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
     angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
-    sums = one_row_sums(rows + line * K, lines, held, norm, epsilon, K, WARPS, BLOCK_K, STAGES, NORM)
-    low, high = by_column(sums, BLOCK_N, 2, WARPS)
+    low, high = one_row_sums(
+        rows + line * K, lines, held, norm, epsilon, K, BLOCK_N, 2, WARPS, BLOCK_K, STAGES, NORM
+    )  # fmt: skip
     _finish(
         low, high, angle, bias, out, keys, values, line, place, head, at, here, HEADS, KEY_HEADS, HALF, BIASED
     )  # fmt: skip
@@ -107,11 +98,10 @@ def _few_rows_turned(
         c_at, s_at = lane * c_batch + row * c_row, lane * s_batch + row * s_row
         angle = angles(cosine, sine, c_at[:, None], s_at[:, None], at[None, :], inside, HALF)
     held = get_ready(lines, K, SHARES, AHEAD, EARLY)
-    value = few_rows_sums(
+    low, high = few_rows_sums(
         rows + real * K + first, lines, held, norm, line, count, K - first, epsilon,
-        K, EACH, BLOCK_M, 2 * BLOCK_N, BLOCK_K, STAGES, SHARES, K != SPLITS * EACH, BLOCKS, PRECISION,
+        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SHARES, K != SPLITS * EACH, True, BLOCKS, PRECISION,
     )  # fmt: skip
-    low, high = pairs(value, BLOCK_M, BLOCK_N)
     if SPLITS == 1:
         _finish(
             low, high, angle, bias, out, keys, values, line[:, None], place[:, None], head, at[None, :], inside,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreword.kernels.held import SPAN, folded, hold, load, long_of, spans, times, whole
+from foreword.kernels.held import at_whole, folded, hold, load, long_of, times, whole
 from foreword.kernels.overlap import fetch, take_turn
 
 
@@ -36,7 +36,7 @@ def shared_out(BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def by_column(sums, BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr):
+def _by_column(sums, BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr):
     """Sums of what `shared_out` gave, by column: those of the first weight, and of the second, if there are two."""
     if EACH == 1:
         return tl.reshape(sums, (BLOCK_N,)), 0.0
@@ -47,11 +47,22 @@ def by_column(sums, BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constex
 
 
 @triton.jit
-def get_ready_for_one(lines, K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
-    """The weights at `lines` are on their way, then comes the kernel's turn. With 0 stages they are held."""
-    if STAGES == 0:
-        at = whole(K)[None, None, :, :]
-        held = load(tl.expand_dims(lines, (2, 3)) + at, at < K, spans(K) * SPAN > K, "evict_first")
+def hold_early(lines, K: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr):
+    """Weights are held. Their second piece is loaded once the first is there, so it is asked for before."""
+    if EARLY:
+        fetch(lines + long_of(K), K - long_of(K))
+    return hold(lines, K, SHARES, "evict_first")
+
+
+@triton.jit
+def get_ready(lines, K: tl.constexpr, SHARES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
+    """The weights at `lines` are on their way, then comes the kernel's turn. With SHARES > 0 they are held: by columns where
+    lines are shared out to warps, [SHARES, n], else a share of the numbers by each."""
+    if SHARES > 0:
+        if len(lines.shape) == 2:
+            held = at_whole(tl.expand_dims(lines, (2, 3)), whole(K)[None, None, :, :], K, "evict_first")
+        else:
+            held = hold_early(lines, K, SHARES, EARLY)
         take_turn(EARLY)
         return held
     else:
@@ -62,27 +73,30 @@ def get_ready_for_one(lines, K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.co
 @triton.jit
 def one_row_sums(
     x_at, lines, held, norm, epsilon,
-    K: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """A row times the weights at `lines`, or with 0 stages those that are held: of the shape of `lines`.
+    """A row times the weights at `lines`, as `shared_out` gave them, or with WARPS > 0 those that are held: [BLOCK_N] for
+    the first of EACH weights, and for the second.
 
     NORM "inside": the row is multiplied by the norm's weight and rounded, and the sums are divided by its length. "first":
     it is divided before it is rounded.
     """
-    if STAGES == 0:
-        return _one_row_held(x_at, held, norm, epsilon, K, WARPS, NORM)
+    if WARPS > 0:
+        sums = _one_row_held(x_at, held, norm, epsilon, K, WARPS, NORM)
     else:
-        return _one_row_streamed(x_at, lines, norm, epsilon, K, BLOCK_K, STAGES, NORM)
+        sums = _one_row_streamed(x_at, lines, norm, epsilon, K, BLOCK_K, STAGES, NORM)
+    return _by_column(sums, BLOCK_N, EACH, WARPS)
 
 
 @triton.jit
 def _one_row_held(x_at, held, norm, epsilon, K: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
     """Every warp reads the row and has all weights of its columns: no sum goes from one to the other."""
     at = whole(K)[None, None, :, :] + tl.zeros([WARPS, 1, 1, 1], tl.int32)
-    x = load(x_at + at, at < K, spans(K) * SPAN > K, "evict_last").to(tl.float32)
+    x = at_whole(x_at, at, K, "evict_last").to(tl.float32)
     behind = 1.0
     if NORM != "":
-        factor = load(norm + at, at < K, spans(K) * SPAN > K, "evict_last").to(tl.float32)
+        factor = at_whole(norm, at, K, "evict_last").to(tl.float32)
         length = tl.rsqrt(tl.sum(tl.sum(x * x, 2), 2) / K + epsilon)  # [WARPS, 1]
         if NORM == "first":
             factor *= length[:, :, None, None]
@@ -125,33 +139,14 @@ def _one_row_streamed(
 
 
 @triton.jit
-def hold_early(lines, K: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr):
-    """Weights are held. Their second piece is loaded once the first is there, so it is asked for before."""
-    if EARLY:
-        fetch(lines + long_of(K), K - long_of(K))
-    return hold(lines, K, SHARES, "evict_first")
-
-
-@triton.jit
-def get_ready(lines, K: tl.constexpr, SHARES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
-    """The weights at `lines` are on their way, then comes the kernel's turn. With SHARES > 0 they are held."""
-    if SHARES > 0:
-        held = hold_early(lines, K, SHARES, EARLY)
-        take_turn(EARLY)
-        return held
-    else:
-        start_early(lines, AHEAD, EARLY)
-        return 0
-
-
-@triton.jit
 def few_rows_sums(
     x_at, lines, held, squares, row, count, left, epsilon,
-    K: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, SHARES: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, SHARES: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr, BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `x_at` [BLOCK_M] times the weights at `lines` [WIDE], `left` numbers of each; SHARES > 0: times those that are
-    held, so that only the rows are waited for.
+    """Rows at `x_at` [BLOCK_M] times the weights at `lines` [BLOCK_N, or where PAIRED twice that], `left` numbers of each;
+    SHARES > 0: times those that are held, so that only the rows are waited for. Of pairs the first, and the second.
 
     BLOCKS > 0: the rows come multiplied by a norm's weight, and `squares` [BLOCKS, count] says how long they were.
     """
@@ -159,11 +154,12 @@ def few_rows_sums(
         block = tl.arange(0, triton.next_power_of_2(BLOCKS))[:, None]
         known = (block < BLOCKS) & (row < count)[None, :]
         lengths = tl.load(squares + block * count + row[None, :], mask=known, other=0.0)
+    wide: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
     if SHARES > 0:
-        sums = tl.zeros([SHARES, BLOCK_M, WIDE], tl.float32)
-        value = folded(times(hold(x_at, K, SHARES, "evict_last"), held, sums, K, PRECISION), BLOCK_M, WIDE, SHARES)
+        sums = tl.zeros([SHARES, BLOCK_M, wide], tl.float32)
+        value = folded(times(hold(x_at, K, SHARES, "evict_last"), held, sums, K, PRECISION), BLOCK_M, wide, SHARES)
     else:
-        value = tl.zeros([BLOCK_M, WIDE], tl.float32)
+        value = tl.zeros([BLOCK_M, wide], tl.float32)
         for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
             at = start + tl.arange(0, BLOCK_K)
             here = at < left
@@ -172,13 +168,10 @@ def few_rows_sums(
             value = tl.dot(x, tl.trans(w), value, input_precision=PRECISION)
     if BLOCKS > 0:
         value *= tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)[:, None]
-    return value
-
-
-@triton.jit
-def pairs(value, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sums [BLOCK_M, 2 BLOCK_N] whose columns come in pairs: the first of each, and the second."""
-    return tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N, 2)))
+    if PAIRED:
+        return tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        return value, 0.0
 
 
 @triton.jit

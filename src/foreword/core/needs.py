@@ -79,8 +79,9 @@ class Joined(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """`prompt` asks for the prompt's rows too: none of them, the last one before the root, or all. `follower` says that a
-    row is kept together with the token after it: a slot's last kept row is read again, since another one may follow now."""
+    """`prompt` asks for the prompt's rows too: none of them, all, or the last of each chunk, so that what is read last is
+    the row before the root. `follower` says that a row is kept together with the token after it: a slot's last kept row
+    is read again, since another one may follow now."""
 
     hidden: bool = False
     logits: bool = False

@@ -1,4 +1,4 @@
-"""What a drafter is told of the prompt: nothing, the row before the root, or all rows; as transformers has them."""
+"""What a drafter is told of the prompt: nothing, the last row of each chunk, or all rows; as transformers has them."""
 
 import pytest
 import torch
@@ -54,26 +54,26 @@ def _of(seen: Seen, request: Request) -> bool:
 
 
 @every_family
-def test_the_row_before_the_root(family: str) -> None:
-    """Once for every prompt of two tokens or more, however many chunks it came in."""
+def test_the_last_row_of_each_chunk(family: str) -> None:
+    """Once for every chunk; what is read last is the row before the root."""
     recorder, asked = listened(Needs(hidden=True, taps=(1,), prompt="last"), family)
-    longer = [request for request in asked if len(request.prompt) > 1]
-    assert len(recorder.read_calls) == len(longer)
-    for request in longer:
-        (seen,) = [seen for seen in recorder.read_calls if _of(seen, request)]
-        assert len(seen.texts[0]) == len(request.prompt)
-        assert seen.draft.tokens.tolist() == [[request.prompt[-2]]] and seen.draft.size.tolist() == [1]
-        layers = own_hidden(target(family).hf, request.prompt[:-1])
-        close(seen.scores.require_hidden()[0, 0], layers[4][-1])
-        close(seen.scores.taps[1][0, 0], layers[1][-1])
+    assert len(recorder.read_calls) == sum(-(-(len(request.prompt) - 1) // 5) for request in asked)
+    for request in asked:
+        calls = [seen for seen in recorder.read_calls if _of(seen, request)]
+        ends = [*range(5, len(request.prompt) - 1, 5), *([len(request.prompt) - 1] if len(request.prompt) > 1 else [])]
+        layers = own_hidden(target(family).hf, request.prompt[:-1]) if ends else {}
+        for seen, end in zip(calls, ends, strict=True):
+            assert seen.draft.tokens.tolist() == [[request.prompt[end - 1]]] and seen.draft.size.tolist() == [1]
+            close(seen.scores.require_hidden()[0, 0], layers[4][end - 1])
+            close(seen.scores.taps[1][0, 0], layers[1][end - 1])
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-def test_the_row_before_the_root_with_logits(hidden: bool) -> None:
+def test_the_last_row_with_logits(hidden: bool) -> None:
     """Who asks for logits gets them, whether it asks for the hidden state too or not."""
     recorder, asked = listened(Needs(hidden=hidden, logits=True, prompt="last"))
     for request in asked[1:]:
-        (seen,) = [seen for seen in recorder.read_calls if _of(seen, request)]
+        seen = [seen for seen in recorder.read_calls if _of(seen, request)][-1]
         close(seen.scores.require_logits()[0, 0], own_logits(target().hf, request.prompt[:-1])[-1])
         assert (seen.scores.hidden is not None) == hidden
 

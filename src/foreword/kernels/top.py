@@ -22,7 +22,9 @@ MOST = 16  # best ones that can be asked for: each is one more look at what a pr
 ONE_WARP = 1024  # numbers that one warp looks at: what several find one after the other, they have to tell each other
 
 _LOW = tl.constexpr(0x7FFFFFFF)
+_SHORT_LOW = tl.constexpr(0x7FFF)
 _NOTHING = tl.constexpr(-(2**63))
+_SHORT_NOTHING = tl.constexpr(-(2**31))
 _HUGE = tl.constexpr(3.0e38)
 
 
@@ -44,18 +46,53 @@ def _packed(value, column):
 
 
 @triton.jit
+def _score(packed):
+    order = (packed >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ _LOW, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _packed_short(value, place):
+    """The same of scores in half precision and of places below 2 ** 16, in 32 bits, whose largest a warp finds at once."""
+    bits, wide = value.to(tl.int16, bitcast=True).to(tl.int32), value.to(tl.float32)
+    order = tl.where(bits < 0, bits ^ _SHORT_LOW, bits)
+    order = tl.where(wide == 0, 0, tl.where(wide != wide, _SHORT_LOW, order))
+    return _at_place(order << 16, place)
+
+
+@triton.jit
+def _at_place(packed, place):
+    """What is packed in 32 bits, at another place."""
+    return (packed >> 16 << 16) | (place ^ 0xFFFF)
+
+
+@triton.jit
+def _place_of(packed):
+    return (packed & 0xFFFF) ^ 0xFFFF
+
+
+@triton.jit
+def _short_score(packed, HALF: tl.constexpr):
+    order = packed >> 16
+    return tl.where(order < 0, order ^ _SHORT_LOW, order).to(tl.int16).to(HALF, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _stretch(
     scores, best, peaks, masses, key, position, temperature, words, width, each,
-    K: tl.constexpr, MASS: tl.constexpr, NOISY: tl.constexpr, WORDS: tl.constexpr,
+    K: tl.constexpr, MASS: tl.constexpr, NOISY: tl.constexpr, WORDS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The K best of one stretch of a row, by K maxima; and its sum of exponentials, behind its peak."""
+    """The K best of one stretch of a row, by K maxima; and its sum of exponentials, behind its peak. SHORT: at their places
+    in the stretch."""
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     piece = row * tl.num_programs(1) + tl.program_id(1)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + within
     here = column < width
-    value = tl.load(scores + row * width + column, mask=here, other=float("-inf")).to(tl.float32)
+    given = tl.load(scores + row * width + column, mask=here, other=float("-inf"))
+    value = given.to(tl.float32)
     if NOISY:
         heat = tl.load(temperature + row // each)
         token = tl.load(words + column, mask=here, other=0) if WORDS else column  # what the noise is of, wherever it stands
@@ -63,11 +100,12 @@ def _stretch(
             noise_bits(key + row // each * 2, tl.load(position + row), token)
         )
         value = tl.where(heat > 0, drawn, value)
-    left = tl.where(here, _packed(value, column), _NOTHING)
+    nothing: tl.constexpr = _SHORT_NOTHING if SHORT else _NOTHING
+    left = tl.where(here, _packed_short(given, within) if SHORT else _packed(value, column), nothing)
     for i in tl.static_range(K):
         largest = tl.max(left, 0)
         tl.store(best + piece * K + i, largest)
-        left = tl.where(left == largest, _NOTHING, left)
+        left = tl.where(left == largest, nothing, left)
     if MASS:
         peak = tl.minimum(tl.maximum(tl.max(value, 0), -_HUGE), _HUGE)  # finite, so that infinities behave
         tl.store(peaks + piece, peak)
@@ -76,15 +114,19 @@ def _stretch(
 
 @triton.jit
 def _row(
-    best, peaks, masses, words, places, chances, stretches,
-    K: tl.constexpr, MASS: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
+    scores, best, peaks, masses, words, places, chances, stretches,
+    K: tl.constexpr, MASS: tl.constexpr, WORDS: tl.constexpr, SHORT: tl.constexpr,
+    EACH: tl.constexpr, BLOCK: tl.constexpr, STRETCHES: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The K best of a row among the best of its stretches."""
+    """The K best of a row among the best of its stretches, which are EACH columns long."""
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
+    best += row * stretches * K
     at = tl.arange(0, BLOCK)
-    left = tl.load(best + row * stretches * K + at, mask=at < stretches * K, other=_NOTHING)
+    nothing: tl.constexpr = _SHORT_NOTHING if SHORT else _NOTHING
+    left = tl.load(best + at, mask=at < stretches * K, other=nothing)
+    if SHORT:  # of as large ones the first stretch comes first, and in it the first column did already
+        left = tl.where(left == nothing, nothing, _at_place(left, at))
     log_mass = 0.0
     if MASS:
         piece = tl.arange(0, STRETCHES)
@@ -94,17 +136,21 @@ def _row(
         highest = tl.max(peak, 0)
         log_mass = tl.log(tl.sum(mass * tl.exp(peak - highest), 0)) + highest
     rank = tl.arange(0, triton.next_power_of_2(K))
-    found = tl.zeros([triton.next_power_of_2(K)], tl.int64)
+    found = tl.zeros([triton.next_power_of_2(K)], left.dtype)
     for i in tl.static_range(K):
         largest = tl.max(left, 0)
-        left = tl.where(left == largest, _NOTHING, left)
+        left = tl.where(left == largest, nothing, left)
         found = tl.where(rank == i, largest, found)
-    place, at = (found & _LOW) ^ _LOW, row * K + rank
-    tl.store(places + at, tl.load(words + place, mask=rank < K, other=0) if WORDS else place, mask=rank < K)
+    real = rank < K
+    if SHORT:
+        origin = _place_of(found)
+        place = (origin // K * EACH + _place_of(tl.load(best + origin, mask=real, other=0))).to(tl.int64)
+        value = _short_score(found, scores.dtype.element_ty)
+    else:
+        place, value = (found & _LOW) ^ _LOW, _score(found)
+    tl.store(places + row * K + rank, tl.load(words + place, mask=real, other=0) if WORDS else place, mask=real)
     if MASS:
-        order = (found >> 32).to(tl.int32)
-        value = tl.where(order < 0, order ^ _LOW, order).to(tl.float32, bitcast=True)
-        tl.store(chances + at, value - log_mass, mask=rank < K)
+        tl.store(chances + row * K + rank, value - log_mass, mask=real)
 
 
 def top(scores: Tensor, k: int, noise: Noise | None = None) -> Tensor:
@@ -130,7 +176,8 @@ def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None, words: Tensor 
     block = min(triton.next_power_of_2(width), ONE_WARP // 2 if width <= 2**15 else ONE_WARP)
     stretches = triton.cdiv(width, block)
     joined = triton.next_power_of_2(stretches * k)
-    best = torch.empty(rows, stretches, k, dtype=torch.long, device=device)
+    short = scores.dtype.itemsize == 2 and noise is None and max(block, joined) <= 2**16
+    best = torch.empty(rows, stretches, k, dtype=torch.int32 if short else torch.long, device=device)
     sums = torch.empty(2, rows, stretches if mass else 0, dtype=torch.float32, device=device)
     places = torch.empty(*scores.shape[:-1], k, dtype=torch.long, device=device)
     chances = torch.empty(places.shape if mass else (0,), dtype=torch.float32, device=device)
@@ -140,10 +187,11 @@ def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None, words: Tensor 
     if rows:
         _stretch[(rows, stretches)](
             flat, best, *sums, *race, named, width, each, K=k, MASS=mass, NOISY=noise is not None,
-            WORDS=words is not None, BLOCK=block, **launched(device, 1),
+            WORDS=words is not None, SHORT=short, BLOCK=block, **launched(device, 1),
         )  # fmt: skip
         _row[(rows,)](
-            best, *sums, named, places, chances, stretches, K=k, MASS=mass, WORDS=words is not None,
-            BLOCK=joined, STRETCHES=triton.next_power_of_2(stretches), **launched(device, 4 if joined > ONE_WARP else 1),
+            flat, best, *sums, named, places, chances, stretches, K=k, MASS=mass, WORDS=words is not None, SHORT=short,
+            EACH=block, BLOCK=joined, STRETCHES=triton.next_power_of_2(stretches),
+            **launched(device, 4 if joined > ONE_WARP else 1),
         )  # fmt: skip
     return places, chances

@@ -14,6 +14,7 @@ from torch import Tensor
 from foreword.kernels.overlap import launched, take_turn
 
 ROWS = 16  # of a tree, for one program
+ONE_WARP = 64  # rows of a tree whose parents one warp hands around
 
 
 @triton.jit
@@ -21,19 +22,21 @@ def _climb(
     parent, ancestors, depth, p_lane, p_row,
     NODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """All of the rows step up together, until the last has come to the root."""
+    """All of the rows step up together, until the last has come to the root. All parents are read at once: where one row
+    goes is then a look at what is there, and no wait."""
     take_turn(EARLY)
     lane = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
+    above = tl.load(parent + lane * p_lane + column * p_row, mask=column < NODES, other=0).to(tl.int32)
     real = row < NODES
-    at = tl.where(real, row, 0).to(tl.int64)
+    at = tl.where(real, row, 0)
     met = (column[None, :] == at[:, None]).to(tl.int32)
     steps = tl.zeros([ROWS], tl.int64)
     taken = 0
     while (tl.max(at, 0) > 0) & (taken < NODES):
         steps += (at > 0).to(tl.int64)
-        at = tl.load(parent + lane * p_lane + at * p_row)
+        at = tl.gather(above, at, 0)
         met |= (column[None, :] == at[:, None]).to(tl.int32)
         taken += 1
     place = (lane * NODES + row)[:, None] * NODES + column[None, :]
@@ -46,10 +49,11 @@ def lineage(parent: Tensor) -> tuple[Tensor, Tensor]:
     lanes, nodes = parent.shape
     ancestors = torch.empty(lanes, nodes, nodes, dtype=torch.bool, device=parent.device)
     depth = torch.empty(lanes, nodes, dtype=torch.long, device=parent.device)
+    block = triton.next_power_of_2(nodes)
     if lanes:
         _climb[(lanes, triton.cdiv(nodes, ROWS))](
             parent, ancestors.view(torch.uint8), depth, *parent.stride(),
-            NODES=nodes, ROWS=ROWS, BLOCK=triton.next_power_of_2(nodes), **launched(parent.device),
+            NODES=nodes, ROWS=ROWS, BLOCK=block, **launched(parent.device, 1 if block <= ONE_WARP else 4),
         )  # fmt: skip
     return ancestors, depth
 

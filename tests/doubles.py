@@ -413,6 +413,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "hydra": dict(rows=40, heads=3, layers=2, prefix=True),
     "clover": dict(rows=16, heads=3, tree="budget", top_p=0.98, floor=0.01),
     "clover2": dict(rows=16, heads=3, taps=(0, 2)),
+    "echo": dict(rows=24, heads=3, taps=(0, 2), chain=6),
     "hidden_transfer": dict(rows=32, steps=3, carry="all"),
     "firp": dict(rows=16, steps=3),
     "draft_model": dict(rows=16, depth=3, layers=2),

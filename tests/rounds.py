@@ -20,6 +20,7 @@ from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Shape, Tree, hanging, lineage_of
 from foreword.core.graphs import ByKernel, Graph, Rule
 from foreword.core.heads import carried_and_embedded, counted, remember
+from foreword.core.joining import hang
 from foreword.core.needs import Graft, on_device
 from foreword.core.rough import in_eight_bits
 from foreword.core.sampling import gumbel
@@ -588,6 +589,36 @@ def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
     exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"), growth.shape)
     assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
     assert same(found.tree.parent, exact.tree.parent)
+
+
+def drawn_draft(seed: int, nodes: int, device: str, shared: bool = False) -> Draft:
+    """Three trees, of so few words that a chain often goes their way; siblings have tokens of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    parent = random_tree(1 if shared else 3, nodes, generator).parent
+    ranks = torch.tensor([[line[1:row].count(line[row]) for row in range(nodes)] for line in parent.tolist()])
+    first = torch.randint(0, 3, (3, 1), generator=generator)
+    tokens = torch.cat([first + 50, (ranks[:, 1:] + first)], dim=1) if nodes > 1 else first + 50
+    size = torch.randint(1, nodes + 1, (3,), generator=generator)
+    return Draft(tokens.to(device), Tree(parent.to(device)), size.to(device))
+
+
+def drawn_chain(seed: int, tree: Draft, links: int) -> Draft:
+    """Chains behind the same roots, of the same few words."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    guesses = torch.randint(0, 4, (3, links - 1), generator=generator).to(tree.tokens.device)
+    size = torch.randint(1, links + 1, (3,), generator=generator).to(guesses.device)
+    return Draft(torch.cat([tree.tokens[:, :1], guesses], dim=1), Tree.chain(links, guesses.device), size)
+
+
+def check_joined(seed: int, device: str, nodes: int, links: int, shared: bool = False) -> None:
+    from foreword.kernels.joining import hung  # noqa: PLC0415  only where Triton is
+
+    tree = drawn_draft(seed, nodes, device, shared)
+    chain = drawn_chain(seed, tree, links)
+    found = hung((tree.tokens, tree.tree.parent, tree.size), (chain.tokens, chain.size), nodes)
+    own = drawn_draft(seed, nodes, "cpu", shared)
+    exact = hang(own, drawn_chain(seed, own, links), nodes)
+    assert all(map(same, found, (exact.tokens, exact.tree.parent, exact.size)))
 
 
 # Graphs of guesses -------------------------------------------------------------------------------------------------------

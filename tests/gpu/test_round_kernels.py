@@ -21,6 +21,7 @@ from rounds import (
     check_glue,
     check_grow,
     check_hang,
+    check_joined,
     check_keep,
     check_learn,
     check_level,
@@ -65,6 +66,12 @@ def test_a_tree_knows_its_lineage(nodes: int) -> None:
 @pytest.mark.parametrize("widths", [(1,), (4, 8, 8, 8), (3, 1, 5), (10, 64, 64)])
 def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
     check_hang(len(widths), "cuda", widths)
+
+
+@pytest.mark.parametrize(("nodes", "links"), [(1, 2), (16, 16), (49, 16), (9, 1), (100, 30)])
+def test_a_chain_hangs_on_a_tree(nodes: int, links: int) -> None:
+    for seed in range(10):
+        check_joined(seed, "cuda", nodes, links, shared=seed % 3 == 0)
 
 
 @pytest.mark.parametrize("count", [1, 8, 50])

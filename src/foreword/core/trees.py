@@ -61,9 +61,8 @@ class Growth(Protocol):
     @property
     def shape(self) -> Shape: ...
 
-    @property
-    def branch(self) -> int:
-        """Guesses wanted behind each live node."""
+    def branch_at(self, batch: int) -> int:
+        """Guesses wanted behind each live node, at this batch size."""
 
     def depth(self, batch: int) -> int:
         """How many levels are guessed at this batch size; none where no row pays."""
@@ -84,6 +83,7 @@ class TreePlan:
     floor: float = 0.25
     stop: float = 0.0  # a chain ends before a guess that is less likely than this
     levels: int | None = None  # at most so many, whatever could be guessed
+    beside: int = 0  # of `rows`, those that somebody else drafts in the same pass
 
     def check(self, method: str) -> None:
         if self.kind not in get_args(TreeKind):
@@ -105,7 +105,7 @@ class TreePlan:
         """For trees of at most `depth` levels behind the root, of which each costs `level`, a pass over one row being 1.0,
         and at least so many kernels on CUDA. There a round's rows are fixed beforehand, and rows that stay empty save
         nothing: the batch alone decides how many there are, and how many levels."""
-        nodes, beforehand = self.rows or MOST_NODES, target.device.type == "cuda"
+        nodes, beforehand = (self.rows or MOST_NODES) - self.beside, target.device.type == "cuda"
         depth, branch = min(depth, self.levels or depth, nodes - 1), min(BRANCH, target.vocab_size)
         if self.kind == "static" and self.paths is not None:
             known = sorted({tuple(path) for path in self.paths if len(path) <= depth}, key=lambda path: (len(path), path))
@@ -115,7 +115,9 @@ class TreePlan:
             return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
         costs = None if self.rows or beforehand else RowCosts(target, nodes, level)
         level = max(level, target.launches(kernels)) if beforehand else level
-        fixed = FixedRows(target, Shape(nodes, depth), level=level) if beforehand and not self.rows else None
+        fixed = None
+        if beforehand and not self.rows:
+            fixed = FixedRows(target, Shape(nodes, depth), level=level, beside=self.beside)
         if self.kind == "chain":
             return Chain(Shape(depth + 1, depth), costs, self.stop)
         if self.kind == "best":
@@ -155,6 +157,11 @@ class RowCosts:
         return (best / self.after(batch, levels)[: best.shape[1]]).amax(1).mean()
 
 
+def enough_guesses(nodes: int) -> int:
+    """Behind one node of a tree of so many: of 16 nodes none is ever a sixth guess, or hardly. Each is one more look."""
+    return math.ceil(BRANCH * math.sqrt(nodes / MOST_NODES))
+
+
 def share_of_gain(rows: int, most: int, bend: float) -> float:
     """Of what a tree of `most` rows brings beyond the target's own token, what a smaller one does: about the logarithm of
     its rows, bent to a power. The better the guesses, the more of them the first few rows hold."""
@@ -180,8 +187,10 @@ class FixedRows:
         bend: float = TRAINED_BEND,
         guessing: float = GUESSING,
         level: float = 0.0,
+        beside: int = 0,
     ) -> None:
         self.target, self.most, self.bend, self.guessing, self.level = target, most, bend, guessing, level
+        self.beside = beside
         self._known: dict[int, Shape] = {}
 
     def shape(self, batch: int) -> Shape:
@@ -198,7 +207,8 @@ class FixedRows:
             return 1 / self.target.cost(batch)
         rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, self.most.depth)
         guessing = self.guessing + self.level * shape.depth * self.target.cost(batch)
-        return (1 + USUAL_GAIN * rows * levels) / (self.target.cost(batch * shape.nodes) + guessing)
+        checked = batch * (shape.nodes + self.beside)
+        return (1 + USUAL_GAIN * rows * levels) / (self.target.cost(checked) + guessing)
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:
@@ -355,6 +365,9 @@ class StaticTree:
     def depth(self, batch: int) -> int:
         return self.template(batch).depth
 
+    def branch_at(self, batch: int) -> int:
+        return self.branch
+
     def draft(self, state: State, guess: Guess) -> Draft:
         template = self.template(len(state.lanes.ids))
         return self._draft(state, template, template.tokens(state.root, guess))
@@ -418,6 +431,9 @@ class BestFirst:
     def depth(self, batch: int) -> int:
         return shape_at(self, batch).depth
 
+    def branch_at(self, batch: int) -> int:
+        return min(self.branch, enough_guesses(shape_at(self, batch).nodes))
+
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
 
@@ -461,6 +477,9 @@ class Budgeted:
     def depth(self, batch: int) -> int:
         return shape_at(self, batch).depth
 
+    def branch_at(self, batch: int) -> int:
+        return min(self.branch, enough_guesses(shape_at(self, batch).nodes))
+
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
 
@@ -495,10 +514,12 @@ class Chain:
     shape: Shape
     costs: RowCosts | None
     stop: float
-    branch: int = 1
 
     def depth(self, batch: int) -> int:
         return self.shape.depth
+
+    def branch_at(self, batch: int) -> int:
+        return 1
 
     def draft(self, state: State, guess: Guess) -> Draft:
         tokens, chances = [state.root.unsqueeze(1)], [torch.zeros(state.root.shape[0], 1, device=state.root.device)]
@@ -531,11 +552,12 @@ def by_kernel(growth: BestFirst | Budgeted, state: State, guess: Guess, shape: S
     from foreword.kernels.growth import Budget, Grown  # noqa: PLC0415  Triton is there only where CUDA is
 
     budget = Budget(shape.nodes - 1, growth.top_p, growth.floor) if isinstance(growth, Budgeted) else None
-    grown = Grown(state, shape.depth, growth.width, growth.branch, budget)
-    tokens = state.root.unsqueeze(1)
-    origin = _at_the_root(tokens.shape[0], tokens.device)
-    for level in range(1, shape.depth + 1):
-        tokens, origin = grown.add(*guess(level, tokens, origin))
+    root = state.root.unsqueeze(1)
+    guessed, likely = guess(1, root, _at_the_root(root.shape[0], root.device))
+    grown = Grown(state, shape.depth, growth.width, guessed.shape[2], budget)
+    for level in range(1, shape.depth):
+        guessed, likely = guess(level + 1, *grown.add(guessed, likely))
+    grown.add(guessed, likely)
     tokens, parent, size = grown.chosen(shape.nodes)
     return Draft(tokens, Tree(parent), size)
 

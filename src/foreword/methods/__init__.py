@@ -68,6 +68,13 @@ METHODS: dict[str, Method] = {
         paper="Clover-2, arXiv 2408.00264",
         trained=True,
     ),
+    "echo": Method(
+        "echo:Echo",
+        "what the text said before, in one tree with the guesses of clover2",
+        paper="-",
+        trained=True,
+        trained_as="clover2",
+    ),
     "hidden_transfer": Method(
         "hidden_transfer:HiddenTransfer",
         "tree nodes carry states of later tokens through the checking pass",

@@ -7,8 +7,8 @@ set -u
 out=$1
 shift
 mkdir -p "$out"
-everybody=prompt_lookup,token_recycling,medusa,clover,clover2,hidden_transfer,firp,draft_model,gsd,amusd
-guessers=token_recycling,medusa,clover,clover2,hidden_transfer,firp,draft_model,gsd,draft_model:tree=chain
+everybody=prompt_lookup,token_recycling,medusa,clover,clover2,echo,hidden_transfer,firp,draft_model,gsd,amusd
+guessers=token_recycling,medusa,clover,clover2,echo,hidden_transfer,firp,draft_model,gsd,draft_model:tree=chain
 questions="--prompts spec_bench_48=data/spec_bench.jsonl"
 bench() { echo "== $1"; python -m foreword bench "${@:2}" --out "$out/$1" >"$out/$1.txt" 2>&1 || tail -5 "$out/$1.txt"; }
 

@@ -23,6 +23,9 @@ from foreword.bench.contenders import Manner, Task, written
 from foreword.bench.figures import Benchmark, Timing
 from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds
 from foreword.bench.profile import Writing, attempt, bandwidth
+from foreword.core.draft import Draft
+from foreword.core.drafter import Drafter
+from foreword.core.state import State
 from foreword.engine.engine import Engine
 from foreword.methods.wanted import Wanted
 from foreword.model.cost import measure_draft
@@ -174,17 +177,32 @@ def _captured_split(engine: Engine, wanted: Wanted, context: int) -> dict[str, f
     """A captured round cannot be stopped in the middle: its parts are measured alone, and what is left is accepting."""
     model = engine.target
     tokens = min(96, engine.max_context // 2)
+    drafted = _rows_drafted(engine.drafter)
     writing = Writing(engine, min(context, engine.max_context - tokens - 1), tokens)
     for _ in range(2):
         writing.wall()
     wall, _ = writing.wall()
     device = writing.device_ms(30)
-    rows = engine.drafter.shape.nodes
+    rows = drafted[-1]
     verify = milliseconds(Probe(model, rows, context).score, model.device, 30)
     _, again = wanted.on(model)
     draft = measure_draft(model, again).curve().at(1) * 1e3 if rows > 1 else 0.0
     accept = max(device - draft - verify, 0.0)
     return {"draft": draft, "verify": verify, "accept": accept, "host": max(wall - device, 0.0)}
+
+
+def _rows_drafted(drafter: Drafter) -> list[int]:
+    """What its drafts have from now on, one behind the other: at one batch size that may be less than they could have."""
+    rows: list[int] = []
+    propose = drafter.propose
+
+    def heard(state: State) -> Draft:
+        draft = propose(state)
+        rows.append(draft.nodes)
+        return draft
+
+    drafter.propose = heard  # type: ignore[method-assign]
+    return rows
 
 
 class Stopwatch:

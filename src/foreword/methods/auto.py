@@ -16,7 +16,7 @@ from pathlib import Path
 
 from foreword.core.trees import TRAINED_BEND, share_of_gain
 from foreword.errors import DrafterError
-from foreword.methods import make, trained_as
+from foreword.methods import METHODS, make, trained_as
 from foreword.methods.saved import read_config, restore, trained_for
 from foreword.methods.shipped import shipped
 from foreword.model.cost import ROWS, CostCurve, curve_for, draft_seconds
@@ -68,16 +68,16 @@ def expectations(model: Model, rows: int | None = None) -> list[Expected]:
     model.curve = model.curve or curve_for(model)
     found = [PLAIN]
     for method, known in YIELDS.items():
-        if usable := _usable(known, rows, model):
+        if not METHODS[method].trained and (usable := _usable(known, rows, model)):
             own = draft_seconds(model, _mark(method, rows), partial(make, method, rows))
             found.append(_best(method, usable, model.curve, own))
     for method, folder in fitting(model).items():
-        if trained_as(method) != method:
-            continue  # what stands in the record was measured with another method's trees
-        if usable := _allowed(recorded(folder), rows):  # on a GPU too they check as many rows as pay
+        # What stands in the record was measured with its own method's trees; on a GPU too they check as many rows as pay.
+        known = recorded(folder) if trained_as(method) == method else YIELDS.get(method, ())
+        if usable := _allowed(known, rows):
             about = read_config(folder)
             mark = _mark(method, rows, [about["config"], about.get("words")])
-            own = draft_seconds(model, mark, partial(restore, folder, model, rows))
+            own = draft_seconds(model, mark, partial(restore, folder, model, rows, method))
             found.append(_best(method, usable, model.curve, own))
     return sorted(found, key=lambda one: -one.speedup)
 

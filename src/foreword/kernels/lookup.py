@@ -31,8 +31,8 @@ def _look_up(
         matched = tl.zeros([BLOCK], tl.int64)
         for back in tl.static_range(MATCH):
             wanted = tl.load(line + tl.maximum(end - back, 0))
-            run = run & (column >= back) & (end >= back)
-            run = run & (tl.load(line + column - back, mask=run, other=-1) == wanted)
+            there = (column < end) & (column >= back)  # all are asked for at once, whatever those before them say
+            run = run & there & (end >= back) & (tl.load(line + column - back, mask=there, other=-1) == wanted)
             matched += run.to(tl.int64)
         best = tl.maximum(best, tl.where(column < end, matched * t_slot + column, -1))
     longest = tl.max(best, 0)

@@ -61,8 +61,9 @@ class Growth(Protocol):
     @property
     def shape(self) -> Shape: ...
 
-    def branch_at(self, batch: int) -> int:
-        """Guesses wanted behind each live node, at this batch size."""
+    @property
+    def branch(self) -> int:
+        """Guesses wanted behind each live node."""
 
     def depth(self, batch: int) -> int:
         """How many levels are guessed at this batch size; none where no row pays."""
@@ -155,12 +156,6 @@ class RowCosts:
         """Tokens for a pass over one row, by the best number of rows, the mean over the batch."""
         best = found.sort(1, descending=True).values[:, : self.nodes].cumsum(1)
         return (best / self.after(batch, levels)[: best.shape[1]]).amax(1).mean()
-
-
-def enough_guesses(nodes: int) -> int:
-    """Behind one node of a tree of so many, each being one more look for the best: a small tree has hardly any that comes
-    late among its siblings. With 16 nodes of clover2 5 guesses cost 2% of the tokens a round, 8 none."""
-    return math.ceil(BRANCH * (nodes / MOST_NODES) ** 0.25)
 
 
 def share_of_gain(rows: int, most: int, bend: float) -> float:
@@ -366,9 +361,6 @@ class StaticTree:
     def depth(self, batch: int) -> int:
         return self.template(batch).depth
 
-    def branch_at(self, batch: int) -> int:
-        return self.branch
-
     def draft(self, state: State, guess: Guess) -> Draft:
         template = self.template(len(state.lanes.ids))
         return self._draft(state, template, template.tokens(state.root, guess))
@@ -432,9 +424,6 @@ class BestFirst:
     def depth(self, batch: int) -> int:
         return shape_at(self, batch).depth
 
-    def branch_at(self, batch: int) -> int:
-        return min(self.branch, enough_guesses(shape_at(self, batch).nodes))
-
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
 
@@ -478,9 +467,6 @@ class Budgeted:
     def depth(self, batch: int) -> int:
         return shape_at(self, batch).depth
 
-    def branch_at(self, batch: int) -> int:
-        return min(self.branch, enough_guesses(shape_at(self, batch).nodes))
-
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
 
@@ -515,12 +501,10 @@ class Chain:
     shape: Shape
     costs: RowCosts | None
     stop: float
+    branch: int = 1
 
     def depth(self, batch: int) -> int:
         return self.shape.depth
-
-    def branch_at(self, batch: int) -> int:
-        return 1
 
     def draft(self, state: State, guess: Guess) -> Draft:
         tokens, chances = [state.root.unsqueeze(1)], [torch.zeros(state.root.shape[0], 1, device=state.root.device)]
@@ -553,12 +537,11 @@ def by_kernel(growth: BestFirst | Budgeted, state: State, guess: Guess, shape: S
     from foreword.kernels.growth import Budget, Grown  # noqa: PLC0415  Triton is there only where CUDA is
 
     budget = Budget(shape.nodes - 1, growth.top_p, growth.floor) if isinstance(growth, Budgeted) else None
-    root = state.root.unsqueeze(1)
-    guessed, likely = guess(1, root, _at_the_root(root.shape[0], root.device))
-    grown = Grown(state, shape.depth, growth.width, guessed.shape[2], budget)
-    for level in range(1, shape.depth):
-        guessed, likely = guess(level + 1, *grown.add(guessed, likely))
-    grown.add(guessed, likely)
+    grown = Grown(state, shape.depth, growth.width, growth.branch, budget)
+    tokens = state.root.unsqueeze(1)
+    origin = _at_the_root(tokens.shape[0], tokens.device)
+    for level in range(1, shape.depth + 1):
+        tokens, origin = grown.add(*guess(level, tokens, origin))
     tokens, parent, size = grown.chosen(shape.nodes)
     return Draft(tokens, Tree(parent), size)
 

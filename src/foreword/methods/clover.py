@@ -144,7 +144,7 @@ class Clover(Drafter):
             else:
                 known = self.module.cell(*carried_and_embedded(known, origin, self.embedding, tokens))
             rows = self.module.heads[level - 1](known)
-            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch_at(len(state.lanes.ids)))
+            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

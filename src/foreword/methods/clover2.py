@@ -183,7 +183,6 @@ class Clover2(Drafter):
 
     def propose(self, state: State) -> Draft:
         known = state.lanes.take(self.state).unsqueeze(1)  # [b, 1, H]
-        branch = self.growth.branch_at(len(state.lanes.ids))
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
@@ -191,7 +190,7 @@ class Clover2(Drafter):
                 rows = self.module.guess_first(known)
             else:
                 known, rows = self._step(*carried_and_embedded(known, origin, self.embedding, tokens))
-            return self.words.guesses(rows, state.ahead(level), state.sampling, branch, self.module.last_norm)
+            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch, self.module.last_norm)
 
         return self.growth.draft(state, guess)
 

@@ -79,11 +79,10 @@ class DraftModel(Drafter):
 
     def propose(self, state: State) -> Draft:
         branches = self.guesser.root(state)
-        branch = self.growth.branch_at(len(state.lanes.ids))
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             rows = branches.rows if level == 1 else branches.read(tokens, origin)
-            return self.guesser.guesses(rows, state.ahead(level), state.sampling, branch)
+            return self.guesser.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

@@ -88,7 +88,7 @@ class Firp(Drafter):
         first, later = behind(self.module, layers, self.options.source, state.lanes.take(self.known))
         rows = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
         position = state.ahead(self.number[:depth])
-        tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch_at(len(state.lanes.ids)))
+        tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

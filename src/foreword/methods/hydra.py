@@ -119,7 +119,7 @@ class Hydra(Drafter):
             nonlocal known
             known = torch.cat([carried(known, origin), at_one(self.target.embed(tokens))], dim=-1)
             rows = self.module.heads[level - 1](known)
-            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch_at(len(state.lanes.ids)))
+            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

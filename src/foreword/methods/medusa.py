@@ -81,7 +81,7 @@ class Medusa(Drafter):
             return Draft.nothing(state.root)
         rows = self._heads(self.target.norm(state.lanes.take(self.hidden)))  # [b, K, H]
         position = state.ahead(self.number)
-        tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch_at(len(state.lanes.ids)))
+        tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

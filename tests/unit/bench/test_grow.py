@@ -34,6 +34,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "clover2": ("clover2", {}),
     "clover2, taps": ("clover2", {"taps": (1, 3)}),
     "clover2, fused by attention": ("clover2", {"fuse": "attention"}),
+    "echo": ("echo", {"taps": (1, 3)}),
     "hidden_transfer": ("hidden_transfer", {}),
     "firp": ("firp", {}),
     "firp, low rank": ("firp", {"squeeze": 4}),

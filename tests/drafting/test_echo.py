@@ -1,0 +1,66 @@
+"""What echo drafts: the tree that clover2 drafts on the same text, and the chain that prompt_lookup does, in one draft."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from doubles import SAMPLINGS, TRAINED, Recorder, engine, requests, target, taught, truth
+from foreword.core.draft import Draft
+from foreword.errors import InputError
+from foreword.methods import make, untrained
+
+OPTIONS = {name: value for name, value in TRAINED["echo"].items() if name not in ("rows", "chain")}
+
+
+def paths(draft: Draft, lane: int) -> set[tuple[int, ...]]:
+    parent, tokens = draft.tree.parent.expand_as(draft.tokens)[lane].tolist(), draft.tokens[lane].tolist()
+    found: list[tuple[int, ...]] = [()]
+    for row in range(1, int(draft.size[lane])):
+        found.append((*found[parent[row]], tokens[row]))
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_draft_is_that_of_both(sampling: str) -> None:
+    """Round by round on a text that repeats itself. The alone ones write it too, as far as they guess; drafts depend on the
+    text, so those behind the same text are compared."""
+    model = target()
+    asked = [*requests(2, SAMPLINGS[sampling], max_new_tokens=30, ignore_eos=True)]
+    both = taught("echo", model, rows=24, chain=6, **OPTIONS)
+    alone = taught("clover2", model, rows=18, **OPTIONS), make("prompt_lookup", rows=7)
+    drafts: list[dict[Any, set[tuple[int, ...]]]] = []
+    for one in (both, *alone):
+        recorder = Recorder(one)
+        for request in asked:
+            (run,) = engine(recorder, model, slots=1).generate([request])
+            assert run.tokens == truth(model.hf, request)
+        drafts.append({tuple(seen.texts[0]): paths(seen.draft, 0) for seen in recorder.proposed})
+    together, tree, chain = drafts
+    shared = together.keys() & tree.keys() & chain.keys()
+    assert len(shared) > 10
+    assert all(together[text] == tree[text] | chain[text] for text in shared)
+    assert any(not tree[text] >= chain[text] for text in shared) and any(not chain[text] >= tree[text] for text in shared)
+
+
+def test_rows_bound_both() -> None:
+    for rows in (1, 2, 3, 8, 24):
+        one: Any = untrained("echo", rows, heads=3)
+        one.bind(target(), 2)
+        assert one.shape.nodes <= rows and one.chain <= rows // 2
+
+
+def test_no_chain_is_clover2() -> None:
+    model, (request,) = target(), requests(1, max_new_tokens=20, ignore_eos=True)
+    seen = []
+    for name, more in (("echo", {"chain": 0}), ("clover2", {})):
+        recorder = Recorder(taught(name, model, rows=16, **OPTIONS, **more))
+        engine(recorder, model, slots=1).generate([request])
+        seen.append([one.draft.tokens for one in recorder.proposed])
+    assert len(seen[0]) == len(seen[1]) and all(map(torch.equal, *seen))
+
+
+def test_a_chain_below_none_is_refused() -> None:
+    with pytest.raises(InputError, match="chain is -1"):
+        untrained("echo", chain=-1)

@@ -28,11 +28,11 @@ for step in "$@"; do
     default) bench bench_cuda_48 $questions --methods $everybody --repeats 3 ;;
     again) bench bench_cuda_48_again $questions --methods $everybody --repeats 3 ;;
     grown) bench bench_cuda_7b $questions --methods $guessers --grow 7b --repeats 1 ;;
-    batches) bench bench_cuda_batches $questions --methods $everybody --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
+    batches) bench bench_cuda_batches $questions --methods $everybody --batch 8,32 --temperature 0,0.8 --repeats 2 ;;
     drawn) bench bench_cuda_drawn $questions --methods $everybody --temperature 0.8 --repeats 1 ;;
     grown_batches) bench bench_cuda_7b_batches $questions --methods clover2,token_recycling,draft_model --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
     all) bench bench_cuda_240 --prompts data/spec_bench.jsonl --methods ${everybody%,amusd} --repeats 1 ;;
-    table1) bench bench_cuda_table1 $questions --methods medusa,clover --rows 5 --batch 1,4,8,16,32 --repeats 1 ;;
+    table1) bench bench_cuda_table1 $questions --methods medusa,clover --rows 5 --batch 1,4,8,16,32 --repeats 3 ;;
     profile)
         python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,${everybody%,amusd} --out "$out/135m.json" >"$out/135m.txt" 2>&1
         python -m foreword profile --grow 7b --rows 1,4,16,32,64 --contexts 512 --methods plain,clover2,hidden_transfer --tokens 32 --out "$out/7b_grown.json" >"$out/7b_grown.txt" 2>&1

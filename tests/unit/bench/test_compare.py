@@ -74,7 +74,7 @@ def test_a_change_that_the_prompts_cannot_tell(tmp_path: Path) -> None:
     assert fast.verdict == "no change that can be told"
 
 
-@pytest.mark.parametrize("name", ["bench_cpu", "bench_cuda"])
+@pytest.mark.parametrize("name", ["bench_cpu", "bench_cuda_batches"])
 def test_results_of_earlier_versions_are_compared_too(name: str) -> None:
     old = read_results(ROOT / "results" / name)
     found = {(one.table, one.contender): one for one in changes(old, old)}

@@ -23,12 +23,14 @@ def joined(tree: Draft, chain: Draft, levels: int) -> Draft:
     return hang(tree, chain, levels)
 
 
-def hang(tree: Draft, chain: Draft, levels: int) -> Draft:
-    """As torch operations."""
+def hang(tree: Draft, chain: Draft, levels: int, agreed: bool = False) -> Draft:
+    """As torch operations. `agreed`: chains whose first guess the tree does not have are left out."""
     more = chain.nodes - 1
     parent = tree.tree.parent.expand_as(tree.tokens)
     at, shared = _shared(tree, parent, chain, min(levels, more))
     left = chain.size - 1 - shared
+    if agreed:
+        left = left.where(shared > 0, 0)
     row = torch.arange(tree.nodes + more, device=at.device).expand(len(at), -1)
     behind = row - tree.size.unsqueeze(1)
     hangs = (behind >= 0) & (behind < left.unsqueeze(1))

@@ -36,6 +36,7 @@ class Yield:
 # Of the default model on 48 open prompts, greedy. A CPU checks as many rows as it likes: about 3 (results/prove_cpu).
 YIELDS: dict[str, tuple[Yield, ...]] = {
     "prompt_lookup": (Yield(3, 1.70, "results/bench_cpu"), Yield(16, 2.01, "results/bench_cuda_48")),
+    "echo": (Yield(13, 2.75, "results/bench_cpu_echo"), Yield(64, 3.95, "results/bench_cuda_48")),
     "token_recycling": (Yield(3, 1.47, "results/bench_cpu"), Yield(64, 2.55, "results/bench_cuda_48")),
 }
 

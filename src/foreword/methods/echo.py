@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft, Shape
 from foreword.core.drafter import Drafter
-from foreword.core.joining import joined
+from foreword.core.joining import hang, joined
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
@@ -67,8 +67,10 @@ class Echo(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.trees.bind(target, slots)
-        # A GPU checks as many rows each time, used or not, so that every match may be followed to the end.
-        self.lookup = PromptLookup(None if target.device.type == "cpu" and self.wants_cost else self.chain + 1)
+        # A GPU checks as many rows each time, used or not, so that every match may be followed to the end. Where rows cost,
+        # a chain is as long as pays, and followed only if the tree expects its first token too.
+        self.frugal = target.device.type == "cpu" and self.wants_cost
+        self.lookup = PromptLookup(None if self.frugal else self.chain + 1)
         self.lookup.bind(target, slots)
         grown = self.trees.shape
         self.shape = Shape(grown.nodes + self.chain, max(grown.depth, self.chain))
@@ -84,7 +86,8 @@ class Echo(Drafter):
         tree = self.trees.propose(state)
         if not self.chain or not levels:  # where no row of a tree pays, rows are dear
             return tree
-        return joined(tree, self.lookup.propose(state).head(self.chain + 1), levels)
+        chain = self.lookup.propose(state).head(self.chain + 1)
+        return hang(tree, chain, levels, agreed=True) if self.frugal else joined(tree, chain, levels)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         self.trees.observe(state, draft, scores, accepted)

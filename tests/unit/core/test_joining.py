@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.core.draft import Draft, Tree
-from foreword.core.joining import joined
+from foreword.core.joining import hang, joined
 from rounds import drawn_chain, drawn_draft
 
 Path = tuple[int, ...]
@@ -39,3 +39,14 @@ def test_the_chain_goes_on_where_the_tree_ends() -> None:
     both = joined(tree, chain, levels=2)
     assert both.tokens[0, :6].tolist() == [7, 1, 2, 3, 9, 8] and int(both.size) == 6
     assert both.tree.parent[0, :6].tolist() == [0, 0, 1, 0, 2, 4]
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 10**6))
+def test_where_rows_cost_a_chain_needs_an_agreed_beginning(nodes: int, links: int, seed: int) -> None:
+    tree = drawn_draft(seed, nodes, "cpu")
+    chain = drawn_chain(seed, tree, links)
+    both = hang(tree, chain, levels=nodes, agreed=True)
+    for lane in range(len(tree.size)):
+        own, looked_up = paths_of(tree, lane), paths_of(chain, lane)
+        begins = len(looked_up) > 1 and looked_up[1] in own
+        assert set(paths_of(both, lane)) == ({*own, *looked_up} if begins else set(own))

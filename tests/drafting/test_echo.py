@@ -9,6 +9,7 @@ from doubles import SAMPLINGS, TRAINED, Recorder, engine, requests, target, taug
 from foreword.core.draft import Draft
 from foreword.errors import InputError
 from foreword.methods import make, untrained
+from foreword.model.cost import CostCurve
 
 OPTIONS = {name: value for name, value in TRAINED["echo"].items() if name not in ("rows", "chain")}
 
@@ -48,7 +49,26 @@ def test_rows_bound_both() -> None:
     for rows in (1, 2, 3, 8, 24):
         one: Any = untrained("echo", rows, heads=3)
         one.bind(target(), 2)
-        assert one.shape.nodes <= rows and one.chain <= rows // 2
+        assert one.shape.nodes <= rows and one.chain < max(rows / 2, 1)
+        assert rows == 1 or one.trees.growth.depth(1) > 0, "with a second row there is a guess"
+
+
+def test_where_rows_cost_a_chain_needs_an_agreed_beginning() -> None:
+    """Rows that nobody fixed, on the CPU: behind the root stands what clover2 expects there, and some ways go further."""
+    model = target()
+    model.curve = CostCurve((1, 64), (1.0, 1.5))
+    asked = requests(4, max_new_tokens=40, ignore_eos=True)
+    drafts: list[dict[Any, set[tuple[int, ...]]]] = []
+    for name in ("echo", "clover2"):
+        recorder = Recorder(taught(name, model, **OPTIONS))
+        for request in asked:
+            (run,) = engine(recorder, model, slots=1).generate([request])
+            assert run.tokens == truth(model.hf, request)
+        drafts.append({tuple(seen.texts[0]): paths(seen.draft, 0) for seen in recorder.proposed})
+    both, tree = drafts
+    shared = both.keys() & tree.keys()
+    assert all({way[:1] for way in both[text]} == {way[:1] for way in tree[text]} for text in shared)
+    assert all(both[text] >= tree[text] for text in shared) and any(both[text] > tree[text] for text in shared)
 
 
 def test_no_chain_is_clover2() -> None:
@@ -61,6 +81,7 @@ def test_no_chain_is_clover2() -> None:
     assert len(seen[0]) == len(seen[1]) and all(map(torch.equal, *seen))
 
 
-def test_a_chain_below_none_is_refused() -> None:
-    with pytest.raises(InputError, match="chain is -1"):
-        untrained("echo", chain=-1)
+@pytest.mark.parametrize("chain", [-1, 16])
+def test_a_chain_that_cannot_be_is_refused(chain: int) -> None:
+    with pytest.raises(InputError, match=f"chain is {chain}"):
+        untrained("echo", chain=chain)

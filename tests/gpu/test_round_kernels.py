@@ -10,6 +10,7 @@ from foreword.core.needs import Graft
 from foreword.core.sampling import best, likeliest
 from foreword.core.transfer import Transfer
 from foreword.core.trees import BestFirst, Budgeted
+from foreword.model.families import embedded
 from rounds import (
     check_ahead,
     check_carry,
@@ -72,6 +73,17 @@ def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
 def test_a_chain_hangs_on_a_tree(nodes: int, links: int) -> None:
     for seed in range(10):
         check_joined(seed, "cuda", nodes, links, shared=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embeddings_are_those_of_torch(dtype: torch.dtype) -> None:
+    """In any shape; where a gradient is asked for, they have one."""
+    table = torch.nn.Embedding(50, 576, device="cuda", dtype=dtype)
+    tokens = torch.randint(0, 50, (3, 9), device="cuda")
+    with torch.no_grad():
+        for some in (tokens, tokens[:, 2:5], tokens[:1], tokens[0]):
+            assert same(embedded(table, some), table(some))
+    assert embedded(table, tokens).requires_grad
 
 
 @pytest.mark.parametrize("count", [1, 8, 50])

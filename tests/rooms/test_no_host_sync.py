@@ -40,16 +40,18 @@ ENTRIES = {
     SOURCE / "core" / "sampling.py": {"pick", "rank", "guesses"},
     SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
     SOURCE / "core" / "graphs.py": {"add", "draft", "walks"},
+    SOURCE / "core" / "joining.py": {"joined", "hang"},
     SOURCE / "core" / "heads.py": {"forward", "onto", "carried_and_embedded", "counted", "remember", "at_one", "size_of"},
     SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
     SOURCE / "core" / "rough.py": {"__call__", "onto"},
     SOURCE / "core" / "vocabulary.py": {"head", "guesses"},
     SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "hanging"},
+    SOURCE / "engine" / "prefill.py": {"_passed", "_hand_over"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "guesses"},
     SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "rough_head"},
     **{
-        SOURCE / "methods" / f"{name}.py": {"propose", "observe"}
+        SOURCE / "methods" / f"{name}.py": {"read", "propose", "observe"}
         for name in METHODS
         if METHODS[name].load().captures == "round"
     },

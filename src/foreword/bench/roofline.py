@@ -10,7 +10,8 @@ decides as many tokens as it costs in rounds of plain decoding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
@@ -24,7 +25,6 @@ from foreword.bench.figures import Benchmark, Timing
 from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds
 from foreword.bench.profile import Writing, attempt, bandwidth
 from foreword.core.draft import Draft
-from foreword.core.drafter import Drafter
 from foreword.core.state import State
 from foreword.engine.engine import Engine
 from foreword.methods.wanted import Wanted
@@ -177,13 +177,13 @@ def _captured_split(engine: Engine, wanted: Wanted, context: int) -> dict[str, f
     """A captured round cannot be stopped in the middle: its parts are measured alone, and what is left is accepting."""
     model = engine.target
     tokens = min(96, engine.max_context // 2)
-    drafted = _rows_drafted(engine.drafter)
     writing = Writing(engine, min(context, engine.max_context - tokens - 1), tokens)
-    for _ in range(2):
+    with _rows_drafted(engine.drafter) as drafted:  # rounds run as they are written before they are captured
         writing.wall()
+    writing.wall()
     wall, _ = writing.wall()
     device = writing.device_ms(30)
-    rows = drafted[-1]
+    rows = max(drafted, default=engine.drafter.shape.nodes)
     verify = milliseconds(Probe(model, rows, context).score, model.device, 30)
     _, again = wanted.on(model)
     draft = measure_draft(model, again).curve().at(1) * 1e3 if rows > 1 else 0.0
@@ -191,18 +191,22 @@ def _captured_split(engine: Engine, wanted: Wanted, context: int) -> dict[str, f
     return {"draft": draft, "verify": verify, "accept": accept, "host": max(wall - device, 0.0)}
 
 
-def _rows_drafted(drafter: Drafter) -> list[int]:
-    """What its drafts have from now on, one behind the other: at one batch size that may be less than they could have."""
+@contextmanager
+def _rows_drafted(drafter: Any) -> Iterator[list[int]]:
+    """What its drafts have meanwhile: at one batch size that may be less than they could have."""
     rows: list[int] = []
     propose = drafter.propose
 
     def heard(state: State) -> Draft:
-        draft = propose(state)
+        draft: Draft = propose(state)
         rows.append(draft.nodes)
         return draft
 
-    drafter.propose = heard  # type: ignore[method-assign]
-    return rows
+    drafter.propose = heard
+    try:
+        yield rows
+    finally:
+        del drafter.propose  # and its own is there again
 
 
 class Stopwatch:

@@ -43,6 +43,7 @@ USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES bri
 GUESSING = 0.15  # passes over one row: what drafting costs beside its levels, two layers of thirty that read along and more
 LEVEL_KERNELS = 8  # of a level of guesses: the state, the head, the best, and which of them are gone on from
 GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
+GAIN_BESIDE = 0.5  # tokens that a chain of lookups brings beside a tree: results/trees_cpu, results/bench_cuda_7b_echo
 TRAINED_BEND = 0.6  # of `share_of_gain`, as trained drafters have it: results/trees_cuda
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
@@ -67,6 +68,9 @@ class Growth(Protocol):
 
     def depth(self, batch: int) -> int:
         """How many levels are guessed at this batch size; none where no row pays."""
+
+    def shares(self, batch: int) -> bool:
+        """Whether rows that somebody else drafts beside the tree pay at this batch size too."""
 
     def draft(self, state: State, guess: Guess) -> Draft: ...
 
@@ -173,7 +177,8 @@ class FixedRows:
     """How large trees are where that is settled before anything is guessed, as in a captured round: what pays by batch size.
 
     A tree brings more with every row and every level, and ever less; a row costs what the target says, a level what the
-    drafter does, and guessing at all something too. In a large batch rows are dear, and in the end none of them pays.
+    drafter does, and guessing at all something too. In a large batch rows are dear, and in the end none of them pays; those
+    that somebody else drafts `beside` the tree are the first to go.
     """
 
     def __init__(
@@ -187,24 +192,33 @@ class FixedRows:
     ) -> None:
         self.target, self.most, self.bend, self.guessing, self.level = target, most, bend, guessing, level
         self.beside = beside
-        self._known: dict[int, Shape] = {}
+        self._known: dict[int, tuple[Shape, int]] = {}
 
     def shape(self, batch: int) -> Shape:
+        return self._settled(batch)[0]
+
+    def shares(self, batch: int) -> bool:
+        """Whether the rows beside the tree pay too."""
+        return self._settled(batch)[1] > 0
+
+    def _settled(self, batch: int) -> tuple[Shape, int]:
+        """The tree, and the rows beside it."""
         if batch not in self._known:
             counts = [*(1 << power for power in range((self.most.nodes - 1).bit_length())), self.most.nodes]
             shapes = [Shape(rows, depth) for rows in counts for depth in range(min(self.most.depth, rows - 1) + 1)]
-            sound = [one for one in shapes if one.depth or one.nodes == 1]
-            self._known[batch] = max(sound, key=lambda one: self._speed(batch, one))
+            ways = [(one, beside) for one in shapes for beside in {0, self.beside}]
+            sound = [(one, beside) for one, beside in ways if one.depth or (one.nodes, beside) == (1, 0)]
+            self._known[batch] = max(sound, key=lambda way: self._speed(batch, *way))
         return self._known[batch]
 
-    def _speed(self, batch: int, shape: Shape) -> float:
+    def _speed(self, batch: int, shape: Shape, beside: int) -> float:
         """Tokens for a pass over one row. Levels of a large batch are dearer as its passes are."""
         if shape.nodes == 1:
             return 1 / self.target.cost(batch)
         rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, self.most.depth)
+        gain = USUAL_GAIN * rows * levels + (GAIN_BESIDE if beside else 0.0)
         guessing = self.guessing + self.level * shape.depth * self.target.cost(batch)
-        checked = batch * (shape.nodes + self.beside)
-        return (1 + USUAL_GAIN * rows * levels) / (self.target.cost(checked) + guessing)
+        return (1 + gain) / (self.target.cost(batch * (shape.nodes + beside)) + guessing)
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:
@@ -361,6 +375,9 @@ class StaticTree:
     def depth(self, batch: int) -> int:
         return self.template(batch).depth
 
+    def shares(self, batch: int) -> bool:
+        return True
+
     def draft(self, state: State, guess: Guess) -> Draft:
         template = self.template(len(state.lanes.ids))
         return self._draft(state, template, template.tokens(state.root, guess))
@@ -424,6 +441,9 @@ class BestFirst:
     def depth(self, batch: int) -> int:
         return shape_at(self, batch).depth
 
+    def shares(self, batch: int) -> bool:
+        return self.fixed is None or self.fixed.shares(batch)
+
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
 
@@ -467,6 +487,9 @@ class Budgeted:
     def depth(self, batch: int) -> int:
         return shape_at(self, batch).depth
 
+    def shares(self, batch: int) -> bool:
+        return self.fixed is None or self.fixed.shares(batch)
+
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
 
@@ -505,6 +528,9 @@ class Chain:
 
     def depth(self, batch: int) -> int:
         return self.shape.depth
+
+    def shares(self, batch: int) -> bool:
+        return True
 
     def draft(self, state: State, guess: Guess) -> Draft:
         tokens, chances = [state.root.unsqueeze(1)], [torch.zeros(state.root.shape[0], 1, device=state.root.device)]

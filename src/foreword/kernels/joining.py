@@ -33,8 +33,8 @@ def _hang_on(
     at, shared, on = 0, 0, 1
     for step in tl.static_range(1, min(LEVELS + 1, LINKS)):
         wanted = tl.sum(tl.where(link == step, guess, 0), 0)
-        found = tl.max(tl.where(stands & (parent == at) & (token == wanted), row, 0), 0)
-        on = on & ((found > 0) & (step < length)).to(tl.int32)
+        found = tl.min(tl.where(stands & (row > 0) & (parent == at) & (token == wanted), row, BLOCK), 0)
+        on = on & ((found < BLOCK) & (step < length)).to(tl.int32)
         at = tl.where(on > 0, found, at)
         shared += on
 
@@ -54,6 +54,7 @@ def hung(tree: tuple[Tensor, Tensor, Tensor], chain: tuple[Tensor, Tensor], leve
     same of both together, [b, N + M - 1] twice and [b]."""
     (tokens, parents, sizes), (guesses, lengths) = tree, chain
     (lanes, nodes), links, device = tokens.shape, guesses.shape[1], tokens.device
+    assert tokens.is_contiguous() and guesses.is_contiguous() and parents.stride(1) == 1
     out = torch.empty(lanes, nodes + links - 1, dtype=torch.long, device=device)
     above, size = torch.empty_like(out), torch.empty_like(sizes)
     block = triton.next_power_of_2(nodes + links - 1)

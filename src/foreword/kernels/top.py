@@ -170,7 +170,7 @@ def _top(scores: Tensor, k: int, mass: bool, noise: Noise | None, words: Tensor 
     width, device = scores.shape[-1], scores.device
     assert 1 <= k <= min(MOST, width) and scores.dtype.itemsize <= 4
     assert words is None or (words.shape == (width,) and words.is_contiguous())
-    flat = scores.reshape(-1, width)
+    flat = scores.reshape(-1, width).contiguous()  # of a part of the columns, reshape gives a view
     rows = flat.shape[0]
     # As much as one warp looks at in both steps: half a stretch where the second has few of them to look at.
     block = min(triton.next_power_of_2(width), ONE_WARP // 2 if width <= 2**15 else ONE_WARP)

@@ -43,12 +43,12 @@ class Echo(Drafter):
         tree: TreeKind = "best",
         width: int = 8,
     ) -> None:
-        """Of the rows of a pass at most `chain`, and no more than half, repeat what stands earlier in the text. The others
-        are clover2's, and so are the other options."""
-        if chain < 0:
-            raise InputError(f"echo: chain is {chain}; so many tokens are looked up, from 0 on")
+        """Of the rows of a pass at most `chain`, and fewer than half, repeat what stands earlier in the text. The others are
+        clover2's, and so are the other options."""
+        if not 0 <= chain <= CHAIN:
+            raise InputError(f"echo: chain is {chain}; so many tokens are looked up, from 0 to {CHAIN}")
         self.wants_cost = rows is None
-        self.chain = min(chain, (rows or MOST_NODES) // 2)
+        self.chain = min(chain, ((rows or MOST_NODES) - 1) // 2)
         self.trees = Clover2(rows, heads, taps, fuse, tree, width)
         self.trees.plan = replace(self.trees.plan, beside=self.chain)
         self.needs = self.trees.needs
@@ -82,11 +82,11 @@ class Echo(Drafter):
         self.trees.read(state, chunk, scores)
 
     def propose(self, state: State) -> Draft:
-        levels = self.trees.growth.depth(len(state.lanes.ids))
+        batch, growth = len(state.lanes.ids), self.trees.growth
         tree = self.trees.propose(state)
-        if not self.chain or not levels:  # where no row of a tree pays, rows are dear
+        if not self.chain or not growth.shares(batch):
             return tree
-        chain = self.lookup.propose(state).head(self.chain + 1)
+        levels, chain = growth.depth(batch), self.lookup.propose(state).head(self.chain + 1)
         return hang(tree, chain, levels, agreed=True) if self.frugal else joined(tree, chain, levels)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

@@ -3,7 +3,7 @@ the middle of the target: whichever node turns out to be the last right one, sta
 
 A pseudo row sees the text, its node's path and the earlier steps of its node; real rows see none, and none is kept. Likely
 nodes carry more steps than unlikely ones. The target's head reads guesses off what the last right node carried; only the
-first draft of a text takes a walk of its own, behind the prompt's last row.
+first draft of a text takes a walk of its own, behind the last row of each chunk of its prompt.
 Paper: Hidden Transfer (arXiv 2404.12022).
 """
 

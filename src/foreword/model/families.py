@@ -39,8 +39,8 @@ AFTER = Norms(after_attention="post_attention_layernorm", after_mlp="post_feedfo
 AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
-def _embedded(table: nn.Module, tokens: Tensor) -> Tensor:
-    if not tokens.is_cuda or type(table) is not nn.Embedding or torch.is_grad_enabled():
+def embedded(table: nn.Module, tokens: Tensor) -> Tensor:
+    if not tokens.is_cuda or torch.is_grad_enabled() or type(table) is not nn.Embedding or table._forward_hooks:
         return table(tokens)
     from foreword.kernels.gather import at_slots  # noqa: PLC0415  Triton is there only where CUDA is
 
@@ -62,7 +62,7 @@ class Family:
     lean: bool = False  # whether lean.py computes just these layers
 
     def embed(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
-        rows = _embedded(model.model.embed_tokens, tokens)
+        rows = embedded(model.model.embed_tokens, tokens)
         return rows * model.config.embedding_multiplier if self.multiplied else rows
 
     def positions(self, model: PreTrainedModel, hidden: Tensor, position: Tensor, table: str = "") -> Any:

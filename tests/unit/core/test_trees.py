@@ -244,6 +244,21 @@ def test_rows_that_are_settled_beforehand_follow_the_batch(kind: type) -> None:
     assert FixedRows(model, Shape(32, 3), bend=0.5).shape(1).nodes == 8  # the first rows hold more of the gain
 
 
+def test_rows_beside_a_tree_are_the_first_to_go() -> None:
+    """With more texts first the rows beside the tree are dropped, then the tree."""
+    model = target()
+    model.curve = CostCurve((1, 64, 1024), (1e-3, 1.4e-3, 12e-3))
+    shared, alone = (FixedRows(model, Shape(49, 4), beside=beside) for beside in (15, 0))
+    batches = (1, 2, 4, 8, 16, 32, 64, 128)
+    beside, depths = [shared.shares(batch) for batch in batches], [shared.shape(batch).depth for batch in batches]
+    assert beside[0] and not beside[-1] and beside == sorted(beside, reverse=True)
+    assert any(depth and not also for depth, also in zip(depths, beside, strict=True)) and depths[-1] == 0
+    assert not any(alone.shares(batch) for batch in batches)
+    for batch in batches:
+        if not shared.shares(batch):
+            assert shared.shape(batch) == alone.shape(batch)
+
+
 def test_levels_that_are_settled_beforehand_follow_their_cost() -> None:
     model = target()
     model.curve = CostCurve((1, 64), (1e-3, 1.2e-3))

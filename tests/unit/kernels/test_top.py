@@ -32,6 +32,7 @@ def test_rows_keep_their_shape() -> None:
     scores = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(1))
     assert torch.equal(top(scores, 4), scores.topk(4).indices)
     assert torch.equal(top(scores[:, ::2, :50], 4), scores[:, ::2, :50].topk(4).indices)
+    assert torch.equal(top(scores[..., :50], 4), scores[..., :50].topk(4).indices)  # which reshape would leave a view
     assert top(scores[:0], 4).shape == (0, 3, 4)
 
 

@@ -5,6 +5,7 @@ import pytest
 from doubles import SAMPLINGS, Recorder, drafts_of, engine, requests, target, taught, truth
 from foreword.core.sampling import Sampling
 from foreword.methods import untrained
+from foreword.model.cost import CostCurve
 
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 
@@ -50,3 +51,18 @@ def test_a_path_by_an_alias_is_longer_than_the_graph() -> None:
     engine(recorder, model).generate(requests(4, ignore_eos=True))
     assert recorder.shape.depth == 4
     assert {int(seen.draft.tree.depth.max()) for seen in recorder.proposed} > {2, 3}
+
+
+def test_where_levels_cost_fewer_are_read() -> None:
+    """Rows that nobody fixed, on the CPU: dear levels are not read, free ones all; the text is the truth with either."""
+    model, asked, read = target(), requests(4, max_new_tokens=20, ignore_eos=True), []
+    model.curve = CostCurve((1, 64), (1.0, 1.01))
+    for level in (0.0, 100.0):
+        drafter = taught("gsd", model, depth=4, siblings=0.0, sure=0.0)
+        steps = engine(drafter, model)
+        assert drafter.costs.level > 0
+        drafter.costs.level = level
+        runs = steps.generate(asked)
+        assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+        read.append(drafter.counters()["rows_read"] / sum(len(run.accepted) for run in runs))
+    assert read[0] > 10 and read[1] < 1.5, "of dear ones the root alone"

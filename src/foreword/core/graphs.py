@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from foreword.core.draft import Draft, Tree
 from foreword.core.state import State
-from foreword.core.trees import BestFirst, Guess, shape_at
+from foreword.core.trees import BestFirst, Guess, RowCosts, shape_at
 
 _MIX = 0x5851F42D4C957F2D  # odd, so that no token is lost in a product
 NOWHERE = -1
@@ -114,6 +114,8 @@ class Graph:
         self.reach = torch.ones(size, 1, 1, dtype=torch.bool, device=device)
         before = torch.full((size, 1, max(rule.repeat, 0)), NOWHERE, device=device)
         self.recent = torch.cat([before, root.view(-1, 1, 1)], dim=2)[..., 1:]
+        self.found = self.chance  # [b, 1 + M] the same of the root and of all guesses
+        self.sure = torch.ones((), device=device)  # how much of what was read last its first guesses hold
         self.counts = torch.zeros(2, size, dtype=torch.long, device=device)
         self.saved = torch.zeros_like(root)  # [b] guesses of the last level that would be read next if none were merged
 
@@ -127,7 +129,10 @@ class Graph:
         is_node, sure = goal == number, (likely >= _log(self.rule.sure)).flatten(1)
         self.counts = self.counts + torch.stack([(self.chance > -math.inf).sum(1), self.saved])
         self.saved = (counts & ~is_node & sure).sum(1)
-        whole = (self.chance.unsqueeze(2) + likely).flatten(1).masked_fill(~(is_node & sure), -math.inf)
+        ways = self.chance.unsqueeze(2) + likely
+        self.found = torch.cat([self.found, ways.flatten(1)], dim=1)
+        self.sure = ways[..., 0].exp().sum() / self.chance.exp().sum()
+        whole = ways.flatten(1).masked_fill(~(is_node & sure), -math.inf)
         chance, best = (part[:, : self.rule.width] for part in whole.sort(dim=1, descending=True, stable=True))
         numbers = torch.arange(best.shape[1], device=best.device) + (count // branch + live)
         read = torch.full_like(goal, NOWHERE).scatter(1, best, numbers.where(chance > -math.inf, NOWHERE))
@@ -138,6 +143,10 @@ class Graph:
         tokens, origin = new.tokens.gather(1, best), best // branch
         self.chance, self.recent = chance, torch.cat([_rows(self.recent, origin), tokens.unsqueeze(2)], dim=2)[..., 1:]
         return tokens, origin
+
+    def pays(self, costs: RowCosts, levels: int) -> bool:
+        """Whether it is expected to pay that a level more is read, behind so many. Asks the device: for the CPU."""
+        return costs.go_on(len(self.found), self.found, self.chance, self.sure, levels)
 
     def _counting(self, likely: Tensor) -> Tensor:
         """Log-chances, -inf where a guess does not count: behind padding, or far behind its best sibling."""

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.graphs import Drafted, Rule, graph_of, sketch
+from foreword.core.graphs import Drafted, Graph, Rule, graph_of, sketch
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import USUAL_RATES, BestFirst, TreePlan
+from foreword.core.trees import USUAL_RATES, BestFirst, RowCosts, TreePlan
 from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, layers_at
 from foreword.errors import InputError
@@ -70,7 +70,11 @@ class Gsd(Drafter):
         self.config: dict[str, Any] = {"layers": layers}
 
     def bind(self, target: Target, slots: int) -> None:
-        growth = cast(BestFirst, self.plan.on(target, self.depth + FURTHER))
+        level, kernels = self.guesser.level_part(target), self.guesser.level_kernels
+        on_cpu = target.device.type == "cpu"
+        # On a CPU levels are settled while they are read, and what is unrolled of them costs nothing more.
+        growth = cast(BestFirst, self.plan.on(target, self.depth + FURTHER, 0.0 if on_cpu else level, kernels))
+        self.costs = RowCosts(target, growth.shape.nodes, level) if on_cpu and self.wants_cost else None
         self.shape = growth.shape
         self.guesser.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
         self.growth = replace(growth, branch=min(self.rule.branch, self.words.count, target.vocab_size))
@@ -102,9 +106,14 @@ class Gsd(Drafter):
         rows = branches.rows
         for level in range(1, depth + 1):
             nodes = graph.add(*self.guesser.guesses(rows, state.ahead(level), state.sampling, self.growth.branch))
-            if level < depth:
-                rows = branches.read(*nodes)
+            if level == depth or not self._goes_on(graph, level):
+                break
+            rows = branches.read(*nodes)
         self.counts += (graph.counts * state.alive).sum(1)
+
+    def _goes_on(self, graph: Drafted, levels: int) -> bool:
+        """Whether one level more is expected to pay, where that is not settled beforehand."""
+        return self.costs is None or not isinstance(graph, Graph) or graph.pays(self.costs, levels)
 
     def sketch(self, lane: int) -> dict[str, Any]:
         if self.last is None:

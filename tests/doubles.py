@@ -691,6 +691,16 @@ def continuation(texts: Iterable[list[int]], text: list[int], count: int) -> lis
     return (known + [0] * count)[:count]
 
 
+def paths_of(draft: Draft, lane: int) -> list[tuple[int, ...]]:
+    """The tokens on the way to each row that counts, the root's left out."""
+    parent, tokens = draft.tree.parent.expand_as(draft.tokens)[lane].tolist(), draft.tokens[lane].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for row in range(1, int(draft.size[lane])):
+        assert parent[row] < row
+        paths.append((*paths[parent[row]], tokens[row]))
+    return paths
+
+
 def drafts_of(seen: Seen) -> list[tuple[list[int], list[int]]]:
     """Tokens and parents that count, sequence by sequence."""
     parent = seen.draft.tree.parent.expand_as(seen.draft.tokens)

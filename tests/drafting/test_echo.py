@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import SAMPLINGS, TRAINED, Recorder, engine, requests, target, taught, truth
+from doubles import SAMPLINGS, TRAINED, Recorder, engine, paths_of, requests, target, taught, truth
 from foreword.core.draft import Draft
 from foreword.errors import InputError
 from foreword.methods import make, untrained
@@ -14,11 +14,9 @@ from foreword.model.cost import CostCurve
 OPTIONS = {name: value for name, value in TRAINED["echo"].items() if name not in ("rows", "chain")}
 
 
-def paths(draft: Draft, lane: int) -> set[tuple[int, ...]]:
-    parent, tokens = draft.tree.parent.expand_as(draft.tokens)[lane].tolist(), draft.tokens[lane].tolist()
-    found: list[tuple[int, ...]] = [()]
-    for row in range(1, int(draft.size[lane])):
-        found.append((*found[parent[row]], tokens[row]))
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    """Of the only sequence; none stands there twice."""
+    found = paths_of(draft, 0)
     assert len(set(found)) == len(found)
     return set(found)
 
@@ -37,7 +35,7 @@ def test_the_draft_is_that_of_both(sampling: str) -> None:
         for request in asked:
             (run,) = engine(recorder, model, slots=1).generate([request])
             assert run.tokens == truth(model.hf, request)
-        drafts.append({tuple(seen.texts[0]): paths(seen.draft, 0) for seen in recorder.proposed})
+        drafts.append({tuple(seen.texts[0]): paths(seen.draft) for seen in recorder.proposed})
     together, tree, chain = drafts
     shared = together.keys() & tree.keys() & chain.keys()
     assert len(shared) > 10
@@ -64,7 +62,7 @@ def test_where_rows_cost_a_chain_needs_an_agreed_beginning() -> None:
         for request in asked:
             (run,) = engine(recorder, model, slots=1).generate([request])
             assert run.tokens == truth(model.hf, request)
-        drafts.append({tuple(seen.texts[0]): paths(seen.draft, 0) for seen in recorder.proposed})
+        drafts.append({tuple(seen.texts[0]): paths(seen.draft) for seen in recorder.proposed})
     both, tree = drafts
     shared = both.keys() & tree.keys()
     assert all({way[:1] for way in both[text]} == {way[:1] for way in tree[text]} for text in shared)

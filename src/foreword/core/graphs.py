@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from foreword.core.draft import Draft, Tree
 from foreword.core.state import State
-from foreword.core.trees import BestFirst, Guess, RowCosts, shape_at
+from foreword.core.trees import BestFirst, Guess, RowCosts, shape_at, sureness
 
 _MIX = 0x5851F42D4C957F2D  # odd, so that no token is lost in a product
 NOWHERE = -1
@@ -131,7 +131,7 @@ class Graph:
         self.saved = (counts & ~is_node & sure).sum(1)
         ways = self.chance.unsqueeze(2) + likely
         self.found = torch.cat([self.found, ways.flatten(1)], dim=1)
-        self.sure = ways[..., 0].exp().sum() / self.chance.exp().sum()
+        self.sure = sureness(self.chance, likely)
         whole = ways.flatten(1).masked_fill(~(is_node & sure), -math.inf)
         chance, best = (part[:, : self.rule.width] for part in whole.sort(dim=1, descending=True, stable=True))
         numbers = torch.arange(best.shape[1], device=best.device) + (count // branch + live)

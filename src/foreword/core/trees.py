@@ -162,6 +162,11 @@ class RowCosts:
         return (best / self.after(batch, levels)[: best.shape[1]]).amax(1).mean()
 
 
+def sureness(chance: Tensor, likely: Tensor) -> Tensor:
+    """How much of the chance of live nodes [b, w] their first guesses [b, w, k] hold, all as log-chances."""
+    return (likely[..., 0] + chance).exp().sum() / chance.exp().sum()
+
+
 def share_of_gain(rows: int, most: int, bend: float) -> float:
     """Of what a tree of `most` rows brings beyond the target's own token, what a smaller one does: about the logarithm of
     its rows, bent to a power. The better the guesses, the more of them the first few rows hold."""
@@ -457,7 +462,7 @@ class BestFirst:
                 break
             guessed, likely = guess(level, tokens, origin)  # [b, w, k]
             if limited:
-                sure = (likely[..., 0] + chance).exp().sum() / chance.exp().sum()
+                sure = sureness(chance, likely)
             whole = _finite(chance.unsqueeze(2) + likely).flatten(1)
             below, above = guessed.flatten(1), rows.unsqueeze(2).expand_as(guessed).flatten(1)
             rows = nodes.add(below, above, whole)

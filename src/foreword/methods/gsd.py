@@ -113,7 +113,7 @@ class Gsd(Drafter):
 
     def _goes_on(self, graph: Drafted, levels: int) -> bool:
         """Whether one level more is expected to pay, where that is not settled beforehand."""
-        return self.costs is None or not isinstance(graph, Graph) or graph.pays(self.costs, levels)
+        return self.costs is None or cast(Graph, graph).pays(self.costs, levels)
 
     def sketch(self, lane: int) -> dict[str, Any]:
         if self.last is None:

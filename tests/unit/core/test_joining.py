@@ -4,21 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from doubles import paths_of
 from foreword.core.draft import Draft, Tree
 from foreword.core.joining import hang, joined
 from rounds import drawn_chain, drawn_draft
-
-Path = tuple[int, ...]
-
-
-def paths_of(draft: Draft, lane: int) -> list[Path]:
-    """The tokens on the way to each row that counts, the root's left out."""
-    parent, tokens = draft.tree.parent.expand_as(draft.tokens)[lane].tolist(), draft.tokens[lane].tolist()
-    paths: list[Path] = [()]
-    for row in range(1, int(draft.size[lane])):
-        assert parent[row] < row
-        paths.append((*paths[parent[row]], tokens[row]))
-    return paths
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 10**6))

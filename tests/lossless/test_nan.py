@@ -91,6 +91,17 @@ def test_the_others_in_the_batch_do_not_suffer() -> None:
     assert [run.tokens for run in (good, *after)] == [truth(hf, HEALTHY)] * 3
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_nor_do_they_where_several_rounds_are_read_at_once(late: bool) -> None:
+    hf = poisoned_model()
+    steps = engine(make("plain"), Model(hf), slots=2, late=late)
+    bad, *good = (steps.add(request) for request in (SICK, HEALTHY, HEALTHY, HEALTHY))
+    while steps.busy:
+        steps.step_for((), 4)
+    assert bad.finish_reason == "abort" and bad.tokens == [] and isinstance(bad.error, NumericsError)
+    assert [run.tokens for run in good] == [truth(hf, HEALTHY)] * 3
+
+
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_slot_left_with_nan_serves_the_next(after: int) -> None:
     """The sick one is given up while its prompt is read: no round has seen the NaN that its rows hold."""

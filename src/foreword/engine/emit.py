@@ -1,11 +1,13 @@
 """EMIT: tokens to the host, stop strings, finished texts. The only file that leaves the device.
 
-On a GPU a round is read while the next one runs. A text that the host then finds finished may have run on for that one
-round; what it wrote there is dropped. Hundreds of texts are written side by side: whoever has nothing to tell but its
-tokens costs the host three appends a round, and no event is made of it unless somebody asks.
+On a GPU a round, or several, are read while the next ones run. A text that the host then finds finished may have run on
+for those; what it wrote there is dropped. Hundreds of texts are written side by side: whoever has nothing to tell but its
+tokens costs the host three appends a time, and no event is made of it unless somebody asks.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,21 +18,25 @@ from foreword.errors import NumericsError
 
 
 class Launched:
-    """A round that runs, or has run: whom it is for, and what it decided, on its way to the host."""
+    """Rounds that run, or have run: whom they are for, and what they decided, on its way to the host."""
 
-    def __init__(self, runs: list[Running], emission: Emission) -> None:
+    def __init__(self, runs: list[Running]) -> None:
         self.runs = runs
         self.alone = [run.spoiled for run in runs]  # launched without guesses, on a scratch that was wiped
-        self.emission = emission.fetched()
+        self.emissions: list[Emission] = []
         self.arrived: torch.cuda.Event | None = None
+
+    def take(self, emission: Emission) -> None:
+        """One more round."""
+        self.emissions.append(emission.fetched())
         if emission.count.is_cuda:
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
-    def wait(self) -> Emission:
+    def wait(self) -> list[Emission]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.emission
+        return self.emissions
 
 
 def emit(launched: Launched, ends: set[int]) -> dict[Running, Event]:
@@ -38,7 +44,39 @@ def emit(launched: Launched, ends: set[int]) -> dict[Running, Event]:
 
     Where the target answered NaN to the text alone, it is given up.
     """
-    emission = launched.wait()
+    rounds = launched.wait()
+    if len(rounds) > 1 and all(run.quiet for run in launched.runs) and not any(one.broken.any() for one in rounds):
+        return _emit_together(launched.runs, rounds, ends)
+    told: dict[Running, Event] = {}
+    for one in rounds:
+        told |= _emit_round(launched, one, ends)
+    return told
+
+
+def _emit_together(runs: list[Running], rounds: list[Emission], ends: set[int]) -> dict[Running, Event]:
+    """Several rounds in which there is nothing to tell of but tokens and ends: everybody is visited once."""
+    count = np.stack([one.count.numpy() for one in rounds], 1)  # [b, rounds], as the next two
+    drafted = np.stack([one.drafted.numpy() for one in rounds], 1)
+    ended = np.stack([one.ended.numpy() for one in rounds], 1)
+    lasted = np.where(ended.any(1), ended.argmax(1) + 1, len(rounds))
+    tokens = np.concatenate([one.tokens.numpy() for one in rounds], 1)
+    found = tokens[np.concatenate([_kept(one) for one in rounds], 1)].tolist()
+    columns: list[Any] = [column.tolist() for column in (count.sum(1), count, drafted, ended.any(1), lasted)]
+    told, stop = {}, 0
+    for running, new, accepted, checked, at_end, last in zip(runs, *columns, strict=False):
+        start, stop = stop, stop + new
+        if running.finish_reason is not None:
+            continue
+        running.accepted += accepted[:last]
+        running.drafted += checked[:last]
+        if at_end:
+            told[running] = _write(running, found[start:stop], True, ends)
+        else:
+            running.tokens += found[start:stop]
+    return told
+
+
+def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[Running, Event]:
     columns = (column.tolist() for column in (emission.count, emission.drafted, emission.ended, emission.broken))
     tokens, told, stop = _in_a_row(emission), {}, 0
     for lane, (running, count, drafted, ended, broken) in enumerate(zip(launched.runs, *columns, strict=False)):
@@ -71,9 +109,13 @@ def _tokens_alone(running: Running) -> Event:
 
 def _in_a_row(emission: Emission) -> list[int]:
     """The new tokens of all lanes, one lane behind the other."""
-    tokens, count = emission.tokens.numpy(), emission.count.numpy()
-    found: list[int] = tokens[np.arange(tokens.shape[1]) < count[:, None]].tolist()
+    found: list[int] = emission.tokens.numpy()[_kept(emission)].tolist()
     return found
+
+
+def _kept(emission: Emission) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """[b, D+1]: which tokens are new text."""
+    return np.arange(emission.tokens.shape[1]) < emission.count.numpy()[:, None]
 
 
 def _fail(running: Running, drafted: bool, alone: bool) -> Event:

@@ -102,24 +102,25 @@ class Engine:
         return [] if read is None else all_events(read, told)
 
     @torch.inference_mode()
-    def step_for(self, wanted: Iterable[Running]) -> list[Running]:
+    def step_for(self, wanted: Iterable[Running], rounds: int = 1) -> list[Running]:
         """A step on behalf of some requests; returns whoever it ended. What breaks another request than the wanted ones is
-        raised for those who wait for that."""
-        _, told = self._step()
+        raised for those who wait for that. Of several `rounds` the host reads all at once, which with hundreds of texts is
+        what it has time for; who ends in one of them rests in the others."""
+        _, told = self._step(rounds)
         for one in wanted:
             if one.error:
                 raise one.error
         return [running for running in told if running.done]
 
-    def _step(self) -> tuple[Launched | None, dict[Running, Event]]:
-        """The round that was read, and what it had to tell."""
+    def _step(self, rounds: int = 1) -> tuple[Launched | None, dict[Running, Event]]:
+        """The rounds that were read, and what they had to tell."""
         taken = admit(self.waiting, self.slots, self.state)  # PROMPT
         for slot in taken:
             self.slots.running[slot].began = self.clock
         if taken:
             self.loop.begin(self.state.at(Lanes.of(taken, self._span(taken), self.target.device)))
         self._prefill()
-        return self._round()
+        return self._round(rounds)
 
     def generate(self, requests: Iterable[Request]) -> list[Running]:
         """Run requests to their ends, in their order."""
@@ -151,9 +152,9 @@ class Engine:
                 running.prefill_s += time.perf_counter() - started
                 running.began = self.clock
 
-    def _round(self) -> tuple[Launched | None, dict[Running, Event]]:
+    def _round(self, rounds: int) -> tuple[Launched | None, dict[Running, Event]]:
         started = time.perf_counter()
-        launched = self._launch()
+        launched = self._launch(rounds)
         read, self.unread = (self.unread, launched) if self.late else (launched, None)
         told = emit(read, self._ends) if read is not None else {}  # EMIT
         self.clock += time.perf_counter() - started
@@ -173,13 +174,21 @@ class Engine:
             stacklevel=2,
         )
 
-    def _launch(self) -> Launched | None:
-        """The round of everybody whose prompt is read."""
-        unread = 0 if self.unread is None else self.drafter.shape.depth + 1
-        lanes = self.slots.lanes(self.target.device, ready=True, unread=unread)
+    def _launch(self, rounds: int) -> Launched | None:
+        """Rounds of everybody whose prompt is read."""
+        lanes = self.slots.lanes(self.target.device, ready=True, unread=self._unread)
         if lanes is None:
             return None
-        return Launched(self.slots.group(ready=True).runs, self.loop.round(self.state.at(lanes)))
+        launched = Launched(self.slots.group(ready=True).runs)
+        for before in range(rounds):
+            span = min(lanes.span + before * (self.drafter.shape.depth + 1), self.max_context)
+            launched.take(self.loop.round(self.state.at(replace(lanes, span=span))))
+        return launched
+
+    @property
+    def _unread(self) -> int:
+        """How many tokens a text may be longer than the host knows."""
+        return 0 if self.unread is None else len(self.unread.emissions) * (self.drafter.shape.depth + 1)
 
     def _release(self, finished: list[Running]) -> None:
         """Free slots. A text that was given up may have left NaN in its rows, which must not reach the next."""
@@ -201,10 +210,10 @@ class Engine:
     def _clear(self, running: Running) -> bool:
         """Whether what the cache holds of a text may stay."""
         cache = self.target.cache
-        written = running.length + max(self.chunk, cache.rows - cache.context) + self.late * (self.drafter.shape.depth + 1)
+        scratch, ahead = cache.rows - cache.context, running.length + self._unread
         if self.late:  # the round under way may write what nobody will read, NaN too
-            cache.wipe(running.slot, running.length, written)
-        sound = running.finish_reason != "abort" or cache.is_sound(running.slot, written)
+            cache.wipe(running.slot, running.length, ahead + scratch)
+        sound = running.finish_reason != "abort" or cache.is_sound(running.slot, ahead + max(self.chunk, scratch))
         if not sound:
             cache.wipe(running.slot)
         return sound

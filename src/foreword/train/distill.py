@@ -31,8 +31,10 @@ from foreword.train.shards import Writer, key_of
 
 # A GPU reads many prompts in one pass, which is padded to the longest and costs about the same for one: so prompts of
 # WINDOW times the slots are sorted by length, and enter when a LOT-th of the slots is free. A CPU reads one at a time.
+# Nor need the host look at every round: it reads ROUNDS of them while the next ones run.
 WINDOW = {"cpu": 1, "cuda": 4}
 LOT = 8
+ROUNDS = {"cpu": 1, "cuda": 8}
 SAVE_S = 5.0  # seconds between two times that the work is saved
 
 
@@ -282,8 +284,8 @@ def _answered(llm: LLM, talks: Iterator[Talk], progress: Progress) -> Iterator[T
     """Talks as they end, in any order. Further turns wait for the next lot, and enter it before new talks: their slot is
     still theirs."""
     engine = llm.engine
-    slots = engine.slots.count
-    lot = 1 if llm.model.device.type == "cpu" else max(1, slots // LOT)
+    slots, device = engine.slots.count, llm.model.device.type
+    lot = 1 if device == "cpu" else max(1, slots // LOT)
     active: dict[Running, Talk] = {}
     again: list[Talk] = []
     while True:
@@ -307,7 +309,7 @@ def _answered(llm: LLM, talks: Iterator[Talk], progress: Progress) -> Iterator[T
                 yield talk
         if not active and not again:
             return
-        for run in engine.step_for(()):
+        for run in engine.step_for((), ROUNDS[device]):
             talk = active.pop(run, None)
             if talk is None:  # somebody else's, written along
                 continue

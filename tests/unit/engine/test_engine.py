@@ -104,6 +104,25 @@ def test_a_step_for_somebody_says_who_ended() -> None:
     assert ended == [[runs[1]], [], [runs[0], runs[2]]]
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rounds", [2, 5])
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup", "token_recycling"])
+def test_rounds_that_are_read_together_bring_what_they_bring_one_by_one(method: str, rounds: int, late: bool) -> None:
+    def written(together: int) -> list[Running]:
+        steps = engine(make(method), slots=3, late=late)
+        runs, ended = [steps.add(request) for request in requests(8)], []
+        while steps.busy:
+            ended += steps.step_for((), together)
+        assert set(ended) == set(runs) and len(ended) == len(runs)
+        return runs
+
+    for some, single in zip(written(rounds), written(1), strict=True):
+        assert (some.tokens, some.finish_reason) == (single.tokens, single.finish_reason)
+        assert sum(some.accepted) == len(some.tokens) and len(some.accepted) == len(some.drafted) and some.accepted[-1] > 0
+        if method != "token_recycling":  # which learns from its neighbours, and they enter later
+            assert (some.accepted, some.drafted) == (single.accepted, single.drafted)
+
+
 def test_a_text_is_timed_by_the_rounds_it_is_in() -> None:
     """Not by those that go by while its prompt is read, nor by those after its end."""
     steps = engine(make("plain"), slots=2)

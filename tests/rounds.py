@@ -386,6 +386,8 @@ def check_level(seed: int, device: str, live: int, count: int, columns: int, dty
     found = gather.carried_and_embedded(*(part.to(device) for part in (known, origin, table, tokens)))
     assert same(found[0], exact[0])
     torch.testing.assert_close(found[1].cpu(), exact[1])
+    alone = gather.embedded_at_one(table.to(device), tokens[:, 0].to(device))
+    assert same(alone, found[1][:, 0])
 
 
 def check_take(seed: int, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ from doubles import (
     written,
 )
 from foreword.core.draft import Draft
+from foreword.core.heads import at_one
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling, gumbel
 from foreword.core.state import Lanes, State
@@ -34,6 +35,13 @@ from foreword.model.model import Model
 
 def made(model: Model, **options: Any) -> HiddenTransfer:
     return taught("hidden_transfer", model, **{"rows": 14, "steps": 3} | options)
+
+
+def handed_over(drafter: HiddenTransfer, model: Model, state: State) -> torch.Tensor:
+    """What the target's head guesses from, by another way: each step's state, told of the token decided behind it."""
+    known = at_one(model.head_weight()[state.root])
+    told = torch.stack([known @ one.weight.T for one in drafter.module[-1].of_step], dim=1)
+    return model.norm(drafter.states[state.slots]) + told
 
 
 class Noted(Recorder):
@@ -81,7 +89,14 @@ def test_fewer_steps_are_a_fresh_drafter_s_first_ones(tree: str, sampling: Sampl
 
 @pytest.mark.parametrize(
     "own",
-    [{}, {"layers": (1, 1, 1)}, {"source": "chain", "layers": (0, 2, 3)}, {"squeeze": 2, "bias": False}, {"norm": False}],
+    [
+        {},
+        {"layers": (1, 1, 1)},
+        {"source": "chain", "layers": (0, 2, 3)},
+        {"squeeze": 2, "bias": False},
+        {"norm": False},
+        {"told": False},
+    ],
     ids=str,
 )
 def test_it_drafts_what_firp_drafts(own: dict[str, Any]) -> None:
@@ -147,7 +162,7 @@ def test_the_likeliest_paths_are_products_of_the_steps_chances() -> None:
         steps.step()
     state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
     with torch.no_grad():
-        chances = model.head(model.norm(drafter.states[state.slots])).log_softmax(-1)
+        chances = model.head(handed_over(drafter, model, state)).log_softmax(-1)
         draft = drafter.propose(state)
     for lane in range(2):
         best = [list(zip(*map(torch.Tensor.tolist, chance.topk(6)), strict=True)) for chance in chances[lane]]
@@ -169,7 +184,7 @@ def test_guesses_are_ranked_under_the_noise() -> None:
         steps.step()
     state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
     with torch.no_grad():
-        logits = model.head(model.norm(drafter.states[state.slots]))
+        logits = model.head(handed_over(drafter, model, state))
         draft = drafter.propose(state)
     place = state.length.unsqueeze(1) + torch.arange(1, 4)
     order = (logits / heat + gumbel(state.sampling.key, place, torch.arange(VOCABULARY))).topk(10).indices

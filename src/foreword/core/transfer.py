@@ -1,8 +1,9 @@
 """Pseudo rows: a matrix turns a token's state in the middle of the target into a guess of a later token's state there.
 
 Step i makes, of the row at t, a row at t + i, which the layers above treat as any other: it sees the text up to t and the
-steps before it, and the target's head reads the token t + 1 + i off it. Training walks them through the frozen layers; only
-the matrices learn. `firp` and `hidden_transfer` draft with the same ones, and differ in when the rows are walked.
+steps before it, and the target's head reads the token t + 1 + i off it. When the rows are walked, nobody knows the token
+t + 1: a second matrix a step tells of it afterwards. Training walks the rows through the frozen layers; only the matrices
+learn. `firp` and `hidden_transfer` draft with the same ones, and differ in when the rows are walked.
 Papers: Hidden Transfer (arXiv 2404.12022), FIRP (arXiv 2410.20488).
 """
 
@@ -19,11 +20,11 @@ from torch.nn import functional
 from foreword.core.heads import at_one, linear, size_of
 from foreword.core.lessons import Answers, Labels, check_labels, figures_of, losses, rank_rates, sent_along
 from foreword.core.needs import Graft, Join, on_device
-from foreword.core.rough import HALF
+from foreword.core.rough import HALF, Rough
 from foreword.core.scores import Scores
 from foreword.core.target import Target
 from foreword.core.trees import BRANCH, Rates
-from foreword.core.widening import Table, Wide
+from foreword.core.widening import WITHIN, Table, Wide
 from foreword.errors import DrafterError, InputError
 
 Source = Literal["anchor", "chain"]
@@ -39,6 +40,7 @@ class Transfer:
     bias: bool = True
     squeeze: int = 1  # a matrix goes through 1 / so many of its columns, which it divides: of lower rank, and smaller
     norm: bool = True  # on rows of size 1; what comes out has the row's size again
+    told: bool = True  # rows hear of the token before them once it is decided
     labels: Labels = "soft"
     anchors: int = 64  # of a text, in a training step
 
@@ -70,15 +72,17 @@ class Transfer:
     def config(self) -> dict[str, Any]:
         layers = None if self.layers is None else list(self.layers)
         shape = {"steps": self.steps, "layers": layers, "source": self.source}
-        return shape | {"bias": self.bias, "squeeze": self.squeeze, "norm": self.norm}
+        return shape | {"bias": self.bias, "squeeze": self.squeeze, "norm": self.norm, "told": self.told}
 
     @property
     def wide(self) -> Table:
         size: Literal["normed", "stream"] = "normed" if self.norm else "stream"
-        return {"*": Wide(size, size)}
+        return {"*.linear": Wide(size, size), "*.down": Wide(size, size), "*.of_step.*": WITHIN}
 
     def module(self, target: Target) -> nn.ModuleList:
-        return nn.ModuleList(Projection(target, self) for _ in range(self.steps))
+        """The matrices of the steps; behind them, where they are told, those that tell them."""
+        matrices = nn.ModuleList(Projection(target, self) for _ in range(self.steps))
+        return matrices.append(Told(target, self.steps)) if self.told else matrices
 
 
 class Projection(nn.Module):
@@ -112,6 +116,36 @@ class Projection(nn.Module):
 
     def _product(self, rows: Tensor) -> Tensor:
         return self.linear(rows if self.down is None else self.down(rows))
+
+
+class Told(nn.Module):
+    """The token behind a row's anchor, told when it is decided: a matrix a step, of its embedding, onto what the step hands
+    to the target's head. They start at 0, where nothing is told."""
+
+    def __init__(self, target: Target, steps: int) -> None:
+        super().__init__()
+        size = target.hidden_size
+        self.of_step = nn.ModuleList(linear(target, size, size, bias=False) for _ in range(steps))
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
+        self._first = [Rough(*self.of_step[:count]) for count in range(1, steps + 1)]
+
+    def forward(self, rows: Tensor, embedding: Tensor) -> Tensor:
+        """Of the first n steps [.., n, H], behind a token whose embedding, at one, is [.., H]."""
+        return self._first[rows.shape[-2] - 1].onto(rows.flatten(-2), embedding).view_as(rows)
+
+
+def told(module: nn.ModuleList, rows: Tensor, tokens: Tensor, table: Tensor) -> Tensor:
+    """What the first n steps hand to the target's head [.., n, H], told of the tokens [..] that stand before them, where
+    that was learned. `table` [V, H] are embeddings."""
+    last = module[-1]
+    if not isinstance(last, Told):
+        return rows
+    if rows.is_cuda and not torch.is_grad_enabled():
+        from foreword.kernels.gather import embedded_at_one  # noqa: PLC0415  Triton is there only where CUDA is
+
+        return last(rows, embedded_at_one(table, tokens))
+    return last(rows, at_one(table[tokens]))
 
 
 def joins_of(module: nn.ModuleList, options: Transfer) -> list[Join]:
@@ -161,6 +195,7 @@ class Anchors:
     """Rows of texts that are learned from, A of each, and what the steps behind them should guess."""
 
     place: Tensor  # [b, A]
+    before: Tensor  # [b, A] the token behind each, which stands before what is guessed
     labels: Tensor  # [b, A, steps]
     counts: Tensor  # [b, A, steps] bool: the target wrote all that steps 1 to i guess
 
@@ -175,7 +210,8 @@ class Anchors:
         counts = written.gather(1, chosen.unsqueeze(-1).expand(-1, -1, steps))
         place, counts = (sent_along(part, tokens.device) for part in (chosen, counts))
         ahead = (place.unsqueeze(-1) + 2 + torch.arange(steps, device=tokens.device)).clamp(max=tokens.shape[1] - 1)
-        return Anchors(place, tokens.gather(1, ahead.flatten(1)).view(ahead.shape), counts)
+        before = tokens.gather(1, (place + 1).clamp(max=tokens.shape[1] - 1))
+        return Anchors(place, before, tokens.gather(1, ahead.flatten(1)).view(ahead.shape), counts)
 
     def asked(self, step: int, rows: Tensor) -> Answers:
         """`rows` [b, A, H]: what step 1, 2, ... hands to the target's head."""
@@ -200,6 +236,12 @@ def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Targ
     return Walk(tuple(target.norm(one) for one in last.rows), last.texts)
 
 
+def _guessing(module: nn.ModuleList, anchors: Anchors, walk: Walk, target: Target) -> list[Answers]:
+    """What the steps hand to the target's head, and what is wanted of it."""
+    rows = told(module, torch.stack(walk.rows, dim=2), anchors.before, target.head_weight())  # [b, A, steps, H]
+    return [anchors.asked(step, one) for step, one in enumerate(rows.unbind(2), start=1)]
+
+
 def learn(
     module: nn.ModuleList, options: Transfer, tokens: Tensor, mask: Tensor, scores: Scores, target: Target
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -207,8 +249,7 @@ def learn(
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, module.training)
     lost, figures = [], dict[str, Tensor]()
     walk = walked(joins_of(module, options), anchors, scores, target)
-    for step, rows in enumerate(walk.rows, start=1):
-        asked = anchors.asked(step, rows)
+    for step, asked in enumerate(_guessing(module, anchors, walk, target), start=1):
         own = anchors.teacher(step, walk.hidden)
         [(loss, places)] = losses([asked], target.head, target.dtype, target.norm(own) if options.labels == "soft" else None)
         lost.append(loss)
@@ -222,7 +263,6 @@ def right_by_rank(
 ) -> Rates:
     """How often the guesses of each step are right by rank: what trees are built from."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, at_random=False)
-    rows = walked(joins_of(module, options), anchors, scores, target).rows
-    asked = [anchors.asked(step, one) for step, one in enumerate(rows, start=1)]
+    asked = _guessing(module, anchors, walked(joins_of(module, options), anchors, scores, target), target)
     found = losses(asked, target.head, target.dtype)
     return [rank_rates(places, one.counts, BRANCH) for one, (_, places) in zip(asked, found, strict=True)]

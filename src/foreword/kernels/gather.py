@@ -78,6 +78,24 @@ def carried_and_embedded(known: Tensor, origin: Tensor, table: Tensor, tokens: T
 
 
 @triton.jit
+def _embed(table, tokens, out, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
+    """The embedding of one token."""
+    take_turn(EARLY)
+    place, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(table + tl.load(tokens + place) * K + at, mask=at < K, other=0.0).to(tl.float32)
+    tl.store(out + place * K + at, _at_one(x, K)[0].to(out.dtype.element_ty), mask=at < K)
+
+
+def embedded_at_one(table: Tensor, tokens: Tensor) -> Tensor:
+    """`at_one(table[tokens])` of core/heads.py, for tokens [b]."""
+    assert table.is_contiguous()
+    (count,), k = tokens.shape, table.shape[1]
+    out, block = table.new_empty(count, k), triton.next_power_of_2(k)
+    _embed[(count,)](table, tokens.contiguous(), out, K=k, BLOCK=block, **launched(table.device, min(8, block // 256)))
+    return out
+
+
+@triton.jit
 def _count(
     rows, path, count, out, each, K: tl.constexpr, PATHED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ) -> None:

@@ -23,7 +23,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.transfer import Source, Transfer, behind
+from foreword.core.transfer import Source, Transfer, behind, told
 from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 from foreword.core.vocabulary import Words
 
@@ -42,16 +42,18 @@ class Firp(Drafter):
         bias: bool = True,
         squeeze: int = 1,
         norm: bool = True,
+        told: bool = True,
         tree: TreeKind = "static",
         width: int = 8,
         paths: Sequence[Sequence[int]] | None = None,
         rates: Rates = USUAL_RATES,
     ) -> None:
         """`steps` tokens are guessed ahead, each by a row that joins after one of `layers`. `source`: a step is made of the
-        last row's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `tree`: a template
+        last row's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `told`: rows
+        hear of the token before them once it is decided. `tree`: a template
         built from `rates` or made of `paths`; the likeliest paths ("best"); or Clover's budget."""
         layers = None if layers is None else tuple(layers)
-        self.options = Transfer(steps, layers, source, bias, squeeze, norm)
+        self.options = Transfer(steps, layers, source, bias, squeeze, norm, told)
         self.options.check("firp")
         self.wants_cost = rows is None
         self.words = Words()
@@ -73,6 +75,7 @@ class Firp(Drafter):
         self.growth = self.plan.on(target, self.options.steps)
         self.shape = self.growth.shape
         self.needs = Needs(taps=tuple(sorted(set(self.layers))), prompt="last")
+        self.embedding = target.head_weight()
         self.number = torch.arange(1, self.shape.depth + 1, device=target.device)
         size = slots, self.options.steps, target.hidden_size
         self.known = torch.zeros(size, dtype=target.dtype, device=target.device)
@@ -86,7 +89,8 @@ class Firp(Drafter):
             return Draft.nothing(state.root)
         layers = self.layers[:depth]
         first, later = behind(self.module, layers, self.options.source, state.lanes.take(self.known))
-        rows = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
+        walked = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
+        rows = told(self.module, walked, state.root, self.embedding)
         position = state.ahead(self.number[:depth])
         tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)

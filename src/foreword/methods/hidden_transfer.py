@@ -26,7 +26,7 @@ from foreword.core.needs import Graft, Needs, on_device
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.transfer import Source, Transfer, ahead, behind, learn, right_by_rank
+from foreword.core.transfer import Source, Transfer, ahead, behind, learn, right_by_rank, told
 from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
 from foreword.core.vocabulary import Words
 from foreword.errors import InputError
@@ -50,6 +50,7 @@ class HiddenTransfer(Drafter):
         bias: bool = True,
         squeeze: int = 1,
         norm: bool = True,
+        told: bool = True,
         tree: Kind = "static",
         carry: Carry = "likely",
         rates: Rates = USUAL_RATES,
@@ -57,11 +58,12 @@ class HiddenTransfer(Drafter):
         anchors: int = 64,
     ) -> None:
         """`steps` tokens are guessed ahead, each by a row that joins after one of `layers`. `source`: a step is made of its
-        node's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `tree`: the likeliest
+        node's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `told`: rows
+        hear of the token before them once it is decided. `tree`: the likeliest
         paths by `rates`, which `calibrate` measures, or by the guesses' own chances ("best"). `carry`: all nodes carry all
         steps, or likely ones more. `rows` counts nodes and the rows that they carry."""
         layers = None if layers is None else tuple(layers)
-        self.options = Transfer(steps, layers, source, bias, squeeze, norm, labels, anchors)
+        self.options = Transfer(steps, layers, source, bias, squeeze, norm, told, labels, anchors)
         self.options.check("hidden_transfer")
         for name, value, known in (("tree", tree, get_args(Kind)), ("carry", carry, get_args(Carry))):
             if value not in known:
@@ -90,6 +92,7 @@ class HiddenTransfer(Drafter):
         if self.shape.depth:
             self.paths = Candidates(rates[: self.shape.depth], allotted.nodes, self.tree, branch, target.device)
         self._carry([min(one, self.shape.depth) for one in allotted.carries], target.device)
+        self.embedding = target.head_weight()
         self.number = torch.arange(1, self.shape.depth + 1, device=target.device)
         size = slots, self.shape.depth, target.hidden_size
         self.states = torch.zeros(size, dtype=target.dtype, device=target.device)
@@ -148,7 +151,7 @@ class HiddenTransfer(Drafter):
     def propose(self, state: State) -> Draft:
         if not self.shape.depth:
             return Draft.nothing(state.root)
-        rows = self.target.norm(state.lanes.take(self.states))
+        rows = told(self.module, self.target.norm(state.lanes.take(self.states)), state.root, self.embedding)
         tokens, chances = self.words.guesses(rows, state.ahead(self.number), state.sampling, self.paths.branch)
         return self.paths.draft(state, tokens, chances, self.have, self.shape.nodes)
 

@@ -90,7 +90,7 @@ class Sweep:
     def _learned(self, step: int, ways: Sequence[Way]) -> list[dict[str, float]]:
         """What each way's matrix gets right on texts kept apart, after a run; the best is kept."""
         torch.manual_seed(self.settings.seed + step)
-        one = replace(self.options, steps=len(ways), layers=None)
+        one = replace(self.options, steps=len(ways), layers=None, told=False)
         matrices = one.module(self.model).to(torch.promote_types(self.model.dtype, torch.float32))
         stepper = Stepper(matrices, self.settings.clip, self.settings.weight_decay)
         joins = self._joins(step, ways, matrices)

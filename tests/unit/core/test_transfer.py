@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from doubles import VOCABULARY, own_hidden, target
+from foreword.core.heads import at_one
 from foreword.core.needs import Needs
 from foreword.core.transfer import Anchors, Transfer, joins_of, learn, right_by_rank, walked
 from foreword.errors import DrafterError, InputError
@@ -58,7 +59,7 @@ def drawn(model: Model, **options: Any) -> tuple[Transfer, torch.nn.ModuleList]:
 @pytest.mark.parametrize("options", [{}, {"squeeze": 4}, {"norm": False}, {"bias": False}], ids=str)
 def test_a_matrix_starts_as_a_copy(options: dict[str, Any]) -> None:
     model = target()
-    (projection,) = Transfer(steps=1, layers=(1,), **options).module(model)
+    (projection,) = Transfer(steps=1, layers=(1,), told=False, **options).module(model)
     rows = torch.randn(2, 3, model.hidden_size, dtype=torch.float64)
     assert torch.equal(projection(rows), rows)
     assert sum(weight.numel() for weight in projection.parameters()) == {
@@ -76,11 +77,12 @@ def test_a_row_keeps_its_size() -> None:
     assert not torch.allclose(bare(1e4 * rows), 1e4 * bare(rows))
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("labels", ["soft", "hard"])
-def test_the_loss_is_what_the_guess_misses_of_the_target(labels: Any) -> None:
+def test_the_loss_is_what_the_guess_misses_of_the_target(labels: Any, told: bool) -> None:
     """Cross-entropy to what the target answers at the place where the token is decided, or to the token alone."""
     model = target()
-    plan, module = drawn(model, labels=labels)
+    plan, module = drawn(model, labels=labels, told=told)
     texts = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0, :4] = False
@@ -94,6 +96,9 @@ def test_the_loss_is_what_the_guess_misses_of_the_target(labels: Any) -> None:
         wide, total = model.head(rows[step - 1]), int(anchors.counts[:, :, step - 1].sum())
         for text, at in anchors.counts[:, :, step - 1].nonzero().tolist():
             place = int(anchors.place[text, at])
+            if told:  # the token that the pass was about to decide
+                known = at_one(model.head_weight()[texts[text, place + 1]])
+                wide[text, at] += model.head((module[-1].of_step[step - 1].weight @ known).view(1, 1, -1)).view(-1)
             label = texts[text, place + step + 1]
             wanted = own[text, place + step].softmax(-1) if labels == "soft" else label
             slow += functional.cross_entropy(wide[text, at].detach(), wanted).item() / total

@@ -53,6 +53,7 @@ class Replay:
         what is made of them, codes in eight bits for example, is made anew where a round runs, not where it is replayed."""
         self.buckets.clear()
         self.chunks.clear()
+        self.pool = None  # it went with the last graph that had it
 
     def begin(self, state: State) -> None:
         self.loop.begin(state)

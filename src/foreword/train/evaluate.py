@@ -97,11 +97,11 @@ class Measure:
 
     @torch.no_grad()
     def run(self, weights: dict[str, torch.Tensor] | None = None) -> Measured:
-        """With these weights, or with those that the drafter holds."""
+        """With these weights, or with those that the drafter holds, which may be others than the last time."""
         if weights is not None:
             cast(Trainable, self.drafter).module.load_state_dict(weights)
-            if isinstance(self.engine.loop, Replay):
-                self.engine.loop.forget()
+        if isinstance(self.engine.loop, Replay):
+            self.engine.loop.forget()
         asked = [Request(trial.prompt, Sampling(seed=0), max_new_tokens=self.new_tokens) for trial in self.trials]
         runs = self.engine.generate(asked)
         groups: dict[str, list[Running]] = {}

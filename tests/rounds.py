@@ -23,7 +23,7 @@ from foreword.core.heads import carried_and_embedded, counted, remember
 from foreword.core.joining import hang
 from foreword.core.needs import Graft, on_device
 from foreword.core.rough import in_eight_bits
-from foreword.core.sampling import gumbel
+from foreword.core.sampling import Sampling, gumbel
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.core.transfer import Projection, ahead
@@ -246,16 +246,24 @@ class Tables:
         self.drafter = drafter
 
 
-def check_walk(seed: int, device: str, nodes: int, mode: str) -> None:
+def check_walk(seed: int, device: str, nodes: int, mode: str, noisy: bool) -> None:
+    """Where there is noise, one slot is greedy all the same, and no two chances are equal: topk would take either."""
     from foreword.kernels.recycle import walked  # noqa: PLC0415
 
     given, truth = (Tables(seed, where, mode).drafter for where in (device, "cpu"))
     asked, exact_state = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
+    if noisy:
+        heats = {slot: (Sampling(heat, seed=seed + slot), 0) for slot, heat in enumerate((0.8, 0.0, 0.3, 1.3))}
+        exact_state.table.set_all(heats, torch.arange(4))
+        for one in (given, truth):
+            one.chances -= torch.arange(CANDIDATES, device=one.chances.device) / 64
     exact_state = replace(exact_state, lanes=replace(exact_state.lanes, slots=exact_state.slots % 4))
     slots = exact_state.slots.to(device)
     template = given.ways, given.depths, given.parent, given.fading
     table, own = (given.tokens, given.chances), mode != "shared"
-    tokens, parent, size = walked(table, template, slots, asked.roots, nodes, own)
+    columns = exact_state.table.columns
+    drawn = tuple(part.to(device) for part in (exact_state.lengths, columns["key"], columns["temperature"]))
+    tokens, parent, size = walked(table, template, slots, asked.roots, nodes, own, drawn if noisy else None)
     exact = choose(*_walked(truth, exact_state), nodes)
     assert same(size, exact.size) and same(tokens, exact.tokens) and same(parent, exact.tree.parent)
 

@@ -13,14 +13,29 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.kernels.growth import draft_likeliest
+from foreword.kernels.noise import gumbel, noise_bits
 from foreword.kernels.overlap import launched, take_turn
 
 
 @triton.jit
+def _of_rank(tokens, chances, row, wanted, on, key, heat, position, K: tl.constexpr):
+    """Of rows [BLOCK] of the table, the candidate of rank `wanted` [BLOCK] under the noise: its token and its log-chance."""
+    at = row[:, None] * K + tl.arange(0, K)[None, :]
+    token = tl.load(tokens + at, mask=on[:, None], other=0)
+    chance = tl.load(chances + at, mask=on[:, None], other=0.0)
+    score = chance / heat + gumbel(noise_bits(key, position, token))
+    place = tl.arange(0, K)
+    equal_and_first = (score[:, None, :] == score[:, :, None]) & (place[None, :] < place[:, None])[None, :, :]
+    ahead = (score[:, None, :] > score[:, :, None]) | equal_and_first
+    chosen = tl.sum(ahead.to(tl.int32), 2) == wanted[:, None]
+    return tl.sum(tl.where(chosen, token, 0), 1), tl.sum(tl.where(chosen, chance, 0.0), 1)
+
+
+@triton.jit
 def _walk(
-    tokens, chances, slots, roots, ranks, depths, parents, fading, out, above, size, vocabulary,
+    tokens, chances, slots, roots, ranks, depths, parents, fading, lengths, keys, heats, out, above, size, vocabulary,
     COUNT: tl.constexpr, DEPTH: tl.constexpr, K: tl.constexpr, NODES: tl.constexpr, OWN: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One sequence: follow every node's ranks, then keep the likeliest in the template's order."""
     take_turn(EARLY)
@@ -33,11 +48,20 @@ def _walk(
     table = slot * (vocabulary + 1) if OWN else slot * 0
     token = tl.zeros([BLOCK], tl.int64) + root
     chance = tl.zeros([BLOCK], tl.float32)
+    heat = 0.0
+    if NOISE:
+        heat = tl.load(heats + slot)
     for step in tl.static_range(DEPTH):
         on = real & (step < depth)
-        at = (table + token) * K + tl.load(ranks + node * DEPTH + step, mask=on, other=0)
-        chance += tl.load(chances + at, mask=on, other=0.0)
-        token = tl.where(on, tl.load(tokens + at, mask=on, other=0).to(tl.int64), token)
+        wanted = tl.load(ranks + node * DEPTH + step, mask=on, other=0)
+        if heat > 0:
+            position = tl.load(lengths + slot) + step + 1
+            found, worth = _of_rank(tokens, chances, table + token, wanted, on, keys + 2 * slot, heat, position, K)
+        else:
+            at = (table + token) * K + wanted
+            found, worth = tl.load(tokens + at, mask=on, other=0), tl.load(chances + at, mask=on, other=0.0)
+        chance += tl.where(on, worth, 0.0)
+        token = tl.where(on, found.to(tl.int64), token)
     chance += tl.load(fading + node, mask=real, other=0.0)
     chance = tl.where(real, chance, float("-inf"))
 
@@ -111,11 +135,13 @@ def walked(
     roots: Tensor,
     nodes: int,
     own: bool,
+    noise: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts from the roots of `slots`: tokens and parents [b, nodes], and sizes [b].
 
     `table` is candidates [tables, V + 1, K] int32 and their log-chances; `template` ranks [M, D] and depths [M], both int32,
-    parents [M], and what a node's depth takes off its log-chance [M]. `own`: every slot has a table of its own.
+    parents [M], and what a node's depth takes off its log-chance [M]. `own`: every slot has a table of its own. With
+    `noise`, the lengths [B], keys [B, 2] and temperatures [B] of all slots, candidates rank as in `core.sampling.rank`.
     """
     tokens, chances = table
     ranks, depths, parents, fading = template
@@ -124,8 +150,8 @@ def walked(
     out, above = (torch.empty(lanes, nodes, dtype=torch.long, device=device) for _ in range(2))
     size = torch.empty(lanes, dtype=torch.long, device=device)
     _walk[(lanes,)](
-        tokens, chances, slots, roots, ranks, depths, parents, fading, out, above, size, tokens.shape[1] - 1,
-        COUNT=count, DEPTH=depth, K=tokens.shape[2], NODES=nodes, OWN=own,
+        tokens, chances, slots, roots, ranks, depths, parents, fading, *(noise or (roots, roots, fading)), out, above, size,
+        tokens.shape[1] - 1, COUNT=count, DEPTH=depth, K=tokens.shape[2], NODES=nodes, OWN=own, NOISE=noise is not None,
         BLOCK=triton.next_power_of_2(count), **launched(device, 8),
     )  # fmt: skip
     return out, above, size

@@ -115,16 +115,16 @@ class TokenRecycling(Drafter):
     def propose(self, state: State) -> Draft:
         """Of the template's nodes the likeliest to be reached: as many as pay on this machine."""
         nodes = (self.shape if self.fixed is None else self.fixed.shape(len(state.lanes.ids))).nodes
-        if state.slots.is_cuda and not state.sampling.kind.noise:
+        if state.slots.is_cuda:
             from foreword.kernels.recycle import walked  # noqa: PLC0415  Triton is there only where CUDA is
 
-            template = self.ways, self.depths, self.parent, self.fading
+            template, table = (self.ways, self.depths, self.parent, self.fading), state.sampling.table
+            noise = (state.lengths, table["key"], table["temperature"]) if state.sampling.kind.noise else None
             own = self.mode != "shared"
-            drafted = walked((self.tokens, self.chances), template, state.slots, state.roots, nodes, own)
+            drafted = walked((self.tokens, self.chances), template, state.slots, state.roots, nodes, own, noise)
             return Draft(drafted[0], Tree(drafted[1]), drafted[2])
         tokens, chances = self._walk(state)
-        counts_rows = self.rows is None and not state.slots.is_cuda
-        cost = self.costs.of(len(state.lanes.ids)) if counts_rows else None
+        cost = self.costs.of(len(state.lanes.ids)) if self.rows is None else None
         return choose(tokens, self.parent.unsqueeze(0), chances, nodes, cost)
 
     def _walk(self, state: State) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,10 @@ MODES = ("shared", "session")
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("nodes", [1, 7, 64, 81])
+@pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_likeliest_nodes_are_drafted(seed: int, nodes: int, mode: str) -> None:
-    check_walk(seed, "cpu", nodes, mode)
+def test_the_likeliest_nodes_are_drafted(seed: int, noisy: bool, nodes: int, mode: str) -> None:
+    check_walk(seed, "cpu", nodes, mode, noisy)
 
 
 @pytest.mark.parametrize("accepts", [False, True])

@@ -8,6 +8,7 @@ that does not compile, or answers otherwise than masked attention, is shown as f
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,13 +41,14 @@ Timer = Callable[[list[Callable[[], Tensor]]], float]
 
 @dataclass(frozen=True)
 class Case:
-    """One sequence's pass: query heads, key heads, their width, rows of the pass, tokens before it."""
+    """A pass: query heads, key heads, their width, rows of each text, tokens before them, and texts side by side."""
 
     heads: int
     key_heads: int
     width: int
     rows: int
     context: int
+    texts: int = 1
 
     @property
     def queries(self) -> int:
@@ -69,13 +71,14 @@ class Rig:
     def __init__(self, case: Case, device: str) -> None:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         generator = torch.Generator(device).manual_seed(0)
-        shape = (2, 1, case.key_heads, case.context + case.rows, case.width)
-        count = min(MOST_CACHES, int(CACHED_BYTES / (2 * shape[2] * shape[3] * shape[4] * dtype.itemsize)) + 1)
+        shape = (2, case.texts, case.key_heads, case.context + case.rows, case.width)
+        count = min(MOST_CACHES, int(CACHED_BYTES / (math.prod(shape) * dtype.itemsize)) + 1)
         self.case, self.scaling = case, case.width**-0.5
         self.caches = torch.randn(count, *shape, generator=generator, device=device).to(dtype)
-        self.query = torch.randn(1, case.heads, case.rows, case.width, generator=generator, device=device).to(dtype)
-        self.slots = torch.zeros(1, dtype=torch.long, device=device)
-        self.base = torch.tensor([case.context], device=device)
+        asked = (case.texts, case.heads, case.rows, case.width)
+        self.query = torch.randn(asked, generator=generator, device=device).to(dtype)
+        self.slots = torch.arange(case.texts, device=device)
+        self.base = torch.full((case.texts,), case.context, device=device)
         self.sees = torch.ones(1, case.rows, case.rows, dtype=torch.bool, device=device).tril()
 
     def masked(self) -> list[Callable[[], Tensor]]:
@@ -94,15 +97,16 @@ def grid(case: Case) -> list[AttentionTiles]:
     """The default first, then what differs from it in the block, the warps and loads in flight, or the shares."""
     from foreword.kernels.tree_attention import AttentionTiles, attention_tiles  # noqa: PLC0415  triton is there only where CUDA is
 
-    default = attention_tiles(case.queries, case.context + case.rows, case.key_heads, case.width)
-    blocks = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
+    default = attention_tiles(case.queries, case.context + case.rows, case.texts * case.key_heads, case.width)
+    blocks = [(default.block_q, 64, 4, 3, 1), (default.block_q, 64, 4, 2, 1)]
     if default.block_q < 64:
-        blocks += [(default.block_q, 64, 2, 3), (default.block_q, 128, 4, 2), (default.block_q, 32, 4, 3)]
+        blocks += [(16, 64, 4, 2, 4), (16, 64, 2, 2, 2), (16, 64, 1, 3, 1), (default.block_q, 32, 4, 3, 1)]
     else:
-        blocks += [(64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
-    splits = {1, default.splits, 2 * default.splits, -(-default.splits // 2), 4 * default.splits}
-    shares = sorted(count for count in splits if count <= -(-(case.context + case.rows) // 64))
-    return list(dict.fromkeys([default, *(AttentionTiles(*block, count) for block in blocks for count in shares)]))
+        blocks += [(64, 128, 8, 2, 1), (64, 32, 4, 3, 1), (128, 64, 8, 2, 1)]
+    counts = {1, default.splits, 2 * default.splits, -(-default.splits // 2), 4 * default.splits}
+    splits = sorted(count for count in counts if count <= -(-(case.context + case.rows) // 64))
+    tried = [AttentionTiles(*block[:4], count, block[4]) for block in blocks for count in splits]
+    return list(dict.fromkeys([default, *tried]))
 
 
 def sweep(case: Case, tiles: list[AttentionTiles], timer: Timer, device: str) -> list[Trial]:
@@ -135,7 +139,8 @@ def by_graph(calls: list[Callable[[], Tensor]]) -> float:
 
 def table(trials: list[list[Trial]], best: int) -> Table:
     """The quickest ways of each case, the default, masked attention, and what failed."""
-    shown = Table("heads", "width", "rows", "context", "tiles", "us", title="tree attention", title_justify="left")
+    columns = ("heads", "width", "texts", "rows", "context", "tiles", "us")
+    shown = Table(*columns, title="tree attention", title_justify="left")
     for case in trials:
         masked, default = case[:2]
         timed = sorted((one for one in case[1:] if one.microseconds is not None), key=lambda one: one.microseconds or 0.0)
@@ -145,9 +150,8 @@ def table(trials: list[list[Trial]], best: int) -> Table:
             name = "masked" if one is masked else _words(one) + (" (default)" if one is default else "")
             figure = f"{one.microseconds:.1f}" if one.microseconds is not None else f"failed: {one.failure}"
             style = "bold" if timed and one is timed[0] else None
-            shown.add_row(
-                f"{at.heads}/{at.key_heads}", f"{at.width}", f"{at.rows}", f"{at.context}", name, figure, style=style
-            )
+            numbers = (f"{at.heads}/{at.key_heads}", *map(str, (at.width, at.texts, at.rows, at.context)))
+            shown.add_row(*numbers, name, figure, style=style)
         shown.add_section()
     return shown
 
@@ -155,7 +159,8 @@ def table(trials: list[list[Trial]], best: int) -> Table:
 def _words(trial: Trial) -> str:
     tiles = trial.tiles
     assert tiles is not None
-    return f"{tiles.block_q}x{tiles.block_k} {tiles.warps} warps {tiles.stages} stages {tiles.splits} shares"
+    warps = f"{tiles.warps} warps" + (f" that share keys by {tiles.shares}" if tiles.shares > 1 else "")
+    return f"{tiles.block_q}x{tiles.block_k} {warps} {tiles.stages} stages {tiles.splits} shares"
 
 
 def kernels(
@@ -163,19 +168,22 @@ def kernels(
     shapes: Annotated[str, typer.Option(help="Names among 135M and 7B, separated by commas.")] = "135M,7B",
     rows: Annotated[str, typer.Option(help="Rows in a pass, separated by commas.")] = "1,16,64",
     contexts: Annotated[str, typer.Option(help="Tokens before the pass, separated by commas.")] = "512,4096",
+    texts: Annotated[str, typer.Option(help="Texts side by side, separated by commas.")] = "1",
     best: Annotated[int, typer.Option(min=1, help="How many of the quickest to show.")] = 3,
 ) -> None:
     """Time ways of cutting tree attention on this machine's GPU."""
     if not torch.cuda.is_available():
         raise InputError("the kernels run on CUDA, and this machine has no CUDA device; run this where there is one")
-    wanted = product(shapes.split(","), rows.split(","), contexts.split(","))
-    cases = [Case(*SHAPES[name], int(row), int(context)) for name, row, context in wanted]
+    wanted = product(shapes.split(","), rows.split(","), contexts.split(","), texts.split(","))
+    cases = [Case(*SHAPES[name], int(row), int(context), int(some)) for name, row, context, some in wanted]
     trials = [sweep(case, grid(case), by_graph, "cuda") for case in cases]
     Console(width=None if Console().is_terminal else 160).print(table(trials, best))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         about = facts(gpu=torch.cuda.get_device_name())
-        about["command"] = f"python -m foreword.bench.kernels --shapes {shapes} --rows {rows} --contexts {contexts}"
+        about["command"] = (
+            f"python -m foreword.bench.kernels --shapes {shapes} --rows {rows} --contexts {contexts} --texts {texts}"
+        )
         content = {"about": about, "trials": [asdict(trial) for case in trials for trial in case]}
         out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

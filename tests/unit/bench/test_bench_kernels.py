@@ -16,7 +16,7 @@ if sys.platform != "linux":
 
 from foreword.kernels.tree_attention import AttentionTiles
 
-CASE = Case(heads=2, key_heads=1, width=16, rows=3, context=40)
+CASE = Case(heads=2, key_heads=1, width=16, rows=3, context=40, texts=2)
 GOOD, BAD = (
     AttentionTiles(16, 16, 4, 2, splits=2),
     AttentionTiles(16, 17, 4, 2, splits=1),
@@ -54,11 +54,12 @@ def test_the_table_shows_the_quickest_and_what_failed(trials: list[Trial]) -> No
     assert "masked" in text and "16x16 4 warps 2 stages 2 shares (default)" in text and "failed: " in text
 
 
+@pytest.mark.parametrize("texts", [1, 32])
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("shape", kernels.SHAPES.values(), ids=kernels.SHAPES)
-def test_the_grid_is_small_and_has_one_share_too(shape: tuple[int, int, int], rows: int) -> None:
+def test_the_grid_is_small_and_has_one_share_too(shape: tuple[int, int, int], rows: int, texts: int) -> None:
     for context in (512, 4096):
-        tried = grid(Case(*shape, rows, context))
+        tried = grid(Case(*shape, rows, context, texts))
         assert 10 <= len(tried) <= 30 and len(set(tried)) == len(tried)
         assert {tiles.splits == 1 for tiles in tried} == {True, False}
 

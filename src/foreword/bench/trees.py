@@ -6,7 +6,6 @@ for the next round, `rows` counts both, so the nodes are told too; `--nodes` com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -73,10 +72,6 @@ class Figure:
     tokens_per_round: float
 
 
-def _line(name: str, figures: Iterable[Figure]) -> str:
-    return f"{name:24}" + "".join(f"{_told(one):>30}" for one in figures)
-
-
 def _told(one: Figure) -> str:
     carried = f" ({one.nodes} nodes)" if one.nodes < one.rows else ""
     return f"{one.rows}{carried}: {one.tokens_per_round:.2f}"
@@ -108,7 +103,10 @@ class Contender:
         slots: int,
         levels: int | None = None,
     ) -> Figure:
-        drafter: Any = restore(self.folder, llm.model, method=self.method, tree=self.kind, **own)
+        tree: dict[str, Any] = (
+            {} if self.method == "gsd" else {"tree": self.kind}
+        )  # whose graphs are unrolled into the likeliest paths
+        drafter: Any = restore(self.folder, llm.model, method=self.method, **tree, **own)
         if levels is not None:
             drafter.plan = replace(drafter.plan, levels=levels)
         engine = Engine(llm.model, drafter, slots=slots, max_context=max(map(len, asked)) + max_new_tokens)

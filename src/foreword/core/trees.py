@@ -45,6 +45,7 @@ LEVEL_KERNELS = 8  # of a level of guesses: the state, the head, the best, and w
 GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
 GAIN_BESIDE = 0.5  # tokens that a chain of lookups brings beside a tree: results/trees_cpu, results/bench_cuda_7b_echo
 TRAINED_BEND = 0.6  # of `share_of_gain`, as trained drafters have it: results/trees_cuda
+DRAFTED_BEND = 0.45  # as the trees of a small model have it: results/trees_cpu/rows_draft_model.json
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
 USUAL_RATES: Rates = (
@@ -89,6 +90,7 @@ class TreePlan:
     stop: float = 0.0  # a chain ends before a guess that is less likely than this
     levels: int | None = None  # at most so many, whatever could be guessed
     beside: int = 0  # of `rows`, those that somebody else drafts in the same pass
+    bend: float = TRAINED_BEND  # how much more rows bring
 
     def check(self, method: str) -> None:
         if self.kind not in get_args(TreeKind):
@@ -122,7 +124,7 @@ class TreePlan:
         level = max(level, target.launches(kernels)) if beforehand else level
         fixed = None
         if beforehand and not self.rows:
-            fixed = FixedRows(target, Shape(nodes, depth), level=level, beside=self.beside)
+            fixed = FixedRows(target, Shape(nodes, depth), self.bend, level=level, beside=self.beside)
         if self.kind == "chain":
             return Chain(Shape(depth + 1, depth), costs, self.stop)
         if self.kind == "best":

@@ -1,6 +1,8 @@
 """hidden_transfer: what rides along changes nothing, and what the last right node carried is what a fresh walk gives."""
 
+import json
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +29,10 @@ from foreword.core.sampling import Sampling, gumbel
 from foreword.core.state import Lanes, State
 from foreword.core.trees import USUAL_RATES, greedy_paths
 from foreword.engine.request import Request
+from foreword.errors import InputError
 from foreword.methods import untrained
 from foreword.methods.hidden_transfer import HiddenTransfer
+from foreword.methods.saved import restore, save
 from foreword.model.cost import CostCurve
 from foreword.model.model import Model
 
@@ -233,3 +237,18 @@ def test_every_slot_s_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "cost", lambda rows: (asked.add(rows), 1.0)[1])
     untrained("hidden_transfer", steps=3).bind(model, 5)
     assert {5, 5 * 64} < asked and all(rows % 5 == 0 for rows in asked) and len(asked) > 12
+
+
+def test_a_drafter_of_before_was_told_nothing(tmp_path: Path) -> None:
+    """Its config does not say so, since there was no such option."""
+    model = target()
+    save(made(model, told=False), tmp_path, model, "bfloat16")
+    file = tmp_path / "config.json"
+    about = json.loads(file.read_text())
+    assert about["config"].pop("told") is False
+    file.write_text(json.dumps(about))
+    for options in ({}, {"told": False}):
+        drafter = restore(tmp_path, model, **options)
+        assert isinstance(drafter, HiddenTransfer) and not drafter.options.told and len(drafter.module) == 3
+    with pytest.raises(InputError, match="trained with told=False"):
+        restore(tmp_path, model, told=True)

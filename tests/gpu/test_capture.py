@@ -51,6 +51,22 @@ def test_captured_rounds_write_the_truth(method: str, family: str, sampling: Sam
     assert captured_prompts(steps)
 
 
+@pytest.mark.parametrize("method", ["plain", "token_recycling"])
+def test_captured_rounds_that_are_read_together(method: str) -> None:
+    """And once more after all that was captured is forgotten, with the memory that it had."""
+    asked = [Request(p, SAMPLINGS["T=0.8"].derived(i), max_new_tokens=20) for i, p in enumerate(prompts(6))]
+    model = Model(on_gpu("llama"))
+    steps = Engine(model, drafter(method, model), slots=3, max_context=200, chunk=7)
+    assert isinstance(steps.loop, Replay)
+    for _ in range(2):
+        runs = [steps.add(request) for request in asked]
+        while steps.busy:
+            steps.step_for((), 4)
+        assert [run.tokens for run in runs] == [truth(tiny("llama"), request) for request in asked]
+        assert any(one.graph is not None for one in steps.loop.buckets.values())
+        steps.loop.forget()
+
+
 @pytest.mark.parametrize("method", CAPTURABLE)
 def test_captured_drafts_are_the_written_ones(method: str) -> None:
     """Round by round: as many tokens drafted and kept as without capture, so no state was left at a stale address, and a

@@ -164,15 +164,18 @@ def test_a_round_that_was_under_way_is_not_the_text_s_fault() -> None:
     assert run.tokens == truth(hf, HEALTHY)
 
 
-def test_a_round_behind_the_end_leaves_nothing_to_the_next_text() -> None:
-    """A stop string is found while the next round runs, and that one has a NaN in its draft."""
+@pytest.mark.parametrize(("late", "rounds"), [(True, 1), (False, 4), (True, 2), (True, 4)])
+def test_a_round_behind_the_end_leaves_nothing_to_the_next_text(late: bool, rounds: int) -> None:
+    """A stop string is found while the next round runs, or has run already, and that one has a NaN in its draft."""
     hf = poisoned_model()
     said = tokenizer().decode(truth(hf, HEALTHY)[:3])
     stops = replace(HEALTHY, stream=TextStream(tokenizer(), (said[-2:],)))
     drafter = Playback([Plan((), 1), Plan((), 1), Plan((), 1), Plan(((0, POISON),), 2)], [[]])
-    steps = engine(drafter, Model(hf), slots=1, late=True)
-    (first,) = steps.generate([stops])
-    assert first.finish_reason == "stop" and drafter.played == 4
+    steps = engine(drafter, Model(hf), slots=1, late=late)
+    first = steps.add(stops)
+    while steps.busy:
+        steps.step_for((), rounds)
+    assert first.finish_reason == "stop" and drafter.played >= 4
     (second,) = steps.generate([replace(HEALTHY, speculate=False)])
     assert second.tokens == truth(hf, HEALTHY)
 

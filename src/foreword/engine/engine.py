@@ -94,6 +94,8 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Admit, read one chunk of each new prompt, then one round for everybody whose prompt is read."""
+        if self.unread is not None and len(self.unread.emissions) > 1:
+            raise InputError("rounds that step_for launched together are read by step_for; call it once more before step")
         read, told = self._step()
         # Only when everybody has been served: the others' texts go on in the next step.
         for running in told:
@@ -158,7 +160,7 @@ class Engine:
         read, self.unread = (self.unread, launched) if self.late else (launched, None)
         told = emit(read, self._ends) if read is not None else {}  # EMIT
         self.clock += time.perf_counter() - started
-        self._release([running for running in told if running.done])
+        self._release([running for running in told if running.done], 0 if read is None else len(read.emissions))
         for running in told:
             if not running.done and running.spoiled and self.state.speculates[running.slot]:
                 self._go_on_alone(running)
@@ -190,15 +192,17 @@ class Engine:
         """How many tokens a text may be longer than the host knows."""
         return 0 if self.unread is None else len(self.unread.emissions) * (self.drafter.shape.depth + 1)
 
-    def _release(self, finished: list[Running]) -> None:
-        """Free slots. A text that was given up may have left NaN in its rows, which must not reach the next."""
+    def _release(self, finished: list[Running], read: int = 1) -> None:
+        """Free slots, after so many rounds were read at once, in any of which a text may have ended. One that was given up
+        may have left NaN in its rows, which must not reach the next."""
         if not finished:
             return
+        beyond = max(read - 1, 0) * (self.drafter.shape.depth + 1) + self._unread
         ids = [running.slot for running in finished]
         slots = sent(ids, self.target.device)
         self.state.alive_slots.index_fill_(0, slots, False)
         self.loop.end(ids)
-        sound = [self._clear(running) for running in finished]
+        sound = [self._clear(running, beyond) for running in finished]
         if self.slots.pads:  # what a padding row writes must not touch what is kept, nor look beyond it
             kept = [running.length * fine for running, fine in zip(finished, sound, strict=True)]
             self.state.lengths.index_copy_(0, slots, sent(kept, self.target.device))
@@ -207,11 +211,11 @@ class Engine:
             self.state.table.forget(running.slot)
             self.slots.leave(running.slot, keep=fine)
 
-    def _clear(self, running: Running) -> bool:
-        """Whether what the cache holds of a text may stay."""
+    def _clear(self, running: Running, beyond: int) -> bool:
+        """Whether what the cache holds of a text may stay, which on the device may be so many tokens longer."""
         cache = self.target.cache
-        scratch, ahead = cache.rows - cache.context, running.length + self._unread
-        if self.late:  # the round under way may write what nobody will read, NaN too
+        scratch, ahead = cache.rows - cache.context, running.length + beyond
+        if beyond:  # rounds behind its end, read or under way, write what nobody will read, NaN too
             cache.wipe(running.slot, running.length, ahead + scratch)
         sound = running.finish_reason != "abort" or cache.is_sound(running.slot, ahead + max(self.chunk, scratch))
         if not sound:

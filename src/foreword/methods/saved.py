@@ -30,6 +30,7 @@ from foreword.model.small import small_model
 from foreword.model.width import shrink
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+UNSAID = {"hidden_transfer": {"told": False}}  # what it meant that a config of before has no such option
 WORDS = "words"  # beside the weights: a bitmap of the tokens that are guessed among, where these are not all
 
 
@@ -103,7 +104,8 @@ def outline(folder: str | Path, rows: int | None = None, method: str | None = No
     """The drafter that a folder describes, not bound and without its weights, or another `method` that takes such drafters.
     `options` may add to what it was trained with, not change it."""
     about = read_config(folder)
-    held, config = about["method"], about["config"]
+    held = about["method"]
+    config = UNSAID.get(held, {}) | about["config"]
     if not (held in METHODS and METHODS[held].trained):
         raise DrafterError(f"{folder} holds a drafter of {held!r}, which this version of Foreword does not train")
     method = method or held

@@ -6,15 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from doubles import CONTEXT, SAMPLINGS, Liar, Oracle, Recorder, engine, full_text, requests, target, truth
+from doubles import CONTEXT, SAMPLINGS, Liar, Oracle, Recorder, engine, full_text, requests, target, tokenizer, truth
 from foreword.core.draft import Draft
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import State
 from foreword.engine.engine import Engine
+from foreword.engine.lockstep import Lockstep
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError, PromptError
 from foreword.methods import make
+from foreword.text import TextStream
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,58 @@ def test_rounds_that_are_read_together_bring_what_they_bring_one_by_one(method: 
         assert sum(some.accepted) == len(some.tokens) and len(some.accepted) == len(some.drafted) and some.accepted[-1] > 0
         if method != "token_recycling":  # which learns from its neighbours, and they enter later
             assert (some.accepted, some.drafted) == (single.accepted, single.drafted)
+
+
+class FarEnough(Lockstep):
+    """Sees to it that the host knows a bound on every length."""
+
+    def round(self, state: State) -> Emission:
+        assert int(state.length.max()) <= state.lanes.span <= CONTEXT
+        return super().round(state)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("method", ["plain", "token_recycling"])
+def test_attention_is_told_to_look_as_far_as_unread_rounds_may_reach(method: str, rounds: int, late: bool) -> None:
+    model, drafter = target(), make(method)
+    steps = Engine(model, drafter, slots=3, max_context=CONTEXT, chunk=5, late=late, loop=FarEnough(model, drafter))
+    runs = [steps.add(request) for request in requests(8, max_new_tokens=30)]
+    while steps.busy:
+        steps.step_for((), rounds)
+    assert [run.tokens for run in runs] == [truth(model.hf, run.request) for run in runs]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
+def test_streams_stops_logprobs_and_those_given_up_among_rounds_that_are_read_together(method: str, late: bool) -> None:
+    def told(rounds: int) -> list[tuple[object, ...]]:
+        steps, asked = engine(make(method), slots=3, late=late), requests(9, SAMPLINGS["T=0.8"], max_new_tokens=20)
+        asked[::3] = [replace(one, stream=TextStream(tokenizer(), ("a", "e"))) for one in asked[::3]]
+        asked[1::3] = [replace(one, sampling=replace(one.sampling, logprobs=2)) for one in asked[1::3]]
+        runs = [steps.add(request) for request in asked]
+        steps.step_for((), rounds)
+        steps.abort(runs[4])
+        while steps.busy:
+            steps.step_for((), rounds)
+        del runs[4]
+        assert any(run.finish_reason == "stop" for run in runs[::3])
+        pieces = ["".join(event.text for event in run.events) for run in runs]
+        marks = [[(one.token, pytest.approx(one.logprob)) for one in run.logprobs] for run in runs]
+        return [(run.tokens, run.text, run.finish_reason, *more) for run, *more in zip(runs, pieces, marks, strict=True)]
+
+    assert told(4) == told(1)
+
+
+def test_events_are_not_made_of_rounds_that_are_read_together() -> None:
+    """An event is what one round brought."""
+    steps = engine(make("plain"), late=True)
+    steps.add(Request((7,), SAMPLINGS["greedy"], 9, ignore_eos=True))
+    steps.step_for((), 3)
+    with pytest.raises(InputError, match="read by step_for"):
+        steps.step()
+    steps.step_for(())
+    assert steps.step()[0].tokens
 
 
 def test_a_text_is_timed_by_the_rounds_it_is_in() -> None:

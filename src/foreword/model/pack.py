@@ -1,14 +1,18 @@
 """Faster linears for models that we loaded: fused ones on CUDA; on the CPU packed and fused, and norms in one operation.
 
-Linears that read the same rows (q, k, v; gate, up) are one product. On the CPU a stock linear reads its weights at full
-speed for up to three rows and badly for more; in the block layout of oneDNN more rows stay cheap, which is what makes a
-tree of candidates worth checking. The numbers are in docs/performance.md. A model rebuilt so cannot be trained.
+Linears that read the same rows (q, k, v; gate, up) are one product. On some CPUs a stock linear reads its weights at full
+speed for up to three rows, and badly for more; on others badly for any. In the block layout of oneDNN more rows stay cheap,
+which is what makes a tree of candidates worth checking. Which CPU this is, is measured. The numbers are in
+docs/performance.md. A model rebuilt so cannot be trained.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from functools import cache
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +22,8 @@ from torch.nn import functional
 
 # oneDNN picks the layout for the number of rows it is told to expect; this one serves 4 to 64 rows well.
 _ROWS_EXPECTED = 16
-_ROWS_STOCK = 3
+_MOST_STOCK = 3  # rows; for more of them the packed layout is the quicker one everywhere
+_TRIED_BYTES, _TRIED_SHAPE, _TRIALS = 64 * 2**20, (3072, 576), 3
 # Keeping the stock layout beside the packed one doubles the weights; larger models run packed only.
 _KEEP_BOTH_BYTES = 2 * 2**30
 
@@ -46,15 +51,16 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_EXPECTED)
         self.columns_out, self.columns_in = weight.shape
         self._by_columns = weight.t() if keep_stock else None
+        self.rows_stock = rows_quicker_stock(torch.get_num_threads()) if keep_stock else 0
 
     def forward(self, rows: Tensor) -> Tensor:
-        if self.weight is not None and rows.numel() <= _ROWS_STOCK * rows.shape[-1]:
+        if self.weight is not None and rows.numel() <= self.rows_stock * rows.shape[-1]:
             return functional.linear(rows, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return _packed_product(rows, self.packed, self.bias)
 
     def into(self, rows: Tensor, out: Buffer) -> np.ndarray:
         """The product of rows [m, K], in `out` where torch lets it be put there."""
-        if self._by_columns is None or rows.shape[0] > _ROWS_STOCK:
+        if self._by_columns is None or rows.shape[0] > self.rows_stock:
             return self(rows).numpy()
         if self.bias is None:
             torch.mm(rows, self._by_columns, out=out.tensor)
@@ -65,6 +71,34 @@ class PackedLinear(nn.Module):
     def stock(self, columns: slice = slice(None)) -> nn.Linear:
         """The linear that was packed, or some of its outputs, as a copy that can be trained."""
         return _stock(self.packed.to_dense()[columns], None if self.bias is None else self.bias[columns])
+
+
+@cache
+def rows_quicker_stock(threads: int) -> int:
+    """Up to how many rows a stock linear is quicker than a packed one on this machine, with so many threads."""
+    weights = [torch.full(_TRIED_SHAPE, 0.01) for _ in range(_TRIED_BYTES // (4 * math.prod(_TRIED_SHAPE)))]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_EXPECTED) for weight in weights]
+    for count in range(1, _MOST_STOCK + 1):
+        rows = torch.full((count, _TRIED_SHAPE[1]), 0.01)
+        if _seconds(functional.linear, rows, weights) > _seconds(_packed_product, rows, packed):
+            return count - 1
+    return _MOST_STOCK
+
+
+def _packed_product(rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+
+
+@torch.inference_mode()
+def _seconds(product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: list[Tensor]) -> float:
+    """For all weights one after the other, as in a model: the quickest of a few times."""
+    found = []
+    for _ in range(_TRIALS):
+        started = perf_counter()
+        for weight in weights:
+            product(rows, weight)
+        found.append(perf_counter() - started)
+    return min(found)
 
 
 class JointLinear(nn.Module):

@@ -9,8 +9,9 @@ from torch import nn
 
 from doubles import EVERY_FAMILY, FAMILIES, Liar, chain, engine, fresh, own_logits, prefilled, requests, truth, written
 from foreword.core.needs import Needs
+from foreword.model import pack as pack_module
 from foreword.model.model import Model
-from foreword.model.pack import PackedLinear, can_pack, pack, some_of
+from foreword.model.pack import Buffer, PackedLinear, can_pack, pack, rows_quicker_stock, some_of
 
 TEXT = [5, 9, 31, 8, 40, 7, 7, 12]
 
@@ -65,6 +66,37 @@ def test_a_packed_linear_takes_any_number_of_rows(rows: int, bias: bool) -> None
     hidden = torch.randn(2, rows, 48)
     assert type(packed[0]) is not nn.Linear
     torch.testing.assert_close(packed(hidden), stock(hidden), atol=1e-5, rtol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("quicker", [0, 1, 3])
+@torch.no_grad()
+def test_few_rows_go_the_way_that_is_quicker_here(quicker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of our own, on which a stock linear is as quick as it is on some machine."""
+
+    def seconds(product: Any, rows: torch.Tensor, weights: list[torch.Tensor]) -> float:
+        return 2.0 if product is torch.nn.functional.linear and len(rows) > quicker else 1.0
+
+    monkeypatch.setattr(pack_module, "_seconds", seconds)
+    found = rows_quicker_stock.__wrapped__(2)
+    assert found == quicker
+    monkeypatch.setattr(pack_module, "rows_quicker_stock", lambda _: found)
+    linear, ways = PackedLinear(torch.randn(20, 48), None, keep_stock=True), []
+    product = pack_module._packed_product
+    monkeypatch.setattr(pack_module, "_packed_product", lambda *given: ways.append("packed") or product(*given))
+    for rows in range(1, 5):
+        hidden, out = torch.randn(rows, 48), Buffer.of(rows, 20)
+        torch.testing.assert_close(torch.tensor(linear.into(hidden, out)), linear(hidden))
+        assert ways == (["packed"] * 2 if rows > quicker else [])
+        ways.clear()
+
+
+@needs_onednn
+def test_which_way_is_quicker_is_measured_once() -> None:
+    assert 0 <= rows_quicker_stock(1) <= 3
+    held = rows_quicker_stock.cache_info().hits
+    assert PackedLinear(torch.randn(20, 48), None, keep_stock=True).rows_stock == rows_quicker_stock(1)
+    assert rows_quicker_stock.cache_info().hits == held + 2
 
 
 @needs_onednn

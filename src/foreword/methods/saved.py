@@ -105,11 +105,11 @@ def outline(folder: str | Path, rows: int | None = None, method: str | None = No
     `options` may add to what it was trained with, not change it."""
     about = read_config(folder)
     held = about["method"]
-    config = UNSAID.get(held, {}) | about["config"]
     if not (held in METHODS and METHODS[held].trained):
         raise DrafterError(f"{folder} holds a drafter of {held!r}, which this version of Foreword does not train")
     method = method or held
     try:
+        config = UNSAID.get(held, {}) | about["config"]
         untrained(method, **config)
     except (InputError, TypeError) as error:
         raise DrafterError(f"{Path(folder) / CONFIG} cannot be used ({error}); copy or train the drafter again") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -98,15 +98,15 @@ def grid(case: Case) -> list[AttentionTiles]:
     from foreword.kernels.tree_attention import AttentionTiles, attention_tiles  # noqa: PLC0415  triton is there only where CUDA is
 
     default = attention_tiles(case.queries, case.context + case.rows, case.texts * case.key_heads, case.width)
-    blocks = [(default.block_q, 64, 4, 3, 1), (default.block_q, 64, 4, 2, 1)]
-    if default.block_q < 64:
-        blocks += [(16, 64, 4, 2, 4), (16, 64, 2, 2, 2), (16, 64, 1, 3, 1), (default.block_q, 32, 4, 3, 1)]
-    else:
-        blocks += [(64, 128, 8, 2, 1), (64, 32, 4, 3, 1), (128, 64, 8, 2, 1)]
+    few = default.block_q < 64
+    cuts = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
+    cuts += [(16, 64, 1, 3), (default.block_q, 32, 4, 3)] if few else [(64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
+    ways = [AttentionTiles(*cut, splits=1) for cut in cuts]
+    if few:
+        ways += [AttentionTiles(16, 64, warps, 2, splits=1, shares=warps) for warps in (4, 2)]
     counts = {1, default.splits, 2 * default.splits, -(-default.splits // 2), 4 * default.splits}
     splits = sorted(count for count in counts if count <= -(-(case.context + case.rows) // 64))
-    tried = [AttentionTiles(*block[:4], count, block[4]) for block in blocks for count in splits]
-    return list(dict.fromkeys([default, *tried]))
+    return list(dict.fromkeys([default, *(replace(way, splits=count) for way in ways for count in splits)]))
 
 
 def sweep(case: Case, tiles: list[AttentionTiles], timer: Timer, device: str) -> list[Trial]:

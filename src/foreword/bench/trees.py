@@ -103,10 +103,9 @@ class Contender:
         slots: int,
         levels: int | None = None,
     ) -> Figure:
-        tree: dict[str, Any] = (
-            {} if self.method == "gsd" else {"tree": self.kind}
-        )  # whose graphs are unrolled into the likeliest paths
-        drafter: Any = restore(self.folder, llm.model, method=self.method, **tree, **own)
+        if self.method != "gsd":  # whose graphs are always unrolled into the likeliest paths
+            own = {"tree": self.kind, **own}
+        drafter: Any = restore(self.folder, llm.model, method=self.method, **own)
         if levels is not None:
             drafter.plan = replace(drafter.plan, levels=levels)
         engine = Engine(llm.model, drafter, slots=slots, max_context=max(map(len, asked)) + max_new_tokens)

@@ -90,7 +90,7 @@ class TreePlan:
     stop: float = 0.0  # a chain ends before a guess that is less likely than this
     levels: int | None = None  # at most so many, whatever could be guessed
     beside: int = 0  # of `rows`, those that somebody else drafts in the same pass
-    bend: float = TRAINED_BEND  # how much more rows bring
+    bend: float = TRAINED_BEND  # of `share_of_gain`: the smaller, the more the first rows hold
 
     def check(self, method: str) -> None:
         if self.kind not in get_args(TreeKind):

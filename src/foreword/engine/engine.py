@@ -160,7 +160,7 @@ class Engine:
         read, self.unread = (self.unread, launched) if self.late else (launched, None)
         told = emit(read, self._ends) if read is not None else {}  # EMIT
         self.clock += time.perf_counter() - started
-        self._release([running for running in told if running.done], 0 if read is None else len(read.emissions))
+        self._release([running for running in told if running.done], 1 if read is None else len(read.emissions))
         for running in told:
             if not running.done and running.spoiled and self.state.speculates[running.slot]:
                 self._go_on_alone(running)
@@ -183,21 +183,26 @@ class Engine:
             return None
         launched = Launched(self.slots.group(ready=True).runs)
         for before in range(rounds):
-            span = min(lanes.span + before * (self.drafter.shape.depth + 1), self.max_context)
+            span = min(lanes.span + before * self._most, self.max_context)
             launched.take(self.loop.round(self.state.at(replace(lanes, span=span))))
         return launched
 
     @property
     def _unread(self) -> int:
         """How many tokens a text may be longer than the host knows."""
-        return 0 if self.unread is None else len(self.unread.emissions) * (self.drafter.shape.depth + 1)
+        return 0 if self.unread is None else len(self.unread.emissions) * self._most
+
+    @property
+    def _most(self) -> int:
+        """Tokens that a round may bring a text."""
+        return self.drafter.shape.depth + 1
 
     def _release(self, finished: list[Running], read: int = 1) -> None:
         """Free slots, after so many rounds were read at once, in any of which a text may have ended. One that was given up
         may have left NaN in its rows, which must not reach the next."""
         if not finished:
             return
-        beyond = max(read - 1, 0) * (self.drafter.shape.depth + 1) + self._unread
+        beyond = (read - 1) * self._most + self._unread
         ids = [running.slot for running in finished]
         slots = sent(ids, self.target.device)
         self.state.alive_slots.index_fill_(0, slots, False)

@@ -49,6 +49,13 @@ def at_slots(held: Tensor, slots: Tensor) -> Tensor:
 
 
 @triton.jit
+def _put_embedded(table, tokens, out, place, at, K: tl.constexpr):
+    """The embedding of the token at one place, at one."""
+    x = tl.load(table + tl.load(tokens + place) * K + at, mask=at < K, other=0.0).to(tl.float32)
+    tl.store(out + place * K + at, _at_one(x, K)[0].to(out.dtype.element_ty), mask=at < K)
+
+
+@triton.jit
 def _carry(
     known, origin, table, tokens, states, embeddings, live, count, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
@@ -60,8 +67,7 @@ def _carry(
         state = tl.load(known + (lane * live + tl.load(origin + place)) * K + at, mask=here)
         tl.store(states + place * K + at, state, mask=here)
     else:
-        x = tl.load(table + tl.load(tokens + place) * K + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(embeddings + place * K + at, _at_one(x, K)[0].to(embeddings.dtype.element_ty), mask=here)
+        _put_embedded(table, tokens, embeddings, place, at, K)
 
 
 def carried_and_embedded(known: Tensor, origin: Tensor, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,9 +87,7 @@ def carried_and_embedded(known: Tensor, origin: Tensor, table: Tensor, tokens: T
 def _embed(table, tokens, out, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> None:
     """The embedding of one token."""
     take_turn(EARLY)
-    place, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x = tl.load(table + tl.load(tokens + place) * K + at, mask=at < K, other=0.0).to(tl.float32)
-    tl.store(out + place * K + at, _at_one(x, K)[0].to(out.dtype.element_ty), mask=at < K)
+    _put_embedded(table, tokens, out, tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), K)
 
 
 def embedded_at_one(table: Tensor, tokens: Tensor) -> Tensor:

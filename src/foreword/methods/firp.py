@@ -50,8 +50,8 @@ class Firp(Drafter):
     ) -> None:
         """`steps` tokens are guessed ahead, each by a row that joins after one of `layers`. `source`: a step is made of the
         last row's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `told`: rows
-        hear of the token before them once it is decided. `tree`: a template
-        built from `rates` or made of `paths`; the likeliest paths ("best"); or Clover's budget."""
+        hear of the token before them once it is decided. `tree`: a template built from `rates` or made of `paths`; the
+        likeliest paths ("best"); or Clover's budget."""
         layers = None if layers is None else tuple(layers)
         self.options = Transfer(steps, layers, source, bias, squeeze, norm, told)
         self.options.check("firp")

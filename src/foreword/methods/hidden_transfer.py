@@ -58,10 +58,10 @@ class HiddenTransfer(Drafter):
         anchors: int = 64,
     ) -> None:
         """`steps` tokens are guessed ahead, each by a row that joins after one of `layers`. `source`: a step is made of its
-        node's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `told`: rows
-        hear of the token before them once it is decided. `tree`: the likeliest
-        paths by `rates`, which `calibrate` measures, or by the guesses' own chances ("best"). `carry`: all nodes carry all
-        steps, or likely ones more. `rows` counts nodes and the rows that they carry."""
+        node's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `told`: rows hear
+        of the token before them once it is decided. `tree`: the likeliest paths by `rates`, which `calibrate` measures, or
+        by the guesses' own chances ("best"). `carry`: all nodes carry all steps, or likely ones more. `rows` counts nodes
+        and the rows that they carry."""
         layers = None if layers is None else tuple(layers)
         self.options = Transfer(steps, layers, source, bias, squeeze, norm, told, labels, anchors)
         self.options.check("hidden_transfer")

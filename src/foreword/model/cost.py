@@ -213,7 +213,7 @@ def _description(model: Model) -> dict[str, object]:
         "shape": [config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size],
         "heads": [config.num_attention_heads, config.num_key_value_heads],
         "layers": [type(layer).__name__ for layer in [*(model.layer_stack.lean or model.layer_stack.layers)][:1]],
-        "linear": type(model.hf.lm_head).__name__,
+        "linear": [type(model.hf.lm_head).__name__, getattr(model.hf.lm_head, "rows_stock", None)],
         "dtype": str(model.dtype),
         "device": [model.device.type, device, platform.node(), os.cpu_count()],
         "threads": torch.get_num_threads(),

@@ -234,9 +234,9 @@ def test_rows_follow_what_they_cost() -> None:
 def test_every_slot_s_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the lower layers, where nodes are alone, and those of the upper ones."""
     model, asked = target(), set()
-    monkeypatch.setattr(model, "cost", lambda rows: (asked.add(rows), 1.0)[1])
+    monkeypatch.setattr(model, "cost", lambda rows, texts: (asked.add((rows, texts)), 1.0)[1])
     untrained("hidden_transfer", steps=3).bind(model, 5)
-    assert {5, 5 * 64} < asked and all(rows % 5 == 0 for rows in asked) and len(asked) > 12
+    assert {(5, 5), (5 * 64, 5)} < asked and all(rows % 5 == 0 and texts == 5 for rows, texts in asked) and len(asked) > 12
 
 
 def test_a_drafter_of_before_was_told_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from doubles import Looks
+from foreword.core.draft import Tree
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +23,7 @@ CASES = [
 CLOSE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 
-def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | None = None) -> float:
+def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | None = None, chain: bool = False) -> float:
     """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
     from foreword.kernels.tree_attention import attend_tree, attention_tiles  # noqa: PLC0415  needs triton
 
@@ -33,7 +34,7 @@ def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | Non
     if splits is not None:
         tiles = replace(tiles, splits=splits)
     seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
-    found = attend_tree(*seen, span, width**-0.5, depth if window else None, window, softcap, tiles)
+    found = attend_tree(*seen, span, width**-0.5, depth if window else None, window, softcap, chain, tiles)
     return float((found.double() - looks.exact(window, softcap)).abs().max())
 
 
@@ -43,6 +44,23 @@ def test_the_kernel_is_masked_attention(
     heads: tuple[int, int], width: int, rows: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
     assert error(Looks.drawn(heads, width, rows, lengths, dtype=dtype)) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("rows", [1, 60, 64, 300])
+@pytest.mark.parametrize(("heads", "width"), [((9, 3), 64), ((8, 2), 128), ((4, 2), 256)])
+def test_prompts(heads: tuple[int, int], width: int, rows: int, window: int, dtype: torch.dtype) -> None:
+    """A chain that is known to be one, behind nothing and behind a long text."""
+    looks, chain = Looks.drawn(heads, width, rows, [0, 1500, 70], dtype=dtype), Tree.chain(rows)
+    looks = replace(looks, sees=chain.ancestors, depth=chain.depth)
+    assert error(looks, window, chain=True) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_one_long_text_among_many_short_ones(rows: int) -> None:
+    looks = Looks.drawn((9, 3), 64, rows, [*range(40, 71), 1600], dtype=torch.bfloat16)
+    assert error(looks) < CLOSE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

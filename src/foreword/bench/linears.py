@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, rms_norm, silu
 
 from foreword.bench.passes import between_marks
 from foreword.bench.report import facts
@@ -39,7 +39,6 @@ from foreword.kernels.qkv import linear_turn_and_store
 from foreword.kernels.rotary import turn_and_store
 from foreword.kernels.tiles import BUCKETS, ONE_BY_ONE, PROGRAMS, Kind, Tiles, tiles_for
 from foreword.model.capture import Captured
-from foreword.model.lean_cuda import many_rows_linear
 
 ROWS = (1, 2, 16, 64)
 HANDED_BLOCK = 32  # columns of the product before, over which it has summed squares
@@ -236,10 +235,13 @@ class Given:
             rows = self.rows.float()
             rows = rms_norm(rows, rows.shape[-1:], eps=EPSILON) if self.product.normed else rows
             return linear(rows, weight.float() * self.scales)
-        norm = None if self.norm is None else (self.norm[0].float(), self.norm[1])
-        residual = None if self.residual is None else self.residual.float()
-        gated = self.product.kind == "gated"
-        out = many_rows_linear(self.rows.float(), weight.float(), norm=norm, residual=residual, gated=gated)
+        rows = self.rows.float()
+        rows = rows if self.norm is None else rms_norm(rows, rows.shape[-1:], self.norm[0].float(), self.norm[1])
+        out = linear(rows, weight.float())
+        if self.product.kind == "gated":
+            gate, up = out.chunk(2, dim=-1)
+            out = silu(gate) * up
+        out = out if self.residual is None else out + self.residual.float()
         return out if self.turn is None else self.turn.exact(out)
 
     def error(self, trial: Trial) -> float:

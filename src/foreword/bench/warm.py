@@ -15,7 +15,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.admit import round_up
 from foreword.engine.engine import Engine
-from foreword.engine.graph import MOST_TEXTS, SPAN_BUCKET, Replay, padded_rows
+from foreword.engine.graph import LEAST_SPAN, MOST_TEXTS, Replay, padded_rows, reach
 from foreword.engine.request import Request
 
 ROUNDS = 4  # the first of a bucket runs as it is written, the second is captured, and late reading takes one more
@@ -50,9 +50,10 @@ def capture_rounds(engine: Engine, shortest: int, longest: int, sampling: Sampli
 
 
 def lengths(shortest: int, longest: int, context: int) -> list[int]:
-    """Of prompts, one for each span that rounds are captured for: just long enough for it."""
-    spans = range(max(shortest - 1, 1) // SPAN_BUCKET, -(-longest // SPAN_BUCKET))
-    return [span * SPAN_BUCKET + 2 for span in spans if span * SPAN_BUCKET + 3 < context]
+    """Of prompts, one for each reach that rounds are captured for: just long enough for it. The last token is the root."""
+    reaches = sorted({reach(length) for length in range(max(shortest - 1, 1), longest + 1)})
+    found = [2 + (far // 2 if far > LEAST_SPAN else 0) for far in reaches]
+    return [length for length in found if length + 1 < context]
 
 
 def prompt_lengths(shortest: int, longest: int, chunk: int) -> list[int]:

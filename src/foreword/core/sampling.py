@@ -15,6 +15,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from foreword.core.sending import sent
 from foreword.errors import InputError
 
 
@@ -186,8 +187,7 @@ class SamplingTable:
             mixed = _mix64(sampling.seed)
             reals.append((sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty))
             wholes.append((sampling.top_k, floor, mixed & _WORD, mixed >> 32))
-        real = torch.tensor(reals, dtype=torch.float32).to(slots.device, non_blocking=True)
-        whole = torch.tensor(wholes).to(slots.device, non_blocking=True)
+        real, whole = sent(reals, slots.device, torch.float32), sent(wholes, slots.device)
         values = dict(zip(("temperature", "top_p", "min_p", "penalty"), real.unbind(1), strict=True))
         values |= {"top_k": whole[:, 0], "floor": whole[:, 1], "key": whole[:, 2:]}
         for name, value in values.items():

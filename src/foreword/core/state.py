@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.sampling import SamplingRows, SamplingTable
-
-
-def sent(numbers: list[int] | list[tuple[int, ...]], device: torch.device | str) -> Tensor:
-    """Whole numbers on their way to a device: the host does not wait until they are there."""
-    pinned = torch.device(device).type == "cuda"
-    return torch.tensor(numbers, dtype=torch.long, pin_memory=pinned).to(device, non_blocking=True)
+from foreword.core.sending import sent
 
 
 @dataclass(frozen=True)

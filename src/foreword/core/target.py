@@ -69,8 +69,8 @@ class Target(Protocol):
         """New decoder layers of the target's kind, with a cache of their own, copied if `init` is given: from that layer, or
         each from one of a range."""
 
-    def cost(self, rows: int) -> float:
-        """What a pass over `rows` rows costs on this machine, one row being 1.0."""
+    def cost(self, rows: int, texts: int = 1) -> float:
+        """What a pass over `rows` rows, those of so many texts together, costs on this machine, one row being 1.0."""
 
     def part(self, numbers: int) -> float:
         """What reading so many weights is of a pass over one row, which reads all of them."""

@@ -142,7 +142,7 @@ class RowCosts:
     def of(self, batch: int) -> Tensor:
         """[nodes], asked of the target once for every batch size."""
         if batch not in self._known:
-            cost = [self.target.cost(batch * rows) for rows in range(1, self.nodes + 1)]
+            cost = [self.target.cost(batch * rows, batch) for rows in range(1, self.nodes + 1)]
             self._known[batch] = torch.tensor(cost, device=self.target.device)
         return self._known[batch]
 
@@ -221,11 +221,11 @@ class FixedRows:
     def _speed(self, batch: int, shape: Shape, beside: int) -> float:
         """Tokens for a pass over one row. Levels of a large batch are dearer as its passes are."""
         if shape.nodes == 1:
-            return 1 / self.target.cost(batch)
+            return 1 / self.target.cost(batch, batch)
         rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, self.most.depth)
         gain = USUAL_GAIN * rows * levels + (GAIN_BESIDE if beside else 0.0)
-        guessing = self.guessing + self.level * shape.depth * self.target.cost(batch)
-        return (1 + gain) / (self.target.cost(batch * (shape.nodes + beside)) + guessing)
+        guessing = self.guessing + self.level * shape.depth * self.target.cost(batch, batch)
+        return (1 + gain) / (self.target.cost(batch * (shape.nodes + beside), batch) + guessing)
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:
@@ -376,7 +376,7 @@ class StaticTree:
         """How many paths are worth their rows."""
         if self.promised is None:
             return len(self.paths)
-        gain = [promised / self.target.cost(batch * rows) for rows, promised in enumerate(self.promised, start=1)]
+        gain = [promised / self.target.cost(batch * rows, batch) for rows, promised in enumerate(self.promised, start=1)]
         return gain.index(max(gain))
 
     def depth(self, batch: int) -> int:

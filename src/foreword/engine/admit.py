@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from foreword.core.state import Lanes, State, sent
+from foreword.core.sending import sent
+from foreword.core.state import Lanes, State
 from foreword.engine.request import Running
 
 
@@ -28,7 +29,7 @@ class Slots:
     running: dict[int, Running] = field(default_factory=dict)
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
     groups: dict[bool, Group] = field(default_factory=dict)  # by `ready`, until somebody enters or leaves
-    last: dict[bool, Lanes | None] = field(default_factory=lambda: {True: None, False: None})  # by `ready`
+    last: Lanes | None = None  # of a round
     pads: bool = False  # rounds are captured: free slots fill them up to one of few sizes
     unsure: int = 0  # kept rows that are read again: 1 if the drafter pairs a row with the token after it
     reread: int = 0  # prompt rows that are read in any case: 1 if the drafter wants to see the row before the root
@@ -75,19 +76,19 @@ class Slots:
         ids = (*(running.slot for running in runs), *padding)
         return Group(runs, ids, max((len(self.left[slot]) for slot in padding), default=0))
 
-    def lanes(self, device: torch.device, ready: bool, unread: int = 0) -> Lanes | None:
-        """The slots of a group, or None where nobody is in it.
+    def lanes(self, device: torch.device, unread: int = 0) -> Lanes | None:
+        """The slots of those whose prompt is read, or None where there is nobody.
 
         `unread` is how many tokens a text may be longer than the host knows.
         """
-        group = self.group(ready)
+        group = self.group(ready=True)
         if not group.runs:
             return None
         longest = max([running.prefilled + len(running.tokens) for running in group.runs])
-        span, last = max(longest + unread, group.padded), self.last[ready]
+        span, last = max(longest + unread, group.padded), self.last
         # Mostly the same ones as in the round before: then nothing has to be sent to the device.
-        self.last[ready] = replace(last, span=span) if last and last.ids == group.ids else Lanes.of(group.ids, span, device)
-        return self.last[ready]
+        self.last = replace(last, span=span) if last and last.ids == group.ids else Lanes.of(group.ids, span, device)
+        return self.last
 
 
 def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:

@@ -12,12 +12,13 @@ import torch
 
 from foreword.core.drafter import Drafter
 from foreword.core.loop import Loop
-from foreword.core.state import Lanes, State, sent
+from foreword.core.sending import sent
+from foreword.core.state import Lanes, State
 from foreword.engine.admit import Slots, admit
 from foreword.engine.emit import Launched, all_events, emit
 from foreword.engine.graph import Replay, replayed
 from foreword.engine.lockstep import Lockstep
-from foreword.engine.prefill import prefill
+from foreword.engine.prefill import parted, prefill
 from foreword.engine.request import Event, Request, Running
 from foreword.errors import ForewordWarning, InputError, PromptError
 from foreword.model.model import Model
@@ -140,17 +141,13 @@ class Engine:
         return running
 
     def _prefill(self) -> None:
-        lanes = self.slots.lanes(self.target.device, ready=False)
-        if lanes is None:
-            return
-        parts = [lanes]
-        if self.target.device.type == "cpu":  # busy with one prompt's rows; a GPU takes all of them in one pass
-            parts = [Lanes.of([slot], self._span([slot])) for slot in lanes.ids]
-        for part in parts:
-            entering = [self.slots.running[slot] for slot in part.ids]
+        entering, device = self.slots.group(ready=False).runs, self.target.device
+        for part in parted(entering, self.loop, self.chunk, device) if entering else ():
+            ids = [running.slot for running in part]
             started = time.perf_counter()
-            prefill(self.target, self.loop, self.drafter.needs, self.state.at(part), entering, self.chunk)
-            for running in entering:
+            state = self.state.at(Lanes.of(ids, self._span(ids), device))
+            prefill(self.target, self.loop, self.drafter.needs, state, part, self.chunk)
+            for running in part:
                 running.prefill_s += time.perf_counter() - started
                 running.began = self.clock
 
@@ -178,7 +175,7 @@ class Engine:
 
     def _launch(self, rounds: int) -> Launched | None:
         """Rounds of everybody whose prompt is read."""
-        lanes = self.slots.lanes(self.target.device, ready=True, unread=self._unread)
+        lanes = self.slots.lanes(self.target.device, self._unread)
         if lanes is None:
             return None
         launched = Launched(self.slots.group(ready=True).runs)

@@ -20,9 +20,9 @@ from foreword.core.sampling import Kind
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import Lanes, State
 
-SPAN_BUCKET = 256
+LEAST_SPAN = 256
 FEWEST_ROWS = 64  # of a captured prompt pass
-MOST_TEXTS = 4  # in one: with more of them the device has work enough while the host launches it
+MOST_TEXTS = 4  # in one
 
 Bucket = tuple[int, int, Kind, int]
 Answer = TypeVar("Answer")
@@ -139,9 +139,13 @@ def padded_rows(rows: int, chunk: int) -> int:
     return min(max(1 << (rows - 1).bit_length(), FEWEST_ROWS), chunk)
 
 
+def reach(span: int) -> int:
+    """How far attention looks in a round that was captured for texts of such a length."""
+    return max(1 << (span - 1).bit_length(), LEAST_SPAN) if span else 0
+
+
 def _bucket(state: State) -> Bucket:
-    span = -(-state.lanes.span // SPAN_BUCKET) * SPAN_BUCKET
-    return len(state.lanes.ids), span, state.table.kind(state.lanes.ids), state.seen.data_ptr()
+    return len(state.lanes.ids), reach(state.lanes.span), state.table.kind(state.lanes.ids), state.seen.data_ptr()
 
 
 def _fixed_lanes(lanes: Lanes, span: int) -> Lanes:

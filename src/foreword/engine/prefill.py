@@ -1,12 +1,14 @@
 """PREFILL: prompt -> cache, in chunks, all but the last token; that one is the first root. Nothing is sampled here.
 
 A chunk is a chain whose every row is right, so it goes through the same pass as a draft, and the drafter may read along: all
-of its rows, or the last. Where rounds are captured, so are passes over few prompts: they are padded to one of few sizes.
+of its rows, or the last. Where rounds are captured, so are passes over few prompts: they are padded to one of few sizes, and
+prompts of one size are read together.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -15,10 +17,28 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.loop import Loop
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
-from foreword.core.state import State, sent
-from foreword.engine.graph import MOST_TEXTS, Replay, ReplayedCheck, padded_rows
+from foreword.core.sending import sent
+from foreword.core.state import State
+from foreword.engine.graph import MOST_TEXTS, Replay, ReplayedCheck, padded_rows, reach
 from foreword.engine.request import Running
 from foreword.model.model import Model
+
+MOST_CAPTURED = 64  # prompts: of more, the device has work enough in one pass while the host launches it
+
+
+def parted(entering: list[Running], loop: Loop, chunk: int, device: torch.device) -> list[list[Running]]:
+    """Who is read in one pass. A CPU is busy with one prompt's rows; a GPU takes all of them, or where passes are captured
+    those that go through the same one."""
+    if device.type == "cpu":
+        return [[running] for running in entering]
+    if not isinstance(loop, Replay) or len(entering) > MOST_CAPTURED:
+        return [entering]
+
+    def kind(running: Running) -> tuple[int, int]:
+        return reach(running.prefilled), padded_rows(min(running.rows - running.prefilled, chunk), chunk)
+
+    alike = [list(group) for _, group in groupby(sorted(entering, key=kind), kind)]
+    return [group[first : first + MOST_TEXTS] for group in alike for first in range(0, len(group), MOST_TEXTS)]
 
 
 def prefill(target: Model, loop: Loop, needs: Needs, state: State, entering: list[Running], chunk: int) -> None:

@@ -1,6 +1,6 @@
 """Products of a few rows with a weight matrix, as a decoding pass makes them: every weight is read once.
 
-In: 1 to about 128 rows. Gate, bias, residual and RMSNorm are part of the kernel: rows are multiplied by the norm's weight,
+In: 1 to about 256 rows. Gate, bias, residual and RMSNorm are part of the kernel: rows are multiplied by the norm's weight,
 rounded and summed, and the sums divided by the row's length at their end. With matrix units the product before hands on its
 rows multiplied, and their squares (`Handed`), or else a kernel of its own does. All round in the same places: a row comes
 out the same alone and among others, but for the order of sums, which is fixed. Safe to capture. Weights and residual, which

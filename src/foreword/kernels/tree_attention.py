@@ -2,7 +2,8 @@
 
 Masked attention of torch builds a mask over every key and reads it in every layer. Here a program takes one key head of one
 sequence, a block of the queries that share it, and its share of the keys; it looks at `sees` only where that share reaches
-the scratch rows, and stops at the sequence's own length. A second kernel joins the shares, where there are several.
+the scratch rows, and of a chain, as prompts are, not even there. It stops at the sequence's own length, and at the last row
+that its queries can see. A second kernel joins the shares, where there are several.
 The reference is `attention.attend`; tests hold the two together, on the CPU through Triton's interpreter.
 """
 
@@ -20,6 +21,9 @@ from foreword.kernels.held import folded
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
 PROGRAMS = 132  # as many programs as keep a large GPU busy: one on each of its multiprocessors
+CROWD = 24  # units, beyond which they share the machine, and shares grow longer
+MANY = 256  # queries, as those of a prompt: they are programs enough, unless what stands before them is long
+SHARE, LONG_SHARE = 64, 512  # keys, at the least; of many queries
 MOST_SHARES = 15  # of the prefix; more cost more to join than they save
 SPAN_STEP = 256  # shares change when a text grows by this much, and not before
 LOG2E = math.log2(math.e)  # the hardware's exponential is that of 2
@@ -44,16 +48,18 @@ class AttentionTiles:
 def attention_tiles(queries: int, keys: int, units: int, width: int, item: int = 2) -> AttentionTiles:
     """For `queries` that share a key head and up to `keys` keys, in `units` (sequences x key heads), `item` bytes a number.
 
-    How the keys are cut must not depend on the queries: see `_attend`. That warps share them changes only the order of sums.
+    How the keys are cut must not depend on the queries, unless there are many: see `_attend`. That warps share them changes
+    only the order of sums.
     """
     block_k = 64 if width * item <= 256 else 32
-    shares = min(triton.cdiv(keys, 64), MOST_SHARES, PROGRAMS // units - 1)
+    least = max(SHARE * units // CROWD, SHARE if queries <= MANY else LONG_SHARE)
+    shares = min(triton.cdiv(keys, least), MOST_SHARES)
     splits = shares + 1 if shares > 1 else 1
     narrow = units * splits * triton.cdiv(queries, 16) <= 4 * PROGRAMS  # else keys would be read too often
     block_q = 16 if narrow else min(max(16, triton.next_power_of_2(queries)), 64)
     if width * item > 256:
         return AttentionTiles(block_q, block_k, 8, 2, splits)
-    return AttentionTiles(block_q, block_k, 4, 2, splits, shares=4 if block_q == 16 and item == 2 else 1)
+    return AttentionTiles(block_q, block_k, 4, 2 if block_q == 16 else 3, splits, 4 if block_q == 16 and item == 2 else 1)
 
 
 @triton.jit
@@ -112,26 +118,30 @@ def _of_all(total, mixed, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl
 
 
 @triton.jit
-def _open(sees, real, row, away, nearest, scratch, s_row, s_column, WINDOW: tl.constexpr):
+def _open(
+    sees, real, row, away, nearest, first, scratch, s_row, s_column, CHAIN: tl.constexpr, WINDOW: tl.constexpr
+):  # fmt: skip
     """Which of a block's keys each query sees, where the block reaches the scratch; `away` [.., 1, keys] counts from its
-    first row."""
-    in_tree = real[:, None] & (away >= 0) & (away < scratch)
-    seen = tl.load(sees + row[:, None] * s_row + away * s_column, mask=in_tree, other=0) != 0
-    prefix = away < 0
+    first row, and the queries' rows from the `first` of the pass."""
+    seen = away <= tl.minimum(first + row, scratch - 1)[:, None] if CHAIN else away < 0
     if WINDOW > 0:
-        prefix = prefix & (away >= nearest[:, None])
-    return seen | prefix
+        seen = seen & (away >= nearest[:, None])
+    if not CHAIN:
+        in_tree = real[:, None] & (away >= 0) & (away < scratch)
+        seen = seen | (tl.load(sees + row[:, None] * s_row + away * s_column, mask=in_tree, other=0) != 0)
+    return seen
 
 
 @triton.jit
 def _rest(
     best, total, mixed, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, nearest, block,
-    later, prefix_stop, stop, length, inner, factor,
-    BLOCK_K: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    later, seen_by_all, stop, length, first_row, inner, factor,
+    BLOCK_K: tl.constexpr, SHARES: tl.constexpr, CHAIN: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a share has behind its first block: whole blocks of the prefix, then those that nobody may see all of."""
+    """What a share has behind its first block: whole blocks that all see, but for a window, then those that some do not."""
     last: tl.constexpr = 1 if SHARES == 1 else 2
-    unmasked = later + tl.maximum(prefix_stop - later, 0) // BLOCK_K * BLOCK_K
+    unmasked = later + tl.maximum(seen_by_all - later, 0) // BLOCK_K * BLOCK_K
     away = tl.expand_dims(block, last - 1) - length
     for start in range(later, unmasked, BLOCK_K):
         k = tl.load(key_at + start * c_row + tile)
@@ -144,31 +154,28 @@ def _rest(
         here = tl.expand_dims(start + block < stop, last)
         k = tl.load(key_at + start * c_row + tile, mask=here, other=0.0)
         v = tl.load(value_at + start * c_row + tile, mask=here, other=0.0)
-        open_ = _open(sees, real, row, start + away, nearest, stop - length, s_row, s_column, WINDOW)
+        open_ = _open(sees, real, row, start + away, nearest, first_row, stop - length, s_row, s_column, CHAIN, WINDOW)
         best, total, mixed = _fold(best, total, mixed, q, k, v, open_, inner, factor, SHARES, True, CAPPED, PRECISION)
     return best, total, mixed
 
 
 @triton.jit
-def _share(split, splits, origin, length, BLOCK_K: tl.constexpr):
-    """Where a share of the prefix begins and ends. They are cut the same for any number of rows, so that a row is rounded
-    alike alone and among others. Of several, the last has none: it is for the scratch rows, and nobody does both in turn.
-    """
-    share = tl.cdiv(tl.cdiv(length - origin, tl.maximum(splits - 1, 1)), BLOCK_K) * BLOCK_K
-    first = tl.minimum(origin + split * share, length)
-    return first, tl.minimum(first + share, length)
+def _origin(length, WINDOW: tl.constexpr):
+    """Nobody sees what lies before the root's window, and a deeper row's begins later."""
+    return tl.maximum(length - WINDOW + 1, 0) if WINDOW > 0 else 0
 
 
-VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits"]
+VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits", "share"]
 
 
 @triton.jit(do_not_specialize=VARIES)
 def _attend(
     query, keys, values, slots, base, sees, depth, out, peaks, totals, inner, factor,
     q_batch, q_head, q_row, c_slot, c_head, c_row, s_batch, s_row, s_column, d_batch, o_split, o_batch, o_row, o_head,
-    rows, scratch, cached, heads, queries, splits,
+    rows, scratch, cached, heads, queries, splits, share,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    CHAIN: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of one block of queries over one share of the keys; where shares are joined, with its best score and its
     weights' sum, and not divided by that."""
@@ -181,13 +188,22 @@ def _attend(
     wide, block = tl.arange(0, WIDTH), _numbers(BLOCK_K, SHARES)
     last: tl.constexpr = 1 if SHARES == 1 else 2  # the axis of a key's numbers, and the one behind that of keys
 
-    origin = 0
+    # Shares of the prefix are cut the same for any number of rows, so that a row is rounded alike alone and among others,
+    # and for texts of any length. Of several, the last is for the scratch rows: nobody does both in turn.
+    first = tl.minimum(_origin(length, WINDOW) + split * share, length)
+    prefix_stop = tl.minimum(first + share, length)
+    if (first == length) & (split < splits - 1):
+        return  # a text that is shorter than others beside it; whoever joins knows
     nearest = row
-    if WINDOW > 0:  # nobody sees what lies before the root's window, and a deeper row's begins later
-        origin = tl.maximum(length - WINDOW + 1, 0)
+    if WINDOW > 0:
         nearest = tl.load(depth + lane * d_batch + row) - (WINDOW - 1)
-    first, prefix_stop = _share(split, splits, origin, length, BLOCK_K)
-    stop = tl.minimum(length + scratch, cached) if split == splits - 1 else prefix_stop  # padding may lie beyond
+    first_row, least = scratch - rows, tl.program_id(1) * BLOCK_Q % rows
+    most = tl.minimum(least + BLOCK_Q, rows)  # no row sees one behind it
+    stop, seen_by_all = prefix_stop, prefix_stop
+    if split == splits - 1:
+        stop = tl.minimum(length + first_row + most, cached)  # padding may lie beyond
+        if CHAIN:
+            seen_by_all = tl.minimum(length + first_row + tl.where(least + BLOCK_Q > rows, 0, least) + 1, stop)
 
     # The first block: what is older than the kernel before, and so are `sees`, is asked for before the turn.
     tile = tl.expand_dims(block, last) * c_row + wide
@@ -198,7 +214,7 @@ def _attend(
     value = tl.load(value_at + first * c_row + tile, mask=old, other=0.0)
     sees += lane * s_batch
     away = tl.expand_dims(first + block, last - 1) - length
-    seen = _open(sees, real, row, away, nearest, stop - length, s_row, s_column, WINDOW)
+    seen = _open(sees, real, row, away, nearest, first_row, stop - length, s_row, s_column, CHAIN, WINDOW)
     take_turn(EARLY)
     new_key = tl.load(key_at + first * c_row + tile, mask=young, other=0.0)
     new_value = tl.load(value_at + first * c_row + tile, mask=young, other=0.0)
@@ -212,7 +228,8 @@ def _attend(
     if first + BLOCK_K < stop:
         best, total, mixed = _rest(
             best, total, mixed, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, nearest, block,
-            first + BLOCK_K, prefix_stop, stop, length, inner, factor, BLOCK_K, SHARES, WINDOW, CAPPED, PRECISION,
+            first + BLOCK_K, seen_by_all, stop, length, first_row, inner, factor,
+            BLOCK_K, SHARES, CHAIN, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
     total, mixed = _of_all(total, mixed, BLOCK_Q, WIDTH, SHARES)
 
@@ -225,19 +242,23 @@ def _attend(
     tl.store(out + place[:, None] + wide[None, :], mixed, mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["answers", "splits"])
-def _join(parts, peaks, totals, out, answers, splits, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
-    """One row of the result: its shares, each counting as much as it holds of the softmax."""
-    take_turn(EARLY)
+@triton.jit(do_not_specialize=["answers", "splits", "share", "each"])
+def _join(
+    parts, peaks, totals, base, out, answers, splits, share, each,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row of the result: its shares, each counting as much as it holds of the softmax. A sequence has `each` rows."""
     answer = tl.program_id(0).to(tl.int64)
     split, wide = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    here = split < splits
+    length = tl.load(base + answer // each).to(tl.int32)
+    here = ((split < splits - 1) & (_origin(length, WINDOW) + split * share < length)) | (split == splits - 1)
     place = split * answers + answer
+    take_turn(EARLY)
     pieces = tl.load(parts + place[:, None] * WIDTH + wide[None, :], mask=here[:, None], other=0.0)
     peak = tl.load(peaks + place, mask=here, other=LOWEST)
-    share = tl.exp2(peak - tl.max(peak, 0))
-    total = tl.sum(tl.load(totals + place, mask=here, other=0.0) * share, 0)
-    tl.store(out + answer * WIDTH + wide, tl.sum(pieces * share[:, None], 0) / tl.maximum(total, 1e-37))
+    part = tl.exp2(peak - tl.max(peak, 0))
+    total = tl.sum(tl.load(totals + place, mask=here, other=0.0) * part, 0)
+    tl.store(out + answer * WIDTH + wide, tl.sum(pieces * part[:, None], 0) / tl.maximum(total, 1e-37))
 
 
 def attend_tree(
@@ -252,11 +273,13 @@ def attend_tree(
     depth: Tensor | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    chain: bool = False,
     tiles: AttentionTiles | None = None,
 ) -> Tensor:
     """query [b, heads, n, width] over the cache's keys and values [B, key heads, rows, width]: [b, n, heads, width].
 
-    `base` [b] counts each slot's committed rows, at most `span`; `sees` [b or 1, n, m] is over the m scratch rows behind.
+    `base` [b] counts each slot's committed rows, at most `span`; `sees` [b or 1, n, m] is over the m scratch rows behind,
+    the last n of which are those of the pass; nobody sees a row behind its own. In a `chain` every row sees all before it.
     With a `window`, a row sees the last `window` positions only, its own among them: `depth` [b or 1, n] places the rows
     behind `base`, and `sees` must already be closed where scratch rows lie outside. `softcap` bounds the scores.
     All but the queries and the scratch rows must be older than the kernel before: see kernels/overlap.py.
@@ -269,6 +292,8 @@ def attend_tree(
     tiles = tiles or attention_tiles(groups * rows, keys_seen, batch * heads, width, query.element_size())
     out = torch.empty(batch, rows, all_heads, width, dtype=query.dtype, device=query.device)
     joined = tiles.splits > 1
+    each = triton.cdiv(keys_seen, tiles.splits - 1) if joined else keys.shape[2]
+    share = triton.cdiv(each, tiles.block_k) * tiles.block_k
     parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
     shape = (2, *parts.shape[:-1]) if joined else (2, 0)
     peaks, totals = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -278,16 +303,18 @@ def attend_tree(
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
         query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, peaks, totals, inner, factor,
         *query.stride()[:3], *keys.stride()[:3], _per_lane(sees), *sees.stride()[1:], _per_lane(placed), *parts.stride()[:4],
-        rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits,
-        WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SHARES=tiles.shares, WINDOW=window,
-        CAPPED=softcap > 0, JOINED=joined, EARLY=early, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits, share,
+        WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SHARES=tiles.shares, CHAIN=chain,
+        WINDOW=window, CAPPED=softcap > 0, JOINED=joined, EARLY=early,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages, **early_launch(early),
     )  # fmt: skip
     if joined:
         answers, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
         _join[(answers,)](
-            parts, peaks, totals, out, answers, tiles.splits,
-            WIDTH=width, SPLITS=power, EARLY=early, num_warps=1 if power * width <= 2048 else 4, **early_launch(early),
+            parts, peaks, totals, base, out, answers, tiles.splits, share, rows * all_heads,
+            WIDTH=width, SPLITS=power, WINDOW=window, EARLY=early,
+            num_warps=1 if power * width <= 2048 else 4, **early_launch(early),
         )  # fmt: skip
     return out
 

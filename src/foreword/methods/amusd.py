@@ -23,7 +23,8 @@ from foreword.core.drafter import Drafter
 from foreword.core.epochs import News, Teller
 from foreword.core.needs import Needs
 from foreword.core.scores import Emission, Scores
-from foreword.core.state import State, sent
+from foreword.core.sending import sent
+from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.core.widening import NORM, layers_at
 from foreword.errors import ForewordWarning, InputError

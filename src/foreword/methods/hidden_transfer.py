@@ -103,7 +103,7 @@ class HiddenTransfer(Drafter):
         steps, below = self.options.steps, self.layers[0] / target.layers
 
         def cost(one: Allotment) -> float:
-            return below * target.cost(slots * one.nodes) + (1 - below) * target.cost(slots * one.rows)
+            return below * target.cost(slots * one.nodes, slots) + (1 - below) * target.cost(slots * one.rows, slots)
 
         found = best_allotment(rates, steps, self.rows) if self.rows else paying_allotment(rates, steps, cost)
         if self.carry == "all":

@@ -87,7 +87,7 @@ class PromptLookup(Drafter):
         """Rows worth checking, by the length of the match [max_match + 1]; settled once per batch size."""
         if batch not in self._sizes:
             rows = range(1, self.shape.nodes + 1)
-            cost = [self.target.cost(batch * n) for n in rows]
+            cost = [self.target.cost(batch * n, batch) for n in rows]
             sizes = [1]
             for match in range(1, self.max_match + 1):
                 gain = [promised / spent for promised, spent in zip(self._promise(match), cost, strict=True)]

@@ -53,6 +53,7 @@ class Pass(NamedTuple):
     base: Tensor  # [b] committed rows before
     depth: Tensor  # [b or 1, m] of the m scratch rows behind them; the n rows of the pass are the last
     sees: Tensor  # [b or 1, n, m] which of the m scratch rows each row looks at
+    chain: bool = False  # every row sees all before it
     sight: Sight = Sight()
     mask: Tensor | None = None  # the same for all keys, where attention is torch's own: see `mask_of`
     keys: Tensor | None = None  # the layer's own cache: [slots, key heads, rows, width]
@@ -144,7 +145,7 @@ def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
     assert view.keys is not None and view.values is not None and view.lanes is not None
     depth = view.depth[:, -query.shape[2] :]
     where = view.lanes.slots, view.base, view.sees, view.lanes.span, scaling, depth, view.sight.window, view.sight.softcap
-    return attend_tree(query, view.keys, view.values, *where)
+    return attend_tree(query, view.keys, view.values, *where, chain=view.chain)
 
 
 def within(sees: Tensor, depth: Tensor, window: int) -> Tensor:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted
 from foreword.core.state import Lanes, State
-from foreword.errors import ForewordWarning, StorageError
+from foreword.errors import CapacityError, ForewordWarning, StorageError
 from foreword.model.capture import Captured, settle
 from foreword.model.storage import home, place
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MORE_ROWS = (128, 256, 512, 1024)  # of a batch, where a device has use for one
+TEXTS = (8, 32)  # of which each is looked back at, for one row
 CONTEXT = 256
 REPEATS = 5
 UNSTEADY_S = 3600.0  # how long that is trusted which was measured while the machine was busy
@@ -48,25 +49,37 @@ FEWEST, ENOUGH_S = 2, 4.0  # tries, where more would take longer: a large model,
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a pass at a few row counts, rising; straight lines between them."""
+    """Seconds of a pass at a few row counts, rising; straight lines between them. And of a pass over one row each of a few
+    numbers of texts: what it takes longer than one over as many rows of one text is the looking back."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+    texts: tuple[int, ...] = ()
+    together: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         rising = all(low < high for low, high in pairwise(self.rows))
         if not self.rows or len(self.rows) != len(self.seconds) or not rising or not all(time > 0 for time in self.seconds):
             raise ValueError(f"no cost curve: {self.rows} rows took {self.seconds} seconds")
 
-    def at(self, rows: int) -> float:
-        points = list(zip(self.rows, self.seconds, strict=True))
-        for (low, before), (high, after) in zip(points, points[1:], strict=False):
-            if rows <= high:
-                return before + (after - before) * max(rows - low, 0) / (high - low)
-        return self.seconds[-1] * rows / self.rows[-1]
+    def at(self, rows: int, texts: int = 1) -> float:
+        """Of a pass over so many rows, which so many texts have together."""
+        alone = _between(self.rows, self.seconds, rows)
+        if texts == 1 or not self.texts:
+            return alone
+        together = _between((1, *self.texts), (self.seconds[0], *self.together), texts)
+        return alone + max(together - _between(self.rows, self.seconds, texts), 0.0)
 
-    def relative(self, rows: int) -> float:
-        return self.at(rows) / self.at(1)
+    def relative(self, rows: int, texts: int = 1) -> float:
+        return self.at(rows, texts) / self.at(1)
+
+
+def _between(places: tuple[int, ...], seconds: tuple[float, ...], place: int) -> float:
+    points = list(zip(places, seconds, strict=True))
+    for (low, before), (high, after) in pairwise(points):
+        if place <= high:
+            return before + (after - before) * max(place - low, 0) / (high - low)
+    return seconds[-1] * place / places[-1]
 
 
 def curve_for(model: Model) -> CostCurve:
@@ -84,7 +97,7 @@ def _remembered(model: Model, folder: str, measured: Callable[[], Tries]) -> Cos
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["steady"] or time.time() - file.stat().st_mtime < UNSTEADY_S:
-            return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]))
+            return CostCurve(*(tuple(kept[name]) for name in ("rows", "seconds", "texts", "together")))
     except (OSError, ValueError, KeyError, TypeError):
         pass  # nothing that could be used: as if it were not there
     tries = measured()
@@ -109,32 +122,47 @@ def _keep(file: Path, content: dict[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Tries:
-    """Seconds of several passes at each row count."""
+    """Seconds of several passes at each row count, and of passes over one row each at each number of texts."""
 
     rows: tuple[int, ...]
     seconds: list[list[float]]
+    texts: tuple[int, ...] = ()
+    together: list[list[float]] = field(default_factory=list)
 
     @property
     def steady(self) -> bool:
         """The usual try was not much slower than the best: nothing else kept the machine busy."""
-        return sum(map(median, self.seconds)) <= 1.3 * sum(map(min, self.seconds))
+        all_tries = [*self.seconds, *self.together]
+        return sum(map(median, all_tries)) <= 1.3 * sum(map(min, all_tries))
 
     def curve(self) -> CostCurve:
         """The quickest of each: whatever else the machine does can only add time. Fewer rows never cost more than more of
         them, which could take their place; nor do many cost more than passes of one row each."""
         best = [*accumulate((min(tries) for tries in reversed(self.seconds)), min)][::-1]
-        return CostCurve(self.rows, tuple(min(time, rows * best[0]) for rows, time in zip(self.rows, best, strict=True)))
+        seconds = tuple(min(time, rows * best[0]) for rows, time in zip(self.rows, best, strict=True))
+        return CostCurve(self.rows, seconds, self.texts, tuple(map(min, self.together)))
 
 
 @torch.inference_mode()
-def measure(model: Model, rows: tuple[int, ...] | None = None) -> Tries:
-    """Time passes over a short text, in a cache of their own."""
-    rows = rows or (ROWS + MORE_ROWS if model.device.type == "cuda" else ROWS)
+def measure(model: Model, rows: tuple[int, ...] | None = None, texts: tuple[int, ...] | None = None) -> Tries:
+    """Time passes over a short text, and over several, in caches of their own. A CPU is as slow with the rows of one text as
+    with those of several."""
+    batches = model.device.type == "cuda"
+    rows, texts = rows or (ROWS + MORE_ROWS if batches else ROWS), texts or (TEXTS if batches else ())
     rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
-    with model.aside(1, CONTEXT, max(rows)) as cache:
+    tries = Tries(rows, _tried(model, [(1, count) for count in rows]))
+    with suppress(CapacityError):  # then there will be no such batch either
+        tries = replace(tries, texts=texts, together=_tried(model, [(count, 1) for count in texts]))
+    return tries
+
+
+def _tried(model: Model, passes: list[tuple[int, int]]) -> list[list[float]]:
+    """Seconds of passes over so many texts and rows of each, several times."""
+    if not passes:
+        return []
+    with model.aside(max(texts for texts, _ in passes), CONTEXT, max(rows for _, rows in passes)) as cache:
         cache.length.fill_(CONTEXT - 1)
-        passes = [_pass(model, count) for count in rows]
-        return Tries(rows, _in_turns(passes, model.device))
+        return _in_turns([_pass(model, *one) for one in passes], model.device)
 
 
 def _in_turns(passes: list[Callable[[], object]], device: torch.device) -> list[list[float]]:
@@ -174,12 +202,12 @@ def measure_draft(model: Model, drafter: Drafter) -> Tries:
         return Tries((1,), _in_turns([once], device))
 
 
-def _pass(model: Model, rows: int) -> Callable[[], object]:
-    """A pass over so many rows, ready to be timed."""
+def _pass(model: Model, texts: int, rows: int) -> Callable[[], object]:
+    """A pass over so many rows of each text, ready to be timed."""
     device = model.device
-    tokens = torch.zeros(1, rows, dtype=torch.long, device=device)
-    draft = Draft(tokens, Tree.chain(rows, device), torch.tensor([rows], device=device))
-    lanes = replace(Lanes.of([0], CONTEXT - 1, device), changes=device.type == "cuda")
+    tokens = torch.zeros(texts, rows, dtype=torch.long, device=device)
+    draft = Draft(tokens, Tree.chain(rows, device), torch.full((texts,), rows, device=device))
+    lanes = replace(Lanes.of(list(range(texts)), CONTEXT - 1, device), changes=device.type == "cuda")
 
     def score() -> object:
         return model.score(lanes, draft, Needs())

@@ -5,7 +5,8 @@ products and attention, and what lies before and behind a product is part of it:
 rotation and the way into the cache (kernels/qkv.py; heads with norms of their own have a kernel for it, kernels/rotary.py).
 A product that ends in the residual stream hands on what the next norm needs, from layer to layer too: it is used if the next
 layer is given that very tensor, and not where rows were joined to it or a layer in between was left out.
-Many rows, as of a prompt, go through torch's own products, and so do a few rows of a large layer, which those read faster.
+Many rows, as of a prompt, go through torch's own products, and so do a few rows of a large layer, which those read faster;
+what stands between those is in kernels/glue.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from foreword.model.attention import Held, Pass, attend_by_kernel
 from foreword.model.pack import FUSED, joint
@@ -22,7 +23,7 @@ from foreword.model.pack import FUSED, joint
 if TYPE_CHECKING:
     from foreword.kernels.linear import Handed
 
-FEW_ROWS = 128
+FEW_ROWS = 256
 LARGE = 2**26  # numbers in a layer's weights; its products then take 30 microseconds and more
 
 Norm = tuple[Tensor, float]
@@ -58,11 +59,10 @@ class CudaLayer:
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         """Rows [b, n, H] through the layer; keys and values of the rows land in the view's cache."""
         rows = hidden.shape[0] * hidden.shape[1]
-        if rows > FEW_ROWS:
-            return self._many(hidden, positions, view)
-        return self._large(hidden, positions, view) if self.large and rows > 1 else self._few(hidden, positions, view)
+        by_us = rows == 1 or (rows <= FEW_ROWS and not self.large)
+        return (self._by_us if by_us else self._by_library)(hidden, positions, view)
 
-    def _few(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
+    def _by_us(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
         out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
         handed, self.handed = self.handed, None
         mixed = attend_by_kernel(self._query(hidden, handed, positions, view), view, self.scaling).flatten(2)
@@ -82,40 +82,36 @@ class CudaLayer:
         qkv = self.few_rows_linear(hidden, weight, bias, norm=norm, handed=handed)
         return self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
 
-    def _large(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        glue, shape, rows = self.glue, hidden.shape, hidden.flatten(0, 1).contiguous()
-        qkv = linear(glue.normed(rows, self.before_attention), self.qkv.weight, self.qkv.bias).view(*shape[:2], -1)
-        query = self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
-        mixed = attend_by_kernel(query, view, self.scaling).flatten(2).flatten(0, 1)
-        rows, ready = glue.added_and_normed(rows, linear(mixed, self.out.weight, self.out.bias), self.before_mlp)
-        gated = glue.gated(linear(ready, self.gate_up.weight, self.gate_up.bias))
-        rows.addmm_(gated, self.down.weight.t())  # rows that nobody else has seen
-        return (rows if self.down.bias is None else rows + self.down.bias).view(shape)
-
-    def _many(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        qkv = many_rows_linear(hidden, self.qkv.weight, self.qkv.bias, norm=self.before_attention)
-        query = self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
-        return self._behind_attention(attend_by_kernel(query, view, self.scaling).flatten(2), hidden)
+    def _by_library(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
+        query = self.turn_and_store(self._qkv(hidden), *positions, *_goal(view), self.q_norm, self.k_norm)
+        return self._behind_attention(attend_by_kernel(query, view, self.scaling), hidden)
 
     def whole(self, hidden: Tensor, positions: tuple[Tensor, Tensor], held: Held | None = None) -> Tensor:
         """Whole texts [b, n, H] from their first row on, without a cache: as training reads them. Knows no gradients. `held`
         gets keys and values."""
         batch, rows, _ = hidden.shape
-        qkv = many_rows_linear(hidden, self.qkv.weight, self.qkv.bias, norm=self.before_attention)
+        qkv = self._qkv(hidden)
         keys, values = hidden.new_empty(2, batch, (qkv.shape[-1] // self.width - self.heads) // 2, rows, self.width)
         places = torch.arange(keys.numel() // self.width, device=hidden.device)
         query = self.turn_and_store(qkv, *positions, keys, values, places, self.q_norm, self.k_norm)
         if held is not None:
             held.keys, held.values = keys, values
         mixed = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=True)
-        return self._behind_attention(mixed.transpose(1, 2).flatten(2), hidden)
+        return self._behind_attention(mixed.transpose(1, 2), hidden)
+
+    def _qkv(self, hidden: Tensor) -> Tensor:
+        """What queries, keys and values are made of, by torch's product: [b, n, all of them]."""
+        return linear(self.glue.normed(hidden.flatten(0, 1), self.before_attention), *_weights(self.qkv)).unflatten(
+            0, hidden.shape[:2]
+        )
 
     def _behind_attention(self, mixed: Tensor, hidden: Tensor) -> Tensor:
-        """Many rows, from what attention gave to the layer's end."""
-        out, gate_up, down = self.out, self.gate_up, self.down
-        hidden = many_rows_linear(mixed, out.weight, out.bias, residual=hidden)
-        gated = many_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=self.before_mlp, gated=True)
-        return many_rows_linear(gated, down.weight, down.bias, residual=hidden)
+        """From what attention gave [b, n, heads, width] to the layer's end, by torch's products."""
+        mixed, rows = mixed.flatten(0, 1).flatten(1), hidden.flatten(0, 1).contiguous()
+        rows, ready = self.glue.added_and_normed(rows, linear(mixed, *_weights(self.out)), self.before_mlp)
+        gated = self.glue.gated(linear(ready, *_weights(self.gate_up)))
+        rows.addmm_(gated, self.down.weight.t())  # rows that nobody else has seen
+        return (rows if self.down.bias is None else rows + self.down.bias).view(hidden.shape)
 
 
 def _goal(view: Pass) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,22 +120,8 @@ def _goal(view: Pass) -> tuple[Tensor, Tensor, Tensor]:
     return view.keys, view.values, view.places
 
 
-def many_rows_linear(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    """What `few_rows_linear` computes, as torch operations."""
-    rows = rows if norm is None else rms_norm(rows, norm[0].shape, *norm)
-    out = linear(rows, weight, bias)
-    if gated:
-        gate, up = out.chunk(2, dim=-1)
-        out = silu(gate) * up
-    return out if residual is None else out + residual
+def _weights(product: Any) -> tuple[Tensor, Tensor | None]:
+    return product.weight, product.bias
 
 
 def _norm(norm: Any) -> Norm:

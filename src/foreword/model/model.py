@@ -54,6 +54,7 @@ class Model:
         grown: Grown | None = None,
     ) -> None:
         self.hf = hf
+        self.device, self.dtype = hf.device, hf.dtype  # kept: transformers looks through the modules for them, every time
         self.family = family_of(hf.config)
         attention.install(hf)
         self._give_back = finalize(self, attention.remove, hf)  # also when nobody calls `release`
@@ -72,14 +73,6 @@ class Model:
         self.curve = curve
         self.grown = grown
         self.pieces: Callable[[], Sequence[str]] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.hf.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hf.dtype
 
     @property
     def cache(self) -> SlotCache:
@@ -130,8 +123,8 @@ class Model:
         head: Any = self.hf.lm_head
         return (head.stock().weight if head.weight is None else head.weight).detach()  # a packed one may have given it up
 
-    def cost(self, rows: int) -> float:
-        return 1.0 if self.curve is None else self.curve.relative(rows)
+    def cost(self, rows: int, texts: int = 1) -> float:
+        return 1.0 if self.curve is None else self.curve.relative(rows, texts)
 
     def part(self, numbers: int) -> float:
         return numbers * self.dtype.itemsize / pack.read_bytes(self.hf)
@@ -162,6 +155,7 @@ class Model:
             depth=draft.tree.depth[:, : rows.stop],
             sees=draft.tree.ancestors[:, part, : rows.stop],
             lanes=lanes,
+            chain=draft.tree.is_chain,
         )
         walked = self.layer_stack.walk(
             self.embed(draft.tokens[:, part]), where, skip=skip, grafts=needs.grafts, taps=needs.taps
@@ -191,7 +185,7 @@ class Model:
     def onward(self, lanes: Lanes, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         attention.route(self.hf)
         chain = Tree.chain(hidden.shape[1], hidden.device)
-        rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes)
+        rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes, chain=True)
         return self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts).rows
 
     def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:

@@ -43,14 +43,14 @@ class Rows:
     depth: Tensor
     sees: Tensor
     lanes: Lanes | None = None
-    whole: bool = False  # whole texts, of which every row sees itself and all before it
+    chain: bool = False  # every row sees itself and all before it
 
     @staticmethod
     def causal(count: int, device: torch.device) -> Rows:
         """Whole texts from their first token on: every row sees itself and those before it, in all texts alike."""
         sees = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
         depth = torch.arange(count, device=device).unsqueeze(0)
-        return Rows(torch.zeros(1, dtype=torch.long, device=device), depth, sees, whole=True)
+        return Rows(torch.zeros(1, dtype=torch.long, device=device), depth, sees, chain=True)
 
     @staticmethod
     def beside(length: int, anchor: Tensor, joins: Sequence[Join]) -> Rows:
@@ -157,7 +157,7 @@ class Stack:
         """Rows [b, n, H] of a text, behind those that are cached: walked as a chain, and the first `count` [b] committed."""
         assert self.cache is not None
         chain = Tree.chain(hidden.shape[1], hidden.device)
-        rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes)
+        rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes, chain=True)
         walked = self.walk(hidden, rows, skip=skip).hidden
         self.cache.advance(lanes, count)
         return walked
@@ -251,7 +251,7 @@ class Stack:
         seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
             tables = self._positions(rows.position)
-            causal = rows.whole and not any(sight.window or sight.softcap for sight in self.sights)
+            causal = rows.chain and not any(sight.window or sight.softcap for sight in self.sights)
             alone = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], dtype)
             return _View(self.sights, tables, rows, seen, alone, Pass(rows.base, rows.depth, rows.sees), causal=causal)
         assert rows.lanes is not None
@@ -282,7 +282,7 @@ class Stack:
             part = replace(rows, depth=one.depth, sees=one.sees).head(count)
             seen = {window: within(part.sees, part.depth, window) for window in self.windows}
             tables = {name: (stood.cosine[:, :count], stood.sine[:, :count]) for name, stood in found.items()}
-            shared = Pass(part.base, part.depth, part.sees, lanes=part.lanes, places=places)
+            shared = Pass(part.base, part.depth, part.sees, rows.chain and not grafts, lanes=part.lanes, places=places)
             views[count] = _View(self.sights, tables, part, seen, {}, shared, self.cache)
         return views
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.sampling import Kind, Sampling, SamplingTable, judge
-from foreword.core.state import Lanes, sent
+from foreword.core.sending import sent
+from foreword.core.state import Lanes
 from foreword.engine.engine import prefill_chunk
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.model.cache import SlotCache

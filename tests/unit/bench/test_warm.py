@@ -38,7 +38,7 @@ class Counting(Replay):
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (graph, warm):
-        monkeypatch.setattr(module, "SPAN_BUCKET", STEP)
+        monkeypatch.setattr(module, "LEAST_SPAN", STEP)
     monkeypatch.setattr(graph, "FEWEST_ROWS", 4)
 
 
@@ -79,7 +79,7 @@ def test_an_engine_that_captures_nothing_is_left_alone(monkeypatch: pytest.Monke
 
 def test_lengths_reach_every_span_and_stay_inside_the_context() -> None:
     assert lengths(3, 40, CONTEXT) == [2, 18, 34]
-    assert lengths(17, 40, CONTEXT) == [18, 34]
+    assert lengths(17, 40, CONTEXT) == [2, 18, 34] and lengths(18, 40, CONTEXT) == [18, 34]
     assert lengths(3, 60, 35) == [2, 18]
 
 

@@ -94,10 +94,10 @@ def test_lanes_are_those_who_are_ready_or_not() -> None:
         slots.take(entering)
         entering.prefilled = prefilled
     slots.running[2].tokens = [1, 2, 3]
-    ready, reading = slots.lanes(CPU, ready=True), slots.lanes(CPU, ready=False)
+    ready = slots.lanes(CPU)
     assert ready is not None and (ready.ids, ready.span) == ((0, 2), 5)
-    assert reading is not None and (reading.ids, reading.span) == ((1, 3), 1)
-    assert Slots(2).lanes(CPU, ready=True) is None
+    assert slots.group(ready=False).ids == (1, 3)
+    assert Slots(2).lanes(CPU) is None
 
 
 def test_lanes_follow_who_leaves_enters_and_is_ready() -> None:
@@ -107,19 +107,20 @@ def test_lanes_follow_who_leaves_enters_and_is_ready() -> None:
     slots.take(second)
     first.prefilled = 1
 
-    def found() -> list[tuple[tuple[int, ...], int] | None]:
-        both = [slots.lanes(CPU, ready=True), slots.lanes(CPU, ready=False)]
-        return [lanes and (lanes.ids, lanes.span) for lanes in both]
+    def found() -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        ready = slots.lanes(CPU)
+        assert ready is not None
+        return ready.ids, ready.span, slots.group(ready=False).ids
 
-    assert found() == [((0,), 1), ((1,), 0)]
+    assert found() == ((0,), 1, (1,))
     second.prefilled = 2
-    assert found() == [((0, 1), 2), None]
+    assert found() == ((0, 1), 2, ())
     first.tokens += [8, 9]
-    assert found() == [((0, 1), 3), None]
+    assert found() == ((0, 1), 3, ())
     slots.leave(0)
-    assert found() == [((1,), 2), None]
+    assert found() == ((1,), 2, ())
     slots.take(running((5,)))
-    assert found() == [((0, 1), 2), None]
+    assert found() == ((0, 1), 2, ())
 
 
 def empty_state(slots: int = 3) -> State:

@@ -9,7 +9,10 @@ from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.engine.request import Request
+from foreword.engine.graph import Replay
+from foreword.engine.lockstep import Lockstep
+from foreword.engine.prefill import MOST_CAPTURED, parted
+from foreword.engine.request import Request, Running
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -119,3 +122,25 @@ def test_a_drafter_may_have_a_stack_of_its_own() -> None:
     drafter = WithStack()
     engine(drafter, slots=3, context=40)
     assert drafter.stack.cache.slots == 3 and drafter.stack.cache.context == 40
+
+
+def entering(*lengths: int) -> list[Running]:
+    return [Running(Request((5,) * (length + 1)), slot=slot) for slot, length in enumerate(lengths)]
+
+
+def test_captured_passes_are_shared_by_prompts_of_one_size() -> None:
+    """Of 64, 128 and 1024 rows, four at a time; what stands behind a chunk that is read is of another kind."""
+    loop, device = Replay(Lockstep(target(), Liar())), torch.device("cuda")
+    runs = entering(40, 1024, 64, 3, 100, 5, 6, 2000)
+    runs[7].prefilled = 1024
+    parts = parted(runs, loop, 1024, device)
+    assert [[run.slot for run in part] for part in parts] == [[0, 2, 3, 5], [6], [4], [1], [7]]
+
+
+def test_who_is_not_captured_is_read_at_once() -> None:
+    """A hundred prompts keep a GPU busy; a CPU is with one."""
+    plain = Lockstep(target(), Liar())
+    many = entering(*range(1, MOST_CAPTURED + 2))
+    assert parted(many, Replay(plain), 1024, torch.device("cuda")) == [many]
+    assert parted(many[:9], plain, 1024, torch.device("cuda")) == [many[:9]]
+    assert parted(many[:9], plain, 256, torch.device("cpu")) == [[run] for run in many[:9]]

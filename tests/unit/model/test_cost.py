@@ -33,6 +33,26 @@ def test_a_curve_of_one_point() -> None:
     assert CostCurve((1,), (3.0,)).relative(5) == pytest.approx(5.0)
 
 
+def test_several_texts_are_looked_back_at() -> None:
+    """Eight texts of a row take 3 seconds longer than eight rows of a text; so do eight texts of two rows."""
+    curve = CostCurve((1, 4, 8), (2.0, 5.0, 6.0), (8,), (9.0,))
+    assert curve.at(8, 8) == pytest.approx(9.0) and curve.at(16, 8) == pytest.approx(12.0 + 3.0)
+    assert curve.at(8) == curve.at(8, 1) == pytest.approx(6.0)
+    assert curve.at(16, 16) == pytest.approx(18.0), "beyond what was measured, as many times as many"
+    assert CURVE.at(8, 8) == CURVE.at(8)
+
+
+def test_texts_that_cost_nothing_more_cost_no_less() -> None:
+    assert CostCurve((1, 8), (2.0, 6.0), (8,), (5.0,)).at(8, 8) == pytest.approx(6.0)
+
+
+def test_passes_over_several_texts_are_measured() -> None:
+    tries = measure(target(), rows=(1, 3), texts=(2, 3))
+    assert tries.texts == (2, 3) and len(tries.together) == 2
+    curve = tries.curve()
+    assert curve.texts == (2, 3) and curve.together == tuple(map(min, tries.together))
+
+
 def test_a_measured_curve_never_falls() -> None:
     curve = Tries((1, 2, 4, 8), [[3.0, 2.0], [1.5, 9.0], [5.0, 5.5], [99.0, 17.0]]).curve()
     assert curve == CostCurve((1, 2, 4, 8), (1.5, 1.5, 5.0, 12.0))

@@ -5,7 +5,6 @@ Those for CUDA run here through Triton's interpreter; tests/gpu has them in half
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +15,10 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Join, Needs, Skip
 from foreword.core.state import Lanes
 from foreword.kernels import linear as kernel
-from foreword.kernels.linear import few_rows_linear
 from foreword.model import lean, lean_cuda
 from foreword.model.cache import look
 from foreword.model.lean_cpu import CpuLayer
-from foreword.model.lean_cuda import CudaLayer, many_rows_linear
+from foreword.model.lean_cuda import CudaLayer
 from foreword.model.model import Model
 from foreword.model.pack import JointLinear, fuse, pack
 from foreword.model.stack import Rows
@@ -159,16 +157,6 @@ def test_a_walk_uses_nothing_that_another_handed_on(monkeypatch: pytest.MonkeyPa
     norms.clear()
     torch.testing.assert_close(model.layer_stack.walk(lower, rows, start=1).rows, whole)
     assert len(norms) == 1
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("options", [{}, {"norm": True}, {"gated": True}, {"residual": True, "norm": True}], ids=str)
-def test_products_of_many_rows_are_those_of_few(options: dict[str, bool]) -> None:
-    rows, weight, bias = torch.randn(5, 32), torch.randn(48, 32), torch.randn(48)
-    given: dict[str, Any] = {"gated": options.get("gated", False)}
-    given["norm"] = (torch.rand(32) + 0.5, 1e-3) if options.get("norm") else None
-    given["residual"] = torch.randn(5, 48) if options.get("residual") else None
-    close(few_rows_linear(rows, weight, bias, **given), many_rows_linear(rows, weight, bias, **given))
 
 
 @pytest.mark.parametrize("rebuild", [pack, fuse], ids=["packed", "fused"])

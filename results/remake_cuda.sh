@@ -2,22 +2,22 @@
 # Makes the figures of results/ that come from a GPU anew, step by step: bash results/remake_cuda.sh OUT STEP...
 #
 # data/spec_bench.jsonl (Spec-Bench's questions) and data/train.jsonl.xz (prompts to distill) must be there. A step that was cut
-# goes on where it stopped when it is asked for again with the same OUT. On one H200 all steps together take about 25 minutes.
+# goes on where it stopped when it is asked for again with the same OUT. On one H200 all steps together take about 30 minutes.
 set -u
 out=$1
 shift
 mkdir -p "$out"
 everybody=prompt_lookup,token_recycling,medusa,clover,clover2,echo,hidden_transfer,firp,draft_model,gsd,amusd
-guessers=token_recycling,medusa,clover,clover2,echo,hidden_transfer,firp,draft_model,gsd,draft_model:tree=chain
+one_gpu=${everybody%,amusd}
 questions="--prompts spec_bench_48=data/spec_bench.jsonl"
 bench() { echo "== $1"; python -m foreword bench "${@:2}" --out "$out/$1" >"$out/$1.txt" 2>&1 || tail -5 "$out/$1.txt"; }
 
 warm() { # compiles kernels, every method in a process of its own; the grown model is too large for several
     short="--per-group 1 --max-new-tokens 8 --repeats 1"
-    for method in ${everybody//,/ } draft_model:tree=chain; do
+    for method in ${everybody//,/ }; do
         python -m foreword bench $questions $short --methods "$method" --batch 1,8,32 >/dev/null 2>&1 &
     done
-    python -m foreword bench $questions $short --methods $guessers --grow 7b >/dev/null 2>&1 &
+    python -m foreword bench $questions $short --methods $one_gpu --grow 7b >/dev/null 2>&1 &
     wait
 }
 
@@ -27,14 +27,15 @@ for step in "$@"; do
     warm) warm ;;
     default) bench bench_cuda_48 $questions --methods $everybody --repeats 2 ;;
     again) bench bench_cuda_48_again $questions --methods $everybody --repeats 2 ;;
-    grown) bench bench_cuda_7b $questions --methods $guessers --grow 7b --repeats 1 ;;
+    grown) bench bench_cuda_7b $questions --methods $one_gpu --grow 7b --repeats 1 ;;
+    grown_drawn) bench bench_cuda_7b_drawn $questions --methods $one_gpu --grow 7b --temperature 0.8 --repeats 1 ;;
     batches) bench bench_cuda_batches $questions --methods $everybody --batch 8,32 --temperature 0,0.8 --repeats 2 ;;
     drawn) bench bench_cuda_drawn $questions --methods $everybody --temperature 0.8 --repeats 1 ;;
-    grown_batches) bench bench_cuda_7b_batches $questions --methods clover2,token_recycling,draft_model --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
-    all) bench bench_cuda_240 --prompts data/spec_bench.jsonl --methods ${everybody%,amusd} --repeats 1 ;;
+    grown_batches) bench bench_cuda_7b_batches $questions --methods $one_gpu --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
+    all) bench bench_cuda_240 --prompts data/spec_bench.jsonl --methods $one_gpu --repeats 1 ;;
     table1) bench bench_cuda_table1 $questions --methods medusa,clover --rows 5 --batch 1,4,8,16,32 --repeats 3 ;;
     profile)
-        python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,${everybody%,amusd} --out "$out/135m.json" >"$out/135m.txt" 2>&1
+        python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,$one_gpu --out "$out/135m.json" >"$out/135m.txt" 2>&1
         python -m foreword profile --grow 7b --rows 1,4,16,32,64 --contexts 512 --methods plain,clover2,hidden_transfer --tokens 32 --out "$out/7b_grown.json" >"$out/7b_grown.txt" 2>&1
         ;;
     inside) python -m foreword.bench.inside --out "$out/inside.json" >"$out/inside.txt" 2>&1 ;;

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from doubles import SAMPLINGS, state_of, target
 from foreword.core.draft import Draft
 from foreword.errors import InputError
-from foreword.methods import make
+from foreword.methods import make, prompt_lookup
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.model.cost import CostCurve
 
@@ -109,6 +109,18 @@ def test_the_gain_is_worked_out_by_hand() -> None:
         gains = [tokens / (1 + i * price) for i, tokens in enumerate(promised)]
         size = int(drafter.propose(state_of([[3, 4, 3]])).size)
         assert size == {0.0: 16, 0.25: 1 + gains.index(max(gains))}.get(price, 1)
+
+
+def test_rows_of_a_fixed_round_follow_the_usual_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the rounds match nothing that counts, the others two tokens, behind which all come with 0.9."""
+    monkeypatch.setattr(prompt_lookup, "MATCHES", (0.3, 0.2, 0.5))
+    curve = CostCurve((1, 64), (1.0, 1 + 63 * 0.05))
+    drafter = bound(curve=curve, min_match=2, max_match=2, trust=(0.1, 0.9))
+    usual = drafter._usually()
+    assert usual[:3] == pytest.approx([1.0, 1.45, 1.45 + 0.5 * 0.81]) and len(usual) == 16
+    gains = [tokens / (1 + rows * 0.05) for rows, tokens in enumerate(usual)]
+    assert 1 < drafter._paying(1, usual) == 1 + gains.index(max(gains)) < 16
+    assert drafter._paying(4, usual) < drafter._paying(1, usual), "four texts have four times the rows"
 
 
 def test_sampling_makes_no_difference() -> None:

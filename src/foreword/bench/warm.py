@@ -18,7 +18,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.graph import LEAST_SPAN, MOST_TEXTS, Replay, padded_rows, reach
 from foreword.engine.request import Request
 
-ROUNDS = 4  # the first of a bucket runs as it is written, the second is captured, and late reading takes one more
+ROUNDS = 3  # the first of a bucket runs as it is written, the second is captured, and one is replayed
 
 
 def memory(drafter: Drafter) -> Callable[[], None]:
@@ -36,16 +36,24 @@ def capture_rounds(engine: Engine, shortest: int, longest: int, sampling: Sampli
     """For texts that begin with `shortest` tokens or more and end with `longest` or fewer, whose tokens are so chosen."""
     if not isinstance(engine.loop, Replay):
         return
-    restore = memory(engine.drafter)
+    restore, slots = memory(engine.drafter), engine.slots.count
     sampling = sampling or Sampling(seed=0)
     generator = torch.Generator().manual_seed(0)
+    texts = _noise(engine, slots, generator)
     for length in lengths(shortest, longest + engine.drafter.shape.depth + 1, engine.max_context):
-        for count in sizes(engine.slots.count):
-            engine.generate(_requests(engine, count, length, generator, sampling))
+        for count in reversed(sizes(slots)):  # the most first: all others find their prompts in the cache
+            _begin(
+                engine,
+                [
+                    Request(text[:length], sampling, engine.max_context, ignore_eos=True, reuse=True)
+                    for text in texts[:count]
+                ],
+            )
     for length in prompt_lengths(shortest, min(longest, engine.max_context - 1), engine.chunk):
-        for count in range(1, min(engine.slots.count, MOST_TEXTS) + 1):
+        for count in range(1, min(slots, MOST_TEXTS) + 1):
             for _ in range(2):
-                engine.generate(_requests(engine, count, length, generator, sampling, most=1))
+                texts = _noise(engine, count, generator)
+                engine.generate([Request(text[:length], sampling, 1, ignore_eos=True) for text in texts])
     restore()
 
 
@@ -70,9 +78,18 @@ def sizes(slots: int) -> list[int]:
     return sorted({min(round_up(count), slots) for count in range(1, slots + 1)})
 
 
-def _requests(
-    engine: Engine, count: int, length: int, generator: torch.Generator, sampling: Sampling, most: int | None = None
-) -> list[Request]:
-    tokens = torch.randint(engine.target.vocab_size, (count, length), generator=generator).tolist()
-    most = most or min(ROUNDS * (engine.drafter.shape.depth + 1), engine.max_context - length)
-    return [Request(tuple(prompt), sampling, max_new_tokens=most, ignore_eos=True) for prompt in tokens]
+def _noise(engine: Engine, count: int, generator: torch.Generator) -> list[tuple[int, ...]]:
+    """Texts that no model would write, as long as the context."""
+    tokens = torch.randint(engine.target.vocab_size, (count, engine.max_context), generator=generator)
+    return [tuple(text) for text in tokens.tolist()]
+
+
+def _begin(engine: Engine, requests: list[Request]) -> None:
+    """Their first rounds, all of them together."""
+    runs = [engine.add(request) for request in requests]
+    while not all(run.ready for run in runs):
+        engine.step_for(runs)
+    for _ in range(ROUNDS):
+        engine.step_for(runs)
+    for run in runs:
+        engine.abort(run)

@@ -44,8 +44,7 @@ GUESSING = 0.15  # passes over one row: what drafting costs beside its levels, t
 LEVEL_KERNELS = 8  # of a level of guesses: the state, the head, the best, and which of them are gone on from
 GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
 GAIN_BESIDE = 0.5  # tokens that a chain of lookups brings beside a tree: results/trees_cpu, results/bench_cuda_7b_echo
-TRAINED_BEND = 0.6  # of `share_of_gain`, as trained drafters have it: results/trees_cuda
-DRAFTED_BEND = 0.45  # as the trees of a small model have it: results/trees_cpu/rows_draft_model.json
+TRAINED_BEND = 0.67  # of `share_of_gain`, as trained drafters have it: results/trees_cpu, rows_*.json
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
 USUAL_RATES: Rates = (
@@ -90,7 +89,7 @@ class TreePlan:
     stop: float = 0.0  # a chain ends before a guess that is less likely than this
     levels: int | None = None  # at most so many, whatever could be guessed
     beside: int = 0  # of `rows`, those that somebody else drafts in the same pass
-    bend: float = TRAINED_BEND  # of `share_of_gain`: the smaller, the more the first rows hold
+    gain: float = USUAL_GAIN
 
     def check(self, method: str) -> None:
         if self.kind not in get_args(TreeKind):
@@ -124,7 +123,7 @@ class TreePlan:
         level = max(level, target.launches(kernels)) if beforehand else level
         fixed = None
         if beforehand and not self.rows:
-            fixed = FixedRows(target, Shape(nodes, depth), self.bend, level=level, beside=self.beside)
+            fixed = FixedRows(target, Shape(nodes, depth), self.gain, level=level, beside=self.beside)
         if self.kind == "chain":
             return Chain(Shape(depth + 1, depth), costs, self.stop)
         if self.kind == "best":
@@ -171,13 +170,14 @@ def sureness(chance: Tensor, likely: Tensor) -> Tensor:
 
 def share_of_gain(rows: int, most: int, bend: float) -> float:
     """Of what a tree of `most` rows brings beyond the target's own token, what a smaller one does: about the logarithm of
-    its rows, bent to a power. The better the guesses, the more of them the first few rows hold."""
-    return (math.log(rows) / math.log(most)) ** bend
+    its rows, bent upwards. The better the guesses, the more of them the first few rows hold."""
+    straight = math.log(rows) / math.log(most)
+    return straight * (1 + bend * (1 - straight))
 
 
-def share_of_levels(depth: int, most: int) -> float:
-    """The same of a tree of so many levels: ever fewer are right all the way to the next."""
-    return (1 - GOES_ON**depth) / (1 - GOES_ON**most)
+def share_of_levels(depth: int, usual: int) -> float:
+    """The same of a tree of fewer levels than usual: ever fewer are right all the way to the next."""
+    return (1 - GOES_ON ** min(depth, usual)) / (1 - GOES_ON**usual)
 
 
 class FixedRows:
@@ -192,13 +192,14 @@ class FixedRows:
         self,
         target: Target,
         most: Shape,
+        gain: float = USUAL_GAIN,
         bend: float = TRAINED_BEND,
         guessing: float = GUESSING,
         level: float = 0.0,
         beside: int = 0,
     ) -> None:
-        self.target, self.most, self.bend, self.guessing, self.level = target, most, bend, guessing, level
-        self.beside = beside
+        self.target, self.most, self.gain, self.bend = target, most, gain, bend
+        self.guessing, self.level, self.beside = guessing, level, beside
         self._known: dict[int, tuple[Shape, int]] = {}
 
     def shape(self, batch: int) -> Shape:
@@ -215,15 +216,16 @@ class FixedRows:
             shapes = [Shape(rows, depth) for rows in counts for depth in range(min(self.most.depth, rows - 1) + 1)]
             ways = [(one, beside) for one in shapes for beside in {0, self.beside}]
             sound = [(one, beside) for one, beside in ways if one.depth or (one.nodes, beside) == (1, 0)]
-            self._known[batch] = max(sound, key=lambda way: self._speed(batch, *way))
+            self._known[batch] = max(sound, key=lambda way: (self._speed(batch, *way), way[0].depth))
         return self._known[batch]
 
     def _speed(self, batch: int, shape: Shape, beside: int) -> float:
         """Tokens for a pass over one row. Levels of a large batch are dearer as its passes are."""
         if shape.nodes == 1:
             return 1 / self.target.cost(batch, batch)
-        rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, self.most.depth)
-        gain = USUAL_GAIN * rows * levels + (GAIN_BESIDE if beside else 0.0)
+        usual = min((shape.nodes - 1).bit_length(), self.most.depth)  # levels that a tree of so many rows has use for
+        rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, usual)
+        gain = self.gain * rows * levels + (GAIN_BESIDE if beside else 0.0)
         guessing = self.guessing + self.level * shape.depth * self.target.cost(batch, batch)
         return (1 + gain) / (self.target.cost(batch * (shape.nodes + beside), batch) + guessing)
 

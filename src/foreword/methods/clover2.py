@@ -46,6 +46,7 @@ Fuse = Literal["attention", "linear"]
 LAYERS = 2
 DECAY = 0.7
 COUNTS = (4, 8, 8, 3, 2)  # nodes at each depth of the paper's static tree
+GAIN = 2.05  # tokens beyond the target's own that a tree of 64 rows brings: results/trees_cpu/rows_clover2.json
 
 
 class Told(NamedTuple):
@@ -153,7 +154,8 @@ class Clover2(Drafter):
         self.words = Words()
         self.heads, self.fuse, self.labels, self.regression = heads, fuse, labels, regression
         self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", follower=True)
-        self.plan = TreePlan(tree, rows, width, USUAL_RATES, level_paths(COUNTS, USUAL_RATES) if paths is None else paths)
+        template = level_paths(COUNTS, USUAL_RATES) if paths is None else paths
+        self.plan = TreePlan(tree, rows, width, USUAL_RATES, template, gain=GAIN)
         self.plan.check("clover2")
         self.config: dict[str, Any] = dict(heads=heads, taps=list(self.needs.taps), fuse=fuse)
 

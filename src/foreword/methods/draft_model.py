@@ -21,7 +21,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import DRAFTED_BEND, USUAL_RATES, TreeKind, TreePlan
+from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan
 from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, layers_at
 from foreword.errors import InputError
@@ -59,7 +59,7 @@ class DraftModel(Drafter):
         self.depth, self.labels = depth, labels
         self.guesser = Guesser("draft_model", layers, model)
         self.words = self.guesser.words
-        self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, stop=stop, bend=DRAFTED_BEND)
+        self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, stop=stop)
         self.plan.check("draft_model")
         self.config: dict[str, Any] = {"layers": layers}
 

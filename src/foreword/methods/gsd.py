@@ -22,7 +22,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import DRAFTED_BEND, USUAL_RATES, BestFirst, RowCosts, TreePlan
+from foreword.core.trees import USUAL_RATES, BestFirst, RowCosts, TreePlan
 from foreword.core.vocabulary import Words
 from foreword.core.widening import NORM, layers_at
 from foreword.errors import InputError
@@ -66,7 +66,7 @@ class Gsd(Drafter):
         self.depth, self.rule = depth, Rule(branch, repeat, siblings, sure, width)
         self.guesser = Guesser("gsd", layers, model)
         self.words = self.guesser.words
-        self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES, bend=DRAFTED_BEND)
+        self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES)
         self.config: dict[str, Any] = {"layers": layers}
 
     def bind(self, target: Target, slots: int) -> None:

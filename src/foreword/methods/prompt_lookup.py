@@ -20,6 +20,9 @@ from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.errors import InputError
 
+MOST_ROWS = 16
+MATCHES = (0.35, 0.46, 0.12, 0.03, 0.01, 0.03)  # how often 0, 1, .. tokens match, as answers to Spec-Bench's prompts have it
+
 
 class PromptLookup(Drafter):
     paper = "Prompt Lookup Decoding, Saxena 2023; LLMA, arXiv 2304.04487"
@@ -42,31 +45,30 @@ class PromptLookup(Drafter):
         self.rows, self.max_match, self.min_match, self.trust = rows, max_match, min_match, trust
 
     def bind(self, target: Target, slots: int) -> None:
-        nodes = self.rows or 16
+        nodes = self.rows or MOST_ROWS
         self.shape = Shape(nodes, nodes - 1)
-        self.tree = Tree.chain(nodes, target.device)
         self.target = target
-        self._sizes: dict[int, Tensor] = {}
+        self._known: dict[int, tuple[Tree, Tensor]] = {}
 
     def propose(self, state: State) -> Draft:
-        sizes = self._chain_sizes(len(state.lanes.ids))
+        chain, sizes = self._settled(len(state.lanes.ids))
         if state.slots.is_cuda:
             from foreword.kernels.lookup import looked_up  # noqa: PLC0415  Triton is there only where CUDA is
 
-            tokens, size = looked_up(state.tokens, state.slots, state.lengths, sizes, self.shape.nodes)
-            return Draft(tokens, self.tree, size)
-        return self._look_up(state, sizes)
+            tokens, size = looked_up(state.tokens, state.slots, state.lengths, sizes, chain.nodes)
+            return Draft(tokens, chain, size)
+        return self._look_up(state, chain, sizes)
 
-    def _look_up(self, state: State, sizes: Tensor) -> Draft:
+    def _look_up(self, state: State, chain: Tree, sizes: Tensor) -> Draft:
         """As torch operations."""
         text, end = state.tokens[state.slots], state.length  # [b, L], [b]
         text = text[:, : state.lanes.span + 1]
         matched, place = self._longest_match(text, end)
-        ahead = torch.arange(self.shape.nodes - 1, device=end.device)
+        ahead = torch.arange(chain.nodes - 1, device=end.device)
         period = (end - place).unsqueeze(1)
         source = place.unsqueeze(1) + 1 + ahead % period
         tokens = torch.cat([state.root.unsqueeze(1), text.gather(1, source)], dim=1)
-        return Draft(tokens, self.tree, sizes[matched])
+        return Draft(tokens, chain, sizes[matched])
 
     def _longest_match(self, text: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         """How many tokens match [b], and where the match ends [b]: the longest, and of those the latest."""
@@ -83,18 +85,27 @@ class PromptLookup(Drafter):
         # Without a match any place will do: the draft is the root alone. It must lie before the end, for the period.
         return longest, torch.minimum(best.squeeze(1), (end - 1).clamp(min=0)).where(end > 0, -1)
 
-    def _chain_sizes(self, batch: int) -> Tensor:
-        """Rows worth checking, by the length of the match [max_match + 1]; settled once per batch size."""
-        if batch not in self._sizes:
-            rows = range(1, self.shape.nodes + 1)
-            cost = [self.target.cost(batch * n, batch) for n in rows]
-            sizes = [1]
-            for match in range(1, self.max_match + 1):
-                gain = [promised / spent for promised, spent in zip(self._promise(match), cost, strict=True)]
-                wanted = self.rows or rows[gain.index(max(gain))]
-                sizes.append(wanted if match >= self.min_match else 1)
-            self._sizes[batch] = torch.tensor(sizes, device=self.tree.parent.device)
-        return self._sizes[batch]
+    def _settled(self, batch: int) -> tuple[Tree, Tensor]:
+        """The chain of a round, and the rows of it that are used, by the length of the match [max_match + 1]; settled once
+        per batch size. A GPU checks as many rows each time, used or not: as many as pay with the matches that are usual."""
+        if batch not in self._known:
+            device, fixed = self.target.device, self.rows
+            if fixed is None and device.type == "cuda":
+                fixed = self._paying(batch, self._usually())
+            counts = range(self.min_match, self.max_match + 1)
+            sizes = [1] * self.min_match + [fixed or self._paying(batch, self._promise(match)) for match in counts]
+            self._known[batch] = Tree.chain(fixed or self.shape.nodes, device), torch.tensor(sizes, device=device)
+        return self._known[batch]
+
+    def _paying(self, batch: int, promised: list[float]) -> int:
+        """Rows that bring most for what they cost, where 1, 2, .. of them bring so many tokens."""
+        gain = [tokens / self.target.cost(batch * rows, batch) for rows, tokens in enumerate(promised, start=1)]
+        return 1 + gain.index(max(gain))
+
+    def _usually(self) -> list[float]:
+        """Tokens that 1 .. nodes rows are expected to decide, whatever matches."""
+        counted = [(share, self._promise(match)) for match, share in enumerate(MATCHES) if match >= self.min_match]
+        return [1 + sum(share * (promised[rows] - 1) for share, promised in counted) for rows in range(self.shape.nodes)]
 
     def _promise(self, match: int) -> list[float]:
         """Tokens that 1 .. nodes rows are expected to decide after a match: every right one makes the match longer."""

@@ -30,7 +30,7 @@ TableMode = Literal["slot", "shared", "session", "reset"]
 
 CANDIDATES = 8
 ROWS_ON_GPU = 64
-BEND = 1.0  # with 8, 16 and 81 rows 1.56, 1.73 and 2.18 tokens a round: by the logarithm as it is
+BEND = 0.0  # with 8, 16 and 81 rows 1.56, 1.73 and 2.18 tokens a round: by the logarithm as it is
 GUESSING = 0.2  # passes over one row: a table is read, and no weights
 
 # The paper's tree: how many candidates each node passes on, by its path of candidate ranks. 80 nodes and the root.
@@ -84,7 +84,9 @@ class TokenRecycling(Drafter):
         nodes = min(self.rows or most, len(self.parent))
         self.shape = Shape(nodes, min(depth, nodes - 1))
         self.costs = RowCosts(target, nodes)
-        self.fixed = FixedRows(target, self.shape, BEND, GUESSING) if self.rows is None and device.type == "cuda" else None
+        self.fixed = None
+        if self.rows is None and device.type == "cuda":
+            self.fixed = FixedRows(target, self.shape, bend=BEND, guessing=GUESSING)
 
     def bind_template(self, device: torch.device) -> int:
         """The template as tensors: the nodes level by level, and the ranks along each node's way. Returns its depth."""

@@ -68,6 +68,19 @@ def cells(row: Content) -> list[str]:
     ]
 
 
+BATCH_HEADS = tuple(head for head in HEADS if head not in ("first token, ms", "then tokens/s"))
+
+
+def batch_cells(row: Content) -> list[str]:
+    """The same of texts side by side, beneath BATCH_HEADS: their first tokens are not told apart."""
+    return [cell for head, cell in zip(HEADS, cells(row), strict=True) if head in BATCH_HEADS]
+
+
+def side_by_side(batches: Content) -> Content:
+    """Of the tables by batch, those that are of more than one text."""
+    return {batch: table for batch, table in batches.items() if int(batch) > 1}
+
+
 def same_words(row: Content) -> str:
     """How many texts are the base's, and what became of the others."""
     kinds = (("ties", "ties"), ("differing", "other"), ("failed", "failed"))
@@ -91,7 +104,11 @@ def _part_lines(part: Content, base: str, suffix: str) -> list[str]:
         lines += table_lines(
             ["contender", *(head.format(base=base) for head in HEADS)], [[r["contender"], *cells(r)] for r in table]
         )
-    if list(map(str, part["batches"])) not in ([], ["1"]):
+    for batch, table in side_by_side(part["batches"]).items():
+        heads = ["contender", *(head.format(base=base) for head in BATCH_HEADS)]
+        lines += ["", f"## overall, {batch} texts side by side{suffix}", ""]
+        lines += table_lines(heads, [[row["contender"], *batch_cells(row)] for row in table])
+    if side_by_side(part["batches"]):
         lines += _batch_lines(part, base, suffix)
     return lines
 
@@ -102,21 +119,20 @@ def table_lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> list[str
 
 
 def _batch_lines(part: Content, base: str, suffix: str) -> list[str]:
-    """A line for each number of texts at once: the base's speed, then each method's and how far it is ahead."""
-    others = list(
-        dict.fromkeys(r["contender"] for table in part["batches"].values() for r in table if r["contender"] != base)
-    )
-    heads = ["batch", f"{base}, tokens/s", *(f"{name}, {what}" for name in others for what in ("tokens/s", f"over {base}"))]
-    body = []
-    for batch, table in part["batches"].items():
-        row = {one["contender"]: one for one in table}
-        pairs = [[f"{row[n]['tokens_per_second']:.1f}", speedup_words(row[n])] if n in row else ["-", "-"] for n in others]
-        body.append([str(batch), f"{row[base]['tokens_per_second']:.1f}", *(cell for pair in pairs for cell in pair)])
+    """How far each is ahead, by the number of texts at once, and where that ends."""
     stops = part["stops_paying"].items()
     return [
-        *("", f"## by batch{suffix}", "", *table_lines(heads, body), ""),
+        *("", f"## over {base} by batch{suffix}", "", *table_lines(*by_batch(part["batches"])), ""),
         *(f"- {stop_words(name, stop, [int(batch) for batch in part['batches']])}" for name, stop in stops),
     ]
+
+
+def by_batch(batches: Content) -> tuple[list[str], list[list[str]]]:
+    """Heads and lines of a table: a line for each contender, with its speed-up at every batch."""
+    ups = {batch: {row["contender"]: speedup_words(row) for row in table} for batch, table in batches.items()}
+    names = dict.fromkeys(name for words in ups.values() for name in words)
+    heads = ["contender", *("one text" if int(batch) == 1 else f"{batch} texts" for batch in batches)]
+    return heads, [[name, *(words.get(name, "-") for words in ups.values())] for name in names]
 
 
 def _failure_lines(found: Content) -> list[str]:

@@ -11,12 +11,15 @@ from html import escape
 from typing import Any
 
 from foreword.bench.markdown import (
+    BATCH_HEADS,
     ECONOMY_HEADS,
     HEADS,
+    batch_cells,
     cells,
     economy_cells,
     grown_words,
     pass_words,
+    side_by_side,
     speedup_words,
     stop_words,
     trouble_words,
@@ -211,15 +214,10 @@ class Page:
         found = ""
         for name, rows in part["tables"].items():
             found += f"<h3>{escape(name + suffix)}</h3>{_table(heads, [[short(r['contender']), *cells(r)] for r in rows])}"
-        if list(map(str, part["batches"])) != ["1"] and part["batches"]:
-            body = [
-                [str(batch), short(row["contender"]), f"{row['tokens_per_second']:.1f}", speedup_words(row)]
-                for batch, rows in part["batches"].items()
-                for row in rows
-            ]
-            found += (
-                f"<h3>by batch{escape(suffix)}</h3>{_table(['batch', 'contender', 'tokens/s', f'over {self.base}'], body)}"
-            )
+        heads = ["contender", *(head.format(base=self.base) for head in BATCH_HEADS)]
+        for batch, rows in side_by_side(part["batches"]).items():
+            body = [[short(row["contender"]), *batch_cells(row)] for row in rows]
+            found += f"<h3>overall, {batch} texts side by side{escape(suffix)}</h3>{_table(heads, body)}"
         return found
 
     def troubles(self) -> str:

@@ -345,15 +345,23 @@ def table(
         Path | None,
         typer.Option(metavar="FILE", help="A page: make every table behind a line <!-- foreword bench table DIR --> anew."),
     ] = None,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="The table of so many texts side by side.")] = 1,
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", min=0.0, help="The table of texts drawn so. Default: what the results begin with."),
+    ] = None,
 ) -> None:
-    """Make the tables of a page, such as a README, from results."""
+    """Make the tables of a page, such as a README, from results.
+
+    In a page, --batch and --temperature stand in the line before a table, behind the folder and in this order.
+    """
     from foreword.bench import read_results  # noqa: PLC0415  imports torch
     from foreword.bench.published import published_table, refreshed  # noqa: PLC0415  beside the others
 
     if not results and into is None:
         raise typer.BadParameter("name a folder with results, or a page with --into")
     for folder in results or ():
-        typer.echo(published_table(read_results(folder)), nl=False)
+        typer.echo(published_table(read_results(folder), batch, temperature), nl=False)
     if into is not None:
         try:
             into.write_text(refreshed(into.read_text(encoding="utf-8"), into.parent), encoding="utf-8")
@@ -377,26 +385,27 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _print_part(part: dict[str, Any], base: str, suffix: str) -> None:
-    from foreword.bench.markdown import HEADS, cells, stop_words  # noqa: PLC0415  imports torch
+    from foreword.bench.markdown import (  # noqa: PLC0415  imports torch
+        BATCH_HEADS,
+        HEADS,
+        batch_cells,
+        by_batch,
+        cells,
+        side_by_side,
+        stop_words,
+    )
 
     for name, rows in part["tables"].items():
         heads = [head.format(base=base) for head in HEADS]
         screen().print(_table(name + suffix, ["contender", *heads], [[row["contender"], *cells(row)] for row in rows]))
-    if list(part["batches"]) != [1]:
-        screen().print(_batch_table(part["batches"], suffix))
+    for batch, rows in side_by_side(part["batches"]).items():
+        heads = [head.format(base=base) for head in BATCH_HEADS]
+        body = [[row["contender"], *batch_cells(row)] for row in rows]
+        screen().print(_table(f"overall, {batch} texts side by side{suffix}", ["contender", *heads], body))
+    if side_by_side(part["batches"]):
+        screen().print(_table(f"over {base} by batch{suffix}", *by_batch(part["batches"])))
         for name, stop in part["stops_paying"].items():
             screen().print(stop_words(name, stop, part["batches"]))
-
-
-def _batch_table(batches: dict[int, list[dict[str, Any]]], suffix: str) -> Table:
-    from foreword.bench.markdown import speedup_words  # noqa: PLC0415  imports torch
-
-    names = list(dict.fromkeys(row["contender"] for rows in batches.values() for row in rows))
-    body = []
-    for batch, rows in batches.items():
-        words = {row["contender"]: f"{row['tokens_per_second']:.1f} ({speedup_words(row)})" for row in rows}
-        body.append([str(batch), *(words.get(name, "-") for name in names)])
-    return _table(f"by batch{suffix}", ["batch", *names], body)
 
 
 def _table(title: str, heads: list[str], body: list[list[str]]) -> Table:

@@ -144,8 +144,9 @@ def test_batches_in_the_files(tmp_path: Path) -> None:
     assert list(kept["batches"]) == ["1", "4", "8"] and kept["stops_paying"] == {"fast": 8, "late": None}
     assert kept["batches"]["4"][1]["speedup"] == 1.5 and kept["warm_up_s"]["8"]["fast"] == 0.75
     text = (tmp_path / "report.md").read_text()
-    assert "| batch | plain, tokens/s | fast, tokens/s | fast, over plain | late, tokens/s | late, over plain |" in text
-    assert "| 8 | 30.0 | 24.0 | 0.80x | 37.5 | 1.25x |" in text
+    assert "## overall, 8 texts side by side\n\n| contender | tokens/s | over plain | tokens a round |" in text
+    assert "| fast | 24.0 | 0.80x |" in text and "| late | 37.5 | 1.25x |" in text
+    assert "| contender | one text | 4 texts | 8 texts |" in text and "| fast | 2.00x | 1.50x | 0.80x |" in text
     assert "- fast stops paying at batch 8\n- late still pays at batch 8, the largest tried\n" in text
     assert "in no figure above: batch 1: 3.0 s" in text
     assert "tiny, grown r=8" in text and grown_words(grown) in text
@@ -156,7 +157,8 @@ def test_batches_in_the_files(tmp_path: Path) -> None:
 
 def test_batches_alone_have_no_tables_of_groups() -> None:
     text = markdown(content(BATCHES[1:], ABOUT))
-    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## by batch"]
+    heads = [line for line in text.splitlines() if line.startswith("## ")]
+    assert heads == ["## overall, 4 texts side by side", "## overall, 8 texts side by side", "## over plain by batch"]
 
 
 def test_temperatures_stand_apart() -> None:

@@ -74,7 +74,7 @@ def test_a_change_that_the_prompts_cannot_tell(tmp_path: Path) -> None:
     assert fast.verdict == "no change that can be told"
 
 
-@pytest.mark.parametrize("name", ["bench_cpu", "bench_cuda_batches"])
+@pytest.mark.parametrize("name", ["bench_cpu", "bench_cuda_48_before"])
 def test_results_of_earlier_versions_are_compared_too(name: str) -> None:
     old = read_results(ROOT / "results" / name)
     found = {(one.table, one.contender): one for one in changes(old, old)}
@@ -108,17 +108,24 @@ def test_the_table_of_a_page(tmp_path: Path, run_foreword: Any) -> None:
     assert refreshed(page.read_text(), tmp_path) == f"<!-- foreword bench table results -->\n\n{table}\n"
 
 
-def test_results_of_batches_alone_have_no_such_table(tmp_path: Path, run_foreword: Any) -> None:
-    timings = [Timing("0 1", "mixed", "plain", 100, 50, 1.0, 0.0, 2, texts=2, batch=2)]
-    write_report(content([Benchmark(("plain",), 128, tuple(timings), 2)], ABOUT), timings, tmp_path)
-    refused = run_foreword("bench", "table", tmp_path)
-    assert refused.exit_code == 2 and "let 1 be in --batch" in refused.output
+def test_tables_of_texts_side_by_side_and_of_drawn_ones(tmp_path: Path, run_foreword: Any) -> None:
+    """What is not there is asked for by its option."""
+    timings = {heat: [Timing("0 1", "mixed", "plain", 100, 50, 1.0 + heat, 0.0, 2, texts=2, batch=2)] for heat in (0.0, 1.0)}
+    found = [Benchmark(("plain",), 128, tuple(some), 2, temperature=heat) for heat, some in timings.items()]
+    write_report(content(found, ABOUT), timings[0.0] + timings[1.0], tmp_path / "results")
+    page = "<!-- foreword bench table results --batch 2 --temperature 1 -->\n"
+    assert "| `plain` | 100.0 |" in run_foreword("bench", "table", tmp_path / "results", "--batch", 2).stdout
+    assert refreshed(page, tmp_path).startswith(page + "\n| |") and "| `plain` | 50.0 |" in refreshed(page, tmp_path)
+    for option, asked in {"--batch": (), "--temperature": ("--batch", 2, "--temperature", 0.5)}.items():
+        refused = run_foreword("bench", "table", tmp_path / "results", *asked)
+        assert refused.exit_code == 2 and f"be in {option}" in refused.output
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "benchmark.md"], ids=lambda page: page.name)
 def test_pages_agree_with_their_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert MARK.search(text) and refreshed(text, ROOT) == text
+    assert len(MARK.findall(text)) == sum(line.startswith("<!-- foreword bench table") for line in text.splitlines()) > 0
+    assert refreshed(text, page.parent) == text
 
 
 def test_a_row_is_what_results_hold() -> None:

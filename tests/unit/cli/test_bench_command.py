@@ -50,7 +50,7 @@ def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questi
         assert all(row["prompts"] == 6 for row in table)
     assert set(found["stops_paying"]) == {"prompt_lookup", f"medusa={medusa}"}
     text = (out / "report.md").read_text()
-    assert "grown r=2" in text and "Grown r=2" in text and "## by batch" in text
+    assert "grown r=2" in text and "Grown r=2" in text and "## over plain by batch" in text
 
 
 def test_one_text_at_a_time_as_json(run, tiny_model, questions):

@@ -13,11 +13,11 @@ questions="--prompts spec_bench_48=data/spec_bench.jsonl"
 bench() { echo "== $1"; python -m foreword bench "${@:2}" --out "$out/$1" >"$out/$1.txt" 2>&1 || tail -5 "$out/$1.txt"; }
 
 warm() { # compiles kernels, every method in a process of its own; the grown model is too large for several
-    short="--max-new-tokens 8 --repeats 1 --temperature 0,0.8"
+    short="--per-group 2 --max-new-tokens 8 --repeats 1 --temperature 0,0.8 --batch 1,8"
     for method in ${everybody//,/ }; do
-        python -m foreword bench $questions $short --methods "$method" --batch 1,8,32 >/dev/null 2>&1 &
+        python -m foreword bench $questions $short --methods "$method" >/dev/null 2>&1 &
     done
-    python -m foreword bench $questions $short --per-group 2 --methods $one_gpu --grow 7b --batch 1,8 >/dev/null 2>&1 &
+    python -m foreword bench $questions $short --methods $one_gpu --grow 7b >/dev/null 2>&1 &
     wait
 }
 

@@ -48,7 +48,8 @@ class Drafter:
         text): a drafter with a cache of its own rewinds it to that length."""
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        """Prompt rows went by, as a chain of `chunk.size` rows each; they are committed already."""
+        """Prompt rows went by, as a chain of `chunk.size` rows each; they are committed already. Nothing is sampled here: a
+        captured pass serves texts of any sampling."""
 
     def propose(self, state: State) -> Draft:
         """Candidates after the root."""

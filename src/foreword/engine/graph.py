@@ -1,9 +1,9 @@
 """Rounds and prompt passes as CUDA graphs: captured once per bucket, then replayed without Python or launches in between.
 
 A bucket is what a captured round cannot change: how many sequences, how far attention looks, and which stages sampling
-needs; a prompt pass has its number of rows too, and so has a draft that is made on the host. Everything else lives in
-buffers that stay where they are; only the slots' numbers, and such tokens, are copied in. The first time in a bucket runs
-as it is written, which warms everything up and does real work; the second is captured.
+needs; a draft that is made on the host has its number of rows too, and so has a prompt pass, where nothing is sampled.
+Everything else lives in buffers that stay where they are; only the slots' numbers, and such tokens, are copied in. The first
+time in a bucket runs as it is written, which warms everything up and does real work; the second is captured.
 """
 
 from __future__ import annotations
@@ -74,20 +74,21 @@ class Replay:
 
     def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
         """`read(state, chunk)`. What it gives stays as it is until the next replay: any graph may write where it lies."""
-        return self._given(self.chunks, state, chunk, read)
+        bucket = len(state.lanes.ids), reach(state.lanes.span), chunk.nodes
+        return self._given(self.chunks, bucket, state, chunk, read)
 
     def _given(
         self,
         known: dict[Any, Captured[Answer]],
+        bucket: tuple[Any, ...],
         state: State,
         draft: Draft,
         call: Callable[[State, Draft], Answer],
     ) -> Answer:
         """`call(state, draft)`, of a draft that comes from outside: it is copied to where the graph looks."""
-        bucket = _bucket(state), draft.nodes
         captured = known.get(bucket)
         if captured is None:
-            captured = known[bucket] = Captured(_fixed_lanes(state.lanes, bucket[0][1]), draft=draft)
+            captured = known[bucket] = Captured(_fixed_lanes(state.lanes, bucket[1]), draft=draft)
             return call(state.at(captured.lanes), draft)
         fixed = captured.draft
         assert fixed is not None
@@ -122,7 +123,8 @@ class ReplayedCheck(Replay):
     loop: InTurns
 
     def round(self, state: State) -> Emission:
-        emission = self._given(self.buckets, state, self.loop.propose(state), self.loop.check)
+        draft = self.loop.propose(state)
+        emission = self._given(self.buckets, (*_bucket(state), draft.nodes), state, draft, self.loop.check)
         self.loop.decided(state, emission)
         return emission
 

@@ -10,7 +10,7 @@ from foreword.bench import warm
 from foreword.bench.warm import capture_rounds, lengths, prompt_lengths, sizes
 from foreword.engine import graph
 from foreword.engine.engine import Engine
-from foreword.engine.graph import Replay, _bucket
+from foreword.engine.graph import Replay, _bucket, reach
 from foreword.methods import make
 
 STEP = 16
@@ -28,7 +28,7 @@ class Counting(Replay):
         return self.loop.round(state)
 
     def prompt_pass(self, state: Any, chunk: Any, read: Any) -> Any:
-        self._count((_bucket(state), chunk.nodes))
+        self._count((len(state.lanes.ids), reach(state.lanes.span), chunk.nodes))
         return read(state, chunk)
 
     def _count(self, bucket: Any) -> None:
@@ -60,7 +60,7 @@ def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:
     loop.met.clear()
     made.generate(asked)
     assert loop.met and set(loop.met) <= captured
-    assert {rows for bucket in loop.met if len(bucket) == 2 for rows in bucket[1:]} == {4, 8, *([16, 32] * (chunk > 8))}
+    assert {rows for bucket in loop.met if len(bucket) == 3 for rows in bucket[2:]} == {4, 8, *([16, 32] * (chunk > 8))}
 
 
 def test_what_noise_taught_is_forgotten() -> None:

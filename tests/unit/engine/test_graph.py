@@ -216,7 +216,7 @@ def engine(method: Drafter, model: Model, captured: bool, slots: int = 1) -> Eng
 def captured_rows(made: Engine) -> list[int]:
     """Rows of the prompt passes that were captured."""
     assert isinstance(made.loop, Replay)
-    return sorted({rows for (_, rows), captured in made.loop.chunks.items() if captured.graph})
+    return sorted({rows for (_, _, rows), captured in made.loop.chunks.items() if captured.graph})
 
 
 def asked(count: int = 8, **options: Any) -> list[Request]:
@@ -237,6 +237,20 @@ def test_padded_and_replayed_prompts_are_read_as_written_ones(method: str) -> No
     assert history(captured.generate(asked(10))) == history(expected)
     assert [run.tokens for run in expected] == [truth(target().hf, request) for request in asked(10)]
     assert captured_rows(captured) == [8, 16]
+
+
+@pytest.mark.usefixtures("small_passes")
+@pytest.mark.parametrize("method", METHODS)
+def test_prompt_passes_serve_texts_of_any_sampling(method: str) -> None:
+    """Those that were captured for greedy texts are replayed for drawn ones."""
+    plain, captured = (engine(drafter(method, model := target()), model, captured) for captured in (False, True))
+    drawn = [replace(request, sampling=Sampling(temperature=0.9, seed=3)) for request in asked(10)]
+    for made in (plain, captured):
+        made.generate(asked(10))
+    assert isinstance(captured.loop, Replay)
+    passes = len(captured.loop.chunks)
+    assert history(captured.generate(drawn)) == history(plain.generate(drawn))
+    assert passes and len(captured.loop.chunks) == passes
 
 
 @pytest.mark.usefixtures("small_passes")

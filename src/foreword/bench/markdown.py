@@ -120,11 +120,9 @@ def table_lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> list[str
 
 def _batch_lines(part: Content, base: str, suffix: str) -> list[str]:
     """How far each is ahead, by the number of texts at once, and where that ends."""
-    stops = part["stops_paying"].items()
-    return [
-        *("", f"## over {base} by batch{suffix}", "", *table_lines(*by_batch(part["batches"])), ""),
-        *(f"- {stop_words(name, stop, [int(batch) for batch in part['batches']])}" for name, stop in stops),
-    ]
+    stops = stop_words(part["stops_paying"], [int(batch) for batch in part["batches"]])
+    table = table_lines(*by_batch(part["batches"]))
+    return ["", f"## over {base} by batch{suffix}", "", *table, "", *(f"- {words}" for words in stops)]
 
 
 def by_batch(batches: Content) -> tuple[list[str], list[list[str]]]:
@@ -234,10 +232,16 @@ def economy_cells(one: Content) -> list[str]:
     ]
 
 
-def stop_words(name: str, stop: int | None, batches: Collection[int]) -> str:
-    if stop is None:
-        return f"{name} still pays at batch {max(batches)}, the largest tried"
-    return f"{name} pays at no batch tried" if stop == min(batches) else f"{name} stops paying at batch {stop}"
+def stop_words(stops: dict[str, int | None], batches: Collection[int]) -> list[str]:
+    """Who is ahead up to which batch, those together who are alike."""
+    alike: dict[str, list[str]] = {}
+    for name, stop in stops.items():
+        if stop is None:
+            words = f"still pays at {max(batches)}, the largest tried"
+        else:
+            words = "pays at no batch tried" if stop == min(batches) else f"stops paying at {stop}"
+        alike.setdefault(words, []).append(name)
+    return [f"{words}: {', '.join(names)}" for words, names in alike.items()]
 
 
 def grown_words(grown: dict[str, Any]) -> str:

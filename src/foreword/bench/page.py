@@ -28,7 +28,7 @@ from foreword.bench.markdown import (
 from foreword.bench.svg import STYLE, bars, lines, short, stacked
 
 Content = dict[str, Any]
-COLOURS = 8
+COLOURS = 14  # in the style sheet
 PART_COLOURS = (2, 1, 3, 0)  # of the parts of a round, as in the style sheet
 
 
@@ -37,7 +37,9 @@ class Page:
 
     def __init__(self, found: Content) -> None:
         self.found, self.base = found, found["base"]
-        first = next(iter(found["tables"].values()), None) or next(iter(found["batches"].values()))
+        batch, tables = next(iter(found["batches"]), 1), [*found["tables"].values()]
+        first: list[Content] = tables[0] if tables else found["batches"][batch]
+        self.beside = "" if int(batch) == 1 else f" with {batch} texts side by side"
         names = [row["contender"] for row in first]
         others = [name for name in names if name != self.base]
         self.colours = {self.base: 0} | {name: 1 + place % (COLOURS - 1) for place, name in enumerate(others)}
@@ -74,7 +76,10 @@ class Page:
         cards = []
         if best is not None:
             cards.append(
-                (speedup_words(best).partition(" [")[0], f"the fastest, {short(best['contender'])}, over {self.base}")
+                (
+                    speedup_words(best).partition(" [")[0],
+                    f"the fastest, {short(best['contender'])}, over {self.base}{self.beside}",
+                )
             )
             cards.append(
                 (
@@ -156,9 +161,9 @@ class Page:
         drawing = lines(
             series, "speed-up by batch", "texts at once", f"over {self.base}", "x", 1.0, True, colour=self.colour
         )
-        stops = self.found.get("stops_paying", {}).items()
-        told = "; ".join(stop_words(short(name), stop, [int(batch) for batch in batches]) for name, stop in stops)
-        return self.figure("Many texts at once", f"Against {self.base} at the same batch. {told}.", drawing, list(series))
+        stops = {short(name): stop for name, stop in self.found.get("stops_paying", {}).items()}
+        told = "".join(f" {words[0].upper()}{words[1:]}." for words in stop_words(stops, [int(batch) for batch in batches]))
+        return self.figure("Many texts at once", f"Against {self.base} at the same batch.{told}", drawing, list(series))
 
     def split(self) -> str:
         found = self.found.get("roofline", {}).get("split", {})

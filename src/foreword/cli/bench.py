@@ -404,8 +404,8 @@ def _print_part(part: dict[str, Any], base: str, suffix: str) -> None:
         screen().print(_table(f"overall, {batch} texts side by side{suffix}", ["contender", *heads], body))
     if side_by_side(part["batches"]):
         screen().print(_table(f"over {base} by batch{suffix}", *by_batch(part["batches"])))
-        for name, stop in part["stops_paying"].items():
-            screen().print(stop_words(name, stop, part["batches"]))
+        for words in stop_words(part["stops_paying"], part["batches"]):
+            screen().print(words)
 
 
 def _table(title: str, heads: list[str], body: list[list[str]]) -> Table:

@@ -147,12 +147,15 @@ def test_batches_in_the_files(tmp_path: Path) -> None:
     assert "## overall, 8 texts side by side\n\n| contender | tokens/s | over plain | tokens a round |" in text
     assert "| fast | 24.0 | 0.80x |" in text and "| late | 37.5 | 1.25x |" in text
     assert "| contender | one text | 4 texts | 8 texts |" in text and "| fast | 2.00x | 1.50x | 0.80x |" in text
-    assert "- fast stops paying at batch 8\n- late still pays at batch 8, the largest tried\n" in text
+    assert "- stops paying at 8: fast\n- still pays at 8, the largest tried: late\n" in text
     assert "in no figure above: batch 1: 3.0 s" in text
     assert "tiny, grown r=8" in text and grown_words(grown) in text
     for words in ("Grown r=8", "7.01 B", "3 of them are its original's", "1 in all"):
         assert words in grown_words(grown)
-    assert stop_words("fast", 2, [2, 4]) == "fast pays at no batch tried"
+    assert stop_words({"fast": 2, "late": 4, "slow": 2}, [2, 4]) == [
+        "pays at no batch tried: fast, slow",
+        "stops paying at 4: late",
+    ]
 
 
 def test_batches_alone_have_no_tables_of_groups() -> None:

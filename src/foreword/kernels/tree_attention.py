@@ -21,7 +21,7 @@ from foreword.kernels.held import folded
 from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
 PROGRAMS = 132  # as many programs as keep a large GPU busy: one on each of its multiprocessors
-CROWD = 24  # units, beyond which they share the machine, and shares grow longer
+CROWD = 24  # units, beyond which they share the machine, and the least share is longer
 MANY = 256  # queries, as those of a prompt: they are programs enough, unless what stands before them is long
 SHARE, LONG_SHARE = 64, 512  # keys, at the least; of many queries
 MOST_SHARES = 15  # of the prefix; more cost more to join than they save
@@ -34,8 +34,8 @@ LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of
 class AttentionTiles:
     """How the work is cut: queries and keys that a program takes at a time, its warps, loads in flight, shares of all keys.
 
-    Of several `splits`, the last is the scratch rows, and the others are the prefix. `shares`: how many warps share the keys
-    that a program takes at a time."""
+    Of several `splits`, the last is the scratch rows, and the others are the prefix; `least`: keys that a share of it has at
+    least, so that short texts have fewer. `shares`: how many warps share the keys that a program takes at a time."""
 
     block_q: int
     block_k: int
@@ -43,6 +43,7 @@ class AttentionTiles:
     stages: int
     splits: int
     shares: int = 1
+    least: int = 0
 
 
 def attention_tiles(queries: int, keys: int, units: int, width: int, item: int = 2) -> AttentionTiles:
@@ -52,14 +53,15 @@ def attention_tiles(queries: int, keys: int, units: int, width: int, item: int =
     only the order of sums.
     """
     block_k = 64 if width * item <= 256 else 32
-    least = max(SHARE * units // CROWD, SHARE if queries <= MANY else LONG_SHARE)
+    least = triton.cdiv(max(SHARE * units // CROWD, SHARE if queries <= MANY else LONG_SHARE), block_k) * block_k
     shares = min(triton.cdiv(keys, least), MOST_SHARES)
     splits = shares + 1 if shares > 1 else 1
     narrow = units * splits * triton.cdiv(queries, 16) <= 4 * PROGRAMS  # else keys would be read too often
     block_q = 16 if narrow else min(max(16, triton.next_power_of_2(queries)), 64)
     if width * item > 256:
-        return AttentionTiles(block_q, block_k, 8, 2, splits)
-    return AttentionTiles(block_q, block_k, 4, 2 if block_q == 16 else 3, splits, 4 if block_q == 16 and item == 2 else 1)
+        return AttentionTiles(block_q, block_k, 8, 2, splits, least=least)
+    stages, sharing = 2 if block_q == 16 else 3, 4 if block_q == 16 and item == 2 else 1
+    return AttentionTiles(block_q, block_k, 4, stages, splits, sharing, least)
 
 
 @triton.jit
@@ -160,19 +162,21 @@ def _rest(
 
 
 @triton.jit
-def _origin(length, WINDOW: tl.constexpr):
-    """Nobody sees what lies before the root's window, and a deeper row's begins later."""
-    return tl.maximum(length - WINDOW + 1, 0) if WINDOW > 0 else 0
+def _prefix(length, splits, least, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the prefix begins that anybody sees, and how much of it is a share. It is cut the same for any number of rows,
+    so that a row is rounded alike alone and among others. Of several shares the last has none: it is for the scratch."""
+    origin = tl.maximum(length - WINDOW + 1, 0) if WINDOW > 0 else 0  # a deeper row's window begins later
+    return origin, tl.maximum(least, tl.cdiv(tl.cdiv(length - origin, tl.maximum(splits - 1, 1)), BLOCK_K) * BLOCK_K)
 
 
-VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits", "share"]
+VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits", "least"]
 
 
 @triton.jit(do_not_specialize=VARIES)
 def _attend(
     query, keys, values, slots, base, sees, depth, out, peaks, totals, inner, factor,
     q_batch, q_head, q_row, c_slot, c_head, c_row, s_batch, s_row, s_column, d_batch, o_split, o_batch, o_row, o_head,
-    rows, scratch, cached, heads, queries, splits, share,
+    rows, scratch, cached, heads, queries, splits, least,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
     CHAIN: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -188,22 +192,21 @@ def _attend(
     wide, block = tl.arange(0, WIDTH), _numbers(BLOCK_K, SHARES)
     last: tl.constexpr = 1 if SHARES == 1 else 2  # the axis of a key's numbers, and the one behind that of keys
 
-    # Shares of the prefix are cut the same for any number of rows, so that a row is rounded alike alone and among others,
-    # and for texts of any length. Of several, the last is for the scratch rows: nobody does both in turn.
-    first = tl.minimum(_origin(length, WINDOW) + split * share, length)
+    origin, share = _prefix(length, splits, least, BLOCK_K, WINDOW)
+    first = tl.minimum(origin + split * share, length)
     prefix_stop = tl.minimum(first + share, length)
     if (first == length) & (split < splits - 1):
-        return  # a text that is shorter than others beside it; whoever joins knows
+        return  # a text too short for so many shares; whoever joins them knows
     nearest = row
     if WINDOW > 0:
         nearest = tl.load(depth + lane * d_batch + row) - (WINDOW - 1)
-    first_row, least = scratch - rows, tl.program_id(1) * BLOCK_Q % rows
-    most = tl.minimum(least + BLOCK_Q, rows)  # no row sees one behind it
+    first_row, lowest = scratch - rows, tl.program_id(1) * BLOCK_Q % rows
+    most = tl.minimum(lowest + BLOCK_Q, rows)  # no row sees one behind it
     stop, seen_by_all = prefix_stop, prefix_stop
     if split == splits - 1:
         stop = tl.minimum(length + first_row + most, cached)  # padding may lie beyond
         if CHAIN:
-            seen_by_all = tl.minimum(length + first_row + tl.where(least + BLOCK_Q > rows, 0, least) + 1, stop)
+            seen_by_all = tl.minimum(length + first_row + tl.where(lowest + BLOCK_Q > rows, 0, lowest) + 1, stop)
 
     # The first block: what is older than the kernel before, and so are `sees`, is asked for before the turn.
     tile = tl.expand_dims(block, last) * c_row + wide
@@ -242,16 +245,17 @@ def _attend(
     tl.store(out + place[:, None] + wide[None, :], mixed, mask=real[:, None])
 
 
-@triton.jit(do_not_specialize=["answers", "splits", "share", "each"])
+@triton.jit(do_not_specialize=["answers", "splits", "least", "each"])
 def _join(
-    parts, peaks, totals, base, out, answers, splits, share, each,
-    WIDTH: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
+    parts, peaks, totals, base, out, answers, splits, least, each,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of the result: its shares, each counting as much as it holds of the softmax. A sequence has `each` rows."""
     answer = tl.program_id(0).to(tl.int64)
     split, wide = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     length = tl.load(base + answer // each).to(tl.int32)
-    here = ((split < splits - 1) & (_origin(length, WINDOW) + split * share < length)) | (split == splits - 1)
+    origin, share = _prefix(length, splits, least, BLOCK_K, WINDOW)
+    here = ((split < splits - 1) & (origin + split * share < length)) | (split == splits - 1)
     place = split * answers + answer
     take_turn(EARLY)
     pieces = tl.load(parts + place[:, None] * WIDTH + wide[None, :], mask=here[:, None], other=0.0)
@@ -292,8 +296,6 @@ def attend_tree(
     tiles = tiles or attention_tiles(groups * rows, keys_seen, batch * heads, width, query.element_size())
     out = torch.empty(batch, rows, all_heads, width, dtype=query.dtype, device=query.device)
     joined = tiles.splits > 1
-    each = triton.cdiv(keys_seen, tiles.splits - 1) if joined else keys.shape[2]
-    share = triton.cdiv(each, tiles.block_k) * tiles.block_k
     parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
     shape = (2, *parts.shape[:-1]) if joined else (2, 0)
     peaks, totals = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -303,7 +305,7 @@ def attend_tree(
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
         query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, peaks, totals, inner, factor,
         *query.stride()[:3], *keys.stride()[:3], _per_lane(sees), *sees.stride()[1:], _per_lane(placed), *parts.stride()[:4],
-        rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits, share,
+        rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits, tiles.least,
         WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SHARES=tiles.shares, CHAIN=chain,
         WINDOW=window, CAPPED=softcap > 0, JOINED=joined, EARLY=early,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -312,8 +314,8 @@ def attend_tree(
     if joined:
         answers, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
         _join[(answers,)](
-            parts, peaks, totals, base, out, answers, tiles.splits, share, rows * all_heads,
-            WIDTH=width, SPLITS=power, WINDOW=window, EARLY=early,
+            parts, peaks, totals, base, out, answers, tiles.splits, tiles.least, rows * all_heads,
+            WIDTH=width, SPLITS=power, BLOCK_K=tiles.block_k, WINDOW=window, EARLY=early,
             num_warps=1 if power * width <= 2048 else 4, **early_launch(early),
         )  # fmt: skip
     return out

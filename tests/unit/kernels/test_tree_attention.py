@@ -101,9 +101,10 @@ def test_a_known_chain_is_not_looked_up(splits: int) -> None:
     assert torch.equal(by_kernel(blind, tiles, chain=True), asked)
 
 
-def test_short_texts_beside_a_long_one_leave_their_shares_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", [0, 16, 48, 512])
+def test_short_texts_beside_a_long_one_leave_their_shares_empty(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote is not read: the room for the shares begins as NaN."""
-    looks, tiles = Looks.drawn((2, 1), 16, 3, [300, 0, 15, 17]), replace(SMALL, splits=9)
+    looks, tiles = Looks.drawn((2, 1), 16, 3, [300, 0, 15, 17]), replace(SMALL, splits=9, least=least)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
     for window in (0, 50):
@@ -168,6 +169,7 @@ def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_are_few_and_not_short(queries: int, keys: int, units: int, width: int) -> None:
     tiles = attention_tiles(queries, keys, units, width)
     assert tiles.splits == 1 or 2 < tiles.splits <= MOST_SHARES + 1
+    assert tiles.least >= SHARE and tiles.least % tiles.block_k == 0
     assert tiles.splits - 2 < keys / SHARE
     assert tiles.splits == 1 or units < CROWD * keys / SHARE  # so many texts keep the machine busy by themselves
 

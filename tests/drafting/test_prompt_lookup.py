@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from doubles import SAMPLINGS, state_of, target
 from foreword.core.draft import Draft
 from foreword.errors import InputError
-from foreword.methods import make, prompt_lookup
-from foreword.methods.prompt_lookup import PromptLookup
+from foreword.methods import make
+from foreword.methods.prompt_lookup import KEPT, PromptLookup
 from foreword.model.cost import CostCurve
 
 TRUST = (0.2, 0.5, 0.7, 0.85)
@@ -111,16 +111,16 @@ def test_the_gain_is_worked_out_by_hand() -> None:
         assert size == {0.0: 16, 0.25: 1 + gains.index(max(gains))}.get(price, 1)
 
 
-def test_rows_of_a_fixed_round_follow_the_usual_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the rounds match nothing that counts, the others two tokens, behind which all come with 0.9."""
-    monkeypatch.setattr(prompt_lookup, "MATCHES", (0.3, 0.2, 0.5))
-    curve = CostCurve((1, 64), (1.0, 1 + 63 * 0.05))
-    drafter = bound(curve=curve, min_match=2, max_match=2, trust=(0.1, 0.9))
-    usual = drafter._usually()
-    assert usual[:3] == pytest.approx([1.0, 1.45, 1.45 + 0.5 * 0.81]) and len(usual) == 16
-    gains = [tokens / (1 + rows * 0.05) for rows, tokens in enumerate(usual)]
-    assert 1 < drafter._paying(1, usual) == 1 + gains.index(max(gains)) < 16
-    assert drafter._paying(4, usual) < drafter._paying(1, usual), "four texts have four times the rows"
+def test_rows_of_a_fixed_round_are_those_that_usually_pay() -> None:
+    """Whatever matches: rows that are not used cost as much. Who asks for a number gets it."""
+    price = 0.03
+    drafter = bound(curve=CostCurve((1, 64), (1.0, 1 + 63 * price)), min_match=2)
+    gains = [(1 + sum(KEPT[:more])) / (1 + more * price) for more in range(16)]
+    rows = 1 + gains.index(max(gains))
+    assert 1 < rows < 16 and drafter._rows(1, fixed=True) == (rows, [1, 1, *[rows] * 4])
+    assert drafter._rows(4, fixed=True)[0] < rows, "four texts have four times the rows"
+    assert drafter._rows(1, fixed=False)[0] == 16 and len({*drafter._rows(1, fixed=False)[1]}) > 2
+    assert bound(rows=7, max_match=2)._rows(1, fixed=True) == (7, [1, 7, 7])
 
 
 def test_sampling_makes_no_difference() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from doubles import chain, drafter, fresh, random_tree
+from doubles import drafter, fresh, random_tree
 from foreword import methods
-from foreword.core.draft import Draft
+from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.state import Lanes
 from foreword.engine.engine import Engine
@@ -40,25 +40,26 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+PROMPT = 150  # rows, of each of two texts: more than our own products take
+
+
 def answers(hf: PreTrainedModel, dtype: torch.dtype, lean: bool) -> list[torch.Tensor]:
     """Logits of a prompt of many rows, of trees of a few, and of one row, each on top of what came before."""
     hf = copy.deepcopy(hf).to(dtype).cuda()
     if lean:
         fuse(hf)
     model = Model(hf)
-    model.allocate(3, 300, 100)
+    model.allocate(3, 300, 200)
     assert {type(layer) for layer in model.layer_stack.lean or ()} == ({CudaLayer} if lean else set())
     generator = torch.Generator().manual_seed(1)
     lanes = Lanes.of([2, 0], 250, "cuda")
     found = []
-    for rows in (90, 33, 1, 9):
+    for rows in (PROMPT, 33, 1, 9):
         tokens = torch.randint(3, 40, (2, rows), generator=generator)
-        draft = (
-            chain(tokens.tolist()) if rows == 90 else Draft(tokens, random_tree(2, rows, generator), torch.full((2,), rows))
-        )
-        draft = Draft(draft.tokens.cuda(), type(draft.tree)(draft.tree.parent.cuda()), draft.size.cuda())
+        tree = Tree.chain(rows) if rows == PROMPT else random_tree(2, rows, generator)
+        draft = Draft(tokens.cuda(), Tree(tree.parent.cuda(), tree.is_chain), torch.full((2,), rows, device="cuda"))
         found.append(model.score(lanes, draft, Needs()).require_logits().double())
-        model.cache.advance(lanes, torch.tensor([rows if rows == 90 else 1] * 2, device="cuda"))
+        model.cache.advance(lanes, torch.tensor([rows if rows == PROMPT else 1] * 2, device="cuda"))
     return found
 
 

@@ -101,9 +101,10 @@ def grid(case: Case) -> list[AttentionTiles]:
     few = default.block_q < 64
     cuts = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
     cuts += [(16, 64, 1, 3), (default.block_q, 32, 4, 3)] if few else [(64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
-    ways = [AttentionTiles(*cut, splits=1) for cut in cuts]
+    least = default.least
+    ways = [AttentionTiles(*cut, splits=1, least=least) for cut in cuts]
     if few:
-        ways += [AttentionTiles(16, 64, warps, 2, splits=1, shares=warps) for warps in (4, 2)]
+        ways += [AttentionTiles(16, 64, warps, 2, splits=1, shares=warps, least=least) for warps in (4, 2)]
     counts = {1, default.splits, 2 * default.splits, -(-default.splits // 2), 4 * default.splits}
     splits = sorted(count for count in counts if count <= -(-(case.context + case.rows) // 64))
     return list(dict.fromkeys([default, *(replace(way, splits=count) for way in ways for count in splits)]))

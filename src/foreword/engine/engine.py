@@ -54,6 +54,7 @@ class Engine:
             self.loop = replayed(self.loop, drafter.captures)
         captured = isinstance(self.loop, Replay)
         self.late = target.device.type == "cuda" if late is None else late
+        self.together = target.device.type != "cpu"  # a CPU is busy with one prompt's rows
         self.unread: Launched | None = None
         needs = drafter.needs
         self.slots = Slots(slots, pads=captured, unsure=int(needs.follower), reread=int(needs.prompt != "none"))
@@ -141,11 +142,10 @@ class Engine:
         return running
 
     def _prefill(self) -> None:
-        entering, device = self.slots.group(ready=False).runs, self.target.device
-        for part in parted(entering, self.loop, self.chunk, device) if entering else ():
+        for part in parted(self.slots.group(ready=False).runs, self.loop, self.chunk, self.together):
             ids = [running.slot for running in part]
             started = time.perf_counter()
-            state = self.state.at(Lanes.of(ids, self._span(ids), device))
+            state = self.state.at(Lanes.of(ids, self._span(ids), self.target.device))
             prefill(self.target, self.loop, self.drafter.needs, state, part, self.chunk)
             for running in part:
                 running.prefill_s += time.perf_counter() - started

@@ -26,13 +26,13 @@ from foreword.model.model import Model
 MOST_CAPTURED = 64  # prompts: of more, the device has work enough in one pass while the host launches it
 
 
-def parted(entering: list[Running], loop: Loop, chunk: int, device: torch.device) -> list[list[Running]]:
-    """Who is read in one pass. A CPU is busy with one prompt's rows; a GPU takes all of them, or where passes are captured
+def parted(entering: list[Running], loop: Loop, chunk: int, together: bool) -> list[list[Running]]:
+    """Who is read in one pass: one prompt, or if several may be read `together`, all of them, or where passes are captured
     those that go through the same one."""
-    if device.type == "cpu":
+    if not together:
         return [[running] for running in entering]
     if not isinstance(loop, Replay) or len(entering) > MOST_CAPTURED:
-        return [entering]
+        return [entering] if entering else []
 
     def kind(running: Running) -> tuple[int, int]:
         return reach(running.prefilled), padded_rows(min(running.rows - running.prefilled, chunk), chunk)

@@ -22,8 +22,8 @@ from foreword.kernels.overlap import early_launch, overlaps, take_turn
 
 PROGRAMS = 132  # as many programs as keep a large GPU busy: one on each of its multiprocessors
 CROWD = 24  # units, beyond which they share the machine, and the least share is longer
-MANY = 256  # queries, as those of a prompt: they are programs enough, unless what stands before them is long
-SHARE, LONG_SHARE = 64, 512  # keys, at the least; of many queries
+MANY = 128  # rows: more have prompts alone, and are programs enough, unless what stands before them is long
+SHARE, LONG_SHARE = 64, 512  # keys, at the least; of many rows
 MOST_SHARES = 15  # of the prefix; more cost more to join than they save
 SPAN_STEP = 256  # shares change when a text grows by this much, and not before
 LOG2E = math.log2(math.e)  # the hardware's exponential is that of 2
@@ -46,14 +46,15 @@ class AttentionTiles:
     least: int = 0
 
 
-def attention_tiles(queries: int, keys: int, units: int, width: int, item: int = 2) -> AttentionTiles:
+def attention_tiles(queries: int, keys: int, units: int, width: int, item: int = 2, many: bool = False) -> AttentionTiles:
     """For `queries` that share a key head and up to `keys` keys, in `units` (sequences x key heads), `item` bytes a number.
+    `many`: they are of a prompt.
 
-    How the keys are cut must not depend on the queries, unless there are many: see `_attend`. That warps share them changes
-    only the order of sums.
+    How the keys are cut must not depend on the queries of a tree: see `_prefix`. That warps share them changes only the
+    order of sums.
     """
     block_k = 64 if width * item <= 256 else 32
-    least = triton.cdiv(max(SHARE * units // CROWD, SHARE if queries <= MANY else LONG_SHARE), block_k) * block_k
+    least = triton.cdiv(max(SHARE * units // CROWD, LONG_SHARE if many else SHARE), block_k) * block_k
     shares = min(triton.cdiv(keys, least), MOST_SHARES)
     splits = shares + 1 if shares > 1 else 1
     narrow = units * splits * triton.cdiv(queries, 16) <= 4 * PROGRAMS  # else keys would be read too often
@@ -169,6 +170,19 @@ def _prefix(length, splits, least, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr):
     return origin, tl.maximum(least, tl.cdiv(tl.cdiv(length - origin, tl.maximum(splits - 1, 1)), BLOCK_K) * BLOCK_K)
 
 
+@triton.jit
+def _stops(begin, length, rows, scratch, cached, BLOCK_Q: tl.constexpr, CHAIN: tl.constexpr):
+    """Up to where any of a block's queries sees the scratch, and up to where all do: no row sees one behind its own, and in
+    a chain each sees all before it. Padding may lie beyond what is cached."""
+    lowest, first_row = begin % rows, scratch - rows
+    stop = tl.minimum(length + first_row + tl.minimum(lowest + BLOCK_Q, rows), cached)
+    seen_by_all = length
+    if CHAIN:
+        lowest = tl.where(lowest + BLOCK_Q > rows, 0, lowest)  # the block goes on with another head's first row
+        seen_by_all = tl.minimum(length + first_row + lowest + 1, stop)
+    return stop, seen_by_all
+
+
 VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits", "least"]
 
 
@@ -200,13 +214,9 @@ def _attend(
     nearest = row
     if WINDOW > 0:
         nearest = tl.load(depth + lane * d_batch + row) - (WINDOW - 1)
-    first_row, lowest = scratch - rows, tl.program_id(1) * BLOCK_Q % rows
-    most = tl.minimum(lowest + BLOCK_Q, rows)  # no row sees one behind it
-    stop, seen_by_all = prefix_stop, prefix_stop
+    stop, seen_by_all, first_row = prefix_stop, prefix_stop, scratch - rows
     if split == splits - 1:
-        stop = tl.minimum(length + first_row + most, cached)  # padding may lie beyond
-        if CHAIN:
-            seen_by_all = tl.minimum(length + first_row + tl.where(lowest + BLOCK_Q > rows, 0, lowest) + 1, stop)
+        stop, seen_by_all = _stops(tl.program_id(1) * BLOCK_Q, length, rows, scratch, cached, BLOCK_Q, CHAIN)
 
     # The first block: what is older than the kernel before, and so are `sees`, is asked for before the turn.
     tile = tl.expand_dims(block, last) * c_row + wide
@@ -293,7 +303,8 @@ def attend_tree(
     groups = all_heads // heads
     span = triton.cdiv(max(span, 1), SPAN_STEP) * SPAN_STEP
     keys_seen = min(span, window) if window else span
-    tiles = tiles or attention_tiles(groups * rows, keys_seen, batch * heads, width, query.element_size())
+    many = rows > MANY
+    tiles = tiles or attention_tiles(groups * rows, keys_seen, batch * heads, width, query.element_size(), many)
     out = torch.empty(batch, rows, all_heads, width, dtype=query.dtype, device=query.device)
     joined = tiles.splits > 1
     parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)

@@ -64,11 +64,13 @@ class CostCurve:
 
     def at(self, rows: int, texts: int = 1) -> float:
         """Of a pass over so many rows, which so many texts have together."""
-        alone = _between(self.rows, self.seconds, rows)
-        if texts == 1 or not self.texts:
-            return alone
-        together = _between((1, *self.texts), (self.seconds[0], *self.together), texts)
-        return alone + max(together - _between(self.rows, self.seconds, texts), 0.0)
+        more = [max(spent - self._alone(count), 0.0) for count, spent in zip(self.texts, self.together, strict=True)]
+        looking_back = _between((1, *self.texts), (0.0, *more), texts) if texts > 1 else 0.0
+        return self._alone(rows) + looking_back
+
+    def _alone(self, rows: int) -> float:
+        """The rows being those of one text."""
+        return _between(self.rows, self.seconds, rows)
 
     def relative(self, rows: int, texts: int = 1) -> float:
         return self.at(rows, texts) / self.at(1)

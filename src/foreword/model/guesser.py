@@ -117,8 +117,7 @@ class Guesser:
         [b, count, H], how many come before the root [b], and which of the rows is the root's [b]. What stands behind the
         root is padding that no row looks at."""
         base, length, tokens, place = unread(state, self.cache, count)
-        chain = Tree.chain(count, base.device)
-        walked = self.stack.walk(self.embed(tokens), Rows(base, chain.depth, chain.ancestors, state.lanes)).hidden
+        walked = self.stack.walk(self.embed(tokens), Rows.behind(base, count, state.lanes)).hidden
         self.cache.rewind(state.lanes, length)
         return walked, length, place
 

@@ -5,8 +5,7 @@ products and attention, and what lies before and behind a product is part of it:
 rotation and the way into the cache (kernels/qkv.py; heads with norms of their own have a kernel for it, kernels/rotary.py).
 A product that ends in the residual stream hands on what the next norm needs, from layer to layer too: it is used if the next
 layer is given that very tensor, and not where rows were joined to it or a layer in between was left out.
-Many rows, as of a prompt, go through torch's own products, and so do a few rows of a large layer, which those read faster;
-what stands between those is in kernels/glue.py.
+Many rows, as of a prompt, go through torch's products with kernels/glue.py between them, and so do a few of a large layer.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foreword.core.draft import Draft, Tree
+from foreword.core.draft import Draft
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
 from foreword.core.rough import Rough
 from foreword.core.scores import Scores
@@ -184,8 +184,7 @@ class Model:
 
     def onward(self, lanes: Lanes, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         attention.route(self.hf)
-        chain = Tree.chain(hidden.shape[1], hidden.device)
-        rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes, chain=True)
+        rows = Rows.behind(lanes.take(self.cache.length), hidden.shape[1], lanes)
         return self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts).rows
 
     def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:

@@ -53,6 +53,12 @@ class Rows:
         return Rows(torch.zeros(1, dtype=torch.long, device=device), depth, sees, chain=True)
 
     @staticmethod
+    def behind(base: Tensor, count: int, lanes: Lanes) -> Rows:
+        """A chain of so many rows behind the committed ones."""
+        chain = Tree.chain(count, base.device)
+        return Rows(base, chain.depth, chain.ancestors, lanes, chain=True)
+
+    @staticmethod
     def beside(length: int, anchor: Tensor, joins: Sequence[Join]) -> Rows:
         """Those that joined texts of `length` rows behind the anchors [b, A], join by join."""
         count, device = anchor.shape[1], anchor.device
@@ -156,8 +162,7 @@ class Stack:
     def read(self, hidden: Tensor, lanes: Lanes, count: Tensor, skip: Skip | None = None) -> Tensor:
         """Rows [b, n, H] of a text, behind those that are cached: walked as a chain, and the first `count` [b] committed."""
         assert self.cache is not None
-        chain = Tree.chain(hidden.shape[1], hidden.device)
-        rows = Rows(lanes.take(self.cache.length), chain.depth, chain.ancestors, lanes, chain=True)
+        rows = Rows.behind(lanes.take(self.cache.length), hidden.shape[1], lanes)
         walked = self.walk(hidden, rows, skip=skip).hidden
         self.cache.advance(lanes, count)
         return walked

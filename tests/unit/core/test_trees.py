@@ -37,6 +37,7 @@ from foreword.core.trees import (
     promise,
 )
 from foreword.errors import InputError
+from foreword.methods.clover2 import GAIN, Clover2
 from foreword.model.cost import CostCurve
 from foreword.model.model import KERNEL_S
 
@@ -255,6 +256,17 @@ def test_where_rows_are_nearly_free_small_models_still_draft_fewer() -> None:
         model.curve = CostCurve(rows, tuple(each * 1e-3 for each in milliseconds))
         for gain in (USUAL_GAIN, 2.05):
             assert FixedRows(model, Shape(64, 5), gain, level=0.01).shape(1).nodes == nodes
+
+
+def test_small_trees_are_worth_drafting_for_many_texts() -> None:
+    """Passes as an H200 makes them over the default model, and over 8 and 32 texts of it. A small tree is not asked for the
+    levels of a large one, and who guesses better drafts where others do not."""
+    model, rows = target(), (1, 4, 16, 64, 128, 256, 1024)
+    seconds = (0.31e-3, 0.4e-3, 0.41e-3, 0.52e-3, 0.6e-3, 0.95e-3, 1.5e-3)
+    model.curve = CostCurve(rows, seconds, (8, 32), (0.42e-3, 0.54e-3))
+    found = [FixedRows(model, Shape(64, 6), gain, level=level).shape(32) for level in (0.12, 0.2) for gain in (1.5, 2.05)]
+    assert found == [Shape(4, 2), Shape(4, 2), Shape(1, 0), Shape(4, 2)]
+    assert Clover2().plan.gain == GAIN > USUAL_GAIN
 
 
 def test_rows_beside_a_tree_are_the_first_to_go() -> None:

@@ -240,6 +240,19 @@ def test_padded_and_replayed_prompts_are_read_as_written_ones(method: str) -> No
 
 
 @pytest.mark.usefixtures("small_passes")
+@pytest.mark.parametrize("method", ["plain", "token_recycling", "medusa", "draft_model", "amusd"])
+def test_prompts_of_one_size_are_read_together(method: str) -> None:
+    """As on a GPU: texts enter as others leave, some begin with what a slot holds, and chunks stand at other places."""
+    model = target()
+    made = engine(drafter(method, model), model, captured=True, slots=5)
+    made.together = True
+    requests = [*asked(12), *asked(12, reuse=True)]
+    assert [run.tokens for run in made.generate(requests)] == [truth(model.hf, request) for request in requests]
+    assert isinstance(made.loop, Replay)
+    assert {count for count, _, _ in made.loop.chunks} > {1, 2}
+
+
+@pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("method", METHODS)
 def test_prompt_passes_serve_texts_of_any_sampling(method: str) -> None:
     """Those that were captured for greedy texts are replayed for drawn ones."""

@@ -130,10 +130,10 @@ def entering(*lengths: int) -> list[Running]:
 
 def test_captured_passes_are_shared_by_prompts_of_one_size() -> None:
     """Of 64, 128 and 1024 rows, four at a time; what stands behind a chunk that is read is of another kind."""
-    loop, device = Replay(Lockstep(target(), Liar())), torch.device("cuda")
+    loop = Replay(Lockstep(target(), Liar()))
     runs = entering(40, 1024, 64, 3, 100, 5, 6, 2000)
     runs[7].prefilled = 1024
-    parts = parted(runs, loop, 1024, device)
+    parts = parted(runs, loop, 1024, together=True)
     assert [[run.slot for run in part] for part in parts] == [[0, 2, 3, 5], [6], [4], [1], [7]]
 
 
@@ -141,6 +141,7 @@ def test_who_is_not_captured_is_read_at_once() -> None:
     """A hundred prompts keep a GPU busy; a CPU is with one."""
     plain = Lockstep(target(), Liar())
     many = entering(*range(1, MOST_CAPTURED + 2))
-    assert parted(many, Replay(plain), 1024, torch.device("cuda")) == [many]
-    assert parted(many[:9], plain, 1024, torch.device("cuda")) == [many[:9]]
-    assert parted(many[:9], plain, 256, torch.device("cpu")) == [[run] for run in many[:9]]
+    assert parted(many, Replay(plain), 1024, together=True) == [many]
+    assert parted(many[:9], plain, 1024, together=True) == [many[:9]]
+    assert parted(many[:9], plain, 256, together=False) == [[run] for run in many[:9]]
+    assert parted([], plain, 1024, together=True) == []

@@ -1,12 +1,15 @@
 """Where rows stand, by a kernel, against the stack's own operations, in Triton's interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from doubles import random_tree, target
-from foreword.core.needs import Graft
+from foreword.core.draft import Draft, Tree
+from foreword.core.needs import Graft, Needs
 from foreword.core.state import Lanes
 from foreword.model.stack import Rows
 from rounds import check_standing, same
@@ -29,6 +32,37 @@ def test_grafted_rows_stand_behind_their_anchors(count: int, scratch: int, share
     ]
     for seed in range(4):
         check_standing(seed, "cpu", count, scratch, shared, grafts[: 1 + seed % 2])
+
+
+def test_a_chain_is_known_as_one() -> None:
+    """Of a prompt's rows; not of a tree's, nor where rows are grafted onto a chain."""
+    stack, tree = target(dtype=torch.float32).layer_stack, random_tree(1, 5, torch.Generator().manual_seed(3))
+    stack.allocate(4, 40, 16)
+    lanes, base = Lanes.of([3], 30), torch.tensor([30])
+    graft = Graft.of(1, (4,), (1,), lambda real, _: real)
+    chain = Rows.behind(base, 5, lanes)
+    for rows, grafts, known in (
+        (chain, (), True),
+        (chain, (graft,), False),
+        (Rows(base, tree.depth, tree.ancestors, lanes), (), False),
+    ):
+        views = stack._views_by_kernel(rows, grafts, (5,) if not grafts else (5, 6))
+        assert {view.shared.chain for view in views.values()} == {known}
+
+
+@pytest.mark.parametrize("tree", [Tree.chain(4), Tree.of((0, 0, 0, 1))], ids=["chain", "tree"])
+def test_a_pass_says_whether_its_draft_is_a_chain(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = target(), []
+    model.allocate(1, 40, 8)
+    walk = model.layer_stack.walk
+
+    def watched(hidden: torch.Tensor, rows: Rows, **more: Any) -> Any:
+        seen.append(rows.chain)
+        return walk(hidden, rows, **more)
+
+    monkeypatch.setattr(model.layer_stack, "walk", watched)
+    model.score(Lanes.of([0], 0), Draft(torch.ones(1, 4, dtype=torch.long), tree, torch.tensor([4])), Needs())
+    assert seen == [tree.is_chain]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])

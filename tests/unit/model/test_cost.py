@@ -38,7 +38,8 @@ def test_several_texts_are_looked_back_at() -> None:
     curve = CostCurve((1, 4, 8), (2.0, 5.0, 6.0), (8,), (9.0,))
     assert curve.at(8, 8) == pytest.approx(9.0) and curve.at(16, 8) == pytest.approx(12.0 + 3.0)
     assert curve.at(8) == curve.at(8, 1) == pytest.approx(6.0)
-    assert curve.at(16, 16) == pytest.approx(18.0), "beyond what was measured, as many times as many"
+    assert curve.at(16, 16) == pytest.approx(12.0 + 6.0), "twice as many texts to look back at"
+    assert curve.at(8, 4) == pytest.approx(6.0 + 3.0 * 3 / 7)
     assert CURVE.at(8, 8) == CURVE.at(8)
 
 

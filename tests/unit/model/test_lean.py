@@ -31,6 +31,7 @@ CASES = {
     **{family: (family, pack, CpuLayer) for family in LEAN},
     **{f"{family} for CUDA": (family, fuse, CudaLayer) for family in ("mistral", "qwen3")},
     **{f"{family} for CUDA, large": (family, fuse, CudaLayer) for family in ("llama", "qwen3")},
+    "llama for CUDA, many rows": ("llama", fuse, CudaLayer),
 }
 
 
@@ -40,6 +41,8 @@ def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     family, rebuild, kind = CASES[request.param]
     if request.param.endswith("large"):
         monkeypatch.setattr(lean_cuda, "LARGE", 0)
+    elif request.param.endswith("rows"):
+        monkeypatch.setattr(lean_cuda, "FEW_ROWS", 4)
     stock = fresh(family, torch.float32, **BIASED.get(family, {}), head_dim=16)
     rebuilt = copy.deepcopy(stock)
     rebuild(rebuilt)

@@ -183,6 +183,17 @@ def _stops(begin, length, rows, scratch, cached, BLOCK_Q: tl.constexpr, CHAIN: t
     return stop, seen_by_all
 
 
+@triton.jit
+def _put(out, peaks, totals, place, best, total, mixed, real, WIDTH: tl.constexpr, JOINED: tl.constexpr):
+    """A softmax to its place: divided by the weights' sum, or beside its best score and that sum where shares are joined."""
+    if JOINED:
+        tl.store(peaks + place // WIDTH, best, mask=real)
+        tl.store(totals + place // WIDTH, total, mask=real)
+    else:
+        mixed /= tl.maximum(total, 1e-37)[:, None]  # a row that sees nothing has no weight, and no division by zero
+    tl.store(out + place[:, None] + tl.arange(0, WIDTH)[None, :], mixed, mask=real[:, None])
+
+
 VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits", "least"]
 
 
@@ -195,8 +206,7 @@ def _attend(
     CHAIN: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, JOINED: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one block of queries over one share of the keys; where shares are joined, with its best score and its
-    weights' sum, and not divided by that."""
+    """Attention of one block of queries over one share of the keys."""
     head, split = tl.program_id(0) % heads, tl.program_id(2)
     lane = (tl.program_id(0) // heads).to(tl.int64)
     slot = tl.load(slots + lane)
@@ -247,12 +257,7 @@ def _attend(
     total, mixed = _of_all(total, mixed, BLOCK_Q, WIDTH, SHARES)
 
     place = split.to(tl.int64) * o_split + lane * o_batch + row * o_row + (head * GROUPS + group) * o_head
-    if JOINED:
-        tl.store(peaks + place // WIDTH, best, mask=real)
-        tl.store(totals + place // WIDTH, total, mask=real)
-    else:
-        mixed /= tl.maximum(total, 1e-37)[:, None]  # a row that sees nothing has no weight, and no division by zero
-    tl.store(out + place[:, None] + wide[None, :], mixed, mask=real[:, None])
+    _put(out, peaks, totals, place, best, total, mixed, real, WIDTH, JOINED)
 
 
 @triton.jit(do_not_specialize=["answers", "splits", "least", "each"])

@@ -71,14 +71,18 @@ def cells(row: Content) -> list[str]:
 BATCH_HEADS = tuple(head for head in HEADS if head not in ("first token, ms", "then tokens/s"))
 
 
-def batch_cells(row: Content) -> list[str]:
-    """The same of texts side by side, beneath BATCH_HEADS: their first tokens are not told apart."""
+def side_by_side(batches: Content, base: str) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Heads and lines of the tables of more than one text, by their titles: first tokens are not told apart there."""
+    heads = ["contender", *(head.format(base=base) for head in BATCH_HEADS)]
+    return {
+        f"overall, {batch} texts side by side": (heads, [[row["contender"], *_batch_cells(row)] for row in table])
+        for batch, table in batches.items()
+        if int(batch) > 1
+    }
+
+
+def _batch_cells(row: Content) -> list[str]:
     return [cell for head, cell in zip(HEADS, cells(row), strict=True) if head in BATCH_HEADS]
-
-
-def side_by_side(batches: Content) -> Content:
-    """Of the tables by batch, those that are of more than one text."""
-    return {batch: table for batch, table in batches.items() if int(batch) > 1}
 
 
 def same_words(row: Content) -> str:
@@ -104,13 +108,10 @@ def _part_lines(part: Content, base: str, suffix: str) -> list[str]:
         lines += table_lines(
             ["contender", *(head.format(base=base) for head in HEADS)], [[r["contender"], *cells(r)] for r in table]
         )
-    for batch, table in side_by_side(part["batches"]).items():
-        heads = ["contender", *(head.format(base=base) for head in BATCH_HEADS)]
-        lines += ["", f"## overall, {batch} texts side by side{suffix}", ""]
-        lines += table_lines(heads, [[row["contender"], *batch_cells(row)] for row in table])
-    if side_by_side(part["batches"]):
-        lines += _batch_lines(part, base, suffix)
-    return lines
+    several = side_by_side(part["batches"], base)
+    for title, (heads, body) in several.items():
+        lines += ["", f"## {title}{suffix}", "", *table_lines(heads, body)]
+    return lines + (_batch_lines(part, base, suffix) if several else [])
 
 
 def table_lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:

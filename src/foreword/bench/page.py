@@ -11,10 +11,8 @@ from html import escape
 from typing import Any
 
 from foreword.bench.markdown import (
-    BATCH_HEADS,
     ECONOMY_HEADS,
     HEADS,
-    batch_cells,
     cells,
     economy_cells,
     grown_words,
@@ -219,10 +217,8 @@ class Page:
         found = ""
         for name, rows in part["tables"].items():
             found += f"<h3>{escape(name + suffix)}</h3>{_table(heads, [[short(r['contender']), *cells(r)] for r in rows])}"
-        heads = ["contender", *(head.format(base=self.base) for head in BATCH_HEADS)]
-        for batch, rows in side_by_side(part["batches"]).items():
-            body = [[short(row["contender"]), *batch_cells(row)] for row in rows]
-            found += f"<h3>overall, {batch} texts side by side{escape(suffix)}</h3>{_table(heads, body)}"
+        for title, (heads, body) in side_by_side(part["batches"], self.base).items():
+            found += f"<h3>{escape(title + suffix)}</h3>{_table(heads, [[short(name), *row] for name, *row in body])}"
         return found
 
     def troubles(self) -> str:

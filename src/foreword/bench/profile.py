@@ -21,6 +21,7 @@ from foreword.bench.parts import busy_ms, parts_of_pass
 from foreword.bench.parts import kernels as seen_on_gpu
 from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds, replayed
 from foreword.bench.report import cpu_name
+from foreword.bench.warm import under_way
 from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay
 from foreword.engine.request import Request, Running
@@ -223,17 +224,9 @@ class Writing:
     @contextmanager
     def under_way(self) -> Iterator[list[Running]]:
         """Texts whose prompts are read and whose first rounds are done; nothing runs on the device."""
-        runs = [self.engine.add(request) for request in self._requests(self.tokens)]
-        try:
-            while not all(run.ready for run in runs):
-                self.engine.step_for(runs)
-            for _ in range(WARM_UP_ROUNDS):
-                self.engine.step_for(runs)
+        with under_way(self.engine, self._requests(self.tokens), WARM_UP_ROUNDS) as runs:
             settle(self.device)
             yield runs
-        finally:
-            for run in runs:
-                self.engine.abort(run)
 
     def wall(self) -> tuple[float, float]:
         """Milliseconds of a round while all texts go on, and tokens that it decides for each."""

@@ -6,7 +6,8 @@ what a drafter learned from them is forgotten. An engine that captures nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from foreword.core.sampling import Sampling
 from foreword.engine.admit import round_up
 from foreword.engine.engine import Engine
 from foreword.engine.graph import LEAST_SPAN, MOST_TEXTS, Replay, padded_rows, reach
-from foreword.engine.request import Request
+from foreword.engine.request import Request, Running
 
 ROUNDS = 3  # the first of a bucket runs as it is written, the second is captured, and one is replayed
 
@@ -39,21 +40,18 @@ def capture_rounds(engine: Engine, shortest: int, longest: int, sampling: Sampli
     restore, slots = memory(engine.drafter), engine.slots.count
     sampling = sampling or Sampling(seed=0)
     generator = torch.Generator().manual_seed(0)
-    texts = _noise(engine, slots, generator)
+    texts = _noise(engine, slots, engine.max_context, generator)
     for length in lengths(shortest, longest + engine.drafter.shape.depth + 1, engine.max_context):
         for count in reversed(sizes(slots)):  # the most first: all others find their prompts in the cache
-            _begin(
-                engine,
-                [
-                    Request(text[:length], sampling, engine.max_context, ignore_eos=True, reuse=True)
-                    for text in texts[:count]
-                ],
-            )
+            begun = [text[:length] for text in texts[:count]]
+            asked = [Request(text, sampling, engine.max_context, ignore_eos=True, reuse=True) for text in begun]
+            with under_way(engine, asked, ROUNDS):
+                pass
     for length in prompt_lengths(shortest, min(longest, engine.max_context - 1), engine.chunk):
         for count in range(1, min(slots, MOST_TEXTS) + 1):
             for _ in range(2):
-                texts = _noise(engine, count, generator)
-                engine.generate([Request(text[:length], sampling, 1, ignore_eos=True) for text in texts])
+                prompts = _noise(engine, count, length, generator)
+                engine.generate([Request(prompt, sampling, 1, ignore_eos=True) for prompt in prompts])
     restore()
 
 
@@ -78,18 +76,22 @@ def sizes(slots: int) -> list[int]:
     return sorted({min(round_up(count), slots) for count in range(1, slots + 1)})
 
 
-def _noise(engine: Engine, count: int, generator: torch.Generator) -> list[tuple[int, ...]]:
-    """Texts that no model would write, as long as the context."""
-    tokens = torch.randint(engine.target.vocab_size, (count, engine.max_context), generator=generator)
+def _noise(engine: Engine, count: int, length: int, generator: torch.Generator) -> list[tuple[int, ...]]:
+    """Texts that no model would write."""
+    tokens = torch.randint(engine.target.vocab_size, (count, length), generator=generator)
     return [tuple(text) for text in tokens.tolist()]
 
 
-def _begin(engine: Engine, requests: list[Request]) -> None:
-    """Their first rounds, all of them together."""
+@contextmanager
+def under_way(engine: Engine, requests: list[Request], rounds: int) -> Iterator[list[Running]]:
+    """Texts whose prompts are read and whose first rounds are launched, all of them together; given up in the end."""
     runs = [engine.add(request) for request in requests]
-    while not all(run.ready for run in runs):
-        engine.step_for(runs)
-    for _ in range(ROUNDS):
-        engine.step_for(runs)
-    for run in runs:
-        engine.abort(run)
+    try:
+        while not all(run.ready for run in runs):
+            engine.step_for(runs)
+        for _ in range(rounds):
+            engine.step_for(runs)
+        yield runs
+    finally:
+        for run in runs:
+            engine.abort(run)

@@ -385,24 +385,15 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _print_part(part: dict[str, Any], base: str, suffix: str) -> None:
-    from foreword.bench.markdown import (  # noqa: PLC0415  imports torch
-        BATCH_HEADS,
-        HEADS,
-        batch_cells,
-        by_batch,
-        cells,
-        side_by_side,
-        stop_words,
-    )
+    from foreword.bench.markdown import HEADS, by_batch, cells, side_by_side, stop_words  # noqa: PLC0415  imports torch
 
     for name, rows in part["tables"].items():
         heads = [head.format(base=base) for head in HEADS]
         screen().print(_table(name + suffix, ["contender", *heads], [[row["contender"], *cells(row)] for row in rows]))
-    for batch, rows in side_by_side(part["batches"]).items():
-        heads = [head.format(base=base) for head in BATCH_HEADS]
-        body = [[row["contender"], *batch_cells(row)] for row in rows]
-        screen().print(_table(f"overall, {batch} texts side by side{suffix}", ["contender", *heads], body))
-    if side_by_side(part["batches"]):
+    several = side_by_side(part["batches"], base)
+    for title, (heads, body) in several.items():
+        screen().print(_table(title + suffix, heads, body))
+    if several:
         screen().print(_table(f"over {base} by batch{suffix}", *by_batch(part["batches"])))
         for words in stop_words(part["stops_paying"], part["batches"]):
             screen().print(words)

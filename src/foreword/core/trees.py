@@ -163,6 +163,12 @@ class RowCosts:
         return (best / self.after(batch, levels)[: best.shape[1]]).amax(1).mean()
 
 
+def paying_rows(target: Target, batch: int, promised: Sequence[float]) -> int:
+    """Rows of each text that bring most for what they cost, where 1, 2, .. of them bring so many tokens."""
+    gain = [tokens / target.cost(batch * rows, batch) for rows, tokens in enumerate(promised, start=1)]
+    return 1 + gain.index(max(gain))
+
+
 def sureness(chance: Tensor, likely: Tensor) -> Tensor:
     """How much of the chance of live nodes [b, w] their first guesses [b, w, k] hold, all as log-chances."""
     return (likely[..., 0] + chance).exp().sum() / chance.exp().sum()
@@ -378,8 +384,7 @@ class StaticTree:
         """How many paths are worth their rows."""
         if self.promised is None:
             return len(self.paths)
-        gain = [promised / self.target.cost(batch * rows, batch) for rows, promised in enumerate(self.promised, start=1)]
-        return gain.index(max(gain))
+        return paying_rows(self.target, batch, self.promised) - 1
 
     def depth(self, batch: int) -> int:
         return self.template(batch).depth

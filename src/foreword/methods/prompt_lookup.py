@@ -18,6 +18,7 @@ from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.state import State
 from foreword.core.target import Target
+from foreword.core.trees import paying_rows
 from foreword.errors import InputError
 
 MOST_ROWS = 16
@@ -99,15 +100,10 @@ class PromptLookup(Drafter):
         """The same in numbers. Where rows are `fixed` as many are checked each time, used or not: as many as usually pay."""
         rows = self.rows
         if rows is None and fixed:
-            rows = self._paying(batch, list(accumulate(KEPT, initial=1.0)))
+            rows = paying_rows(self.target, batch, list(accumulate(KEPT, initial=1.0)))
         counts = range(self.min_match, self.max_match + 1)
-        sizes = [1] * self.min_match + [rows or self._paying(batch, self._promise(match)) for match in counts]
+        sizes = [1] * self.min_match + [rows or paying_rows(self.target, batch, self._promise(match)) for match in counts]
         return rows or self.shape.nodes, sizes
-
-    def _paying(self, batch: int, promised: list[float]) -> int:
-        """Rows that bring most for what they cost, where 1, 2, .. of them bring so many tokens."""
-        gain = [tokens / self.target.cost(batch * rows, batch) for rows, tokens in enumerate(promised, start=1)]
-        return 1 + gain.index(max(gain))
 
     def _promise(self, match: int) -> list[float]:
         """Tokens that 1 .. nodes rows are expected to decide after a match: every right one makes the match longer."""

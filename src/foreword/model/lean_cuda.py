@@ -100,9 +100,8 @@ class CudaLayer:
 
     def _qkv(self, hidden: Tensor) -> Tensor:
         """What queries, keys and values are made of, by torch's product: [b, n, all of them]."""
-        return linear(self.glue.normed(hidden.flatten(0, 1), self.before_attention), *_weights(self.qkv)).unflatten(
-            0, hidden.shape[:2]
-        )
+        ready = self.glue.normed(hidden.flatten(0, 1), self.before_attention)
+        return linear(ready, *_weights(self.qkv)).unflatten(0, hidden.shape[:2])
 
     def _behind_attention(self, mixed: Tensor, hidden: Tensor) -> Tensor:
         """From what attention gave [b, n, heads, width] to the layer's end, by torch's products."""

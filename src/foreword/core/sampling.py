@@ -194,8 +194,9 @@ class SamplingTable:
             self.columns[name].index_copy_(0, slots, value)
 
     def forget(self, slot: int) -> None:
-        """Nobody sits there any more: it has no say in the kind of a round."""
-        del self.requests[slot], self.own[slot]
+        """Nobody sits there any more, or was about to: the slot has no say in the kind of a round."""
+        self.requests.pop(slot, None)
+        self.own.pop(slot, None)
         self.kinds.clear()
 
     def kind(self, ids: tuple[int, ...]) -> Kind:

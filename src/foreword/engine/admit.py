@@ -47,18 +47,19 @@ class Slots:
             running.reused = running.prefilled = min(kept, most)
         else:
             slot = next((free for free, text in self.left.items() if not text), next(iter(self.left)))
-        del self.left[slot]
-        self.running[slot] = running
-        self.groups.clear()
         running.slot = slot
+        self.groups.clear()
+        self.running[slot] = running  # Ctrl-C may come between any two lines: a slot is in one of the two at all times
+        del self.left[slot]
         return slot
 
     def leave(self, slot: int, keep: bool = True) -> None:
         """Free a slot; what it holds may serve a later prompt if `keep`."""
-        running = self.running.pop(slot)
+        running = self.running[slot]
         written = (*running.request.prompt, *running.tokens)
-        self.left[slot] = written[: running.length] if keep else ()
         self.groups.clear()
+        self.left[slot] = written[: running.length] if keep else ()
+        del self.running[slot]
 
     def group(self, ready: bool) -> Group:
         """Those whose prompt is read, or not yet."""
@@ -95,9 +96,8 @@ def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:
     """Seat as many waiting requests as there are free slots; returns the slots taken."""
     taken = []
     while waiting and slots.left:
-        running = waiting.popleft()
-        slots.take(running)
-        taken.append(running)
+        slots.take(waiting[0])
+        taken.append(waiting.popleft())
     if taken:
         _write_columns(state, taken)
     return [running.slot for running in taken]

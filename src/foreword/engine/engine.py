@@ -65,23 +65,25 @@ class Engine:
 
     def add(self, request: Request) -> Running:
         """Queue a request; it enters when a slot is free."""
-        self._check(request)
-        request = replace(request, sampling=request.sampling.seeded())
-        running = Running(request)
-        if request.sampling.repetition_penalty != 1 and self.state.seen.shape[1] == 0:
-            counts = torch.zeros(self.slots.count, self.target.vocab_size, dtype=torch.int32, device=self.target.device)
-            self.state = replace(self.state, seen=counts)
+        running = self._prepared(request)
         self.waiting.append(running)
         return running
 
+    def _prepared(self, request: Request) -> Running:
+        self._check(request)
+        request = replace(request, sampling=request.sampling.seeded())
+        if request.sampling.repetition_penalty != 1 and self.state.seen.shape[1] == 0:
+            counts = torch.zeros(self.slots.count, self.target.vocab_size, dtype=torch.int32, device=self.target.device)
+            self.state = replace(self.state, seen=counts)
+        return Running(request)
+
     def abort(self, running: Running) -> None:
-        """Give a request up, wherever it stands."""
-        if running.done:
-            return
-        running.finish_reason = "abort"
+        """Give a request up, wherever it stands, be it half-way into a slot or out of it."""
+        if not running.done:
+            running.finish_reason = "abort"
         if running in self.waiting:
             self.waiting.remove(running)
-        else:
+        if self.slots.running.get(running.slot) is running:
             self._release([running])
 
     def give_up(self) -> None:
@@ -117,22 +119,28 @@ class Engine:
         return [running for running in told if running.done]
 
     def _step(self, rounds: int = 1) -> tuple[Launched | None, dict[Running, Event]]:
-        """The rounds that were read, and what they had to tell."""
+        """The rounds that were read, and what they had to tell. If Ctrl-C, or want of memory, ends one half-way, nobody can
+        tell how far the texts have come: all are given up."""
+        try:
+            self._admit()
+            self._prefill()
+            return self._round(rounds)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _admit(self) -> None:
         taken = admit(self.waiting, self.slots, self.state)  # PROMPT
         for slot in taken:
             self.slots.running[slot].began = self.clock
         if taken:
             self.loop.begin(self.state.at(Lanes.of(taken, self._span(taken), self.target.device)))
-        self._prefill()
-        return self._round(rounds)
 
     def generate(self, requests: Iterable[Request]) -> list[Running]:
         """Run requests to their ends, in their order."""
-        requests = list(requests)
-        for request in requests:  # all or nothing: what is queued would be written by the next call
-            self._check(request)
-        running = [self.add(request) for request in requests]
+        running = [self._prepared(request) for request in requests]  # all or nothing: what waits is written by the next call
         try:
+            self.waiting.extend(running)
             for one in running:
                 while not one.done:
                     self.step_for(running)

@@ -127,6 +127,8 @@ class Engine:
             return self._round(rounds)
         except BaseException:
             self.give_up()
+            if isinstance(self.loop, Replay):  # a capture may be half made, or its slots half told
+                self.loop.forget()
             raise
 
     def _admit(self) -> None:

@@ -253,6 +253,29 @@ def test_prompts_of_one_size_are_read_together(method: str) -> None:
 
 
 @pytest.mark.usefixtures("small_passes")
+def test_ctrl_c_in_a_replay_forgets_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes where a bucket's slots are told on the device and not yet noted on the host; the next text has those that
+    the host knows of."""
+    model, (request,) = target(), asked(1)
+    made = engine(drafter("plain", model), model, captured=True, slots=2)
+
+    def written_in(slot: int) -> list[int]:
+        made.slots.left = {slot: (), 1 - slot: ()}
+        return made.generate([request])[0].tokens
+
+    assert written_in(0) == written_in(0) == truth(model.hf, request)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Captured, "__setattr__", _interrupt)
+        written_in(1)
+    assert isinstance(made.loop, Replay) and not made.loop.buckets  # else the next text is written in the other's slot
+    assert written_in(0) == truth(model.hf, request)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("method", METHODS)
 def test_prompt_passes_serve_texts_of_any_sampling(method: str) -> None:
     """Those that were captured for greedy texts are replayed for drawn ones."""

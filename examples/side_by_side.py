@@ -15,6 +15,7 @@ winter. The lighthouse was first lit by whale oil, and the keeper carried the oi
 lighthouse was given an electric lamp, and in 1968 the last keeper of the lighthouse left Cape Arden. Today the lighthouse \
 is a museum, and the lamp of the lighthouse still turns every night."""
 NEW_TOKENS = 128
+TURNS = 3  # in turns, so that whatever else the machine does meanwhile falls on both
 
 
 def main() -> None:
@@ -22,16 +23,22 @@ def main() -> None:
     console.print(f"[dim]{PROMPT}[/]\n")
     with console.status("loading the default model"):
         llm = foreword.load(method="plain", slots=1)
-    results = []
-    for method in ("plain", DEFAULT_METHOD):
-        with console.status(f"{method} writes"):
-            llm.use(method).generate("Hello", max_new_tokens=4)  # the first pass of a process is slow
-            results.append(llm.generate(PROMPT, max_new_tokens=NEW_TOKENS))
-    plain, fast = results
-    console.print(Columns([_panel(result) for result in results], equal=True, expand=True))
-    same = "the same tokens" if plain.tokens == fast.tokens else "DIFFERENT TOKENS: run `foreword prove`"
+    written: dict[str, list[foreword.Result]] = {"plain": [], DEFAULT_METHOD: []}
+    for turn in range(TURNS):
+        for method, results in written.items():
+            with console.status(f"{method} writes, {turn + 1} of {TURNS}"):
+                llm.use(method).generate("Hello", max_new_tokens=4)  # the first pass of a process is slow
+                results.append(llm.generate(PROMPT, max_new_tokens=NEW_TOKENS))
+    plain, fast = (_middle(results) for results in written.values())
+    console.print(Columns([_panel(plain), _panel(fast)], equal=True, expand=True))
+    all_same = all(result.tokens == plain.tokens for results in written.values() for result in results)
+    same = "the same tokens" if all_same else "DIFFERENT TOKENS: run `foreword prove`"
     ratio = fast.stats.tokens_per_second / plain.stats.tokens_per_second
-    console.print(f"{same}, {ratio:.2f}x the speed of plain decoding")
+    console.print(f"{same}, {ratio:.2f}x the speed of plain decoding (the middle one of {TURNS} times each, in turns)")
+
+
+def _middle(results: list[foreword.Result]) -> foreword.Result:
+    return sorted(results, key=lambda result: result.stats.tokens_per_second)[len(results) // 2]
 
 
 def _panel(result: foreword.Result) -> Panel:

@@ -29,15 +29,15 @@ def main() -> None:
             with console.status(f"{method} writes, {turn + 1} of {TURNS}"):
                 llm.use(method).generate("Hello", max_new_tokens=4)  # the first pass of a process is slow
                 results.append(llm.generate(PROMPT, max_new_tokens=NEW_TOKENS))
-    plain, fast = (_middle(results) for results in written.values())
+    plain, fast = (_median(results) for results in written.values())
     console.print(Columns([_panel(plain), _panel(fast)], equal=True, expand=True))
     all_same = all(result.tokens == plain.tokens for results in written.values() for result in results)
     same = "the same tokens" if all_same else "DIFFERENT TOKENS: run `foreword prove`"
     ratio = fast.stats.tokens_per_second / plain.stats.tokens_per_second
-    console.print(f"{same}, {ratio:.2f}x the speed of plain decoding (the middle one of {TURNS} times each, in turns)")
+    console.print(f"{same}, {ratio:.2f}x the speed of plain decoding (the median of {TURNS} runs each, in turns)")
 
 
-def _middle(results: list[foreword.Result]) -> foreword.Result:
+def _median(results: list[foreword.Result]) -> foreword.Result:
     return sorted(results, key=lambda result: result.stats.tokens_per_second)[len(results) // 2]
 
 

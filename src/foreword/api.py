@@ -10,6 +10,7 @@ from typing import Any, Self, overload
 import torch
 from torch import nn
 
+from foreword.core.ctrl_c import HeldBack
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.core.trace import Traced
@@ -136,7 +137,8 @@ class LLM:
         return self
 
     def _take(self, method: str, drafter: Drafter) -> None:
-        self.method, self.engine = method, Engine(self.model, drafter, *self._capacity, graph=self._graph)
+        with HeldBack():  # an engine and its cache come together
+            self.method, self.engine = method, Engine(self.model, drafter, *self._capacity, graph=self._graph)
 
     @overload
     def generate(self, prompt: str | list[Message], *, n: None = None, **settings: Any) -> Result: ...
@@ -262,7 +264,8 @@ class Chat:
         stream = self._llm.stream(turn, reuse=True, **{**self._settings, **settings})
         yield from stream
         self.last = stream.result
-        self.messages = [*turn, {"role": "assistant", "content": self.last.text}]
+        if self.last.finish_reason != "abort":  # a step of somebody else's broke off
+            self.messages = [*turn, {"role": "assistant", "content": self.last.text}]
 
     def send(self, text: str, **settings: Any) -> Result:
         """Say something, and get the whole reply."""

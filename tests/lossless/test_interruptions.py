@@ -1,9 +1,12 @@
-"""Ctrl-C may come between any two lines. Whatever was being written is given up, and what is asked next is the truth."""
+"""Ctrl-C may come before any line, and a step may break at any. What others were writing, or what is asked next, is the
+truth."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -12,74 +15,116 @@ from typing import Any
 import pytest
 
 import foreword
-from doubles import SAMPLINGS, drafter, engine, requests, target, truth, written
+from doubles import SAMPLINGS, drafter, engine, requests, run_to_end, target, truth, written
+from foreword.engine.engine import Engine
 from foreword.methods import METHODS
 
 SOURCE = str(Path(foreword.__file__).parent)
 Line = tuple[str, int]
+STEPS = tuple(f"engine/{name}.py" for name in ("engine", "admit", "prefill", "emit"))
 
 
-class CtrlC:
-    """Notes the lines of ours that are come to, and interrupts before one of them, at its first visit or a later one."""
+class Before:
+    """Notes the lines of ours that are come to, and does something before the first visit of one of them."""
 
-    def __init__(self, before: Line | None = None, visit: int = 1) -> None:
-        self.before, self.visit = before, visit
-        self.lines: list[Line] = []
+    def __init__(self, line: Line | None = None, act: Callable[[], None] = lambda: None) -> None:
+        self.line, self.act = line, act
+        self.lines: set[Line] = set()
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self.at if frame.f_code.co_filename.startswith(SOURCE) else None
 
     def at(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            self.lines.append((frame.f_code.co_filename, frame.f_lineno))
-            if self.lines[-1] == self.before and self.lines.count(self.before) == self.visit:
-                raise KeyboardInterrupt  # which also ends the tracing
+        line = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and line not in self.lines:
+            self.lines.add(line)
+            if line == self.line:
+                self.act()
         return self.at
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         found = sys.gettrace()
+        hears = signal.getsignal(signal.SIGINT)
         sys.settrace(self.enter)
         try:
             yield
         finally:
             sys.settrace(found)
+            assert signal.getsignal(signal.SIGINT) is hears
 
 
-def interrupted_and_asked_again(method: str, late: bool, choose: Callable[[list[Line]], list[CtrlC]]) -> None:
-    """Three texts for two slots, interrupted where `choose` says; then the same again, from what the slots hold of them."""
-    model, asked = target(), requests(3, SAMPLINGS["T=0.8"], max_new_tokens=3)
-    again = [replace(request, reuse=True) for request in asked]
-    expected = [truth(model.hf, request) for request in asked]
-    steps, whole = engine(drafter(method, model), model, slots=2, late=late), CtrlC()
-    assert written(steps, asked) == expected  # what happens only once is over
-    with whole.watching():
-        assert written(steps, asked) == expected
-    for ctrl_c in choose(whole.lines):
-        with pytest.raises(KeyboardInterrupt), ctrl_c.watching():
-            steps.generate(asked)
-        assert not steps.busy and len(steps.slots.left) == 2, ctrl_c.before
-        assert written(steps, again) == expected, ctrl_c.before
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
-at_once_or_late = pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
+def broken() -> None:
+    raise MemoryError
 
 
-@at_once_or_late
-def test_before_any_line_that_seats_a_text_or_lets_it_go(late: bool) -> None:
-    def choose(lines: list[Line]) -> list[CtrlC]:
-        seating = [line for line in sorted(set(lines)) if line[0].endswith(("engine.py", "admit.py", "sampling.py"))]
-        assert len(seating) > 100
-        return [CtrlC(before=line) for line in seating]
-
-    interrupted_and_asked_again("plain", late, choose)
+ASKED = requests(4, SAMPLINGS["T=0.8"], max_new_tokens=3)
+AGAIN = [replace(request, reuse=True) for request in ASKED]
 
 
-@at_once_or_late
+@cache
+def expected() -> list[list[int]]:
+    return [truth(target().hf, request) for request in ASKED]
+
+
+def lines_of(steps: Engine) -> list[Line]:
+    """The lines of ours that are come to whenever those texts are written."""
+    found = []
+    for _ in range(3):  # what happens only once is over after the first
+        watched = Before()
+        with watched.watching():
+            steps.generate(ASKED[:3])
+        found.append(watched.lines)
+    return sorted(found[1] & found[2])
+
+
+def ctrl_c_before(line: Line, steps: Engine) -> bool:
+    """Three texts are interrupted, beside a fourth that is nobody's business; then all are asked again."""
+    fourth, interrupted = steps.add(ASKED[3]), False
+    try:
+        with Before(line, ctrl_c).watching():
+            steps.generate(ASKED[:3])
+    except KeyboardInterrupt:
+        interrupted = True
+    run_to_end(steps)
+    assert fourth.tokens == expected()[3], line
+    assert len(steps.slots.left) == steps.slots.count, line
+    assert written(steps, AGAIN) == expected(), line
+    return interrupted
+
+
+def steps_of(method: str, late: bool) -> Engine:
+    return engine(drafter(method, target()), target(), slots=3, late=late)
+
+
+def test_ctrl_c_before_any_line_of_a_step() -> None:
+    steps = steps_of("plain", late=True)
+    lines = [line for line in lines_of(steps) if line[0].endswith(STEPS)]
+    assert len(lines) > 150
+    assert all(ctrl_c_before(line, steps) for line in lines)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 @pytest.mark.parametrize("method", METHODS)
-def test_before_some_lines_of_a_method(method: str, late: bool) -> None:
-    def choose(lines: list[Line]) -> list[CtrlC]:
-        some = Random(method).choices(lines, k=3)
-        return [CtrlC(line, visit=-(-lines.count(line) // 2)) for line in some]
+def test_ctrl_c_before_some_lines_of_a_method(method: str, late: bool) -> None:
+    """Which of them are come to again may depend on what a draft in another thread has to say."""
+    steps = steps_of(method, late)
+    lines = Random(method).sample(lines_of(steps), 5)
+    assert sum(ctrl_c_before(line, steps) for line in lines) >= 2
 
-    interrupted_and_asked_again(method, late, choose)
+
+def test_a_step_that_breaks_before_any_line_gives_everybody_up() -> None:
+    """For want of memory, perhaps, or by a second Ctrl-C."""
+    steps = steps_of("plain", late=True)
+    for line in [line for line in lines_of(steps) if line[0].endswith(STEPS)]:
+        fourth = steps.add(ASKED[3])
+        with pytest.raises(MemoryError), Before(line, broken).watching():
+            steps.generate(ASKED[:3])
+        run_to_end(steps)
+        assert fourth.finish_reason == "abort" or fourth.tokens == expected()[3], line
+        assert len(steps.slots.left) == steps.slots.count, line
+        assert written(steps, AGAIN) == expected(), line

@@ -102,10 +102,10 @@ def unable(name: str, error: Exception) -> Contender:
 def written(engine: Engine, tasks: Sequence[Task], manner: Manner) -> list[Answer]:
     """The answers of one of our engines. A task that cannot be begun, or that breaks, is a failed one; the others go on."""
     started = time.perf_counter()
-    begun = [_begun(engine, task, manner) for task in tasks]
-    runs = [one for one in begun if isinstance(one, Running)]
-    unheard, first = list(runs), dict[int, float]()
+    first: dict[int, float] = {}
     try:
+        begun = [_begun(engine, task, manner) for task in tasks]
+        unheard = [one for one in begun if isinstance(one, Running)]
         while engine.busy:
             engine.step_for(())
             if unheard:
@@ -113,8 +113,7 @@ def written(engine: Engine, tasks: Sequence[Task], manner: Manner) -> list[Answe
                 first |= {id(run): now for run in unheard if run.tokens}
                 unheard = [run for run in unheard if not (run.tokens or run.done)]
     finally:
-        for run in runs:
-            engine.abort(run)
+        engine.give_up()
     return [one if isinstance(one, Answer) else _answer(one, first.get(id(one))) for one in begun]
 
 

@@ -85,13 +85,12 @@ def _noise(engine: Engine, count: int, length: int, generator: torch.Generator) 
 @contextmanager
 def under_way(engine: Engine, requests: list[Request], rounds: int) -> Iterator[list[Running]]:
     """Texts whose prompts are read and whose first rounds are launched, all of them together; given up in the end."""
-    runs = [engine.add(request) for request in requests]
     try:
+        runs = [engine.add(request) for request in requests]
         while not all(run.ready for run in runs):
             engine.step_for(runs)
         for _ in range(rounds):
             engine.step_for(runs)
         yield runs
     finally:
-        for run in runs:
-            engine.abort(run)
+        engine.give_up()

@@ -194,7 +194,7 @@ class SamplingTable:
             self.columns[name].index_copy_(0, slots, value)
 
     def forget(self, slot: int) -> None:
-        """Nobody sits there any more, or was about to: the slot has no say in the kind of a round."""
+        """Who sat there, or was about to, has no say in the kind of a round any more."""
         self.requests.pop(slot, None)
         self.own.pop(slot, None)
         self.kinds.clear()

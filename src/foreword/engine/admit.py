@@ -49,7 +49,7 @@ class Slots:
             slot = next((free for free, text in self.left.items() if not text), next(iter(self.left)))
         running.slot = slot
         self.groups.clear()
-        self.running[slot] = running  # Ctrl-C may come between any two lines: a slot is in one of the two at all times
+        self.running[slot] = running  # whatever breaks off, a slot is in one of the two at least
         del self.left[slot]
         return slot
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from foreword.core.ctrl_c import HeldBack
 from foreword.core.drafter import Drafter
 from foreword.core.loop import Loop
 from foreword.core.sending import sent
@@ -77,19 +78,20 @@ class Engine:
             self.state = replace(self.state, seen=counts)
         return Running(request)
 
-    def abort(self, running: Running) -> None:
-        """Give a request up, wherever it stands, be it half-way into a slot or out of it."""
-        if not running.done:
-            running.finish_reason = "abort"
-        if running in self.waiting:
-            self.waiting.remove(running)
-        if self.slots.running.get(running.slot) is running:
-            self._release([running])
+    def abort(self, *given: Running) -> None:
+        """Give requests up, wherever they stand."""
+        gone = dict.fromkeys(given)  # once, though a step that broke may have left one waiting and seated
+        with HeldBack():
+            for running in gone:
+                if not running.done:
+                    running.finish_reason = "abort"
+            if self.waiting:
+                self.waiting = deque(running for running in self.waiting if running not in gone)
+            self._release([running for running in gone if self.slots.running.get(running.slot) is running])
 
     def give_up(self) -> None:
         """Abort everything, before the cache goes away or to another engine."""
-        for running in [*self.waiting, *self.slots.running.values()]:
-            self.abort(running)
+        self.abort(*self.waiting, *self.slots.running.values())
 
     @property
     def busy(self) -> bool:
@@ -119,17 +121,30 @@ class Engine:
         return [running for running in told if running.done]
 
     def _step(self, rounds: int = 1) -> tuple[Launched | None, dict[Running, Event]]:
-        """The rounds that were read, and what they had to tell. If Ctrl-C, or want of memory, ends one half-way, nobody can
-        tell how far the texts have come: all are given up."""
+        """The rounds that were read, and what they had to tell."""
+        with HeldBack():
+            return self._whole(rounds)
+
+    def _whole(self, rounds: int) -> tuple[Launched | None, dict[Running, Event]]:
         try:
             self._admit()
             self._prefill()
             return self._round(rounds)
         except BaseException:
-            self.give_up()
-            if isinstance(self.loop, Replay):  # a capture may be half made, or its slots half told
-                self.loop.forget()
+            self._break_off()
             raise
+
+    def _break_off(self) -> None:
+        """A step broke half-way, for want of memory perhaps: how far a text has come nobody can tell, nor what of a round is
+        captured."""
+        for running in self.slots.running.values():
+            running.finish_reason = "abort"  # of one that had just ended, not all may have been told
+        try:
+            self.give_up()
+        finally:
+            self.unread = None
+            if isinstance(self.loop, Replay):
+                self.loop.forget()
 
     def _admit(self) -> None:
         taken = admit(self.waiting, self.slots, self.state)  # PROMPT
@@ -147,8 +162,7 @@ class Engine:
                 while not one.done:
                     self.step_for(running)
         finally:
-            for one in running:
-                self.abort(one)
+            self.abort(*running)
         return running
 
     def _prefill(self) -> None:
@@ -209,7 +223,17 @@ class Engine:
         may have left NaN in its rows, which must not reach the next."""
         if not finished:
             return
-        beyond = (read - 1) * self._most + self._unread
+        sound = [False] * len(finished)
+        try:
+            sound = self._let_go(finished, (read - 1) * self._most + self._unread)
+        finally:  # also where the device had no memory left to look at them
+            for running, fine in zip(finished, sound, strict=True):
+                running.decode_s = self.clock - running.began if running.ready else 0.0
+                self.state.table.forget(running.slot)
+                self.slots.leave(running.slot, keep=fine)
+
+    def _let_go(self, finished: list[Running], beyond: int) -> list[bool]:
+        """Of each text whether what the cache holds may stay. On the device they may be so many tokens longer."""
         ids = [running.slot for running in finished]
         slots = sent(ids, self.target.device)
         self.state.alive_slots.index_fill_(0, slots, False)
@@ -218,10 +242,7 @@ class Engine:
         if self.slots.pads:  # what a padding row writes must not touch what is kept, nor look beyond it
             kept = [running.length * fine for running, fine in zip(finished, sound, strict=True)]
             self.state.lengths.index_copy_(0, slots, sent(kept, self.target.device))
-        for running, fine in zip(finished, sound, strict=True):
-            running.decode_s = self.clock - running.began if running.ready else 0.0
-            self.state.table.forget(running.slot)
-            self.slots.leave(running.slot, keep=fine)
+        return sound
 
     def _clear(self, running: Running, beyond: int) -> bool:
         """Whether what the cache holds of a text may stay, which on the device may be so many tokens longer."""

@@ -189,9 +189,9 @@ def _write_plain(engine: Engine, prompts: Sequence[Prompt], requests: list[Reque
 def _write(engine: Engine, requests: list[Request], heard: Callable[[int, Running], Request | None]) -> list[Running]:
     """Write all requests together. `heard` hears of each whenever it has grown, by its index, and may answer with what to
     write next."""
-    runs = [engine.add(request) for request in requests]
-    index = {id(run): i for i, run in enumerate(runs)}
     try:
+        runs = [engine.add(request) for request in requests]
+        index = {id(run): i for i, run in enumerate(runs)}
         while engine.busy:
             for run in [event.running for event in engine.step()]:
                 further = heard(index[id(run)], run)
@@ -199,8 +199,7 @@ def _write(engine: Engine, requests: list[Request], heard: Callable[[int, Runnin
                     runs.append(engine.add(further))
                     index[id(runs[-1])] = index[id(run)]
     finally:
-        for run in runs:
-            engine.abort(run)
+        engine.give_up()
     return runs
 
 

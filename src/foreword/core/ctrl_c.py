@@ -1,0 +1,33 @@
+"""Ctrl-C, held back while something has to be whole: a step above all, in which a text stands half-way in many places."""
+
+from __future__ import annotations
+
+import signal
+from threading import current_thread, main_thread
+from types import FrameType
+
+
+class HeldBack:
+    """A block that Ctrl-C does not cut: it comes when the block has ended. A second one does not wait."""
+
+    def __enter__(self) -> None:
+        self.came = False
+        # Signals come to the main thread alone; and a handler that Python did not set could not be put back.
+        self.before = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None:
+            self._let_go()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        again, self.came = self.came, True
+        if again:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        signal.signal(signal.SIGINT, self.before)
+        came, self.came = self.came, False
+        if came:
+            signal.raise_signal(signal.SIGINT)

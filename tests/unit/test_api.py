@@ -455,6 +455,15 @@ def test_a_reply_that_was_left_is_not_remembered(llm: LLM) -> None:
     assert chat.messages == [] and not llm.engine.busy
 
 
+def test_a_reply_that_somebody_gave_up_is_not_remembered(llm: LLM) -> None:
+    chat = llm.chat(max_new_tokens=20, ignore_eos=True)
+    stream = chat.stream("hello")
+    next(stream)  # type: ignore[call-overload]
+    llm.engine.give_up()
+    assert list(stream) == [] and chat.last.finish_reason == "abort"
+    assert chat.messages == []
+
+
 def test_two_chats_share_the_slots(llm: LLM) -> None:
     one, other = (llm.chat(system=who, max_new_tokens=5) for who in ("a", "b"))
     said = [(one.send(text), other.send(text)) for text in TURNS]

@@ -32,8 +32,14 @@ for step in "$@"; do
     batches) bench bench_cuda_batches $questions --methods $everybody --batch 8,32 --temperature 0,0.8 --repeats 2 ;;
     drawn) bench bench_cuda_drawn $questions --methods $everybody --temperature 0.8 --repeats 1 ;;
     grown_batches) bench bench_cuda_7b_batches $questions --methods $one_gpu --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
-    all) bench bench_cuda_240 --prompts data/spec_bench.jsonl --methods $one_gpu --repeats 1 ;;
+    all) bench bench_cuda_240 --prompts spec_bench_240=data/spec_bench.jsonl --methods $one_gpu --repeats 1 ;;
     table1) bench bench_cuda_table1 $questions --methods medusa,clover --rows 5 --batch 1,4,8,16,32 --repeats 3 ;;
+    hf) bench bench_cuda_hf $questions --per-group 2 --methods plain,echo --baselines hf,hf_static,hf_lookup,hf_assistant --repeats 1 ;;
+    prove)
+        for dtype in float32 bfloat16; do
+            python -m foreword prove --prompts data/spec_bench.jsonl --per-group 8 --dtype $dtype --slots 4 --out "$out/prove_cuda_$dtype" >"$out/prove_$dtype.txt" 2>&1
+        done
+        ;;
     profile)
         python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,$one_gpu --out "$out/135m.json" >"$out/135m.txt" 2>&1
         python -m foreword profile --grow 7b --rows 1,4,16,32,64 --contexts 512 --methods plain,clover2,hidden_transfer --tokens 32 --out "$out/7b_grown.json" >"$out/7b_grown.txt" 2>&1

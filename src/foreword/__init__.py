@@ -1,4 +1,4 @@
-"""Foreword: lossless speculative decoding for any Hugging Face model.
+"""Foreword: lossless speculative decoding for Hugging Face models.
 
 The public names, and nothing else. They are looked up when first used: `import foreword` alone does not import torch,
 so a command that loads no model answers at once.

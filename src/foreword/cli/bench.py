@@ -54,8 +54,8 @@ class AskedOptions:
         list[str] | None,
         _of_asked(
             metavar="[NAME=]FILE",
-            help="Prompts to answer; may be repeated. spec_bench_48=FILE is a sample of Spec-Bench. Default: sixty that are "
-            "built in.",
+            help="Prompts to answer; may be repeated. spec_bench_48=FILE and spec_bench_240=FILE are samples of Spec-Bench. "
+            "Default: sixty that are built in.",
         ),
     ] = None
     limit: Annotated[int | None, _of_asked(min=1, metavar="N", help="Only the first N prompts of each file.")] = None

@@ -118,7 +118,7 @@ def _numba(model: ModelOptions) -> Finding:
         return Finding("Numba", "ok", f"{version('numba')}: lean layers on the CPU")
     if (model.device or "cuda").startswith("cuda") and torch.cuda.is_available():
         return Finding("Numba", "ok", "not installed, and not needed on CUDA")
-    return Finding("Numba", "warn", "not installed: slower layers on the CPU", "pip install 'foreword[cpu]'")
+    return Finding("Numba", "warn", "not installed: slower layers on the CPU", "pip install numba")
 
 
 def _memory() -> Finding:

@@ -33,7 +33,7 @@ class Yield:
     source: str
 
 
-# Of the default model on 48 open prompts, greedy. A CPU checks as many rows as it likes: about 3 (results/prove_cpu).
+# Of the default model on 48 prompts of Spec-Bench, greedy. A CPU checks as many rows as it likes: about 3 (results/prove_cpu).
 YIELDS: dict[str, tuple[Yield, ...]] = {
     "prompt_lookup": (Yield(3, 1.70, "results/bench_cpu"), Yield(16, 2.01, "results/bench_cuda_48")),
     "echo": (Yield(64, 3.95, "results/bench_cuda_48"),),  # where every row costs, clover2 alone is as fast

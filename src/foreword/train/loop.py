@@ -48,7 +48,7 @@ def processes(device: str | None = None) -> Any:
     try:
         from accelerate import Accelerator  # noqa: PLC0415  an extra: only training needs it
     except ImportError as error:
-        raise InputError("training needs accelerate; pip install 'foreword[train]'") from error
+        raise InputError("training needs accelerate; pip install accelerate") from error
     return Accelerator(cpu=device == "cpu")
 
 

@@ -1,4 +1,4 @@
-"""Prompt sets: by file and name, the sample that has a name, and the set that is built in."""
+"""Prompt sets: by file and name, the samples that have names, and the set that is built in."""
 
 import json
 from collections import Counter
@@ -34,14 +34,15 @@ def test_the_built_in_set() -> None:
     assert len(BUILTIN_FILE.read_text().encode()) < 30_000
 
 
-def test_the_sample_of_spec_bench(spec_bench: Path) -> None:
-    found = read_suite(f"spec_bench_48={spec_bench}")
-    assert found.name == "spec_bench_48" and {name: len(of) for name, of in found.groups().items()} == {
-        "mt_bench": 8,
-        **dict.fromkeys(OTHERS, 8),
-    }
-    assert {prompt.category for prompt in found.groups()["mt_bench"]} == set(KINDS)
-    assert [int(prompt.id) for prompt in found.prompts] == list(SAMPLES["spec_bench_48"])
+@pytest.mark.parametrize(("name", "each"), [("spec_bench_48", 8), ("spec_bench_240", 40)])
+def test_samples_of_spec_bench(name: str, each: int, spec_bench: Path) -> None:
+    """As many of each group, and of MT-bench as many of each kind."""
+    found = read_suite(f"{name}={spec_bench}")
+    sizes = {group: len(of) for group, of in found.groups().items()}
+    assert found.name == name and sizes == {"mt_bench": each, **dict.fromkeys(OTHERS, each)}
+    kinds = Counter(prompt.category for prompt in found.groups()["mt_bench"])
+    assert kinds == dict.fromkeys(KINDS, each // 8)
+    assert [int(prompt.id) for prompt in found.prompts] == list(SAMPLES[name])
 
 
 def test_the_sample_is_the_same_in_a_part_of_the_file(spec_bench: Path, tmp_path: Path) -> None:

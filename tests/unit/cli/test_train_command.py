@@ -202,7 +202,7 @@ def test_data_that_does_not_belong_here(run: Any, asked: Any, data: Path, tmp_pa
 def test_without_accelerate(run: Any, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     shown = run(*asked)
-    assert shown.exit_code == 2 and "training needs accelerate; pip install 'foreword[train]'" in shown.stderr
+    assert shown.exit_code == 2 and "training needs accelerate; pip install accelerate" in shown.stderr
 
 
 def test_defaults_are_those_of_the_library() -> None:

@@ -43,7 +43,7 @@ USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES bri
 GUESSING = 0.15  # passes over one row: what drafting costs beside its levels, two layers of thirty that read along and more
 LEVEL_KERNELS = 8  # of a level of guesses: the state, the head, the best, and which of them are gone on from
 GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
-GAIN_BESIDE = 0.5  # tokens that a chain of lookups brings beside a tree: results/trees_cpu, results/bench_cuda_7b_echo
+GAIN_BESIDE = 0.5  # tokens that a chain of lookups brings beside a tree: results/trees_cpu, results/bench_cuda_7b
 TRAINED_BEND = 0.67  # of `share_of_gain`, as trained drafters have it: results/trees_cpu, rows_*.json
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.

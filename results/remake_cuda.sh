@@ -13,11 +13,11 @@ questions="--prompts spec_bench_48=data/spec_bench.jsonl"
 bench() { echo "== $1"; python -m foreword bench "${@:2}" --out "$out/$1" >"$out/$1.txt" 2>&1 || tail -5 "$out/$1.txt"; }
 
 warm() { # compiles kernels, every method in a process of its own; the grown model is too large for several
-    short="--per-group 2 --max-new-tokens 8 --repeats 1 --temperature 0,0.8 --batch 1,8"
+    short="--per-group 2 --max-new-tokens 8 --repeats 1 --temperature 0,0.8"
     for method in ${everybody//,/ }; do
-        python -m foreword bench $questions $short --methods "$method" >/dev/null 2>&1 &
+        python -m foreword bench $questions $short --batch 1,8 --methods "$method" >/dev/null 2>&1 &
     done
-    python -m foreword bench $questions $short --methods $one_gpu --grow 7b >/dev/null 2>&1 &
+    python -m foreword bench $questions $short --batch 8 --methods $everybody --grow 7b >/dev/null 2>&1 &
     wait
 }
 
@@ -27,11 +27,11 @@ for step in "$@"; do
     warm) warm ;;
     default) bench bench_cuda_48 $questions --methods $everybody --repeats 2 ;;
     again) bench bench_cuda_48_again $questions --methods $everybody --repeats 2 ;;
-    grown) bench bench_cuda_7b $questions --methods $one_gpu --grow 7b --repeats 1 ;;
-    grown_drawn) bench bench_cuda_7b_drawn $questions --methods $one_gpu --grow 7b --temperature 0.8 --repeats 1 ;;
+    grown) bench bench_cuda_7b $questions --methods $everybody --grow 7b --repeats 1 ;;
+    grown_drawn) bench bench_cuda_7b_drawn $questions --methods $everybody --grow 7b --temperature 0.8 --repeats 1 ;;
     batches) bench bench_cuda_batches $questions --methods $everybody --batch 8,32 --temperature 0,0.8 --repeats 2 ;;
     drawn) bench bench_cuda_drawn $questions --methods $everybody --temperature 0.8 --repeats 1 ;;
-    grown_batches) bench bench_cuda_7b_batches $questions --methods $one_gpu --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
+    grown_batches) bench bench_cuda_7b_batches $questions --methods $everybody --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
     all) bench bench_cuda_240 --prompts spec_bench_240=data/spec_bench.jsonl --methods $one_gpu --repeats 1 ;;
     table1) bench bench_cuda_table1 $questions --methods medusa,clover --rows 5 --batch 1,4,8,16,32 --repeats 3 ;;
     hf) bench bench_cuda_hf $questions --per-group 2 --methods plain,echo --baselines hf,hf_static,hf_lookup,hf_assistant --repeats 1 ;;

@@ -14,6 +14,7 @@ import foreword
 from foreword.api import LLM
 from foreword.bench import Benchmark, Manner, Task, Timing, contender, make_baselines
 from foreword.bench.roofline import PARTS, roofline
+from foreword.model.cache import Berth
 
 pytestmark = pytest.mark.gpu
 
@@ -78,6 +79,18 @@ def test_rounds_are_captured_before_the_clock(load: Callable[[str], LLM], temper
     assert sum(len(a.accepted) for a in again) <= sum(len(a.accepted) for a in first)  # it has learned
     one.forget()
     assert [answer.accepted for answer in one.write(TASKS, manner)] == [answer.accepted for answer in first]
+
+
+def test_caches_in_the_same_memory(load: Callable[[str], LLM]) -> None:
+    """Rounds are captured with where the cache lies; another's turn in between changes no text."""
+    llm, berth, manner = load("float32"), Berth(), Manner(24)
+    alone = [answer.tokens for answer in contender(llm, "plain", 512, slots=2).write(TASKS, manner)]
+    together = [contender(llm, name, 512, 2, berth=berth) for name in ("plain", "prompt_lookup", "token_recycling")]
+    for one in together:
+        one.capture(TASKS, manner)
+    for _ in range(2):
+        for one in together:
+            assert [answer.tokens for answer in one.write(TASKS, manner)] == alone
 
 
 def test_what_the_machine_allows(load: Callable[[str], LLM]) -> None:

@@ -1,4 +1,5 @@
-"""Who is timed: our methods, each with its own cache on shared weights. `baselines.py` has other people's decoding.
+"""Who is timed: our methods, on shared weights and, since one writes at a time, with caches in the same memory.
+`baselines.py` has other people's decoding.
 
 A contender writes the answers to tasks, as many side by side as it has slots, and says which tokens each round brought; the
 clock is the benchmark's, not its own. Tasks are token ids: tokenizing and decoding are in nobody's time.
@@ -18,6 +19,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import ForewordError, PromptError
 from foreword.methods.wanted import Wanted
+from foreword.model.cache import Berth
 from foreword.model.model import Model
 from foreword.text import Prompt, Tokenizer
 
@@ -62,6 +64,8 @@ class Contender:
     write: Callable[[Sequence[Task], Manner], list[Answer]]
     capture: Callable[[Sequence[Task], Manner], None] = lambda *_: None
     """Prepare for tasks such as these, so that nothing is captured or compiled while the clock runs."""
+    ready: Callable[[], None] = lambda: None
+    """Whatever it has to do before the clock of its turn runs."""
     forget: Callable[[], None] = lambda: None
     """Lose what was learned from texts: who has seen a prompt before knows the answer."""
     close: Callable[[], None] = lambda: None
@@ -74,20 +78,27 @@ def contender(
     max_context: int | None = None,
     slots: int = 1,
     graph: bool = True,
+    berth: Berth | None = None,
     **options: Any,
 ) -> Contender:
-    """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`, `slots` texts side by side."""
+    """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`, `slots` texts side by side; its cache in a
+    `berth` that others may have, too."""
     model = llm.model
-    shared = Model(model.hf, model.name, model.curve, model.grown)
+    shared = Model(model.hf, model.name, model.curve, model.grown, berth)
     own = LLM(shared, llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
     engine = own.engine
     forget = memory(engine.drafter) if engine.drafter.learns else lambda: None
 
     def capture(tasks: Sequence[Task], manner: Manner) -> None:
+        engine.take_berth()
         lengths = [min(len(task.ids), engine.max_context - 1) for task in tasks]
         capture_rounds(engine, min(lengths), max(lengths) + manner.max_new_tokens, manner.sampling(tasks[0]))
 
-    return Contender(method, lambda tasks, manner: written(engine, tasks, manner), capture, forget, own.close)
+    def write(tasks: Sequence[Task], manner: Manner) -> list[Answer]:
+        engine.take_berth()  # again, for who was not asked to be ready
+        return written(engine, tasks, manner)
+
+    return Contender(method, write, capture, engine.take_berth, forget, own.close)
 
 
 def unable(name: str, error: Exception) -> Contender:

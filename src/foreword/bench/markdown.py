@@ -24,10 +24,16 @@ def markdown(found: Content) -> str:
         lines += _roofline_lines(found["roofline"], base)
     if found.get("spec_bench"):
         lines += _spec_bench_lines(found["spec_bench"])
-    if found.get("warm_up_s"):
-        warm = [f"batch {batch}: {sum(spent.values()):.1f} s" for batch, spent in found["warm_up_s"].items()]
-        lines += ["", f"Warming up and capturing rounds, for all together and in no figure above: {', '.join(warm)}."]
+    lines += _warm_up_lines(found)
     return "\n".join(lines) + "\n"
+
+
+def _warm_up_lines(found: Content) -> list[str]:
+    """Of a run that was cut, what was spent before it went on is not known."""
+    warm = [f"batch {batch}: {sum(spent.values()):.1f} s" for batch, spent in found.get("warm_up_s", {}).items() if spent]
+    since = " (since the run went on)" if found["about"].get("resumed") else ""
+    words = f"Warming up and capturing rounds, for all together and in no figure above{since}: {', '.join(warm)}."
+    return ["", words] if warm else []
 
 
 def where_words(found: Content) -> str:
@@ -36,10 +42,12 @@ def where_words(found: Content) -> str:
     parts += [f"commit {about['commit']}", about["date"]]
     chosen = f"T={found['temperature']:g}" if found.get("temperature") else "Greedy"
     repeats = f", the middle one of {found['repeats']} runs" if found.get("repeats", 1) > 1 else ""
+    cut = f" The run was cut after {about['resumed']} blocks of prompts, and went on." if about.get("resumed") else ""
     return (
         f"{', '.join(part for part in parts if part)}. {chosen}, at most {found['max_new_tokens']} new tokens{repeats}. "
         "Speeds are tokens over wall seconds, the reading of the prompt included; in brackets, where 95 of 100 samples of "
         "the prompts would put the speed-up. Loop share: tokens inside an 8-gram that the answer already had."
+        f"{cut}"
     )
 
 

@@ -248,14 +248,20 @@ def _timed(contender: Contender, tasks: list[Task], manner: Manner) -> tuple[lis
     """A contender that breaks has failed at these tasks; the benchmark goes on."""
     if not tasks:
         return [], 0.0
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # what the one before left running is not this one's time
     started = time.perf_counter()
     try:
+        contender.ready()
+        _synchronize()  # what the one before left running, and getting ready, are not this one's time
+        started = time.perf_counter()
         answers = contender.write(tasks, manner)
     except Exception as error:  # of whatever library: it is told in the report
         answers = [Answer.failure(error)] * len(tasks)
     return answers, time.perf_counter() - started
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 # What there is to do ------------------------------------------------------------------------------------------------------

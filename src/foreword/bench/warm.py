@@ -16,7 +16,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.admit import round_up
 from foreword.engine.engine import Engine
-from foreword.engine.graph import LEAST_SPAN, MOST_TEXTS, Replay, padded_rows, reach
+from foreword.engine.graph import LEAST_SPAN, MOST_TEXTS, PromptBucket, Replay, padded_rows, prompt_bucket, reach
 from foreword.engine.request import Request, Running
 
 ROUNDS = 3  # the first of a bucket runs as it is written, the second is captured, and one is replayed
@@ -34,7 +34,8 @@ def memory(drafter: Drafter) -> Callable[[], None]:
 
 
 def capture_rounds(engine: Engine, shortest: int, longest: int, sampling: Sampling | None = None) -> None:
-    """For texts that begin with `shortest` tokens or more and end with `longest` or fewer, whose tokens are so chosen."""
+    """For texts that begin with `shortest` tokens or more and end with `longest` or fewer, whose tokens are so chosen. In
+    passes over prompts nothing is chosen: those that are captured already are left out."""
     if not isinstance(engine.loop, Replay):
         return
     restore, slots = memory(engine.drafter), engine.slots.count
@@ -49,7 +50,7 @@ def capture_rounds(engine: Engine, shortest: int, longest: int, sampling: Sampli
                 pass
     for length in prompt_lengths(shortest, min(longest, engine.max_context - 1), engine.chunk):
         for count in range(1, min(slots, MOST_TEXTS) + 1):
-            for _ in range(2):
+            for _ in range(0 if engine.loop.has_pass(_last_pass(count, length, engine.chunk)) else 2):
                 prompts = _noise(engine, count, length, generator)
                 engine.generate([Request(prompt, sampling, 1, ignore_eos=True) for prompt in prompts])
     restore()
@@ -64,11 +65,17 @@ def lengths(shortest: int, longest: int, context: int) -> list[int]:
 
 def prompt_lengths(shortest: int, longest: int, chunk: int) -> list[int]:
     """One for each size and place of a prompt's last pass; those before it are full."""
-    last = {}
-    for length in range(max(shortest, 2), longest + 1):
-        done, rows = divmod(length - 2, chunk)  # the last token is not read
-        last[done, padded_rows(rows + 1, chunk)] = length
-    return list(last.values())
+    return list({_last_rows(length, chunk): length for length in range(max(shortest, 2), longest + 1)}.values())
+
+
+def _last_rows(length: int, chunk: int) -> tuple[int, int]:
+    """Where a prompt's last pass begins, and how many rows it is padded to. The last token is not read."""
+    full, rows = divmod(length - 2, chunk)
+    return full * chunk, padded_rows(rows + 1, chunk)
+
+
+def _last_pass(count: int, length: int, chunk: int) -> PromptBucket:
+    return prompt_bucket(count, *_last_rows(length, chunk))
 
 
 def sizes(slots: int) -> list[int]:

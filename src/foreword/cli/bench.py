@@ -249,14 +249,16 @@ def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[s
 
 def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:
     from foreword import bench as room  # noqa: PLC0415  imports torch
+    from foreword.model.cache import Berth  # noqa: PLC0415  beside the others
 
     names = dict.fromkeys(["plain", *and_shipped(asked.methods, asked.names, llm.model)])
     context = model.max_context or room.context_for(llm, asked.plan.prompts, asked.plan.max_new_tokens)
+    berth = Berth()
 
     def made(name: str) -> Contender:
         """What cannot be made at all is refused at once; later, texts side by side may need more memory than there is."""
         try:
-            return room.contender(llm, name, context, count, not model.no_graph, rows=asked.rows)
+            return room.contender(llm, name, context, count, not model.no_graph, berth, rows=asked.rows)
         except Exception as error:  # of whatever library: it is told in the report
             if count == asked.plan.batches[0]:
                 raise

@@ -61,6 +61,11 @@ class Slots:
         self.left[slot] = written[: running.length] if keep else ()
         del self.running[slot]
 
+    def forget(self) -> None:
+        """What free slots hold."""
+        self.left = dict.fromkeys(self.left, ())
+        self.groups.clear()
+
     def group(self, ready: bool) -> Group:
         """Those whose prompt is read, or not yet."""
         if not self.groups or self.groups[False].runs:  # whose prompt was being read may be ready by now

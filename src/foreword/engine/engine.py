@@ -93,6 +93,12 @@ class Engine:
         """Abort everything, before the cache goes away or to another engine."""
         self.abort(*self.waiting, *self.slots.running.values())
 
+    def take_berth(self) -> None:
+        """Where its cache lies in memory that engines share: before it writes again, when another may have written there."""
+        assert not self.busy, "texts under way would be lost"
+        if self.target.cache.take():
+            self.slots.forget()
+
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.slots.running)

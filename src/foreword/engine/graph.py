@@ -25,6 +25,7 @@ FEWEST_ROWS = 64  # of a captured prompt pass
 MOST_TEXTS = 4  # in one
 
 Bucket = tuple[int, int, Kind, int]
+PromptBucket = tuple[int, int, int]
 Answer = TypeVar("Answer")
 
 
@@ -45,7 +46,7 @@ class Replay:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.buckets: dict[Any, Captured[Emission]] = {}  # by Bucket, and by the rows of a draft that is given
-        self.chunks: dict[Any, Captured[Scores | None]] = {}
+        self.chunks: dict[PromptBucket, Captured[Scores | None]] = {}
         self.pool: Any = None  # memory that all graphs share
 
     def forget(self) -> None:
@@ -74,8 +75,12 @@ class Replay:
 
     def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
         """`read(state, chunk)`. What it gives stays as it is until the next replay: any graph may write where it lies."""
-        bucket = len(state.lanes.ids), reach(state.lanes.span), chunk.nodes
+        bucket = prompt_bucket(len(state.lanes.ids), state.lanes.span, chunk.nodes)
         return self._given(self.chunks, bucket, state, chunk, read)
+
+    def has_pass(self, bucket: PromptBucket) -> bool:
+        """Whether a pass over prompts is captured."""
+        return bucket in self.chunks and self.chunks[bucket].graph is not None
 
     def _given(
         self,
@@ -144,6 +149,11 @@ def padded_rows(rows: int, chunk: int) -> int:
 def reach(span: int) -> int:
     """How far attention looks in a round that was captured for texts of such a length."""
     return max(1 << (span - 1).bit_length(), LEAST_SPAN) if span else 0
+
+
+def prompt_bucket(texts: int, read: int, rows: int) -> PromptBucket:
+    """Of a pass over as many rows of each prompt, of which so much was read before."""
+    return texts, reach(read), rows
 
 
 def _bucket(state: State) -> Bucket:

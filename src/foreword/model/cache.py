@@ -8,12 +8,15 @@ written there, and nothing ever reads it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from foreword.core.state import Lanes
 from foreword.errors import CapacityError
+
+SPARE = 128  # rows: more than any method's passes have beyond those of plain decoding
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,55 @@ class CacheShape:
         return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
 
 
+class Berth:
+    """Memory in which the caches of several engines lie, of which one writes at a time: they take turns. Made for the first
+    of them, with SPARE rows a slot for those whose passes are larger; whoever needs more than that begins another piece."""
+
+    def __init__(self) -> None:
+        self._numbers: Tensor | None = None
+        self._taken_by: SlotCache | None = None
+
+    def lend(self, cache: SlotCache, device: torch.device) -> Tensor:
+        numbers = prod(cache.size)
+        if self._numbers is None or self._numbers.numel() < numbers:
+            self._numbers = _zeros((numbers + numbers * SPARE // cache.rows,), cache, device)
+        return self._numbers[:numbers].view(cache.size)
+
+    def take(self, cache: SlotCache) -> bool:
+        """Whether another cache was there meanwhile."""
+        before, self._taken_by = self._taken_by, cache
+        return before is not cache
+
+
 class SlotCache:
-    def __init__(self, shape: CacheShape, slots: int, context: int, scratch: int, device: torch.device | str) -> None:
-        """`context` rows of text per slot, and room for a pass of `scratch` rows behind them."""
+    def __init__(
+        self,
+        shape: CacheShape,
+        slots: int,
+        context: int,
+        scratch: int,
+        device: torch.device | str,
+        berth: Berth | None = None,
+    ) -> None:
+        """`context` rows of text per slot, and room for a pass of `scratch` rows behind them; in memory of its own, or in a
+        `berth`, which it then has to `take` before it is used."""
         self.shape = shape
         self.context = context
         self.rows = -(-(context + scratch + 1) // 8) * 8  # masks over all rows stay aligned
-        _check_memory(shape.bytes_per_row * self.rows * slots, slots, context, torch.device(device))
-        size = (2, shape.layers, slots, shape.heads, self.rows, shape.width)
-        self.held = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.size = (2, shape.layers, slots, shape.heads, self.rows, shape.width)
+        self.berth, device = berth, torch.device(device)
+        self.held = _zeros(self.size, self, device) if berth is None else berth.lend(self, device)
         self.keys, self.values = ([part[layer] for layer in range(shape.layers)] for part in (self.held[0], self.held[1]))
         self.length = torch.zeros(slots, dtype=torch.long, device=device)
+
+    def take(self) -> bool:
+        """Make a shared berth its own. Whether it was another's meanwhile: then everything is cleared, and no slot has any
+        rows."""
+        if self.berth is None or not self.berth.take(self):
+            return False
+        self.held.zero_()
+        self.length.zero_()
+        return True
 
     @property
     def slots(self) -> int:
@@ -114,13 +155,15 @@ def look(cached: Tensor, lanes: Lanes, rows: int) -> Tensor:
     return cached[lanes.run] if lanes.run is not None else cached.index_select(0, lanes.slots)
 
 
-def _check_memory(needed: int, slots: int, context: int, device: torch.device) -> None:
-    free = free_memory(device)
+def _zeros(size: tuple[int, ...], cache: SlotCache, device: torch.device) -> Tensor:
+    """Numbers of a cache, if the device has room for them."""
+    needed, free, slots = prod(size) * cache.shape.dtype.itemsize, free_memory(device), cache.size[2]
     if free is not None and needed > free:
         raise CapacityError(
-            f"a KV cache of {slots} slots x {context} tokens needs {needed / 2**30:.2f} GiB, "
+            f"a KV cache of {slots} slots x {cache.context} tokens needs {needed / 2**30:.2f} GiB, "
             f"{free / 2**30:.2f} GiB are free on {device}; lower max_context or slots"
         )
+    return torch.zeros(size, dtype=cache.shape.dtype, device=device)
 
 
 def free_memory(device: torch.device) -> int | None:

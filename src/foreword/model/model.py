@@ -23,7 +23,7 @@ from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 from foreword.core.target import RoughHead
 from foreword.model import attention, pack
-from foreword.model.cache import SlotCache
+from foreword.model.cache import Berth, SlotCache
 from foreword.model.cost import CostCurve
 from foreword.model.families import family_of
 from foreword.model.stack import Rows, Stack
@@ -52,7 +52,9 @@ class Model:
         name: str | None = None,
         curve: CostCurve | None = None,
         grown: Grown | None = None,
+        berth: Berth | None = None,
     ) -> None:
+        """With a `berth` the caches that it is given lie there, where those of other models may."""
         self.hf = hf
         self.device, self.dtype = hf.device, hf.dtype  # kept: transformers looks through the modules for them, every time
         self.family = family_of(hf.config)
@@ -72,6 +74,7 @@ class Model:
         self.context = self.max_context
         self.curve = curve
         self.grown = grown
+        self.berth = berth
         self.pieces: Callable[[], Sequence[str]] | None = None
 
     @property
@@ -81,18 +84,19 @@ class Model:
 
     def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
         self.context = context
-        return self.layer_stack.allocate(slots, context, scratch)
+        return self.layer_stack.allocate(slots, context, scratch, self.berth)
 
     @contextmanager
     def aside(self, slots: int, context: int, scratch: int) -> Iterator[SlotCache]:
-        """Another cache for a while; the engine's is back in its place afterwards."""
-        stack, before = self.layer_stack, self.context
+        """Another cache for a while, in memory of its own; the engine's is back in its place afterwards."""
+        stack, before = self.layer_stack, (self.context, self.berth)
         held = stack.cache, stack.lean, stack.turns  # the very ones: a captured round knows where they lie
         try:
+            self.berth = None
             yield self.allocate(slots, context, scratch)
         finally:
             stack.cache, stack.lean, stack.turns = held
-            self.context = before
+            self.context, self.berth = before
 
     def release(self) -> None:
         """Give up the cache, and give the model back as it was: its own attention, and in training if it was."""

@@ -20,7 +20,7 @@ from foreword.core.draft import Tree
 from foreword.core.needs import Graft, Join, Joined, Skip, on_device
 from foreword.core.state import Lanes
 from foreword.model.attention import Held, Pass, has_kernel, mask_of, within
-from foreword.model.cache import CacheShape, SlotCache
+from foreword.model.cache import Berth, CacheShape, SlotCache
 from foreword.model.families import Family, Sight
 from foreword.model.lean import lean_layers
 from foreword.model.lean_cuda import CudaLayer
@@ -143,9 +143,10 @@ class Stack:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)
 
-    def allocate(self, slots: int, context: int, scratch: int = 64) -> SlotCache:
+    def allocate(self, slots: int, context: int, scratch: int = 64, berth: Berth | None = None) -> SlotCache:
         """Give the stack a cache. The bytes are checked before any is taken; if they do not fit, the old one stays."""
-        self.cache = SlotCache(self.cache_shape(), slots, context, scratch, next(self.model.parameters()).device)
+        device = next(self.model.parameters()).device
+        self.cache = SlotCache(self.cache_shape(), slots, context, scratch, device, berth)
         self.lean = lean_layers(self.layers) if self.family.lean else None  # new ones: the old look at the old cache
         self.turns = self._positions(torch.arange(self.cache.rows, device=self.cache.length.device).unsqueeze(0))
         return self.cache

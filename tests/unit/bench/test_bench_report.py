@@ -136,6 +136,15 @@ BATCHES = [
 ]
 
 
+def test_a_run_that_went_on_says_so() -> None:
+    """And what was spent on warming up before it was cut, nobody knows."""
+    resumed = content(BATCHES, {**ABOUT, "resumed": 3})
+    assert "cut after 3 blocks of prompts, and went on" in markdown(resumed)
+    assert "in no figure above (since the run went on): batch 1: 3.0 s" in markdown(resumed)
+    resumed["warm_up_s"] = {"8": {}}
+    assert "Warming up" not in markdown(resumed) and "cut after" not in markdown(content(BATCHES, ABOUT))
+
+
 def test_batches_in_the_files(tmp_path: Path) -> None:
     grown = {"times": 8, "parameters": 7_010_000_000, "prompts": 4, "tokens": 200, "identical": 3, "ties": 1}
     found = content(BATCHES, {**ABOUT, "model": "tiny, grown r=8", "grown": grown})

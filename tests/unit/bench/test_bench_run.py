@@ -1,7 +1,9 @@
 """The measuring loop: everybody gets every prompt and every turn, nobody is favoured, and what fails is told."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +35,23 @@ def test_contenders_take_turns_in_beginning(stub: Make, diary: Diary, questions:
     assert len(orders) == 12 and {len(set(order)) for order in orders} == {3}
     for name in ("plain", "a", "b"):
         assert Counter(order.index(name) for order in orders) == {0: 4, 1: 4, 2: 4}
+
+
+def test_getting_ready_is_in_nobody_s_time(stub: Make, questions: list[Prompt], race: Race) -> None:
+    waits = []
+
+    def ready() -> None:
+        waits.append(0.05)
+        time.sleep(0.05)
+
+    found = race([stub("plain"), replace(stub("a"), ready=ready)], questions[:3])
+    assert len(waits) == 3 and all(heat.seconds["a"] < 0.05 for heat in found.heats.values())
+
+    def broken() -> None:
+        raise RuntimeError("no room")
+
+    found = race([stub("plain"), replace(stub("a"), ready=broken)], questions[:1])
+    assert [heat.answers["a"][0].failed for heat in found.heats.values()] == ["RuntimeError: no room"]
 
 
 def test_a_short_run_warms_up_no_longer(stub: Make, diary: Diary, questions: list[Prompt], race: Race) -> None:

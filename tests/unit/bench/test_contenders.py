@@ -1,5 +1,6 @@
 """Who is timed: all of them write the same text, count their rounds, and forget what they must not know."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,16 @@ from doubles import READY, taught
 from foreword.api import LLM
 from foreword.bench import Contender, Manner, Plan, Suite, Task, contender, context_for, run
 from foreword.bench.grow import load_grown
+from foreword.core.sampling import Sampling
+from foreword.engine.engine import Engine
+from foreword.engine.request import Request
 from foreword.errors import InputError, UnknownMethod
-from foreword.methods import saved
+from foreword.methods import make, saved
+from foreword.model.cache import Berth
+from foreword.model.model import Model
 from foreword.text import Prompt
 
+allocate = Model.allocate
 WORDS = "the words that come before the words that come before"
 
 
@@ -43,6 +50,41 @@ def test_methods_have_caches_of_their_own(llm: LLM) -> None:
             assert found.tokens == whole.tokens and 0 < found.first_s < 60
             assert sum(found.accepted) == 16 and len(found.drafted) == len(found.accepted)
     assert llm.generate(WORDS, max_new_tokens=16).tokens == whole.tokens and llm.method == "plain"
+
+
+def test_methods_may_have_caches_in_the_same_memory(llm: LLM) -> None:
+    """Whatever one leaves there is nothing to the next, and one's own earlier text is gone, too."""
+    whole, berth = llm.generate(WORDS, max_new_tokens=16), Berth()
+    models: list[Model] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "allocate", lambda self, *size: (models.append(self), allocate(self, *size))[1])
+        contenders = [contender(llm, name, max_context=128, slots=2, berth=berth) for name in READY]
+    shared = [model.cache for model in models if model.berth is berth]
+    assert len(shared) == len(READY) and len({cache.held.data_ptr() for cache in shared}) == 1
+    for _ in range(2):
+        for one in contenders:
+            assert answer(one, llm, 16).tokens == whole.tokens
+            for cache in shared:
+                cache.held.fill_(math.nan)
+
+
+def test_a_text_is_not_found_in_memory_that_another_had(llm: LLM) -> None:
+    berth = Berth()
+    models = [Model(llm.model.hf, berth=berth) for _ in range(2)]
+    first, other = (Engine(model, make("plain"), 1, 64) for model in models)
+    request = Request(task(llm).ids, Sampling(), 8, reuse=True)
+    first.take_berth()
+    assert [first.generate([request])[0].reused > 0 for _ in range(2)] == [False, True]
+    other.take_berth()
+    other.generate([request])
+    first.take_berth()
+    (again,) = first.generate([request])
+    assert not again.reused and again.tokens == other.generate([request])[0].tokens
+    first.add(request)
+    with pytest.raises(AssertionError, match="under way"):
+        first.take_berth()
+    for model in models:
+        model.release()
 
 
 def test_texts_that_are_drawn_are_those_of_plain(llm: LLM) -> None:

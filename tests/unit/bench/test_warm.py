@@ -8,6 +8,7 @@ import torch
 from doubles import CONTEXT, engine, requests, target
 from foreword.bench import warm
 from foreword.bench.warm import capture_rounds, lengths, prompt_lengths, sizes
+from foreword.core.sampling import Sampling
 from foreword.engine import graph
 from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay, _bucket, reach
@@ -30,6 +31,9 @@ class Counting(Replay):
     def prompt_pass(self, state: Any, chunk: Any, read: Any) -> Any:
         self._count((len(state.lanes.ids), reach(state.lanes.span), chunk.nodes))
         return read(state, chunk)
+
+    def has_pass(self, bucket: Any) -> bool:
+        return self.met.get(bucket, 0) > 1
 
     def _count(self, bucket: Any) -> None:
         self.met[bucket] = self.met.get(bucket, 0) + 1
@@ -61,6 +65,18 @@ def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:
     made.generate(asked)
     assert loop.met and set(loop.met) <= captured
     assert {rows for bucket in loop.met if len(bucket) == 3 for rows in bucket[2:]} == {4, 8, *([16, 32] * (chunk > 8))}
+
+
+def test_prompts_are_read_once_for_all_ways_of_choosing() -> None:
+    made, loop = counting("plain", 3)
+    made.together = True  # as on a GPU
+    capture_rounds(made, 2, 40)
+    passes = {bucket: times for bucket, times in loop.met.items() if len(bucket) == 3}
+    rounds = {bucket for bucket in loop.met if len(bucket) == 4}
+    capture_rounds(made, 2, 40, Sampling(temperature=0.8, seed=1))
+    again = sum(times - passes[bucket] for bucket, times in loop.met.items() if len(bucket) == 3)
+    assert 0 < again < sum(passes.values()) / 2  # those before rounds alone, which need a text
+    assert len({bucket for bucket in loop.met if len(bucket) == 4}) == 2 * len(rounds) > 0
 
 
 def test_what_noise_taught_is_forgotten() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from foreword.core.state import Lanes
 from foreword.errors import CapacityError
-from foreword.model.cache import CacheShape, SlotCache, free_memory, look, store
+from foreword.model.cache import SPARE, Berth, CacheShape, SlotCache, free_memory, look, store
 
 SHAPE = CacheShape(layers=2, heads=3, width=4, dtype=torch.float64)
 SLOTS, CONTEXT, SCRATCH = 4, 10, 6
@@ -146,3 +146,38 @@ def test_wiping_the_scratch_leaves_what_is_committed() -> None:
     cache.wipe_scratch(1)
     assert (cache.held[:, :, 1, :, :3] == 5).all() and (cache.held[:, :, 1, :, 3:] == 0).all()
     assert cache.held[:, :, 0].isnan().all()
+
+
+def shared(berth: Berth, scratch: int, slots: int = SLOTS) -> SlotCache:
+    return SlotCache(SHAPE, slots, CONTEXT, scratch, "cpu", berth)
+
+
+def test_a_berth_is_cleared_when_another_takes_it() -> None:
+    berth = Berth()
+    plain, wide = shared(berth, 1), shared(berth, SPARE)
+    assert plain.rows < wide.rows and plain.held.data_ptr() == wide.held.data_ptr()
+    assert plain.take() and not plain.take()
+    plain.held.fill_(math.nan)
+    plain.length.fill_(3)
+    assert wide.take() and plain.take()
+    assert not plain.held.any() and not plain.length.any()
+
+
+def test_who_does_not_fit_a_berth_begins_another_piece() -> None:
+    berth = Berth()
+    small, large = shared(berth, 1), shared(berth, 2 * SPARE)
+    assert small.held.data_ptr() != large.held.data_ptr() == shared(berth, SPARE).held.data_ptr()
+
+
+def test_memory_of_one_s_own_is_never_another_s() -> None:
+    cache = filled([1, 2, 3, 4])
+    assert not cache.take() and cache.held.any() and cache.length.tolist() == [1, 2, 3, 4]
+
+
+def test_a_berth_asks_before_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    berth = Berth()
+    held = shared(berth, 1)
+    monkeypatch.setattr("foreword.model.cache.free_memory", lambda _: 0)
+    assert shared(berth, 2).held.data_ptr() == held.held.data_ptr()  # nothing new is needed
+    with pytest.raises(CapacityError, match="80 slots x 10 tokens needs"):
+        shared(berth, 1, slots=20 * SLOTS)

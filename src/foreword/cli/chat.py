@@ -7,10 +7,9 @@ together with what was asked.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -109,14 +108,14 @@ class Talk:
                 note("/reset forgets the conversation so far")
 
     def answer(self, line: str) -> None:
-        with _asked_to_stop() as stopped:
-            # Leaving the loop gives the reply up: the conversation is as it was before the turn.
+        try:
             for piece in self.chat.stream(line):
                 self._show(piece)
-                if stopped():
-                    break
-        if stopped():
-            self._give_up()
+        except KeyboardInterrupt:  # never inside a step; the reply is given up, the conversation as it was before the turn
+            if not self.is_live:
+                raise
+            typer.echo()
+            note("stopped; this turn is forgotten")
             return
         result = self.chat.last
         self.replies.append(result)
@@ -133,12 +132,6 @@ class Talk:
         guessed = len(piece.tokens) > 1 and has_colour(screen())
         typer.echo(typer.style(piece, fg="cyan") if guessed else piece, nl=False)
 
-    def _give_up(self) -> None:
-        if not self.is_live:
-            raise KeyboardInterrupt
-        typer.echo()
-        note("stopped; this turn is forgotten")
-
     def help(self) -> None:
         notes().print(HELP, style="dim")
 
@@ -154,19 +147,3 @@ class Talk:
         reused, read = sum(one.reused_tokens for one in turns), sum(one.prompt_tokens for one in turns)
         notes().print(figures(self.replies), style="dim")
         notes().print(f"{reused} of {read} prompt tokens were still in the cache", style="dim")
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks: the text ends after the round, never inside it. A second Ctrl-C interrupts at once."""
-    asked: list[int] = []
-
-    def ask(number: int, _: object) -> None:
-        asked.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield lambda: bool(asked)
-    finally:
-        signal.signal(signal.SIGINT, before)

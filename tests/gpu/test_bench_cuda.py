@@ -81,16 +81,20 @@ def test_rounds_are_captured_before_the_clock(load: Callable[[str], LLM], temper
     assert [answer.accepted for answer in one.write(TASKS, manner)] == [answer.accepted for answer in first]
 
 
-def test_caches_in_the_same_memory(load: Callable[[str], LLM]) -> None:
-    """Rounds are captured with where the cache lies; another's turn in between changes no text."""
-    llm, berth, manner = load("float32"), Berth(), Manner(24)
-    alone = [answer.tokens for answer in contender(llm, "plain", 512, slots=2).write(TASKS, manner)]
-    together = [contender(llm, name, 512, 2, berth=berth) for name in ("plain", "prompt_lookup", "token_recycling")]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_caches_in_the_same_memory(load: Callable[[str], LLM], dtype: str) -> None:
+    """Rounds are captured with where the cache lies; what others leave there in between changes no text."""
+    llm, berth, manner = load(dtype), Berth(), Manner(24)
+    names = ("plain", "prompt_lookup", "token_recycling")
+    alone = [[answer.tokens for answer in contender(llm, name, 512, 2).write(TASKS, manner)] for name in names]
+    together = [contender(llm, name, 512, 2, berth=berth) for name in names]
     for one in together:
         one.capture(TASKS, manner)
     for _ in range(2):
-        for one in together:
-            assert [answer.tokens for answer in one.write(TASKS, manner)] == alone
+        for one, texts in zip(together, alone, strict=True):
+            assert [answer.tokens for answer in one.write(TASKS, manner)] == texts
+            assert berth._numbers is not None
+            berth._numbers.fill_(float("nan"))
 
 
 def test_what_the_machine_allows(load: Callable[[str], LLM]) -> None:

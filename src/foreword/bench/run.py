@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -248,20 +248,21 @@ def _timed(contender: Contender, tasks: list[Task], manner: Manner) -> tuple[lis
     """A contender that breaks has failed at these tasks; the benchmark goes on."""
     if not tasks:
         return [], 0.0
-    started = time.perf_counter()
-    try:
-        contender.ready()
-        _synchronize()  # what the one before left running, and getting ready, are not this one's time
-        started = time.perf_counter()
-        answers = contender.write(tasks, manner)
-    except Exception as error:  # of whatever library: it is told in the report
-        answers = [Answer.failure(error)] * len(tasks)
-    return answers, time.perf_counter() - started
-
-
-def _synchronize() -> None:
+    broken = _attempt(contender.ready)
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # what the one before left running, and getting ready, are not this one's time
+    started = time.perf_counter()
+    answers = broken or _attempt(lambda: contender.write(tasks, manner))
+    seconds = time.perf_counter() - started
+    return [answers] * len(tasks) if isinstance(answers, Answer) else answers, seconds
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    """What it gives, or a failure, of whatever library's: it is told in the report."""
+    try:
+        return call()
+    except Exception as error:
+        return Answer.failure(error)
 
 
 # What there is to do ------------------------------------------------------------------------------------------------------

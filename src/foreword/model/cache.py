@@ -35,7 +35,8 @@ class CacheShape:
 
 class Berth:
     """Memory in which the caches of several engines lie, of which one writes at a time: they take turns. Made for the first
-    of them, with SPARE rows a slot for those whose passes are larger; whoever needs more than that begins another piece."""
+    of them, with SPARE rows a slot for those whose passes are larger, if there is room for these; whoever needs more than
+    that begins another piece."""
 
     def __init__(self) -> None:
         self._numbers: Tensor | None = None
@@ -44,7 +45,9 @@ class Berth:
     def lend(self, cache: SlotCache, device: torch.device) -> Tensor:
         numbers = prod(cache.size)
         if self._numbers is None or self._numbers.numel() < numbers:
-            self._numbers = _zeros((numbers + numbers * SPARE // cache.rows,), cache, device)
+            spare, free = numbers * SPARE // cache.rows, free_memory(device)
+            fits = free is None or (numbers + spare) * cache.shape.dtype.itemsize <= free
+            self._numbers = _zeros((numbers + spare if fits else numbers,), cache, device)
         return self._numbers[:numbers].view(cache.size)
 
     def take(self, cache: SlotCache) -> bool:

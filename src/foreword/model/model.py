@@ -101,6 +101,7 @@ class Model:
     def release(self) -> None:
         """Give up the cache, and give the model back as it was: its own attention, and in training if it was."""
         self.layer_stack.free()
+        self.berth = None
         self._give_back()
 
     def embed(self, tokens: Tensor) -> Tensor:

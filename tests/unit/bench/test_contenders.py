@@ -1,7 +1,8 @@
 """Who is timed: all of them write the same text, count their rounds, and forget what they must not know."""
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from foreword.model.cache import Berth
 from foreword.model.model import Model
 from foreword.text import Prompt
 
-allocate = Model.allocate
 WORDS = "the words that come before the words that come before"
 
 
@@ -52,20 +52,33 @@ def test_methods_have_caches_of_their_own(llm: LLM) -> None:
     assert llm.generate(WORDS, max_new_tokens=16).tokens == whole.tokens and llm.method == "plain"
 
 
-def test_methods_may_have_caches_in_the_same_memory(llm: LLM) -> None:
-    """Whatever one leaves there is nothing to the next, and one's own earlier text is gone, too."""
+def test_methods_may_have_caches_in_the_same_memory(llm: LLM, tmp_path: Path) -> None:
+    """Whatever one leaves there is nothing to the next; one has layers with a cache of their own, too."""
+    saved.save(taught("clover2", llm.model, heads=3), tmp_path, llm.model)
     whole, berth = llm.generate(WORDS, max_new_tokens=16), Berth()
-    models: list[Model] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Model, "allocate", lambda self, *size: (models.append(self), allocate(self, *size))[1])
-        contenders = [contender(llm, name, max_context=128, slots=2, berth=berth) for name in READY]
-    shared = [model.cache for model in models if model.berth is berth]
-    assert len(shared) == len(READY) and len({cache.held.data_ptr() for cache in shared}) == 1
+    names = [*READY, f"clover2={tmp_path}"]
+    contenders = [contender(llm, name, max_context=128, slots=2, berth=berth) for name in names]
+    memory = berth._numbers
     for _ in range(2):
         for one in contenders:
             assert answer(one, llm, 16).tokens == whole.tokens
-            for cache in shared:
-                cache.held.fill_(math.nan)
+            assert memory is berth._numbers and memory is not None and memory.any()  # nobody has any other
+            memory.fill_(math.nan)
+
+
+def test_a_berth_ends_with_those_who_share_it(llm: LLM) -> None:
+    """A benchmark asks for the next number of texts when the memory of the last one is free."""
+    held: list[Callable[[], Berth | None]] = []
+
+    def make_for(count: int) -> list[Contender]:
+        assert not any(one() for one in held)
+        berth = Berth()
+        held.append(weakref.ref(berth))
+        return [contender(llm, name, 128, count, berth=berth) for name in ("plain", "prompt_lookup")]
+
+    plan = Plan([Suite("mine", [Prompt(str(i), "qa", [WORDS]) for i in range(4)])], 4, (1, 4, 2))
+    run(make_for, plan, llm.tokenizer)
+    assert len(held) == 3
 
 
 def test_a_text_is_not_found_in_memory_that_another_had(llm: LLM) -> None:
@@ -79,7 +92,7 @@ def test_a_text_is_not_found_in_memory_that_another_had(llm: LLM) -> None:
     other.generate([request])
     first.take_berth()
     (again,) = first.generate([request])
-    assert not again.reused and again.tokens == other.generate([request])[0].tokens
+    assert not again.reused and again.tokens == llm.generate(WORDS, max_new_tokens=8).tokens
     first.add(request)
     with pytest.raises(AssertionError, match="under way"):
         first.take_berth()

@@ -285,6 +285,9 @@ def test_prompt_passes_serve_texts_of_any_sampling(method: str) -> None:
         made.generate(asked(10))
     assert isinstance(captured.loop, Replay)
     passes = len(captured.loop.chunks)
+    ready = [bucket for bucket in captured.loop.chunks if captured.loop.has_pass(bucket)]
+    assert ready == [bucket for bucket, one in captured.loop.chunks.items() if one.graph] != []
+    assert not captured.loop.has_pass((MOST_TEXTS + 1, 0, 4))
     assert history(captured.generate(drawn)) == history(plain.generate(drawn))
     assert passes and len(captured.loop.chunks) == passes
 

@@ -33,9 +33,11 @@ CASES = {
     **{f"{family} for CUDA, large": (family, fuse, CudaLayer) for family in ("llama", "qwen3")},
     "llama for CUDA, many rows": ("llama", fuse, CudaLayer),
 }
+# On a CPU slots that lie side by side are a view; kernels ask for the number of every one.
+SEATED = [(case, seats) for case in CASES for seats in ([2, 0], [0, 1]) if "CUDA" not in case or seats == [2, 0]]
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture
 def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Model]:
     """The same weights as transformers has them, and rebuilt."""
     family, rebuild, kind = CASES[request.param]
@@ -59,7 +61,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("seats", [[0, 1], [2, 0]], ids=["side by side", "apart"])
+@pytest.mark.parametrize(("models", "seats"), SEATED, indirect=["models"])
 def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> None:
     fused = isinstance(models[1].layer_stack.layers[0].self_attn.q_proj.fusion.linear, JointLinear)
     generator = torch.Generator().manual_seed(1)
@@ -94,6 +96,7 @@ def test_prompts_of_any_length_leave_no_buffers() -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("models", CASES, indirect=True)
 def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     graft = Graft.of(1, (0, 2, 2), (1, 1, 2), lambda real, _: real[:, [0, 2, 2]] * 0.5)
     draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))

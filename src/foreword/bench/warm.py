@@ -16,10 +16,11 @@ from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.admit import round_up
 from foreword.engine.engine import Engine
-from foreword.engine.graph import LEAST_SPAN, MOST_TEXTS, PromptBucket, Replay, padded_rows, prompt_bucket, reach
+from foreword.engine.graph import LEAST_SPAN, MOST_TEXTS, Replay, padded_rows, prompt_bucket, reach
 from foreword.engine.request import Request, Running
 
 ROUNDS = 3  # the first of a bucket runs as it is written, the second is captured, and one is replayed
+TRIES = 3  # of a prompt: the same, and one that reads what the others find in the cache
 
 
 def memory(drafter: Drafter) -> Callable[[], None]:
@@ -49,10 +50,15 @@ def capture_rounds(engine: Engine, shortest: int, longest: int, sampling: Sampli
             with under_way(engine, asked, ROUNDS):
                 pass
     for length in prompt_lengths(shortest, min(longest, engine.max_context - 1), engine.chunk):
+        begin, rows = _last_pass(length, engine.chunk)
+        known = [text[:begin] for text in texts]  # is read once, and found in the cache but for what it must not trust
         for count in range(1, min(slots, MOST_TEXTS) + 1):
-            for _ in range(0 if engine.loop.has_pass(_last_pass(count, length, engine.chunk)) else 2):
-                prompts = _noise(engine, count, length, generator)
-                engine.generate([Request(prompt, sampling, 1, ignore_eos=True) for prompt in prompts])
+            for _ in range(TRIES):
+                if engine.loop.has_pass(prompt_bucket(count, begin, rows)):
+                    break
+                new = _noise(engine, count, length - begin - (engine.slots.unsure if begin else 0), generator)
+                prompts = [before + behind for before, behind in zip(known, new, strict=False)]
+                engine.generate([Request(prompt, sampling, 1, ignore_eos=True, reuse=begin > 0) for prompt in prompts])
     restore()
 
 
@@ -65,17 +71,13 @@ def lengths(shortest: int, longest: int, context: int) -> list[int]:
 
 def prompt_lengths(shortest: int, longest: int, chunk: int) -> list[int]:
     """One for each size and place of a prompt's last pass; those before it are full."""
-    return list({_last_rows(length, chunk): length for length in range(max(shortest, 2), longest + 1)}.values())
+    return list({_last_pass(length, chunk): length for length in range(max(shortest, 2), longest + 1)}.values())
 
 
-def _last_rows(length: int, chunk: int) -> tuple[int, int]:
+def _last_pass(length: int, chunk: int) -> tuple[int, int]:
     """Where a prompt's last pass begins, and how many rows it is padded to. The last token is not read."""
     full, rows = divmod(length - 2, chunk)
     return full * chunk, padded_rows(rows + 1, chunk)
-
-
-def _last_pass(count: int, length: int, chunk: int) -> PromptBucket:
-    return prompt_bucket(count, *_last_rows(length, chunk))
 
 
 def sizes(slots: int) -> list[int]:

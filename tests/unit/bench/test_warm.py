@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import CONTEXT, engine, requests, target
+from doubles import CONTEXT, drafter, engine, requests, target
 from foreword.bench import warm
 from foreword.bench.warm import capture_rounds, lengths, prompt_lengths, sizes
 from foreword.core.sampling import Sampling
@@ -47,14 +47,16 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counting(method: str, slots: int, chunk: int = 256) -> tuple[Any, Counting]:
-    made = Engine(target(), make(method), slots=slots, max_context=CONTEXT, chunk=chunk)
+    model = target()
+    made = Engine(model, drafter(method, model), slots=slots, max_context=CONTEXT, chunk=chunk)
+    made.together = True  # as on a GPU
     made.loop = Counting(made.loop)
     made.slots.pads = True
     return made, made.loop
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(1, 8), (1, 256), (3, 256)])
-@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 8), (3, 8), (1, 256), (3, 256)])
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup", "clover2"])
 def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:
     made, loop = counting(method, slots, chunk)
     asked = requests(9, max_new_tokens=14)[1:]  # the first has one token, which no chat has
@@ -69,7 +71,6 @@ def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:
 
 def test_prompts_are_read_once_for_all_ways_of_choosing() -> None:
     made, loop = counting("plain", 3)
-    made.together = True  # as on a GPU
     capture_rounds(made, 2, 40)
     passes = {bucket: times for bucket, times in loop.met.items() if len(bucket) == 3}
     rounds = {bucket for bucket in loop.met if len(bucket) == 4}

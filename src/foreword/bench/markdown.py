@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 Content = dict[str, Any]
+NAMED = 4  # prompts of a block that failed; results.json has all
 
 
 def markdown(found: Content) -> str:
@@ -66,14 +67,19 @@ def cells(row: Content) -> list[str]:
     """A row in words, beneath HEADS and the contender's name."""
     first, then = row.get("first_token_s"), row.get("decode_tokens_per_second")
     return [
-        f"{row['tokens_per_second']:.1f}",
+        told(row, "tokens_per_second", ".1f"),
         speedup_words(row),
         "-" if first is None else f"{first * 1e3:.1f}",
         "-" if then is None else f"{then:.1f}",
-        f"{row['tokens_per_round']:.2f}",
-        f"{row['loop_share']:.0%}",
+        told(row, "tokens_per_round", ".2f"),
+        told(row, "loop_share", ".0%"),
         same_words(row),
     ]
+
+
+def told(row: Content, name: str, form: str) -> str:
+    """A figure of a row, if there was an answer to take it from."""
+    return format(row[name], form) if row["prompts"] else "-"
 
 
 BATCH_HEADS = tuple(head for head in HEADS if head not in ("first token, ms", "then tokens/s"))
@@ -143,25 +149,27 @@ def by_batch(batches: Content) -> tuple[list[str], list[list[str]]]:
 
 
 def _failure_lines(found: Content) -> list[str]:
-    told = trouble_words(found)
+    troubles = trouble_words(found)
     head = ["", "## Failed or left out", "", "Failed prompts count in no figure above.", ""]
-    return [*head, *(f"- {words}" for words in told)] if told else []
+    return [*head, *(f"- {words}" for words in troubles)] if troubles else []
 
 
 def trouble_words(found: Content) -> list[str]:
     """What failed and what was left out."""
-    told = [_failure_words(one) for one in found.get("failures", ())]
-    told += [
+    words = [_failure_words(one) for one in found.get("failures", ())]
+    words += [
         f"Batch {batch}: {count} later turns are left out, because they could not fill it."
         for batch, count in (found.get("left_out") or {}).items()
     ]
-    return told + [f"{name} failed at warming up: {why}" for name, why in (found.get("warm_up_failed") or {}).items()]
+    return words + [f"{name} failed at warming up: {why}" for name, why in (found.get("warm_up_failed") or {}).items()]
 
 
 def _failure_words(one: Content) -> str:
     drawn = f", T={one['temperature']:g}" if one["temperature"] else ""
     turn = f", turn {one['turn'] + 1}" if one["turn"] else ""
-    return f"failed: {one['contender']}, batch {one['batch']}{drawn}, prompt {one['prompt']}{turn}: {one['why']}"
+    prompts = one["prompt"].split()
+    named = " ".join(prompts[:NAMED]) + (f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else "")
+    return f"failed: {one['contender']}, batch {one['batch']}{drawn}, prompt {named}{turn}: {one['why']}"
 
 
 def _spec_bench_lines(figures: Content) -> list[str]:

@@ -103,8 +103,9 @@ class Page:
         return f'<h2>{escape(title)}</h2><p class="soft">{escape(words)}</p><figure>{legend}{drawing}</figure>'
 
     def _groups(self) -> dict[str, dict[str, Content]]:
-        """Tables by group, but for sums of some of them."""
+        """Tables by group, but for sums of some of them; by number of texts where none were written alone."""
         tables = {name: table for name, table in self.found["tables"].items() if " + " not in name}
+        tables = tables or {f"{batch} texts": table for batch, table in self.found["batches"].items()}
         return {name: {row["contender"]: row for row in table} for name, table in tables.items()}
 
     def speedups(self) -> str:
@@ -127,7 +128,8 @@ class Page:
         groups = self._groups()
         if not groups:
             return ""
-        series = {name: [group.get(name, {}).get("tokens_per_round") for group in groups.values()] for name in self.names}
+        rows = {name: [group.get(name, {}) for group in groups.values()] for name in self.names}
+        series = {name: [row.get("tokens_per_round") or None for row in some] for name, some in rows.items()}
         series = {name: row for name, row in series.items() if any(value and value > 1 for value in row)}
         if not series:
             return ""

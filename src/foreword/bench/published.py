@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from foreword.bench.markdown import same_words, speedup_words, table_lines
+from foreword.bench.markdown import same_words, speedup_words, table_lines, told
 from foreword.bench.report import read_results
 from foreword.errors import InputError
 
@@ -34,9 +34,9 @@ def published_table(found: dict[str, Any], batch: int = 1, temperature: float | 
     body = [
         [
             CALLED.get(row["contender"], f"`{row['contender']}`"),
-            f"{row['tokens_per_second']:.1f}",
+            told(row, "tokens_per_second", ".1f"),
             speedup_words(row),
-            f"{row['tokens_per_round']:.2f}",
+            told(row, "tokens_per_round", ".2f"),
             same_words(row),
         ]
         for row in _rows(found, batch, temperature)

@@ -10,6 +10,7 @@ import pytest
 
 from foreword.bench import Benchmark, Timing, content, read_results, tables, write_report
 from foreword.bench.markdown import cells, grown_words, markdown, speedup_words, stop_words
+from foreword.bench.published import published_table
 from foreword.bench.report import Extras
 from foreword.errors import InputError, StorageError
 
@@ -91,6 +92,17 @@ def test_failed_prompts_are_in_the_report(tmp_path: Path) -> None:
     assert "- failed: fast, batch 1, prompt qa: Error: no room" in text and "1 of 1, 1 failed" in text
     assert "Batch 4: 2 later turns are left out" in text and "fast failed at warming up: Error: cold" in text
     assert [one["prompt"] for one in found["failures"]] == ["qa"]
+
+
+def test_who_has_no_answer_has_no_figures() -> None:
+    names = " ".join(f"q-{i}" for i in range(32))
+    plain = Timing(names, "mixed", "plain", 320, 320, 1.0, 0.0, 32, texts=32, batch=32)
+    failed = replace(plain, contender="fast", tokens=0, rounds=0, identical=0, failed=32, why="no room")
+    found = content([Benchmark(("plain", "fast"), 64, (plain, failed), 32)], ABOUT, (plain, failed))
+    text = markdown(found)
+    assert "| fast | - | none: no answers | - | - | 0 of 0, 32 failed |" in text
+    assert "prompt q-0 q-1 q-2 q-3 and 28 more: no room" in text and found["failures"][0]["prompt"] == names
+    assert "| `fast` | - | none: no answers | - | 0 of 0, 32 failed |" in published_table(json.loads(json.dumps(found)), 32)
 
 
 def test_a_report_may_be_written_again(report: Path) -> None:

@@ -92,8 +92,13 @@ def test_the_whole_page() -> None:
 def test_what_was_not_measured_is_not_drawn() -> None:
     plain = Benchmark(("plain",), 128, tuple(t for t in benchmark(1).timings if t.contender == "plain"))
     assert Checked(html(content([plain], ABOUT))).heads == ["Figures", "Where this comes from"]
-    batches = Checked(html(content([benchmark(2), benchmark(4)], ABOUT))).heads
-    assert batches == ["Acceptance by depth", "Many texts at once", "Figures", "Where this comes from"]
+
+
+def test_texts_side_by_side_alone_are_drawn_by_their_number() -> None:
+    text = html(content([benchmark(8), benchmark(32)], ABOUT))
+    drawn = ["Speed-up", "Tokens a round", "Acceptance by depth", "Many texts at once"]
+    assert Checked(text).heads == [*drawn, "Figures", "Where this comes from"]
+    assert text.count(">8 texts<") == text.count(">32 texts<") == 2
 
 
 def test_another_text_has_a_dash_in_place_of_a_bar() -> None:

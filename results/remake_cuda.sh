@@ -44,6 +44,7 @@ for step in "$@"; do
         python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,$one_gpu --out "$out/135m.json" >"$out/135m.txt" 2>&1
         python -m foreword profile --grow 7b --rows 1,4,16,32,64 --contexts 512 --methods plain,clover2,hidden_transfer --tokens 32 --out "$out/7b_grown.json" >"$out/7b_grown.txt" 2>&1
         ;;
+    profile_8) python -m foreword profile --grow 7b --batch 8 --rows 16,128,256 --contexts 512 --methods plain,clover2,echo,medusa --out "$out/7b_grown_8.json" >"$out/7b_grown_8.txt" 2>&1 ;;
     inside) python -m foreword.bench.inside --out "$out/inside.json" >"$out/inside.txt" 2>&1 ;;
     rough) python -m foreword.bench.linears --only rough --rows 16 --no-again --out "$out/linears_rough.json" >"$out/linears_rough.txt" 2>&1 ;;
     attention) python -m foreword.bench.kernels --shapes 135M --rows 1,16 --contexts 512 --texts 1,8,16,32 --out "$out/kernels.json" >"$out/kernels.txt" 2>&1 ;;

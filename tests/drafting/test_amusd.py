@@ -10,10 +10,12 @@ import signal
 import threading
 import time
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from doubles import SAMPLINGS, Recorder, drafts_of, engine, requests, target, taught, tiny, truth, written
 from foreword.core.epochs import Job
@@ -233,3 +235,26 @@ def test_a_text_is_at_its_end() -> None:
     drafter = taught("amusd", model, worker="thread", **ALL)
     request = Request(tuple(range(3, 43)), SAMPLINGS["greedy"], max_new_tokens=99, ignore_eos=True)
     assert written(engine(drafter, model), [request]) == [truth(model.hf, request)]
+
+
+def test_a_process_on_the_cpu_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as there is a text to guess for; a thread shares the target's, and so do texts without guesses."""
+    monkeypatch.setattr("foreword.core.cores.cores", lambda: 2)
+    model, (request, *_) = target(), requests(2, ignore_eos=True)[1:]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for worker, speculate, threads in (("process", True, 1), ("process", False, 2), ("thread", True, 2)):
+            with_draft = engine(taught("amusd", model, worker=worker), model)
+            run = with_draft.add(replace(request, speculate=speculate))
+            with_draft.step()
+            assert torch.get_num_threads() == threads
+            while not run.done:
+                with_draft.step()
+            assert torch.get_num_threads() == 2 and run.tokens == truth(model.hf, request)
+            with_draft.add(request)
+            with_draft.step()
+            with_draft.drafter.close()
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

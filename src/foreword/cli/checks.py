@@ -6,7 +6,6 @@ purpose: a fault is a finding.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 
 from foreword.api import load
 from foreword.cli.console import waiting
+from foreword.core.cores import cores
 from foreword.errors import ForewordError
 from foreword.methods import METHODS
 from foreword.methods.auto import Expected, expectations, fitting
@@ -95,16 +95,11 @@ def _device(model: ModelOptions) -> Iterator[Finding]:
 
 
 def _threads(wanted: int | None) -> Finding:
-    threads, cores = wanted or torch.get_num_threads(), _cores()
-    said = f"{threads}, on {cores} cores"
-    if threads > cores:
-        return Finding("threads", "warn", said, f"threads that wait for each other are slow: --threads {cores}")
+    threads, most = wanted or torch.get_num_threads(), cores()
+    said = f"{threads}, on {most} cores"
+    if threads > most:
+        return Finding("threads", "warn", said, f"threads that wait for each other are slow: --threads {most}")
     return Finding("threads", "ok", said)
-
-
-def _cores() -> int:
-    """The cores this process may use, not those the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _onednn() -> Finding:

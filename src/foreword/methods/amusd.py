@@ -18,6 +18,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
+from foreword.core.cores import LeftTo
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.epochs import News, Teller
@@ -134,6 +135,8 @@ class Amusd(Drafter):
             stack.free()  # the worker has its own
             self.module = FirstLayers(target, stack.layers)
         self.place = Place(str(self._device()), slots, target.context, target.vocab_size, self.threads)
+        here = self.place.device == "cpu" == target.device.type and self.kind != "thread"
+        self.cores = LeftTo(self.threads if here else 0)
         self.lost = False
         self.behind = target.device.type == "cuda"  # a round has only been launched when the host goes on
         self.teller = Teller(slots, self.ahead, target.context)
@@ -155,6 +158,7 @@ class Amusd(Drafter):
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()
+            self.cores.take_back()
         self.worker = None
 
     def _start(self) -> None:
@@ -183,6 +187,7 @@ class Amusd(Drafter):
                 self._grew(slot, state.tokens[slot, known:kept].tolist(), write=False)
             if writes:
                 self.roots[slot] = root
+                self.cores.leave()
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         if self.worker is not None:
@@ -221,6 +226,8 @@ class Amusd(Drafter):
             if slot in self.writing:
                 self.writing.remove(slot)
                 self._say(self.teller.grew(slot, [], write=False)[0])
+        if not (self.roots or self.writing):
+            self.cores.take_back()
 
     def _settle(self) -> None:
         """What the round before decided, if it was not told yet. On CUDA this waits for it, once a round."""

@@ -105,7 +105,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Admit, read one chunk of each new prompt, then one round for everybody whose prompt is read."""
+        """Admit, read a chunk or two of each new prompt, then one round for everybody whose prompt is read."""
         if self.unread is not None and len(self.unread.emissions) > 1:
             raise InputError("rounds that step_for launched together are read by step_for; call it once more before step")
         read, told = self._step()
@@ -172,14 +172,20 @@ class Engine:
         return running
 
     def _prefill(self) -> None:
-        for part in parted(self.slots.group(ready=False).runs, self.loop, self.chunk, self.together):
-            ids = [running.slot for running in part]
-            started = time.perf_counter()
-            state = self.state.at(Lanes.of(ids, self._span(ids), self.target.device))
-            prefill(self.target, self.loop, self.drafter.needs, state, part, self.chunk)
-            for running in part:
-                running.prefill_s += time.perf_counter() - started
-                running.began = self.clock
+        """A chunk of each new prompt. Where rounds are captured, another behind it: one that is missing from a round, and
+        that no free slot stands in for, makes it a round of a size that was not captured."""
+        for _ in range(2 if self.slots.pads else 1):
+            for part in parted(self.slots.group(ready=False).runs, self.loop, self.chunk, self.together):
+                self._read(part)
+
+    def _read(self, part: list[Running]) -> None:
+        ids = [running.slot for running in part]
+        started = time.perf_counter()
+        state = self.state.at(Lanes.of(ids, self._span(ids), self.target.device))
+        prefill(self.target, self.loop, self.drafter.needs, state, part, self.chunk)
+        for running in part:
+            running.prefill_s += time.perf_counter() - started
+            running.began = self.clock
 
     def _round(self, rounds: int) -> tuple[Launched | None, dict[Running, Event]]:
         started = time.perf_counter()

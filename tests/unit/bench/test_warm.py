@@ -12,6 +12,7 @@ from foreword.core.sampling import Sampling
 from foreword.engine import graph
 from foreword.engine.engine import Engine
 from foreword.engine.graph import Replay, _bucket, reach
+from foreword.engine.request import Request
 from foreword.methods import make
 
 STEP = 16
@@ -67,6 +68,14 @@ def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:
     made.generate(asked)
     assert loop.met and set(loop.met) <= captured
     assert {rows for bucket in loop.met if len(bucket) == 3 for rows in bucket[2:]} == {4, 8, *([16, 32] * (chunk > 8))}
+
+
+def test_a_prompt_of_two_passes_makes_no_round_of_another_size() -> None:
+    """Texts end one by one, and others enter whose prompts are one pass or two: the round beside them has everybody."""
+    made, loop = counting("plain", 8, chunk=8)
+    prompts = [tuple(range(20, 20 + (6 if i % 3 else 15))) for i in range(20)]
+    made.generate([Request(one, max_new_tokens=3 + i % 7, ignore_eos=True) for i, one in enumerate(prompts)])
+    assert {bucket[0] for bucket in loop.met if len(bucket) == 4} == {*sizes(8)}
 
 
 def test_prompts_are_read_once_for_all_ways_of_choosing() -> None:

@@ -237,24 +237,35 @@ def test_a_text_is_at_its_end() -> None:
     assert written(engine(drafter, model), [request]) == [truth(model.hf, request)]
 
 
-def test_a_process_on_the_cpu_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as there is a text to guess for; a thread shares the target's, and so do texts without guesses."""
+@pytest.mark.parametrize(
+    ("worker", "speculate", "threads"), [("process", True, 1), ("process", False, 2), ("thread", True, 2)]
+)
+def test_a_process_on_the_cpu_has_cores_of_its_own(
+    worker: str, speculate: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the target checks its guesses, and no longer; also if that breaks. A thread shares the target's."""
     monkeypatch.setattr("foreword.core.cores.cores", lambda: 2)
     model, (request, *_) = target(), requests(2, ignore_eos=True)[1:]
-    before = torch.get_num_threads()
+    score, seen, before = model.score, set(), torch.get_num_threads()
+
+    def watched(*given: Any, **how: Any) -> Any:
+        seen.add(("prompt" if how else "round", torch.get_num_threads()))
+        return score(*given, **how)
+
+    monkeypatch.setattr(model, "score", watched)
     torch.set_num_threads(2)
     try:
-        for worker, speculate, threads in (("process", True, 1), ("process", False, 2), ("thread", True, 2)):
-            with_draft = engine(taught("amusd", model, worker=worker), model)
-            run = with_draft.add(replace(request, speculate=speculate))
+        with_draft = engine(taught("amusd", model, worker=worker), model)
+        run = with_draft.add(replace(request, speculate=speculate))
+        while not run.done:
             with_draft.step()
-            assert torch.get_num_threads() == threads
-            while not run.done:
-                with_draft.step()
-            assert torch.get_num_threads() == 2 and run.tokens == truth(model.hf, request)
-            with_draft.add(request)
-            with_draft.step()
-            with_draft.drafter.close()
             assert torch.get_num_threads() == 2
+        assert seen == {("prompt", 2), ("round", threads)}
+        assert run.tokens == truth(model.hf, request)
+        monkeypatch.setattr("foreword.engine.lockstep.accept", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            with_draft.generate([request])
+        assert torch.get_num_threads() == 2
+        with_draft.drafter.close()
     finally:
         torch.set_num_threads(before)

@@ -167,7 +167,7 @@ def trouble_words(found: Content) -> list[str]:
 def _failure_words(one: Content) -> str:
     drawn = f", T={one['temperature']:g}" if one["temperature"] else ""
     turn = f", turn {one['turn'] + 1}" if one["turn"] else ""
-    prompts = one["prompt"].split()
+    prompts = one["prompt"].split() if one.get("texts", 1) > 1 else [one["prompt"]]
     named = " ".join(prompts[:NAMED]) + (f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else "")
     return f"failed: {one['contender']}, batch {one['batch']}{drawn}, prompt {named}{turn}: {one['why']}"
 

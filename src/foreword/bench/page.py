@@ -117,7 +117,7 @@ class Page:
             rows = [group.get(name, {}) for group in groups.values()]
             series[name] = [row.get("speedup") for row in rows]
             spans[name] = [(row["low"], row["high"]) if row.get("low") is not None else None for row in rows]
-        drawing = bars(list(groups), series, "speed-up by method and category", "x", spans, 1.0, self.colour)
+        drawing = bars(list(groups), series, "speed-up by method", "x", spans, 1.0, self.colour)
         words = (
             f"Over {self.base} on the same prompts; the dashed line is {self.base} itself. A whisker is where 95 of 100 "
             "samples of the prompts would put it. A dash: no speed-up, for the text is another or there is no answer."
@@ -133,7 +133,7 @@ class Page:
         series = {name: row for name, row in series.items() if any(value and value > 1 for value in row)}
         if not series:
             return ""
-        drawing = bars(list(groups), series, "tokens a round by method and category", rule=1.0, colour=self.colour)
+        drawing = bars(list(groups), series, "tokens a round by method", rule=1.0, colour=self.colour)
         words = "How many tokens one pass of the model decides; its own is among them, so without guesses it is 1."
         return self.figure("Tokens a round", words, drawing, list(series))
 

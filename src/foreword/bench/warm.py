@@ -70,8 +70,10 @@ def lengths(shortest: int, longest: int, context: int) -> list[int]:
 
 
 def prompt_lengths(shortest: int, longest: int, chunk: int) -> list[int]:
-    """One for each size and place of a prompt's last pass; those before it are full."""
-    return list({_last_pass(length, chunk): length for length in range(max(shortest, 2), longest + 1)}.values())
+    """One for each size and place of a prompt's last pass, and one for each full pass before it."""
+    full = range(chunk + 1, longest, chunk)
+    found = sorted({*full, *range(max(shortest, 2), longest + 1)})
+    return list({_last_pass(length, chunk): length for length in found}.values())
 
 
 def _last_pass(length: int, chunk: int) -> tuple[int, int]:

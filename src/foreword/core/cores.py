@@ -13,7 +13,8 @@ def cores() -> int:
 
 
 class LeftTo:
-    """So many cores, left to another process: threads that wait for each other are slow where one of them has no core."""
+    """So many cores, left to another process: threads that wait for each other are slow where one of them has no core. What
+    is left is taken back by the same thread, since torch counts threads for each thread that calls it."""
 
     def __init__(self, others: int) -> None:
         self.others = others

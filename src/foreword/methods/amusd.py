@@ -136,7 +136,7 @@ class Amusd(Drafter):
             self.module = FirstLayers(target, stack.layers)
         self.place = Place(str(self._device()), slots, target.context, target.vocab_size, self.threads)
         here = self.place.device == "cpu" == target.device.type and self.kind != "thread"
-        self.cores = LeftTo(self.threads if here else 0)
+        self.cores = LeftTo(self.threads if here else 0)  # while the target is away
         self.lost = False
         self.behind = target.device.type == "cuda"  # a round has only been launched when the host goes on
         self.teller = Teller(slots, self.ahead, target.context)
@@ -158,7 +158,6 @@ class Amusd(Drafter):
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()
-            self.cores.take_back()
         self.worker = None
 
     def _start(self) -> None:
@@ -187,7 +186,6 @@ class Amusd(Drafter):
                 self._grew(slot, state.tokens[slot, known:kept].tolist(), write=False)
             if writes:
                 self.roots[slot] = root
-                self.cores.leave()
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         if self.worker is not None:
@@ -207,10 +205,13 @@ class Amusd(Drafter):
         draft = self._draft(state)
         self.clock.part(time.monotonic())
         self.set_out = _event(state.slots.device)
+        if self.writing:
+            self.cores.leave()
         return draft
 
     def decided(self, state: State, emission: Emission) -> None:
         """On CUDA it is told when the next draft is wanted: by then the device has come this far, or is waited for."""
+        self.cores.take_back()
         if self.worker is None:
             return
         waiting = {slot: lane for lane, slot in enumerate(state.lanes.ids) if slot in self.writing}
@@ -226,8 +227,7 @@ class Amusd(Drafter):
             if slot in self.writing:
                 self.writing.remove(slot)
                 self._say(self.teller.grew(slot, [], write=False)[0])
-        if not (self.roots or self.writing):
-            self.cores.take_back()
+        self.cores.take_back()  # should a round have broken
 
     def _settle(self) -> None:
         """What the round before decided, if it was not told yet. On CUDA this waits for it, once a round."""

@@ -99,6 +99,10 @@ def test_texts_side_by_side_alone_are_drawn_by_their_number() -> None:
     drawn = ["Speed-up", "Tokens a round", "Acceptance by depth", "Many texts at once"]
     assert Checked(text).heads == [*drawn, "Figures", "Where this comes from"]
     assert text.count(">8 texts<") == text.count(">32 texts<") == 2
+    lost = {"tokens": 0, "rounds": 0, "identical": 0, "failed": 1}
+    failed = [Timing(**{**vars(t), **(lost if t.contender == "fast" else {})}) for t in benchmark(32).timings]
+    text = html(content([benchmark(8), Benchmark(NAMES, 128, tuple(failed), 32)], ABOUT))
+    assert "fast, 8 texts: 2" in text and "fast, 32 texts" not in text and text.count(">–</text>") == 2
 
 
 def test_another_text_has_a_dash_in_place_of_a_bar() -> None:

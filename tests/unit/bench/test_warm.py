@@ -56,6 +56,20 @@ def counting(method: str, slots: int, chunk: int = 256) -> tuple[Any, Counting]:
     return made, made.loop
 
 
+@pytest.mark.parametrize("method", ["plain", "clover2"])
+@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize(("shortest", "longest"), [(2, 30), (11, 16), (20, 40)])
+def test_every_pass_over_prompts_is_captured(method: str, slots: int, shortest: int, longest: int) -> None:
+    """Of prompts that are all longer than a chunk, or two, the full passes too; in all numbers that are read together."""
+    made, loop = counting(method, slots, chunk=8)
+    capture_rounds(made, shortest, longest)
+    for length in range(shortest, longest + 1):
+        ends = [*range(9, length, 8), length]  # of its passes
+        for begin, rows in (warm._last_pass(end, 8) for end in ends):
+            for count in range(1, min(slots, graph.MOST_TEXTS) + 1):
+                assert loop.has_pass(graph.prompt_bucket(count, begin, rows)), (length, count, begin, rows)
+
+
 @pytest.mark.parametrize(("slots", "chunk"), [(1, 8), (3, 8), (1, 256), (3, 256)])
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup", "clover2"])
 def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:

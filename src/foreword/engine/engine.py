@@ -175,7 +175,10 @@ class Engine:
         """A chunk of each new prompt. Where rounds are captured, another behind it: one that is missing from a round, and
         that no free slot stands in for, makes it a round of a size that was not captured."""
         for _ in range(2 if self.slots.pads else 1):
-            for part in parted(self.slots.group(ready=False).runs, self.loop, self.chunk, self.together):
+            entering = self.slots.group(ready=False).runs
+            if not entering:
+                return
+            for part in parted(entering, self.loop, self.chunk, self.together):
                 self._read(part)
 
     def _read(self, part: list[Running]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from doubles import SAMPLINGS, TRAINED, Recorder, engine, paths_of, requests, target, taught, truth
 from foreword.core.draft import Draft
+from foreword.core.trees import BestFirst
 from foreword.errors import InputError
 from foreword.methods import make, untrained
 from foreword.model.cost import CostCurve
@@ -21,14 +22,16 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
     return set(found)
 
 
+@pytest.mark.parametrize("links", [6, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_draft_is_that_of_both(sampling: str) -> None:
+def test_the_draft_is_that_of_both(sampling: str, links: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Round by round on a text that repeats itself. The alone ones write it too, as far as they guess; drafts depend on the
-    text, so those behind the same text are compared."""
+    text, so those behind the same text are compared. Of the chain's six rows all pay, or three."""
+    monkeypatch.setattr(BestFirst, "beside", lambda *_: links)
     model = target()
     asked = [*requests(2, SAMPLINGS[sampling], max_new_tokens=30, ignore_eos=True)]
     both = taught("echo", model, rows=24, chain=6, **OPTIONS)
-    alone = taught("clover2", model, rows=18, **OPTIONS), make("prompt_lookup", rows=7)
+    alone = taught("clover2", model, rows=18, **OPTIONS), make("prompt_lookup", rows=links + 1)
     drafts: list[dict[Any, set[tuple[int, ...]]]] = []
     for one in (both, *alone):
         recorder = Recorder(one)

@@ -69,7 +69,7 @@ def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
     check_hang(len(widths), "cuda", widths)
 
 
-@pytest.mark.parametrize(("nodes", "links"), [(1, 2), (16, 16), (49, 16), (9, 1), (100, 30)])
+@pytest.mark.parametrize(("nodes", "links"), [(1, 2), (8, 8), (16, 4), (16, 16), (49, 16), (9, 1), (100, 30)])
 def test_a_chain_hangs_on_a_tree(nodes: int, links: int) -> None:
     for seed in range(10):
         check_joined(seed, "cuda", nodes, links, shared=seed % 3 == 0)

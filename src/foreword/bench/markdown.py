@@ -161,7 +161,10 @@ def trouble_words(found: Content) -> list[str]:
         f"Batch {batch}: {count} later turns are left out, because they could not fill it."
         for batch, count in (found.get("left_out") or {}).items()
     ]
-    return words + [f"{name} failed at warming up: {why}" for name, why in (found.get("warm_up_failed") or {}).items()]
+    words += [f"{name} failed at warming up: {why}" for name, why in (found.get("warm_up_failed") or {}).items()]
+    if not (found.get("costs") or {}).get("steady", True):
+        words.append("The machine was busy while costs of rows were measured: more or fewer may be drafted than pay.")
+    return words
 
 
 def _failure_words(one: Content) -> str:

@@ -41,6 +41,7 @@ class Extras:
     roofline: dict[str, Any] = field(default_factory=dict)
     left_out: dict[int, int] = field(default_factory=dict)  # later turns, by batch
     warm_up_failed: dict[str, str] = field(default_factory=dict)
+    costs: dict[str, Any] = field(default_factory=dict)  # of passes by rows, which rows were chosen by: a `CostCurve`
 
 
 NOTHING = Extras()

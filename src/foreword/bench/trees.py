@@ -31,6 +31,7 @@ def trees(
     rows: Annotated[str, typer.Option(help="Rows of a pass, the root and what nodes carry included.")] = "5,16,32,64",
     nodes: Annotated[str, typer.Option(help="Also trees of so many nodes, each of which carries all that it can.")] = "",
     levels: Annotated[str, typer.Option(help="Also trees of at most so many levels, of methods that guess by levels.")] = "",
+    chains: Annotated[str, typer.Option(help="Also with so many rows of lookups beside those of the tree; of echo.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
     slots: Annotated[int, typer.Option(min=1, help="Texts side by side.")] = 16,
     model: Annotated[str | None, typer.Option(help="A model folder, file or id.")] = None,
@@ -39,7 +40,8 @@ def trees(
     """Answer prompts greedily with every drafter, tree and number of rows, and print tokens a round."""
     llm = load(model, method="plain", slots=1, device=device)
     asked = first_turns(llm, prompts, per_group)
-    by_rows, by_nodes, bounds = ([int(count) for count in told.split(",") if count] for told in (rows, nodes, levels))
+    told = (rows, nodes, levels, chains)
+    by_rows, by_nodes, bounds, lengths = ([int(count) for count in one.split(",") if count] for one in told)
     found = []
     for named, kind in product(drafters.split(","), kinds.split(",")):
         contender = Contender.of(named, kind)
@@ -50,18 +52,22 @@ def trees(
         figures = {count: figure({"rows": count}) for count in by_rows}
         equal = {count: figure(contender.with_nodes(count)) for count in by_nodes}
         short = {most: {count: figure({"rows": count}, most) for count in by_rows} for most in bounds}
+        hung = {more: {c: figure({"rows": c + more, "chain": more}) for c in by_rows if c > more} for more in lengths}
         found.append(
             {"method": contender.method, "tree": kind}
             | {"tokens_per_round": {count: one.tokens_per_round for count, one in figures.items()}}
             | {"nodes": {count: one.nodes for count, one in figures.items()}}
             | {"by_nodes": {count: asdict(one) for count, one in equal.items()}}
             | {"by_levels": {most: {c: one.tokens_per_round for c, one in some.items()} for most, some in short.items()}}
+            | {"by_chains": {more: {c: one.tokens_per_round for c, one in some.items()} for more, some in hung.items()}}
         )
         print(
             f"{contender.method:15} {kind:8}" + "".join(f"{_told(one):>30}" for one in [*figures.values(), *equal.values()])
         )
         for most, some in short.items():
             print(f"{'':15} {most} levels" + "".join(f"{_told(one):>30}" for one in some.values()))
+        for more, some in hung.items():
+            print(f"{'':15} and {more} looked up" + "".join(f"{_told(one):>30}" for one in some.values()))
     keep(out, "trees", llm.model, found, prompts=len(asked))
 
 

@@ -244,7 +244,8 @@ def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[s
     from foreword.bench.spec_bench import published  # noqa: PLC0415  beside the others
 
     figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
-    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed)
+    costs = asdict(llm.model.curve) if llm.model.curve else {}
+    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed, costs)
 
 
 def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:

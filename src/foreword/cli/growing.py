@@ -42,9 +42,11 @@ Grow = Annotated[
 def loaded(
     model: ModelOptions, times: str | None, slots: int, prompts: Sequence[Prompt]
 ) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """The model, grown if asked, decoding plainly; and what a report has to say of it."""
+    """The model, grown if asked, decoding plainly; and what a report has to say of it. How many rows pay is settled by costs
+    that no busy machine showed: who timed anything else shortly before would find them in every figure."""
     if times is None:
         with model.load(MethodOptions(method="plain"), slots) as llm:
+            _know_costs(llm)
             yield llm, {}
         return
     # Fetching draws a bar of its own, and two live displays would overwrite each other.
@@ -56,7 +58,15 @@ def loaded(
         with original, waiting("comparing its text with the original's"):
             said = _compared(original, grown, prompts[:COMPARED])
         del original
+        _know_costs(grown)
         yield grown, said
+
+
+def _know_costs(llm: LLM) -> None:
+    from foreword.model.cost import curve_for  # noqa: PLC0415  imports torch
+
+    with waiting("measuring what passes cost"):
+        llm.model.curve = curve_for(llm.model, quiet=True)
 
 
 def _compared(original: LLM, grown: LLM, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -43,7 +43,8 @@ USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES bri
 GUESSING = 0.15  # passes over one row: what drafting costs beside its levels, two layers of thirty that read along and more
 LEVEL_KERNELS = 8  # of a level of guesses: the state, the head, the best, and which of them are gone on from
 GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
-GAIN_BESIDE = 0.5  # tokens that a chain of lookups brings beside a tree: results/trees_cpu, results/bench_cuda_7b
+GAIN_BESIDE = 0.75  # tokens that an endless chain of lookups would bring beside a tree: results/bench_cuda_7b, .._drawn
+LOOKS_ON = 0.87  # of those, what every row leaves to the next ones: between results/bench_cuda_48 and results/trees_cpu
 TRAINED_BEND = 0.67  # of `share_of_gain`, as trained drafters have it: results/trees_cpu, rows_*.json
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.
@@ -69,8 +70,8 @@ class Growth(Protocol):
     def depth(self, batch: int) -> int:
         """How many levels are guessed at this batch size; none where no row pays."""
 
-    def shares(self, batch: int) -> bool:
-        """Whether rows that somebody else drafts beside the tree pay at this batch size too."""
+    def beside(self, batch: int, most: int) -> int:
+        """Of `most` rows that somebody else drafts beside the tree, how many pay at this batch size too."""
 
     def draft(self, state: State, guess: Guess) -> Draft: ...
 
@@ -181,6 +182,11 @@ def share_of_gain(rows: int, most: int, bend: float) -> float:
     return straight * (1 + bend * (1 - straight))
 
 
+def chain_lengths(most: int) -> list[int]:
+    """How long a chain beside a tree may be: none, a few rows, or all of them."""
+    return sorted({0, most, *(rows for rows in (3, 7) if rows < most)})
+
+
 def share_of_levels(depth: int, usual: int) -> float:
     """The same of a tree of fewer levels than usual: ever fewer are right all the way to the next."""
     return (1 - GOES_ON ** min(depth, usual)) / (1 - GOES_ON**usual)
@@ -211,16 +217,16 @@ class FixedRows:
     def shape(self, batch: int) -> Shape:
         return self._settled(batch)[0]
 
-    def shares(self, batch: int) -> bool:
-        """Whether the rows beside the tree pay too."""
-        return self._settled(batch)[1] > 0
+    def rows_beside(self, batch: int) -> int:
+        """Those beside the tree that pay too."""
+        return self._settled(batch)[1]
 
     def _settled(self, batch: int) -> tuple[Shape, int]:
         """The tree, and the rows beside it."""
         if batch not in self._known:
             counts = [*(1 << power for power in range((self.most.nodes - 1).bit_length())), self.most.nodes]
             shapes = [Shape(rows, depth) for rows in counts for depth in range(min(self.most.depth, rows - 1) + 1)]
-            ways = [(one, beside) for one in shapes for beside in {0, self.beside}]
+            ways = [(one, beside) for one in shapes for beside in chain_lengths(self.beside)]
             sound = [(one, beside) for one, beside in ways if one.depth or (one.nodes, beside) == (1, 0)]
             self._known[batch] = max(sound, key=lambda way: (self._speed(batch, *way), way[0].depth))
         return self._known[batch]
@@ -231,7 +237,7 @@ class FixedRows:
             return 1 / self.target.cost(batch, batch)
         usual = min((shape.nodes - 1).bit_length(), self.most.depth)  # levels that a tree of so many rows has use for
         rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, usual)
-        gain = self.gain * rows * levels + (GAIN_BESIDE if beside else 0.0)
+        gain = self.gain * rows * levels + GAIN_BESIDE * (1 - LOOKS_ON**beside)
         guessing = self.guessing + self.level * shape.depth * self.target.cost(batch, batch)
         return (1 + gain) / (self.target.cost(batch * (shape.nodes + beside), batch) + guessing)
 
@@ -389,8 +395,8 @@ class StaticTree:
     def depth(self, batch: int) -> int:
         return self.template(batch).depth
 
-    def shares(self, batch: int) -> bool:
-        return True
+    def beside(self, batch: int, most: int) -> int:
+        return most
 
     def draft(self, state: State, guess: Guess) -> Draft:
         template = self.template(len(state.lanes.ids))
@@ -455,8 +461,8 @@ class BestFirst:
     def depth(self, batch: int) -> int:
         return shape_at(self, batch).depth
 
-    def shares(self, batch: int) -> bool:
-        return self.fixed is None or self.fixed.shares(batch)
+    def beside(self, batch: int, most: int) -> int:
+        return most if self.fixed is None else self.fixed.rows_beside(batch)
 
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
@@ -501,8 +507,8 @@ class Budgeted:
     def depth(self, batch: int) -> int:
         return shape_at(self, batch).depth
 
-    def shares(self, batch: int) -> bool:
-        return self.fixed is None or self.fixed.shares(batch)
+    def beside(self, batch: int, most: int) -> int:
+        return most if self.fixed is None else self.fixed.rows_beside(batch)
 
     def draft(self, state: State, guess: Guess) -> Draft:
         return _grown(self, state, guess)
@@ -543,8 +549,8 @@ class Chain:
     def depth(self, batch: int) -> int:
         return self.shape.depth
 
-    def shares(self, batch: int) -> bool:
-        return True
+    def beside(self, batch: int, most: int) -> int:
+        return most
 
     def draft(self, state: State, guess: Guess) -> Draft:
         tokens, chances = [state.root.unsqueeze(1)], [torch.zeros(state.root.shape[0], 1, device=state.root.device)]

@@ -20,7 +20,7 @@ from foreword.core.joining import hang, joined
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import MOST_NODES, TreeKind
+from foreword.core.trees import MOST_NODES, TreeKind, chain_lengths
 from foreword.core.vocabulary import Words
 from foreword.errors import InputError
 from foreword.methods.clover2 import Clover2, Fuse
@@ -70,8 +70,10 @@ class Echo(Drafter):
         # A GPU checks as many rows each time, used or not, so that every match may be followed to the end. Where rows cost,
         # a chain is as long as pays, and followed only if the tree expects its first token too.
         self.frugal = target.device.type == "cpu" and self.wants_cost
-        self.lookup = PromptLookup(None if self.frugal else self.chain + 1)
-        self.lookup.bind(target, slots)
+        lengths = [rows for rows in chain_lengths(self.chain) if rows]
+        self.lookups = {rows: PromptLookup(None if self.frugal else rows + 1) for rows in lengths}
+        for lookup in self.lookups.values():
+            lookup.bind(target, slots)
         grown = self.trees.shape
         self.shape = Shape(grown.nodes + self.chain, max(grown.depth, self.chain))
 
@@ -83,10 +85,10 @@ class Echo(Drafter):
 
     def propose(self, state: State) -> Draft:
         batch, growth = len(state.lanes.ids), self.trees.growth
-        tree = self.trees.propose(state)
-        if not self.chain or not growth.shares(batch):
+        tree, rows = self.trees.propose(state), growth.beside(batch, self.chain)
+        if not rows:
             return tree
-        levels, chain = growth.depth(batch), self.lookup.propose(state).head(self.chain + 1)
+        levels, chain = growth.depth(batch), self.lookups[rows].propose(state).head(rows + 1)
         return hang(tree, chain, levels, agreed=True) if self.frugal else joined(tree, chain, levels)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

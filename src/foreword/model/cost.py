@@ -56,6 +56,7 @@ class CostCurve:
     seconds: tuple[float, ...]
     texts: tuple[int, ...] = ()
     together: tuple[float, ...] = ()
+    steady: bool = True  # nothing else kept the machine busy meanwhile
 
     def __post_init__(self) -> None:
         rising = all(low < high for low, high in pairwise(self.rows))
@@ -84,9 +85,10 @@ def _between(places: tuple[int, ...], seconds: tuple[float, ...], place: int) ->
     return seconds[-1] * place / places[-1]
 
 
-def curve_for(model: Model) -> CostCurve:
-    """The curve of this model on this machine, from the cache or measured now."""
-    return _remembered(model, "costs", lambda: measure(model))
+def curve_for(model: Model, quiet: bool = False) -> CostCurve:
+    """The curve of this model on this machine, from the cache or measured now. `quiet`: what a busy machine showed is not
+    believed, however recent it is."""
+    return _remembered(model, "costs", lambda: measure(model), 0.0 if quiet else UNSTEADY_S)
 
 
 def draft_seconds(model: Model, name: str, make: Callable[[], Drafter]) -> float:
@@ -94,17 +96,17 @@ def draft_seconds(model: Model, name: str, make: Callable[[], Drafter]) -> float
     return _remembered(model, f"drafts/{name}", lambda: measure_draft(model, make())).at(1)
 
 
-def _remembered(model: Model, folder: str, measured: Callable[[], Tries]) -> CostCurve:
+def _remembered(model: Model, folder: str, measured: Callable[[], Tries], unsteady_for: float = UNSTEADY_S) -> CostCurve:
     file = place() / folder / f"{_mark(model)}.json"
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["steady"] or time.time() - file.stat().st_mtime < UNSTEADY_S:
-            return CostCurve(*(tuple(kept[name]) for name in ("rows", "seconds", "texts", "together")))
+        if kept["steady"] or time.time() - file.stat().st_mtime < unsteady_for:
+            figures = {name: tuple(kept[name]) for name in ("rows", "seconds", "texts", "together")}
+            return CostCurve(**figures, steady=kept["steady"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # nothing that could be used: as if it were not there
-    tries = measured()
-    curve = tries.curve()
-    _keep(file, {"what": _description(model), "steady": tries.steady, **asdict(curve)})
+    curve = measured().curve()
+    _keep(file, {"what": _description(model), **asdict(curve)})
     return curve
 
 
@@ -142,7 +144,7 @@ class Tries:
         them, which could take their place; nor do many cost more than passes of one row each."""
         best = [*accumulate((min(tries) for tries in reversed(self.seconds)), min)][::-1]
         seconds = tuple(min(time, rows * best[0]) for rows, time in zip(self.rows, best, strict=True))
-        return CostCurve(self.rows, seconds, self.texts, tuple(map(min, self.together)))
+        return CostCurve(self.rows, seconds, self.texts, tuple(map(min, self.together)), self.steady)
 
 
 @torch.inference_mode()

@@ -10,9 +10,11 @@ import pytest
 
 from foreword.bench import Benchmark, Timing, content, read_results, tables, write_report
 from foreword.bench.markdown import cells, grown_words, markdown, speedup_words, stop_words
+from foreword.bench.page import html
 from foreword.bench.published import published_table
 from foreword.bench.report import Extras
 from foreword.errors import InputError, StorageError
+from foreword.model.cost import CostCurve
 
 RESULTS = Path(__file__).parents[3] / "results"
 ABOUT: dict[str, Any] = {
@@ -92,6 +94,15 @@ def test_failed_prompts_are_in_the_report(tmp_path: Path) -> None:
     assert "- failed: fast, batch 1, prompt qa: Error: no room" in text and "1 of 1, 1 failed" in text
     assert "Batch 4: 2 later turns are left out" in text and "fast failed at warming up: Error: cold" in text
     assert [one["prompt"] for one in found["failures"]] == ["qa"]
+
+
+def test_a_report_says_whether_costs_can_be_believed() -> None:
+    told = "The machine was busy while costs of rows were measured"
+    for steady in (True, False):
+        curve = CostCurve((1, 4), (1.0, 2.0), steady=steady)
+        found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, Extras(costs=asdict(curve)))))
+        assert found["costs"]["seconds"] == [1.0, 2.0]
+        assert (told in markdown(found)) == (told in html(found)) == (not steady)
 
 
 def test_who_has_no_answer_has_no_figures() -> None:

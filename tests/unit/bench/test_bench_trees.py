@@ -53,3 +53,20 @@ def test_nodes_are_told_where_they_carry_rows(folders: dict[str, Path], own_home
     one, other = carrying["by_nodes"]["5"], alone["by_nodes"]["5"]
     assert (one["rows"], one["nodes"], other["rows"], other["nodes"]) == (15, 5, 5, 5)
     assert one["tokens_per_round"] == other["tokens_per_round"] >= 1
+
+
+def test_chains_hang_beside_the_tree(folders: dict[str, Path], own_home: Path, tmp_path: Path) -> None:
+    """Of as many rows each; one that would be as long as its tree is left out."""
+    with foreword.load(folders["llama"], "plain", slots=1) as llm:
+        saved.save(taught("clover2", llm.model, heads=2), tmp_path / "clover2", llm.model)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the words that come\nbefore the words\n", encoding="utf-8")
+    command = Typer()
+    command.command()(trees)
+    asked = f"--drafters echo={tmp_path / 'clover2'} --prompts {prompts} --out {tmp_path / 'found.json'} --rows 2,6"
+    more = f"--kinds best --chains 0,3 --max-new-tokens 24 --model {folders['llama']}"
+    done = CliRunner().invoke(command, f"{asked} {more}".split(), catch_exceptions=False)
+    (found,) = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["trees"]
+    assert list(found["by_chains"]["0"]) == ["2", "6"] and list(found["by_chains"]["3"]) == ["6"]
+    assert 1 <= found["by_chains"]["0"]["6"] <= found["by_chains"]["3"]["6"]
+    assert f"9: {found['by_chains']['3']['6']:.2f}" in done.output and "and 3 looked up" in done.output

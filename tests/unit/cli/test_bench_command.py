@@ -45,6 +45,8 @@ def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questi
     grown = found["about"]["grown"]
     assert (grown["times"], grown["prompts"], grown["identical"] + (grown["ties"] > 0) >= 4) == (2, 4, True)
     assert list(found["batches"]) == ["1", "2"] and found["tables"]
+    costs = found["costs"]
+    assert len(costs["rows"]) == len(costs["seconds"]) > 1 and costs["steady"] in (True, False)
     for table in found["batches"].values():
         assert [row["contender"] for row in table] == ["plain", "prompt_lookup", f"medusa={medusa}"]
         assert all(row["prompts"] == 6 for row in table)

@@ -56,7 +56,7 @@ def test_passes_over_several_texts_are_measured() -> None:
 
 def test_a_measured_curve_never_falls() -> None:
     curve = Tries((1, 2, 4, 8), [[3.0, 2.0], [1.5, 9.0], [5.0, 5.5], [99.0, 17.0]]).curve()
-    assert curve == CostCurve((1, 2, 4, 8), (1.5, 1.5, 5.0, 12.0))
+    assert curve == CostCurve((1, 2, 4, 8), (1.5, 1.5, 5.0, 12.0), steady=False)
 
 
 def test_a_busy_machine_is_noticed() -> None:
@@ -99,6 +99,15 @@ def test_what_a_busy_machine_shows_is_trusted_for_a_while(measured: list[Tries],
     for age, shown in ((cost.UNSTEADY_S + 1, STEADY), (10 * cost.UNSTEADY_S, STEADY)):
         os.utime(file, (time.time() - age,) * 2)
         assert curve_for(target()) == shown.curve()
+
+
+def test_who_times_for_others_believes_no_busy_machine(measured: list[Tries]) -> None:
+    """Not even for a while; and what it measures instead is everybody's."""
+    measured += [SHAKY, SHAKY, STEADY]
+    assert not curve_for(target()).steady
+    assert curve_for(target(), quiet=True) == SHAKY.curve()  # busy still: there is nothing better
+    assert curve_for(target(), quiet=True) == curve_for(target()) == STEADY.curve() and measured == []
+    assert curve_for(target(), quiet=True).steady
 
 
 def test_another_kind_of_model_has_another_curve(measured: list[Tries]) -> None:

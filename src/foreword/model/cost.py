@@ -16,11 +16,11 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,9 +37,11 @@ from foreword.model.storage import home, place
 if TYPE_CHECKING:
     from foreword.model.model import Model
 
+Batches = dict[int, tuple[int, ...]]  # rows of each text, by number of texts
+
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-MORE_ROWS = (128, 256, 512, 1024)  # of a batch, where a device has use for one
-TEXTS = (8, 32)  # of which each is looked back at, for one row
+MORE_ROWS = (128, 256, 512)  # of a batch, where a device has use for one
+TEXTS: Batches = {8: (1, 4, 8, 16, 32, 64), 32: (1, 2, 4, 8, 16, 32)}
 CONTEXT = 256
 REPEATS = 5
 UNSTEADY_S = 3600.0  # how long that is trusted which was measured while the machine was busy
@@ -49,14 +51,14 @@ FEWEST, ENOUGH_S = 2, 4.0  # tries, where more would take longer: a large model,
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a pass at a few row counts, rising; straight lines between them. And of a pass over one row each of a few
-    numbers of texts: what it takes longer than one over as many rows of one text is the looking back."""
+    """Seconds of a pass at a few row counts, rising; straight lines between them. Rows of several texts cost otherwise than
+    as many of one: each text is looked back at, by fewer rows. So a few batches have curves of their own."""
 
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # of all texts together
     seconds: tuple[float, ...]
-    texts: tuple[int, ...] = ()
-    together: tuple[float, ...] = ()
     steady: bool = True  # nothing else kept the machine busy meanwhile
+    texts: int = 1
+    batches: tuple[CostCurve, ...] = ()  # of more and more texts
 
     def __post_init__(self) -> None:
         rising = all(low < high for low, high in pairwise(self.rows))
@@ -64,14 +66,16 @@ class CostCurve:
             raise ValueError(f"no cost curve: {self.rows} rows took {self.seconds} seconds")
 
     def at(self, rows: int, texts: int = 1) -> float:
-        """Of a pass over so many rows, which so many texts have together."""
-        more = [max(spent - self._alone(count), 0.0) for count, spent in zip(self.texts, self.together, strict=True)]
-        looking_back = _between((1, *self.texts), (0.0, *more), texts) if texts > 1 else 0.0
-        return self._alone(rows) + looking_back
+        """Of a pass over so many rows, which so many texts have together. More than any batch has count as its number."""
+        curves = (self, *self.batches)
+        seconds = tuple(_between(one.rows, one.seconds, rows) for one in curves)
+        return _between(tuple(one.texts for one in curves), seconds, min(texts, curves[-1].texts))
 
-    def _alone(self, rows: int) -> float:
-        """The rows being those of one text."""
-        return _between(self.rows, self.seconds, rows)
+    @staticmethod
+    def read(kept: dict[str, Any]) -> CostCurve:
+        """From what `asdict` made of one, by way of JSON."""
+        batches = tuple(map(CostCurve.read, kept["batches"]))
+        return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]), kept["steady"], kept["texts"], batches)
 
     def relative(self, rows: int, texts: int = 1) -> float:
         return self.at(rows, texts) / self.at(1)
@@ -101,8 +105,7 @@ def _remembered(model: Model, folder: str, measured: Callable[[], Tries], unstea
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["steady"] or time.time() - file.stat().st_mtime < unsteady_for:
-            figures = {name: tuple(kept[name]) for name in ("rows", "seconds", "texts", "together")}
-            return CostCurve(**figures, steady=kept["steady"])
+            return CostCurve.read(kept)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # nothing that could be used: as if it were not there
     curve = measured().curve()
@@ -126,47 +129,46 @@ def _keep(file: Path, content: dict[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Tries:
-    """Seconds of several passes at each row count, and of passes over one row each at each number of texts."""
+    """Seconds of several passes at each row count, and the same of batches."""
 
     rows: tuple[int, ...]
     seconds: list[list[float]]
-    texts: tuple[int, ...] = ()
-    together: list[list[float]] = field(default_factory=list)
+    texts: int = 1
+    batches: tuple[Tries, ...] = ()
 
     @property
     def steady(self) -> bool:
         """The usual try was not much slower than the best: nothing else kept the machine busy."""
-        all_tries = [*self.seconds, *self.together]
+        all_tries = [tries for one in (self, *self.batches) for tries in one.seconds]
         return sum(map(median, all_tries)) <= 1.3 * sum(map(min, all_tries))
 
     def curve(self) -> CostCurve:
         """The quickest of each: whatever else the machine does can only add time. Fewer rows never cost more than more of
-        them, which could take their place; nor do many cost more than passes of one row each."""
+        them, which could take their place; nor do many cost more than passes of the fewest."""
         best = [*accumulate((min(tries) for tries in reversed(self.seconds)), min)][::-1]
-        seconds = tuple(min(time, rows * best[0]) for rows, time in zip(self.rows, best, strict=True))
-        return CostCurve(self.rows, seconds, self.texts, tuple(map(min, self.together)), self.steady)
+        seconds = tuple(min(time, rows / self.rows[0] * best[0]) for rows, time in zip(self.rows, best, strict=True))
+        return CostCurve(self.rows, seconds, self.steady, self.texts, tuple(one.curve() for one in self.batches))
 
 
 @torch.inference_mode()
-def measure(model: Model, rows: tuple[int, ...] | None = None, texts: tuple[int, ...] | None = None) -> Tries:
+def measure(model: Model, rows: tuple[int, ...] | None = None, batches: Batches | None = None) -> Tries:
     """Time passes over a short text, and over several, in caches of their own. A CPU is as slow with the rows of one text as
     with those of several."""
-    batches = model.device.type == "cuda"
-    rows, texts = rows or (ROWS + MORE_ROWS if batches else ROWS), texts or (TEXTS if batches else ())
-    rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
-    tries = Tries(rows, _tried(model, [(1, count) for count in rows]))
+    several = model.device.type == "cuda"
+    tries = _tried(model, 1, rows or (ROWS + MORE_ROWS if several else ROWS))
     with suppress(CapacityError):  # then there will be no such batch either
-        tries = replace(tries, texts=texts, together=_tried(model, [(count, 1) for count in texts]))
+        for texts, each in (batches or (TEXTS if several else {})).items():
+            tries = replace(tries, batches=(*tries.batches, _tried(model, texts, each)))
     return tries
 
 
-def _tried(model: Model, passes: list[tuple[int, int]]) -> list[list[float]]:
-    """Seconds of passes over so many texts and rows of each, several times."""
-    if not passes:
-        return []
-    with model.aside(max(texts for texts, _ in passes), CONTEXT, max(rows for _, rows in passes)) as cache:
+def _tried(model: Model, texts: int, rows: tuple[int, ...]) -> Tries:
+    """Of passes over so many texts, by rows of each."""
+    rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
+    with model.aside(texts, CONTEXT, max(rows)) as cache:
         cache.length.fill_(CONTEXT - 1)
-        return _in_turns([_pass(model, *one) for one in passes], model.device)
+        seconds = _in_turns([_pass(model, texts, count) for count in rows], model.device)
+    return Tries(tuple(texts * count for count in rows), seconds, texts)
 
 
 def _in_turns(passes: list[Callable[[], object]], device: torch.device) -> list[list[float]]:

@@ -261,11 +261,11 @@ def test_where_rows_are_nearly_free_small_models_still_draft_fewer() -> None:
 def test_small_trees_are_worth_drafting_for_many_texts() -> None:
     """Passes as an H200 makes them over the default model, and over 8 and 32 texts of it. A small tree is not asked for the
     levels of a large one, and who guesses better drafts where others do not."""
-    model, rows = target(), (1, 4, 16, 64, 128, 256, 1024)
-    seconds = (0.31e-3, 0.4e-3, 0.41e-3, 0.52e-3, 0.6e-3, 0.95e-3, 1.5e-3)
-    model.curve = CostCurve(rows, seconds, (8, 32), (0.42e-3, 0.54e-3))
-    found = [FixedRows(model, Shape(64, 6), gain, level=level).shape(32) for level in (0.12, 0.2) for gain in (1.5, 2.05)]
-    assert found == [Shape(4, 2), Shape(4, 2), Shape(1, 0), Shape(4, 2)]
+    model = target()
+    many = CostCurve((32, 64, 128, 256, 1024), (0.54e-3, 0.59e-3, 0.67e-3, 1.02e-3, 1.57e-3), texts=32)
+    model.curve = CostCurve((1, 4, 16, 64), (0.31e-3, 0.4e-3, 0.41e-3, 0.52e-3), batches=(many,))
+    found = [FixedRows(model, Shape(64, 6), gain, level=level).shape(32) for level in (0.12, 0.3) for gain in (1.5, 2.05)]
+    assert found == [Shape(4, 2), Shape(4, 2), Shape(1, 0), Shape(2, 1)]
     assert Clover2().plan.gain == GAIN > USUAL_GAIN
 
 
@@ -287,8 +287,9 @@ def test_rows_beside_a_tree_are_the_first_to_go() -> None:
 def test_a_short_chain_pays_before_a_long_one() -> None:
     """Passes as an H200 makes them over the model of 7 B: with 8 texts 128 rows cost little more than 64, and 256 half as
     much again as 128, so that tree and chain share what is cheap."""
-    model, rows = target(), (1, 8, 64, 128, 256, 512)
-    model.curve = CostCurve(rows, tuple(each * 1e-3 for each in (4.04, 4.27, 4.7, 4.88, 7.35, 12.9)), (8,), (4.33e-3,))
+    model, eight = target(), {8: 4.32, 32: 4.33, 64: 4.66, 128: 4.88, 248: 7.35, 512: 12.86}
+    batch = CostCurve(tuple(eight), tuple(each * 1e-3 for each in eight.values()), texts=8)
+    model.curve = CostCurve((1, 16, 64, 79), (4.04e-3, 4.22e-3, 4.8e-3, 5.17e-3), batches=(batch,))
     fixed = FixedRows(model, Shape(49, 6), GAIN, level=0.01, beside=15)
     assert [(fixed.shape(batch).nodes, fixed.rows_beside(batch)) for batch in (1, 8)] == [(32, 15), (8, 7)]
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -34,24 +35,22 @@ def test_a_curve_of_one_point() -> None:
 
 
 def test_several_texts_are_looked_back_at() -> None:
-    """Eight texts of a row take 3 seconds longer than eight rows of a text; so do eight texts of two rows."""
-    curve = CostCurve((1, 4, 8), (2.0, 5.0, 6.0), (8,), (9.0,))
-    assert curve.at(8, 8) == pytest.approx(9.0) and curve.at(16, 8) == pytest.approx(12.0 + 3.0)
+    """Eight texts have a curve of their own, fewer lie between that and the curve of one, more are taken for eight."""
+    curve = CostCurve((1, 4, 8), (2.0, 5.0, 6.0), batches=(CostCurve((8, 16), (9.0, 11.0), texts=8),))
+    assert curve.at(8, 8) == pytest.approx(9.0) and curve.at(16, 8) == pytest.approx(11.0)
     assert curve.at(8) == curve.at(8, 1) == pytest.approx(6.0)
-    assert curve.at(16, 16) == pytest.approx(12.0 + 6.0), "twice as many texts to look back at"
+    assert curve.at(12, 8) == curve.at(12, 16) == pytest.approx(10.0)
     assert curve.at(8, 4) == pytest.approx(6.0 + 3.0 * 3 / 7)
     assert CURVE.at(8, 8) == CURVE.at(8)
 
 
-def test_texts_that_cost_nothing_more_cost_no_less() -> None:
-    assert CostCurve((1, 8), (2.0, 6.0), (8,), (5.0,)).at(8, 8) == pytest.approx(6.0)
-
-
-def test_passes_over_several_texts_are_measured() -> None:
-    tries = measure(target(), rows=(1, 3), texts=(2, 3))
-    assert tries.texts == (2, 3) and len(tries.together) == 2
+def test_passes_over_several_texts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "CONTEXT", 16)
+    tries = measure(target(), rows=(1, 3), batches={2: (1, 4), 3: (1,)})
+    assert [(one.texts, one.rows) for one in (tries, *tries.batches)] == [(1, (1, 3)), (2, (2, 8)), (3, (3,))]
     curve = tries.curve()
-    assert curve.texts == (2, 3) and curve.together == tuple(map(min, tries.together))
+    assert [one.texts for one in curve.batches] == [2, 3] and curve.at(3, 3) == min(tries.batches[1].seconds[0])
+    assert CostCurve.read(json.loads(json.dumps(asdict(curve)))) == curve
 
 
 def test_a_measured_curve_never_falls() -> None:

@@ -52,7 +52,8 @@ FEWEST, ENOUGH_S = 2, 4.0  # tries, where more would take longer: a large model,
 @dataclass(frozen=True)
 class CostCurve:
     """Seconds of a pass at a few row counts, rising; straight lines between them. Rows of several texts cost otherwise than
-    as many of one: each text is looked back at, by fewer rows. So a few batches have curves of their own."""
+    as many of one: each text is looked back at, by fewer rows. So a few batches have curves of their own, and as products
+    take rows by tiles on a GPU, rows between two of their counts cost what the next one does."""
 
     rows: tuple[int, ...]  # of all texts together
     seconds: tuple[float, ...]
@@ -68,7 +69,7 @@ class CostCurve:
     def at(self, rows: int, texts: int = 1) -> float:
         """Of a pass over so many rows, which so many texts have together. More than any batch has count as its number."""
         curves = (self, *self.batches)
-        seconds = tuple(_between(one.rows, one.seconds, rows) for one in curves)
+        seconds = tuple((_between if one.texts == 1 else _up_to)(one.rows, one.seconds, rows) for one in curves)
         return _between(tuple(one.texts for one in curves), seconds, min(texts, curves[-1].texts))
 
     @staticmethod
@@ -87,6 +88,11 @@ def _between(places: tuple[int, ...], seconds: tuple[float, ...], place: int) ->
         if place <= high:
             return before + (after - before) * max(place - low, 0) / (high - low)
     return seconds[-1] * place / places[-1]
+
+
+def _up_to(places: tuple[int, ...], seconds: tuple[float, ...], place: int) -> float:
+    points = zip(places, seconds, strict=True)
+    return next((spent for most, spent in points if place <= most), seconds[-1] * place / places[-1])
 
 
 def curve_for(model: Model, quiet: bool = False) -> CostCurve:

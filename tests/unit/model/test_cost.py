@@ -39,7 +39,8 @@ def test_several_texts_are_looked_back_at() -> None:
     curve = CostCurve((1, 4, 8), (2.0, 5.0, 6.0), batches=(CostCurve((8, 16), (9.0, 11.0), texts=8),))
     assert curve.at(8, 8) == pytest.approx(9.0) and curve.at(16, 8) == pytest.approx(11.0)
     assert curve.at(8) == curve.at(8, 1) == pytest.approx(6.0)
-    assert curve.at(12, 8) == curve.at(12, 16) == pytest.approx(10.0)
+    assert curve.at(9, 8) == curve.at(16, 8) and curve.at(32, 8) == pytest.approx(22.0), "a tile is used up"
+    assert curve.at(12, 8) == curve.at(12, 16) == pytest.approx(11.0)
     assert curve.at(8, 4) == pytest.approx(6.0 + 3.0 * 3 / 7)
     assert CURVE.at(8, 8) == CURVE.at(8)
 

@@ -1,11 +1,13 @@
 """A second model: with all of the target's layers it is the target, and whatever it guesses is right."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from doubles import SAMPLINGS, engine, prompts, requests, target, taught, truth
+from foreword.core.draft import Shape
 from foreword.engine.request import Request
 from foreword.methods import untrained
 
@@ -63,3 +65,39 @@ def test_a_chain_ends_where_it_is_not_sure(sampling: str) -> None:
         assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
         drafted.append(sum(map(sum, (run.drafted for run in runs))) / sum(len(run.drafted) for run in runs))
     assert drafted[0] > drafted[1] > drafted[2]
+
+
+class Alone:
+    """Trees for a text that is alone, and none in company."""
+
+    def shape(self, batch: int) -> Shape:
+        return Shape(111, 2) if batch == 1 else Shape(1, 0)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "gsd"])
+def test_what_was_written_in_company_is_known_afterwards(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row pays while there are two texts, so that none is guessed and few are read; as soon as one is alone again, every
+    guess of its own layers is right. A text enters company with a round's tokens still unread."""
+    model, walked = target(), []
+    trees = {"tree": "best"} if method == "draft_model" else {"siblings": 0.0, "sure": 0.0}
+    drafter: Any = untrained(method, rows=111, layers=4, depth=2, width=10, **trees)
+    steps = engine(drafter, model, slots=2)
+    drafter.growth = replace(drafter.growth, fixed=Alone())
+    first, second = requests(4, max_new_tokens=30, ignore_eos=True)[1:3]
+    run = steps.add(first)
+    while len(run.accepted) < 3:
+        steps.step()
+    other = steps.add(replace(second, max_new_tokens=6))
+    walk = drafter.guesser.stack.walk
+    monkeypatch.setattr(drafter.guesser.stack, "walk", lambda rows, at: walked.append(rows.shape[1]) or walk(rows, at))
+    while not other.done:
+        steps.step()
+    assert walked[-5:] == [2] * 5
+    while not run.done:
+        steps.step()
+    assert run.tokens == truth(model.hf, first) and other.tokens == truth(model.hf, replace(second, max_new_tokens=6))
+    in_company = [count == 1 for count in run.accepted[:-1]]
+    assert sum(in_company) >= 4 and not any(in_company[:3]) and not any(in_company[-3:])
+    assert {*run.accepted[:-1]} == {1, 3}, "alone, everything is right"
+    read, whole = int(drafter.guesser.cache.length[0]), model.cache
+    torch.testing.assert_close(drafter.guesser.cache.held[:, :, 0, :, :read], whole.held[:, :, 0, :, :read])

@@ -78,6 +78,9 @@ class DraftModel(Drafter):
         self.guesser.read(state, chunk.nodes)
 
     def propose(self, state: State) -> Draft:
+        if self.growth.depth(len(state.lanes.ids)) == 0:
+            self.guesser.follow(state)
+            return Draft.nothing(state.root)
         branches = self.guesser.root(state)
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,12 +90,12 @@ class Gsd(Drafter):
         self.guesser.read(state, chunk.nodes)
 
     def propose(self, state: State) -> Draft:
-        branches = self.guesser.root(state)  # reads the text along, also where nothing is guessed
         depth = min(self.depth, self.growth.depth(len(state.lanes.ids)))
         if depth == 0:
             self.last = None
+            self.guesser.follow(state)
             return Draft.nothing(state.root)
-        root = state.root
+        branches, root = self.guesser.root(state), state.root
         graph = graph_of(replace(self.rule, branch=self.growth.branch), root, depth)
         self._drafted(graph, state, branches, depth)
         self.last = graph, root

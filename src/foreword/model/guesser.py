@@ -26,6 +26,7 @@ from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
 
 KERNELS = 6  # of a layer: four products, and attention, which takes two
+FOLLOWED = 2  # rows
 
 
 class FirstLayers(nn.Module):
@@ -107,6 +108,12 @@ class Guesser:
         rows, length, place = self._catch_up(state, self.ahead + 2)
         at_root = rows.gather(1, place.view(-1, 1, 1).expand(-1, 1, rows.shape[2]))
         return Branches(self, state.lanes, length, self.norm(at_root))
+
+    def follow(self, state: State) -> None:
+        """Where nothing is guessed: one row more than such a round decides, so that ever less is left unread."""
+        base, length, tokens, _ = unread(state, self.cache, FOLLOWED)
+        self.stack.walk(self.embed(tokens), Rows.behind(base, FOLLOWED, state.lanes))
+        self.cache.rewind(state.lanes, torch.minimum(length, base + FOLLOWED))
 
     def over(self, tokens: Tensor) -> Tensor:
         """Whole texts [b, n] without a cache, as they are trained on: [b, n, H], before the norm."""

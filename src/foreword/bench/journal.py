@@ -19,18 +19,21 @@ NAME = "unfinished.jsonl"
 
 
 class Journal:
-    def __init__(self, folder: Path | None, about: dict[str, Any]) -> None:
-        """`about` is what makes a run this run and no other; without a folder nothing is kept."""
-        self.file = folder / NAME if folder is not None else None
+    def __init__(self, folder: Path | None, about: dict[str, Any], costs: dict[str, Any] | None = None) -> None:
+        """`about` is what makes a run this run and no other; `costs` is what it chooses rows by, to the end: those that it
+        began with. Without a folder nothing is kept."""
+        self.file, self.costs = folder / NAME if folder is not None else None, costs
         self.heats: dict[Place, Heat] = {}
         if self.file is None:
             return
         about = json.loads(json.dumps(about))
         lines = _complete_lines(self.file)
         if lines:
-            _check_same(self.file, json.loads(lines[0]), about)
+            before = json.loads(lines[0])
+            self.costs = before.pop("costs", None)
+            _check_same(self.file, before, about)
             self.heats = {heat.place: heat for heat in map(_read, lines[1:])}
-        self._write("".join(f"{line}\n" for line in lines or [json.dumps(about)]), "w")
+        self._write("".join(f"{line}\n" for line in lines or [json.dumps({**about, "costs": costs})]), "w")
 
     def add(self, heat: Heat) -> None:
         if self.file is not None:

@@ -148,7 +148,7 @@ def bench(
     asked = Asked(methods, names, _others(baselines, plan), plan, asking.rows, json or out is not None)
     if out is not None:
         make_folder(out)
-    with loaded(model, grow, 1, plan.prompts) as (llm, grown):
+    with loaded(model, grow, 1, plan.prompts, costs=asking.rows is None and names != ["plain"]) as (llm, grown):
         journal = _journal(asked, model, llm, out)
         found, timings, answers = _measured(asked, model, llm, grown, journal)
     if json:
@@ -273,6 +273,7 @@ def _journal(asked: Asked, model: ModelOptions, llm: LLM, out: Path | None) -> J
     """What was done before, should the same run have been cut."""
     from foreword.bench.journal import Journal  # noqa: PLC0415  imports torch
     from foreword.bench.report import facts  # noqa: PLC0415  beside the others
+    from foreword.model.cost import CostCurve  # noqa: PLC0415  beside the others
 
     plan, origin = asked.plan, facts(llm.model.device)
     run = {
@@ -291,7 +292,8 @@ def _journal(asked: Asked, model: ModelOptions, llm: LLM, out: Path | None) -> J
         "temperature": plan.temperatures,
         "repeats": plan.repeats,
     }
-    journal = Journal(out, run)
+    journal = Journal(out, run, asdict(llm.model.curve) if llm.model.curve else None)
+    llm.model.curve = CostCurve.read(journal.costs) if journal.costs else None
     if journal.heats:
         note(f"going on after {sum(len(heat.tasks) for heat in journal.heats.values())} texts")
     return journal

@@ -212,9 +212,11 @@ def _curve(llm: LLM) -> Finding:
         return Finding("row costs", "ok", "not measured: no method asked")
     costs = ", ".join(f"{rows} rows x{curve.relative(rows):.1f}" for rows in (4, 16, 64))
     said = f"1 row {1000 * curve.at(1):.0f} ms, {costs}"
+    again = f"delete {place() / 'costs'} to measure again"
+    if not curve.steady:
+        return Finding("row costs", "warn", f"{said}, measured while the machine was busy", again)
     if curve.relative(16) > 8:
-        again = f"if the machine was busy when they were measured, delete {place() / 'costs'} to measure again"
-        return Finding("row costs", "warn", f"{said}: guessing pays little here", again)
+        return Finding("row costs", "warn", f"{said}: guessing pays little here", f"if that is news, {again}")
     return Finding("row costs", "ok", said)
 
 

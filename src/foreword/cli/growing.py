@@ -40,13 +40,13 @@ Grow = Annotated[
 
 @contextmanager
 def loaded(
-    model: ModelOptions, times: str | None, slots: int, prompts: Sequence[Prompt]
+    model: ModelOptions, times: str | None, slots: int, prompts: Sequence[Prompt], costs: bool = True
 ) -> Iterator[tuple[LLM, dict[str, Any]]]:
-    """The model, grown if asked, decoding plainly; and what a report has to say of it. How many rows pay is settled by costs
-    that no busy machine showed: who timed anything else shortly before would find them in every figure."""
+    """The model, grown if asked, decoding plainly; and what a report has to say of it. If anybody will ask for `costs`,
+    that is measured now, unless it is known from a machine that was not busy: it would be part of every figure."""
     if times is None:
         with model.load(MethodOptions(method="plain"), slots) as llm:
-            _know_costs(llm)
+            _know_costs(llm, costs)
             yield llm, {}
         return
     # Fetching draws a bar of its own, and two live displays would overwrite each other.
@@ -58,15 +58,16 @@ def loaded(
         with original, waiting("comparing its text with the original's"):
             said = _compared(original, grown, prompts[:COMPARED])
         del original
-        _know_costs(grown)
+        _know_costs(grown, costs)
         yield grown, said
 
 
-def _know_costs(llm: LLM) -> None:
+def _know_costs(llm: LLM, asked: bool) -> None:
     from foreword.model.cost import curve_for  # noqa: PLC0415  imports torch
 
-    with waiting("measuring what passes cost"):
-        llm.model.curve = curve_for(llm.model, quiet=True)
+    if asked:
+        with waiting("measuring what passes cost"):
+            llm.model.curve = curve_for(llm.model, quiet=True)
 
 
 def _compared(original: LLM, grown: LLM, prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _subject(
     model: ModelOptions, shapes: Shapes | None, batch: int, grow: str | None, candidates: int | None
 ) -> Iterator[tuple[Subject, dict[str, Any]]]:
     if shapes is None:
-        with loaded(model, grow, batch, asked_prompts(None, None, None)) as (llm, grown):
+        with loaded(model, grow, batch, asked_prompts(None, None, None), costs=candidates is None) as (llm, grown):
             from foreword.bench.profile import Subject  # noqa: PLC0415  imports torch
 
             yield Subject.of(llm, candidates), grown

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 Batches = dict[int, tuple[int, ...]]  # rows of each text, by number of texts
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-MORE_ROWS = (128, 256, 512)  # of a batch, where a device has use for one
+MORE_ROWS = (128, 256, 512)  # on a GPU, where trees of several texts may have as many
+TILE = 64  # rows that a GPU's products take at a time, where there are more
 TEXTS: Batches = {8: (1, 4, 8, 16, 32, 64), 32: (1, 2, 4, 8, 16, 32)}
 CONTEXT = 256
 REPEATS = 5
@@ -53,7 +54,7 @@ FEWEST, ENOUGH_S = 2, 4.0  # tries, where more would take longer: a large model,
 class CostCurve:
     """Seconds of a pass at a few row counts, rising; straight lines between them. Rows of several texts cost otherwise than
     as many of one: each text is looked back at, by fewer rows. So a few batches have curves of their own, and as products
-    take rows by tiles on a GPU, rows between two of their counts cost what the next one does."""
+    take rows by tiles on a GPU, rows that fill none of them cost there as if they did."""
 
     rows: tuple[int, ...]  # of all texts together
     seconds: tuple[float, ...]
@@ -69,7 +70,7 @@ class CostCurve:
     def at(self, rows: int, texts: int = 1) -> float:
         """Of a pass over so many rows, which so many texts have together. More than any batch has count as its number."""
         curves = (self, *self.batches)
-        seconds = tuple((_between if one.texts == 1 else _up_to)(one.rows, one.seconds, rows) for one in curves)
+        seconds = tuple(_between(one.rows, one.seconds, rows if one.texts == 1 else _tiled(rows)) for one in curves)
         return _between(tuple(one.texts for one in curves), seconds, min(texts, curves[-1].texts))
 
     @staticmethod
@@ -90,9 +91,8 @@ def _between(places: tuple[int, ...], seconds: tuple[float, ...], place: int) ->
     return seconds[-1] * place / places[-1]
 
 
-def _up_to(places: tuple[int, ...], seconds: tuple[float, ...], place: int) -> float:
-    points = zip(places, seconds, strict=True)
-    return next((spent for most, spent in points if place <= most), seconds[-1] * place / places[-1])
+def _tiled(rows: int) -> int:
+    return 1 << (rows - 1).bit_length() if rows <= TILE else -(-rows // TILE) * TILE
 
 
 def curve_for(model: Model, quiet: bool = False) -> CostCurve:
@@ -162,7 +162,7 @@ def measure(model: Model, rows: tuple[int, ...] | None = None, batches: Batches 
     with those of several."""
     several = model.device.type == "cuda"
     tries = _tried(model, 1, rows or (ROWS + MORE_ROWS if several else ROWS))
-    with suppress(CapacityError):  # then there will be no such batch either
+    with suppress(CapacityError, torch.OutOfMemoryError):  # then there will be no such batch either
         for texts, each in (batches or (TEXTS if several else {})).items():
             tries = replace(tries, batches=(*tries.batches, _tried(model, texts, each)))
     return tries
@@ -215,10 +215,11 @@ def measure_draft(model: Model, drafter: Drafter) -> Tries:
 
 
 def _pass(model: Model, texts: int, rows: int) -> Callable[[], object]:
-    """A pass over so many rows of each text, ready to be timed."""
+    """A pass over so many rows of each text, each with two behind it, ready to be timed. A chain would cost less."""
     device = model.device
     tokens = torch.zeros(texts, rows, dtype=torch.long, device=device)
-    draft = Draft(tokens, Tree.chain(rows, device), torch.full((texts,), rows, device=device))
+    tree = Tree.of(tuple(max(row - 1, 0) // 2 for row in range(rows)), device)
+    draft = Draft(tokens, tree, torch.full((texts,), rows, device=device))
     lanes = replace(Lanes.of(list(range(texts)), CONTEXT - 1, device), changes=device.type == "cuda")
 
     def score() -> object:

@@ -40,6 +40,13 @@ def test_a_line_that_was_cut_is_run_again(heats: list[Any], tmp_path: Path) -> N
     assert list(Journal(tmp_path, ABOUT).heats.values()) == heats[:3]
 
 
+def test_a_run_that_goes_on_chooses_rows_by_the_costs_it_began_with(heats: list[Any], tmp_path: Path) -> None:
+    assert Journal(None, ABOUT, {"rows": [1]}).costs == {"rows": [1]}
+    Journal(tmp_path, ABOUT, {"rows": [1]}).add(heats[0])
+    again = Journal(tmp_path, ABOUT, {"rows": [2]})
+    assert again.costs == {"rows": [1]} and list(again.heats.values()) == heats[:1]
+
+
 def test_another_run_is_refused_with_what_differs(heats: list[Any], tmp_path: Path) -> None:
     Journal(tmp_path, ABOUT).add(heats[0])
     with pytest.raises(InputError, match="another model; give the command that began it"):
@@ -48,7 +55,7 @@ def test_another_run_is_refused_with_what_differs(heats: list[Any], tmp_path: Pa
 
 def test_the_end(tmp_path: Path, heats: list[Any]) -> None:
     journal = Journal(tmp_path, ABOUT)
-    assert json.loads((tmp_path / NAME).read_text()) == {"model": "tiny", "batch": [1, 4]}
+    assert json.loads((tmp_path / NAME).read_text()) == {"model": "tiny", "batch": [1, 4], "costs": None}
     journal.end()
     assert not list(tmp_path.iterdir())
     nowhere = Journal(None, ABOUT)

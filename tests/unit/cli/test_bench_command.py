@@ -16,6 +16,7 @@ import foreword.prove.referee as referee_module
 from doubles import taught
 from foreword.bench.journal import Journal
 from foreword.methods import saved
+from foreword.model import cost
 
 SMALL = ("--threads", 1, "--max-new-tokens", 8, "--device", "cpu", "--repeats", 2)
 
@@ -46,7 +47,7 @@ def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questi
     assert (grown["times"], grown["prompts"], grown["identical"] + (grown["ties"] > 0) >= 4) == (2, 4, True)
     assert list(found["batches"]) == ["1", "2"] and found["tables"]
     costs = found["costs"]
-    assert len(costs["rows"]) == len(costs["seconds"]) > 1 and costs["steady"] in (True, False)
+    assert len(costs["rows"]) == len(costs["seconds"]) > 1 and costs["rows"][0] == costs["texts"] == 1
     for table in found["batches"].values():
         assert [row["contender"] for row in table] == ["plain", "prompt_lookup", f"medusa={medusa}"]
         assert all(row["prompts"] == 6 for row in table)
@@ -166,6 +167,7 @@ def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkey
     monkeypatch.setattr(Journal, "add", cut)
     assert run(*asked).exit_code == 130 and len(told) == 5
     assert [file.name for file in out.iterdir()] == ["unfinished.jsonl"]
+    began = json.loads((out / "unfinished.jsonl").read_text().splitlines()[0])["costs"]
     refused = run(*asked, "--repeats", 1)
     assert refused.exit_code == 2 and "another repeats" in refused.output
     refused = run(*asked, "--no-compile", "--max-context", 128)
@@ -173,6 +175,22 @@ def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkey
     assert run(*asked).exit_code == 0 and len(told) == len(set(told)) == 12
     found = json.loads((out / "results.json").read_text())
     assert found["about"]["resumed"] == 5 and len(found["timings"]) == 24 and not (out / "unfinished.jsonl").exists()
+    assert found["costs"] == began
+
+
+@pytest.mark.parametrize("command", [("bench", "--json", *SMALL), ("profile", "--quick")], ids=str)
+def test_what_a_busy_machine_showed_is_measured_again(run, command, tiny_model, tmp_path, monkeypatch):
+    """Unless rows are given, and nobody asks."""
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    measured, measure = [], cost.measure
+    monkeypatch.setattr(cost, "measure", lambda model: measured.append(model) or measure(model))
+    name, *more = command
+    more += ["--model", tiny_model, "--methods", "token_recycling", *(["--limit", 1] if name == "bench" else [])]
+    given = "--rows" if name == "bench" else "--candidates"
+    assert run(name, *more, given, 4).exit_code == 0 and not measured
+    for steady, times in ((False, 1), (True, 2), (True, 2)):
+        monkeypatch.setattr(cost.Tries, "steady", steady)
+        assert run(name, *more).exit_code == 0 and len(measured) == times
 
 
 def test_another_text_gets_no_speedup(run, tiny_model, questions, monkeypatch):

@@ -78,11 +78,11 @@ def test_a_text_that_differs_is_a_fault_where_it_must_be_equal(tiny_model):
     assert checks._compare("plain", plain, plain, "float32").status == "ok"
 
 
-@pytest.mark.parametrize(("sixteen", "status"), [(0.015, "ok"), (0.3, "warn")])
-def test_row_costs_of_a_busy_machine(sixteen, status):
+@pytest.mark.parametrize(("sixteen", "steady", "status"), [(0.015, True, "ok"), (0.3, True, "warn"), (0.015, False, "warn")])
+def test_row_costs_of_a_busy_machine(sixteen, steady, status):
     class Loaded:
         class model:
-            curve = CostCurve((1, 16, 64), (0.01, sixteen, 0.4))
+            curve = CostCurve((1, 16, 64), (0.01, sixteen, 0.4), steady)
 
     assert checks._curve(Loaded).status == status
 

@@ -14,7 +14,7 @@ from doubles import TRAINED, LastHidden, fresh, target
 from foreword.core.draft import Draft
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
-from foreword.errors import ForewordWarning
+from foreword.errors import CapacityError, ForewordWarning
 from foreword.methods import METHODS, make, untrained
 from foreword.model import cost
 from foreword.model.cost import CostCurve, Tries, curve_for, draft_seconds, measure, measure_draft
@@ -34,15 +34,22 @@ def test_a_curve_of_one_point() -> None:
     assert CostCurve((1,), (3.0,)).relative(5) == pytest.approx(5.0)
 
 
-def test_several_texts_are_looked_back_at() -> None:
+def test_batches_have_curves_of_their_own() -> None:
     """Eight texts have a curve of their own, fewer lie between that and the curve of one, more are taken for eight."""
     curve = CostCurve((1, 4, 8), (2.0, 5.0, 6.0), batches=(CostCurve((8, 16), (9.0, 11.0), texts=8),))
     assert curve.at(8, 8) == pytest.approx(9.0) and curve.at(16, 8) == pytest.approx(11.0)
     assert curve.at(8) == curve.at(8, 1) == pytest.approx(6.0)
-    assert curve.at(9, 8) == curve.at(16, 8) and curve.at(32, 8) == pytest.approx(22.0), "a tile is used up"
-    assert curve.at(12, 8) == curve.at(12, 16) == pytest.approx(11.0)
+    assert curve.at(12, 8) == curve.at(12, 16) == curve.at(16, 8), "a tile costs what it costs"
     assert curve.at(8, 4) == pytest.approx(6.0 + 3.0 * 3 / 7)
     assert CURVE.at(8, 8) == CURVE.at(8)
+
+
+def test_rows_of_a_batch_are_counted_by_tiles() -> None:
+    eight = CostCurve((8, 64, 128, 256), (1.0, 2.0, 3.0, 5.0), texts=8)
+    curve = CostCurve((1, 256), (1.0, 5.0), batches=(eight,))
+    found = [curve.at(rows, 8) for rows in (8, 33, 64, 65, 128, 132, 192, 193, 256)]
+    assert found == pytest.approx([1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0])
+    assert curve.at(9, 8) < curve.at(17, 8) < curve.at(33, 8), "few rows of many texts are no tile of sixty-four"
 
 
 def test_passes_over_several_texts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +59,18 @@ def test_passes_over_several_texts_are_measured(monkeypatch: pytest.MonkeyPatch)
     curve = tries.curve()
     assert [one.texts for one in curve.batches] == [2, 3] and curve.at(3, 3) == min(tries.batches[1].seconds[0])
     assert CostCurve.read(json.loads(json.dumps(asdict(curve)))) == curve
+
+
+@pytest.mark.parametrize("error", [CapacityError("no room"), torch.OutOfMemoryError("no room")], ids=repr)
+def test_batches_that_find_no_memory_are_left_out(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: Model, texts: int, rows: tuple[int, ...]) -> Tries:
+        if texts > 2:
+            raise error
+        return Tries(tuple(texts * count for count in rows), [[1.0] for _ in rows], texts)
+
+    monkeypatch.setattr(cost, "_tried", full)
+    curve = measure(target(), rows=(1, 3), batches={2: (1, 4), 3: (1,)}).curve()
+    assert curve.rows == (1, 3) and [one.texts for one in curve.batches] == [2]
 
 
 def test_a_measured_curve_never_falls() -> None:
@@ -140,6 +159,7 @@ def test_measuring_times_every_number_of_rows() -> None:
 @pytest.mark.parametrize(
     "kept",
     [
+        {"steady": True, "rows": [1, 4], "seconds": [1.0, 2.0], "texts": [8], "together": [1.5]},  # as it once was
         {"steady": True, "rows": [], "seconds": []},
         {"steady": True, "rows": [1, 4], "seconds": [1.0]},
         {"steady": True, "rows": [4, 1], "seconds": [1.0, 2.0]},

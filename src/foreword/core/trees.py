@@ -44,7 +44,7 @@ GUESSING = 0.15  # passes over one row: what drafting costs beside its levels, t
 LEVEL_KERNELS = 8  # of a level of guesses: the state, the head, the best, and which of them are gone on from
 GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
 GAIN_BESIDE = 0.75  # tokens that an endless chain of lookups would bring beside a tree: results/bench_cuda_7b, .._drawn
-LOOKS_ON = 0.87  # of those, what every row leaves to the next ones: between results/bench_cuda_48 and results/trees_cpu
+LOOKS_ON = 0.87  # of those, what every row leaves to the next ones: between these results and results/trees_cpu
 TRAINED_BEND = 0.67  # of `share_of_gain`, as trained drafters have it: results/trees_cpu, rows_*.json
 
 # For templates of drafters that have not been calibrated: guesses of heads 1, 2, ... as a first try of Medusa had them.

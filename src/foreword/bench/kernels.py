@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CACHED_BYTES = 100e6  # caches of one trial together: more than a GPU keeps close
 MOST_CACHES = 64
 REPLAYS = 8
-SHAPES = {"135M": (9, 3, 64), "7B": (32, 8, 128)}
+SHAPES = {"135M": (9, 3, 64), "7B": (32, 8, 128), "grown": (72, 24, 64)}  # grown: the default model, 8 times as wide
 
 Timer = Callable[[list[Callable[[], Tensor]]], float]
 
@@ -100,7 +100,8 @@ def grid(case: Case) -> list[AttentionTiles]:
     default = attention_tiles(case.queries, case.context + case.rows, case.texts * case.key_heads, case.width)
     few = default.block_q < 64
     cuts = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
-    cuts += [(16, 64, 1, 3), (default.block_q, 32, 4, 3)] if few else [(64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
+    many = [(32, 64, 4, 3), (64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
+    cuts += [(16, 64, 1, 3), (default.block_q, 32, 4, 3)] if few else many
     least = default.least
     ways = [AttentionTiles(*cut, splits=1, least=least) for cut in cuts]
     if few:
@@ -166,7 +167,7 @@ def _words(trial: Trial) -> str:
 
 def kernels(
     out: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
-    shapes: Annotated[str, typer.Option(help="Names among 135M and 7B, separated by commas.")] = "135M,7B",
+    shapes: Annotated[str, typer.Option(help="Names among 135M, 7B and grown, separated by commas.")] = "135M,7B",
     rows: Annotated[str, typer.Option(help="Rows in a pass, separated by commas.")] = "1,16,64",
     contexts: Annotated[str, typer.Option(help="Tokens before the pass, separated by commas.")] = "512,4096",
     texts: Annotated[str, typer.Option(help="Texts side by side, separated by commas.")] = "1",

@@ -54,10 +54,10 @@ def test_rows_of_a_batch_are_counted_by_tiles() -> None:
 
 def test_passes_over_several_texts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "CONTEXT", 16)
-    tries = measure(target(), rows=(1, 3), batches={2: (1, 4), 3: (1,)})
-    assert [(one.texts, one.rows) for one in (tries, *tries.batches)] == [(1, (1, 3)), (2, (2, 8)), (3, (3,))]
+    tries = measure(target(), rows=(1, 3), batches={2: (1, 4), 4: (1,)})
+    assert [(one.texts, one.rows) for one in (tries, *tries.batches)] == [(1, (1, 3)), (2, (2, 8)), (4, (4,))]
     curve = tries.curve()
-    assert [one.texts for one in curve.batches] == [2, 3] and curve.at(3, 3) == min(tries.batches[1].seconds[0])
+    assert [one.texts for one in curve.batches] == [2, 4] and curve.at(4, 4) == min(tries.batches[1].seconds[0])
     assert CostCurve.read(json.loads(json.dumps(asdict(curve)))) == curve
 
 

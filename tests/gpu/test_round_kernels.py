@@ -86,7 +86,7 @@ def test_embeddings_are_those_of_torch(dtype: torch.dtype) -> None:
     assert embedded(table, tokens).requires_grad
 
 
-@pytest.mark.parametrize("count", [1, 8, 50])
+@pytest.mark.parametrize("count", [1, 2, 8, 50])
 def test_what_was_not_read_is_found(count: int) -> None:
     for seed in range(10):
         check_catch_up(seed, "cuda", count)

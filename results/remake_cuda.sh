@@ -8,7 +8,6 @@ out=$1
 shift
 mkdir -p "$out"
 everybody=prompt_lookup,token_recycling,medusa,clover,clover2,echo,hidden_transfer,firp,draft_model,gsd,amusd
-one_gpu=${everybody%,amusd}
 questions="--prompts spec_bench_48=data/spec_bench.jsonl"
 bench() { echo "== $1"; python -m foreword bench "${@:2}" --out "$out/$1" >"$out/$1.txt" 2>&1 || tail -5 "$out/$1.txt"; }
 
@@ -41,7 +40,7 @@ for step in "$@"; do
         done
         ;;
     profile)
-        python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,$one_gpu --out "$out/135m.json" >"$out/135m.txt" 2>&1
+        python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,${everybody%,amusd} --out "$out/135m.json" >"$out/135m.txt" 2>&1
         python -m foreword profile --grow 7b --rows 1,4,16,32,64 --contexts 512 --methods plain,clover2,hidden_transfer --tokens 32 --out "$out/7b_grown.json" >"$out/7b_grown.txt" 2>&1
         ;;
     profile_8) python -m foreword profile --grow 7b --batch 8 --rows 16,128,256 --contexts 512 --methods plain,clover2,echo,medusa --out "$out/7b_grown_8.json" >"$out/7b_grown_8.txt" 2>&1 ;;

@@ -39,8 +39,7 @@ class Probe:
         cache.length.fill_(context)
         self.lanes = replace(Lanes.of([0], context, device), changes=device.type == "cuda")  # as in captured rounds
         tokens = torch.randint(model.vocab_size, (1, rows), device=device)
-        tree = Tree.of(tuple(max(row - 1, 0) // 2 for row in range(rows)), device)
-        self.draft = Draft(tokens, tree, torch.tensor([rows], device=device))
+        self.draft = Draft(tokens, Tree.forked(rows, device), torch.tensor([rows], device=device))
 
     @torch.inference_mode()
     def score(self) -> Scores:

@@ -55,19 +55,17 @@ def trees(
         hung = {more: {c: figure({"rows": c + more, "chain": more}) for c in by_rows if c > more} for more in lengths}
         found.append(
             {"method": contender.method, "tree": kind}
-            | {"tokens_per_round": {count: one.tokens_per_round for count, one in figures.items()}}
+            | {"tokens_per_round": _rates(figures)}
             | {"nodes": {count: one.nodes for count, one in figures.items()}}
             | {"by_nodes": {count: asdict(one) for count, one in equal.items()}}
-            | {"by_levels": {most: {c: one.tokens_per_round for c, one in some.items()} for most, some in short.items()}}
-            | {"by_chains": {more: {c: one.tokens_per_round for c, one in some.items()} for more, some in hung.items()}}
+            | {"by_levels": {most: _rates(some) for most, some in short.items()}}
+            | {"by_chains": {more: _rates(some) for more, some in hung.items()}}
         )
-        print(
-            f"{contender.method:15} {kind:8}" + "".join(f"{_told(one):>30}" for one in [*figures.values(), *equal.values()])
-        )
-        for most, some in short.items():
-            print(f"{'':15} {most} levels" + "".join(f"{_told(one):>30}" for one in some.values()))
-        for more, some in hung.items():
-            print(f"{'':15} and {more} looked up" + "".join(f"{_told(one):>30}" for one in some.values()))
+        lines = {f"{contender.method:15} {kind:8}": [*figures.values(), *equal.values()]}
+        lines |= {f"{'':15} {most} levels": [*some.values()] for most, some in short.items()}
+        lines |= {f"{'':15} and {more} looked up": [*some.values()] for more, some in hung.items()}
+        for head, line in lines.items():
+            print(head + "".join(f"{_told(one):>30}" for one in line))
     keep(out, "trees", llm.model, found, prompts=len(asked))
 
 
@@ -76,6 +74,10 @@ class Figure:
     rows: int  # of a pass at most, and how many of them are nodes
     nodes: int
     tokens_per_round: float
+
+
+def _rates(figures: dict[int, Figure]) -> dict[int, float]:
+    return {count: one.tokens_per_round for count, one in figures.items()}
 
 
 def _told(one: Figure) -> str:

@@ -214,7 +214,7 @@ def _measured(
     dtype = str(llm.model.dtype).removeprefix("torch.")
     about = facts(llm.model.device, model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
     about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.heats)}
-    extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats))
+    extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats), journal.costs or {})
     return room.content(made, about, timings, extras), timings, answers
 
 
@@ -238,13 +238,12 @@ def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence
     return found
 
 
-def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[str, Any]) -> Any:
+def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[str, Any], costs: dict[str, Any]) -> Any:
     from foreword.bench.report import Extras  # noqa: PLC0415  imports torch
     from foreword.bench.run import left_out  # noqa: PLC0415  beside the others
     from foreword.bench.spec_bench import published  # noqa: PLC0415  beside the others
 
     figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
-    costs = asdict(llm.model.curve) if llm.model.curve else {}
     return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed, costs)
 
 

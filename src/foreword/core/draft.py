@@ -52,6 +52,11 @@ class Tree:
         which prompts are read in, come in too many lengths to be kept; a captured prompt pass keeps its own."""
         return (_kept_chain if nodes <= KEPT_CHAINS else _chain)(nodes, torch.device(device))
 
+    @staticmethod
+    def forked(nodes: int, device: torch.device | str = "cpu") -> Tree:
+        """A static tree for those who time passes: each row has two behind it."""
+        return Tree.of(tuple(max(row - 1, 0) // 2 for row in range(nodes)), device)
+
     @property
     def nodes(self) -> int:
         return self.parent.shape[1]

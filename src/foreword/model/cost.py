@@ -218,8 +218,7 @@ def _pass(model: Model, texts: int, rows: int) -> Callable[[], object]:
     """A pass over so many rows of each text, each with two behind it, ready to be timed. A chain would cost less."""
     device = model.device
     tokens = torch.zeros(texts, rows, dtype=torch.long, device=device)
-    tree = Tree.of(tuple(max(row - 1, 0) // 2 for row in range(rows)), device)
-    draft = Draft(tokens, tree, torch.full((texts,), rows, device=device))
+    draft = Draft(tokens, Tree.forked(rows, device), torch.full((texts,), rows, device=device))
     lanes = replace(Lanes.of(list(range(texts)), CONTEXT - 1, device), changes=device.type == "cuda")
 
     def score() -> object:

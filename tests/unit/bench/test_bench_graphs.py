@@ -1,29 +1,18 @@
 """What merging saves, by rule and threshold: an ordinary tree comes first, and what is printed is what is written."""
 
-import json
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from typer import Typer
-from typer.testing import CliRunner
+from typer.testing import Result
 
-import foreword
-from doubles import taught
 from foreword.bench.graphs import Drafted, graphs
-from foreword.methods import saved
 
 
-def test_every_rule_and_threshold(folders: dict[str, Path], own_home: Path, tmp_path: Path) -> None:
-    with foreword.load(folders["llama"], "plain", slots=1) as llm:
-        saved.save(taught("draft_model", llm.model, layers=1), tmp_path / "small", llm.model)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("the words that come\nbefore the words\n", encoding="utf-8")
-    command = Typer()
-    command.command()(graphs)
-    asked = f"--drafter {tmp_path / 'small'} --prompts {prompts} --out {tmp_path / 'found.json'} --model {folders['llama']}"
-    more = "--repeat 0,1 --siblings 0.0 --sure 0.0,0.9 --depth 3 --width 16 --rows 12 --max-new-tokens 12"
-    done = CliRunner().invoke(command, f"{asked} {more}".split(), catch_exceptions=False)
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["graphs"]
+def test_every_rule_and_threshold(study: Callable[..., tuple[Result, Any]]) -> None:
+    rules = "--repeat 0,1 --siblings 0.0 --sure 0.0,0.9 --depth 3 --width 16 --rows 12 --max-new-tokens 12"
+    done, written = study(graphs, "draft_model", f"--drafter {{drafter}} {rules}", layers=1)
+    found = written["graphs"]
     assert done.exit_code == 0
     assert [(one["sure"], one["repeat"]) for one in found] == [(sure, rule) for sure in (0.0, 0.9) for rule in (-1, 0, 1)]
     for one in found:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +26,6 @@ from foreword.errors import DrafterError, InputError
 from foreword.methods.auto import fitting
 from foreword.methods.saved import as_model
 from foreword.methods.shipped import model_of, shipped
-from foreword.model.capture import settle
 from foreword.model.loading import load_stock, without_bars
 from foreword.model.storage import fill_empty
 from foreword.model.width import grow
@@ -120,19 +120,22 @@ def _shipped_assistant(llm: LLM) -> Any:
 
 
 class Watch:
-    """Asked by `generate` after each round whether to stop, which it never wants: it notes how far the text has come."""
+    """A streamer, told by `generate` of the prompt and then of what each round brought: how much, and when the first came.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.started = device, time.perf_counter()
-        self.lengths: list[int] = []
+    A stopping criterion will not do: some versions ask it of guesses too, before the target has seen them."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
         self.first_s: float | None = None
+        self.told: list[int] = []
 
-    def __call__(self, ids: Tensor, *_: object, **__: object) -> Tensor:
-        if self.first_s is None:
-            settle(self.device)
+    def put(self, tokens: Tensor) -> None:
+        if len(self.told) == 1:
             self.first_s = time.perf_counter() - self.started
-        self.lengths.append(ids.shape[1])
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        self.told.append(tokens.numel())
+
+    def end(self) -> None:
+        pass
 
 
 def _generate(name: str, model: Any, llm: LLM, options: dict[str, Any]) -> Contender:
@@ -140,7 +143,7 @@ def _generate(name: str, model: Any, llm: LLM, options: dict[str, Any]) -> Conte
 
     @torch.inference_mode()
     def answer(task: Task, manner: Manner) -> Answer:
-        watch = Watch(model.device)
+        watch = Watch()
         ids = torch.tensor([task.ids], device=model.device)
         out = model.generate(
             ids,
@@ -149,11 +152,11 @@ def _generate(name: str, model: Any, llm: LLM, options: dict[str, Any]) -> Conte
             do_sample=False,
             eos_token_id=ends or None,
             pad_token_id=ends[0] if ends else 0,
-            stopping_criteria=[watch],
+            streamer=watch,
             **options,
         )
         tokens = counted(out[0, ids.shape[1] :].tolist(), ends, manner)
-        return Answer(tokens, per_round(watch.lengths, ids.shape[1], len(tokens)), first_s=watch.first_s)
+        return Answer(tokens, per_round(watch.told[1:], len(tokens)), first_s=watch.first_s)
 
     def write(tasks: Sequence[Task], manner: Manner) -> list[Answer]:
         return [answer(task, manner) for task in tasks]
@@ -166,9 +169,9 @@ def _generate(name: str, model: Any, llm: LLM, options: dict[str, Any]) -> Conte
     return Contender(name, write, capture, alone=True)
 
 
-def per_round(lengths: Sequence[int], prompt: int, tokens: int) -> list[int]:
-    """How many tokens each round brought, from how long the text was after it; what was cut off does not count."""
-    ends = [min(length - prompt, tokens) for length in lengths]
+def per_round(told: Sequence[int], tokens: int) -> list[int]:
+    """How many tokens each round brought, of those that count: what was cut off does not."""
+    ends = [min(end, tokens) for end in accumulate(told)]
     return [after - before for before, after in zip([0, *ends], ends, strict=False) if after > before]
 
 

@@ -45,6 +45,24 @@ def test_a_baseline_writes_the_tokens_of_plain(name: str, llm: LLM, folders: dic
         assert len(first.accepted) <= 20
 
 
+@pytest.mark.parametrize("name", ["hf", "hf_lookup"])
+def test_a_round_is_a_pass_of_the_target(name: str, llm: LLM, folders: dict[str, Path], monkeypatch: Any) -> None:
+    """Guesses are not yet a round, whoever is told of them; what was cut off is none either."""
+    passes: list[int] = []
+    load = room.load_stock
+
+    def counting(*asked: Any) -> Any:
+        model = load(*asked)
+        model.register_forward_hook(lambda *_: passes.append(1))
+        return model
+
+    monkeypatch.setattr(room, "load_stock", counting)
+    (other,) = make_baselines([name], llm, folders["llama"], 512)
+    (answer,) = other.write(asked(llm), Manner(40))
+    assert len(answer.accepted) == len(passes) and sum(answer.accepted) == 40
+    assert name == "hf" or len(passes) < 40  # some guesses were right
+
+
 def test_the_assistant_is_the_draft_model_that_ships(
     llm: LLM, folders: dict[str, Path], trained: dict[str, Path], ship: Any, talking: Any
 ) -> None:
@@ -125,8 +143,8 @@ def test_what_needs_a_gpu_or_another_vocabulary(llm: LLM, folders: dict[str, Pat
 
 
 def test_rounds_and_tokens_are_counted_by_us() -> None:
-    assert per_round([11, 14, 15], prompt=10, tokens=5) == [1, 3, 1]
-    assert per_round([11, 14, 18], prompt=10, tokens=5) == [1, 3, 1]  # what was cut off
+    assert per_round([1, 3, 1], tokens=5) == [1, 3, 1]
+    assert per_round([1, 3, 4, 2], tokens=5) == [1, 3, 1]  # what was cut off
     manner = Manner(4)
     assert counted([5, 6, 1, 7], [1], manner) == [5, 6, 1] and counted([5, 6, 7, 8, 9], [1], manner) == [5, 6, 7, 8]
 

@@ -25,8 +25,6 @@ CROWD = 24  # units, beyond which they share the machine, and the least share is
 MANY = 128  # rows: more have prompts alone, and are programs enough, unless what stands before them is long
 SHARE, LONG_SHARE = 64, 512  # keys, at the least; of many rows
 MOST_SHARES = 15  # of the prefix; more cost more to join than they save
-JOINED = 8192  # numbers that a program which joins shares holds at the most
-APART = 2 * PROGRAMS  # heads of all sequences, below which it joins one row
 SPAN_STEP = 256  # shares change when a text grows by this much, and not before
 LOG2E = math.log2(math.e)  # the hardware's exponential is that of 2
 LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of two infinities is not a number
@@ -65,14 +63,6 @@ def attention_tiles(queries: int, keys: int, units: int, width: int, item: int =
         return AttentionTiles(block_q, block_k, 8, 2, splits, least=least)
     stages, sharing = 2 if block_q == 16 else 3, 4 if block_q == 16 and item == 2 else 1
     return AttentionTiles(block_q, block_k, 4, stages, splits, sharing, least)
-
-
-def joined_together(heads: int, numbers: int) -> int:
-    """How many rows one program joins, of the `heads` of all sequences, where the shares of one have so many `numbers`.
-
-    Of many programs, to start them costs more than what they do. It does not depend on the rows of a tree: sums would be
-    taken in another order, and a row be rounded otherwise among others than alone."""
-    return max(1, min(8, JOINED // numbers)) if heads >= APART else 1
 
 
 @triton.jit
@@ -273,24 +263,21 @@ def _attend(
 @triton.jit(do_not_specialize=["answers", "splits", "least", "each"])
 def _join(
     parts, peaks, totals, base, out, answers, splits, least, each,
-    WIDTH: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr,
-    EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the result: their shares, each counting as much as it holds of the softmax. A sequence has `each` rows."""
-    answer = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    real = answer < answers
-    split, wide = tl.arange(0, SPLITS)[None, :], tl.arange(0, WIDTH)
-    length = tl.load(base + answer // each, mask=real, other=0).to(tl.int32)[:, None]
+    """One row of the result: its shares, each counting as much as it holds of the softmax. A sequence has `each` rows."""
+    answer = tl.program_id(0).to(tl.int64)
+    split, wide = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    length = tl.load(base + answer // each).to(tl.int32)
     origin, share = _prefix(length, splits, least, BLOCK_K, WINDOW)
-    here = real[:, None] & (((split < splits - 1) & (origin + split * share < length)) | (split == splits - 1))
-    place = split * answers + answer[:, None]
+    here = ((split < splits - 1) & (origin + split * share < length)) | (split == splits - 1)
+    place = split * answers + answer
     take_turn(EARLY)
-    pieces = tl.load(parts + place[:, :, None] * WIDTH + wide[None, None, :], mask=here[:, :, None], other=0.0)
+    pieces = tl.load(parts + place[:, None] * WIDTH + wide[None, :], mask=here[:, None], other=0.0)
     peak = tl.load(peaks + place, mask=here, other=LOWEST)
-    part = tl.exp2(peak - tl.max(peak, 1)[:, None])
-    total = tl.sum(tl.load(totals + place, mask=here, other=0.0) * part, 1)
-    mixed = tl.sum(pieces * part[:, :, None], 1) / tl.maximum(total, 1e-37)[:, None]
-    tl.store(out + answer[:, None] * WIDTH + wide[None, :], mixed, mask=real[:, None])
+    part = tl.exp2(peak - tl.max(peak, 0))
+    total = tl.sum(tl.load(totals + place, mask=here, other=0.0) * part, 0)
+    tl.store(out + answer * WIDTH + wide, tl.sum(pieces * part[:, None], 0) / tl.maximum(total, 1e-37))
 
 
 def attend_tree(
@@ -342,11 +329,10 @@ def attend_tree(
     )  # fmt: skip
     if joined:
         answers, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
-        together = joined_together(batch * all_heads, power * width)
-        _join[(triton.cdiv(answers, together),)](
+        _join[(answers,)](
             parts, peaks, totals, base, out, answers, tiles.splits, tiles.least, rows * all_heads,
-            WIDTH=width, SPLITS=power, TOGETHER=together, BLOCK_K=tiles.block_k, WINDOW=window, EARLY=early,
-            num_warps=1 if together * power * width <= 2048 else 4, **early_launch(early),
+            WIDTH=width, SPLITS=power, BLOCK_K=tiles.block_k, WINDOW=window, EARLY=early,
+            num_warps=1 if power * width <= 2048 else 4, **early_launch(early),
         )  # fmt: skip
     return out
 

@@ -16,15 +16,7 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from foreword.kernels import tree_attention
-from foreword.kernels.tree_attention import (
-    CROWD,
-    MOST_SHARES,
-    SHARE,
-    AttentionTiles,
-    attend_tree,
-    attention_tiles,
-    joined_together,
-)
+from foreword.kernels.tree_attention import CROWD, MOST_SHARES, SHARE, AttentionTiles, attend_tree, attention_tiles
 
 SMALL = AttentionTiles(block_q=16, block_k=16, warps=4, stages=2, splits=1)
 BY_TWO = replace(SMALL, block_k=32, shares=2)
@@ -109,19 +101,14 @@ def test_a_known_chain_is_not_looked_up(splits: int) -> None:
     assert torch.equal(by_kernel(blind, tiles, chain=True), asked)
 
 
-@pytest.mark.parametrize("apart", [1, 1000], ids=["joined together", "joined one by one"])
 @pytest.mark.parametrize("least", [0, 16, 48, 512])
-def test_short_texts_beside_a_long_one_leave_their_shares_empty(
-    least: int, apart: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What nobody wrote is not read: the room for the shares begins as NaN. 24 rows of results are joined, or 21 of them."""
-    monkeypatch.setattr(tree_attention, "APART", apart)
+def test_short_texts_beside_a_long_one_leave_their_shares_empty(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote is not read: the room for the shares begins as NaN."""
     looks, tiles = Looks.drawn((2, 1), 16, 3, [300, 0, 15, 17]), replace(SMALL, splits=9, least=least)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
     for window in (0, 50):
         assert error(looks, tiles, window) < PRECISE
-    assert error(Looks.drawn((7, 1), 16, 1, [300, 0, 15]), tiles) < PRECISE
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -187,21 +174,14 @@ def test_shares_are_few_and_not_short(queries: int, keys: int, units: int, width
     assert tiles.splits == 1 or units < CROWD * keys / SHARE  # so many texts keep the machine busy by themselves
 
 
-@pytest.mark.parametrize(("heads", "numbers", "rows"), [(72, 256, 1), (288, 256, 8), (576, 16 * 128, 4), (576, 16_384, 1)])
-def test_rows_are_joined_together_where_there_are_many(heads: int, numbers: int, rows: int) -> None:
-    assert joined_together(heads, numbers) == rows
-
-
 @given(queries=st.integers(1, 3000), keys=st.integers(1, 40_000), units=st.integers(1, 600))
 def test_keys_are_cut_alike_for_any_number_of_queries(queries: int, keys: int, units: int) -> None:
     few, many = attention_tiles(1, keys, units, 64), attention_tiles(queries, keys, units, 64)
     assert (few.splits, few.block_k, few.least) == (many.splits, many.block_k, many.least)
 
 
-@pytest.mark.parametrize("apart", [1, 1000], ids=["joined together", "joined one by one"])
-def test_a_row_is_rounded_alike_alone_and_among_others(apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_rounded_alike_alone_and_among_others() -> None:
     """In half precision: what the root gets is the same to the last bit, however many rows stand beside it."""
-    monkeypatch.setattr(tree_attention, "APART", apart)
     for heads, rows, tiles in (((4, 2), 9, replace(SMALL, splits=3)), ((14, 2), 40, None)):
         looks = Looks.drawn(heads, 16, rows, [150], dtype=torch.float16)
         alone = replace(looks, query=looks.query[:, :, :1], sees=looks.sees[:, :1, :1], depth=looks.depth[:, :1])

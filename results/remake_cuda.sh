@@ -47,7 +47,10 @@ for step in "$@"; do
     inside) python -m foreword.bench.inside --out "$out/inside.json" >"$out/inside.txt" 2>&1 ;;
     rough) python -m foreword.bench.linears --only rough --rows 16 --no-again --out "$out/linears_rough.json" >"$out/linears_rough.txt" 2>&1 ;;
     attention) python -m foreword.bench.kernels --shapes 135M --rows 1,16 --contexts 512 --texts 1,8,16,32 --out "$out/kernels.json" >"$out/kernels.txt" 2>&1 ;;
-    attention_grown) python -m foreword.bench.kernels --shapes grown --rows 1,8,16,24 --contexts 512,1024 --texts 8 --out "$out/kernels_grown.json" >"$out/kernels_grown.txt" 2>&1 ;;
+    attention_grown)
+        python -m foreword.bench.kernels --shapes grown --rows 1,8,16,24 --contexts 512,1024 --texts 8 --out "$out/kernels_grown.json" >"$out/kernels_grown.txt" 2>&1
+        python -m foreword.bench.kernels --shapes grown --rows 1,8,16,24 --contexts 1024 --texts 8 --unlike --out "$out/kernels_unlike.json" >"$out/kernels_unlike.txt" 2>&1
+        ;;
     grafts) python -m foreword.bench.grafts --out "$out/grafts_cuda.json" >"$out/grafts.txt" 2>&1 ;;
     overlap)
         python -m foreword.bench.overlap --prompts data/spec_bench.jsonl --limit 8 --out "$out/overlap_streams.json" >"$out/overlap.txt" 2>&1

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 CACHED_BYTES = 100e6  # caches of one trial together: more than a GPU keeps close
 MOST_CACHES = 64
 REPLAYS = 8
+SHORTER = (1, 15, 10, 3, 6, 11, 2, 7)  # by so much are texts of unlike lengths shorter than the longest, in turns
 SHAPES = {"135M": (9, 3, 64), "7B": (32, 8, 128), "grown": (72, 24, 64)}  # grown: the default model, 8 times as wide
 
 Timer = Callable[[list[Callable[[], Tensor]]], float]
@@ -41,7 +42,8 @@ Timer = Callable[[list[Callable[[], Tensor]]], float]
 
 @dataclass(frozen=True)
 class Case:
-    """A pass: query heads, key heads, their width, rows of each text, tokens before them, and texts side by side."""
+    """A pass: query heads, key heads, their width, rows of each text, tokens before them, and texts side by side, which may
+    be `unlike`: then the longest has so many tokens, and most have few."""
 
     heads: int
     key_heads: int
@@ -49,6 +51,12 @@ class Case:
     rows: int
     context: int
     texts: int = 1
+    unlike: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens before the pass, of each text."""
+        return [self.context // (SHORTER[text % len(SHORTER)] if self.unlike else 1) for text in range(self.texts)]
 
     @property
     def queries(self) -> int:
@@ -78,7 +86,7 @@ class Rig:
         asked = (case.texts, case.heads, case.rows, case.width)
         self.query = torch.randn(asked, generator=generator, device=device).to(dtype)
         self.slots = torch.arange(case.texts, device=device)
-        self.base = torch.full((case.texts,), case.context, device=device)
+        self.base = torch.tensor(case.lengths, device=device)
         self.sees = torch.ones(1, case.rows, case.rows, dtype=torch.bool, device=device).tril()
 
     def masked(self) -> list[Callable[[], Tensor]]:
@@ -97,18 +105,19 @@ def grid(case: Case) -> list[AttentionTiles]:
     """The default first, then what differs from it in the block, the warps and loads in flight, or the shares."""
     from foreword.kernels.tree_attention import AttentionTiles, attention_tiles  # noqa: PLC0415  triton is there only where CUDA is
 
-    default = attention_tiles(case.queries, case.context + case.rows, case.texts * case.key_heads, case.width)
+    keys = case.context + case.rows
+    default = attention_tiles(case.queries, keys, case.texts * case.key_heads, case.width)
     few = default.block_q < 64
     cuts = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
     many = [(32, 64, 4, 3), (64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
-    cuts += [(16, 64, 1, 3), (default.block_q, 32, 4, 3)] if few else many
-    least = default.least
-    ways = [AttentionTiles(*cut, splits=1, least=least) for cut in cuts]
+    cuts += [(16, 64, 1, 3), (default.block_q, 32, 4, 3), (64, 64, 4, 3)] if few else many
+    ways = [AttentionTiles(*cut, splits=1) for cut in cuts]
     if few:
-        ways += [AttentionTiles(16, 64, warps, 2, splits=1, shares=warps, least=least) for warps in (4, 2)]
+        ways += [AttentionTiles(16, 64, warps, 2, splits=1, shares=warps) for warps in (4, 2)]
     counts = {1, default.splits, 2 * default.splits, -(-default.splits // 2), 4 * default.splits}
-    splits = sorted(count for count in counts if count <= -(-(case.context + case.rows) // 64))
-    return list(dict.fromkeys([default, *(replace(way, splits=count) for way in ways for count in splits)]))
+    splits = sorted(count for count in counts if count <= -(-keys // 64))
+    least = {count: -(-keys // (64 * max(count - 1, 1))) * 64 for count in splits}  # so that the longest text fills all
+    return [*dict.fromkeys([default, *(replace(way, splits=count, least=least[count]) for way in ways for count in splits)])]
 
 
 def sweep(case: Case, tiles: list[AttentionTiles], timer: Timer, device: str) -> list[Trial]:
@@ -152,7 +161,8 @@ def table(trials: list[list[Trial]], best: int) -> Table:
             name = "masked" if one is masked else _words(one) + (" (default)" if one is default else "")
             figure = f"{one.microseconds:.1f}" if one.microseconds is not None else f"failed: {one.failure}"
             style = "bold" if timed and one is timed[0] else None
-            numbers = (f"{at.heads}/{at.key_heads}", *map(str, (at.width, at.texts, at.rows, at.context)))
+            context = f"up to {at.context}" if at.unlike else str(at.context)
+            numbers = (f"{at.heads}/{at.key_heads}", *map(str, (at.width, at.texts, at.rows)), context)
             shown.add_row(*numbers, name, figure, style=style)
         shown.add_section()
     return shown
@@ -171,13 +181,14 @@ def kernels(
     rows: Annotated[str, typer.Option(help="Rows in a pass, separated by commas.")] = "1,16,64",
     contexts: Annotated[str, typer.Option(help="Tokens before the pass, separated by commas.")] = "512,4096",
     texts: Annotated[str, typer.Option(help="Texts side by side, separated by commas.")] = "1",
+    unlike: Annotated[bool, typer.Option("--unlike", help="One text of eight has so many tokens, others fewer.")] = False,
     best: Annotated[int, typer.Option(min=1, help="How many of the quickest to show.")] = 3,
 ) -> None:
     """Time ways of cutting tree attention on this machine's GPU."""
     if not torch.cuda.is_available():
         raise InputError("the kernels run on CUDA, and this machine has no CUDA device; run this where there is one")
     wanted = product(shapes.split(","), rows.split(","), contexts.split(","), texts.split(","))
-    cases = [Case(*SHAPES[name], int(row), int(context), int(some)) for name, row, context, some in wanted]
+    cases = [Case(*SHAPES[name], int(row), int(context), int(some), unlike) for name, row, context, some in wanted]
     trials = [sweep(case, grid(case), by_graph, "cuda") for case in cases]
     Console(width=None if Console().is_terminal else 160).print(table(trials, best))
     if out is not None:
@@ -185,6 +196,7 @@ def kernels(
         about = facts(gpu=torch.cuda.get_device_name())
         about["command"] = (
             f"python -m foreword.bench.kernels --shapes {shapes} --rows {rows} --contexts {contexts} --texts {texts}"
+            + (" --unlike" if unlike else "")
         )
         content = {"about": about, "trials": [asdict(trial) for case in trials for trial in case]}
         out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -35,6 +36,17 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     return sweep(CASE, [GOOD, BAD], timer, "cpu")
 
 
+def test_texts_may_be_of_unlike_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASE, texts=9, unlike=True)
+    assert case.lengths == [40, 2, 4, 13, 6, 3, 20, 5, 40] and CASE.lengths == [40, 40]
+    monkeypatch.setattr(kernels, "MOST_CACHES", 1)
+    trials = sweep(case, [GOOD], lambda _: 1.0, "cpu")
+    assert [one.failure for one in trials] == ["", ""]  # and so the answers are those of masked attention
+    console = Console(width=200, record=True)
+    console.print(table([trials], best=1))
+    assert "up to 40" in console.export_text()
+
+
 def test_what_does_not_compile_is_told_and_the_rest_goes_on(trials: list[Trial]) -> None:
     masked, good, bad = trials
     assert (masked.tiles, masked.microseconds) == (None, 5.0)
@@ -60,7 +72,7 @@ def test_the_table_shows_the_quickest_and_what_failed(trials: list[Trial]) -> No
 def test_the_grid_is_small_and_has_one_share_too(shape: tuple[int, int, int], rows: int, texts: int) -> None:
     for context in (512, 4096):
         tried = grid(Case(*shape, rows, context, texts))
-        assert 10 <= len(tried) <= 30 and len(set(tried)) == len(tried)
+        assert 10 <= len(tried) <= 36 and len(set(tried)) == len(tried)
         assert {tiles.splits == 1 for tiles in tried} == {True, False}
 
 

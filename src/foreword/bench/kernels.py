@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CACHED_BYTES = 100e6  # caches of one trial together: more than a GPU keeps close
 MOST_CACHES = 64
 REPLAYS = 8
-SHORTER = (1, 15, 10, 3, 6, 11, 2, 7)  # by so much are texts of unlike lengths shorter than the longest, in turns
+PARTS = (1, 15, 10, 3, 6, 11, 2, 7)  # texts of unlike lengths have the whole of the longest, a fifteenth of it, ..
 SHAPES = {"135M": (9, 3, 64), "7B": (32, 8, 128), "grown": (72, 24, 64)}  # grown: the default model, 8 times as wide
 
 Timer = Callable[[list[Callable[[], Tensor]]], float]
@@ -56,7 +56,7 @@ class Case:
     @property
     def lengths(self) -> list[int]:
         """Tokens before the pass, of each text."""
-        return [self.context // (SHORTER[text % len(SHORTER)] if self.unlike else 1) for text in range(self.texts)]
+        return [self.context // (PARTS[text % len(PARTS)] if self.unlike else 1) for text in range(self.texts)]
 
     @property
     def queries(self) -> int:
@@ -80,7 +80,8 @@ class Rig:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         generator = torch.Generator(device).manual_seed(0)
         shape = (2, case.texts, case.key_heads, case.context + case.rows, case.width)
-        count = min(MOST_CACHES, int(CACHED_BYTES / (math.prod(shape) * dtype.itemsize)) + 1)
+        read = math.prod(shape) * dtype.itemsize * sum(case.lengths) // (case.texts * case.context)
+        count = min(MOST_CACHES, int(CACHED_BYTES / read) + 1)
         self.case, self.scaling = case, case.width**-0.5
         self.caches = torch.randn(count, *shape, generator=generator, device=device).to(dtype)
         asked = (case.texts, case.heads, case.rows, case.width)
@@ -116,8 +117,13 @@ def grid(case: Case) -> list[AttentionTiles]:
         ways += [AttentionTiles(16, 64, warps, 2, splits=1, shares=warps) for warps in (4, 2)]
     counts = {1, default.splits, 2 * default.splits, -(-default.splits // 2), 4 * default.splits}
     splits = sorted(count for count in counts if count <= -(-keys // 64))
-    least = {count: -(-keys // (64 * max(count - 1, 1))) * 64 for count in splits}  # so that the longest text fills all
-    return [*dict.fromkeys([default, *(replace(way, splits=count, least=least[count]) for way in ways for count in splits)])]
+
+    def cut(way: AttentionTiles, count: int) -> AttentionTiles:
+        """The longest text in so many shares, of whole blocks; in one, `least` says nothing."""
+        least = -(-keys // (way.block_k * (count - 1))) * way.block_k if count > 1 else default.least
+        return replace(way, splits=count, least=least)
+
+    return list(dict.fromkeys([default, *(cut(way, count) for way in ways for count in splits)]))
 
 
 def sweep(case: Case, tiles: list[AttentionTiles], timer: Timer, device: str) -> list[Trial]:
@@ -134,7 +140,7 @@ def _trial(rig: Rig, tiles: AttentionTiles, expected: Tensor, timer: Timer) -> T
     calls = rig.by_kernel(tiles)
     try:
         off = float((calls[0]() - expected).abs().max())
-        if not off < 0.05:
+        if not off < 0.02:
             return Trial(rig.case, tiles, None, f"off by {off:.3g}")
         return Trial(rig.case, tiles, timer(calls))
     except (TritonError, RuntimeError) as error:
@@ -172,7 +178,8 @@ def _words(trial: Trial) -> str:
     tiles = trial.tiles
     assert tiles is not None
     warps = f"{tiles.warps} warps" + (f" that share keys by {tiles.shares}" if tiles.shares > 1 else "")
-    return f"{tiles.block_q}x{tiles.block_k} {warps} {tiles.stages} stages {tiles.splits} shares"
+    shares = f"{tiles.splits} shares of {tiles.least} or more" if tiles.splits > 1 else "1 share"
+    return f"{tiles.block_q}x{tiles.block_k} {warps} {tiles.stages} stages {shares}"
 
 
 def kernels(
@@ -181,7 +188,7 @@ def kernels(
     rows: Annotated[str, typer.Option(help="Rows in a pass, separated by commas.")] = "1,16,64",
     contexts: Annotated[str, typer.Option(help="Tokens before the pass, separated by commas.")] = "512,4096",
     texts: Annotated[str, typer.Option(help="Texts side by side, separated by commas.")] = "1",
-    unlike: Annotated[bool, typer.Option("--unlike", help="One text of eight has so many tokens, others fewer.")] = False,
+    unlike: Annotated[bool, typer.Option("--unlike", help="One text of eight is as long as --contexts says.")] = False,
     best: Annotated[int, typer.Option(min=1, help="How many of the quickest to show.")] = 3,
 ) -> None:
     """Time ways of cutting tree attention on this machine's GPU."""

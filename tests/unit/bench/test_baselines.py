@@ -47,12 +47,12 @@ def test_a_baseline_writes_the_tokens_of_plain(name: str, llm: LLM, folders: dic
 
 @pytest.mark.parametrize("name", ["hf", "hf_lookup"])
 def test_a_round_is_a_pass_of_the_target(name: str, llm: LLM, folders: dict[str, Path], monkeypatch: Any) -> None:
-    """Guesses are not yet a round, whoever is told of them; what was cut off is none either."""
+    """Guesses are not yet a round, although some versions of transformers ask stopping criteria of them."""
     passes: list[int] = []
     load = room.load_stock
 
-    def counting(*asked: Any) -> Any:
-        model = load(*asked)
+    def counting(*place: Any) -> Any:
+        model = load(*place)
         model.register_forward_hook(lambda *_: passes.append(1))
         return model
 

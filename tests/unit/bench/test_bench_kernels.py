@@ -63,7 +63,7 @@ def test_the_table_shows_the_quickest_and_what_failed(trials: list[Trial]) -> No
     console = Console(width=200, record=True)
     console.print(table([trials], best=1))
     text = console.export_text()
-    assert "masked" in text and "16x16 4 warps 2 stages 2 shares (default)" in text and "failed: " in text
+    assert "masked" in text and "16x16 4 warps 2 stages 2 shares of 0 or more (default)" in text and "failed: " in text
 
 
 @pytest.mark.parametrize("texts", [1, 32])
@@ -74,6 +74,20 @@ def test_the_grid_is_small_and_has_one_share_too(shape: tuple[int, int, int], ro
         tried = grid(Case(*shape, rows, context, texts))
         assert 10 <= len(tried) <= 36 and len(set(tried)) == len(tried)
         assert {tiles.splits == 1 for tiles in tried} == {True, False}
+        assert all(tiles.splits == 1 or tiles.least % tiles.block_k == 0 for tiles in tried)  # shares are whole blocks
+
+
+def test_every_way_of_the_grid_is_masked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also blocks of 128 keys, shares that the shortest text leaves empty, and a tree that ends within a block."""
+    monkeypatch.setattr(kernels, "MOST_CACHES", 1)
+    monkeypatch.setattr("foreword.kernels.tree_attention.PROGRAMS", 1)  # so that there are programs enough
+    case = Case(4, 1, 16, rows=24, context=300, texts=2, unlike=True)
+    tried = grid(case)
+    assert 128 in {tiles.block_k for tiles in tried}
+    rig = kernels.Rig(case, "cpu")
+    expected = rig.masked()[0]()
+    for tiles in tried:
+        assert float((rig.by_kernel(tiles)[0]() - expected).abs().max()) < 1e-5, tiles
 
 
 def test_without_a_gpu_it_says_so() -> None:

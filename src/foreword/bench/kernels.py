@@ -109,8 +109,8 @@ def grid(case: Case) -> list[AttentionTiles]:
     keys = case.context + case.rows
     default = attention_tiles(case.queries, keys, case.texts * case.key_heads, case.width)
     few = default.block_q < 64
-    cuts = [(default.block_q, 64, 4, 3), (default.block_q, 64, 4, 2)]
-    many = [(32, 64, 4, 3), (64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
+    cuts = [(default.block_q, 64, 4, 3)]
+    many = [(default.block_q, 64, 4, 2), (32, 64, 4, 3), (64, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 2)]
     cuts += [(16, 64, 1, 3), (default.block_q, 32, 4, 3), (64, 64, 4, 3)] if few else many
     ways = [AttentionTiles(*cut, splits=1) for cut in cuts]
     if few:
@@ -119,9 +119,9 @@ def grid(case: Case) -> list[AttentionTiles]:
     splits = sorted(count for count in counts if count <= -(-keys // 64))
 
     def cut(way: AttentionTiles, count: int) -> AttentionTiles:
-        """The longest text in so many shares, of whole blocks; in one, `least` says nothing."""
-        least = -(-keys // (way.block_k * (count - 1))) * way.block_k if count > 1 else default.least
-        return replace(way, splits=count, least=least)
+        """The longest text in so many shares; as many as the default has are as long. To one share `least` says nothing."""
+        least = default.least if count in (1, default.splits) else -(-keys // (count - 1))
+        return replace(way, splits=count, least=-(-least // way.block_k) * way.block_k)
 
     return list(dict.fromkeys([default, *(cut(way, count) for way in ways for count in splits)]))
 

@@ -45,6 +45,9 @@ class AttentionTiles:
     shares: int = 1
     least: int = 0
 
+    def __post_init__(self) -> None:
+        assert self.least % self.block_k == 0, "shares are whole blocks: of what lies behind one, nothing would be masked"
+
 
 def attention_tiles(queries: int, keys: int, units: int, width: int, item: int = 2, many: bool = False) -> AttentionTiles:
     """For `queries` that share a key head and up to `keys` keys, in `units` (sequences x key heads), `item` bytes a number.

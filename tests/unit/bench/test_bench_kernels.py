@@ -36,15 +36,19 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     return sweep(CASE, [GOOD, BAD], timer, "cpu")
 
 
+def shown(trials: list[Trial]) -> str:
+    console = Console(width=200, record=True)
+    console.print(table([trials], best=1))
+    return console.export_text()
+
+
 def test_texts_may_be_of_unlike_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASE, texts=9, unlike=True)
     assert case.lengths == [40, 2, 4, 13, 6, 3, 20, 5, 40] and CASE.lengths == [40, 40]
     monkeypatch.setattr(kernels, "MOST_CACHES", 1)
     trials = sweep(case, [GOOD], lambda _: 1.0, "cpu")
     assert [one.failure for one in trials] == ["", ""]  # and so the answers are those of masked attention
-    console = Console(width=200, record=True)
-    console.print(table([trials], best=1))
-    assert "up to 40" in console.export_text()
+    assert "up to 40" in shown(trials)
 
 
 def test_what_does_not_compile_is_told_and_the_rest_goes_on(trials: list[Trial]) -> None:
@@ -60,9 +64,7 @@ def test_a_wrong_answer_counts_as_failed(trials: list[Trial], monkeypatch: pytes
 
 
 def test_the_table_shows_the_quickest_and_what_failed(trials: list[Trial]) -> None:
-    console = Console(width=200, record=True)
-    console.print(table([trials], best=1))
-    text = console.export_text()
+    text = shown(trials)
     assert "masked" in text and "16x16 4 warps 2 stages 2 shares of 0 or more (default)" in text and "failed: " in text
 
 
@@ -72,9 +74,8 @@ def test_the_table_shows_the_quickest_and_what_failed(trials: list[Trial]) -> No
 def test_the_grid_is_small_and_has_one_share_too(shape: tuple[int, int, int], rows: int, texts: int) -> None:
     for context in (512, 4096):
         tried = grid(Case(*shape, rows, context, texts))
-        assert 10 <= len(tried) <= 36 and len(set(tried)) == len(tried)
+        assert 10 <= len(tried) <= 30 and len(set(tried)) == len(tried)
         assert {tiles.splits == 1 for tiles in tried} == {True, False}
-        assert all(tiles.splits == 1 or tiles.least % tiles.block_k == 0 for tiles in tried)  # shares are whole blocks
 
 
 def test_the_largest_blocks_of_the_grid_are_masked_attention(monkeypatch: pytest.MonkeyPatch) -> None:

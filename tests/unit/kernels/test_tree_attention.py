@@ -174,6 +174,11 @@ def test_shares_are_few_and_not_short(queries: int, keys: int, units: int, width
     assert tiles.splits == 1 or units < CROWD * keys / SHARE  # so many texts keep the machine busy by themselves
 
 
+def test_shares_are_whole_blocks() -> None:
+    with pytest.raises(AssertionError, match="whole blocks"):
+        replace(SMALL, least=SMALL.block_k + 8)
+
+
 @given(queries=st.integers(1, 3000), keys=st.integers(1, 40_000), units=st.integers(1, 600))
 def test_keys_are_cut_alike_for_any_number_of_queries(queries: int, keys: int, units: int) -> None:
     few, many = attention_tiles(1, keys, units, 64), attention_tiles(queries, keys, units, 64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreword.api import LLM
 from foreword.bench.contenders import Answer, Contender, Manner, Task
@@ -37,6 +39,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "hf_assistant": {},
 }
 BASELINES = (*WAYS, "llama_cpp")
+FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of attention for a cache that grows. cuDNN's, which torch prefers on an H200, are planned anew for every length
+that the process has not seen yet, and that takes three times as long as the pass."""
 PLACES = {"hf_assistant": "the folder of a draft model", "llama_cpp": "a GGUF file"}
 
 # The file types of GGUF, by the number that a file carries.
@@ -145,16 +150,17 @@ def _generate(name: str, model: Any, llm: LLM, options: dict[str, Any]) -> Conte
     def answer(task: Task, manner: Manner) -> Answer:
         watch = Watch()
         ids = torch.tensor([task.ids], device=model.device)
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=manner.max_new_tokens,
-            do_sample=False,
-            eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else 0,
-            streamer=watch,
-            **options,
-        )
+        with nullcontext() if name == "hf_static" else sdpa_kernel(FOR_ANY_LENGTH):
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=manner.max_new_tokens,
+                do_sample=False,
+                eos_token_id=ends or None,
+                pad_token_id=ends[0] if ends else 0,
+                streamer=watch,
+                **options,
+            )
         tokens = counted(out[0, ids.shape[1] :].tolist(), ends, manner)
         return Answer(tokens, per_round(watch.told[1:], len(tokens)), first_s=watch.first_s)
 

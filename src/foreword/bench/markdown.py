@@ -10,6 +10,7 @@ from typing import Any
 
 Content = dict[str, Any]
 NAMED = 4  # prompts of a block that failed; results.json has all
+STEADY = 0.04  # by how much a pass may change from before a run to behind it: replays repeat to a hundredth
 
 
 def markdown(found: Content) -> str:
@@ -164,7 +165,18 @@ def trouble_words(found: Content) -> list[str]:
     words += [f"{name} failed at warming up: {why}" for name, why in (found.get("warm_up_failed") or {}).items()]
     if not (found.get("costs") or {}).get("steady", True):
         words.append("The machine was busy while costs of rows were measured: more or fewer may be drafted than pay.")
-    return words
+    return words + _pulse_words(found.get("pulse") or {})
+
+
+def _pulse_words(pulse: Content) -> list[str]:
+    """Taking turns does not help against what changes once and for all, and not for every number of rows alike."""
+    changed = [
+        f"{before:.3f} ms before the run and {pulse['after'][rows]:.3f} behind it with {rows} rows"
+        for rows, before in pulse.get("before", {}).items()
+        if abs(pulse["after"][rows] / before - 1) > STEADY
+    ]
+    told = "Speed-ups may lean: something changed the machine's pace while contenders took turns. A pass took "
+    return [told + ", ".join(changed) + "."] if changed else []
 
 
 def _failure_words(one: Content) -> str:

@@ -51,6 +51,22 @@ class Probe:
         return self.model.score(self.lanes, self.draft, Needs(hidden=True), logits="none").require_hidden()
 
 
+PULSE_ROWS, PULSE_CONTEXT, PULSE_REPEATS = (1, 16, 64), 256, 30
+
+
+def pulse(model: Model) -> dict[int, float]:
+    """Milliseconds of a few passes by their rows, to be looked at before and behind others' work; on CUDA alone, where a
+    replay is the same every time."""
+    if model.device.type != "cuda":
+        return {}
+    own = Model(model.hf, model.name, model.curve, model.grown)
+    try:
+        context = min(PULSE_CONTEXT, own.max_context - max(PULSE_ROWS))
+        return {rows: milliseconds(Probe(own, rows, context).score, own.device, PULSE_REPEATS) for rows in PULSE_ROWS}
+    finally:
+        own.release()
+
+
 def bytes_of_pass(model: Model, rows: int, context: int) -> int:
     """What a pass has to read: the weights of all linears, and the keys and values of every token that a layer sees."""
     stack = model.layer_stack

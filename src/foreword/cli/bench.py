@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from foreword.api import LLM
     from foreword.bench import Benchmark, Contender, Heat, Plan
     from foreword.bench.journal import Journal
+    from foreword.bench.report import Extras
     from foreword.bench.run import Found
 
 BENCH_EXAMPLES = """\
@@ -190,12 +191,14 @@ def _measured(
 ) -> tuple[dict[str, Any], Any, Any]:
     """The figures, the single timings, and the answers as Spec-Bench keeps them."""
     from foreword import bench as room  # noqa: PLC0415  imports torch
+    from foreword.bench.passes import pulse  # noqa: PLC0415  beside the others
     from foreword.bench.report import facts  # noqa: PLC0415  beside the others
     from foreword.bench.spec_bench import answer_records  # noqa: PLC0415  beside the others
     from foreword.cli.judging import referee  # noqa: PLC0415  beside the others
     from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
 
     plan, folder = asked.plan, resolve(model.model)
+    before = pulse(llm.model)
     with bar("answers") as show:
         found = room.run(
             lambda count: _contenders(asked, model, llm, folder, count),
@@ -205,6 +208,7 @@ def _measured(
             journal.add,
             show,
         )
+        paces = {"before": before, "after": pulse(llm.model)}
         heats = sorted(found.heats.values(), key=lambda heat: _order(heat.place, plan))
         manner = room.Manner(plan.max_new_tokens, seed=plan.seed)
         verdicts = room.Verdicts(heats, manner, referee(llm, folder, show))
@@ -214,8 +218,8 @@ def _measured(
     dtype = str(llm.model.dtype).removeprefix("torch.")
     about = facts(llm.model.device, model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
     about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.heats)}
-    extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats), journal.costs or {})
-    return room.content(made, about, timings, extras), timings, answers
+    extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats))
+    return room.content(made, about, timings, replace(extras, costs=journal.costs or {}, pulse=paces)), timings, answers
 
 
 def _order(place: Any, plan: Plan) -> tuple[int, ...]:
@@ -238,13 +242,13 @@ def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence
     return found
 
 
-def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[str, Any], costs: dict[str, Any]) -> Any:
+def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[str, Any]) -> Extras:
     from foreword.bench.report import Extras  # noqa: PLC0415  imports torch
     from foreword.bench.run import left_out  # noqa: PLC0415  beside the others
     from foreword.bench.spec_bench import published  # noqa: PLC0415  beside the others
 
     figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
-    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed, costs)
+    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed)
 
 
 def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:

@@ -24,6 +24,7 @@ PROGRAMS = 132  # as many programs as keep a large GPU busy: one on each of its 
 CROWD = 24  # units, beyond which they share the machine, and the least share is longer
 MANY = 128  # rows: more have prompts alone, and are programs enough, unless what stands before them is long
 SHARE, LONG_SHARE = 64, 512  # keys, at the least; of many rows
+UNSHARED = 2048  # keys that a program reads by itself where units alone keep the GPU busy: joining costs more than it brings
 MOST_SHARES = 15  # of the prefix; more cost more to join than they save
 SPAN_STEP = 256  # shares change when a text grows by this much, and not before
 LOG2E = math.log2(math.e)  # the hardware's exponential is that of 2
@@ -56,12 +57,16 @@ def attention_tiles(queries: int, keys: int, units: int, width: int, item: int =
     How the keys are cut must not depend on the queries of a tree: see `_prefix`. That warps share them changes only the
     order of sums.
     """
-    block_k = 64 if width * item <= 256 else 32
-    least = triton.cdiv(max(SHARE * units // CROWD, LONG_SHARE if many else SHARE), block_k) * block_k
+    block_k, busy = 64 if width * item <= 256 else 32, units >= PROGRAMS
+    least = UNSHARED if busy else max(SHARE * units // CROWD, LONG_SHARE if many else SHARE)
+    least = triton.cdiv(least, block_k) * block_k
     shares = min(triton.cdiv(keys, least), MOST_SHARES)
     splits = shares + 1 if shares > 1 else 1
-    narrow = units * splits * triton.cdiv(queries, 16) <= 4 * PROGRAMS  # else keys would be read too often
-    block_q = 16 if narrow else min(max(16, triton.next_power_of_2(queries)), 64)
+    if busy:
+        block_q = 16 if queries <= 16 else 64  # 32 would not be enough for the larger matrix instruction
+    else:
+        narrow = units * splits * triton.cdiv(queries, 16) <= 4 * PROGRAMS  # else keys would be read too often
+        block_q = 16 if narrow else min(max(16, triton.next_power_of_2(queries)), 64)
     if width * item > 256:
         return AttentionTiles(block_q, block_k, 8, 2, splits, least=least)
     stages, sharing = 2 if block_q == 16 else 3, 4 if block_q == 16 and item == 2 else 1

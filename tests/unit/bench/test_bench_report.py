@@ -105,6 +105,18 @@ def test_a_report_says_whether_costs_can_be_believed() -> None:
         assert (told in markdown(found)) == (told in html(found)) == (not steady)
 
 
+@pytest.mark.parametrize(
+    ("after", "rows"), [([0.304, 0.415, 0.515], []), ([0.33, 0.46, 0.52], [1, 16]), ([0.3, 0.41, 0.4], [64])]
+)
+def test_a_report_says_whether_the_machine_s_pace_changed(after: list[float], rows: list[int]) -> None:
+    before, told = dict(zip((1, 16, 64), (0.303, 0.41, 0.516), strict=True)), "Speed-ups may lean"
+    extras = Extras(pulse={"before": before, "after": dict(zip(before, after, strict=True))})
+    found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, extras)))
+    assert (told in markdown(found)) == (told in html(found)) == bool(rows)
+    assert [some for some in before if f"behind it with {some} rows" in markdown(found)] == rows
+    assert "0.410 ms before the run and 0.460 behind it with 16 rows" in markdown(found) or 16 not in rows
+
+
 def test_who_has_no_answer_has_no_figures() -> None:
     names = " ".join(f"q-{i}" for i in range(32))
     plain = Timing(names, "mixed", "plain", 320, 320, 1.0, 0.0, 32, texts=32, batch=32)

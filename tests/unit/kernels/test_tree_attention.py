@@ -16,7 +16,16 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 
 from foreword.kernels import tree_attention
-from foreword.kernels.tree_attention import CROWD, MOST_SHARES, SHARE, AttentionTiles, attend_tree, attention_tiles
+from foreword.kernels.tree_attention import (
+    CROWD,
+    MOST_SHARES,
+    PROGRAMS,
+    SHARE,
+    UNSHARED,
+    AttentionTiles,
+    attend_tree,
+    attention_tiles,
+)
 
 SMALL = AttentionTiles(block_q=16, block_k=16, warps=4, stages=2, splits=1)
 BY_TWO = replace(SMALL, block_k=32, shares=2)
@@ -172,6 +181,13 @@ def test_shares_are_few_and_not_short(queries: int, keys: int, units: int, width
     assert tiles.least >= SHARE and tiles.least % tiles.block_k == 0
     assert tiles.splits - 2 < keys / SHARE
     assert tiles.splits == 1 or units < CROWD * keys / SHARE  # so many texts keep the machine busy by themselves
+
+
+@given(queries=st.integers(1, 300), keys=st.integers(1, UNSHARED), units=st.integers(PROGRAMS, 900))
+def test_units_that_keep_the_gpu_busy_have_one_share_each(queries: int, keys: int, units: int) -> None:
+    tiles = attention_tiles(queries, keys, units, 64)
+    assert tiles.splits == 1 and tiles.block_q == (16 if queries <= 16 else 64)
+    assert attention_tiles(queries, UNSHARED + 1, units, 64).splits > 1  # or all would wait for a long text
 
 
 def test_shares_are_whole_blocks() -> None:

@@ -7,7 +7,7 @@ set -u
 out=$1
 shift
 mkdir -p "$out"
-everybody=prompt_lookup,token_recycling,medusa,clover,clover2,echo,hidden_transfer,firp,draft_model,gsd,amusd
+everybody=prompt_lookup,token_recycling,medusa,clover,clover2,echo,hidden_transfer,firp,draft_model,gsd
 questions="--prompts spec_bench_48=data/spec_bench.jsonl"
 bench() { echo "== $1"; python -m foreword bench "${@:2}" --out "$out/$1" >"$out/$1.txt" 2>&1 || tail -5 "$out/$1.txt"; }
 
@@ -33,6 +33,7 @@ for step in "$@"; do
     grown_batches) bench bench_cuda_7b_batches $questions --methods $everybody --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
     all) bench bench_cuda_240 --prompts spec_bench_240=data/spec_bench.jsonl --methods $everybody --repeats 1 ;;
     table1) bench bench_cuda_table1 $questions --methods medusa,clover --rows 5 --batch 1,4,8,16,32 --repeats 3 ;;
+    amusd) bench bench_cuda_amusd $questions --methods draft_model,amusd --repeats 1 ;; # by itself: it changes the pace of others
     hf) bench bench_cuda_hf $questions --per-group 1 --max-new-tokens 64 --methods plain,echo --baselines hf,hf_static,hf_lookup,hf_assistant --repeats 1 ;;
     prove)
         for dtype in float32 bfloat16; do
@@ -40,7 +41,7 @@ for step in "$@"; do
         done
         ;;
     profile)
-        python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,${everybody%,amusd} --out "$out/135m.json" >"$out/135m.txt" 2>&1
+        python -m foreword profile --rows 1,4,16,32,64 --contexts 512 --methods plain,$everybody --out "$out/135m.json" >"$out/135m.txt" 2>&1
         python -m foreword profile --grow 7b --rows 1,4,16,32,64 --contexts 512 --methods plain,clover2,hidden_transfer --tokens 32 --out "$out/7b_grown.json" >"$out/7b_grown.txt" 2>&1
         ;;
     profile_8) python -m foreword profile --grow 7b --batch 8 --rows 16,128,256 --contexts 512 --methods plain,clover2,echo,medusa --out "$out/7b_grown_8.json" >"$out/7b_grown_8.txt" 2>&1 ;;

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from foreword.api import LLM
 from foreword.bench.warm import capture_rounds, memory
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import ForewordError, PromptError
+from foreword.methods import METHODS
 from foreword.methods.wanted import Wanted
 from foreword.model.cache import Berth
 from foreword.model.model import Model
@@ -99,6 +102,12 @@ def contender(
         return written(engine, tasks, manner)
 
     return Contender(method, write, capture, engine.take_berth, forget, own.close)
+
+
+def apart(names: Sequence[str], device: torch.device, gpus: int) -> list[str]:
+    """Who should be timed in a run of its own: a draft that is written beside the target, on the one GPU there is, changes
+    the pace of others' rounds in the same process (decision 24)."""
+    return [name for name in names if METHODS[name].beside] if device.type == "cuda" and gpus == 1 else []
 
 
 def unable(name: str, error: Exception) -> Contender:

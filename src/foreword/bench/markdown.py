@@ -165,6 +165,11 @@ def trouble_words(found: Content) -> list[str]:
     words += [f"{name} failed at warming up: {why}" for name, why in (found.get("warm_up_failed") or {}).items()]
     if not (found.get("costs") or {}).get("steady", True):
         words.append("The machine was busy while costs of rows were measured: more or fewer may be drafted than pay.")
+    words += [
+        f"{name} is left out: its draft would be written on the GPU that all share, and change the pace of others. "
+        f"Time it in a run of its own: --methods {name}"
+        for name in found.get("apart", ())
+    ]
     return words + _pulse_words(found.get("pulse") or {})
 
 

@@ -42,6 +42,7 @@ class Extras:
     left_out: dict[int, int] = field(default_factory=dict)  # later turns, by batch
     warm_up_failed: dict[str, str] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)  # of passes by rows, which rows were chosen by: a `CostCurve`
+    apart: list[str] = field(default_factory=list)  # methods that have to be timed in a run of their own
     pulse: dict[str, Any] = field(default_factory=dict)  # milliseconds of a pass by rows, before the run and behind it
 
 

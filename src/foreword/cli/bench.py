@@ -102,6 +102,7 @@ class Asked:
     plan: Plan
     rows: int | None
     kept: bool  # whether anything but the tables on the screen will be read
+    apart: tuple[str, ...] = ()  # who belongs to `all`, and is timed in a run of its own
 
 
 def bench(
@@ -150,6 +151,7 @@ def bench(
     if out is not None:
         make_folder(out)
     with loaded(model, grow, 1, plan.prompts, costs=asking.rows is None and names != ["plain"]) as (llm, grown):
+        asked = _named(asked, llm)
         journal = _journal(asked, model, llm, out)
         found, timings, answers = _measured(asked, model, llm, grown, journal)
     if json:
@@ -162,6 +164,18 @@ def bench(
         files = write_report(found, timings, out, answers)
         journal.end()
         note(f"written: {', '.join(map(str, files))}")
+
+
+def _named(asked: Asked, llm: LLM) -> Asked:
+    """With whoever `all` means for this model on this machine."""
+    from torch.cuda import device_count  # noqa: PLC0415  slow
+
+    from foreword.bench.contenders import apart  # noqa: PLC0415  imports torch
+
+    added = and_shipped(asked.methods, [], llm.model)
+    left = apart(added, llm.model.device, device_count())
+    names = dict.fromkeys(["plain", *asked.names, *(name for name in added if name not in left)])
+    return replace(asked, names=list(names), apart=tuple(name for name in left if name not in names))
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -248,14 +262,13 @@ def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[s
     from foreword.bench.spec_bench import published  # noqa: PLC0415  beside the others
 
     figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
-    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed)
+    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed, apart=list(asked.apart))
 
 
 def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:
     from foreword import bench as room  # noqa: PLC0415  imports torch
     from foreword.model.cache import Berth  # noqa: PLC0415  beside the others
 
-    names = dict.fromkeys(["plain", *and_shipped(asked.methods, asked.names, llm.model)])
     context = model.max_context or room.context_for(llm, asked.plan.prompts, asked.plan.max_new_tokens)
     berth = Berth()
 
@@ -268,7 +281,7 @@ def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count
                 raise
             return room.unable(name, error)
 
-    ours = [made(name) for name in names]
+    ours = [made(name) for name in asked.names]
     return ours + (room.make_baselines(asked.baselines, llm, folder, context) if count == 1 else [])
 
 

@@ -26,6 +26,7 @@ class Method:
     trained: bool = False
     trained_as: str = ""  # of which method its drafters are, where not of its own
     takes_models: bool = False  # in place of a trained drafter it takes any model with the target's vocabulary
+    beside: bool = False  # it drafts while the target checks
 
     def load(self) -> type[Drafter]:
         module, name = self.place.split(":")
@@ -110,6 +111,7 @@ METHODS: dict[str, Method] = {
         trained=True,
         trained_as="draft_model",
         takes_models=True,
+        beside=True,
     ),
 }
 

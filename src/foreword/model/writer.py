@@ -2,9 +2,7 @@
 
 In: `News` of the texts, over a line. Out: `Guesses`, and from when to when each pass ran. It reads what it has not read,
 writes one token behind every text that may grow, says so, and listens; it ends when the line is cut. Its cache is told
-before each pass how many rows are right, so that rolling back costs nothing but reading anew.
-On CUDA passes are replayed, in a stream of their own, where nothing but graphs and copies runs: a few kernels that are
-launched one by one beside the target's stream make every later pass of the process up to 12 % slower (decision 24).
+before each pass how many rows are right, so that rolling back costs nothing but reading anew. On CUDA passes are replayed.
 """
 
 from __future__ import annotations
@@ -26,12 +24,11 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foreword.core.epochs import ALONE, GREEDY, Follower, Job
+from foreword.core.epochs import ALONE, GREEDY, Draw, Follower, Job
 from foreword.core.line import Line, SocketLine, ThreadLine
 from foreword.core.sampling import Kind, SamplingRows, pick
 from foreword.core.state import Lanes
@@ -58,14 +55,13 @@ class Place:
 
 
 class Sheet:
-    """What a pass is about: of each text its slot, how many of its rows are cached, how many are read, their tokens, and how
-    the next one is drawn. The host writes it down and sends it in one copy to where it always lies: a graph looks there."""
+    """What a pass is about: of each text its slot, how many of its rows are cached, how many are read, and their tokens. The
+    host writes it down and sends it in one copy to where it always lies: a graph looks there."""
 
     def __init__(self, texts: int, rows: int, device: torch.device) -> None:
         self.count, self.rows = texts, rows
-        self.block = torch.zeros(texts * (6 + rows), dtype=torch.long, device=device)
-        self.slots, self.cached, self.read, heat, key, tokens = self.block.split([texts] * 4 + [2 * texts, texts * rows])
-        self.heat, self.key = heat.view(torch.float64), key.view(texts, 2)
+        self.block = torch.zeros(texts * (3 + rows), dtype=torch.long, device=device)
+        self.slots, self.cached, self.read, tokens = self.block.split([texts, texts, texts, texts * rows])
         self.tokens = tokens.view(texts, rows)
         self.host = torch.zeros(len(self.block), dtype=torch.long, pin_memory=True) if self.block.is_cuda else self.block
         self.numbers = self.host.numpy()
@@ -75,29 +71,26 @@ class Sheet:
         rows that are missing repeat the last."""
         missing = self.count - len(job.slots)
         slots, cached = (part + part[:1] * missing for part in (job.slots, job.cached))
-        texts, draws = job.rows + job.rows[:1] * missing, job.draws + job.draws[:1] * missing
-        heat = np.array([heat for heat, *_ in draws], dtype=np.float64).view(np.int64)
-        keys = [word for _, *key in draws for word in key]
+        texts = job.rows + job.rows[:1] * missing
         tokens = [token for text in texts for token in text + text[-1:] * (self.rows - len(text))]
-        self.numbers[:] = [*slots, *cached, *map(len, texts), *heat, *keys, *tokens]
+        self.numbers[:] = [*slots, *cached, *map(len, texts), *tokens]
         if self.host is not self.block:
             self.block.copy_(self.host, non_blocking=True)
 
 
 class Writer:
     """The small model, one pass at a time. On CUDA each is the replay of a graph: they come in few sizes, all of which are
-    captured before the first text comes, while nobody else is at work; what runs before a capture runs in the stream that
-    all use. From then on it is `beside` them."""
+    captured before the first text comes, while nobody else is at work."""
 
     def __init__(self, model: Model, place: Place) -> None:
         self.model, self.place, self.device = model, place, torch.device(place.device)
         self.cache = model.layer_stack.allocate(place.slots, place.context, CHUNK)
         self.ends = torch.zeros(0, dtype=torch.long, device=self.device)
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        heat = torch.zeros(place.slots, dtype=torch.float32, device=self.device)
+        self.columns = {"temperature": heat, "key": torch.zeros(place.slots, 2, dtype=torch.long, device=self.device)}
+        self.draws = [GREEDY] * place.slots  # what the columns say
         self.passes: dict[tuple[int, int, bool], tuple[Sheet, Captured[Tensor]]] = {}
-        self.left = torch.zeros(1, dtype=torch.long, device=self.device)  # the slot that a text has left
-        self.clear: Captured[Tensor] | None = None
-        if self.stream is not None:
+        if self.device.type == "cuda":
             self.capture()
 
     def __enter__(self) -> Writer:
@@ -106,18 +99,15 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         """Its graphs end here: they hold the writer as it holds them, and would wait for the garbage collector."""
         self.passes.clear()
-        self.clear = None
-
-    def beside(self) -> Any:
-        """Where passes run while others are at work."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @torch.inference_mode()
     def step(self, job: Job) -> list[int]:
         """Read rows; and the token that comes behind them, if one is written."""
-        for slot, cached in zip(job.slots, job.cached, strict=True):
+        for slot, cached, draw in zip(job.slots, job.cached, job.draws, strict=True):
             if not cached:  # of the text before, which may have left NaN behind
-                self._wipe(slot)
+                self.cache.wipe(slot)
+            if draw != self.draws[slot]:
+                self._set(slot, draw)
         noise, longest = any(draw[0] > 0 for draw in job.draws), max(map(len, job.rows))
         if self.passes:
             return self._replayed(job, longest, noise)
@@ -127,12 +117,11 @@ class Writer:
         walked = self._walked(sheet, lanes)
         return self._chosen(sheet, walked, noise).tolist() if job.writes else []
 
-    def _wipe(self, slot: int) -> None:
-        if self.clear is None:
-            self.cache.wipe(slot)
-        else:
-            self.left.copy_(torch.tensor([slot]))
-            self.clear.replay()
+    def _set(self, slot: int, draw: Draw) -> None:
+        self.draws[slot] = draw
+        self.columns["temperature"][slot].fill_(draw[0])
+        for key, word in zip(self.columns["key"][slot], draw[1:], strict=True):
+            key.fill_(word)
 
     def _walked(self, sheet: Sheet, lanes: Lanes) -> Tensor:
         self.cache.rewind(lanes, sheet.cached)
@@ -143,22 +132,21 @@ class Writer:
         """[b]: the tokens behind the last rows that count, drawn as the target draws its own."""
         last = walked[torch.arange(sheet.count, device=self.device), sheet.read - 1].unsqueeze(1)
         logits = self.model.rough_head(self.model.norm(last))[..., : self.place.vocabulary]
-        columns = {"temperature": sheet.heat.float(), "key": sheet.key}
-        sampling = SamplingRows(Kind(noise=noise), self.ends, columns, torch.arange(sheet.count, device=self.device))
+        sampling = SamplingRows(Kind(noise=noise), self.ends, self.columns, sheet.slots)
         return pick(logits, (sheet.cached + sheet.read).unsqueeze(1), sampling).flatten()
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """A graph for every size of a job, and one that wipes a slot; who has many rows to read is read alone."""
+        """A graph for every size of a job; who has many rows to read is read alone."""
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         pool: Any = None
         for texts, noise in product(sizes(self.place.slots), (False, True)):
             for rows in WIDTHS if texts == 1 else WIDTHS[:-1]:
                 sheet = Sheet(texts, rows, self.device)
                 sheet.fill(Job([0], [[0] * rows], [0], [GREEDY], writes=True))
-                made = Captured(partial(self._pass, sheet, noise), pool, self.stream)
+                made = Captured(partial(self._pass, sheet, noise), pool, stream)
                 pool = pool or made.graph.pool()
                 self.passes[texts, rows, noise] = sheet, made
-        self.clear = Captured(lambda: self.cache.held.index_fill_(2, self.left, 0), pool, self.stream)
 
     def _pass(self, sheet: Sheet, noise: bool) -> Tensor:
         lanes = Lanes(sheet.slots, tuple(range(sheet.count)), self.place.context, changes=True)
@@ -233,9 +221,7 @@ def in_a_thread(model: PreTrainedModel, place: Place) -> Worker:
 
     def work() -> None:
         try:
-            if place.device.startswith("cuda"):
-                torch.cuda.set_device(place.device)  # of this thread
-            with Writer(Model(model, "draft"), place) as writer, writer.beside():
+            with _stream(place.device), Writer(Model(model, "draft"), place) as writer:
                 serve(theirs, writer)
         except Exception as error:  # whatever it is, the target's side tells it and goes on alone
             failed.append(f"{type(error).__name__}: {error}")
@@ -251,6 +237,10 @@ def _join(thread: threading.Thread) -> None:
     """What the thread held on the device is given up when it ends, which must not fall into somebody's capture."""
     if thread is not threading.current_thread():  # the garbage collector works wherever it likes
         thread.join(5)
+
+
+def _stream(device: str) -> Any:
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.startswith("cuda") else nullcontext()
 
 
 def in_a_process(model: PreTrainedModel, place: Place) -> Worker:
@@ -322,7 +312,7 @@ def main(folder: str, descriptor: str) -> None:
     model = Model(load_weights(Path(folder), device, DTYPES[about["dtype"]]), "draft")
     for file in Path(folder).glob("*.safetensors"):
         file.unlink()
-    with Writer(model, place) as writer, writer.beside():
+    with _stream(place.device), Writer(model, place) as writer:
         serve(SocketLine(socket.socket(fileno=int(descriptor))), writer)
 
 

@@ -13,12 +13,13 @@ import foreword
 from doubles import READY, taught
 from foreword.api import LLM
 from foreword.bench import Contender, Manner, Plan, Suite, Task, contender, context_for, run
+from foreword.bench.contenders import apart
 from foreword.bench.grow import load_grown
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.errors import InputError, UnknownMethod
-from foreword.methods import make, saved
+from foreword.methods import METHODS, make, saved
 from foreword.model.cache import Berth
 from foreword.model.model import Model
 from foreword.text import Prompt
@@ -38,6 +39,13 @@ def task(llm: LLM, words: str = WORDS, index: int = 0) -> Task:
 
 def answer(one: Contender, llm: LLM, tokens: int, **more: Any) -> Any:
     return one.write([task(llm)], Manner(tokens, **more))[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "expected"), [("cuda", 1, ["amusd"]), ("cuda", 2, []), ("cpu", 1, []), ("cpu", 0, [])]
+)
+def test_who_drafts_on_the_one_gpu_beside_the_target_is_timed_apart(device: str, gpus: int, expected: list[str]) -> None:
+    assert apart(list(METHODS), torch.device(device), gpus) == expected
 
 
 def test_methods_have_caches_of_their_own(llm: LLM) -> None:

@@ -10,8 +10,10 @@ import torch
 import foreword
 import foreword.bench as bench_room
 import foreword.bench.baselines as baselines_module
+import foreword.bench.contenders as contenders_module
 import foreword.bench.grow as grow_module
 import foreword.bench.roofline as roofline_module
+import foreword.cli.bench as bench_command
 import foreword.prove.referee as referee_module
 from doubles import taught
 from foreword.bench.journal import Journal
@@ -106,6 +108,22 @@ def test_a_prompt_that_cannot_be_read_fails_alone(run, tiny_model, tmp_path):
         ("3", 1, True),
     ]
     assert found["tables"]["overall"][0]["prompts"] == 2
+
+
+def test_who_is_timed_apart_is_not_in_all_and_may_be_named(run, tiny_model, questions, monkeypatch):
+    monkeypatch.setattr(
+        bench_command, "and_shipped", lambda wanted, names, _: [*names, *(["gsd", "amusd"] if wanted == "all" else [])]
+    )
+    monkeypatch.setattr(contenders_module, "apart", lambda names, *_: [name for name in names if name == "amusd"])
+    monkeypatch.setattr(
+        bench_room, "contender", lambda llm, name, *_, **__: bench_room.unable(name, RuntimeError("not here"))
+    )
+    asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--rows", 4, "--limit", 1, "--json")
+    found = json.loads(run(*asked).stdout)
+    assert found["apart"] == ["amusd"] and "amusd" not in found["warm_up_failed"] and "gsd" in found["warm_up_failed"]
+    assert "--methods amusd" in run(*asked[:-1]).stdout
+    found = json.loads(run(*asked, "--methods", "prompt_lookup,amusd").stdout)
+    assert found["apart"] == [] and "amusd" in found["warm_up_failed"]
 
 
 def test_what_cannot_be_made_for_more_texts_fails_there_alone(run, tiny_model, questions, monkeypatch):

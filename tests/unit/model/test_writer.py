@@ -83,9 +83,8 @@ def test_captured_passes_write_what_written_ones_do(family: str, slots: int) -> 
         found = captured.step(job)
         assert found == plain.step(job) and len(found) == len(job.slots) * job.writes
         written += len(found)
-    replays = [one.replays for one in Rerun.made]
-    assert written > 30 and sum(replays[:-1]) == 60 and replays[-1], "the last wipes"
-    assert sum(count > 0 for count in replays[:-1]) >= 4, "several sizes are used"
+    assert written > 30 and sum(one.replays for one in Rerun.made) == 60
+    assert len({id(one) for one in Rerun.made if one.replays}) >= 4, "several sizes are used"
 
 
 @pytest.mark.usefixtures("capturing")
@@ -104,7 +103,7 @@ def test_graphs_end_with_the_writer() -> None:
         graph = weakref.ref(Rerun.made.pop())
         Rerun.made.clear()
         assert graph() is not None
-    assert not one.passes and one.clear is None and graph() is None
+    assert not one.passes and graph() is None
 
 
 def test_who_is_missing_on_a_sheet_does_what_the_first_does() -> None:
@@ -113,19 +112,3 @@ def test_who_is_missing_on_a_sheet_does_what_the_first_does() -> None:
     sheet.fill(Job([5, 2], [[7, 8], [9]], [10, 20], [GREEDY, GREEDY], True))
     assert sheet.slots.tolist() == [5, 2, 5] and sheet.cached.tolist() == [10, 20, 10] and sheet.read.tolist() == [2, 1, 2]
     assert sheet.tokens.tolist() == [[7, 8, 8, 8], [9] * 4, [7, 8, 8, 8]] and sheet.tokens.data_ptr() == where
-
-
-@pytest.mark.usefixtures("capturing")
-@pytest.mark.parametrize("captured", [False, True])
-def test_nan_of_the_text_before_is_wiped(captured: bool) -> None:
-    """Of its slot alone."""
-    one = made("llama", 3, captured)
-    one.cache.held.fill_(torch.nan)
-    one.step(Job([1], [[3, 4]], [0], [GREEDY], True))
-    assert one.cache.held[:, :, 1].isfinite().all() and one.cache.held[:, :, ::2].isnan().all()
-
-
-def test_a_sheet_says_how_each_text_is_drawn() -> None:
-    sheet = Sheet(3, 1, torch.device("cpu"))
-    sheet.fill(Job([0, 1], [[7], [9]], [1, 1], DRAWS[1:], True))
-    assert sheet.heat.tolist() == [0.8, 1.3, 0.8] and sheet.key.tolist() == [list(DRAWS[place][1:]) for place in (1, 2, 1)]

@@ -3,6 +3,7 @@
 #
 # data/spec_bench.jsonl (Spec-Bench's questions) and data/train.jsonl.xz (prompts to distill) must be there. A step that was cut
 # goes on where it stopped when it is asked for again with the same OUT. On one H200 all steps together take about 30 minutes.
+# Of results from before amusd was timed by itself, its lines are not made anew.
 set -u
 out=$1
 shift

@@ -151,12 +151,12 @@ def by_batch(batches: Content) -> tuple[list[str], list[list[str]]]:
 
 def _failure_lines(found: Content) -> list[str]:
     troubles = trouble_words(found)
-    head = ["", "## Failed or left out", "", "Failed prompts count in no figure above.", ""]
+    head = ["", "## Failed, left out or in doubt", "", "Failed prompts count in no figure above.", ""]
     return [*head, *(f"- {words}" for words in troubles)] if troubles else []
 
 
 def trouble_words(found: Content) -> list[str]:
-    """What failed and what was left out."""
+    """What failed, what was left out, and what may be doubted."""
     words = [_failure_words(one) for one in found.get("failures", ())]
     words += [
         f"Batch {batch}: {count} later turns are left out, because they could not fill it."
@@ -167,18 +167,21 @@ def trouble_words(found: Content) -> list[str]:
         words.append("The machine was busy while costs of rows were measured: more or fewer may be drafted than pay.")
     words += [
         f"{name} is left out: its draft would be written on the GPU that all share, and change the pace of others. "
-        f"Time it in a run of its own: --methods {name}"
+        f"Time it in a run of its own, where that is told of the machine: --methods {name}."
         for name in found.get("apart", ())
     ]
-    return words + _pulse_words(found.get("pulse") or {})
+    before = "before it went on" if found["about"].get("resumed") else "before the run"
+    return words + _pulse_words(found.get("pulse") or {}, before)
 
 
-def _pulse_words(pulse: Content) -> list[str]:
+def _pulse_words(pulse: Content, when: str) -> list[str]:
     """Taking turns does not help against what changes once and for all, and not for every number of rows alike."""
+    if "failed" in (whole := pulse.get("before", {}) | pulse.get("after", {})):
+        return [f"Whether the machine's pace changed is not known: {whole['failed']}"]
     changed = [
-        f"{before:.3f} ms before the run and {pulse['after'][rows]:.3f} behind it with {rows} rows"
-        for rows, before in pulse.get("before", {}).items()
-        if abs(pulse["after"][rows] / before - 1) > STEADY
+        f"{ms:.3f} ms {when} and {pulse['after'][rows]:.3f} behind it with {rows} row{'s' * (int(rows) > 1)}"
+        for rows, ms in pulse.get("before", {}).items()
+        if abs(pulse["after"][rows] / ms - 1) > STEADY
     ]
     told = "Speed-ups may lean: something changed the machine's pace while contenders took turns. A pass took "
     return [told + ", ".join(changed) + "."] if changed else []

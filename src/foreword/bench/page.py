@@ -227,7 +227,7 @@ class Page:
         told = trouble_words(self.found)
         if not told:
             return ""
-        return "<h2>Failed or left out</h2><ul>" + "".join(f"<li>{escape(words)}</li>" for words in told) + "</ul>"
+        return "<h2>Failed, left out or in doubt</h2><ul>" + "".join(f"<li>{escape(words)}</li>" for words in told) + "</ul>"
 
     def origin(self) -> str:
         about = self.found["about"]

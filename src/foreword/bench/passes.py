@@ -60,9 +60,10 @@ def pulse(model: Model) -> dict[int, float]:
     if model.device.type != "cuda":
         return {}
     own = Model(model.hf, model.name, model.curve, model.grown)
+    sizes = [rows for rows in PULSE_ROWS if rows < own.max_context]
+    context = min(PULSE_CONTEXT, own.max_context - sizes[-1])
     try:
-        context = min(PULSE_CONTEXT, own.max_context - max(PULSE_ROWS))
-        return {rows: milliseconds(Probe(own, rows, context).score, own.device, PULSE_REPEATS) for rows in PULSE_ROWS}
+        return {rows: milliseconds(Probe(own, rows, context).score, own.device, PULSE_REPEATS) for rows in sizes}
     finally:
         own.release()
 

@@ -42,6 +42,7 @@ BENCH_EXAMPLES = """\
 
   foreword bench compare results/before results/after
 """
+METHODS_HELP = f"Methods to time{NAMES_HELP} On a single GPU `all` leaves out amusd, which would change the others' pace."
 QUICK_PER_GROUP, QUICK_TOKENS = 1, 48
 ASKED = "What is asked"
 _of_asked = partial(typer.Option, rich_help_panel=ASKED)
@@ -109,7 +110,7 @@ def bench(
     ctx: typer.Context,
     model: ModelOptions,
     asking: AskedOptions,
-    methods: Annotated[str, typer.Option(metavar="NAMES", help=f"Methods to time{NAMES_HELP}")] = "all",
+    methods: Annotated[str, typer.Option(metavar="NAMES", help=METHODS_HELP)] = "all",
     drafter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A trained drafter to time; may be repeated.")
     ] = None,
@@ -175,7 +176,8 @@ def _named(asked: Asked, llm: LLM) -> Asked:
     added = and_shipped(asked.methods, [], llm.model)
     left = apart(added, llm.model.device, device_count())
     names = dict.fromkeys(["plain", *asked.names, *(name for name in added if name not in left)])
-    return replace(asked, names=list(names), apart=tuple(name for name in left if name not in names))
+    there = {read_word(name).name for name in names}
+    return replace(asked, names=list(names), apart=tuple(name for name in left if name not in there))
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -205,14 +207,13 @@ def _measured(
 ) -> tuple[dict[str, Any], Any, Any]:
     """The figures, the single timings, and the answers as Spec-Bench keeps them."""
     from foreword import bench as room  # noqa: PLC0415  imports torch
-    from foreword.bench.passes import pulse  # noqa: PLC0415  beside the others
     from foreword.bench.report import facts  # noqa: PLC0415  beside the others
     from foreword.bench.spec_bench import answer_records  # noqa: PLC0415  beside the others
     from foreword.cli.judging import referee  # noqa: PLC0415  beside the others
     from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
 
     plan, folder = asked.plan, resolve(model.model)
-    before = pulse(llm.model)
+    before = _pulse(model, llm)
     with bar("answers") as show:
         found = room.run(
             lambda count: _contenders(asked, model, llm, folder, count),
@@ -222,7 +223,7 @@ def _measured(
             journal.add,
             show,
         )
-        paces = {"before": before, "after": pulse(llm.model)}
+        paces = {"before": before, "after": _pulse(model, llm)} if before else {}
         heats = sorted(found.heats.values(), key=lambda heat: _order(heat.place, plan))
         manner = room.Manner(plan.max_new_tokens, seed=plan.seed)
         verdicts = room.Verdicts(heats, manner, referee(llm, folder, show))
@@ -234,6 +235,15 @@ def _measured(
     about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.heats)}
     extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats))
     return room.content(made, about, timings, replace(extras, costs=journal.costs or {}, pulse=paces)), timings, answers
+
+
+def _pulse(model: ModelOptions, llm: LLM) -> dict[Any, Any]:
+    """How the machine does now; nothing where nothing is captured."""
+    from foreword.bench.passes import pulse  # noqa: PLC0415  imports torch
+    from foreword.bench.profile import attempt  # noqa: PLC0415  beside the others
+
+    found: dict[Any, Any] = {} if model.no_graph else attempt(lambda: pulse(llm.model))
+    return found
 
 
 def _order(place: Any, plan: Plan) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def attention_tiles(queries: int, keys: int, units: int, width: int, item: int =
     order of sums.
     """
     block_k, busy = 64 if width * item <= 256 else 32, units >= PROGRAMS
-    least = UNSHARED if busy else max(SHARE * units // CROWD, LONG_SHARE if many else SHARE)
+    least = max(SHARE * units // CROWD, UNSHARED if busy else LONG_SHARE if many else SHARE)
     least = triton.cdiv(least, block_k) * block_k
     shares = min(triton.cdiv(keys, least), MOST_SHARES)
     splits = shares + 1 if shares > 1 else 1

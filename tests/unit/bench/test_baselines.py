@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import foreword
 from foreword.api import LLM
@@ -43,6 +44,21 @@ def test_a_baseline_writes_the_tokens_of_plain(name: str, llm: LLM, folders: dic
         assert first.accepted == [1] * 40
     if name == "hf_assistant":  # its draft model is the target itself
         assert len(first.accepted) <= 20
+
+
+@pytest.mark.parametrize(("name", "expected"), [("hf", False), ("hf_lookup", False), ("hf_static", True)])
+def test_whose_cache_grows_does_without_plans_for_every_length(
+    name: str, expected: bool, llm: LLM, folders: dict[str, Path], monkeypatch: Any
+) -> None:
+    seen, model = [], room.load_stock(folders["llama"], llm.model.device, llm.model.dtype)
+    write = model.generate
+    monkeypatch.setattr(
+        model,
+        "generate",
+        lambda *given, **more: seen.append(torch.backends.cuda.cudnn_sdp_enabled()) or write(*given, **more),
+    )
+    room._generate(name, model, llm, {}).write(asked(llm), Manner(4))
+    assert seen == [expected] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("name", ["hf", "hf_lookup"])

@@ -113,8 +113,17 @@ def test_a_report_says_whether_the_machine_s_pace_changed(after: list[float], ro
     extras = Extras(pulse={"before": before, "after": dict(zip(before, after, strict=True))})
     found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, extras)))
     assert (told in markdown(found)) == (told in html(found)) == bool(rows)
-    assert [some for some in before if f"behind it with {some} rows" in markdown(found)] == rows
+    assert [some for some in before if f"behind it with {some} row" in markdown(found)] == rows
+    assert ("with 1 row" in markdown(found)) == (1 in rows) and "1 rows" not in markdown(found)
     assert "0.410 ms before the run and 0.460 behind it with 16 rows" in markdown(found) or 16 not in rows
+
+
+def test_a_pace_that_could_not_be_told_is_said_so_and_of_a_cut_run_since_when() -> None:
+    lost = content([BENCHMARK], ABOUT, TIMINGS, Extras(pulse={"before": {1: 0.3}, "after": {"failed": "Error: no room"}}))
+    assert "pace changed is not known: Error: no room" in markdown(lost)
+    resumed = {**ABOUT, "resumed": 3}
+    found = content([BENCHMARK], resumed, TIMINGS, Extras(pulse={"before": {1: 0.3}, "after": {1: 0.4}}))
+    assert "0.300 ms before it went on and 0.400 behind it with 1 row." in markdown(found)
 
 
 def test_who_has_no_answer_has_no_figures() -> None:

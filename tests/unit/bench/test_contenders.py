@@ -15,6 +15,7 @@ from foreword.api import LLM
 from foreword.bench import Contender, Manner, Plan, Suite, Task, contender, context_for, run
 from foreword.bench.contenders import apart
 from foreword.bench.grow import load_grown
+from foreword.bench.passes import PULSE_ROWS, pulse
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
@@ -46,6 +47,14 @@ def answer(one: Contender, llm: LLM, tokens: int, **more: Any) -> Any:
 )
 def test_who_drafts_on_the_one_gpu_beside_the_target_is_timed_apart(device: str, gpus: int, expected: list[str]) -> None:
     assert apart(list(METHODS), torch.device(device), gpus) == expected
+
+
+def test_the_pulse_is_taken_where_passes_are_replayed_alone(llm: LLM) -> None:
+    found = pulse(llm.model)
+    assert list(found) == (list(PULSE_ROWS) if llm.model.device.type == "cuda" else []) and all(
+        ms > 0 for ms in found.values()
+    )
+    assert len(llm.generate(WORDS, max_new_tokens=4).tokens) == 4  # and the model is as it was
 
 
 def test_methods_have_caches_of_their_own(llm: LLM) -> None:

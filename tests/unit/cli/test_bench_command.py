@@ -122,6 +122,8 @@ def test_who_is_timed_apart_is_not_in_all_and_may_be_named(run, tiny_model, ques
     found = json.loads(run(*asked).stdout)
     assert found["apart"] == ["amusd"] and "amusd" not in found["warm_up_failed"] and "gsd" in found["warm_up_failed"]
     assert "--methods amusd" in run(*asked[:-1]).stdout
+    found = json.loads(run(*asked, "--drafter", "amusd:least=2").stdout)
+    assert found["apart"] == [] and "amusd:least=2" in found["warm_up_failed"]
     found = json.loads(run(*asked, "--methods", "prompt_lookup,amusd").stdout)
     assert found["apart"] == [] and "amusd" in found["warm_up_failed"]
 

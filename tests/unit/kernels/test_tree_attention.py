@@ -172,7 +172,7 @@ def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(
     queries=st.integers(1, 3000),
     keys=st.integers(1, 40_000),
-    units=st.integers(1, 600),
+    units=st.integers(1, 6000),
     width=st.sampled_from([16, 64, 128, 256]),
 )
 def test_shares_are_few_and_not_short(queries: int, keys: int, units: int, width: int) -> None:
@@ -187,7 +187,13 @@ def test_shares_are_few_and_not_short(queries: int, keys: int, units: int, width
 def test_units_that_keep_the_gpu_busy_have_one_share_each(queries: int, keys: int, units: int) -> None:
     tiles = attention_tiles(queries, keys, units, 64)
     assert tiles.splits == 1 and tiles.block_q == (16 if queries <= 16 else 64)
-    assert attention_tiles(queries, UNSHARED + 1, units, 64).splits > 1  # or all would wait for a long text
+    longer = attention_tiles(queries, UNSHARED + 1, units, 64)
+    assert (longer.splits > 1) == (units < CROWD * (UNSHARED + 64) // SHARE)  # or all would wait for a long text
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_units_that_keep_the_gpu_busy_see_what_others_see(rows: int) -> None:
+    assert error(Looks.drawn((PROGRAMS // 2, PROGRAMS // 2), 16, rows, [5, 130]), None) < PRECISE
 
 
 def test_shares_are_whole_blocks() -> None:

@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 BASELINES = (*WAYS, "llama_cpp")
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention for a cache that grows. cuDNN's, which torch prefers on an H200, are planned anew for every length
-that the process has not seen yet, and that takes longer than the pass."""
+that the process has not seen yet, and a token waits for that."""
 PLACES = {"hf_assistant": "the folder of a draft model", "llama_cpp": "a GGUF file"}
 
 # The file types of GGUF, by the number that a file carries.

@@ -167,7 +167,7 @@ def trouble_words(found: Content) -> list[str]:
         words.append("The machine was busy while costs of rows were measured: more or fewer may be drafted than pay.")
     words += [
         f"{name} is left out: its draft would be written on the GPU that all share, and change the pace of others. "
-        f"Time it in a run of its own, where that is told of the machine: --methods {name}."
+        f"Time it in a run of its own: --methods {name}."
         for name in found.get("apart", ())
     ]
     before = "before it went on" if found["about"].get("resumed") else "before the run"

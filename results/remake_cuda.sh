@@ -34,7 +34,7 @@ for step in "$@"; do
     grown_batches) bench bench_cuda_7b_batches $questions --methods $everybody --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;
     all) bench bench_cuda_240 --prompts spec_bench_240=data/spec_bench.jsonl --methods $everybody --repeats 1 ;;
     table1) bench bench_cuda_table1 $questions --methods medusa,clover --rows 5 --batch 1,4,8,16,32 --repeats 3 ;;
-    amusd) bench bench_cuda_amusd $questions --methods draft_model,amusd --repeats 1 ;; # by itself: it changes the pace of others
+    amusd) bench bench_cuda_amusd $questions --per-group 2 --methods amusd --repeats 1 ;; # by itself: it changes the pace of others
     hf) bench bench_cuda_hf $questions --per-group 1 --max-new-tokens 64 --methods plain,echo --baselines hf,hf_static,hf_lookup,hf_assistant --repeats 1 ;;
     prove)
         for dtype in float32 bfloat16; do

@@ -23,7 +23,6 @@ from foreword.errors import ForewordError, PromptError
 from foreword.methods import METHODS
 from foreword.methods.wanted import Wanted
 from foreword.model.cache import Berth
-from foreword.model.model import Model
 from foreword.text import Prompt, Tokenizer
 
 
@@ -86,9 +85,7 @@ def contender(
 ) -> Contender:
     """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`, `slots` texts side by side; its cache in a
     `berth` that others may have, too."""
-    model = llm.model
-    shared = Model(model.hf, model.name, model.curve, model.grown, berth)
-    own = LLM(shared, llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
+    own = LLM(llm.model.again(berth), llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
     engine = own.engine
     forget = memory(engine.drafter) if engine.drafter.learns else lambda: None
 

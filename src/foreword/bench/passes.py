@@ -59,7 +59,7 @@ def pulse(model: Model) -> dict[int, float]:
     replay is the same every time."""
     if model.device.type != "cuda":
         return {}
-    own = Model(model.hf, model.name, model.curve, model.grown)
+    own = model.again()
     sizes = [rows for rows in PULSE_ROWS if rows < own.max_context]
     context = min(PULSE_CONTEXT, own.max_context - sizes[-1])
     try:

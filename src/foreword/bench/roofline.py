@@ -42,7 +42,7 @@ def roofline(
     llm: LLM, methods: Sequence[str], benchmark: Benchmark, tasks: Sequence[Task], most_rows: int | None = None
 ) -> dict[str, Any]:
     """`methods` are ours of the benchmark's contenders, plain among them; `most_rows` bounds passes as it did there."""
-    model = Model(llm.model.hf, llm.model.name, llm.model.curve, llm.model.grown)
+    model = llm.model.again()
     context = int(median(len(task.ids) for task in tasks)) + benchmark.max_new_tokens // 2
     context = min(context, model.max_context - max(ROWS))
     try:

@@ -233,8 +233,8 @@ def _measured(
     dtype = str(llm.model.dtype).removeprefix("torch.")
     about = facts(llm.model.device, model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
     about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.heats)}
-    extras = _extras(asked, llm, found, answers, _roofline(asked, llm, made, heats))
-    return room.content(made, about, timings, replace(extras, costs=journal.costs or {}, pulse=paces)), timings, answers
+    measured = {"roofline": _roofline(asked, llm, made, heats), "costs": journal.costs or {}, "pulse": paces}
+    return room.content(made, about, timings, _extras(asked, llm, found, answers, measured)), timings, answers
 
 
 def _pulse(model: ModelOptions, llm: LLM) -> dict[Any, Any]:
@@ -266,13 +266,14 @@ def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence
     return found
 
 
-def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, roofline: dict[str, Any]) -> Extras:
+def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, measured: dict[str, Any]) -> Extras:
     from foreword.bench.report import Extras  # noqa: PLC0415  imports torch
     from foreword.bench.run import left_out  # noqa: PLC0415  beside the others
     from foreword.bench.spec_bench import published  # noqa: PLC0415  beside the others
 
     figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
-    return Extras(figures, roofline, left_out(asked.plan), found.warm_up_failed, apart=list(asked.apart))
+    left = left_out(asked.plan)
+    return Extras(figures, left_out=left, warm_up_failed=found.warm_up_failed, apart=list(asked.apart), **measured)
 
 
 def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:

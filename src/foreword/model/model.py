@@ -98,6 +98,10 @@ class Model:
             stack.cache, stack.lean, stack.turns = held
             self.context, self.berth = before
 
+    def again(self, berth: Berth | None = None) -> Model:
+        """Another on the same weights, with a cache of its own."""
+        return Model(self.hf, self.name, self.curve, self.grown, berth)
+
     def release(self) -> None:
         """Give up the cache, and give the model back as it was: its own attention, and in training if it was."""
         self.layer_stack.free()

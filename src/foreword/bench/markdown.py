@@ -42,7 +42,9 @@ def where_words(found: Content) -> str:
     about = found["about"]
     parts = [about.get("model"), about["machine"], f"{about['threads']} threads", about.get("dtype")]
     parts += [f"commit {about['commit']}", about["date"]]
-    chosen = f"T={found['temperature']:g}" if found.get("temperature") else "Greedy"
+    heats = [found.get("temperature") or 0.0, *map(float, found.get("temperatures", {}))]
+    chosen = " and ".join(f"T={heat:g}" if heat else "greedy" for heat in heats)
+    chosen = chosen[0].upper() + chosen[1:]
     repeats = f", the middle one of {found['repeats']} runs" if found.get("repeats", 1) > 1 else ""
     cut = f" The run was cut after {about['resumed']} blocks of prompts, and went on." if about.get("resumed") else ""
     return (

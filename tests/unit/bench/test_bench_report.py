@@ -221,4 +221,5 @@ def test_temperatures_stand_apart() -> None:
     found = content([*BATCHES, batch(1, 0.8, plain=12.0, fast=8.0)], ABOUT)
     assert found["temperature"] == 0 and found["tables"]["overall"][1]["speedup"] == 2.0
     assert found["temperatures"]["0.8"]["tables"]["overall"][1]["speedup"] == 1.5
-    assert "## overall, one text at a time, T=0.8" in markdown(found)
+    text = markdown(found)
+    assert "## overall, one text at a time, T=0.8" in text and "Greedy and T=0.8, at most" in text

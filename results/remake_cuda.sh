@@ -27,8 +27,7 @@ for step in "$@"; do
     warm) warm ;;
     default) bench bench_cuda_48 $questions --methods $everybody --repeats 2 ;;
     again) bench bench_cuda_48_again $questions --methods $everybody --repeats 2 ;;
-    grown) bench bench_cuda_7b $questions --methods $everybody --grow 7b --repeats 1 ;;
-    grown_drawn) bench bench_cuda_7b_drawn $questions --methods $everybody --grow 7b --temperature 0.8 --repeats 1 ;;
+    grown) bench bench_cuda_7b $questions --methods $everybody --grow 7b --temperature 0,0.8 --repeats 1 ;;
     batches) bench bench_cuda_batches $questions --methods $everybody --batch 8,32 --temperature 0,0.8 --repeats 2 ;;
     drawn) bench bench_cuda_drawn $questions --methods $everybody --temperature 0.8 --repeats 1 ;;
     grown_batches) bench bench_cuda_7b_batches $questions --methods $everybody --grow 7b --batch 8,32 --temperature 0,0.8 --repeats 1 ;;

@@ -14,7 +14,8 @@ STEADY = 0.04  # by how much a pass may change from before a run to behind it: r
 
 
 def markdown(found: Content) -> str:
-    base = found["base"]
+    base, heats = found["base"], _heats(found)
+    first = f", {heats[0]}" if len(heats) > 1 else ""  # of what is known of the first temperature alone
     lines = ["# Benchmark", "", f"`{found['about']['command']}`", "", where_words(found)]
     if "grown" in found["about"]:
         lines += ["", grown_words(found["about"]["grown"])]
@@ -23,9 +24,9 @@ def markdown(found: Content) -> str:
         lines += _part_lines(part, base, f", T={temperature}")
     lines += _failure_lines(found)
     if found.get("roofline"):
-        lines += _roofline_lines(found["roofline"], base)
+        lines += _roofline_lines(found["roofline"], base, first)
     if found.get("spec_bench"):
-        lines += _spec_bench_lines(found["spec_bench"])
+        lines += _spec_bench_lines(found["spec_bench"], first)
     lines += _warm_up_lines(found)
     return "\n".join(lines) + "\n"
 
@@ -42,8 +43,7 @@ def where_words(found: Content) -> str:
     about = found["about"]
     parts = [about.get("model"), about["machine"], f"{about['threads']} threads", about.get("dtype")]
     parts += [f"commit {about['commit']}", about["date"]]
-    heats = [found.get("temperature") or 0.0, *map(float, found.get("temperatures", {}))]
-    chosen = " and ".join(f"T={heat:g}" if heat else "greedy" for heat in heats)
+    chosen = " and ".join(_heats(found))
     chosen = chosen[0].upper() + chosen[1:]
     repeats = f", the middle one of {found['repeats']} runs" if found.get("repeats", 1) > 1 else ""
     cut = f" The run was cut after {about['resumed']} blocks of prompts, and went on." if about.get("resumed") else ""
@@ -53,6 +53,12 @@ def where_words(found: Content) -> str:
         "the prompts would put the speed-up. Loop share: tokens inside an 8-gram that the answer already had."
         f"{cut}"
     )
+
+
+def _heats(found: Content) -> list[str]:
+    """The temperatures that there are tables of, in words."""
+    heats = [found.get("temperature") or 0.0, *map(float, found.get("temperatures", {}))]
+    return [f"T={heat:g}" if heat else "greedy" for heat in heats]
 
 
 HEADS = (
@@ -197,7 +203,7 @@ def _failure_words(one: Content) -> str:
     return f"failed: {one['contender']}, batch {one['batch']}{drawn}, prompt {named}{turn}: {one['why']}"
 
 
-def _spec_bench_lines(figures: Content) -> list[str]:
+def _spec_bench_lines(figures: Content, suffix: str) -> list[str]:
     """Their own definitions, which differ from ours: see docs/benchmark.md."""
     heads = ["contender", "mean of speeds, tokens/s", "speed-up", "speed-up, baseline counted anew", "mean accepted tokens"]
     body = []
@@ -205,10 +211,10 @@ def _spec_bench_lines(figures: Content) -> list[str]:
         if overall := groups.get("overall"):
             ups = [f"{overall[key]:.2f}x" if key in overall else "none" for key in ("speedup", "speedup_retokenized")]
             body.append([name, f"{overall['speed']:.1f}", *ups, f"{overall['mean_accepted_tokens']:.2f}"])
-    return ["", "## As Spec-Bench counts", "", *table_lines(heads, body)]
+    return ["", f"## As Spec-Bench counts{suffix}", "", *table_lines(heads, body)]
 
 
-def _roofline_lines(roofline: Content, base: str) -> list[str]:
+def _roofline_lines(roofline: Content, base: str, suffix: str) -> list[str]:
     if "failed" in roofline:
         return ["", f"What a pass costs could not be measured: {roofline['failed']}"]
     lines = ["", "## What a pass costs", "", pass_words(roofline)]
@@ -220,10 +226,10 @@ def _roofline_lines(roofline: Content, base: str) -> list[str]:
             for one in roofline["passes"]
         ]
         lines += ["", *table_lines(heads, body)]
-    return lines + _round_lines(roofline, base)
+    return lines + _round_lines(roofline, base, suffix)
 
 
-def _round_lines(roofline: Content, base: str) -> list[str]:
+def _round_lines(roofline: Content, base: str, suffix: str) -> list[str]:
     pairs = {name: (roofline["split"][name], one) for name, one in roofline["methods"].items()}
     failed = {name: split.get("failed") or one.get("failed") for name, (split, one) in pairs.items()}
     heads = ["method", "draft ms", "verify ms", "accept ms", "host ms", *(head.format(base=base) for head in ECONOMY_HEADS)]
@@ -232,7 +238,7 @@ def _round_lines(roofline: Content, base: str) -> list[str]:
         for name, (split, one) in pairs.items()
         if not failed[name]
     ]
-    lines = ["", "## Where a round goes, and when it pays", "", *table_lines(heads, body)]
+    lines = ["", f"## Where a round goes, and when it pays{suffix}", "", *table_lines(heads, body)]
     return lines + [line for name, why in failed.items() if why for line in ("", f"{name} could not be measured: {why}")]
 
 

@@ -43,7 +43,7 @@ USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES bri
 GUESSING = 0.15  # passes over one row: what drafting costs beside its levels, two layers of thirty that read along and more
 LEVEL_KERNELS = 8  # of a level of guesses: the state, the head, the best, and which of them are gone on from
 GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
-GAIN_BESIDE = 0.75  # tokens that an endless chain of lookups would bring beside a tree: results/bench_cuda_7b, .._drawn
+GAIN_BESIDE = 0.75  # tokens that an endless chain of lookups would bring beside a tree: results/bench_cuda_7b, both tables
 LOOKS_ON = 0.87  # of those, what every row leaves to the next ones: between these results and results/trees_cpu
 TRAINED_BEND = 0.67  # of `share_of_gain`, as trained drafters have it: results/trees_cpu, rows_*.json
 

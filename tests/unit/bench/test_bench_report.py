@@ -218,8 +218,10 @@ def test_batches_alone_have_no_tables_of_groups() -> None:
 
 
 def test_temperatures_stand_apart() -> None:
-    found = content([*BATCHES, batch(1, 0.8, plain=12.0, fast=8.0)], ABOUT)
+    extras = Extras(spec_bench={"fast": {"overall": {"speed": 20.0, "mean_accepted_tokens": 2.0}}})
+    found = content([*BATCHES, batch(1, 0.8, plain=12.0, fast=8.0)], ABOUT, extras=extras)
     assert found["temperature"] == 0 and found["tables"]["overall"][1]["speedup"] == 2.0
     assert found["temperatures"]["0.8"]["tables"]["overall"][1]["speedup"] == 1.5
     text = markdown(found)
     assert "## overall, one text at a time, T=0.8" in text and "Greedy and T=0.8, at most" in text
+    assert "## As Spec-Bench counts, greedy\n" in text

@@ -247,7 +247,7 @@ def test_rows_that_are_settled_beforehand_follow_the_batch(kind: type) -> None:
 
 
 def test_where_rows_are_nearly_free_small_models_still_draft_fewer() -> None:
-    """What passes cost on an H200, of the model grown to 7 B and of the small one: in results of before."""
+    """What passes cost on an H200: the model grown to 7 B in an earlier run, the small one in bench_cuda_48_before."""
     model, rows = target(), (1, 2, 4, 8, 16, 32, 64)
     for milliseconds, nodes in (
         ((4.036, 4.080, 4.108, 4.270, 4.270, 4.391, 4.705), 32),

@@ -41,10 +41,10 @@ YIELDS: dict[str, tuple[Yield, ...]] = {
         Yield(6, 1.85, "results/bench_cpu_48"),
         Yield(16, 1.94, "results/bench_cuda_48"),
     ),
-    "echo": (Yield(10, 2.93, "results/bench_cpu_48"), Yield(64, 3.92, "results/bench_cuda_48")),
+    "echo": (Yield(10, 2.90, "results/bench_cpu_48"), Yield(64, 3.92, "results/bench_cuda_48")),
     "token_recycling": (
         Yield(3, 1.47, "results/bench_cpu"),
-        Yield(5, 1.71, "results/bench_cpu_48"),
+        Yield(5, 1.72, "results/bench_cpu_48"),
         Yield(64, 2.56, "results/bench_cuda_48"),
     ),
 }

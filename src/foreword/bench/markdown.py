@@ -14,7 +14,7 @@ STEADY = 0.04  # by how much a pass may change from before a run to behind it: r
 
 
 def markdown(found: Content) -> str:
-    base, heats = found["base"], _heats(found)
+    base, heats = found["base"], heat_words(found)
     first = f", {heats[0]}" if len(heats) > 1 else ""  # of what is known of the first temperature alone
     lines = ["# Benchmark", "", f"`{found['about']['command']}`", "", where_words(found)]
     if "grown" in found["about"]:
@@ -43,7 +43,7 @@ def where_words(found: Content) -> str:
     about = found["about"]
     parts = [about.get("model"), about["machine"], f"{about['threads']} threads", about.get("dtype")]
     parts += [f"commit {about['commit']}", about["date"]]
-    chosen = " and ".join(_heats(found))
+    chosen = " and ".join(heat_words(found))
     chosen = chosen[0].upper() + chosen[1:]
     repeats = f", the middle one of {found['repeats']} runs" if found.get("repeats", 1) > 1 else ""
     cut = f" The run was cut after {about['resumed']} blocks of prompts, and went on." if about.get("resumed") else ""
@@ -55,7 +55,7 @@ def where_words(found: Content) -> str:
     )
 
 
-def _heats(found: Content) -> list[str]:
+def heat_words(found: Content) -> list[str]:
     """The temperatures that there are tables of, in words."""
     heats = [found.get("temperature") or 0.0, *map(float, found.get("temperatures", {}))]
     return [f"T={heat:g}" if heat else "greedy" for heat in heats]

@@ -16,6 +16,7 @@ from foreword.bench.markdown import (
     cells,
     economy_cells,
     grown_words,
+    heat_words,
     pass_words,
     side_by_side,
     speedup_words,
@@ -64,7 +65,9 @@ class Page:
     def head(self) -> str:
         about = self.found["about"]
         grown = f"<p>{escape(grown_words(about['grown']))}</p>" if "grown" in about else ""
-        name, words = escape(about.get("model") or "Benchmark"), escape(where_words(self.found))
+        first, *others = heat_words(self.found)
+        drawn = f" The drawings are of {first} texts." if others else ""
+        name, words = escape(about.get("model") or "Benchmark"), escape(where_words(self.found) + drawn)
         return f'<h1>{name}</h1><p class="soft">{words}</p>{grown}'
 
     def cards(self) -> str:

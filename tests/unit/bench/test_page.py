@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,13 @@ def test_the_whole_page() -> None:
     assert "fast, rag: 2x" in text and "fast, 2: 0.25" in text and "knee" in text
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(drawing)
+
+
+def test_of_several_temperatures_the_page_says_which_is_drawn() -> None:
+    drawn = replace(benchmark(1), temperature=0.8)
+    assert "The drawings are of" not in html(content([drawn], ABOUT))
+    assert "Greedy and T=0.8" in (text := html(content([benchmark(1), drawn], ABOUT)))
+    assert "The drawings are of greedy texts." in text
 
 
 def test_what_was_not_measured_is_not_drawn() -> None:

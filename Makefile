@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+DOCS_INSTALLED := .venv/docs-installed
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test test-gpu fuzz mutants check coverage format hooks docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up .venv (a minute or two, once)"
@@ -14,20 +15,43 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-demo: $(INSTALLED)  ## the same answer from plain decoding and from the best method, side by side
+demo: $(INSTALLED)  ## three prompts answered by plain decoding and by the best method, side by side
 	@$(BIN)/python examples/side_by_side.py
 
 test: $(INSTALLED)  ## run all tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-gpu: $(INSTALLED)  ## run the quick tests of the GPU: every kernel, every method captured, a training step
+	@$(BIN)/python -m pytest tests/gpu -m "gpu and not slow" -p no:cacheprovider --durations=15
+
+fuzz: $(INSTALLED)  ## a minute of random requests, each compared with plain decoding
+	@$(BIN)/python studies/fuzz.py --seconds 60
+
+mutants: $(INSTALLED)  ## plant faults one by one and see that the tests catch them (an hour or two)
+	@$(BIN)/python tests/mutants/run.py --jobs 2
 
 check: $(INSTALLED)  ## lint and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
+coverage: $(INSTALLED)  ## run all tests and show which lines they reach, here and in htmlcov/index.html
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html
+
 format: $(INSTALLED)  ## apply the house format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
+hooks: $(INSTALLED)  ## check lint, format and types at every commit
+	@$(BIN)/pre-commit install
+
+docs: $(INSTALLED) $(DOCS_INSTALLED)  ## build the documentation site into build/site, and check its links
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+$(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
 clean:  ## remove what set-up and tests made
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build/site

@@ -1,50 +1,73 @@
-"""The main job in one screen: the same prompt answered by plain decoding and by the best method, with the same tokens.
+"""The main job in one screen: three prompts answered by plain decoding and by the best method, with the same tokens.
 
-Run by `make demo`. The first run fetches the default model (about 90 MB).
+Run by `make demo`. The first run fetches the default model (about 90 MB). How much speculation gains depends on the output,
+so the prompts are of three kinds: one whose answer copies from it, an open question, and code.
 """
 
-from rich.columns import Columns
+from statistics import median
+
 from rich.console import Console
 from rich.panel import Panel
+from rich.table import Table
 
 import foreword
 from foreword.methods import DEFAULT_METHOD
 
-PROMPT = """Summarize: The lighthouse at Cape Arden was built in 1851 after three ships were lost on the reef in a single \
-winter. The lighthouse was first lit by whale oil, and the keeper carried the oil up 132 steps every evening. In 1902 the \
-lighthouse was given an electric lamp, and in 1968 the last keeper of the lighthouse left Cape Arden. Today the lighthouse \
-is a museum, and the lamp of the lighthouse still turns every night."""
-NEW_TOKENS = 128
+PROMPTS = {
+    "copying": """Summarize: The lighthouse at Cape Arden was built in 1851 after three ships were lost on the reef in a \
+single winter. The lighthouse was first lit by whale oil, and the keeper carried the oil up 132 steps every evening. In \
+1902 the lighthouse was given an electric lamp, and in 1968 the last keeper of the lighthouse left Cape Arden. Today the \
+lighthouse is a museum, and the lamp of the lighthouse still turns every night.""",
+    "open question": "Explain in two sentences why the sky is blue.",
+    "code": "Write a Python function that counts the vowels in a string, with a docstring.",
+}
+NEW_TOKENS = 64
 TURNS = 3  # in turns, so that whatever else the machine does meanwhile falls on both
+
+Runs = list[foreword.Result]
 
 
 def main() -> None:
     console = Console()
-    console.print(f"[dim]{PROMPT}[/]\n")
     with console.status("loading the default model"):
         llm = foreword.load(method="plain", slots=1)
-    written: dict[str, list[foreword.Result]] = {"plain": [], DEFAULT_METHOD: []}
+    plain = {kind: Runs() for kind in PROMPTS}
+    fast = {kind: Runs() for kind in PROMPTS}
     for turn in range(TURNS):
-        for method, results in written.items():
+        for method, runs in (("plain", plain), (DEFAULT_METHOD, fast)):
             with console.status(f"{method} writes, {turn + 1} of {TURNS}"):
                 llm.use(method).generate("Hello", max_new_tokens=4)  # the first pass of a process is slow
-                results.append(llm.generate(PROMPT, max_new_tokens=NEW_TOKENS))
-    plain, fast = (_median(results) for results in written.values())
-    console.print(Columns([_panel(plain), _panel(fast)], equal=True, expand=True))
-    all_same = all(result.tokens == plain.tokens for results in written.values() for result in results)
-    same = "the same tokens" if all_same else "DIFFERENT TOKENS: run `foreword prove`"
-    ratio = fast.stats.tokens_per_second / plain.stats.tokens_per_second
-    console.print(f"{same}, {ratio:.2f}x the speed of plain decoding (the median of {TURNS} runs each, in turns)")
+                for kind, prompt in PROMPTS.items():
+                    runs[kind].append(llm.generate(prompt, max_new_tokens=NEW_TOKENS))
+    for kind, prompt in PROMPTS.items():
+        console.print(f"\n[bold]{kind}[/]  [dim]{prompt}[/]")
+        console.print(_side_by_side(plain[kind][0], fast[kind][0]))
+    console.print(_figures(plain, fast))
+    same = all(run.tokens == plain[kind][0].tokens for kind in PROMPTS for run in plain[kind] + fast[kind])
+    words = "the same tokens" if same else "DIFFERENT TOKENS: run `foreword prove`"
+    over_all = sum(map(_seconds, plain.values())) / sum(map(_seconds, fast.values()))
+    console.print(f"{words}, {over_all:.2f}x the speed of plain decoding over the three (medians of {TURNS} runs, in turns)")
 
 
-def _median(results: list[foreword.Result]) -> foreword.Result:
-    return sorted(results, key=lambda result: result.stats.tokens_per_second)[len(results) // 2]
+def _seconds(runs: Runs) -> float:
+    return median(run.stats.decode_s for run in runs)
 
 
-def _panel(result: foreword.Result) -> Panel:
-    stats = result.stats
-    figures = f"{stats.tokens_per_round:.2f} tokens a round, {stats.tokens_per_second:.1f} tokens/s"
-    return Panel(result.text, title=result.method, subtitle=figures)
+def _side_by_side(*results: foreword.Result) -> Table:
+    grid = Table.grid(expand=True)
+    for _ in results:
+        grid.add_column(ratio=1)
+    grid.add_row(*(Panel(result.text, title=result.method) for result in results))
+    return grid
+
+
+def _figures(plain: dict[str, Runs], fast: dict[str, Runs]) -> Table:
+    table = Table("prompt", "plain tokens/s", "tokens/s", "speed-up", "tokens per round")
+    for kind, runs in fast.items():
+        before, after = _seconds(plain[kind]), _seconds(runs)
+        tokens, rounds = runs[0].stats.new_tokens, runs[0].stats.tokens_per_round
+        table.add_row(kind, f"{tokens / before:.1f}", f"{tokens / after:.1f}", f"{before / after:.2f}x", f"{rounds:.2f}")
+    return table
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ ours. Only `pick` is shared with the engine; tests/unit/core compares it with a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,19 +29,23 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 from transformers.models.gemma2 import modeling_gemma2
 
+from foreword.core.choosing import History, pick
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
+from foreword.core.loop import Loop
 from foreword.core.needs import Needs
-from foreword.core.sampling import Sampling, SamplingTable, pick
+from foreword.core.sampling import Sampling
+from foreword.core.sampling_table import NO_TOKEN, SamplingStages, SamplingTable
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.core.target import Target
 from foreword.engine.engine import Engine
+from foreword.engine.graph import GraphBucket, GraphedLoop, graphed
 from foreword.engine.request import Request
 from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.model.attention import attend, mask_of
 from foreword.model.model import Model
-from foreword.model.width import grow
+from foreword.model.widened import grow
 from foreword.text import Tokenizer
 
 VOCABULARY = 48
@@ -194,21 +199,38 @@ def truth(model: PreTrainedModel, request: Request, context: int = CONTEXT, ends
     prompt = list(request.prompt)
     limit = min(len(prompt) + request.max_new_tokens, context)
     floor = len(prompt) + request.min_new_tokens if request.min_new_tokens else 0
-    text = _TEXTS.setdefault((model, request.prompt, request.sampling, floor, ends), prompt)
+    held = request.stop_token_ids if floor else ()
+    text = _TEXTS.setdefault((model, request.prompt, request.sampling, floor, ends, held), prompt)
     for place in range(len(request.prompt), limit):
         if place == len(text):
-            text.append(_next(model, text, request.sampling, floor, ends))
+            text.append(_next(model, text, len(request.prompt), request.sampling, floor, ends, held))
         if text[place] in ends and not request.ignore_eos:
             return text[len(request.prompt) : place + 1]
     return text[len(request.prompt) : limit]
 
 
-def _next(model: PreTrainedModel, text: list[int], sampling: Sampling, floor: int, ends: tuple[int, ...]) -> int:
-    table = SamplingTable.empty(1, torch.tensor(ends, dtype=torch.long))
-    table.set(0, sampling, floor)
+def _next(
+    model: Any,
+    text: list[int],
+    prompt: int,
+    sampling: Sampling,
+    floor: int,
+    ends: tuple[int, ...],
+    held: tuple[int, ...],
+) -> int:
+    table = SamplingTable.empty(1, torch.tensor(ends, dtype=torch.long), model.config.vocab_size)
+    table.set(0, sampling, floor, held)
     logits = own_logits(model, text)[-1:].unsqueeze(0)
-    seen = torch.tensor(text).bincount(minlength=logits.shape[-1]).view(1, 1, -1)
-    return int(pick(logits, torch.tensor([[len(text)]]), table.at(torch.tensor([0]), (0,)), seen))
+    rows = table.at(torch.tensor([0]), (0,))
+    return int(pick(logits, torch.tensor([[len(text)]]), rows, _history(text, prompt, rows.kind, logits.shape[-1])))
+
+
+def _history(text: list[int], prompt: int, kind: SamplingStages, vocabulary: int) -> History:
+    """Counts of the text and of what comes after its prompt, and its last tokens."""
+    seen, generated = (torch.tensor(part, dtype=torch.long).bincount(minlength=vocabulary) for part in (text, text[prompt:]))
+    padded, count = [NO_TOKEN] * kind.bad_word_length + text, kind.bad_word_length - 1
+    last = torch.tensor(padded[-count:]).view(1, 1, -1) if kind.bad_words else None
+    return History(seen.view(1, 1, -1), generated.view(1, 1, -1), last)
 
 
 def full_text(model: PreTrainedModel, request: Request, beyond: int = 8) -> list[int]:
@@ -249,6 +271,17 @@ def own_window(model: PreTrainedModel, layer: int) -> int | None:
     return getattr(model.model.layers[layer].self_attn, "sliding_window", getattr(model.config, "sliding_window", None))
 
 
+POISON = 7
+
+
+def poisoned_model() -> PreTrainedModel:
+    """One token's embedding is NaN: who has it in the prompt gets NaN, and nobody else."""
+    hf = fresh("qwen3")
+    with torch.no_grad():
+        hf.model.embed_tokens.weight[POISON] = torch.nan
+    return hf
+
+
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
@@ -280,8 +313,11 @@ def requests(count: int, sampling: Sampling = SAMPLINGS["greedy"], seed: int = 0
 def engine(
     drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT, late: bool = False
 ) -> Engine:
-    """Prompts are read five tokens at a time, so that they come in chunks."""
-    return Engine(model or target(), drafter, slots=slots, max_context=context, chunk=5, late=late)
+    """Prompts are read five tokens at a time, so that they come in chunks. Requests that enter together go into slots that
+    do not rise, 2, 0 and 1 of three: what belongs to one slot and lands in another shows."""
+    made = Engine(model or target(), drafter, slots=slots, max_context=context, chunk=5, late=late)
+    made.slots.left = {slot: () for slot in (slots - 1, *range(slots - 1))}
+    return made
 
 
 def written(engine: Engine, asked: Iterable[Request]) -> list[list[int]]:
@@ -291,6 +327,35 @@ def written(engine: Engine, asked: Iterable[Request]) -> list[list[int]]:
 def run_to_end(engine: Engine) -> None:
     while engine.busy:
         engine.step()
+
+
+def rerunning(loop: Loop, drafter: Drafter) -> GraphedLoop:
+    """Rounds and prompt passes as on a GPU, in buckets: a replay runs what was captured once more."""
+    made = graphed(loop, drafter.captures)
+    assert isinstance(made, GraphedLoop)
+    made._record = _rerun  # type: ignore[method-assign]
+    return made
+
+
+def _rerun(bucket: GraphBucket[Any], call: Callable[[], Any]) -> None:
+    """In place of a capture. The stages of sampling are those of the capture: the first replay comes right after it."""
+    kinds: list[SamplingStages] = []
+    kind_of = SamplingTable.kind
+
+    def settled(table: SamplingTable, ids: tuple[int, ...]) -> SamplingStages:
+        if not kinds:
+            kinds.append(kind_of(table, ids))
+        return kinds[0]
+
+    def replay() -> None:
+        SamplingTable.kind = settled  # type: ignore[method-assign]
+        try:
+            recorded.answer = call()
+        finally:
+            SamplingTable.kind = kind_of  # type: ignore[method-assign]
+
+    recorded = SimpleNamespace(replay=replay, answer=None)
+    bucket.graph = recorded  # type: ignore[assignment]
 
 
 def state_of(texts: Sequence[Sequence[int]], sampling: Sampling = SAMPLINGS["greedy"], slots: int | None = None) -> State:
@@ -442,7 +507,7 @@ def taught(name: str, model: Model, **options: Any) -> Any:
     made: Any = untrained(name, **options)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made.bind(model, 1)
+        made.prepare(model, 1)
         for weight in made.module.parameters():
             weight.data += torch.randn(weight.shape, dtype=torch.float64).to(weight) * 0.2
     return made
@@ -469,7 +534,8 @@ class Liar(Drafter):
 
 
 class Oracle(Drafter):
-    """Knows the truth beforehand, and hides it in a random tree of lies: the true chain lies scattered among the rows.
+    """Knows the truth beforehand, and hides it in a random tree of lies: the true chain lies scattered among the rows. One
+    lie in three repeats a true row, on the same parent: it is right as well, but leads nowhere, and may be the last row.
 
     Without lies the draft is the true chain alone, declared as a chain or handed over as any tree.
     """
@@ -505,6 +571,10 @@ class Oracle(Drafter):
         above = 0
         for place, token in zip(places, true, strict=True):
             tokens[place], parent[place], above = token, above, place
+        for place in [place for place in range(nodes - 1, 0, -1) if place not in places][::3]:
+            if twins := [twin for twin in places if twin < place]:
+                twin = twins[int(torch.randint(0, len(twins), (1,), generator=self.generator))]
+                tokens[place], parent[place] = tokens[twin], parent[twin]
         return tokens, parent
 
 
@@ -573,7 +643,7 @@ class Recorder(Drafter):
         self.ended: list[int] = []
 
     def bind(self, target: Target, slots: int) -> None:
-        self.inner.bind(target, slots)
+        self.inner.prepare(target, slots)
         self.shape, self.needs = self.inner.shape, self.asked or self.inner.needs
 
     def begin(self, state: State) -> None:
@@ -635,11 +705,13 @@ class TwoHeads(LastHidden):
     def __init__(self, heads: int = 2) -> None:
         self.heads, self.config = heads, {"heads": heads}
 
+    def build(self, target: Target) -> None:
+        size = target.hidden_size
+        self.module = nn.ModuleList(nn.Linear(size, size) for _ in range(self.heads)).to(target.device, target.dtype)
+
     def bind(self, target: Target, slots: int) -> None:
         super().bind(target, slots)
         self.shape = Shape(1 + self.heads, self.heads)
-        size = target.hidden_size
-        self.module = nn.ModuleList(nn.Linear(size, size) for _ in range(self.heads)).to(target.device, target.dtype)
 
     def _logits(self, head: int, hidden: Tensor) -> Tensor:
         rows = self.target.norm(hidden)
@@ -699,6 +771,22 @@ def paths_of(draft: Draft, lane: int) -> list[tuple[int, ...]]:
         assert parent[row] < row
         paths.append((*paths[parent[row]], tokens[row]))
     return paths
+
+
+def check_yield(recorder: Recorder, model: PreTrainedModel, asked: Iterable[Request]) -> None:
+    """Whatever was drafted, every round accepted the deepest of its rows that the truth has, and no more."""
+    written = [(list(one.prompt), truth(model, one), full_text(model, one, beyond=CONTEXT)) for one in asked]
+    assert len(recorder.proposed) == len(recorder.observed)
+    for before, after in zip(recorder.proposed, recorder.observed, strict=True):
+        assert after.accepted is not None
+        for lane, text in enumerate(before.texts):
+            left, ahead = next(
+                (len(prompt) + len(true) - len(text), tuple(full[len(text) :]))
+                for prompt, true, full in written
+                if full[: len(text)] == text
+            )
+            right = [len(path) for path in paths_of(before.draft, lane) if ahead[: len(path)] == path]
+            assert int(after.accepted.count[lane]) == min(max(right) + 1, left), (text, paths_of(before.draft, lane))
 
 
 def drafts_of(seen: Seen) -> list[tuple[list[int], list[int]]]:

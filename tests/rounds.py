@@ -17,31 +17,36 @@ from torch import Tensor
 from torch.nn import functional
 
 from doubles import END, random_tree, target
-from foreword.core.draft import Draft, Shape, Tree, hanging, lineage_of
-from foreword.core.graphs import ByKernel, Graph, Rule
-from foreword.core.heads import carried_and_embedded, counted, remember
-from foreword.core.joining import hang
+from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, on_device
-from foreword.core.rough import in_eight_bits
-from foreword.core.sampling import Sampling, gumbel
+from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
-from foreword.core.transfer import Projection, ahead
-from foreword.core.trees import BestFirst, Budgeted, Guess, StaticTree, by_kernel, choose, greedy_paths
+from foreword.drafting.heads import remember
+from foreword.drafting.joining import hang
+from foreword.drafting.transfer import Projection, ahead
+from foreword.drafting.trees import BestFirst, Budgeted, Guess, StaticTree, choose, greedy_paths
 from foreword.engine.accept import settle
-from foreword.engine.commit import write
-from foreword.engine.fit import rooted
 from foreword.methods.clover2 import Clover2
 from foreword.methods.hidden_transfer import Candidates, HiddenTransfer
 from foreword.methods.prompt_lookup import PromptLookup
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling
 from foreword.model.cache import CacheShape, SlotCache
-from foreword.model.capture import settle as synchronize
-from foreword.model.guesser import unread
+from foreword.model.draft_linears import in_eight_bits
 from foreword.model.stack import Rows, _hung
+from foreword.ops import cached_rows
+from foreword.ops.device import synchronize
+from foreword.ops.graphs import Rule, TorchGraph
+from foreword.ops.growth import filled as filled_by_torch
+from foreword.ops.noise import gumbel
+from foreword.ops.rounds import fit, write
+from foreword.ops.rows import carried_and_embedded, counted
+from foreword.ops.trees import lineage as lineage_of
+from foreword.ops.trees import next_level
+from foreword.ops.unread import unread
 
 if TYPE_CHECKING:
-    from foreword.kernels.tiles import Tiles
+    from foreword.ops.layer.tiles import Tiles
 
 TOKENS = 6  # ids, so few that guesses meet what is chosen
 FIELDS = ("tokens", "count", "drafted", "ended", "broken")
@@ -102,26 +107,23 @@ def same(found: Tensor, exact: Tensor) -> bool:
 
 
 def check_fit(seed: int, device: str, nodes: int) -> None:
-    from foreword.kernels.settle import fitted  # noqa: PLC0415  decided by the environment that a test sets first
+    from foreword.ops.round.settle import fitted  # noqa: PLC0415  decided by the environment that a test sets first
 
     given, truth = (Round.drawn(seed, where, nodes) for where in (device, "cpu"))
     tokens, size = fitted(given.state, given.draft.tokens, given.draft.tree.depth, given.draft.size)
-    state = truth.state
-    speculates = state.speculates[state.slots] & state.alive
-    exact = rooted(replace(truth.draft, size=torch.where(speculates, truth.draft.size, 1)), state)
-    assert same(tokens, exact.tokens) and same(size, exact.size)
+    exact, rows = fit(truth.state, truth.draft.tokens, truth.draft.tree.depth, truth.draft.size)
+    assert same(tokens, exact) and same(size, rows)
 
 
 def check_settle(seed: int, device: str, nodes: int, ends: int, shared: bool) -> tuple[Accepted, Emission]:
     """ACCEPT and COMMIT's columns, one after the other, as in a round."""
-    from foreword.kernels.settle import decided, written  # noqa: PLC0415
+    from foreword.ops.round.settle import decided, written  # noqa: PLC0415
 
     given, truth = (Round.drawn(seed, where, nodes, ends, shared) for where in (device, "cpu"))
     accepted, emission = settle(truth.state, truth.draft, truth.choice, truth.peak, truth.places)
-    tree = given.draft.tree.parent, *given.draft.tree.lineage
-    state, draft = given.state, given.draft
+    state = given.state
     found = Emission.in_a_block(len(given.choice), given.places, given.choice.device)
-    path, last = decided(state, state.table.ends, given.choice, draft.tokens, tree, draft.size, given.peak, found)
+    path, last = decided(state, given.draft, given.choice, given.peak, found)
     arrived = found.fetched()
     synchronize(given.choice.device)
     for name in FIELDS:
@@ -129,7 +131,7 @@ def check_settle(seed: int, device: str, nodes: int, ends: int, shared: bool) ->
         assert same(getattr(arrived, name), getattr(emission, name)), name
     assert same(path, accepted.path) and same(last, accepted.next)
 
-    write(truth.state, accepted, emission)
+    write(truth.state, emission.tokens, accepted.count, accepted.next, emission.ended)
     written(state, found.tokens, found.count, last, found.ended)
     assert same(state.tokens[:, :-1], truth.state.tokens[:, :-1])
     assert same(state.roots, truth.state.roots) and same(state.alive_slots, truth.state.alive_slots)
@@ -137,7 +139,7 @@ def check_settle(seed: int, device: str, nodes: int, ends: int, shared: bool) ->
 
 
 def check_keep(seed: int, device: str, nodes: int, width: int, dtype: torch.dtype) -> None:
-    from foreword.kernels.keep import keep_rows  # noqa: PLC0415
+    from foreword.ops.round.keep import keep_rows  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     caches = [SlotCache(CacheShape(3, 2, width, dtype), 4, 20, nodes, where) for where in (device, "cpu")]
@@ -152,7 +154,7 @@ def check_keep(seed: int, device: str, nodes: int, width: int, dtype: torch.dtyp
         cache.length.copy_(length)
     given, truth = caches
     keep_rows(given.held, *(part.to(device) for part in (slots, length, path, count)))
-    truth._move(Lanes(slots, (0, 1, 2), 20), path, count)
+    cached_rows.keep_rows(truth.held, slots, truth.length, path, count)
     assert same(given.held, truth.held)
 
 
@@ -160,7 +162,8 @@ def check_keep(seed: int, device: str, nodes: int, width: int, dtype: torch.dtyp
 
 
 def scores_with_ties(seed: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Few values, so that most are met more than once, both zeros and both infinities among them, and NaN in some rows."""
+    """Few values, so that most are met more than once, both zeros and both infinities among them, and NaN of either sign in
+    some rows: which sign an operation gives it depends on the machine."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-4, 5, (rows, width), generator=generator).to(torch.float32) / 2
     odd = torch.rand(rows, width, generator=generator)
@@ -168,11 +171,14 @@ def scores_with_ties(seed: int, rows: int, width: int, dtype: torch.dtype) -> Te
     scores[rows // 2] = scores[rows // 2].masked_fill(odd[rows // 2] > 0.8, torch.nan)
     if rows > 2:
         scores[0], scores[-1, width // 3] = -torch.inf, torch.inf
-    return scores.to(dtype)
+    scores = scores.to(dtype)
+    bits = scores.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    sign = torch.iinfo(bits.dtype).min
+    return torch.where(scores.isnan() & (odd > 0.9), bits ^ sign, bits).view(dtype)
 
 
 def check_top(scores: Tensor, k: int, device: str) -> None:
-    from foreword.kernels.top import top, top_with_chances  # noqa: PLC0415
+    from foreword.ops.round.top import top, top_with_chances  # noqa: PLC0415
 
     exact = scores.float().sort(dim=-1, descending=True, stable=True).indices[..., :k]
     found, chances = top_with_chances(scores.to(device), k)
@@ -184,7 +190,7 @@ def check_top(scores: Tensor, k: int, device: str) -> None:
 
 def check_words(dtype: torch.dtype, device: str) -> None:
     """Of a vocabulary of 5000 some tokens, beyond one stretch: the noise is that of the token, not of its column."""
-    from foreword.kernels.top import Noise, top_with_chances  # noqa: PLC0415
+    from foreword.ops.round.top import Noise, top_with_chances  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(3)
     words = torch.randperm(5000, generator=generator)[:2500].sort().values
@@ -198,13 +204,13 @@ def check_words(dtype: torch.dtype, device: str) -> None:
     tokens, chances = top_with_chances(scores.to(device), 6, noise, words.to(device))
     assert same(tokens, words[places])
     torch.testing.assert_close(chances.cpu(), wide.log_softmax(-1).gather(-1, places), rtol=1e-5, atol=1e-5)
-    quiet, _ = top_with_chances(scores.to(device), 6, words=words.to(device))
+    quiet, _ = top_with_chances(scores.to(device), 6, vocabulary=words.to(device))
     assert same(quiet, words[scores.float().sort(descending=True, stable=True).indices[..., :6]])
 
 
 def check_lose(logits: Tensor, teacher: Tensor | None, device: str) -> None:
     """Losses, places and gradients against torch's in float64, with rows that do not count; learning or not."""
-    from foreword.kernels.cross_entropy import log_mass, lose  # noqa: PLC0415
+    from foreword.ops.training.cross_entropy import log_mass, lose  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(logits.shape[1])
     labels = logits.float().topk(min(3, logits.shape[1])).indices[:, -1]
@@ -248,7 +254,7 @@ class Tables:
 
 def check_walk(seed: int, device: str, nodes: int, mode: str, noisy: bool) -> None:
     """Where there is noise, one slot is greedy all the same, and no two chances are equal: topk would take either."""
-    from foreword.kernels.recycle import walked  # noqa: PLC0415
+    from foreword.ops.drafting.recycle import walked  # noqa: PLC0415
 
     given, truth = (Tables(seed, where, mode).drafter for where in (device, "cpu"))
     asked, exact_state = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
@@ -275,7 +281,7 @@ def _walked(drafter: TokenRecycling, state: State) -> tuple[Tensor, Tensor, Tens
 
 def check_learn(seed: int, device: str, nodes: int, mode: str, accepts: bool) -> None:
     """A pass that names every token several times, also across sequences, and chances that are not all finite."""
-    from foreword.kernels.recycle import learnt  # noqa: PLC0415
+    from foreword.ops.drafting.recycle import learnt  # noqa: PLC0415
 
     given, truth = (Tables(seed, where, mode).drafter for where in (device, "cpu"))
     asked = Round.drawn(seed, "cpu", nodes)
@@ -305,11 +311,11 @@ def check_learn(seed: int, device: str, nodes: int, mode: str, accepts: bool) ->
 
 def check_look_up(seed: int, device: str, nodes: int, match: int, longest: int) -> None:
     """Texts of few ids, so that matches abound; the shortest has nothing before its root."""
-    from foreword.kernels.lookup import looked_up  # noqa: PLC0415
+    from foreword.ops.drafting.lookup import looked_up  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     drafter = PromptLookup(rows=nodes, max_match=match, min_match=1 + seed % match)
-    drafter.bind(target(), 5)
+    drafter.prepare(target(), 5)
     state = State.empty(5, longest, torch.randint(0, longest, (5,), generator=generator), torch.tensor([END]))
     state.lengths[seed % 5] = 0
     state.tokens.copy_(torch.randint(0, 2 + seed % 5, state.tokens.shape, generator=generator))
@@ -327,7 +333,7 @@ def check_look_up(seed: int, device: str, nodes: int, match: int, longest: int) 
 
 def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtype, silu: bool) -> None:
     """Against torch in double precision; a key of zeros is among the rows."""
-    from foreword.kernels.look import looked  # noqa: PLC0415
+    from foreword.ops.drafting.look import looked  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     state, *parts = torch.randn(4, 2, 3, heads * width, generator=generator).to(dtype)
@@ -341,7 +347,7 @@ def check_look(seed: int, device: str, heads: int, width: int, dtype: torch.dtyp
 
 def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtype, tiles: Tiles | None = None) -> None:
     """Against torch in double precision, with the same rounded weights; one row of these is 0."""
-    from foreword.kernels.coarse import coarse_linear  # noqa: PLC0415
+    from foreword.ops.drafting.coarse import coarse_linear  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(rows)
     given, weight = torch.randn(1, rows, k, generator=generator).to(dtype), torch.randn(columns, k, generator=generator)
@@ -356,7 +362,7 @@ def check_coarse(device: str, rows: int, columns: int, k: int, dtype: torch.dtyp
 
 def check_coarse_between(device: str, turn: int, dtype: torch.dtype, tiles: Tiles | None = None) -> None:
     """The same with rows beside, read by the columns from `turn` on or by all; a norm before; and all that comes behind."""
-    from foreword.kernels.coarse import Behind, Beside, coarse_linear  # noqa: PLC0415
+    from foreword.ops.drafting.coarse import Behind, Beside, coarse_linear  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(turn)
     rows, columns, k = 5, 70, 72
@@ -383,7 +389,7 @@ def check_coarse_between(device: str, turn: int, dtype: torch.dtype, tiles: Tile
 
 def check_level(seed: int, device: str, live: int, count: int, columns: int, dtype: torch.dtype) -> None:
     """A row of zeros is among the embeddings."""
-    from foreword.kernels import gather  # noqa: PLC0415
+    from foreword.ops.round import gather  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     known, table = torch.randn(3, live, columns, generator=generator), 1e-3 * torch.randn(7, columns, generator=generator)
@@ -400,8 +406,8 @@ def check_level(seed: int, device: str, live: int, count: int, columns: int, dty
 
 def check_take(seed: int, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Whole numbers or rows, by slots in any order."""
-    from foreword.kernels.gather import at_slots  # noqa: PLC0415
-    from foreword.kernels.keep import advance  # noqa: PLC0415
+    from foreword.ops.round.gather import at_slots  # noqa: PLC0415
+    from foreword.ops.round.keep import advance  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     held = torch.randint(-99, 99, (5, *shape), generator=generator).to(dtype)
@@ -415,11 +421,11 @@ def check_take(seed: int, device: str, shape: tuple[int, ...], dtype: torch.dtyp
 
 def check_told(seed: int, device: str, taps: tuple[int, ...], pathed: bool) -> None:
     """What clover2 reads along, against its torch operations. Rows that do not count are NaN; one text is at its end."""
-    from foreword.kernels import gather  # noqa: PLC0415
+    from foreword.ops.round import gather  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     drafter = Clover2(taps=taps)
-    drafter.bind(target(), 3)
+    drafter.prepare(target(), 3)
     state = State.empty(3, 9, torch.zeros(3, dtype=torch.long), torch.tensor([END])).at(Lanes.of([2, 0], 9))
     state.tokens.copy_(torch.randint(0, 20, state.tokens.shape, generator=generator))
     drafter.stack.cache.length.copy_(torch.tensor([8, 0, 3]))
@@ -437,7 +443,7 @@ def check_told(seed: int, device: str, taps: tuple[int, ...], pathed: bool) -> N
 
 def check_remember(seed: int, device: str, columns: int, dtype: torch.dtype) -> None:
     """Rows along a path or all of them, with a norm and without; those that do not count are NaN."""
-    from foreword.kernels import gather  # noqa: PLC0415
+    from foreword.ops.round import gather  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     rows, weight = torch.randn(3, 6, columns, generator=generator).to(dtype), torch.randn(columns, generator=generator)
@@ -456,7 +462,7 @@ def check_remember(seed: int, device: str, columns: int, dtype: torch.dtype) -> 
 
 def check_glue(device: str, count: int, columns: int, dtype: torch.dtype) -> None:
     """Against torch in double precision, rounded where the kernels round."""
-    from foreword.kernels.glue import added_and_normed, gated, normed  # noqa: PLC0415
+    from foreword.ops.layer.glue import added_and_normed, gated, normed  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(columns)
     rows, added, weight = (torch.randn(count, columns, generator=generator).to(dtype) for _ in range(3))
@@ -475,7 +481,7 @@ def check_glue(device: str, count: int, columns: int, dtype: torch.dtype) -> Non
 
 def check_standing(seed: int, device: str, count: int, scratch: int, shared: bool, grafts: Sequence[Graft] = ()) -> None:
     """Against the stack's own, for rows that are the last of the scratch; one text is so long that padding lies beyond."""
-    from foreword.kernels.standing import Grafted, standing  # noqa: PLC0415
+    from foreword.ops.layer.standing import Grafted, standing  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     stack, where = target(dtype=torch.float32).layer_stack, torch.device(device)
@@ -503,7 +509,7 @@ def check_standing(seed: int, device: str, count: int, scratch: int, shared: boo
 
 def check_ahead(device: str, matrix: Projection, rows: int, source: int, dtype: torch.dtype) -> None:
     """Against the matrix in double precision; one row that others are made of is no number, and one is 0."""
-    from foreword.kernels.ahead import joined_ahead  # noqa: PLC0415
+    from foreword.ops.drafting.ahead import joined_ahead  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(rows)
     size = matrix.linear.out_features
@@ -521,7 +527,7 @@ def check_ahead(device: str, matrix: Projection, rows: int, source: int, dtype: 
 
 def check_carry(seed: int, device: str, nodes: int) -> None:
     """Rows that lie behind others, as in a pass; some sequences have decided nothing."""
-    from foreword.kernels.carry import carried_on  # noqa: PLC0415
+    from foreword.ops.drafting.carry import carried_on  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
 
@@ -542,19 +548,19 @@ def check_carry(seed: int, device: str, nodes: int) -> None:
 
 def check_fill(seed: int, device: str, nodes: int) -> None:
     """Guesses for more levels than the template has."""
-    from foreword.kernels.growth import filled  # noqa: PLC0415
+    from foreword.ops.drafting.growth import filled  # noqa: PLC0415
 
     growth = StaticTree(target(), greedy_paths([(0.5, 0.25, 0.125), (0.25, 0.5), (0.5,)], nodes - 1))
     given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
     guessed = torch.randint(0, 1000, (len(truth.slots), 5, 4), generator=torch.Generator().manual_seed(seed))[:, :4]
     template = growth.template(len(truth.slots))
-    exact = growth.by_rank(truth, template, guessed)
-    assert all(map(same, filled(given, guessed.to(device), template.ranks.to(device)), (exact.tokens, exact.size)))
+    exact = filled_by_torch(truth, guessed, template.ranks)
+    assert all(map(same, filled(given, guessed.to(device), template.ranks.to(device)), exact))
 
 
 def check_paths(seed: int, device: str, kind: str, nodes: int) -> None:
     """Of chances that are often equal, and some no number; slots have none to all of the steps."""
-    from foreword.kernels.growth import likeliest_paths  # noqa: PLC0415
+    from foreword.ops.drafting.growth import likeliest_paths  # noqa: PLC0415
 
     generator, rates = torch.Generator().manual_seed(seed), [(0.5, 0.25, 0.25, 0.125), (0.5, 0.25), (0.25, 0.25, 0.125)]
     paths = Candidates(rates, nodes, kind, 4, torch.device("cpu"))  # type: ignore[arg-type]
@@ -593,10 +599,14 @@ def drawn_guesses(seed: int, lanes: int, branch: int, device: str) -> Guess:
 
 
 def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
+    from foreword.ops.drafting.growth import KernelTrees  # noqa: PLC0415  only where Triton is
+
     given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
     lanes = truth.slots.shape[0]
-    found = by_kernel(growth, given, drawn_guesses(seed, lanes, growth.branch, device), growth.shape)
-    exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"), growth.shape)
+    shape = growth.shape
+    trees = KernelTrees(given, shape.depth, growth.width, growth.branch, growth.budget(shape))
+    found = growth.grow(given, drawn_guesses(seed, lanes, growth.branch, device), shape, trees)
+    exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"), shape)
     assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
     assert same(found.tree.parent, exact.tree.parent)
 
@@ -621,7 +631,7 @@ def drawn_chain(seed: int, tree: Draft, links: int) -> Draft:
 
 
 def check_joined(seed: int, device: str, nodes: int, links: int, shared: bool = False) -> None:
-    from foreword.kernels.joining import hung  # noqa: PLC0415  only where Triton is
+    from foreword.ops.drafting.joining import hung  # noqa: PLC0415  only where Triton is
 
     tree = drawn_draft(seed, nodes, device, shared)
     chain = drawn_chain(seed, tree, links)
@@ -645,9 +655,11 @@ def drawn_level(generator: torch.Generator, shape: tuple[int, int, int], words: 
 
 def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int) -> None:
     """Level by level, and then what is drafted of it."""
+    from foreword.ops.drafting.merge import KernelGraph  # noqa: PLC0415  only where Triton is
+
     given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
     generator, lanes, live = torch.Generator().manual_seed(seed), truth.slots.shape[0], 1
-    exact, found = Graph(rule, truth.root), ByKernel(rule, given.root, depth)
+    exact, found = TorchGraph(truth.root, rule), KernelGraph(given.root, rule, depth)
     for _ in range(depth):
         level = drawn_level(generator, (lanes, live, rule.branch), words)
         nodes = exact.add(*level)
@@ -655,32 +667,30 @@ def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int) -> N
         assert all(map(same, found.guesses, exact.guesses)) and same(found.counts, exact.counts)
         live = nodes[0].shape[1]
     for rows, width in ((2, 1), (20, 3), (64, 16)):
-        growth = BestFirst(Shape(rows, min(depth + 2, rows - 1)), width, rule.branch, None)
-        draft, tree = found.draft(given, growth), exact.draft(truth, growth)
-        assert same(draft.size, tree.size) and same(draft.tokens, tree.tokens)
-        assert same(draft.tree.parent, tree.tree.parent)
+        levels = min(depth + 2, rows - 1)
+        assert all(map(same, found.unrolled(given, levels, width, rows), exact.unrolled(truth, levels, width, rows)))
 
 
 # A small model that reads along -------------------------------------------------------------------------------------------
 
 
 def check_catch_up(seed: int, device: str, count: int) -> None:
-    from foreword.kernels.catch_up import catch_up  # noqa: PLC0415  only where Triton is
+    from foreword.ops.drafting.catch_up import catch_up  # noqa: PLC0415  only where Triton is
 
     given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
     cache = SlotCache(CacheShape(1, 1, 16, torch.float32), 5, 20, 1, "cpu")
     cache.length.copy_(torch.randint(0, 25, (5,), generator=torch.Generator().manual_seed(seed)))
-    found, exact = catch_up(given, cache.length.to(device), count), unread(truth, cache, count)
+    found, exact = catch_up(given, cache.length.to(device), count), unread(truth, cache.length, count)
     assert all(map(same, found, exact))
 
 
 def check_hang(seed: int, device: str, widths: tuple[int, ...]) -> None:
     """Levels that hang on each other, the first on the root that all texts share."""
-    from foreword.kernels.tree import hang  # noqa: PLC0415  only where Triton is
+    from foreword.ops.round.tree import hang  # noqa: PLC0415  only where Triton is
 
     generator = torch.Generator().manual_seed(seed)
     sees, above = Tree.chain(1).ancestors, 1
     for width in widths:
         parent = torch.randint(0, above, (3, width), generator=generator)
-        found, sees, above = hang(sees.to(device), parent.to(device)), hanging(sees, parent), width
+        found, sees, above = hang(sees.to(device), parent.to(device)), next_level(sees, parent), width
         assert same(found, sees)

@@ -8,30 +8,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foreword.api import LLM, Chat, Stream, default_model, load, wrap
+    from foreword.api import LLM, AsyncStream, Chat, Stream, default_model, load, wrap
+    from foreword.core.draft import Draft, Shape, Tree
+    from foreword.core.drafter import Drafter
+    from foreword.core.needs import Needs
     from foreword.core.sampling import Sampling
+    from foreword.core.scores import Accepted, Scores
+    from foreword.core.state import State
+    from foreword.core.target import Target
     from foreword.errors import ForewordError
+    from foreword.methods import register
+    from foreword.requests import Settings
     from foreword.results import Piece, Result, Stats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",
+    "Accepted",
+    "AsyncStream",
     "Chat",
+    "Draft",
+    "Drafter",
     "ForewordError",
+    "Needs",
     "Piece",
     "Result",
     "Sampling",
+    "Scores",
+    "Settings",
+    "Shape",
+    "State",
     "Stats",
     "Stream",
+    "Target",
+    "Tree",
     "default_model",
     "load",
+    "register",
     "wrap",
 ]
 
-_HOMES = {"Sampling": "core.sampling", "ForewordError": "errors"}
+_HOMES = {"Sampling": "core.sampling", "ForewordError": "errors", "register": "methods", "Settings": "requests"}
+_HOMES |= dict.fromkeys(["Accepted", "Draft", "Drafter", "Needs", "Scores", "Shape", "State", "Target", "Tree"], "core")
 _HOMES |= dict.fromkeys(["Piece", "Result", "Stats"], "results")
-_HOMES |= dict.fromkeys(["LLM", "Chat", "Stream", "default_model", "load", "wrap"], "api")
+_HOMES |= dict.fromkeys(["LLM", "AsyncStream", "Chat", "Stream", "default_model", "load", "wrap"], "api")
 
 
 def __getattr__(name: str) -> Any:

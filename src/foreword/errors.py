@@ -7,10 +7,11 @@
     ├── ModelError            the target cannot be loaded or cannot be served
     │   ├── ModelNotFound     no such folder, file or hub id, or no way to reach it
     │   ├── ModelCorrupt      the bytes are not what they should be
-    │   └── ModelUnsupported  a family, quantisation or layout that Foreword does not walk
+    │   └── ModelUnsupported  a family, quantisation or layout that Foreword does not support
     ├── DrafterError          this drafter cannot serve this target
     ├── DataError             training data is damaged, or another model's, or made in another way
     ├── CapacityError         the KV cache asked for does not fit the memory that is there
+    ├── QueueFull             too many requests wait for a slot
     ├── StorageError          the cache folder cannot be written, or the disk is full
     └── NumericsError         the target answered NaN
 
@@ -47,7 +48,7 @@ class ModelCorrupt(ModelError):
 
 
 class ModelUnsupported(ModelError):
-    """Foreword does not know how to walk this model."""
+    """Foreword does not support this model."""
 
 
 class DrafterError(ForewordError):
@@ -60,6 +61,10 @@ class DataError(ForewordError):
 
 class CapacityError(ForewordError):
     """The KV cache does not fit."""
+
+
+class QueueFull(ForewordError):
+    """Too many requests wait for a slot."""
 
 
 class StorageError(ForewordError):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from foreword.core.sampling import Sampling
+from foreword.core.sampling import OPTIONS, Sampling
 from foreword.engine.request import FinishReason, Logprob, Running
 
 
@@ -59,6 +59,16 @@ class Stats:
         )
 
 
+LATER_OPTIONS = ("allowed_token_ids", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "bad_word_ids")
+OPTIONAL = (
+    "logprobs",
+    "prompt_logprobs",
+    "stop_reason",
+    "model_defaults",
+    "error",
+)  # left out of `Result.to_dict` where there are none
+
+
 @dataclass(frozen=True)
 class Result:
     text: str
@@ -69,20 +79,56 @@ class Result:
     sampling: Sampling
     stats: Stats
     logprobs: list[Logprob] | None = None
+    error: str | None = None  # why it was aborted, where the request itself failed
+    stop_reason: str | int | None = None
+    """What ended it: the stop string, or the id of the stop token; "context" where the context was full before
+    `max_new_tokens` were written; None otherwise, also for an end token."""
+
+    prompt_logprobs: list[Logprob | None] | None = None
+    """Of each token of the prompt; the first has none before it, and is None."""
+
+    model_defaults: list[str] | None = None
+    """Settings in `sampling` that the request left to the model's generation config, if there are any."""
 
     @staticmethod
     def of(run: Running, model: str, method: str) -> Result:
         assert run.finish_reason is not None
         sampling = run.request.sampling
         logprobs = run.logprobs if sampling.logprobs is not None else None
-        return Result(run.text, run.tokens, run.finish_reason, model, method, sampling, Stats.of(run), logprobs)
+        error = None if run.error is None else str(run.error)
+        return Result(
+            run.text,
+            run.tokens,
+            run.finish_reason,
+            model,
+            method,
+            sampling,
+            Stats.of(run),
+            logprobs=logprobs,
+            error=error,
+            stop_reason=run.stop_reason,
+            prompt_logprobs=None if run.request.prompt_logprobs is None else [None, *run.prompt_logprobs],
+            model_defaults=list(run.request.model_defaults) or None,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The shape of `generate --json`."""
-        fields = asdict(self)
-        if self.logprobs is None:
-            del fields["logprobs"]
-        return fields
+        found = {name: value for name, value in asdict(self).items() if value is not None or name not in OPTIONAL}
+        found["sampling"] = _shown(self.sampling)
+        return found
+
+
+def _shown(sampling: Sampling) -> dict[str, Any]:
+    """The sampling in JSON. Options that came after the first release appear where they are on."""
+    found = asdict(sampling)
+    for name in LATER_OPTIONS:
+        if found[name] == OPTIONS[name].off:
+            del found[name]
+    if sampling.biases:
+        found["logit_bias"] = {str(token): bias for token, bias in sampling.biases}
+    if sampling.bad_words:
+        del found["bad_word_ids"]  # the tokenizer made them of the words
+    return found
 
 
 class Piece(str):

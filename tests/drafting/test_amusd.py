@@ -7,10 +7,12 @@ A worker that runs free proposes as much as it has; here the law is that this is
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +20,15 @@ import pytest
 import torch
 
 from doubles import SAMPLINGS, Recorder, drafts_of, engine, requests, target, taught, tiny, truth, written
-from foreword.core.epochs import Job
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, ForewordWarning, InputError
+from foreword.hub.temporary import LOCK
 from foreword.methods import untrained
-from foreword.methods.amusd import Away, Clock
+from foreword.methods.amusd.drafter import Away, Clock
+from foreword.methods.amusd.epochs import Job
+from foreword.methods.amusd.writer import Place, Writer, alone, in_a_process
 from foreword.model.model import Model
-from foreword.model.writer import Place, Writer, alone, in_a_process
 
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 ALL = dict(least=3, patience=60.0, rows=4, ahead=3)
@@ -187,10 +190,18 @@ def test_another_model_guesses_in_another_process() -> None:
     drafter.close()
 
 
-def test_a_worker_that_cannot_start_is_refused() -> None:
+def test_a_worker_that_cannot_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is deleted, and so is what an earlier one left whose parent was killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "foreword-draft-left"
+    left.mkdir()
+    (left / LOCK).touch()
+    os.utime(left, (1.0, 1.0))
     worker = in_a_process(alone(target()), Place("nowhere", 1, 64, 48))
+    assert not left.exists() and [file for file in tmp_path.glob("foreword-draft-*/config.json")]
     with pytest.raises(DrafterError, match="worker did not start: its process ended with status 1 .*nowhere"):
         worker.wait()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -244,7 +255,7 @@ def test_a_process_on_the_cpu_has_cores_of_its_own(
     worker: str, speculate: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the target checks its guesses, and no longer; also if that breaks. A thread shares the target's."""
-    monkeypatch.setattr("foreword.core.cores.cores", lambda: 2)
+    monkeypatch.setattr("foreword.model.cores.cores", lambda: 2)
     model, (request, *_) = target(), requests(2, ignore_eos=True)[1:]
     score, seen, before = model.score, set(), torch.get_num_threads()
 

@@ -44,7 +44,7 @@ def test_what_a_slot_holds_is_read_to_its_end(length: int) -> None:
 def test_it_starts_as_the_first_layers() -> None:
     model = target()
     drafter = untrained("draft_model", layers=3)
-    drafter.bind(model, 1)
+    drafter.prepare(model, 1)
     own, module = model.hf.model, drafter.module  # type: ignore[attr-defined]
     wanted = {f"layers.{name}": weight for name, weight in own.layers[:3].state_dict().items()}
     wanted["norm.weight"] = own.norm.weight

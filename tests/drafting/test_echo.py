@@ -7,7 +7,7 @@ import torch
 
 from doubles import SAMPLINGS, TRAINED, Recorder, engine, paths_of, requests, target, taught, truth
 from foreword.core.draft import Draft
-from foreword.core.trees import BestFirst
+from foreword.drafting.trees import BestFirst
 from foreword.errors import InputError
 from foreword.methods import make, untrained
 from foreword.model.cost import CostCurve
@@ -49,7 +49,7 @@ def test_the_draft_is_that_of_both(sampling: str, links: int, monkeypatch: pytes
 def test_rows_bound_both() -> None:
     for rows in (1, 2, 3, 8, 24):
         one: Any = untrained("echo", rows, heads=3)
-        one.bind(target(), 2)
+        one.prepare(target(), 2)
         assert one.shape.nodes <= rows and one.chain < max(rows / 2, 1)
         assert rows == 1 or one.trees.growth.depth(1) > 0, "with a second row there is a guess"
 

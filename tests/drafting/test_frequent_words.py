@@ -22,12 +22,13 @@ from doubles import (
     truth,
     written,
 )
-from foreword.core.vocabulary import packed
+from foreword.drafters import saved
+from foreword.drafters.checkpoint import Stored
+from foreword.drafting.draft_vocabulary import packed
 from foreword.errors import DrafterError
-from foreword.methods import saved, trained_as, untrained
-from foreword.model.checkpoint import Stored
+from foreword.methods import trained_as, untrained
 from foreword.model.fingerprint import Fingerprint
-from foreword.model.model import Grown, Model
+from foreword.model.model import Model, WidenedFrom
 
 WORDS = torch.arange(VOCABULARY) % 3 != 1
 WITH_WORDS = [name for name in TRAINED if name not in ("amusd", "echo")]  # echo also repeats what is no word
@@ -101,7 +102,7 @@ def test_words_do_not_change_with_width(name: str, tmp_path: Path) -> None:
     """A target twice as wide drafts among the same words, also where the draft model stays small; amusd hears of none."""
     narrow, wide = grown_pair(torch.float64, 2)
     original = Model(narrow, "original")
-    grown = Model(wide, "grown", grown=Grown(2, Fingerprint.of(original), 1))
+    grown = Model(wide, "grown", grown=WidenedFrom(2, Fingerprint.of(original), 1))
     taught_as = trained_as(name)
     one = taught(taught_as, original, **TRAINED[taught_as])
     one.words.choose(packed(WORDS))

@@ -2,8 +2,22 @@
 
 import pytest
 
-from doubles import FAMILIES, SAMPLINGS, Oracle, engine, full_text, requests, target, truth
+from doubles import (
+    FAMILIES,
+    SAMPLINGS,
+    Liar,
+    Oracle,
+    Recorder,
+    check_yield,
+    drafter,
+    engine,
+    full_text,
+    requests,
+    target,
+    truth,
+)
 from foreword.core.sampling import Sampling
+from foreword.methods import METHODS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -27,3 +41,14 @@ def test_lies_around_it_do_not_hide_it(sampling: Sampling) -> None:
     for run in engine(oracle, model).generate(asked):
         assert all(count >= 4 for count in run.accepted[:-1])
         assert run.drafted == [15] * len(run.drafted)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("kind", [*METHODS, "liar", "oracle"])
+def test_what_is_right_in_a_draft_is_accepted(kind: str, sampling: Sampling) -> None:
+    """Of all that a method proposed, in every round: the deepest row that the truth has, and nothing that it has not."""
+    model, asked = target(), requests(5, sampling, max_new_tokens=12)
+    doubles = {"liar": Liar(), "oracle": Oracle([full_text(model.hf, request) for request in asked], lies=8)}
+    recorder = Recorder(doubles.get(kind) or drafter(kind, model))
+    engine(recorder, model).generate(asked)
+    check_yield(recorder, model.hf, asked)

@@ -23,18 +23,19 @@ from doubles import (
     written,
 )
 from foreword.core.draft import Draft
-from foreword.core.heads import at_one
 from foreword.core.needs import Needs
-from foreword.core.sampling import Sampling, gumbel
+from foreword.core.sampling import Sampling
 from foreword.core.state import Lanes, State
-from foreword.core.trees import USUAL_RATES, greedy_paths
+from foreword.drafters.saved import restore, save
+from foreword.drafting.trees import USUAL_RATES, greedy_paths
 from foreword.engine.request import Request
 from foreword.errors import InputError
 from foreword.methods import untrained
 from foreword.methods.hidden_transfer import HiddenTransfer
-from foreword.methods.saved import restore, save
 from foreword.model.cost import CostCurve
 from foreword.model.model import Model
+from foreword.ops.noise import gumbel
+from foreword.ops.rows import at_one
 
 
 def made(model: Model, **options: Any) -> HiddenTransfer:
@@ -128,7 +129,7 @@ def test_real_rows_are_the_same_with_and_without() -> None:
     runs = [steps.add(request) for request in requests(3, max_new_tokens=12, ignore_eos=True)[1:]]
     for _ in range(8):
         steps.step()
-    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in runs)))
+    state = steps.state.at(Lanes.of([run.slot for run in runs], max(run.length for run in runs)))
     draft = drafter.propose(state)
     assert draft.nodes + drafter.needs.grafted_rows == 14 and drafter.needs.grafted_rows > 4
     bare = model.score(state.lanes, draft, Needs())
@@ -138,8 +139,8 @@ def test_real_rows_are_the_same_with_and_without() -> None:
         length = int(state.length[lane])
         text = [*run.request.prompt, *run.tokens][:length]
         for layer, (keys, values) in enumerate(own_cache(model.hf, text)):
-            torch.testing.assert_close(model.cache.keys[layer][lane, :, :length], keys, atol=1e-10, rtol=0)
-            torch.testing.assert_close(model.cache.values[layer][lane, :, :length], values, atol=1e-10, rtol=0)
+            torch.testing.assert_close(model.cache.keys[layer][run.slot, :, :length], keys, atol=1e-10, rtol=0)
+            torch.testing.assert_close(model.cache.values[layer][run.slot, :, :length], values, atol=1e-10, rtol=0)
 
 
 def test_static_trees_by_how_many_steps_there_are() -> None:
@@ -164,7 +165,7 @@ def test_the_likeliest_paths_are_products_of_the_steps_chances() -> None:
         steps.add(request)
     for _ in range(8):
         steps.step()
-    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    state = steps.state.at(Lanes.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
     with torch.no_grad():
         chances = model.head(handed_over(drafter, model, state)).log_softmax(-1)
         draft = drafter.propose(state)
@@ -186,7 +187,7 @@ def test_guesses_are_ranked_under_the_noise() -> None:
         steps.add(request)
     for _ in range(7):
         steps.step()
-    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    state = steps.state.at(Lanes.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
     with torch.no_grad():
         logits = model.head(handed_over(drafter, model, state))
         draft = drafter.propose(state)
@@ -226,7 +227,7 @@ def test_rows_follow_what_they_cost() -> None:
     for slots, seconds in ((1, (1.0, 1.01)), (1, (1.0, 4.0)), (6, (1.0, 4.0))):
         model.curve = CostCurve((1, 64), seconds)
         drafter = untrained("hidden_transfer", steps=3)
-        drafter.bind(model, slots)
+        drafter.prepare(model, slots)
         found.append(drafter.shape.nodes + drafter.needs.grafted_rows)
     assert 64 >= found[0] > found[1] > found[2] >= 1
 
@@ -235,7 +236,7 @@ def test_every_slot_s_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the lower layers, where nodes are alone, and those of the upper ones."""
     model, asked = target(), set()
     monkeypatch.setattr(model, "cost", lambda rows, texts: (asked.add((rows, texts)), 1.0)[1])
-    untrained("hidden_transfer", steps=3).bind(model, 5)
+    untrained("hidden_transfer", steps=3).prepare(model, 5)
     assert {(5, 5), (5 * 64, 5)} < asked and all(rows % 5 == 0 and texts == 5 for rows, texts in asked) and len(asked) > 12
 
 

@@ -15,17 +15,20 @@ from doubles import (
     engine,
     own_hidden,
     path_to,
+    paths_of,
     requests,
     target,
     taught,
     written,
 )
-from foreword.core.lessons import Lesson
 from foreword.core.needs import Needs
 from foreword.core.state import Lanes
+from foreword.drafting.lessons import Lesson
+from foreword.drafting.trees import USUAL_RATES, greedy_paths
 from foreword.methods import untrained
 from foreword.methods.medusa import Medusa
 from foreword.model.model import Model
+from foreword.ops.noise import gumbel
 
 
 def last_states(model: Model, text: list[int]) -> torch.Tensor:
@@ -61,6 +64,27 @@ def test_the_likeliest_paths_are_products_of_the_heads_chances(nodes: int) -> No
         assert drafted == {tuple(token for _, token in path) for path in likely}
 
 
+@torch.no_grad()
+def test_guesses_are_ranked_under_the_noise() -> None:
+    """Each head under that of the place where its token will stand."""
+    model, temperature = target(), 0.8
+    drafter: Medusa = taught("medusa", model, rows=16, heads=3)
+    steps = engine(drafter, model, slots=2)
+    for request in requests(3, SAMPLINGS["T=0.8"], ignore_eos=True)[1:]:
+        steps.add(request)
+    for _ in range(7):
+        steps.step()
+    state = steps.state.at(Lanes.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
+    logits = model.head(drafter._heads(model.norm(drafter.hidden[state.slots])))
+    place = state.length.unsqueeze(1) + torch.arange(1, 4)
+    order = (logits / temperature + gumbel(state.sampling.key, place, torch.arange(VOCABULARY))).topk(10).indices
+    draft = drafter.propose(state)
+    template = greedy_paths([row[:10] for row in USUAL_RATES[:3]], draft.nodes - 1)
+    for lane in range(2):
+        wanted = {tuple(int(order[lane, step, rank]) for step, rank in enumerate(path)) for path in template}
+        assert set(paths_of(draft, lane)) == {(), *wanted}
+
+
 def test_calibration_counts_the_places_of_what_was_written() -> None:
     model = target()
     drafter: Medusa = taught("medusa", model, heads=2)
@@ -82,7 +106,7 @@ def test_calibration_counts_the_places_of_what_was_written() -> None:
         total = int(lesson.counts[:, head - 1].sum())
         assert rates[head - 1] == pytest.approx([count / total for count in found[head - 1]])
     again = Medusa(**{**drafter.config, "rates": rates, "rows": 8})
-    again.bind(model, 1)
+    again.prepare(model, 1)
     assert again.growth.shape.nodes == 8 and again.config["rates"] == rates
 
 

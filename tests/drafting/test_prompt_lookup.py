@@ -20,7 +20,7 @@ def bound(slots: int = 4, curve: CostCurve | None = None, **options: object) -> 
     model = target()
     model.curve = curve
     drafter = PromptLookup(**options)  # type: ignore[arg-type]
-    drafter.bind(model, slots)
+    drafter.prepare(model, slots)
     return drafter
 
 

@@ -9,7 +9,22 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import SAMPLINGS, LastHidden, Liar, Recorder, Seen, drafter, drafts_of, engine, requests, target, taught, truth
+from doubles import (
+    POISON,
+    SAMPLINGS,
+    LastHidden,
+    Liar,
+    Recorder,
+    Seen,
+    drafter,
+    drafts_of,
+    engine,
+    poisoned_model,
+    requests,
+    target,
+    taught,
+    truth,
+)
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
@@ -45,9 +60,11 @@ def history(make: Callable[[Model], Drafter], sampling: Sampling) -> Recorder:
     return recorder
 
 
-def first_draft(make: Callable[[Model], Drafter], text: list[int], sampling: Sampling) -> tuple[list[int], list[int]]:
+def first_draft(
+    make: Callable[[Model], Drafter], text: list[int], sampling: Sampling, model: Model | None = None
+) -> tuple[list[int], list[int]]:
     """Of a fresh drafter on a fresh engine that read the whole text as its prompt."""
-    model = target()
+    model = model or target()
     recorder = Recorder(make(model))
     steps = engine(recorder, model, slots=1)
     steps.add(Request(tuple(text), sampling, max_new_tokens=1))
@@ -88,6 +105,32 @@ def test_what_a_slot_still_holds_changes_no_draft(make: Callable[[Model], Drafte
     assert second.reused > 0
     for seen in recorder.proposed[rounds : rounds + 2]:
         assert drafts_of(seen)[0] == first_draft(make, seen.texts[0], asked.sampling)
+
+
+SICK = Request((3, POISON, *range(10, 24)), SAMPLINGS["greedy"])
+HEALTHY = Request((3, 9, 4), SAMPLINGS["greedy"], max_new_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.filterwarnings("ignore::foreword.errors.ForewordWarning")
+@pytest.mark.parametrize("rounds", [0, 1, 9], ids=["its prompt is read", "one round", "to its end"])
+@pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+def test_nan_that_a_text_left_changes_no_draft_of_the_next(make: Callable[[Model], Drafter], rounds: int) -> None:
+    """What a drafter keeps of its own, a cache for example, is NaN after a text that was. The next text in that slot is
+    shorter, so that its rows do not write over all of it."""
+    hf = poisoned_model()
+    recorder = Recorder(make(Model(hf)))
+    steps = engine(recorder, Model(hf), slots=1)
+    sick = steps.add(SICK)
+    while not (sick.done or (sick.ready and len(sick.accepted) >= rounds)):
+        steps.step_for(())
+    steps.abort(sick)
+    before = len(recorder.proposed)
+    (run,) = steps.generate([HEALTHY])
+    assert run.tokens == truth(hf, HEALTHY) and POISON not in run.tokens
+    drafted = recorder.proposed[before : before + 2]
+    assert len(drafted) == 2
+    for seen in drafted:
+        assert drafts_of(seen)[0] == first_draft(make, seen.texts[0], HEALTHY.sampling, Model(hf))
 
 
 def heard(recorder: Recorder) -> list[tuple[list[list[int]], list[tuple[list[int], list[int]]]]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from doubles import SAMPLINGS, VOCABULARY, chain, engine, own_logits, random_tree, state_of, target
 from foreword.core.draft import Draft
-from foreword.core.sampling import Sampling, gumbel
+from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.engine.request import Request
@@ -17,6 +17,7 @@ from foreword.errors import InputError
 from foreword.methods import make
 from foreword.methods.token_recycling import CANDIDATES, TokenRecycling, template
 from foreword.model.cost import CostCurve
+from foreword.ops.noise import gumbel
 
 Table = dict[int, list[int]]
 
@@ -25,7 +26,7 @@ def bound(slots: int = 4, curve: CostCurve | None = None, **options: object) -> 
     model = target()
     model.curve = curve
     drafter = TokenRecycling(**options)  # type: ignore[arg-type]
-    drafter.bind(model, slots)
+    drafter.prepare(model, slots)
     return drafter
 
 

@@ -27,16 +27,16 @@ from doubles import (
     written,
 )
 from foreword.core.needs import Needs
-from foreword.core.sampling import gumbel
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
-from foreword.core.trees import BestFirst, FixedRows, TreeKind
+from foreword.drafting.trees import BestFirst, FixedRows, TreeKind
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, InputError
 from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.methods.hidden_transfer import Kind as OwnKind
 from foreword.model.cost import CostCurve
 from foreword.model.model import Model
+from foreword.ops.noise import gumbel
 
 # Every form a trained method has: its name and the options that matter to the way a guess is made.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -108,7 +108,7 @@ class Heard:
 
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[torch.Tensor] = []
-        for name in ("head", "rough_head"):
+        for name in ("head", "draft_head"):
             monkeypatch.setattr(model, name, partial(self._hear, getattr(model, name)))
 
     def _hear(
@@ -243,7 +243,7 @@ def test_the_config_makes_the_same_module_again(form: str) -> None:
     model = target()
     drafter = made(form, model)
     again: Any = untrained(FORMS[form][0], **json.loads(json.dumps(drafter.config)))
-    again.bind(model, 2)
+    again.prepare(model, 2)
     again.module.load_state_dict(drafter.module.state_dict())
     learned_from = [replace(one.needs, grafts=()) for one in (again, drafter)]  # which rows carry grafts is no part of it
     assert again.config == drafter.config and learned_from[0] == learned_from[1]
@@ -298,7 +298,7 @@ def test_where_no_row_pays_no_head_is_asked(name: str, monkeypatch: pytest.Monke
 
     def silent(state: Any) -> Any:
         with monkeypatch.context() as patched:
-            for head in ("head", "rough_head"):
+            for head in ("head", "draft_head"):
                 patched.setattr(model, head, heads.append)
             return propose(state)
 
@@ -345,9 +345,9 @@ def test_options_that_cannot_be(match: str) -> None:
 def test_a_tap_outside_the_target() -> None:
     drafter = untrained("clover2", taps=(2, 9))
     with pytest.raises(DrafterError, match="tap 9 lies outside tiny-llama, which has layers 0 to 4"):
-        drafter.bind(target(), 1)
+        drafter.prepare(target(), 1)
 
 
 def test_more_layers_than_the_target_has() -> None:
     with pytest.raises(DrafterError, match="draft_model: layers is 5, but tiny-llama has 4; ask for no more"):
-        untrained("draft_model", layers=5).bind(target(), 1)
+        untrained("draft_model", layers=5).prepare(target(), 1)

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import foreword
-from foreword.methods.auto import expectations
+from foreword.drafters.auto import expectations
 from foreword.model import cost
 from foreword.model.loading import load_stock, load_weights
+from foreword.model.measured import file_of, keep
 from foreword.model.model import Model
 
 ROOT = Path(__file__).parents[2]
@@ -30,14 +31,12 @@ def model_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder of our own: the user's copy of the default model, fetched if need be, and what its rows cost."""
     folder, home = foreword.default_model(), tmp_path_factory.mktemp("home")
     (home / "models").symlink_to(folder.parent)
-    (home / "costs").mkdir()
-    for load in (load_weights, load_stock):
-        model = Model(load(folder, torch.device("cpu"), torch.float32))
-        curve = cost.measure(model, rows=(1, 16)).curve()
-        cost._keep(home / "costs" / f"{cost._mark(model)}.json", asdict(curve))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FOREWORD_HOME", str(home))
-            patch.setattr(cost.Tries, "steady", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOREWORD_HOME", str(home))
+        patch.setattr(cost.Tries, "steady", True)
+        for load in (load_weights, load_stock):
+            model = Model(load(folder, torch.device("cpu"), torch.float32))
+            keep(file_of("costs", cost.facts_of(model)), asdict(cost.measure(model, rows=(1, 16)).curve()))
             expectations(model)
     return home
 

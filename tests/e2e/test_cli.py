@@ -10,7 +10,7 @@ import pytest
 
 import foreword
 from doubles import READY
-from foreword.methods.shipped import shipped
+from foreword.drafters.shipped import shipped
 
 pytestmark = pytest.mark.model
 
@@ -45,8 +45,16 @@ def test_chat_reads_only_what_is_new():
     assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]
 
 
-def test_doctor_finds_everything_usable():
+def test_the_usual_checks_of_doctor():
     ran = command("doctor", "--json", "--threads", "1")
+    found = json.loads(ran.stdout)
+    assert ran.returncode == 0 and found["usable"] and not found["full"]
+    tested = [check for check in found["checks"] if check["check"].startswith("self-test")]
+    assert len(tested) == 2 and all(check["said"].startswith("same 32 tokens as plain") for check in tested)
+
+
+def test_doctor_finds_everything_usable():
+    ran = command("doctor", "--full", "--json", "--threads", "1")
     found = json.loads(ran.stdout)
     assert ran.returncode == 0 and found["usable"]
     tested = [check for check in found["checks"] if check["check"].startswith("self-test")]

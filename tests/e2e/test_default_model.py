@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import foreword
-from foreword.methods.shipped import shipped
+from foreword.drafters.shipped import shipped
 
 FOUR = [
     "Why is the sky blue?",
@@ -83,6 +83,17 @@ def test_a_method_saves_rounds_where_text_is_copied(llm: foreword.LLM) -> None:
     try:
         out = llm.generate(FOUR[2], max_new_tokens=32)
         assert out.stats.tokens_per_round > 1.2 and out.stats.spec_decode_num_accepted_tokens > 0
+    finally:
+        llm.use("plain")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("folder", sorted({folder.name for folder in shipped().values()}))
+def test_what_ships_drafts_well(folder: str, llm: foreword.LLM) -> None:
+    """Wrong weights would change no token: it is tokens per round that they cost. Of a draft that is never right it is 1."""
+    llm.use(folder, rows=8)
+    try:
+        assert llm.generate(FOUR[1], max_new_tokens=32, min_new_tokens=32).stats.tokens_per_round > 1.3
     finally:
         llm.use("plain")
 

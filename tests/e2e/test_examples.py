@@ -1,5 +1,6 @@
 """Every script in examples/ runs as it stands, and says what it promises."""
 
+import importlib.util
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ SAYS = {
     "chat_keeps_its_cache": "Paris",
     "many_at_once": "Name a city.",
     "side_by_side": "the same tokens, ",
-    "wrap_a_model": "tokens a round",
+    "wrap_a_model": "tokens per round",
 }
 
 pytestmark = pytest.mark.model
@@ -23,3 +24,12 @@ def test_an_example_runs(script: Path, python: Callable[..., subprocess.Complete
     ran = python(script, FOREWORD_HOME=str(model_home))
     assert ran.returncode == 0, ran.stderr
     assert SAYS[script.stem] in ran.stdout
+
+
+def test_the_demo_shows_three_kinds_of_prompts() -> None:
+    """One that copies, one open question, one of code: the gain depends on the output, so one prompt would be a cherry."""
+    spec = importlib.util.spec_from_file_location("side_by_side", ROOT / "examples" / "side_by_side.py")
+    assert spec and spec.loader
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    assert list(demo.PROMPTS) == ["copying", "open question", "code"]

@@ -12,26 +12,27 @@ import torch
 from transformers import PreTrainedModel
 
 from doubles import SAMPLINGS, prompts, taught, tiny, truth
-from foreword.core.epochs import GREEDY, Job
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
-from foreword.engine.graph import ReplayedCheck
+from foreword.engine.graph import GraphedCheck
 from foreword.engine.request import Request
 from foreword.methods import make
+from foreword.methods.amusd.epochs import GREEDY, Job
+from foreword.methods.amusd.writer import CHUNK, Place, Writer
+from foreword.model.linears import fuse
 from foreword.model.model import Model
-from foreword.model.pack import fuse
-from foreword.model.writer import CHUNK, Place, Writer
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 PLACES: list[Any] = [
-    pytest.param(dict(draft_device="cpu"), id="draft on the CPU, a process"),
-    pytest.param(dict(draft_device="cpu", worker="thread"), id="draft on the CPU, a thread"),
+    slow(dict(draft_device="cpu"), id="draft on the CPU, a process"),
+    slow(dict(draft_device="cpu", worker="thread"), id="draft on the CPU, a thread"),
     pytest.param(dict(draft_device="cuda:0", worker="thread"), id="two streams of one GPU"),
-    pytest.param(dict(draft_device="cuda:0", worker="process"), id="two processes on one GPU"),
-    pytest.param(dict(draft_device="cuda:1"), id="two GPUs, a process", marks=TWO),
-    pytest.param(dict(draft_device="cuda:1", worker="thread"), id="two GPUs, a thread", marks=TWO),
+    slow(dict(draft_device="cuda:0", worker="process"), id="two processes on one GPU"),
+    pytest.param(dict(draft_device="cuda:1"), id="two GPUs, a process", marks=[TWO, pytest.mark.slow]),
+    pytest.param(dict(draft_device="cuda:1", worker="thread"), id="two GPUs, a thread", marks=[TWO, pytest.mark.slow]),
 ]
 STREAMS = dict(draft_device="cuda:0", worker="thread")
 
@@ -51,11 +52,11 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 def checks(steps: Engine) -> list[Any]:
     """Captured ones."""
-    assert isinstance(steps.loop, ReplayedCheck)
+    assert isinstance(steps.loop, GraphedCheck)
     return [one.graph for one in steps.loop.buckets.values() if one.graph is not None]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("sampling", [slow(SAMPLINGS["greedy"], id="greedy"), pytest.param(SAMPLINGS["T=0.8"], id="T=0.8")])
 @pytest.mark.parametrize("options", PLACES)
 def test_the_text_is_the_truth(options: dict[str, Any], sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(copy.deepcopy(tiny("llama")).to("cuda:0"))
@@ -93,6 +94,7 @@ def half() -> PreTrainedModel:
     return hf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_both_are_captured_in_half_precision(sampling: Sampling, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:

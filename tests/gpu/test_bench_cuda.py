@@ -14,9 +14,9 @@ import foreword
 from foreword.api import LLM
 from foreword.bench import Benchmark, Manner, Task, Timing, contender, make_baselines
 from foreword.bench.roofline import PARTS, roofline
-from foreword.model.cache import Berth
+from foreword.model.cache import SharedCacheMemory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 TASKS = [Task(str(i), tuple(range(20 + i, 60 + 3 * i)), i) for i in range(4)]
 
@@ -84,17 +84,17 @@ def test_rounds_are_captured_before_the_clock(load: Callable[[str], LLM], temper
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_caches_in_the_same_memory(load: Callable[[str], LLM], dtype: str) -> None:
     """Rounds are captured with where the cache lies; what others leave there in between changes no text."""
-    llm, berth, manner = load(dtype), Berth(), Manner(24)
+    llm, cache_memory, manner = load(dtype), SharedCacheMemory(), Manner(24)
     names = ("plain", "prompt_lookup", "token_recycling")
     alone = [[answer.tokens for answer in contender(llm, name, 512, 2).write(TASKS, manner)] for name in names]
-    together = [contender(llm, name, 512, 2, berth=berth) for name in names]
+    together = [contender(llm, name, 512, 2, cache_memory=cache_memory) for name in names]
     for one in together:
         one.capture(TASKS, manner)
     for _ in range(2):
         for one, texts in zip(together, alone, strict=True):
             assert [answer.tokens for answer in one.write(TASKS, manner)] == texts
-            assert berth._numbers is not None
-            berth._numbers.fill_(float("nan"))
+            assert cache_memory._numbers is not None
+            cache_memory._numbers.fill_(float("nan"))
 
 
 def test_what_the_machine_allows(load: Callable[[str], LLM]) -> None:

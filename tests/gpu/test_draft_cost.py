@@ -9,11 +9,14 @@ from doubles import TRAINED, tiny
 from foreword.methods import METHODS, make, untrained
 from foreword.model.cost import measure_draft
 from foreword.model.model import Model
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
+QUICK = ("token_recycling", "medusa")
 
-@pytest.mark.parametrize("method", METHODS)
+
+@pytest.mark.parametrize("method", [*QUICK, *(slow(name) for name in METHODS if name not in QUICK)])
 def test_every_drafter_can_be_timed_captured(method: str) -> None:
     model = Model(copy.deepcopy(tiny("qwen3")).to(torch.bfloat16).cuda())
     drafter = untrained(method, **TRAINED[method]) if method in TRAINED else make(method)

@@ -10,11 +10,14 @@ from foreword import methods
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.model.model import Model
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
+QUICK = ("token_recycling", "hidden_transfer", "gsd")
 
-@pytest.mark.parametrize("method", methods.METHODS)
+
+@pytest.mark.parametrize("method", [*QUICK, *(slow(name) for name in methods.METHODS if name not in QUICK)])
 def test_most_tokens_are_plain_s(method: str) -> None:
     """Texts may part at a near-tie; that they agree for long shows that positions, masks and rows are right."""
     hf = copy.deepcopy(tiny("qwen3")).to(torch.bfloat16).cuda()

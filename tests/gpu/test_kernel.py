@@ -7,27 +7,29 @@ import torch
 
 from doubles import Looks
 from foreword.core.draft import Tree
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
 CASES = [
     ((9, 3), 64, 1, [512]),
     ((9, 3), 64, 64, [700]),
-    ((32, 8), 128, 64, [300]),
-    ((32, 8), 128, 1, [4096]),
-    ((8, 2), 256, 20, [100, 900]),
-    ((4, 2), 16, 9, [0]),
-    ((4, 4), 32, 5, [0, 1, 63, 64, 65]),
     ((9, 3), 64, 17, [0, 5, 130, 512]),
-    ((72, 24), 64, 1, [900, 60, 90, 300, 150, 80]),  # units that keep the GPU busy
-    ((72, 24), 64, 16, [2100, 60, 0, 300, 150, 80]),
+    slow((32, 8), 128, 64, [300]),
+    slow((32, 8), 128, 1, [4096]),
+    slow((8, 2), 256, 20, [100, 900]),
+    slow((4, 2), 16, 9, [0]),
+    slow((4, 4), 32, 5, [0, 1, 63, 64, 65]),
+    slow((72, 24), 64, 1, [900, 60, 90, 300, 150, 80]),  # units that keep the GPU busy
+    slow((72, 24), 64, 16, [2100, 60, 0, 300, 150, 80]),
 ]
 CLOSE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
+HALF = [torch.bfloat16, slow(torch.float16)]
 
 
 def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | None = None, chain: bool = False) -> float:
     """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
-    from foreword.kernels.tree_attention import attend_tree, attention_tiles  # noqa: PLC0415  needs triton
+    from foreword.ops.layer.tree_attention import attend_tree, attention_tiles  # noqa: PLC0415  needs triton
 
     looks = looks.to("cuda").within(window) if window else looks.to("cuda")
     batch, heads, rows, width = looks.query.shape
@@ -40,7 +42,7 @@ def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | Non
     return float((found.double() - looks.exact(window, softcap)).abs().max())
 
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize(("heads", "width", "rows", "lengths"), CASES)
 def test_the_kernel_is_masked_attention(
     heads: tuple[int, int], width: int, rows: int, lengths: list[int], dtype: torch.dtype
@@ -48,10 +50,10 @@ def test_the_kernel_is_masked_attention(
     assert error(Looks.drawn(heads, width, rows, lengths, dtype=dtype)) < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("rows", [1, 60, 64, 300])
-@pytest.mark.parametrize(("heads", "width"), [((9, 3), 64), ((8, 2), 128), ((4, 2), 256)])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("window", [0, slow(100)])
+@pytest.mark.parametrize("rows", [60, 300, slow(1), slow(64)])
+@pytest.mark.parametrize(("heads", "width"), [((9, 3), 64), slow((8, 2), 128), slow((4, 2), 256)])
 def test_prompts(heads: tuple[int, int], width: int, rows: int, window: int, dtype: torch.dtype) -> None:
     """A chain that is known to be one, behind nothing and behind a long text."""
     looks, chain = Looks.drawn(heads, width, rows, [0, 1500, 70], dtype=dtype), Tree.chain(rows)
@@ -59,22 +61,22 @@ def test_prompts(heads: tuple[int, int], width: int, rows: int, window: int, dty
     assert error(looks, window, chain=True) < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [4, slow(1)])
 def test_one_long_text_among_many_short_ones(rows: int) -> None:
     looks = Looks.drawn((9, 3), 64, rows, [*range(40, 71), 1600], dtype=torch.bfloat16)
     assert error(looks) < CLOSE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("splits", [1, 2, 7, 33])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("splits", [1, 7, slow(2), slow(33)])
 def test_any_number_of_shares(splits: int, dtype: torch.dtype) -> None:
     looks = Looks.drawn((9, 3), 64, 17, [0, 5, 130, 512], before=6, dtype=dtype)
     assert error(looks, splits=splits) < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("window", [1, 9, 64, 200, 4096])
-@pytest.mark.parametrize(("heads", "width"), [((9, 3), 64), ((8, 2), 128), ((4, 2), 256)])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("window", [9, 200, slow(1), slow(64), slow(4096)])
+@pytest.mark.parametrize(("heads", "width"), [((8, 2), 128), slow((9, 3), 64), slow((4, 2), 256)])
 def test_windows(heads: tuple[int, int], width: int, window: int, dtype: torch.dtype) -> None:
     """Longer than the text, shorter than it, and so short that deep rows see none of the prefix."""
     looks = Looks.drawn(heads, width, 24, [700, 64, 3], before=5, dtype=dtype)
@@ -82,16 +84,16 @@ def test_windows(heads: tuple[int, int], width: int, window: int, dtype: torch.d
     assert error(looks, window, splits=1) < CLOSE[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("window", [0, 150])
-@pytest.mark.parametrize("softcap", [1.5, 50.0])
+@pytest.mark.parametrize("dtype", [torch.float16, slow(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("window", [150, slow(0)])
+@pytest.mark.parametrize("softcap", [50.0, slow(1.5)])
 def test_soft_caps(softcap: float, window: int, dtype: torch.dtype) -> None:
     assert error(Looks.drawn((8, 2), 128, 24, [700, 3], dtype=dtype), window, softcap) < CLOSE[dtype]
 
 
 def test_the_kernel_is_captured() -> None:
     """Replayed on other lengths, sight and queries than those it was captured with."""
-    from foreword.kernels.tree_attention import attend_tree  # noqa: PLC0415  needs triton
+    from foreword.ops.layer.tree_attention import attend_tree  # noqa: PLC0415  needs triton
 
     first, second = (
         Looks.drawn((9, 3), 64, 20, lengths, dtype=torch.bfloat16, seed=seed).to("cuda")

@@ -15,10 +15,11 @@ from foreword.core.state import Lanes
 from foreword.engine.engine import Engine
 from foreword.engine.graph import FEWEST_ROWS
 from foreword.engine.request import Request
-from foreword.model import lean_cuda
-from foreword.model.lean_cuda import CudaLayer
+from foreword.model.fused import cuda as lean_cuda
+from foreword.model.fused.cuda import CudaLayer
+from foreword.model.linears import fuse
 from foreword.model.model import Model
-from foreword.model.pack import fuse
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+QUICK = {("llama of real width", torch.bfloat16, False), ("qwen3", torch.float16, True)}
+CASES = [
+    (pytest.param if (name, dtype, large) in QUICK else slow)(
+        name, dtype, large, id=f"{name}-{dtype}{'-as if large' * large}"
+    )
+    for name in MODELS
+    for dtype in (torch.bfloat16, torch.float16)
+    for large in (False, True)
+]
+CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer")  # quick: no heads, a tree, heads in eight bits, grafts
+
 PROMPT = 150  # rows, of each of two texts: more than our own products take
 
 
@@ -50,7 +62,7 @@ def answers(hf: PreTrainedModel, dtype: torch.dtype, lean: bool) -> list[torch.T
         fuse(hf)
     model = Model(hf)
     model.allocate(3, 300, 200)
-    assert {type(layer) for layer in model.layer_stack.lean or ()} == ({CudaLayer} if lean else set())
+    assert {type(layer) for layer in model.layer_stack.fused or ()} == ({CudaLayer} if lean else set())
     generator = torch.Generator().manual_seed(1)
     lanes = Lanes.of([2, 0], 250, "cuda")
     found = []
@@ -64,9 +76,7 @@ def answers(hf: PreTrainedModel, dtype: torch.dtype, lean: bool) -> list[torch.T
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("large", [False, True], ids=["", "as if large"])
+@pytest.mark.parametrize(("name", "dtype", "large"), CASES)
 def test_lean_layers_are_as_exact_as_those_of_transformers(
     name: str, dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +89,7 @@ def test_lean_layers_are_as_exact_as_those_of_transformers(
         assert own < 1.5 * theirs + 1e-3
 
 
-@pytest.mark.parametrize("method", methods.METHODS)
+@pytest.mark.parametrize("method", [*CAPTURED, *(slow(name) for name in methods.METHODS if name not in CAPTURED)])
 def test_captured_lean_rounds_are_the_written_ones(method: str) -> None:
     """In half precision, too: the same kernels on the same numbers give the same bits, captured or not.
 

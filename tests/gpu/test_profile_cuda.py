@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from foreword.bench import profile as profile_module
-from foreword.bench.profile import Profile, Settings, attempt, drawn, failures
+from foreword.bench.profile import Profile, ProfileSettings, attempt, drawn, failures
 from foreword.model.shapes import SHAPES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 TINY = dict(
     hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
@@ -22,8 +22,8 @@ def test_every_section(graph: bool, dtype: str, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setattr(profile_module, "GPU_BUFFER", 256 * 2**20)
-    subject = drawn("tiny", 2, device="cuda", dtype=dtype, max_context=512, graph=graph)
-    settings = Settings(rows=(1, 16), contexts=(64, 300), context=200, tokens=64, repeats=8)
+    subject = drawn("tiny", 2, device="cuda", dtype=dtype, max_context=512, cuda_graphs=graph)
+    settings = ProfileSettings(rows=(1, 16), contexts=(64, 300), context=200, tokens=64, repeats=8)
     found = {name: attempt(section) for name, section in Profile(subject, settings).sections.items()}
     assert not failures(found)
     assert 1e11 < found["machine"]["bytes_per_second"] < 1e14

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from doubles import random_tree, target
-from foreword.core.draft import Shape, Tree, lineage_of
-from foreword.core.graphs import Rule
+from foreword.core.choosing import likeliest
+from foreword.core.draft import Shape, Tree
 from foreword.core.needs import Graft
-from foreword.core.sampling import best, likeliest
-from foreword.core.transfer import Transfer
-from foreword.core.trees import BestFirst, Budgeted
+from foreword.drafting.transfer import Transfer
+from foreword.drafting.trees import BestFirst, Budgeted
 from foreword.model.families import embedded
+from foreword.ops.graphs import Rule
+from foreword.ops.top import top
+from foreword.ops.trees import lineage as lineage_of
 from rounds import (
     check_ahead,
     check_carry,
@@ -41,41 +43,47 @@ from rounds import (
     same,
     scores_with_ties,
 )
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUICK_DTYPES = (torch.float32, torch.bfloat16, slow(torch.float16))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width", "k"), [(1, 1, 1), (3, 40, 8), (1, 49152, 1), (64, 49152, 8), (3, 128256, 16)])
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "width", "k"), [(3, 40, 8), (64, 49152, 8), slow(1, 1, 1), slow(1, 49152, 1), slow(3, 128256, 16)]
+)
 def test_the_best_are_those_of_the_stable_sort(rows: int, width: int, k: int, dtype: torch.dtype) -> None:
     check_top(scores_with_ties(width + k, rows, width, dtype), k, "cuda")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
 def test_words_race_under_the_noise_of_their_tokens(dtype: torch.dtype) -> None:
     check_words(dtype, "cuda")
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 16, 64, 81, 130])
+@pytest.mark.parametrize("nodes", [1, 64, 81, slow(2), slow(16), slow(130)])
 def test_a_tree_knows_its_lineage(nodes: int) -> None:
     tree = random_tree(5, nodes, torch.Generator().manual_seed(nodes))
     assert all(same(*pair) for pair in zip(Tree(tree.parent.cuda()).lineage, lineage_of(tree.parent), strict=True))
 
 
-@pytest.mark.parametrize("widths", [(1,), (4, 8, 8, 8), (3, 1, 5), (10, 64, 64)])
+@pytest.mark.parametrize("widths", [(4, 8, 8, 8), (3, 1, 5), slow((1,)), slow((10, 64, 64))])
 def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
     check_hang(len(widths), "cuda", widths)
 
 
-@pytest.mark.parametrize(("nodes", "links"), [(1, 2), (8, 8), (16, 4), (16, 16), (49, 16), (9, 1), (100, 30)])
+@pytest.mark.parametrize(
+    ("nodes", "links"), [(16, 16), (49, 16), slow(1, 2), slow(8, 8), slow(16, 4), slow(9, 1), slow(100, 30)]
+)
 def test_a_chain_hangs_on_a_tree(nodes: int, links: int) -> None:
     for seed in range(10):
         check_joined(seed, "cuda", nodes, links, shared=seed % 3 == 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
 def test_embeddings_are_those_of_torch(dtype: torch.dtype) -> None:
     """In any shape; where a gradient is asked for, they have one."""
     table = torch.nn.Embedding(50, 576, device="cuda", dtype=dtype)
@@ -86,76 +94,76 @@ def test_embeddings_are_those_of_torch(dtype: torch.dtype) -> None:
     assert embedded(table, tokens).requires_grad
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 50])
+@pytest.mark.parametrize("count", [1, 8, slow(2), slow(50)])
 def test_what_was_not_read_is_found(count: int) -> None:
     for seed in range(10):
         check_catch_up(seed, "cuda", count)
 
 
-@pytest.mark.parametrize("nodes", [1, 5, 16, 64, 100])
+@pytest.mark.parametrize("nodes", [1, 64, slow(5), slow(16), slow(100)])
 def test_rounds_are_fitted_and_settled(nodes: int) -> None:
     for seed in range(30):
         check_fit(seed, "cuda", nodes)
         check_settle(seed, "cuda", nodes, ends=seed % 4, shared=seed % 2 == 0)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize(("nodes", "width"), [(2, 16), (9, 80), (24, 64), (64, 128)])
+@pytest.mark.parametrize("dtype", [*QUICK_DTYPES, slow(torch.float64)], ids=str)
+@pytest.mark.parametrize(("nodes", "width"), [(9, 80), (24, 64), slow(2, 16), slow(64, 128)])
 def test_accepted_rows_move_and_no_others(nodes: int, width: int, dtype: torch.dtype) -> None:
     for seed in range(5):
         check_keep(seed, "cuda", nodes, width, dtype)
 
 
 @pytest.mark.parametrize("mode", ["shared", "session"])
-def test_recycling_walks_and_learns(mode: str) -> None:
+@pytest.mark.parametrize("nodes", [7, 64, slow(1), slow(81)])
+def test_recycling_walks_and_learns(nodes: int, mode: str) -> None:
     for seed in range(10):
-        for nodes in (1, 7, 64, 81):
-            check_walk(seed, "cuda", nodes, mode, noisy=seed % 2 == 1)
-            check_learn(seed, "cuda", nodes, mode, accepts=seed % 2 == 0)
+        check_walk(seed, "cuda", nodes, mode, noisy=seed % 2 == 1)
+        check_learn(seed, "cuda", nodes, mode, accepts=seed % 2 == 0)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "depth", "width", "branch"), [(2, 1, 1, 1), (7, 3, 3, 4), (64, 5, 8, 10), (64, 4, 64, 10)]
+    ("nodes", "depth", "width", "branch"), [(7, 3, 3, 4), (64, 5, 8, 10), slow(2, 1, 1, 1), slow(64, 4, 64, 10)]
 )
 def test_trees_follow_the_guesses(nodes: int, depth: int, width: int, branch: int) -> None:
     for seed in range(10):
         check_grow(seed, "cuda", BestFirst(Shape(nodes, depth), width, branch, None))
-        check_grow(seed, "cuda", Budgeted(Shape(nodes, depth), width, branch, None, 0.8, 0.25))
+        check_grow(seed, "cuda", Budgeted(Shape(nodes, depth), width, branch, None, top_p=0.8, floor=0.25))
 
 
-@pytest.mark.parametrize("repeat", [-1, 0, 1, 2])
-@pytest.mark.parametrize(("branch", "width"), [(1, 1), (4, 8), (3, 5), (10, 16), (4, 64)])
+@pytest.mark.parametrize("repeat", [-1, 1, slow(0), slow(2)])
+@pytest.mark.parametrize(("branch", "width"), [(4, 8), slow(1, 1), slow(3, 5), slow(10, 16), slow(4, 64)])
 def test_guesses_are_merged(branch: int, width: int, repeat: int) -> None:
     for seed in range(10):
         rule = Rule(branch, repeat, siblings=0.1 * (seed % 2), sure=0.15 * (seed % 3), width=width)
         check_merge(seed, "cuda", rule, depth=6, words=5 + width)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "width"), [(1, 1), (9, 64), (3, 20), (32, 128)])
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "width"), [(9, 64), (3, 20), slow(1, 1), slow(32, 128)])
 def test_a_state_sees_a_token(heads: int, width: int, dtype: torch.dtype) -> None:
     check_look(heads, "cuda", heads, width, dtype, silu=True)
     check_look(width, "cuda", heads, width, dtype, silu=False)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize(("rows", "columns", "k"), [(1, 1, 16), (8, 49152, 576), (33, 1000, 4608), (5, 130, 1000)])
+@pytest.mark.parametrize("dtype", QUICK_DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("rows", "columns", "k"), [(8, 49152, 576), (5, 130, 1000), slow(1, 1, 16), slow(33, 1000, 4608)])
 def test_rows_times_eight_bits(rows: int, columns: int, k: int, dtype: torch.dtype) -> None:
     check_coarse("cuda", rows, columns, k, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", QUICK_DTYPES[1:], ids=str)
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("turn", [0, 16, 33])
+@pytest.mark.parametrize("turn", [0, 16, slow(33)])
 def test_rows_beside_a_norm_before_and_what_comes_behind(turn: int, splits: int, dtype: torch.dtype) -> None:
-    from foreword.kernels.tiles import Tiles  # noqa: PLC0415  needs triton
+    from foreword.ops.layer.tiles import Tiles  # noqa: PLC0415  needs triton
 
     check_coarse_between("cuda", turn, dtype, Tiles(16, 32, 64, warps=4, stages=3, splits=splits))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", QUICK_DTYPES[1:], ids=str)
 def test_eight_bits_that_are_held(dtype: torch.dtype) -> None:
-    from foreword.kernels.tiles import Tiles  # noqa: PLC0415  needs triton
+    from foreword.ops.layer.tiles import Tiles  # noqa: PLC0415  needs triton
 
     for held in (Tiles(16, 16, 64, warps=4, stages=0), Tiles(32, 64, 64, warps=8, stages=0)):
         check_coarse("cuda", 8, 1000, 576, dtype, held)
@@ -163,8 +171,8 @@ def test_eight_bits_that_are_held(dtype: torch.dtype) -> None:
             check_coarse_between("cuda", turn, dtype, held)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("live", "count", "columns"), [(1, 1, 16), (1, 8, 576), (8, 8, 4608)])
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
+@pytest.mark.parametrize(("live", "count", "columns"), [(1, 8, 576), (8, 8, 4608), slow(1, 1, 16)])
 def test_what_a_level_goes_on_from(live: int, count: int, columns: int, dtype: torch.dtype) -> None:
     check_level(count, "cuda", live, count, columns, dtype)
 
@@ -184,28 +192,28 @@ def test_what_is_told_of_rows_that_were_committed(taps: tuple[int, ...], pathed:
         check_told(seed, "cuda", taps, pathed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [20, 4608])
 def test_the_last_row_that_counts_is_remembered(columns: int, dtype: torch.dtype) -> None:
     for seed in range(6):
         check_remember(seed, "cuda", columns, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("count", "columns"), [(1, 1), (3, 48), (64, 4608)])
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
+@pytest.mark.parametrize(("count", "columns"), [(3, 48), (64, 4608), slow(1, 1)])
 def test_norms_residuals_and_gates(count: int, columns: int, dtype: torch.dtype) -> None:
     check_glue("cuda", count, columns, dtype)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("count", "scratch"), [(1, 1), (4, 9), (64, 64)])
+@pytest.mark.parametrize(("count", "scratch"), [(4, 9), (64, 64), slow(1, 1)])
 def test_rows_stand_where_the_stack_says(count: int, scratch: int, shared: bool) -> None:
     for seed in range(4):
         check_standing(seed, "cuda", count, scratch, shared)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("count", "scratch"), [(4, 9), (40, 40)])
+@pytest.mark.parametrize(("count", "scratch"), [(4, 9), slow(40, 40)])
 def test_grafted_rows_stand_behind_their_anchors(count: int, scratch: int, shared: bool) -> None:
     grafts = [
         Graft.of(1, (0, 3, 3), (1, 1, 2), lambda real, _: real),
@@ -215,8 +223,8 @@ def test_grafted_rows_stand_behind_their_anchors(count: int, scratch: int, share
         check_standing(seed, "cuda", count, scratch, shared, grafts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "squeeze", "norm"), [(0, 1, True), (3, 1, False), (40, 2, True), (70, 1, True)])
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "squeeze", "norm"), [(3, 1, False), (40, 2, True), slow(0, 1, True), slow(70, 1, True)])
 def test_a_step_joins_behind_the_rows_of_a_pass(rows: int, squeeze: int, norm: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     (matrix,) = Transfer(steps=1, layers=(1,), told=False, squeeze=squeeze, norm=norm).module(target(dtype=torch.float32))
@@ -231,19 +239,19 @@ def test_the_last_right_node_leaves_its_rows() -> None:
 
 
 @pytest.mark.parametrize("kind", ["static", "best"])
-@pytest.mark.parametrize("nodes", [1, 6, 40, 64])
+@pytest.mark.parametrize("nodes", [6, 64, slow(1), slow(40)])
 def test_the_likeliest_paths_that_the_steps_reach(nodes: int, kind: str) -> None:
     for seed in range(8):
         check_paths(seed, "cuda", kind, nodes)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 9])
+@pytest.mark.parametrize("nodes", [1, 9, slow(2)])
 def test_a_template_is_filled(nodes: int) -> None:
     for seed in range(8):
         check_fill(seed, "cuda", nodes)
 
 
-@pytest.mark.parametrize("longest", [1, 40, 3000])
+@pytest.mark.parametrize("longest", [40, 3000, slow(1)])
 def test_the_longest_match_goes_on(longest: int) -> None:
     for seed in range(10):
         check_look_up(seed, "cuda", 1 + seed, 1 + seed % 5, longest)
@@ -257,7 +265,7 @@ def test_a_captured_search_reads_what_lies_there_now() -> None:
     with torch.cuda.graph(graph):
         changed = scores * 2 + 1
         places, chances = likeliest(changed, 8)
-        again = best(chances, 1)
+        again = top(chances, 1)
     for seed in range(5):
         scores.copy_(torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()

@@ -8,29 +8,32 @@ import pytest
 import torch
 
 from doubles import LEARNERS, TRAINED, VOCABULARY, TextList, requests, tiny
-from foreword.core.lessons import Answers, losses
-from foreword.core.transfer import Transfer
+from foreword.drafting.lessons import Answers, losses
+from foreword.drafting.transfer import Transfer
 from foreword.engine.engine import Engine
 from foreword.errors import NumericsError
 from foreword.methods import untrained
 from foreword.methods.plain import Plain
+from foreword.model.linears import fuse
 from foreword.model.model import Model
-from foreword.model.pack import fuse
-from foreword.train.evaluate import Measure, trials_of
+from foreword.train.evaluate import Measure, computing, trials_of
 from foreword.train.loop import Training
-from foreword.train.schedule import Settings
+from foreword.train.schedule import TrainingSettings
+from foreword.train.step import Stepper
 from foreword.train.sweep import Sweep
 from rounds import check_lose
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
 
 def training(method: str, folder: Path, steps: int) -> Training:
+    pytest.importorskip("accelerate")
     model = Model(copy.deepcopy(tiny("llama")).to(torch.bfloat16).cuda(), "tiny")
     runs = Engine(model, Plain(), slots=8, max_context=64).generate(requests(32, max_new_tokens=20, ignore_eos=True))
     texts = [([*run.request.prompt, *run.tokens], len(run.request.prompt)) for run in runs]
     held = TextList([(torch.tensor(text), torch.arange(len(text)) >= first) for text, first in texts])
-    settings = Settings(
+    settings = TrainingSettings(
         batch=16, steps=steps, evaluate_every=steps, warm_up=2, learning_rate=0.01, new_tokens=8, max_length=64
     )
     return Training(
@@ -44,6 +47,27 @@ def training(method: str, folder: Path, steps: int) -> Training:
     )
 
 
+@pytest.mark.parametrize("method", ["medusa", "clover2"])
+def test_one_step_learns(method: str) -> None:
+    """Of tokens and of the target's distributions, as in a training, which needs accelerate: the weights move, and stay
+    numbers. The step itself says that it was sound."""
+    model = Model(copy.deepcopy(tiny("llama")).to(torch.bfloat16).cuda(), "tiny")
+    model.hf.requires_grad_(False)
+    learner: Any = untrained(method, **TRAINED[method])
+    learner.bind(model, 1)
+    module = learner.module.float().train()
+    before, stepper = [weight.detach().clone() for weight in module.parameters()], Stepper(module, 1.0, 0.0)
+    tokens = torch.randint(3, VOCABULARY, (8, 24), generator=torch.Generator().manual_seed(0)).to(model.device)
+    with computing(model):
+        loss, _ = learner.loss(tokens, torch.ones_like(tokens, dtype=torch.bool), model.read(tokens, learner.needs), model)
+    loss.backward()
+    assert stepper.step(0.01) > 0 and stepper.check() is None
+    after = [*module.parameters()]
+    assert all(weight.isfinite().all() for weight in after)
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", LEARNERS)
 def test_the_loss_falls(method: str, tmp_path: Path) -> None:
     run, seen = training(method, tmp_path, 60), []
@@ -53,6 +77,7 @@ def test_the_loss_falls(method: str, tmp_path: Path) -> None:
     assert record["stored"]["tokens_per_round"] >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["medusa", "clover2"])
 def test_captured_rounds_follow_weights_that_change(method: str, tmp_path: Path) -> None:
     """What is made of weights, codes in eight bits for example, is made anew."""
@@ -68,17 +93,19 @@ def test_captured_rounds_follow_weights_that_change(method: str, tmp_path: Path)
     assert known[2].accepted_per_position == untrained.accepted_per_position != fresh.accepted_per_position
 
 
+@pytest.mark.slow
 def test_a_sweep_in_half_precision() -> None:
     """Texts by lean layers, the rows beside them by those of transformers; matrices at every layer learn."""
     hf = copy.deepcopy(tiny("llama", torch.float32)).to(torch.bfloat16).cuda()
     fuse(hf)
     held = TextList([((torch.arange(24) * step) % 40 + 3, torch.arange(24) > 3) for step in range(1, 33)])
-    settings = Settings(batch=16, steps=60, max_length=64, learning_rate=0.01)
+    settings = TrainingSettings(batch=16, steps=60, max_length=64, learning_rate=0.01)
     found = Sweep(Model(hf, "tiny"), Transfer(steps=2, labels="hard"), held, held, settings, lambda *_: None).run()
     assert max(one["top5"] for one in found["accuracy"][1].values()) > 0.3
     assert all(-1 <= near <= 1 for by_layer in found["cosine"].values() for near in by_layer.values())
 
 
+@pytest.mark.slow
 def test_a_broken_step_changes_nothing(tmp_path: Path) -> None:
     run, sound = training("medusa", tmp_path / "broken", 20), training("medusa", tmp_path / "sound", 20)
     learned, passes = run.drafter.loss, iter(range(99))
@@ -96,16 +123,16 @@ def test_a_broken_step_changes_nothing(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)  # sums on a GPU have no fixed order
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, slow(torch.float16)], ids=str)
 @pytest.mark.parametrize("soft", [False, True], ids=["label", "teacher"])
-@pytest.mark.parametrize("width", [VOCABULARY, 4097, 49152, 128_257])
+@pytest.mark.parametrize("width", [4097, 49152, slow(VOCABULARY), slow(128_257)])
 def test_the_kernel_is_the_cross_entropy(width: int, soft: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(width)
     logits, teacher = (4 * torch.randn(2, 300, width, generator=generator)).to(dtype)
     check_lose(logits, teacher if soft else None, "cuda")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize("family", ["gemma2", slow("llama"), slow("granite")])
 @pytest.mark.parametrize("soft", [False, True], ids=["label", "teacher"])
 def test_losses_by_the_kernel_are_those_of_torch(family: str, soft: bool) -> None:
     """Through heads that cap or scale their logits too; of two heads, the second one's teacher a row later."""

@@ -1,8 +1,23 @@
 """The law: whatever the method, the tokens are those that the transformers model writes alone."""
 
 import pytest
+import torch
 
-from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_text, requests, target, truth, written
+from doubles import (
+    CONTEXT,
+    SAMPLINGS,
+    VOCABULARY,
+    Liar,
+    Oracle,
+    drafter,
+    engine,
+    full_text,
+    requests,
+    target,
+    truth,
+    written,
+)
+from foreword.engine.request import Request
 from foreword.methods import METHODS
 
 # A sequence alone goes another way than three together, whatever the family.
@@ -36,6 +51,18 @@ def test_the_truth_hidden_among_lies_is_found(sampling: str, family: str, slots:
     runs = engine(oracle, model, slots).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
     assert all(count > oracle.depth for run in runs for count in run.accepted[:-1])
+
+
+@pytest.mark.parametrize("name", [*METHODS, "oracle"])
+def test_texts_that_grow_past_a_step_of_keys(name: str) -> None:
+    """Attention reads keys up to a multiple of 64, and a round may cross one."""
+    model, context = target(), 2 * CONTEXT
+    drawn = torch.randint(3, VOCABULARY, (3, 64), generator=torch.Generator().manual_seed(0)).tolist()
+    sizes = zip(drawn, (50, 57, 62), strict=True)
+    asked = [Request(tuple(text[:size]), SAMPLINGS["greedy"], 14, ignore_eos=True) for text, size in sizes]
+    oracle = Oracle([full_text(model.hf, request) for request in asked])
+    made = engine(oracle if name == "oracle" else drafter(name, model), model, context=context)
+    assert written(made, asked) == [truth(model.hf, request, context) for request in asked]
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "plain"])

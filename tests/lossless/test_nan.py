@@ -9,12 +9,14 @@ from transformers import PreTrainedModel
 
 from doubles import (
     CONTEXT,
+    POISON,
     Liar,
     Plan,
     Playback,
     engine,
     fresh,
     full_text,
+    poisoned_model,
     requests,
     run_to_end,
     target,
@@ -62,17 +64,6 @@ def test_nan_is_an_error(weight: str, way: str) -> None:
             engine(drafter, Model(broken(WEIGHTS[weight]))).generate(asked)
 
 
-POISON = 7
-
-
-def poisoned_model() -> PreTrainedModel:
-    """One token's embedding is NaN: who has it in the prompt gets NaN, and nobody else."""
-    hf = fresh("qwen3")
-    with torch.no_grad():
-        hf.model.embed_tokens.weight[POISON] = math.nan
-    return hf
-
-
 SICK = Request((3, POISON, *range(10, 20)), Sampling(seed=1), 9)
 HEALTHY = Request((3, 9, 4), Sampling(seed=1), 9)
 
@@ -83,9 +74,8 @@ def test_the_others_in_the_batch_do_not_suffer() -> None:
     assert POISON not in truth(hf, HEALTHY)
     steps = engine(make("plain"), Model(hf), slots=2)
     bad, good = steps.add(SICK), steps.add(HEALTHY)
-    with pytest.raises(NumericsError):
-        run_to_end(steps)
-    assert bad.finish_reason == "abort" and bad.tokens == []
+    run_to_end(steps)
+    assert bad.finish_reason == "abort" and bad.tokens == [] and isinstance(bad.error, NumericsError)
     after = [steps.add(HEALTHY) for _ in range(2)]
     run_to_end(steps)
     assert [run.tokens for run in (good, *after)] == [truth(hf, HEALTHY)] * 3

@@ -14,16 +14,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from doubles import VOCABULARY, Liar, Oracle, Recorder, drafter, engine, full_text, prompts, target
-from foreword.core import sampling
+from foreword.core import choosing
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Graft, Needs
-from foreword.core.sampling import Sampling, SamplingRows
+from foreword.core.sampling import Sampling
 from foreword.core.state import Lanes
 from foreword.engine.accept import accept
 from foreword.engine.commit import commit
 from foreword.engine.request import Request
-from foreword.engine.verify import verify
 from foreword.methods import METHODS
+from foreword.ops.top import sampled_on_cuda
 
 SOURCE = Path(__file__).parents[2] / "src" / "foreword"
 
@@ -32,24 +32,58 @@ SOURCE = Path(__file__).parents[2] / "src" / "foreword"
 QUESTIONS = {"item", "tolist", "nonzero", "argwhere", "cpu", "numpy", "masked_select", "unique", "is_nonzero", "equal"}
 CASTS = {"int", "float", "bool"}
 WHOLE_FILES = [
-    *(SOURCE / "engine" / f"{name}.py" for name in ("lockstep", "verify", "accept", "commit")),
+    *(SOURCE / "engine" / f"{name}.py" for name in ("lockstep", "accept", "commit")),
     *(SOURCE / "model" / f"{name}.py" for name in ("attention", "stack")),
+    SOURCE / "ops" / "rounds.py",
 ]
 # In these files only what a round calls is hot.
 ENTRIES = {
-    SOURCE / "core" / "sampling.py": {"pick", "rank", "guesses"},
-    SOURCE / "core" / "trees.py": {"draft", "tokens", "choose", "carried"},
-    SOURCE / "core" / "graphs.py": {"add", "draft", "walks"},
-    SOURCE / "core" / "joining.py": {"joined", "hang"},
-    SOURCE / "core" / "heads.py": {"forward", "onto", "carried_and_embedded", "counted", "remember", "at_one", "size_of"},
-    SOURCE / "core" / "transfer.py": {"forward", "ahead", "behind"},
-    SOURCE / "core" / "rough.py": {"__call__", "onto"},
-    SOURCE / "core" / "vocabulary.py": {"head", "guesses"},
-    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "hanging"},
+    SOURCE / "core" / "choosing.py": {"pick", "rank", "guesses"},
+    SOURCE / "core" / "sampling_table.py": {"column", "temperature", "floor", "key"},
+    SOURCE / "ops" / "noise.py": {"under", "gumbel", "column", "all_tokens"},
+    SOURCE / "ops" / "filters.py": {"survivors", "lowest"},
+    SOURCE / "ops" / "top.py": {
+        "top",
+        "top_with_chances",
+        "first_largest",
+        "first_largest_on_cuda",
+        "sampled",
+        "sampled_on_cuda",
+        "race",
+    },
+    SOURCE / "drafting" / "trees" / "growth.py": {"draft", "choose"},
+    SOURCE / "drafting" / "trees" / "templates.py": {"draft", "filled", "tokens"},
+    SOURCE / "drafting" / "graphs.py": {"add", "draft"},
+    SOURCE / "drafting" / "joining.py": {"joined", "hang"},
+    SOURCE / "drafting" / "heads.py": {"forward", "onto", "remember"},
+    SOURCE / "drafting" / "transfer.py": {"forward", "ahead", "behind"},
+    SOURCE / "ops" / "growth.py": {"add", "chosen", "likeliest", "filled", "sureness"},
+    SOURCE / "ops" / "graphs.py": {"add", "unrolled", "walks"},
+    SOURCE / "ops" / "chains.py": {"with_chain", "attached"},
+    SOURCE / "ops" / "rows.py": {
+        "at_one",
+        "size_of",
+        "carried",
+        "carried_and_embedded",
+        "embedded_at_one",
+        "counted",
+        "remember",
+        "looked",
+        "cosine_attention",
+    },
+    SOURCE / "ops" / "pseudo_rows.py": {"projected", "joined_ahead"},
+    SOURCE / "ops" / "unread.py": {"unread"},
+    SOURCE / "model" / "draft_linears.py": {"__call__", "onto"},
+    SOURCE / "drafting" / "draft_vocabulary.py": {"head", "guesses"},
+    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing"},
+    SOURCE / "ops" / "trees.py": {"lineage", "next_level"},
+    SOURCE / "ops" / "cached_rows.py": {"flat_places", "keep_rows", "advance"},
+    SOURCE / "ops" / "norms.py": {"rms_normed"},
+    SOURCE / "ops" / "embeddings.py": {"embedding_rows"},
     SOURCE / "engine" / "prefill.py": {"_passed", "_hand_over"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
-    SOURCE / "model" / "guesser.py": {"root", "read", "embed", "norm", "guesses"},
-    SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "rough_head"},
+    SOURCE / "drafting" / "guesser.py": {"root", "read", "embed", "norm", "guesses"},
+    SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "draft_head"},
     **{
         SOURCE / "methods" / f"{name}.py": {"read", "propose", "observe"}
         for name in METHODS
@@ -58,7 +92,7 @@ ENTRIES = {
 }
 
 # Taken on the CPU only, where asking costs nothing.
-ON_THE_CPU = {"_pick_among_best"}
+ON_THE_CPU = {"_sampled_among_best"}
 
 
 def functions(file: Path) -> dict[str, ast.FunctionDef]:
@@ -136,12 +170,8 @@ class NoHost(TorchDispatchMode):
 SAMPLINGS = [
     Sampling(seed=1),
     Sampling(temperature=0.9, top_k=9, top_p=0.8, min_p=0.05, repetition_penalty=1.3, seed=2, logprobs=3),
-    Sampling(temperature=0.7, seed=3),
+    Sampling(temperature=0.7, seed=3, presence_penalty=0.5, logit_bias={5: 2.0}, bad_word_ids=((4,), (5, 6, 7))),
 ]
-
-
-def pick_as_on_a_gpu(scores: torch.Tensor, position: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    return sampling._race(scores, sampling._all_tokens(scores), position, rows).argmax(-1)
 
 
 def grafting(texts: list[list[int]]) -> Drafter:
@@ -156,7 +186,7 @@ def drafters(kind: str, texts: list[list[int]]) -> Drafter:
 @pytest.mark.parametrize("kind", [*METHODS, "oracle", "oracle chain", "grafts"])
 def test_a_round_asks_the_device_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One round in the middle of three texts, stage by stage without `fit`: the doubles draft outside, methods inside."""
-    monkeypatch.setattr(sampling, "_pick_among_best", pick_as_on_a_gpu)
+    monkeypatch.setattr(choosing, "sampled", sampled_on_cuda)
     model = target()
     asked = [
         Request(prompt, way, max_new_tokens=30, min_new_tokens=4) for prompt, way in zip(prompts(3), SAMPLINGS, strict=True)
@@ -173,7 +203,7 @@ def test_a_round_asks_the_device_nothing(kind: str, monkeypatch: pytest.MonkeyPa
         with hot():
             draft = chosen.propose(state)
         with NoHost():
-            scores = verify(model, state, draft, chosen.needs)
+            scores = model.score(state.lanes, draft, chosen.needs)
             accepted, emission = accept(state, draft, scores, chosen.shape.depth)
             commit(state, model.cache, draft, accepted, emission)
         with hot():

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from doubles import FAMILIES, STOCK_ATTENTION, TRAINED, fresh, taught
-from foreword.methods import shipped
-from foreword.methods.saved import save
+from foreword.drafters import shipped
+from foreword.drafters.saved import save
 from foreword.model.model import Model
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -3,7 +3,10 @@
 import gc
 import json
 import os
+import shutil
+import warnings
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ import foreword
 from doubles import FAMILIES, READY, truth
 from foreword.api import LLM
 from foreword.core.sampling import Sampling
+from foreword.engine.engine import Engine
 from foreword.engine.request import Request
-from foreword.errors import CapacityError, InputError, PromptError, UnknownMethod
+from foreword.errors import CapacityError, ForewordWarning, InputError, PromptError, StorageError, UnknownMethod
 from foreword.model import cache
 from foreword.text import Tokenizer
 
@@ -194,6 +198,42 @@ def test_logprobs_are_the_model_s_own(llm: LLM, stock: dict[str, PreTrainedModel
         assert [token for token, _ in one.top] == row.topk(2).indices.tolist()
 
 
+def test_logprobs_have_the_text_of_their_tokens(llm: LLM) -> None:
+    out = llm.generate(ASK, max_new_tokens=6, logprobs=2)
+    assert out.logprobs is not None
+    for one in out.logprobs:
+        assert one.text == llm.tokenizer.token_text(one.token) and len(one.top_texts) == 2
+        assert list(one.top_texts) == [llm.tokenizer.token_text(token) for token, _ in one.top]
+
+
+def test_a_result_says_what_ended_it(llm: LLM) -> None:
+    whole = llm.generate(ASK, max_new_tokens=12, ignore_eos=True)
+    letter = next(letter for letter in whole.text if letter.isascii() and letter.isalnum())
+    by_string = llm.generate(ASK, max_new_tokens=12, ignore_eos=True, stop=["never said", letter])
+    assert (by_string.finish_reason, by_string.stop_reason) == ("stop", letter)
+    by_token = llm.generate(ASK, max_new_tokens=12, ignore_eos=True, stop_token_ids=[whole.tokens[5]])
+    place = whole.tokens.index(whole.tokens[5])
+    assert by_token.tokens == whole.tokens[: place + 1] and by_token.stop_reason == whole.tokens[5]
+    assert by_token.text == llm.tokenizer.decode(whole.tokens[:place])
+    full = llm.generate("x" * (CONTEXT - 35), max_new_tokens=99, ignore_eos=True)
+    assert (full.finish_reason, full.stop_reason) == ("length", "context")
+    assert (whole.finish_reason, whole.stop_reason, "stop_reason" in whole.to_dict()) == ("length", None, False)
+    assert by_token.to_dict()["stop_reason"] == whole.tokens[5]
+
+
+@pytest.mark.parametrize("method", ["plain", "token_recycling"])
+def test_what_is_left_out_of_a_text_may_be_kept(method: str, folders: dict[str, Path]) -> None:
+    """The stop string that ended it, and special tokens."""
+    with foreword.load(folders["llama"], method, rows=None if method == "plain" else 4) as llm:
+        limits = {"max_new_tokens": 120, "ignore_eos": True, "temperature": 100.0, "seed": 6}
+        whole = llm.generate(ASK, **limits)
+        special = llm.generate(ASK, skip_special_tokens=False, **limits)
+        assert special.tokens == whole.tokens and special.text == llm.tokenizer.decode(whole.tokens, False) != whole.text
+        stop = next(letter for letter in whole.text if letter.isascii() and letter.isalnum())
+        kept = llm.generate(ASK, stop=stop, include_stop_str_in_output=True, **limits)
+        assert kept.text == whole.text[: whole.text.index(stop) + 1] and kept.stop_reason == stop
+
+
 def test_a_result_names_the_seed_that_was_drawn(llm: LLM) -> None:
     first = llm.generate(ASK, max_new_tokens=8, temperature=1.5)
     assert first.sampling.seed is not None
@@ -229,6 +269,66 @@ def test_settings_that_cannot_be(settings: dict[str, Any], named: str, llm: LLM)
 def test_settings_of_a_wrong_type_are_named(settings: dict[str, Any], own: LLM) -> None:
     with pytest.raises(InputError, match=next(iter(settings))):
         own.generate(ASK, **settings)
+
+
+# The model's own defaults ------------------------------------------------------------------------------------------------
+
+OWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.3}
+COUNTS = {name: value for name, value in OWN.items() if name != "do_sample"}
+
+
+@pytest.fixture(scope="module")
+def sampling_folder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(folders["llama"], tmp_path_factory.mktemp("sampling") / "llama"))
+    said = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(said | OWN))
+    return folder
+
+
+@pytest.fixture(params=["load", "wrap"])
+def opened(request: pytest.FixtureRequest, sampling_folder: Path) -> Callable[..., LLM]:
+    """Makes an LLM of a model with defaults of its own: opened("plain", generation_config=False)."""
+
+    def make(method: str, **options: Any) -> LLM:
+        if request.param == "load":
+            return foreword.load(sampling_folder, method, slots=2, **options)
+        hf = AutoModelForCausalLM.from_pretrained(sampling_folder).eval()
+        return foreword.wrap(hf, Tokenizer.load(sampling_folder).hf, method, slots=2, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("method", ["plain", "token_recycling"])
+def test_the_model_s_defaults_apply_where_a_request_says_nothing(
+    method: str, opened: Callable[..., LLM], stock: dict[str, PreTrainedModel]
+) -> None:
+    with opened(method) as llm:
+        out = llm.generate(ASK, max_new_tokens=20, seed=2)
+        assert out.sampling == Sampling(**COUNTS, seed=2) and out.model_defaults == list(COUNTS)
+        assert out.tokens == expected(stock["llama"], llm.tokenizer, max_new_tokens=20, **COUNTS, seed=2)
+        assert json.loads(json.dumps(out.to_dict()))["model_defaults"] == list(COUNTS)
+        said = llm.generate(ASK, max_new_tokens=20, seed=2, temperature=0, repetition_penalty=1.0)
+        assert said.tokens == expected(stock["llama"], llm.tokenizer, max_new_tokens=20)
+        assert said.sampling.top_p == 0.95 and said.model_defaults == ["top_p"]
+        all_said = llm.generate(ASK, max_new_tokens=2, temperature=0, repetition_penalty=1.0, top_p=1)
+        assert all_said.model_defaults is None and "model_defaults" not in all_said.to_dict()
+
+
+def test_streams_chats_and_lists_have_the_model_s_defaults_too(sampling_folder: Path) -> None:
+    with foreword.load(sampling_folder, "plain", slots=2) as llm:
+        own, said = llm.generate([ASK, ASK], max_new_tokens=3, seed=1, settings=[{}, {"top_p": 0.5}])
+        assert (own.model_defaults, said.model_defaults) == (list(COUNTS), ["temperature", "repetition_penalty"])
+        assert said.sampling.top_p == 0.5 and own.sampling.top_p == 0.95
+        assert llm.stream(ASK, max_new_tokens=3, seed=1).result.sampling == own.sampling
+        assert llm.chat(max_new_tokens=3).send("hello").sampling.temperature == 0.6
+
+
+@pytest.mark.parametrize("opened", ["load", "wrap"], indirect=True)
+def test_the_model_s_defaults_can_be_switched_off(opened: Callable[..., LLM], stock: dict[str, PreTrainedModel]) -> None:
+    with opened("plain", generation_config=False) as llm:
+        out = llm.generate(ASK, max_new_tokens=20)
+        assert out.sampling == Sampling(seed=out.sampling.seed) and out.model_defaults is None
+        assert out.tokens == expected(stock["llama"], llm.tokenizer, max_new_tokens=20)
 
 
 # Prompts -----------------------------------------------------------------------------------------------------------------
@@ -318,7 +418,7 @@ def test_a_result_as_json(llm: LLM) -> None:
 
 def test_the_figures_of_a_run_add_up(llm: LLM) -> None:
     """Four rows a pass: of the three candidates in each round some were kept, and the target added its own token."""
-    stats = llm.generate(ASK, max_new_tokens=30, ignore_eos=True).stats
+    stats = llm.generate(ASK, max_new_tokens=30, ignore_eos=True, reuse=False).stats
     assert stats.new_tokens == 30 == stats.rounds + stats.spec_decode_num_accepted_tokens
     assert stats.tokens_per_round == pytest.approx(30 / stats.rounds)
     assert sum(stats.spec_decode_num_accepted_tokens_per_pos) == stats.spec_decode_num_accepted_tokens
@@ -403,6 +503,52 @@ def test_generating_while_a_stream_is_open_disturbs_neither(llm: LLM) -> None:
     said = next(iter(stream)).tokens
     assert llm.generate(ASK, max_new_tokens=12, ignore_eos=True).tokens == whole.tokens
     assert said + [token for piece in stream for token in piece.tokens] == whole.tokens
+
+
+def test_a_stream_that_never_began_is_not_queued(own: LLM) -> None:
+    streams = [own.stream(ASK) for _ in range(200)]
+    assert not own.engine.busy and not own._driver._arrived
+    assert own.generate(ASK, max_new_tokens=2).stats.new_tokens == 2
+    streams[0].close()
+    assert streams[0].result.finish_reason == "abort" and streams[0].result.tokens == []
+    assert streams[1].result.tokens  # it may still begin
+
+
+def test_results_come_one_by_one_in_their_order(llm: LLM) -> None:
+    """While the caller looks at the first, the slots go on; leaving early aborts the rest."""
+    asked = [ASK, "hello", "a", "the words"]
+    whole = llm.generate(asked, n=2, temperature=1.0, seed=3, max_new_tokens=8)
+    each = llm.generate_each(asked, n=2, temperature=1.0, seed=3, max_new_tokens=8)
+    assert [out.tokens for out in each] == [out.tokens for out in whole]
+    for _ in llm.generate_each(asked, max_new_tokens=50, ignore_eos=True):
+        break
+    assert not llm.engine.busy
+
+
+# Reuse -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_starts_from_what_its_caller_left_in_the_cache(folders: dict[str, Path]) -> None:
+    """By default in float32, where that is exact; never from what somebody else left."""
+    with foreword.load(folders["llama"], "plain", slots=1) as llm:
+        first = llm.generate(ASK, max_new_tokens=6, cache_salt="ada")
+        stranger = llm.generate(ASK, max_new_tokens=6, cache_salt="bob")
+        again = llm.generate(ASK, max_new_tokens=6, cache_salt="bob")
+        fresh = llm.generate(ASK, max_new_tokens=6, cache_salt="bob", reuse=False)
+    assert [one.stats.reused_tokens > 0 for one in (first, stranger, again, fresh)] == [False, False, True, False]
+    assert first.tokens == stranger.tokens == again.tokens == fresh.tokens
+
+
+def test_in_half_precision_reuse_has_to_be_asked_for(folders: dict[str, Path]) -> None:
+    with foreword.load(folders["llama"], "plain", slots=1, dtype="bfloat16") as llm:
+        for settings, reused in (({}, False), ({}, False), ({"reuse": True}, True)):
+            assert (llm.generate(ASK, max_new_tokens=2, **settings).stats.reused_tokens > 0) == reused
+
+
+@pytest.mark.parametrize("settings", [{"reuse": "yes"}, {"cache_salt": 5}], ids=str)
+def test_reuse_of_a_wrong_type_is_named(settings: dict[str, Any], own: LLM) -> None:
+    with pytest.raises(InputError, match=next(iter(settings))):
+        own.generate(ASK, **settings)
 
 
 # Chat --------------------------------------------------------------------------------------------------------------------
@@ -546,3 +692,64 @@ def test_a_closed_model_takes_no_other_method(folders: dict[str, Path]) -> None:
     llm.close()
     with pytest.raises(InputError, match="closed"):
         llm.use("plain").generate(ASK, max_new_tokens=8)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_trace_on_a_full_disk_is_a_storage_error(folders: dict[str, Path], tmp_path: Path) -> None:
+    with foreword.load(folders["llama"], "prompt_lookup", rows=4, slots=2) as llm:
+        text = llm.generate(ASK, max_new_tokens=8).text
+        llm.trace("/dev/full")
+        for _ in range(2):
+            with pytest.raises(StorageError, match="/dev/full cannot be written"):
+                llm.generate(ASK, max_new_tokens=8)
+        assert llm.trace(tmp_path / "trace").generate(ASK, max_new_tokens=8).text == text
+        assert (tmp_path / "trace").stat().st_size > 0
+        assert llm.use("prompt_lookup", rows=4).generate(ASK, max_new_tokens=8).text == text
+
+
+# Warm-up -----------------------------------------------------------------------------------------------------------------
+
+
+def test_warm_up_is_for_requests_of_the_same_sampling(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(Engine, "warm_up", lambda engine, **given: asked.append(given))
+    with foreword.load(folders["llama"], "plain", warm_up=True) as llm:
+        assert asked == [{"longest": None, "sampling": Sampling(seed=asked[0]["sampling"].seed)}]
+        assert llm.warm_up(32, temperature=0.7, top_k=5) is llm
+    assert asked[1]["longest"] == 32 and (asked[1]["sampling"].temperature, asked[1]["sampling"].top_k) == (0.7, 5)
+    with foreword.load(folders["llama"], "plain"):
+        assert len(asked) == 2
+
+
+def test_warm_up_changes_no_output(folders: dict[str, Path]) -> None:
+    with foreword.load(folders["llama"], "prompt_lookup", warm_up=True) as llm, foreword.load(folders["llama"]) as other:
+        assert llm.generate(ASK, max_new_tokens=12).tokens == other.generate(ASK, max_new_tokens=12).tokens
+
+
+# Names of before ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_class_loads_as_the_function_does(folders: dict[str, Path]) -> None:
+    assert signature(foreword.LLM) == signature(foreword.load)
+    with foreword.LLM(folders["llama"], "prompt_lookup", rows=3) as llm, foreword.load(folders["llama"], "plain") as plain:
+        assert isinstance(plain, foreword.LLM) and llm.method == "prompt_lookup"
+        assert llm.generate("the words", max_new_tokens=9).tokens == plain.generate("the words", max_new_tokens=9).tokens
+
+
+@pytest.mark.parametrize(("before", "now"), [("compile", "fused_layers"), ("graph", "cuda_graphs")])
+def test_earlier_names_are_taken_with_a_warning(before: str, now: str, folders: dict[str, Path]) -> None:
+    options: dict[str, Any] = {before: False}
+    with pytest.warns(ForewordWarning, match=f"{before} is called {now} now"):
+        foreword.load(folders["llama"], "plain", **options).close()
+    with pytest.raises(InputError, match=f"{now} and {before} are one parameter"):
+        foreword.load(folders["llama"], "plain", **{now: False}, **options)  # type: ignore[arg-type]
+
+
+def test_layers_stay_as_they_are_under_the_earlier_name(folders: dict[str, Path]) -> None:
+    kinds = []
+    for options in ({"fused_layers": False}, {"compile": False}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ForewordWarning)
+            with foreword.load(folders["llama"], "plain", device="cpu", **options) as llm:  # type: ignore[arg-type]
+                kinds.append({type(module) for module in llm.model.hf.modules()})
+    assert kinds[0] == kinds[1]

@@ -50,7 +50,7 @@ def test_the_figures_of_a_run() -> None:
 
 
 def test_several_runs_are_pooled_over_their_rounds() -> None:
-    """A long run weighs more than a short one: the mean of 4 and 1 tokens a round is not what is asked."""
+    """A long run weighs more than a short one: the mean of 4 and 1 tokens per round is not what is asked."""
     stats = Stats.of([run([4], [3]), run([1, 1, 1], [3, 0, 1], prompt=2)])
     assert (stats.new_tokens, stats.rounds, stats.tokens_per_round) == (7, 4, 7 / 4)
     assert stats.accepted_per_position == [1 / 3, 1 / 3, 1 / 3]
@@ -77,7 +77,7 @@ def test_drafts_that_all_fail_have_no_positions() -> None:
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_a_result_as_json_has_the_keys_of_the_contract(logprobs: int | None) -> None:
     request = Request((1, 2), Sampling(seed=2**62, logprobs=logprobs))
-    known = [Logprob(100, -0.5, ((100, -0.5),))]
+    known = [Logprob(100, -0.5, ((100, -0.5),), "é", ("é",))]
     running = Running(request, tokens=[100], text="é", finish_reason="stop", logprobs=known, accepted=[1], drafted=[0])
     found = json.loads(json.dumps(Result.of(running, "tiny", "plain").to_dict()))
     assert set(found) == CONTRACT | ({"logprobs"} if logprobs else set())
@@ -85,7 +85,8 @@ def test_a_result_as_json_has_the_keys_of_the_contract(logprobs: int | None) -> 
     assert (found["text"], found["tokens"], found["finish_reason"]) == ("é", [100], "stop")
     assert (found["model"], found["method"], found["sampling"]["seed"]) == ("tiny", "plain", 2**62)
     if logprobs:
-        assert found["logprobs"] == [{"token": 100, "logprob": -0.5, "top": [[100, -0.5]]}]
+        own = {"token": 100, "logprob": -0.5, "top": [[100, -0.5]], "text": "é", "top_texts": ["é"]}
+        assert found["logprobs"] == [own]
 
 
 def test_a_piece_is_a_text_with_tokens() -> None:

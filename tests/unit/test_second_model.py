@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 import foreword
 from doubles import truth
 from foreword.core.sampling import Sampling
+from foreword.drafters.resolve import Wanted
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, InputError
 from foreword.methods import untrained
-from foreword.methods.wanted import Wanted
 from foreword.model.model import Model
 
 pytestmark = pytest.mark.usefixtures("own_home")
@@ -56,7 +56,7 @@ def test_a_model_of_another_family_guesses(
 def test_the_target_itself_is_always_right(compile: bool, folders: dict[str, Path]) -> None:
     """Its layers are rebuilt as those of any model that we load: they read trees in scratch rows of their own."""
     with foreword.load(folders["llama"], "draft_model", drafter=folders["llama"], rows=4, tree="chain", stop=0.0,
-                       compile=compile) as llm:  # fmt: skip
+                       fused_layers=compile) as llm:  # fmt: skip
         stats = llm.generate(ASK, max_new_tokens=16, ignore_eos=True).stats
         assert stats.rounds == 4
 
@@ -105,4 +105,4 @@ def test_what_is_refused_before_anything_is_loaded(folders: dict[str, Path]) -> 
 def test_without_tokenizers_the_sizes_have_to_do(talking: Any) -> None:
     small, large = Model(talking("llama"), "small"), Model(talking("llama", vocab_size=300), "large")
     with pytest.raises(DrafterError, match="draft_model: small has 261 tokens and large has 300"):
-        untrained("draft_model", model=small).bind(large, 1)
+        untrained("draft_model", model=small).prepare(large, 1)

@@ -18,7 +18,9 @@ from transformers import (
 
 import foreword
 from doubles import FAMILIES, READY, STOCK_ATTENTION
-from foreword.errors import InputError, ModelUnsupported, NumericsError
+from foreword.api import LLM
+from foreword.errors import ForewordWarning, InputError, ModelUnsupported, NumericsError
+from foreword.model.draft_linears import in_eight_bits
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -123,6 +125,64 @@ def test_quantised_models_are_refused(name: str, talking: Maker, hf_tokenizer: P
     assert hf.config._attn_implementation == "sdpa"
 
 
+class EightBits(nn.Linear):
+    """Weights of eight bits with a scale a row, as libraries keep them that quantise weights alone."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        whole, scale = in_eight_bits(linear.weight.detach())
+        self.weight = nn.Parameter(whole, requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(rows, self.weight * self.scale)
+
+
+def in_eight_bit_linears(hf: PreTrainedModel) -> PreTrainedModel:
+    for parent in list(hf.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, EightBits(child))
+    return hf
+
+
+@pytest.mark.parametrize("method", [*READY, "auto"])
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_model_whose_weights_alone_are_quantised_is_served(
+    says_so: bool, method: str, talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
+) -> None:
+    hf = in_eight_bit_linears(talking("llama", tie_word_embeddings=False))
+    if says_so:
+        hf.config.quantization_config = QUANTISED["gptq"]
+    assert foreword.wrap(hf, hf_tokenizer, method).generate(ASK, max_new_tokens=14).tokens == own_text(hf, ASK)
+
+
+def test_a_model_whose_activation_scales_span_a_pass_is_refused(
+    talking: Maker, hf_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Its config says nothing of it; each method would write another text."""
+    hf = torch.ao.quantization.quantize_dynamic(talking("llama"), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ModelUnsupported, match=r"q_proj \(torch\.ao\..*Linear\) gives a row another answer.*weights alone"):
+        foreword.wrap(hf, hf_tokenizer, "plain")
+    assert hf.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("config", "served"), [("Int8WeightOnlyConfig", True), ("Int8DynamicActivationInt8WeightConfig", False)]
+)
+def test_models_that_torchao_quantised(
+    config: str, served: bool, talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
+) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    hf = talking("llama", tie_word_embeddings=False)
+    torchao.quantize_(hf, getattr(torchao, config)())
+    if served:
+        assert foreword.wrap(hf, hf_tokenizer).generate(ASK, max_new_tokens=14).tokens == own_text(hf, ASK)
+    else:
+        with pytest.raises(ModelUnsupported, match=r"q_proj \(torchao\..*\) rounds the rows"):
+            foreword.wrap(hf, hf_tokenizer)
+
+
 @pytest.mark.parametrize("places", [{"model.embed_tokens": 0, "model.layers": 1}, {"": "disk"}, {"a": "cpu", "b": "disk"}])
 def test_a_model_on_several_devices_is_refused(
     places: dict[str, Any], talking: Maker, hf_tokenizer: PreTrainedTokenizerFast
@@ -189,6 +249,42 @@ def test_attention_that_loses_a_cap_is_refused(talking: Maker, hf_tokenizer: Pre
     foreword.wrap(hf, hf_tokenizer).close()
 
 
+def passes(hf: PreTrainedModel, **options: Any) -> None:
+    """The second layer hands these to its attention function, as a family does that has them."""
+    hf.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | options), with_kwargs=True
+    )
+
+
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
+def test_an_attention_option_that_is_not_supported_is_refused_by_name(
+    method: str, talking: Maker, hf_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    hf = talking("llama").train()
+    passes(hf, s_aux=torch.zeros(4))
+    with pytest.raises(ModelUnsupported, match="LlamaAttention passes 's_aux' to its attention.*supported: .*softcap"):
+        foreword.wrap(hf, hf_tokenizer, method)
+    assert hf.config._attn_implementation == "sdpa" and hf.training
+
+
+def test_an_attention_option_that_says_nothing_is_fine(
+    talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
+) -> None:
+    hf = talking("llama")
+    passes(hf, s_aux=None, sliding_window=None, softcap=None)
+    assert foreword.wrap(hf, hf_tokenizer, "plain").generate(ASK, max_new_tokens=14).tokens == own_text(hf, ASK)
+
+
+@pytest.mark.parametrize("given", [{"sliding_window": 3}, {"softcap": 3.0}], ids=str)
+def test_an_attention_option_that_the_config_does_not_say_is_refused(
+    given: dict[str, Any], talking: Maker, hf_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    hf = talking("llama")
+    passes(hf, **given)
+    with pytest.raises(ModelUnsupported, match="passes s.*=3.* to its attention, but its config says None"):
+        foreword.wrap(hf, hf_tokenizer)
+
+
 def test_angles_that_follow_the_length_are_refused(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> None:
     hf = talking("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     with pytest.raises(ModelUnsupported, match="'dynamic'.*supported: default"):
@@ -213,14 +309,29 @@ def test_a_model_that_could_not_be_wrapped_is_given_back(talking: Maker, hf_toke
 # A NaN -------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_stream_of_a_broken_text_breaks_and_no_other(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.fixture
+def poisoned(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> LLM:
+    """Whoever has a percent sign in the prompt gets NaN."""
     hf = talking("llama")
     with torch.no_grad():
         hf.model.embed_tokens.weight[hf_tokenizer.encode("%")] = torch.nan
     hf.lm_head.weight = nn.Parameter(talking("llama").lm_head.weight.detach())  # the token is not written, only read
-    llm = foreword.wrap(hf, hf_tokenizer, "plain", slots=2)
-    alone = llm.generate(ASK, max_new_tokens=6).tokens
-    sick, healthy = llm.stream("100%", max_new_tokens=6), llm.stream(ASK, max_new_tokens=6)
+    return foreword.wrap(hf, hf_tokenizer, "plain", slots=2)
+
+
+def test_the_stream_of_a_broken_text_breaks_and_no_other(poisoned: LLM) -> None:
+    alone = poisoned.generate(ASK, max_new_tokens=6).tokens
+    sick, healthy = poisoned.stream("100%", max_new_tokens=6), poisoned.stream(ASK, max_new_tokens=6)
     assert [token for piece in healthy for token in piece.tokens] == alone
     with pytest.raises(NumericsError):
         list(sick)
+
+
+def test_a_request_that_fails_costs_the_others_in_its_list_nothing(poisoned: LLM) -> None:
+    alone = poisoned.generate(ASK, max_new_tokens=6).tokens
+    with pytest.warns(ForewordWarning, match="output 1 of 3 failed: the target answered NaN"):
+        first, sick, last = poisoned.generate([ASK, "100%", ASK], max_new_tokens=6)
+    assert first.tokens == last.tokens == alone and first.error is None and "error" not in first.to_dict()
+    assert sick.finish_reason == "abort" and "NaN" in sick.to_dict()["error"]
+    with pytest.raises(NumericsError):
+        poisoned.generate("100%", max_new_tokens=6)

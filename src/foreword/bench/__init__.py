@@ -2,8 +2,8 @@
 
 from foreword.bench.baselines import check_baseline, make_baselines
 from foreword.bench.contenders import Answer, Contender, Manner, Task, contender, context_for, unable
+from foreword.bench.divergences import Divergence, Verdicts
 from foreword.bench.figures import Benchmark, Row, Timing, benchmarks, rows, tables, timings
-from foreword.bench.partings import Parting, Verdicts
 from foreword.bench.report import content, read_results, write_report
 from foreword.bench.run import Heat, Plan, run
 from foreword.bench.suites import Suite, read_suite, read_suites
@@ -14,7 +14,7 @@ __all__ = [
     "Contender",
     "Heat",
     "Manner",
-    "Parting",
+    "Divergence",
     "Plan",
     "Row",
     "Suite",

@@ -24,13 +24,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreword.api import LLM
 from foreword.bench.contenders import Answer, Contender, Manner, Task
+from foreword.drafters.auto import fitting
+from foreword.drafters.saved import as_model
+from foreword.drafters.shipped import model_of, shipped
 from foreword.errors import DrafterError, InputError
-from foreword.methods.auto import fitting
-from foreword.methods.saved import as_model
-from foreword.methods.shipped import model_of, shipped
+from foreword.hub.storage import fill_empty
 from foreword.model.loading import load_stock, without_bars
-from foreword.model.storage import fill_empty
-from foreword.model.width import grow
+from foreword.model.widened import grow
 
 WAYS: dict[str, dict[str, Any]] = {
     "hf": {},
@@ -73,7 +73,7 @@ def check_baseline(words: str) -> str:
 
 
 def make_baselines(asked: Sequence[str], llm: LLM, folder: Path, max_context: int) -> list[Contender]:
-    """Whoever was asked for, on the weights in `folder`, which are those of `llm`; where that is grown, so are they."""
+    """Make the baselines that were asked for, on the weights in `folder`, which are those of `llm`, widened if it is."""
 
     @cache
     def stock() -> Any:
@@ -108,7 +108,7 @@ def _assistant(folder: Path, llm: LLM) -> Any:
 
 
 def _shipped_assistant(llm: LLM) -> Any:
-    """The draft model that ships, as transformers loads it; that of a grown target is as small as before."""
+    """Load the shipped draft model as transformers does. For a widened target it keeps its size."""
     if "draft_model" not in fitting(llm.model):
         raise DrafterError(
             f"hf_assistant: no draft model ships for {llm.model.name} (there is one for "
@@ -195,7 +195,7 @@ def _llama_cpp(file: Path, llm: LLM, max_context: int) -> Contender:
 
     if llm.model.grown is not None:
         raise InputError(
-            f"llama_cpp reads its own weights, and those in {file} are not grown; leave --grow or llama_cpp out"
+            f"llama_cpp reads its own weights, and those in {file} are not widened; leave --widen or llama_cpp out"
         )
     threads = torch.get_num_threads()
     layers = -1 if llm.model.device.type == "cuda" else 0

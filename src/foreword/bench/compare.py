@@ -29,9 +29,12 @@ class Change:
     high: float | None
     tokens_per_round: tuple[float, float]
     speedup: tuple[float | None, float | None]
+    noise: bool = False  # a speed-up on either side exceeds its tokens per round
 
     @property
     def verdict(self) -> str:
+        if self.noise:
+            return "noise"
         if self.low is None or self.high is None:
             return "too few prompts to tell"
         if self.low <= 1 <= self.high:
@@ -52,18 +55,19 @@ def changes(before: Content, after: Content) -> list[Change]:
             contender = row["contender"]
             keys = [key for key in new if key in old and key[0] == contender and group[key[1]] in holds.get(name, ())]
             if contender in rows and keys:
-                speedups = rows[contender]["speedup"], row["speedup"]
-                found.append(_change(name, contender, [(old[key], new[key]) for key in keys], speedups))
+                sides = rows[contender], row
+                found.append(_change(name, contender, [(old[key], new[key]) for key in keys], sides))
     return found
 
 
-def _change(table: str, contender: str, pairs: list[Any], speedup: tuple[float | None, float | None]) -> Change:
+def _change(table: str, contender: str, pairs: list[Any], sides: tuple[Content, Content]) -> Change:
     """Over the same prompts on both sides."""
     old, new = np.array(pairs).sum(0).tolist()
     low, high = resampled([[*after[:2], *before[:2]] for before, after in pairs])
     before, after = old[0] / old[1], new[0] / new[1]
     per_round = old[0] / max(old[2], 1), new[0] / max(new[2], 1)
-    return Change(table, contender, before, after, after / before, low, high, per_round, speedup)
+    speedup, noise = (sides[0]["speedup"], sides[1]["speedup"]), any(side.get("noise") for side in sides)
+    return Change(table, contender, before, after, after / before, low, high, per_round, speedup, noise)
 
 
 def _by_prompt(timings: list[Timing]) -> dict[tuple[str, str], list[float]]:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from foreword.api import LLM
-from foreword.bench.warm import capture_rounds, memory
 from foreword.core.sampling import Sampling
+from foreword.drafters.resolve import Wanted
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
+from foreword.engine.warm_up import memory
 from foreword.errors import ForewordError, PromptError
 from foreword.methods import METHODS
-from foreword.methods.wanted import Wanted
-from foreword.model.cache import Berth
+from foreword.model.cache import SharedCacheMemory
 from foreword.text import Prompt, Tokenizer
 
 
@@ -56,7 +56,7 @@ class Answer:
     failed: str | None = None  # why there is no answer
 
     @staticmethod
-    def failure(error: Exception) -> Answer:
+    def failure(error: BaseException) -> Answer:
         return Answer([], failed=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
 
 
@@ -80,19 +80,19 @@ def contender(
     max_context: int | None = None,
     slots: int = 1,
     graph: bool = True,
-    berth: Berth | None = None,
+    cache_memory: SharedCacheMemory | None = None,
     **options: Any,
 ) -> Contender:
     """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`, `slots` texts side by side; its cache in a
-    `berth` that others may have, too."""
-    own = LLM(llm.model.again(berth), llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
+    `cache_memory` that others may have, too."""
+    own = LLM.of(llm.model.again(cache_memory), llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
     engine = own.engine
     forget = memory(engine.drafter) if engine.drafter.learns else lambda: None
 
     def capture(tasks: Sequence[Task], manner: Manner) -> None:
         engine.take_berth()
         lengths = [min(len(task.ids), engine.max_context - 1) for task in tasks]
-        capture_rounds(engine, min(lengths), max(lengths) + manner.max_new_tokens, manner.sampling(tasks[0]))
+        engine.warm_up(min(lengths), max(lengths) + manner.max_new_tokens, manner.sampling(tasks[0]))
 
     def write(tasks: Sequence[Task], manner: Manner) -> list[Answer]:
         engine.take_berth()  # again, for who was not asked to be ready

@@ -2,8 +2,8 @@
 
 Speeds are tokens over wall seconds, pooled over prompts. A speed-up is over the base on the very same blocks, at the same
 batch and temperature. Its interval is what 95 of 100 samples of the prompts, drawn with replacement, would give. There is
-none where a text differs from the base's for any reason but a tie. A block that somebody failed at counts for nobody it is
-compared with.
+none where a text differs from the base's for any reason but a tie. One that exceeds the tokens per round is noise. A block
+that somebody failed at counts for nobody it is compared with.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from foreword.bench.contenders import Answer
-from foreword.bench.partings import DIFFERENT, SAME, TIE, Verdicts
+from foreword.bench.divergences import DIFFERENT, SAME, TIE, Verdicts
 from foreword.bench.run import MIXED, Heat, base_of
+from foreword.drafters.spec import read_word
+from foreword.methods import AUTO, all_methods
 from foreword.text import loop_share
 
 RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)  # percentiles
 FEWEST = 6  # samples: five that are the same by chance all lean to one side in 6 of 100 cases, six in 3
+NOISE = 1.05  # times the tokens per round: clocks of a quiet machine err by less
 LOOKUP_GROUPS = ("summarization", "rag", "translation")
 
 
@@ -199,12 +202,29 @@ class Row:
     acceptance: float | None = None
     accepted_per_position: list[float] = field(default_factory=list)
     conditional_per_position: list[float] = field(default_factory=list)
+    noise: str = ""  # why the speed-up cannot be, if it cannot
+
+
+def noise(speedup: float, tokens_per_round: float) -> str:
+    """Why a speed-up over plain decoding cannot be; nothing where it can. A round of a method costs at least what a round of
+    plain decoding does, so it is faster by its tokens per round at most."""
+    if speedup <= NOISE * tokens_per_round:
+        return ""
+    return f"noise: no more than {tokens_per_round:.2f} tokens per round"
 
 
 def rows(benchmark: Benchmark, wanted: Sequence[tuple[str, str]] | None = None) -> list[Row]:
     """A row per contender that answered anything; the speed-up is over the benchmark's base."""
     base = benchmark.of(benchmark.base, wanted)
-    return [_row(name, benchmark.of(name, wanted), base) for name in benchmark.contenders]
+    found = [_row(name, benchmark.of(name, wanted), base) for name in benchmark.contenders]
+    return [_marked(row) for row in found] if benchmark.base == "plain" else found
+
+
+def _marked(row: Row) -> Row:
+    """With whether it is noise. Others have rounds of their own kind: theirs may well cost less than ours."""
+    if row.speedup is None or read_word(row.contender).name not in {AUTO, *all_methods()}:
+        return row
+    return replace(row, noise=noise(row.speedup, row.tokens_per_round))
 
 
 def _row(name: str, own: list[Timing], base: list[Timing]) -> Row:
@@ -281,7 +301,7 @@ def _decode_speed(some: list[Timing]) -> float | None:
 
 
 def _positions(counted: list[Timing]) -> tuple[list[float], list[float], int]:
-    """Of drafts, the share in which the i-th token was kept, as vLLM counts it and given the one before; tokens kept."""
+    """Return acceptance per position, as vLLM counts it and given the position before, and the number of accepted tokens."""
     depth = max((len(t.kept) for t in counted), default=0)
     kept = [sum(t.kept[count] for t in counted if count < len(t.kept)) for count in range(depth)]
     reached = [sum(kept[place:]) for place in range(depth)]
@@ -291,7 +311,7 @@ def _positions(counted: list[Timing]) -> tuple[list[float], list[float], int]:
 
 
 def _interval(pairs: list[tuple[Timing, Timing]]) -> tuple[float | None, float | None]:
-    """Turns of a prompt stay together: they are one sample. Side by side, it is a block of prompts."""
+    """Bootstrap the speed-up. The turns of a prompt are one sample; in a batch, a block of prompts is."""
     by_prompt: dict[tuple[str, str], list[float]] = {}
     for own, base in pairs:
         sums = by_prompt.setdefault((own.suite, own.prompt), [0.0] * 4)
@@ -301,7 +321,7 @@ def _interval(pairs: list[tuple[Timing, Timing]]) -> tuple[float | None, float |
 
 
 def resampled(samples: list[list[float]]) -> tuple[float | None, float | None]:
-    """Of (tokens, seconds, tokens of the other, its seconds): the interval of the ratio of speeds, if samples can tell."""
+    """Return the 95% interval of the ratio of speeds of (tokens, seconds, base tokens, base seconds), if enough."""
     if len(samples) < FEWEST:
         return None, None
     table = np.array(samples)
@@ -335,12 +355,12 @@ def parts(groups: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]
 
 
 def stops_paying(batches: dict[int, list[Row]]) -> dict[str, int | None]:
-    """By contender, the batch from which on it is never ahead; None: it is ahead in the largest that was tried. Who was
-    not timed at every batch is left out."""
+    """Return, by contender, the smallest batch at and above which it never beats plain; None if it still wins at the
+    largest. Contenders that were not timed at every batch, or are noise at one, are left out."""
     ahead: dict[str, dict[int, bool]] = {}
     for batch, table in sorted(batches.items()):
         for row in table:
-            if row.speedup is not None:
+            if row.speedup is not None and not row.noise:
                 ahead.setdefault(row.contender, {})[batch] = row.speedup > 1
     return {name: _first_behind(won) for name, won in ahead.items() if len(won) == len(batches)}
 
@@ -351,7 +371,7 @@ def _first_behind(won: dict[int, bool]) -> int | None:
 
 
 def failures(found: Iterable[Timing]) -> list[dict[str, Any]]:
-    """Who failed at what, and why, each once."""
+    """List every failure once: contender, prompt and reason."""
     failed = {(t.contender, t.batch, t.temperature, t.turn, *(t.failed_at or [t.prompt])): t for t in found if t.failed}
     return [
         {"contender": t.contender, "batch": t.batch, "temperature": t.temperature, "turn": t.turn}

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from foreword.bench.contenders import Answer, Task
-from foreword.bench.run import Heat, Place
+from foreword.bench.run import Heat, HeatPlace
 from foreword.errors import InputError, StorageError
+from foreword.files import parse_json
 
 NAME = "unfinished.jsonl"
 
@@ -23,17 +24,25 @@ class Journal:
         """`about` is what makes a run this run and no other; `costs` is what it chooses rows by, to the end: those that it
         began with. Without a folder nothing is kept."""
         self.file, self.costs = folder / NAME if folder is not None else None, costs
-        self.heats: dict[Place, Heat] = {}
+        self.heats: dict[HeatPlace, Heat] = {}
         if self.file is None:
             return
         about = json.loads(json.dumps(about))
         lines = _complete_lines(self.file)
         if lines:
-            before = json.loads(lines[0])
-            self.costs = before.pop("costs", None)
-            _check_same(self.file, before, about)
-            self.heats = {heat.place: heat for heat in map(_read, lines[1:])}
+            self._take_up(lines, about)
         self._write("".join(f"{line}\n" for line in lines or [json.dumps({**about, "costs": costs})]), "w")
+
+    def _take_up(self, lines: list[str], about: dict[str, Any]) -> None:
+        assert self.file is not None
+        try:
+            before = dict(parse_json(lines[0], strict=False))
+            self.costs = before.pop("costs", None)
+            heats = [_read(line) for line in lines[1:]]
+            self.heats = {heat.place: heat for heat in heats}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise _no_journal(self.file, error) from error
+        _check_same(self.file, before, about)
 
     def add(self, heat: Heat) -> None:
         if self.file is not None:
@@ -59,7 +68,14 @@ def _complete_lines(file: Path) -> list[str]:
     """A run may be cut in the middle of a line: that heat is run again."""
     if not file.is_file():
         return []
-    return file.read_text(encoding="utf-8").split("\n")[:-1]
+    try:
+        return file.read_text(encoding="utf-8").split("\n")[:-1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise _no_journal(file, error) from error
+
+
+def _no_journal(file: Path, error: Exception) -> InputError:
+    return InputError(f"{file} is no unfinished run ({error!r}); remove the file, or name another folder with --out")
 
 
 def _check_same(file: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -72,7 +88,7 @@ def _check_same(file: Path, before: dict[str, Any], now: dict[str, Any]) -> None
 
 
 def _read(line: str) -> Heat:
-    row = json.loads(line)
+    row = parse_json(line, strict=False)
     answers = {name: [Answer(**one) for one in given] for name, given in row["answers"].items()}
     tasks = [Task(one["prompt"], tuple(one["ids"]), one["index"]) for one in row["tasks"]]
-    return Heat(Place(*row["place"]), row["suite"], row["group"], tasks, answers, row["seconds"])
+    return Heat(HeatPlace(*row["place"]), row["suite"], row["group"], tasks, answers, row["seconds"])

@@ -10,7 +10,7 @@ from typing import Any
 
 Content = dict[str, Any]
 NAMED = 4  # prompts of a block that failed; results.json has all
-STEADY = 0.04  # by how much a pass may change from before a run to behind it: replays repeat to a hundredth
+STEADY = 0.04  # by how much a pass may change from before a run to after it; replays repeat to a hundredth
 
 
 def markdown(found: Content) -> str:
@@ -18,7 +18,7 @@ def markdown(found: Content) -> str:
     first = f", {heats[0]}" if len(heats) > 1 else ""  # of what is known of the first temperature alone
     lines = ["# Benchmark", "", f"`{found['about']['command']}`", "", where_words(found)]
     if "grown" in found["about"]:
-        lines += ["", grown_words(found["about"]["grown"])]
+        lines += ["", widened_words(found["about"]["grown"])]
     lines += _part_lines(found, base, "")
     for temperature, part in found.get("temperatures", {}).items():
         lines += _part_lines(part, base, f", T={temperature}")
@@ -66,7 +66,7 @@ HEADS = (
     "over {base}",
     "first token, ms",
     "then tokens/s",
-    "tokens a round",
+    "tokens per round",
     "loop share",
     "same text as {base}",
 )
@@ -116,9 +116,11 @@ def same_words(row: Content) -> str:
 
 
 def speedup_words(row: Content) -> str:
-    """A speed-up with its interval, or that there is none, and why."""
+    """A speed-up with its interval, or that there is none or that it is noise, and why."""
     if row["speedup"] is None:
         return f"none: {row.get('refused', 'other text')}"
+    if row.get("noise"):
+        return f"{row['speedup']:.2f}x ({row['noise']})"
     if row.get("low") is None or abs(row["high"] - row["low"]) < 1e-9:
         return f"{row['speedup']:.2f}x"
     return f"{row['speedup']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
@@ -171,27 +173,51 @@ def trouble_words(found: Content) -> list[str]:
         for batch, count in (found.get("left_out") or {}).items()
     ]
     words += [f"{name} failed at warming up: {why}" for name, why in (found.get("warm_up_failed") or {}).items()]
-    if not (found.get("costs") or {}).get("steady", True):
-        words.append("The machine was busy while costs of rows were measured: more or fewer may be drafted than pay.")
+    words += _busy_words(found)
     words += [
-        f"{name} is left out: its draft would be written on the GPU that all share, and change the pace of others. "
+        f"{name} is left out: its draft would be written on the GPU that all share, and slow the others down. "
         f"Time it in a run of its own: --methods {name}."
         for name in found.get("apart", ())
     ]
     before = "before it went on" if found["about"].get("resumed") else "before the run"
-    return words + _pulse_words(found.get("pulse") or {}, before)
+    return words + _drift_words(found.get("pulse") or {}, before)
 
 
-def _pulse_words(pulse: Content, when: str) -> list[str]:
-    """Taking turns does not help against what changes once and for all, and not for every number of rows alike."""
+def _busy_words(found: Content) -> list[str]:
+    """What speaks against the machine, and which figures show it."""
+    costs, told = found.get("costs") or {}, (found.get("busy") or {}).get("told")
+    words = [f"{told[0].upper()}{told[1:]}: speeds and speed-ups may lean. Run it again when it is quiet."] if told else []
+    if not costs.get("steady", True):
+        why = f" ({costs['suspect']})" if costs.get("suspect") else ""
+        words.append(f"The machine was busy while costs of rows were measured{why}: more or fewer may be drafted than pay.")
+    noisy = [
+        f"{row['contender']} {row['speedup']:.2f}x at {row['tokens_per_round']:.2f} tokens per round ({name})"
+        for name, rows in _tables(found)
+        for row in rows
+        if row.get("noise")
+    ]
+    why = "a round costs at least what one of plain decoding does, so no speed-up exceeds the tokens per round"
+    return words + ([f"Noise, and no speed-up: {'; '.join(noisy)}. For {why}."] if noisy else [])
+
+
+def _tables(found: Content) -> list[tuple[str, list[Content]]]:
+    """Every table by its name."""
+    parts = {"": found} | {f", T={heat}": part for heat, part in found.get("temperatures", {}).items()}
+    tables = [(name + suffix, rows) for suffix, part in parts.items() for name, rows in part["tables"].items()]
+    several = [(f"{batch} texts{suffix}", rows) for suffix, part in parts.items() for batch, rows in part["batches"].items()]
+    return tables + [(name, rows) for name, rows in several if not name.startswith("1 texts")]
+
+
+def _drift_words(pulse: Content, when: str) -> list[str]:
+    """Report the clock drift check. Interleaving cannot cancel a permanent slowdown that differs by rows."""
     if "failed" in (whole := pulse.get("before", {}) | pulse.get("after", {})):
-        return [f"Whether the machine's pace changed is not known: {whole['failed']}"]
+        return [f"The clock drift check could not run: {whole['failed']}"]
     changed = [
-        f"{ms:.3f} ms {when} and {pulse['after'][rows]:.3f} behind it with {rows} row{'s' * (int(rows) > 1)}"
+        f"{ms:.3f} ms {when} and {pulse['after'][rows]:.3f} after it with {rows} row{'s' * (int(rows) > 1)}"
         for rows, ms in pulse.get("before", {}).items()
         if abs(pulse["after"][rows] / ms - 1) > STEADY
     ]
-    told = "Speed-ups may lean: something changed the machine's pace while contenders took turns. A pass took "
+    told = "Speed-ups may be biased: the clock drift check found another speed of the machine. A pass took "
     return [told + ", ".join(changed) + "."] if changed else []
 
 
@@ -263,7 +289,7 @@ def pass_words(roofline: Content) -> str:
 
 
 ECONOMY_HEADS = (
-    *("ms a round", "rounds of {base}", "tokens a round", "to break even"),
+    *("ms a round", "rounds of {base}", "tokens per round", "to break even"),
     *("kept of guesses", "to break even", "bandwidth in verify"),
 )
 
@@ -292,11 +318,11 @@ def stop_words(stops: dict[str, int | None], batches: Collection[int]) -> list[s
     return [f"{words}: {', '.join(names)}" for words, names in alike.items()]
 
 
-def grown_words(grown: dict[str, Any]) -> str:
-    """What has to stand beside every figure of a model that was grown."""
-    ties = f"; the others part from it at near-ties of the model, {grown['ties']} in all" if grown["ties"] else ""
+def widened_words(grown: dict[str, Any]) -> str:
+    """What must stand next to every figure of a widened model; `grown` is the key of results.json."""
+    ties = f"; the others diverge at near-ties of the model, {grown['ties']} in all" if grown["ties"] else ""
     return (
-        f"Grown r={grown['times']}: the model made {grown['times']} times as wide, {grown['parameters'] / 1e9:.2f} B "
-        f"parameters, its function unchanged. Before timing it wrote {grown['prompts']} texts, {grown['tokens']} tokens; "
+        f"Grown r={grown['times']}: the model is widened {grown['times']} times, {grown['parameters'] / 1e9:.2f} B "
+        f"parameters, with the same outputs. Before timing it wrote {grown['prompts']} answers, {grown['tokens']} tokens; "
         f"{grown['identical']} of them are its original's to the last token{ties}."
     )

@@ -15,7 +15,6 @@ from foreword.bench.markdown import (
     HEADS,
     cells,
     economy_cells,
-    grown_words,
     heat_words,
     pass_words,
     side_by_side,
@@ -23,6 +22,7 @@ from foreword.bench.markdown import (
     stop_words,
     trouble_words,
     where_words,
+    widened_words,
 )
 from foreword.bench.svg import STYLE, bars, lines, short, stacked
 
@@ -31,7 +31,7 @@ COLOURS = 14  # in the style sheet
 PART_COLOURS = (2, 1, 3, 0)  # of the parts of a round, as in the style sheet
 
 
-class Page:
+class HtmlReport:
     """Everything about one report. The base is grey; the others have their colours by their order."""
 
     def __init__(self, found: Content) -> None:
@@ -64,14 +64,14 @@ class Page:
 
     def head(self) -> str:
         about = self.found["about"]
-        grown = f"<p>{escape(grown_words(about['grown']))}</p>" if "grown" in about else ""
+        grown = f"<p>{escape(widened_words(about['grown']))}</p>" if "grown" in about else ""
         first, *others = heat_words(self.found)
         drawn = f" The drawings are of {first} texts." if others else ""
         name, words = escape(about.get("model") or "Benchmark"), escape(where_words(self.found) + drawn)
         return f'<h1>{name}</h1><p class="soft">{words}</p>{grown}'
 
     def cards(self) -> str:
-        told = [row for row in self.overall if row["speedup"] is not None and row["contender"] != self.base]
+        told = [row for row in self.overall if _told(row) is not None and row["contender"] != self.base]
         best = max(told, key=lambda row: row["speedup"], default=None)
         plain = next(row for row in self.overall if row["contender"] == self.base)
         cards = []
@@ -89,7 +89,7 @@ class Page:
                 )
             )
             cards.append(
-                (f"{best['tokens_per_round']:.2f}", f"its tokens a round; {self.base} has {plain['tokens_per_round']:.2f}")
+                (f"{best['tokens_per_round']:.2f}", f"its tokens per round; {self.base} has {plain['tokens_per_round']:.2f}")
             )
         cards.append((f"{plain['loop_share']:.0%}", "of the answers' tokens repeat what the answer already said"))
         boxes = "".join(f'<div class="card"><b>{escape(big)}</b><span>{escape(words)}</span></div>' for big, words in cards)
@@ -118,12 +118,13 @@ class Page:
         series, spans = {}, {}
         for name in self.others:
             rows = [group.get(name, {}) for group in groups.values()]
-            series[name] = [row.get("speedup") for row in rows]
-            spans[name] = [(row["low"], row["high"]) if row.get("low") is not None else None for row in rows]
+            series[name] = [_told(row) for row in rows]
+            spans[name] = [(row["low"], row["high"]) if _told(row) and row.get("low") is not None else None for row in rows]
         drawing = bars(list(groups), series, "speed-up by method", "x", spans, 1.0, self.colour)
         words = (
             f"Over {self.base} on the same prompts; the dashed line is {self.base} itself. A whisker is where 95 of 100 "
-            "samples of the prompts would put it. A dash: no speed-up, for the text is another or there is no answer."
+            "samples of the prompts would put it. A dash: no speed-up, for the text is another, there is no answer, or the "
+            "figure is noise."
         )
         return self.figure("Speed-up", words, drawing, self.others)
 
@@ -136,9 +137,9 @@ class Page:
         series = {name: row for name, row in series.items() if any(value and value > 1 for value in row)}
         if not series:
             return ""
-        drawing = bars(list(groups), series, "tokens a round by method", rule=1.0, colour=self.colour)
+        drawing = bars(list(groups), series, "tokens per round by method", rule=1.0, colour=self.colour)
         words = "How many tokens one pass of the model decides; its own is among them, so without guesses it is 1."
-        return self.figure("Tokens a round", words, drawing, list(series))
+        return self.figure("Tokens per round", words, drawing, list(series))
 
     def depths(self) -> str:
         shares = {row["contender"]: row.get("accepted_per_position") or [] for row in self.overall}
@@ -156,7 +157,7 @@ class Page:
         series: dict[str, list[tuple[float, float]]] = {}
         for batch, rows in batches.items():
             for row in rows:
-                if row["contender"] != self.base and row["speedup"] is not None:
+                if row["contender"] != self.base and _told(row) is not None:
                     series.setdefault(row["contender"], []).append((int(batch), row["speedup"]))
         series = {name: points for name, points in series.items() if len(points) > 1}
         if not series:
@@ -245,6 +246,11 @@ class Page:
         return f'<h2>Where this comes from</h2><div class="table origin"><table>{rows}</table></div>'
 
 
+def _told(row: Content) -> float | None:
+    """A speed-up to draw: none that noise made."""
+    return None if row.get("noise") else row.get("speedup")
+
+
 def _legend(colours: dict[str, int]) -> str:
     marks = (f'<span><i style="background:var(--c{c})"></i>{escape(name)}</span>' for name, c in colours.items())
     return f'<div class="legend">{"".join(marks)}</div>'
@@ -257,4 +263,4 @@ def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def html(found: Content) -> str:
-    return Page(found).html()
+    return HtmlReport(found).html()

@@ -21,8 +21,8 @@ from foreword.bench.passes import Probe, milliseconds
 from foreword.core.sampling import Sampling
 from foreword.core.state import State
 from foreword.engine.accept import accept
-from foreword.model.capture import settle
 from foreword.model.model import Model
+from foreword.ops.device import synchronize
 
 TOP = 12
 JOIN = "_join"  # ends both split products and split attention: it belongs to the kernel before it
@@ -98,12 +98,12 @@ def recorded(call: Callable[[], object], device: torch.device, repeats: int) -> 
     """What ran in `repeats` calls, as (name, ms) in its order, and the seconds they took."""
     on_gpu = device.type == "cuda"
     call()
-    settle(device)
+    synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as session:
         started = time.perf_counter()
         for _ in range(repeats):
             call()
-        settle(device)
+        synchronize(device)
         seconds = time.perf_counter() - started
     if on_gpu:
         return [(event.name, event.time_range.elapsed_us() / 1e3) for event in kernels(session)], seconds

@@ -1,7 +1,7 @@
-"""One verify pass, timed: by replays of a captured graph on CUDA, by plain calls on the CPU.
+"""Time one verify pass: by replays of a captured graph on CUDA, by plain calls on the CPU.
 
-In: a model, the rows of the pass, the tokens cached before it. Out: milliseconds, and the bytes that such a pass has to
-read. A probe gives the model a cache of its own, so an engine that was made for the model earlier is of no more use.
+In: a model, the rows of the pass, the tokens cached before it. Out: milliseconds, and the bytes that such a pass must
+read. A probe gives the model a cache of its own, so an engine made for the model earlier can no longer be used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +20,16 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
-from foreword.model.capture import Captured
+from foreword.model.linears import read_bytes
 from foreword.model.model import Model
-from foreword.model.pack import read_bytes
+from foreword.ops.graph import RecordedCall, record
 
 WARM_UP = 3
 
 
 class Probe:
-    """A pass of one sequence: `rows` random candidates, each with two behind it, after `context` cached tokens; beside them
-    the rows that `needs` grafts onto them."""
+    """A pass of one sequence: a tree of `rows` random tokens, two children each, after `context` cached tokens, with the
+    pseudo rows that `needs` adds."""
 
     @torch.inference_mode()
     def __init__(self, model: Model, rows: int, context: int, needs: Needs | None = None) -> None:
@@ -47,29 +48,29 @@ class Probe:
 
     @torch.inference_mode()
     def walk(self) -> Tensor:
-        """The pass without norm and head: rows after the last layer."""
+        """Run the pass without norm and head; return the rows after the last layer."""
         return self.model.score(self.lanes, self.draft, Needs(hidden=True), logits="none").require_hidden()
 
 
-PULSE_ROWS, PULSE_CONTEXT, PULSE_REPEATS = (1, 16, 64), 256, 30
+DRIFT_ROWS, DRIFT_CONTEXT, DRIFT_REPEATS = (1, 16, 64), 256, 30
 
 
-def pulse(model: Model) -> dict[int, float]:
-    """Milliseconds of a few passes by their rows, to be looked at before and behind others' work; on CUDA alone, where a
-    replay is the same every time."""
+def drift_check(model: Model) -> dict[int, float]:
+    """Clock drift check: time a few passes, by rows, to compare before and after a run. On CUDA only, where replays repeat
+    precisely."""
     if model.device.type != "cuda":
         return {}
     own = model.again()
-    sizes = [rows for rows in PULSE_ROWS if rows < own.max_context]
-    context = min(PULSE_CONTEXT, own.max_context - sizes[-1])
+    sizes = [rows for rows in DRIFT_ROWS if rows < own.max_context]
+    context = min(DRIFT_CONTEXT, own.max_context - sizes[-1])
     try:
-        return {rows: milliseconds(Probe(own, rows, context).score, own.device, PULSE_REPEATS) for rows in sizes}
+        return {rows: milliseconds(Probe(own, rows, context).score, own.device, DRIFT_REPEATS) for rows in sizes}
     finally:
         own.release()
 
 
 def bytes_of_pass(model: Model, rows: int, context: int) -> int:
-    """What a pass has to read: the weights of all linears, and the keys and values of every token that a layer sees."""
+    """Return the bytes a pass must read: the weights of all linears, and the keys and values of every token a layer sees."""
     stack = model.layer_stack
     shape = stack.cache_shape()
     seen = sum(min(context, sight.window or context) + rows for sight in stack.sights)
@@ -77,9 +78,9 @@ def bytes_of_pass(model: Model, rows: int, context: int) -> int:
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Of one call, the median: on CUDA of replays of a captured graph, so that the host has no part in it."""
+    """Return the median time of a call; on CUDA of replays of a captured graph, so that the host does not count."""
     if device.type == "cuda":
-        return replayed(Captured(call), repeats)
+        return replayed(record(call), repeats)
     call()
     return median(_plain(call) for _ in range(repeats)) * 1e3
 
@@ -90,15 +91,15 @@ def _plain(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def replayed(graph: Captured | torch.cuda.CUDAGraph, repeats: int) -> float:
-    """Milliseconds of a replay, the median. They follow each other without a pause, so the host is never waited for."""
+def replayed(graph: RecordedCall[Any], repeats: int) -> float:
+    """Return the median milliseconds of a replay. Replays follow each other without a pause, so the host does not count."""
     for _ in range(WARM_UP):
         graph.replay()
     return between_marks(graph.replay, repeats)
 
 
 def between_marks(call: Callable[[], object], repeats: int, best: bool = False) -> float:
-    """Milliseconds of a call on the current CUDA device, by events between calls: the median, or the quickest."""
+    """Return milliseconds of a call on the current CUDA device, by events between calls: the median, or the fastest."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:

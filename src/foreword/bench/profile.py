@@ -1,8 +1,7 @@
 """Where the time of a round goes on this machine: the sections of `foreword profile`.
 
-In: a `Subject` (a model, and how to make an engine for it) and `Settings`. Out: plain dictionaries, section by section,
-ready for a table or for JSON. Whatever fails is told where its figures would stand, as {"failed": why}, and the rest
-goes on.
+In: a `Subject` (a model, and how to make an engine for it) and `ProfileSettings`. Out: plain dictionaries, section by
+section, ready for a table or for JSON. What fails leaves {"failed": why} in place of its figures, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from foreword.api import LLM
 from foreword.bench.parts import busy_ms, parts_of_pass
 from foreword.bench.parts import kernels as seen_on_gpu
 from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds, replayed
-from foreword.bench.report import cpu_name
-from foreword.bench.warm import under_way
+from foreword.drafters.resolve import Wanted
 from foreword.engine.engine import Engine
-from foreword.engine.graph import Replay
 from foreword.engine.request import Request, Running
+from foreword.engine.warm_up import under_way
 from foreword.errors import InputError
-from foreword.methods.wanted import Wanted
-from foreword.model.cache import free_memory
-from foreword.model.capture import settle
+from foreword.model.cores import cpu_name
+from foreword.model.linears import read_bytes
 from foreword.model.loading import choose_device, choose_dtype
 from foreword.model.model import Model
-from foreword.model.pack import read_bytes
 from foreword.model.shapes import random_model
+from foreword.ops.device import free_memory, synchronize
+from foreword.ops.graph import RecordedCall
 
 GPU_BUFFER, CPU_BUFFER = 2 * 2**30, 512 * 10**6  # bytes: far more than any cache holds
 PARTS_ROWS = (1, 64)
@@ -43,7 +41,7 @@ TRACED_ROUNDS = 4  # of which the last is shown
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     rows: tuple[int, ...] = (1, 4, 16, 64)
     contexts: tuple[int, ...] = (128, 512, 2048)
     methods: tuple[str, ...] = ("plain", "token_recycling")
@@ -51,7 +49,7 @@ class Settings:
     tokens: int = 96
     repeats: int = 30  # of a captured pass; a plain call is repeated a sixth as often
 
-    def quick(self) -> Settings:
+    def quick(self) -> ProfileSettings:
         """The same in a few seconds: fewest and most rows, one context, short texts."""
         ends = tuple(dict.fromkeys((min(self.rows), max(self.rows))))
         return replace(self, rows=ends, contexts=self.contexts[:1], tokens=min(self.tokens, 32), repeats=6)
@@ -80,20 +78,20 @@ def drawn(
     dtype: str | None = None,
     threads: int | None = None,
     max_context: int | None = None,
-    compile: bool = True,
-    graph: bool = True,
+    fused_layers: bool = True,
+    cuda_graphs: bool = True,
     rows: int | None = None,
 ) -> Subject:
     """A model of known shapes with random weights; the options are those of `foreword.load`."""
     if threads is not None:
         torch.set_num_threads(threads)
     place = choose_device(device)
-    hf = random_model(shape, place, choose_dtype(dtype, place), rebuild=compile)
+    hf = random_model(shape, place, choose_dtype(dtype, place), rebuild=fused_layers)
     model = Model(hf, f"random weights of {shape} shapes")
 
     def engine(method: str) -> Engine:
         _, drafter = Wanted.of(method, rows=rows).on(model)
-        return Engine(model, drafter, slots, max_context, graph=graph)
+        return Engine(model, drafter, slots, max_context, graph=cuda_graphs)
 
     return Subject(model, engine)
 
@@ -118,7 +116,7 @@ def failures(found: Any) -> list[str]:
 class Profile:
     """The sections of one model. The first measures the bandwidth that later ones give their shares of."""
 
-    def __init__(self, subject: Subject, settings: Settings) -> None:
+    def __init__(self, subject: Subject, settings: ProfileSettings) -> None:
         self.subject, self.settings = subject, settings
         self.model, self.device = subject.model, subject.model.device
         if self.device.type == "cuda":
@@ -225,7 +223,7 @@ class Writing:
     def under_way(self) -> Iterator[list[Running]]:
         """Texts whose prompts are read and whose first rounds are done; nothing runs on the device."""
         with under_way(self.engine, self._requests(self.tokens), WARM_UP_ROUNDS) as runs:
-            settle(self.device)
+            synchronize(self.device)
             yield runs
 
     def wall(self) -> tuple[float, float]:
@@ -235,7 +233,7 @@ class Writing:
             while not any(run.done for run in runs):
                 self.engine.step_for(runs)
                 rounds += 1
-            settle(self.device)
+            synchronize(self.device)
             seconds = time.perf_counter() - started
             counts = [count for run in runs for count in run.accepted]
         if not rounds:
@@ -245,7 +243,7 @@ class Writing:
     def first_token(self) -> float:
         """Milliseconds from the prompts to a token for each of them."""
         requests = self._requests(1)
-        settle(self.device)
+        synchronize(self.device)
         started = time.perf_counter()
         self.engine.generate(requests)
         return (time.perf_counter() - started) * 1e3
@@ -260,7 +258,7 @@ class Writing:
                 while rounds < PROFILED_ROUNDS and not any(run.done for run in runs):
                     self.engine.step_for(runs)
                     rounds += 1
-                settle(self.device)
+                synchronize(self.device)
         return busy_ms(session) / max(rounds, 1)
 
     def kernels(self) -> list[dict[str, Any]] | None:
@@ -270,11 +268,11 @@ class Writing:
             if captured is None:
                 return None
             captured.replay()
-            settle(self.device)
+            synchronize(self.device)
             with profile(activities=[ProfilerActivity.CUDA]) as session:
                 for _ in range(TRACED_ROUNDS):
                     captured.replay()
-                settle(self.device)
+                synchronize(self.device)
         found = seen_on_gpu(session)
         last = found[-(len(found) // TRACED_ROUNDS) :]
         times = [one.time_range for one in last]
@@ -283,12 +281,10 @@ class Writing:
             for one, time in zip(last, times, strict=True)
         ]
 
-    def _captured(self, runs: list[Running]) -> torch.cuda.CUDAGraph | None:
-        """The graph that the next round would replay. Running it again and again writes on, as rounds do."""
-        loop, length = self.engine.loop, max(run.length for run in runs)
-        buckets = loop.buckets.values() if isinstance(loop, Replay) else ()
-        fitting = [one for one in buckets if one.graph and len(one.lanes.ids) == len(runs) and one.lanes.span >= length]
-        return min(fitting, key=lambda one: one.lanes.span).graph if fitting else None
+    def _captured(self, runs: list[Running]) -> RecordedCall[Any] | None:
+        """The graph that the next round would replay."""
+        found: RecordedCall[Any] | None = self.engine.loop.recorded(len(runs), max(run.length for run in runs))
+        return found
 
 
 def bandwidth(device: torch.device) -> float:

@@ -30,7 +30,7 @@ CALLED = {
 def published_table(found: dict[str, Any], batch: int = 1, temperature: float | None = None) -> str:
     """Overall, so many texts at a time; at the temperature that the results begin with unless one is named."""
     base = found["base"]
-    heads = ["", "tokens/s", f"over our own `{base}`", "tokens a round", f"same tokens as `{base}`"]
+    heads = ["", "tokens/s", f"over our own `{base}`", "tokens per round", f"same tokens as `{base}`"]
     body = [
         [
             CALLED.get(row["contender"], f"`{row['contender']}`"),

@@ -29,6 +29,8 @@ from foreword.bench.markdown import markdown
 from foreword.bench.page import html
 from foreword.bench.spec_bench import Runs, write_answers
 from foreword.errors import InputError, StorageError
+from foreword.files import parse_json, read_all
+from foreword.model.cores import cpu_name
 
 Content = dict[str, Any]
 
@@ -43,7 +45,8 @@ class Extras:
     warm_up_failed: dict[str, str] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)  # of passes by rows, which rows were chosen by: a `CostCurve`
     apart: list[str] = field(default_factory=list)  # methods that have to be timed in a run of their own
-    pulse: dict[str, Any] = field(default_factory=dict)  # milliseconds of a pass by rows, before the run and behind it
+    pulse: dict[str, Any] = field(default_factory=dict)  # clock drift check; the name of its key in results.json
+    busy: dict[str, Any] = field(default_factory=dict)  # what others used of the cores, what we waited for, and in words
 
 
 NOTHING = Extras()
@@ -59,7 +62,7 @@ def content(
         parts.setdefault(benchmark.temperature, []).append(benchmark)
     of_first, *others = parts.items()
     main = _part(of_first[1])
-    refused = {row["contender"] for row in main["tables"].get("overall", ()) if row["speedup"] is None}
+    refused = {row["contender"] for row in main["tables"].get("overall", ()) if row["speedup"] is None or row["noise"]}
     return {
         "about": about,
         "max_new_tokens": first.max_new_tokens,
@@ -91,7 +94,7 @@ def _dicts(table: Iterable[Any]) -> list[Content]:
 
 
 def _unless(refused: bool, groups: Content) -> Content:
-    """Where texts differ there is no speed-up, in anybody's terms."""
+    """Where texts differ, or the clock's noise is all there is, there is no speed-up in anybody's terms."""
     if not refused:
         return groups
     return {name: {key: value for key, value in one.items() if "speedup" not in key} for name, one in groups.items()}
@@ -129,13 +132,13 @@ def write_report(found: Content, timings: Sequence[Timing], folder: Path, answer
 
 def read_results(place: str | Path) -> Content:
     """A results.json, or the folder that holds one, packed by xz or not; those of earlier versions too."""
-    file = Path(place) / "results.json" if Path(place).is_dir() else Path(place)
-    packed = file.with_suffix(".json.xz")
+    file = Path(place) / "results.json" if os.path.isdir(place) else Path(place)
     try:
-        if packed.exists() and not file.exists():
+        packed = file.with_suffix(".json.xz")
+        if os.path.isfile(packed) and not os.path.exists(file):
             file = packed
-        with lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8") as text:
-            found = json.load(text)
+        with lzma.open(file) if file.suffix == ".xz" else file.open("rb") as text:
+            found = parse_json(read_all(text), strict=False)
         if not (found["tables"] or found["batches"]):
             raise KeyError("tables")
     except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
@@ -168,14 +171,6 @@ def _machine(device: torch.device | None) -> str:
     if torch.cuda.is_available() if device is None else device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {os.cpu_count()} cores"
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _commit() -> str:

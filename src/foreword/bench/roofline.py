@@ -26,11 +26,11 @@ from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseco
 from foreword.bench.profile import Writing, attempt, bandwidth
 from foreword.core.draft import Draft
 from foreword.core.state import State
+from foreword.drafters.resolve import Wanted
 from foreword.engine.engine import Engine
-from foreword.methods.wanted import Wanted
 from foreword.model.cost import measure_draft
+from foreword.model.linears import read_bytes
 from foreword.model.model import Model
-from foreword.model.pack import read_bytes
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PARTS = ("draft", "verify", "accept", "host")

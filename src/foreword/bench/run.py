@@ -60,7 +60,7 @@ class Plan:
             raise InputError("there are no prompts to answer; give at least one")
 
 
-class Place(NamedTuple):
+class HeatPlace(NamedTuple):
     """Where a heat stands in a run."""
 
     batch: int
@@ -74,7 +74,7 @@ class Place(NamedTuple):
 class Heat:
     """A block of prompts that everybody answered once."""
 
-    place: Place
+    place: HeatPlace
     suite: str
     group: str
     tasks: list[Task]
@@ -86,7 +86,7 @@ class Heat:
 class Found:
     """What a run has brought so far."""
 
-    heats: dict[Place, Heat] = field(default_factory=dict)
+    heats: dict[HeatPlace, Heat] = field(default_factory=dict)
     warm_up_s: dict[int, dict[str, float]] = field(default_factory=dict)  # by batch and contender, before the clock
     warm_up_failed: dict[str, str] = field(default_factory=dict)
 
@@ -106,7 +106,7 @@ def run(
     make: Make,
     plan: Plan,
     tokenizer: Tokenizer,
-    known: dict[Place, Heat] | None = None,
+    known: dict[HeatPlace, Heat] | None = None,
     heard: Callable[[Heat], None] = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> Found:
@@ -120,7 +120,7 @@ def run(
         check_names([contender.name for contender in contenders])
         try:
             for temperature in plan.temperatures:
-                race = Race(plan, batch, temperature, contenders, tokenizer, found)
+                race = Race(plan, batch, temperature, contenders, tokenizer, found, progress)
                 for heat in race.heats():
                     heard(heat)
                     progress(race.words(heat), _done(found), _texts(plan))
@@ -147,10 +147,17 @@ class Race:
     """All repeats of one batch at one temperature."""
 
     def __init__(
-        self, plan: Plan, batch: int, temperature: float, contenders: list[Contender], tokenizer: Tokenizer, found: Found
+        self,
+        plan: Plan,
+        batch: int,
+        temperature: float,
+        contenders: list[Contender],
+        tokenizer: Tokenizer,
+        found: Found,
+        progress: Progress = lambda *_: None,
     ) -> None:
         self.plan, self.batch, self.temperature, self.found = plan, batch, temperature, found
-        self.tokenizer = tokenizer
+        self.tokenizer, self.progress = tokenizer, progress
         self.manner = Manner(plan.max_new_tokens, temperature, plan.seed)
         self.contenders = [one for one in contenders if not one.alone or (batch == 1 and temperature == 0)]
 
@@ -164,7 +171,7 @@ class Race:
                 contender.forget()
             for turn in range(max(prompt.answers for prompt in self.plan.prompts)):
                 for number, block in enumerate(blocks(self.plan, self.batch, turn)):
-                    place = Place(self.batch, self.temperature, repeat, turn, number)
+                    place = HeatPlace(self.batch, self.temperature, repeat, turn, number)
                     if place not in self.found.heats:
                         self.found.heats[place] = self._heat(place, block)
                         yield self.found.heats[place]
@@ -173,7 +180,7 @@ class Race:
         drawn = f", T={self.temperature:g}" if self.temperature else ""
         return f"batch {self.batch}{drawn}, run {heat.place.repeat + 1} of {self.plan.repeats}"
 
-    def _heat(self, place: Place, block: list[Item]) -> Heat:
+    def _heat(self, place: HeatPlace, block: list[Item]) -> Heat:
         """Who begins changes from block to block, so that nobody always follows the same neighbour."""
         given = [self._task(item, place) for item in block]
         asked = [one for one in given if isinstance(one, Task)]
@@ -198,7 +205,7 @@ class Race:
             {name: seconds[name] for name in order},
         )
 
-    def _task(self, item: Item, place: Place) -> Task | Answer:
+    def _task(self, item: Item, place: HeatPlace) -> Task | Answer:
         """What is asked in this turn, or why it cannot be."""
         replies = []
         for turn in range(place.turn):
@@ -211,7 +218,7 @@ class Race:
         except PromptError as error:
             return Answer.failure(error)
 
-    def _reply(self, item: Item, place: Place) -> str | None:
+    def _reply(self, item: Item, place: HeatPlace) -> str | None:
         """The base's, of an earlier turn in the same repeat."""
         base = base_of([contender.name for contender in self.contenders])
         for heat in self.found.heats.values():
@@ -232,6 +239,7 @@ class Race:
         short = Manner(min(WARM_UP_TOKENS, most), self.temperature)
         spent = self.found.warm_up_s.setdefault(self.batch, {})
         for contender in self.contenders:
+            self.progress(f"warming up {contender.name}", _done(self.found), _texts(self.plan))
             started = time.perf_counter()
             try:
                 contender.capture([*tasks, *later], self.manner)  # first: what is compiled fits the longest then
@@ -241,7 +249,7 @@ class Race:
             spent[contender.name] = spent.get(contender.name, 0.0) + time.perf_counter() - started
 
 
-FIRST = Place(1, 0.0, 0, 0, 0)
+FIRST = HeatPlace(1, 0.0, 0, 0, 0)
 
 
 def _timed(contender: Contender, tasks: list[Task], manner: Manner) -> tuple[list[Answer], float]:
@@ -295,11 +303,11 @@ def blocks(plan: Plan, batch: int, turn: int) -> list[list[Item]]:
     return [asked[first:last] for first, last in pairwise(edges)]
 
 
-def places(plan: Plan, batch: int, temperature: float | None = None) -> list[Place]:
+def places(plan: Plan, batch: int, temperature: float | None = None) -> list[HeatPlace]:
     """All heats of a batch, in their order."""
     turns = range(max(prompt.answers for prompt in plan.prompts))
     return [
-        Place(batch, heat, repeat, turn, block)
+        HeatPlace(batch, heat, repeat, turn, block)
         for heat in (plan.temperatures if temperature is None else (temperature,))
         for repeat in range(plan.repeats)
         for turn in turns

@@ -1,4 +1,4 @@
-"""Three kinds of drawing as SVG text: bars in groups, lines, and bars that are stacked. They need no script and no library.
+"""Four kinds of drawing as SVG text: bars in groups, upright or level, lines, and stacked bars. No script, no library.
 
 In: names and numbers. Out: an `<svg>` that scales with its place; colours and fonts come from the page's style sheet, whose
 classes `c0`, `c1`, ... are the contenders: a name has one colour everywhere. A mark that is pointed at tells its number.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from foreword.methods.words import read_word
+from foreword.drafters.spec import read_word
 
 STYLE = Path(__file__).parent / "page.css"
 WIDTH = 860
@@ -118,6 +118,54 @@ def _bar(
         frame.add(f'<path class="whisker" d="M{middle:.1f} {low:.1f}V{top:.1f}{ends}"/>')
     if wide >= 24:
         frame.text(middle, top - 5, number(value), kind="value")
+
+
+def level_bars(
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    about: str,
+    unit: str = "",
+    spans: Mapping[str, Sequence[Span | None]] | None = None,
+    rule: float | None = None,
+    colour: Callable[[str], int] = lambda _: 0,
+) -> str:
+    """Bars from left to right, for groups with long names: a bar for each name in each group, its span as a whisker."""
+    spans, left, high, room = spans or {}, 136, 14, 14 * len(series) + 12
+    numbers = [value for row in series.values() for value in row if value is not None]
+    numbers += [span[1] for row in spans.values() for span in row if span]
+    scale = (WIDTH - left - 60) / max([*numbers, rule or 0.0, 0.1])
+    height, found = room * len(groups) + TOP, list[str]()
+    for place, group in enumerate(groups):
+        top = TOP + room * place
+        found.append(
+            f'<text class="label" x="{left - 10}" y="{top + room / 2:.1f}" text-anchor="end">{escape(group)}</text>'
+        )
+        for order, (name, row) in enumerate(series.items()):
+            span = spans[name][place] if name in spans else None
+            found += _level_bar(left, top + order * high, scale, row[place], span, f"{name}, {group}", unit, colour(name))
+    if rule is not None:
+        x = left + rule * scale
+        found.append(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - 8}"/>')
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(about, quote=True)}">{"".join(found)}</svg>'
+
+
+def _level_bar(
+    left: int, top: int, scale: float, value: float | None, span: Span | None, what: str, unit: str, colour: int
+) -> list[str]:
+    middle = top + 6
+    if value is None:
+        return [f'<text class="tick" x="{left + 6}" y="{middle + 4}">–</text>']
+    said = f"{what}: {number(value)}{unit}" + (f" [{number(span[0])}, {number(span[1])}]" if span else "")
+    found = [
+        f'<rect class="c{colour}" x="{left}" y="{top}" width="{value * scale:.1f}" height="12" rx="2">'
+        f"<title>{escape(said)}</title></rect>"
+    ]
+    if span:
+        low, end = (left + bound * scale for bound in span)
+        ends = "".join(f"M{x:.1f} {middle - 3}v6" for x in (low, end))
+        found.append(f'<path class="whisker" d="M{low:.1f} {middle}H{end:.1f}{ends}"/>')
+    x = left + max(value, span[1] if span else value) * scale + 6
+    return [*found, f'<text class="value" x="{x:.1f}" y="{middle + 4}">{value:.2f}{unit}</text>']
 
 
 def lines(

@@ -4,7 +4,6 @@ of step 1. The command draws them beside its JSON; `python -m foreword.bench.swe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from foreword.bench.svg import Point, alone, lines
+from foreword.files import read_json
 
 KINDS = {"top1": "top-1", "top5": "top-5"}
 ByLayer = Mapping[str, Mapping[str, float]]
@@ -22,7 +22,7 @@ def sweeps(
     out: Annotated[Path, typer.Option(help="The folder that the drawings go to.")],
 ) -> None:
     """Draw a sweep."""
-    draw(json.loads(file.read_text(encoding="utf-8")), out)
+    draw(read_json(file), out)
 
 
 def draw(record: dict[str, Any], folder: Path) -> None:

@@ -21,6 +21,7 @@ from foreword.cli.chat import CHAT_EXAMPLES, chat
 from foreword.cli.console import complain, notes
 from foreword.cli.distill import DISTILL_EXAMPLES, distill
 from foreword.cli.doctor import DOCTOR_EXAMPLES, doctor
+from foreword.cli.draft_vocabulary import DRAFT_VOCABULARY_EXAMPLES, draft_vocabulary
 from foreword.cli.draw import DRAW_EXAMPLES, draw
 from foreword.cli.export import EXPORT_EXAMPLES, export
 from foreword.cli.generate import GENERATE_EXAMPLES, generate
@@ -29,11 +30,15 @@ from foreword.cli.options import unfold
 from foreword.cli.profile import PROFILE_EXAMPLES, profile
 from foreword.cli.prove import PROVE_EXAMPLES, prove
 from foreword.cli.train import TRAIN_EXAMPLES, train
-from foreword.cli.words import WORDS_EXAMPLES, words
 from foreword.errors import ForewordError, ForewordWarning
+
+OLD_NAMES = {"words": "draft-vocabulary"}  # what commands were called in 0.1; not shown, still understood
 
 
 class Commands(TyperGroup):
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, OLD_NAMES.get(cmd_name, cmd_name))
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -62,15 +67,15 @@ def _show_version(wanted: bool) -> None:
 
 
 def _paragraphs(text: str | None) -> str:
-    """A docstring with its lines joined again: how wide they are is for the reader's terminal to say."""
+    """Join the lines of each paragraph: the terminal decides how wide they are."""
     return "\n\n".join(part.replace("\n", " ") for part in inspect.cleandoc(text or "").split("\n\n"))
 
 
 ABOUT = """
-Make a language model write faster without changing a single token of what it writes.
+Make a language model generate faster without changing a single token of its output.
 
-A method guesses several tokens ahead, the model checks all guesses in one pass, and only what the model itself would
-have written is kept. Without --model, SmolLM2-135M-Instruct is used and fetched once (about 90 MB).
+A method drafts several tokens ahead, the model verifies all of them in one pass, and only tokens that the model itself
+would have chosen are kept. Without --model, SmolLM2-135M-Instruct is used and fetched once (about 90 MB).
 """
 
 
@@ -80,12 +85,12 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """What comes before every command."""
+    """Prepare the process for every command."""
     _hush()
 
 
 def _hush() -> None:
-    """Keep the libraries below from writing between our lines. What Foreword itself warns of is a line like an error."""
+    """Keep other libraries from printing between our lines. Warnings of Foreword are printed like errors."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not notes().is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -104,7 +109,7 @@ for command, examples in (
     (profile, PROFILE_EXAMPLES),
     (distill, DISTILL_EXAMPLES),
     (train, TRAIN_EXAMPLES),
-    (words, WORDS_EXAMPLES),
+    (draft_vocabulary, DRAFT_VOCABULARY_EXAMPLES),
     (export, EXPORT_EXAMPLES),
     (draw, DRAW_EXAMPLES),
 ):

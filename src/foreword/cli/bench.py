@@ -1,11 +1,14 @@
-"""`foreword bench`: methods and baselines on the same prompts, taking turns, as a table, files or JSON; and what is done
-with such files: `compare` and `table`.
+"""`foreword bench`: methods and baselines on the same prompts, interleaved, as a table, files or JSON.
+
+`compare` and `table` read those files again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from foreword.cli.console import bar, note, print_json, screen, waiting
-from foreword.cli.growing import Grow, loaded
-from foreword.cli.options import Json, ModelOptions, numbers
+from foreword.cli.console import bar, complain, note, print_json, screen, waiting
+from foreword.cli.options import Json, ModelOptions, Remeasure, measuring, numbers
 from foreword.cli.prove import NAMES_HELP, and_shipped, make_folder, named_methods
-from foreword.errors import InputError, StorageError
-from foreword.methods import METHODS
-from foreword.methods.words import read_word
+from foreword.cli.widening import Widen, WidenOldName, loaded
+from foreword.drafters.spec import read_word
+from foreword.errors import ForewordError, InputError, StorageError
+from foreword.methods import AUTO, all_methods
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -38,50 +41,51 @@ BENCH_EXAMPLES = """\
 
   foreword bench --prompts questions.jsonl --prompts code=humaneval.jsonl.gz --per-group 8 --temperature 0,0.8
 
-  foreword bench --methods prompt_lookup --drafter clover=runs/clover --batch 1,4,16,32 --grow 7b
+  foreword bench --methods prompt_lookup --drafter clover=runs/clover --batch 1,4,16,32 --widen 7b
 
   foreword bench compare results/before results/after
 """
-METHODS_HELP = f"Methods to time{NAMES_HELP} On a single GPU `all` leaves out amusd, which would change the others' pace."
+METHODS_HELP = f"Methods to time{NAMES_HELP} On a single GPU `all` leaves out amusd, which would slow the others down."
 QUICK_PER_GROUP, QUICK_TOKENS = 1, 48
-ASKED = "What is asked"
+ASKED = "Workload"
 _of_asked = partial(typer.Option, rich_help_panel=ASKED)
 
 
 @dataclass(frozen=True)
 class AskedOptions:
-    """What everybody answers, how often and in what company."""
+    """Which prompts every contender answers, how often and in which batches."""
 
     prompts: Annotated[
         list[str] | None,
         _of_asked(
             metavar="[NAME=]FILE",
-            help="Prompts to answer; may be repeated. spec_bench_48=FILE and spec_bench_240=FILE are samples of Spec-Bench. "
-            "Default: sixty that are built in.",
+            help="Prompts to answer; may be repeated. spec_bench_48=FILE and spec_bench_240=FILE are samples of Spec-Bench "
+            "(its questions), spec_bench_48b=FILE a sample that nothing was tuned on. Default: sixty built-in prompts.",
         ),
     ] = None
     limit: Annotated[int | None, _of_asked(min=1, metavar="N", help="Only the first N prompts of each file.")] = None
     per_group: Annotated[int | None, _of_asked(min=1, metavar="N", help="At most N prompts of each category of a file.")] = (
         None
     )
-    batch: Annotated[str, _of_asked(metavar="N,N", help="Texts side by side; several numbers give a line each.")] = "1"
+    batch: Annotated[str, _of_asked(metavar="N,N", help="Batch sizes; each gets a table of its own.")] = "1"
     temperature: Annotated[
-        str, _of_asked(metavar="X,X", help="0 is greedy. Texts that are drawn are the same for all methods.")
+        str, _of_asked(metavar="X,X", help="Temperatures; 0 is greedy. Sampled outputs are the same for all methods.")
     ] = "0"
     repeats: Annotated[
-        int, _of_asked(min=1, metavar="N", help="Do everything so often; of each prompt the middle time counts.")
+        int, _of_asked(min=1, metavar="N", help="Repeat everything N times; the median time of each prompt counts.")
     ] = 3
-    max_new_tokens: Annotated[int, _of_asked(min=1, metavar="N", help="Tokens an answer may have.")] = 128
+    max_new_tokens: Annotated[int, _of_asked(min=1, metavar="N", help="Tokens per answer, at most.")] = 128
     rows: Annotated[
-        int | None, _of_asked(min=1, metavar="N", help="At most so many candidates in a pass. Default: as many as pay.")
+        int | None, _of_asked(min=1, metavar="N", help="Rows of a verify pass, at most. Default: as many as pay off.")
     ] = None
     quick: Annotated[
         bool,
-        _of_asked("--quick", metavar="", help="One prompt of each category, 48 tokens, once: a few minutes on a CPU."),
+        _of_asked("--quick", metavar="", help="One prompt per category, 48 tokens, no repeats: a few minutes on a CPU."),
     ] = False
+    remeasure: Remeasure = False
 
     def plan(self) -> Plan:
-        """Checked, before a model is loaded."""
+        """Return the checked plan, before a model is loaded."""
         from foreword.bench import Plan, read_suites  # noqa: PLC0415  imports torch
 
         per_group, tokens, repeats = self.per_group, self.max_new_tokens, self.repeats
@@ -94,16 +98,16 @@ class AskedOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command was told, checked before a model is loaded."""
+class BenchOptions:
+    """The arguments of the command, checked before a model is loaded."""
 
     methods: str
     names: list[str]
     baselines: list[str]
     plan: Plan
     rows: int | None
-    kept: bool  # whether anything but the tables on the screen will be read
-    apart: tuple[str, ...] = ()  # who belongs to `all`, and is timed in a run of its own
+    kept: bool  # whether JSON or files are wanted, and not only tables on the screen
+    apart: tuple[str, ...] = ()  # methods of `all` that need a run of their own
 
 
 def bench(
@@ -112,49 +116,50 @@ def bench(
     asking: AskedOptions,
     methods: Annotated[str, typer.Option(metavar="NAMES", help=METHODS_HELP)] = "all",
     drafter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="A trained drafter to time; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Also time this trained drafter; may be repeated.")
     ] = None,
     baselines: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Others in the same run, one text at a time: hf (generate of transformers), hf_static (static cache, "
-            "compiled; on a GPU), hf_lookup, hf_assistant (with the draft model that ships) or hf_assistant=FOLDER, "
+            help="Other decoders in the same run, at batch 1: hf (generate of transformers), hf_static (static cache, "
+            "compiled; on a GPU), hf_lookup, hf_assistant (with the shipped draft model) or hf_assistant=FOLDER, "
             "llama_cpp=FILE.gguf.",
         ),
     ] = "",
-    grow: Grow = None,
+    widen: Widen = None,
+    grow: WidenOldName = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             file_okay=False,
-            help="Write results.json, report.md, report.html and the answers here. A run that was cut goes on from there.",
+            help="Write results.json, report.md, report.html and the answers here. The same command resumes a run.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time methods against plain decoding and against others, side by side in one run.
+    """Time methods against plain decoding and against other decoders, interleaved in one run.
 
-    Everybody answers every prompt, every turn of it, under one clock that includes the reading of the prompt, and they take
-    turns. Speed-ups are over `plain`, which runs on the same fast path as every method, at the same batch. There is none
-    where a text differs from plain's for any reason but a near-tie of the model. The loop share beside each figure says how
-    much of the answers repeats itself, which flatters methods that look things up.
+    Every contender answers every turn of every prompt. Times include reading the prompt. Speed-ups are over `plain`, which
+    runs on the same engine at the same batch size. A method whose output differs from plain's gets no speed-up, unless the
+    difference is a near-tie of the model. The loop share next to each figure is the part of the answers that repeats
+    itself, which favours methods that look tokens up.
 
-    With --batch 1,8,32 it is done with that many texts at once; one that ends makes room for the next. With --grow 7b the
-    model is first made wider, and writes the same text at the cost of a larger one, which is checked.
+    With --batch 1,8,32 it runs with batches of these sizes; a request that ends makes room for the next.
     """
     if ctx.invoked_subcommand is not None:
         return
     names = [*named_methods(methods), *(name for one in drafter or () for name in named_methods(one))]
     plan = asking.plan()
-    asked = Asked(methods, names, _others(baselines, plan), plan, asking.rows, json or out is not None)
+    asked = BenchOptions(methods, names, _others(baselines, plan), plan, asking.rows, json or out is not None)
     if out is not None:
         make_folder(out)
-    with loaded(model, grow, 1, plan.prompts, costs=asking.rows is None and names != ["plain"]) as (llm, grown):
+    costs = asking.rows is None and names != ["plain"]
+    with measuring(asking.remeasure), loaded(model, widen or grow, 1, plan.prompts, costs) as (llm, widened):
         asked = _named(asked, llm)
         journal = _journal(asked, model, llm, out)
-        found, timings, answers = _measured(asked, model, llm, grown, journal)
+        found, timings, answers = _measured(asked, model, llm, widened, journal)
     if json:
         print_json(found)
     else:
@@ -167,8 +172,8 @@ def bench(
         note(f"written: {', '.join(map(str, files))}")
 
 
-def _named(asked: Asked, llm: LLM) -> Asked:
-    """With whoever `all` means for this model on this machine."""
+def _named(asked: BenchOptions, llm: LLM) -> BenchOptions:
+    """Fill in what `all` means for this model on this machine."""
     from torch.cuda import device_count  # noqa: PLC0415  slow
 
     from foreword.bench.contenders import apart  # noqa: PLC0415  imports torch
@@ -196,34 +201,36 @@ def _others(words: str, plan: Plan) -> list[str]:
     others = [check_baseline(one.strip()) for one in words.split(",") if one.strip()]
     if others and (1 not in plan.batches or 0 not in plan.temperatures):
         raise typer.BadParameter(
-            "others write greedily and one text at a time: let 1 be in --batch and 0 in --temperature",
+            "baselines run greedily at batch 1: include 1 in --batch and 0 in --temperature",
             param_hint="--baselines",
         )
     return others
 
 
 def _measured(
-    asked: Asked, model: ModelOptions, llm: LLM, grown: dict[str, Any], journal: Journal
+    asked: BenchOptions, model: ModelOptions, llm: LLM, widened: dict[str, Any], journal: Journal
 ) -> tuple[dict[str, Any], Any, Any]:
-    """The figures, the single timings, and the answers as Spec-Bench keeps them."""
+    """Run the benchmark; return the figures, the single timings, and the answers in Spec-Bench's form."""
     from foreword import bench as room  # noqa: PLC0415  imports torch
-    from foreword.bench.report import facts  # noqa: PLC0415  beside the others
-    from foreword.bench.spec_bench import answer_records  # noqa: PLC0415  beside the others
-    from foreword.cli.judging import referee  # noqa: PLC0415  beside the others
-    from foreword.model.hub import resolve  # noqa: PLC0415  beside the others
+    from foreword.bench.report import facts  # noqa: PLC0415  as above
+    from foreword.bench.spec_bench import answer_records  # noqa: PLC0415  as above
+    from foreword.cli.judging import referee  # noqa: PLC0415  as above
+    from foreword.hub.resolve import resolve  # noqa: PLC0415  as above
+    from foreword.model.busy import Waits, busy_words  # noqa: PLC0415  as above
 
     plan, folder = asked.plan, resolve(model.model)
-    before = _pulse(model, llm)
+    before, others = _drift_check(model, llm), _others_at_work()
     with bar("answers") as show:
-        found = room.run(
-            lambda count: _contenders(asked, model, llm, folder, count),
-            plan,
-            llm.tokenizer,
-            journal.heats,
-            journal.add,
-            show,
-        )
-        paces = {"before": before, "after": _pulse(model, llm)} if before else {}
+        with Waits() as waits:
+            found = room.run(
+                lambda count: _contenders(asked, model, llm, folder, count),
+                plan,
+                llm.tokenizer,
+                journal.heats,
+                journal.add,
+                show,
+            )
+        drift = {"before": before, "after": _drift_check(model, llm)} if before else {}
         heats = sorted(found.heats.values(), key=lambda heat: _order(heat.place, plan))
         manner = room.Manner(plan.max_new_tokens, seed=plan.seed)
         verdicts = room.Verdicts(heats, manner, referee(llm, folder, show))
@@ -231,18 +238,29 @@ def _measured(
     made = room.benchmarks(timings, plan.max_new_tokens, found.warm_up_s)
     answers = answer_records(heats, plan.prompts, llm.tokenizer.decode)
     dtype = str(llm.model.dtype).removeprefix("torch.")
-    about = facts(llm.model.device, model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **grown)
+    about = facts(llm.model.device, model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **widened)
     about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.heats)}
-    measured = {"roofline": _roofline(asked, llm, made, heats), "costs": journal.costs or {}, "pulse": paces}
+    busy = {"others": others, "waited": waits.share, "told": busy_words(others, waits.share)}
+    measured = {"roofline": _roofline(asked, llm, made, heats), "costs": journal.costs or {}, "pulse": drift, "busy": busy}
     return room.content(made, about, timings, _extras(asked, llm, found, answers, measured)), timings, answers
 
 
-def _pulse(model: ModelOptions, llm: LLM) -> dict[Any, Any]:
-    """How the machine does now; nothing where nothing is captured."""
-    from foreword.bench.passes import pulse  # noqa: PLC0415  imports torch
-    from foreword.bench.profile import attempt  # noqa: PLC0415  beside the others
+def _others_at_work() -> float:
+    """Return the share of the cores that other programs use, and warn if it would spoil the figures."""
+    from foreword.model.busy import busy_words, others_at_work  # noqa: PLC0415  imports torch
 
-    found: dict[Any, Any] = {} if model.no_graph else attempt(lambda: pulse(llm.model))
+    share = others_at_work()
+    if words := busy_words(share):
+        complain(f"{words}, so these figures will be noisy; close other programs, or wait", "warning", "yellow")
+    return share
+
+
+def _drift_check(model: ModelOptions, llm: LLM) -> dict[Any, Any]:
+    """Time a few passes now, to be compared later: the clock drift check. Empty where no graphs are captured."""
+    from foreword.bench.passes import drift_check  # noqa: PLC0415  imports torch
+    from foreword.bench.profile import attempt  # noqa: PLC0415  as above
+
+    found: dict[Any, Any] = {} if model.no_cuda_graphs else attempt(lambda: drift_check(llm.model))
     return found
 
 
@@ -251,43 +269,43 @@ def _order(place: Any, plan: Plan) -> tuple[int, ...]:
     return (*first, place.repeat, place.turn, place.block)
 
 
-def _roofline(asked: Asked, llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
-    """Of the methods, one text at a time; nothing where that was not timed, or nobody would see it."""
+def _roofline(asked: BenchOptions, llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
+    """Return the roofline of the methods at batch 1; empty if that was not timed or nobody reads it."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
-    from foreword.bench.roofline import roofline  # noqa: PLC0415  beside the others
+    from foreword.bench.roofline import roofline  # noqa: PLC0415  as above
 
     alone = next((one for one in made if one.batch == 1), None)
     tasks = [task for heat in heats for task in heat.tasks if task.ids and heat.place.batch == 1 and not heat.place.repeat]
     if alone is None or not tasks or not asked.kept:
         return {}
-    ours = [name for name in alone.contenders if read_word(name).name in METHODS]
+    ours = [name for name in alone.contenders if read_word(name).name in {AUTO, *all_methods()}]
     with waiting("measuring what a pass costs"):
         found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks, asked.rows))
     return found
 
 
-def _extras(asked: Asked, llm: LLM, found: Found, answers: Any, measured: dict[str, Any]) -> Extras:
+def _extras(asked: BenchOptions, llm: LLM, found: Found, answers: Any, measured: dict[str, Any]) -> Extras:
     from foreword.bench.report import Extras  # noqa: PLC0415  imports torch
-    from foreword.bench.run import left_out  # noqa: PLC0415  beside the others
-    from foreword.bench.spec_bench import published  # noqa: PLC0415  beside the others
+    from foreword.bench.run import left_out  # noqa: PLC0415  as above
+    from foreword.bench.spec_bench import published  # noqa: PLC0415  as above
 
     figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
     left = left_out(asked.plan)
     return Extras(figures, left_out=left, warm_up_failed=found.warm_up_failed, apart=list(asked.apart), **measured)
 
 
-def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:
+def _contenders(asked: BenchOptions, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:
     from foreword import bench as room  # noqa: PLC0415  imports torch
-    from foreword.model.cache import Berth  # noqa: PLC0415  beside the others
+    from foreword.model.cache import SharedCacheMemory  # noqa: PLC0415  as above
 
     context = model.max_context or room.context_for(llm, asked.plan.prompts, asked.plan.max_new_tokens)
-    berth = Berth()
+    memory = SharedCacheMemory()
 
     def made(name: str) -> Contender:
-        """What cannot be made at all is refused at once; later, texts side by side may need more memory than there is."""
+        """Fail at once where the first batch cannot be made; a larger one may need more memory, and is reported."""
         try:
-            return room.contender(llm, name, context, count, not model.no_graph, berth, rows=asked.rows)
-        except Exception as error:  # of whatever library: it is told in the report
+            return room.contender(llm, name, context, count, not model.no_cuda_graphs, memory, rows=asked.rows)
+        except Exception as error:  # of any library: the report names it
             if count == asked.plan.batches[0]:
                 raise
             return room.unable(name, error)
@@ -296,18 +314,18 @@ def _contenders(asked: Asked, model: ModelOptions, llm: LLM, folder: Path, count
     return ours + (room.make_baselines(asked.baselines, llm, folder, context) if count == 1 else [])
 
 
-def _journal(asked: Asked, model: ModelOptions, llm: LLM, out: Path | None) -> Journal:
-    """What was done before, should the same run have been cut."""
+def _journal(asked: BenchOptions, model: ModelOptions, llm: LLM, out: Path | None) -> Journal:
+    """Open the journal, which holds what an interrupted run of the same command has done."""
     from foreword.bench.journal import Journal  # noqa: PLC0415  imports torch
-    from foreword.bench.report import facts  # noqa: PLC0415  beside the others
-    from foreword.model.cost import CostCurve  # noqa: PLC0415  beside the others
+    from foreword.bench.report import facts  # noqa: PLC0415  as above
+    from foreword.model.cost import CostCurve  # noqa: PLC0415  as above
 
     plan, origin = asked.plan, facts(llm.model.device)
     run = {
         "model": llm.model.name,
         "dtype": str(llm.model.dtype),
         "max_context": model.max_context,
-        "compile or graph": [model.no_compile, model.no_graph],
+        "compile or graph": [model.no_fused_layers, model.no_cuda_graphs],
         "machine": [origin["machine"], origin["threads"]],
         "version": [origin["versions"], origin["commit"]],
         "methods": [asked.methods, asked.names],
@@ -320,7 +338,8 @@ def _journal(asked: Asked, model: ModelOptions, llm: LLM, out: Path | None) -> J
         "repeats": plan.repeats,
     }
     journal = Journal(out, run, asdict(llm.model.curve) if llm.model.curve else None)
-    llm.model.curve = CostCurve.read(journal.costs) if journal.costs else None
+    with _reads(journal.file):
+        llm.model.use_costs(CostCurve.read(journal.costs) if journal.costs else None)
     if journal.heats:
         note(f"going on after {sum(len(heat.tasks) for heat in journal.heats.values())} texts")
     return journal
@@ -329,21 +348,34 @@ def _journal(asked: Asked, model: ModelOptions, llm: LLM, out: Path | None) -> J
 # Results -----------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _reads(*files: Path | None) -> Iterator[None]:
+    """What is missing in files, or of another kind than it should be, is said of the files."""
+    try:
+        yield
+    except ForewordError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        names = " or ".join(str(file) for file in files)
+        raise InputError(f"{names} is not what `foreword bench` writes ({error!r}); run it again") from error
+
+
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="The folder of a report, or its results.json.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    before: Annotated[Path, typer.Argument(metavar="A", help="A folder that --out wrote, or its results.json.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The same of a later run.")],
     json: Json = False,
 ) -> None:
-    """Say what became faster or slower from A to B, and whether these prompts can tell.
+    """Show what became faster or slower from A to B, and whether the prompts are enough to tell.
 
-    Contenders and tables that both have are compared, one text at a time. A change counts where the interval of its ratio,
-    over the prompts that both answered, does not hold 1.
+    Compares the tables and contenders that both have, at batch 1, over the prompts that both answered. A change counts if
+    the 95% interval of its ratio excludes 1.
     """
     from foreword.bench import read_results  # noqa: PLC0415  imports torch
-    from foreword.bench.compare import changes, settings_that_differ  # noqa: PLC0415  beside the others
+    from foreword.bench.compare import changes, settings_that_differ  # noqa: PLC0415  as above
 
-    old, new = read_results(before), read_results(after)
-    found, differing = changes(old, new), settings_that_differ(old, new)
+    with _reads(before, after):
+        old, new = read_results(before), read_results(after)
+        found, differing = changes(old, new), settings_that_differ(old, new)
     if not found:
         raise InputError(f"{before} and {after} have no prompt in common that one contender answered alone in both")
     if json:
@@ -352,7 +384,7 @@ def compare(
         return
     for name, (one, other) in differing.items():
         screen().print(f"{name} differs: {one} against {other}", soft_wrap=True)
-    heads = ["contender", "A tokens/s", "B tokens/s", "B over A", "", "tokens a round"]
+    heads = ["contender", "A tokens/s", "B tokens/s", "B over A", "", "tokens per round"]
     for table in dict.fromkeys(change.table for change in found):
         body = [
             [
@@ -371,32 +403,38 @@ def compare(
 
 def table(
     results: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of reports, or their results.json.")
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders that --out wrote, or their results.json.")
     ] = None,
     into: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A page: make every table behind a line <!-- foreword bench table DIR --> anew."),
+        typer.Option(
+            metavar="FILE", help="Rewrite every table of this page that follows a line <!-- foreword bench table DIR -->."
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="The table of so many texts side by side.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="The table of this batch size.")] = 1,
     temperature: Annotated[
         float | None,
-        typer.Option(metavar="T", min=0.0, help="The table of texts drawn so. Default: what the results begin with."),
+        typer.Option(metavar="T", min=0.0, help="The table of this temperature. Default: the first of the results."),
     ] = None,
 ) -> None:
-    """Make the tables of a page, such as a README, from results.
+    """Write the tables of a page, such as a README, from results.
 
-    In a page, --batch and --temperature stand in the line before a table, behind the folder and in this order.
+    In a page, --batch and --temperature stand in the line before a table, after the folder and in this order.
     """
     from foreword.bench import read_results  # noqa: PLC0415  imports torch
-    from foreword.bench.published import published_table, refreshed  # noqa: PLC0415  beside the others
+    from foreword.bench.published import published_table, refreshed  # noqa: PLC0415  as above
 
     if not results and into is None:
         raise typer.BadParameter("name a folder with results, or a page with --into")
     for folder in results or ():
-        typer.echo(published_table(read_results(folder), batch, temperature), nl=False)
+        with _reads(folder):
+            typer.echo(published_table(read_results(folder), batch, temperature), nl=False)
     if into is not None:
+        if not os.path.isfile(into):
+            raise InputError(f"{into} is no page: it is not a regular file; name one with tables in it")
         try:
-            into.write_text(refreshed(into.read_text(encoding="utf-8"), into.parent), encoding="utf-8")
+            with _reads(into):
+                into.write_text(refreshed(into.read_text(encoding="utf-8"), into.parent), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"the page {into} cannot be changed ({error.strerror}); name one that can be") from error
 
@@ -405,10 +443,10 @@ def table(
 
 
 def _print(found: dict[str, Any]) -> None:
-    from foreword.bench.markdown import grown_words, trouble_words  # noqa: PLC0415  imports torch
+    from foreword.bench.markdown import trouble_words, widened_words  # noqa: PLC0415  imports torch
 
     if "grown" in found["about"]:
-        screen().print(grown_words(found["about"]["grown"]))
+        screen().print(widened_words(found["about"]["grown"]))
     _print_part(found, found["base"], f", T={found['temperature']:g}" if found["temperature"] else "")
     for temperature, part in found["temperatures"].items():
         _print_part(part, found["base"], f", T={temperature}")

@@ -1,8 +1,8 @@
 """`foreword chat`: a conversation in the terminal, or one turn a line through a pipe.
 
-Earlier turns stay in the cache, so a turn costs what is new in it. Pieces of more than one token were guessed and found
-right in one pass: they are coloured, so that speculation can be seen at work. A reply that is stopped is forgotten,
-together with what was asked.
+Earlier turns stay in the cache, so a turn costs only its new tokens. Tokens that were accepted together in one round are
+coloured, so that speculation is visible. A reply that is stopped is forgotten, together with its question. At the keyboard
+the engine warms up before the first turn.
 """
 
 from __future__ import annotations
@@ -15,8 +15,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foreword.cli.console import complain, end_line, figures, has_colour, note, notes, print_json, screen
-from foreword.cli.options import Json, MethodOptions, ModelOptions, WritingOptions
+from foreword.cli.console import (
+    complain,
+    end_line,
+    figures,
+    has_colour,
+    note,
+    note_defaults,
+    notes,
+    print_json,
+    screen,
+    waiting,
+)
+from foreword.cli.options import Json, MethodOptions, ModelOptions, Remeasure, WritingOptions
 from foreword.errors import PromptError
 
 if TYPE_CHECKING:
@@ -33,6 +44,8 @@ CHAT_EXAMPLES = """\
   printf 'My name is Ada.\\nWhat is my name?\\n' | foreword chat --json
 """
 
+WARM_UP_TOKENS = 1024  # of a conversation; rounds and prompt passes of longer ones are recorded when they come
+
 HELP = """\
 /reset  forget the conversation, keep the system message
 /stats  figures of the session so far
@@ -43,56 +56,66 @@ def chat(
     model: ModelOptions,
     method: MethodOptions,
     writing: WritingOptions,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="Say first how the model should behave.")] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A system message: how the model should behave.")
+    ] = None,
+    remeasure: Remeasure = False,
     json: Json = False,
 ) -> None:
-    """Talk with a model that remembers the conversation.
+    """Chat with a model that remembers the conversation.
 
-    Coloured words were guessed several tokens at a time and found right in one pass; the line under a reply tells how
-    many tokens a pass brought. Ctrl-C stops a reply and forgets that turn; /help lists the commands. In a pipe, each line
-    is a turn; with --json, each turn is answered by one JSON object.
+    Coloured text was drafted and accepted several tokens at a time; the line under a reply shows tokens per round. Ctrl-C
+    stops a reply and forgets that turn; /help lists the commands. In a pipe, each line is a turn; with --json, each turn is
+    answered by one JSON object.
     """
     settings = writing.settings(json, max_new_tokens=512)
-    with model.load(method, slots=1) as llm:
-        talk = Talk(llm.chat(system, **settings), json, sys.stdin.isatty())
-        if talk.is_live:
+    with model.load(method, 1, remeasure, generation_config=not writing.no_generation_config) as llm:
+        session = ChatSession(llm.chat(system, **settings), json, _at_keyboard())
+        if session.is_live:
+            with waiting("warming up", only_here=True):
+                llm.warm_up(min(WARM_UP_TOKENS, llm.engine.max_context), **settings)
             note(f"{llm.model.name} · {llm.method} · /help lists the commands, Ctrl-D leaves")
+            note_defaults(llm.sampling_defaults, settings)
         for line in _lines():
             if line == "/quit":
                 break
-            talk.hear(line)
+            session.hear(line)
+
+
+def _at_keyboard() -> bool:
+    return sys.stdin.isatty()
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, line by line: typed at a prompt, or piped in. Blank lines say nothing."""
+    """Yield what the user types or pipes in, line by line, without blank lines."""
     if not sys.stdin.isatty():
         try:
             yield from filter(None, map(str.strip, sys.stdin))
         except UnicodeDecodeError as error:
             raise PromptError(f"standard input is not UTF-8 ({error.reason}); convert it") from error
         return
-    with suppress(ImportError):  # not everywhere; with it, lines can be edited and called back
+    with suppress(ImportError):  # not on every system; it lets the user edit and recall lines
         import readline  # noqa: F401, PLC0415
     with suppress(EOFError):
         while True:
             if line := input("> " if sys.stdout.isatty() else "").strip():
                 yield line
-    typer.echo()  # Ctrl-D leaves the cursor behind the prompt
+    typer.echo()  # Ctrl-D leaves the cursor after the prompt
 
 
 @dataclass
-class Talk:
-    """One session: the conversation, and what its replies cost."""
+class ChatSession:
+    """One session: the conversation, and the statistics of its replies."""
 
     chat: Chat
     json: bool
     is_live: bool
-    """Somebody sits at the keyboard."""
+    """Whether a user types at a terminal."""
 
     replies: list[Result] = field(default_factory=list)
 
     def hear(self, line: str) -> None:
-        """A command, or something to answer. At the keyboard, a prompt that cannot be used does not end the session."""
+        """Run a command, or answer a prompt. At the keyboard, a prompt that cannot be used does not end the session."""
         commands: dict[str, Callable[[], None]] = {"/help": self.help, "/reset": self.reset, "/stats": self.stats}
         if line in commands:
             commands[line]()
@@ -111,7 +134,7 @@ class Talk:
         try:
             for piece in self.chat.stream(line):
                 self._show(piece)
-        except KeyboardInterrupt:  # never inside a step; the reply is given up, the conversation as it was before the turn
+        except KeyboardInterrupt:  # never inside a step; the conversation stays as it was before the turn
             if not self.is_live:
                 raise
             typer.echo()

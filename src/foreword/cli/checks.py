@@ -1,13 +1,13 @@
 """What `foreword doctor` looks at, one function a check: the machine, the cache folder, the model, and a real run.
 
 Each check says what it found and, where something is wrong, what to do. Nothing here raises what Foreword raises on
-purpose: a fault is a finding.
+purpose: a fault is a finding. The usual checks take seconds; `full` ones measure, try every method and read every byte.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from foreword.api import load
+from foreword.bench.figures import noise
 from foreword.cli.console import waiting
-from foreword.core.cores import cores
+from foreword.drafters.auto import Expected, choose, expectations, fitting
+from foreword.drafters.shipped import model_of, shipped
 from foreword.errors import ForewordError
+from foreword.hub.checksums import verify_model
+from foreword.hub.resolve import default_model, resolve
+from foreword.hub.storage import home
 from foreword.methods import METHODS
-from foreword.methods.auto import Expected, expectations, fitting
-from foreword.methods.shipped import model_of, shipped
-from foreword.model.cache import free_memory
-from foreword.model.hub import default_model, resolve
+from foreword.model.busy import busy_words, others_at_work
+from foreword.model.cores import cores
+from foreword.model.cost import kept_curve
 from foreword.model.loading import choose_device, choose_dtype
-from foreword.model.storage import home, place
+from foreword.ops.device import free_memory
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -40,6 +44,9 @@ TEST_PROMPTS = (
     "Explain in two sentences why the sea is salty.",
 )
 TEST_TOKENS = 32
+QUICK_ROWS, QUICK_PROMPTS = 8, 1  # few, so that what rows cost need not be known
+AGAIN = "foreword doctor --remeasure measures it anew; it is best done when the machine is quiet"
+LEFT_OUT = "every method, what rounds cost, what auto expects, and the bytes of the model"
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Finding:
     do: str = ""
 
 
-def examine(model: ModelOptions, fetch: bool) -> Iterator[Finding]:
+def examine(model: ModelOptions, fetch: bool, full: bool = True) -> Iterator[Finding]:
     """Every check in turn, the quick ones first."""
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform(terse=True)}")
     yield from (_package(name) for name in LEAST)
@@ -59,14 +66,19 @@ def examine(model: ModelOptions, fetch: bool) -> Iterator[Finding]:
     yield _onednn()
     yield _numba(model)
     yield _memory()
+    yield _others()
     yield from _cache()
     yield _drafters()
     found = _model(model, fetch)
     yield found
-    if found.status == "ok":
-        yield from _self_test(model)
-    else:
+    if found.status != "ok":
         yield Finding("self-test", "warn", "skipped: it needs the model", "")
+        return
+    if full:
+        yield _bytes(model)
+    yield from _self_test(model, full)
+    if not full:
+        yield Finding("left out", "ok", f"{LEFT_OUT}: foreword doctor --full")
 
 
 def _package(name: str) -> Finding:
@@ -125,6 +137,14 @@ def _memory() -> Finding:
     return Finding("memory", "ok", f"{_size(free)} free")
 
 
+def _others() -> Finding:
+    """Whatever is timed on a busy machine misleads."""
+    share = others_at_work()
+    if words := busy_words(share):
+        return Finding("other programs", "warn", words, "close what you can: figures of a busy machine mislead")
+    return Finding("other programs", "ok", f"the machine is quiet: {share:.0%} of the cores are used")
+
+
 def _cache() -> Iterator[Finding]:
     try:
         folder = home()
@@ -159,35 +179,60 @@ def _model(model: ModelOptions, fetch: bool) -> Finding:
     return Finding("model", "ok", f"{model.name}, in {folder}")
 
 
-def _self_test(model: ModelOptions) -> Iterator[Finding]:
-    """The same text from every method, and how fast each wrote it."""
+def _bytes(model: ModelOptions) -> Finding:
+    """Whether the files of a converted model are those that were written."""
+    with waiting("comparing the model's files with their checksums"):
+        wrong = verify_model(resolve(model.model))
+    if wrong:
+        return Finding("model's files", "fail", "; ".join(wrong), "delete its folder: it is then fetched or converted again")
+    said = "every byte is as it was written" if wrong is not None else "no checksums were kept of them"
+    return Finding("model's files", "ok", said)
+
+
+def _self_test(model: ModelOptions, full: bool) -> Iterator[Finding]:
+    """The same text from some methods or all, and how fast each wrote it."""
     try:
         with waiting("self-test: plain"):
             llm = load(model.model, "plain", slots=1, **model.where())
-            _write(llm)  # the first text pays for warming up
-            plain = _write(llm)
-        for method in (*TRIED, *fitting(llm.model)):
+            prompts = TEST_PROMPTS if full else TEST_PROMPTS[:QUICK_PROMPTS]
+            _write(llm, prompts)  # the first text pays for warming up
+            plain = _write(llm, prompts)
+        for method in (*TRIED, *(fitting(llm.model) if full else ())):
             with waiting(f"self-test: {method}"):
-                found = _write(llm.use(method))
+                found = _write(llm.use(method, None if full else QUICK_ROWS), prompts)
             yield _compare(method, plain, found, str(llm.model.dtype).removeprefix("torch."))
-        yield _curve(llm)
-        with waiting("measuring what a round costs"):
-            expected = expectations(llm.model)
-        yield from _choice(expected)
+        yield from _costs(llm, full)
     except ForewordError as error:
         yield Finding("self-test", "fail", str(error))
 
 
-def _choice(expected: list[Expected]) -> Iterator[Finding]:
+def _costs(llm: LLM, full: bool) -> Iterator[Finding]:
+    """What rows cost, and what `auto` makes of it: measured in full, else what is known of it."""
+    if not full:
+        llm.model.use_costs(kept_curve(llm.model))
+        yield _curve(llm)
+        return
+    with waiting("measuring what a round costs"):
+        expected = expectations(llm.model)
+    yield _curve(llm)
+    yield from _choice(expected, choose(llm.model, expected).method)
+
+
+def _choice(expected: list[Expected], taken: str) -> Iterator[Finding]:
     """What `auto` takes, and why."""
     for one in expected:
         figures = f"{one.tokens_per_round:.2f} tokens/round, a round costs {one.round_cost:.2f} of plain's"
         yield Finding(f"expected {one.method}", "ok", f"{figures}: {one.speedup:.2f}x its speed")
-    yield Finding("auto", "ok", f"takes {expected[0].method} here; texts differ: foreword bench measures on yours")
+    before = "" if taken == expected[0].method else f", as before: {expected[0].method} is about as fast"
+    said = f"takes {taken} here{before}; texts differ: foreword bench measures on yours"
+    if not all(one.steady for one in expected):
+        yield Finding("auto", "warn", f"{said}; costs were measured while the machine was busy", AGAIN)
+    else:
+        yield Finding("auto", "ok", said)
 
 
-def _write(llm: LLM) -> list[Result]:
-    return [llm.generate(prompt, max_new_tokens=TEST_TOKENS, ignore_eos=True) for prompt in TEST_PROMPTS]
+def _write(llm: LLM, prompts: Sequence[str] = TEST_PROMPTS) -> list[Result]:
+    return [llm.generate(prompt, max_new_tokens=TEST_TOKENS, ignore_eos=True, seed=0) for prompt in prompts]
 
 
 def _compare(method: str, plain: list[Result], found: list[Result], dtype: str) -> Finding:
@@ -200,6 +245,8 @@ def _compare(method: str, plain: list[Result], found: list[Result], dtype: str) 
     tokens, rounds = (sum(getattr(one.stats, name) for one in found) for name in ("new_tokens", "rounds"))
     ratio = sum(one.stats.decode_s for one in plain) / sum(one.stats.decode_s for one in found)
     said = f"same {tokens} tokens as plain; {tokens / rounds:.2f} tokens/round, {ratio:.2f}x its speed"
+    if why := noise(ratio, tokens / rounds):
+        return Finding(check, "warn", f"{said}, which is {why}", "the machine is busy: try again when it is quiet")
     if ratio < 0.9:
         return Finding(check, "warn", said, "slower than plain: try again when the machine is quiet, and see row costs")
     return Finding(check, "ok", said)
@@ -209,14 +256,14 @@ def _curve(llm: LLM) -> Finding:
     """A pass over many candidates should cost little more than over one; a curve measured on a busy machine misleads."""
     curve = llm.model.curve
     if curve is None:
-        return Finding("row costs", "ok", "not measured: no method asked")
+        return Finding("row costs", "ok", "not measured yet: the first load of a method that asks does, or --full")
     costs = ", ".join(f"{rows} rows x{curve.relative(rows):.1f}" for rows in (4, 16, 64))
     said = f"1 row {1000 * curve.at(1):.0f} ms, {costs}"
-    again = f"delete {place() / 'costs'} to measure again"
     if not curve.steady:
-        return Finding("row costs", "warn", f"{said}, measured while the machine was busy", again)
+        why = f" ({curve.suspect})" if curve.suspect else ""
+        return Finding("row costs", "warn", f"{said}, measured while the machine was busy{why}", AGAIN)
     if curve.relative(16) > 8:
-        return Finding("row costs", "warn", f"{said}: guessing pays little here", f"if that is news, {again}")
+        return Finding("row costs", "warn", f"{said}: guessing pays little here", f"if that is news: {AGAIN}")
     return Finding("row costs", "ok", said)
 
 

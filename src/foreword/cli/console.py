@@ -1,14 +1,17 @@
 """Where the commands write: answers on stdout, everything about them on stderr.
 
 On a terminal there is colour (unless NO_COLOR says no); in a pipe there is the bare text, exactly as the model wrote it.
+Progress is drawn on a terminal; elsewhere it is a plain line now and then, so that a log shows that something goes on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 from rich.console import Console
@@ -49,14 +52,20 @@ def note(text: str) -> None:
         console.print(Text(text, "dim"), soft_wrap=True)
 
 
+def note_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """What the model itself says about sampling, where the options do not."""
+    used = ", ".join(f"{name} {value}" for name, value in defaults.items() if name not in given)
+    if used:
+        note(f"by the model's generation_config.json: {used}")
+
+
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """A sign of life on stderr while something takes seconds."""
+def waiting(what: str, only_here: bool = False) -> Iterator[None]:
+    """A sign of life on stderr while something takes seconds. `only_here`: on a terminal alone, as for an answer that is to
+    come through a pipe with nothing next to it."""
     console = notes()
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(Text(what, "dim")):
+    here, elsewhere = console.is_terminal, nullcontext() if only_here else Lines(what)
+    with console.status(Text(what, "dim")) if here else elsewhere:
         yield
 
 
@@ -65,12 +74,46 @@ def bar(what: str, shown: bool = True) -> Iterator[Callable[[str, int, int], Non
     """A progress bar on stderr, and the function that tells it (what, how many are done, of how many)."""
 
     console = notes()
+    if shown and not console.is_terminal:
+        with Lines(what) as lines:
+            yield lines.tell
+        return
     columns = TextColumn("[dim]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     # What goes to stdout is the answer: a bar that takes it over would send it to stderr.
-    off = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=off) as progress:
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as progress:
         task = progress.add_task(what, total=None)
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+
+
+class Lines:
+    """Progress where there is no terminal: a line on stderr when something takes long, and then now and then. A thread of
+    its own writes them, for a single step may be what takes long."""
+
+    FIRST_S, EVERY_S = 10.0, 30.0
+
+    def __init__(self, what: str) -> None:
+        self._what = self._words = what
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        self._words = f"{self._what}, {done} of {total}: {what}" if what != self._what else f"{what}, {done} of {total}"
+
+    def _run(self) -> None:
+        pause = self.FIRST_S
+        while not self._ended.wait(pause):
+            seconds = time.monotonic() - self._since
+            notes().print(Text(f"{self._words} ({seconds:.0f} s)"), soft_wrap=True)
+            pause = self.EVERY_S
+
+    def __enter__(self) -> Self:
+        self._since = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`foreword distill`: a prompt file in, a folder of training data out: what the model itself answers."""
+"""`foreword distill`: a prompt file in, a folder of training data out: the model's own answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foreword.cli.options import WRITING, Json, MethodOptions, ModelOptions
 if TYPE_CHECKING:
     from foreword.api import LLM
     from foreword.text import Prompt
-    from foreword.train import Progress, Recipe
+    from foreword.train import DistillProgress, Recipe
 
 DISTILL_EXAMPLES = """\
 [bold]Examples[/]
@@ -36,26 +36,26 @@ _of_writing = partial(typer.Option, rich_help_panel=WRITING)
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """What decides which tokens are written and kept."""
+    """Everything that decides which tokens are generated and kept."""
 
-    tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Stop when the model has written so many tokens that were kept.")
-    ] = None
+    tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N kept tokens of the model.")] = None
     answers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="So many answers to each prompt; they differ above temperature 0.")
+        int, typer.Option(min=1, metavar="N", help="Answers per prompt; they differ above temperature 0.")
     ] = 1
     drop_loops: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, metavar="X", help="Leave out answers of which a larger share than X repeats itself; 0.3 is mild."
+            min=0, max=1, metavar="X", help="Drop answers of which more than this share repeats itself; 0.3 is mild."
         ),
     ] = None
-    max_new_tokens: Annotated[int, _of_writing(min=1, metavar="N", help="Tokens an answer may have.")] = 512
-    temperature: Annotated[float, _of_writing(min=0, metavar="X", help="0 takes the likeliest token each time.")] = 0.0
+    max_new_tokens: Annotated[int, _of_writing(min=1, metavar="N", help="Tokens per answer, at most.")] = 512
+    temperature: Annotated[float, _of_writing(min=0, metavar="X", help="0 is greedy: the likeliest token each time.")] = 0.0
     top_p: Annotated[
-        float, _of_writing(min=0, max=1, metavar="X", help="Draw from the likeliest tokens that hold this share.")
+        float, _of_writing(min=0, max=1, metavar="X", help="Sample from the likeliest tokens that hold this share.")
     ] = 1.0
-    seed: Annotated[int, _of_writing(metavar="N", help="Each prompt draws with a seed made of this one and its id.")] = 0
+    seed: Annotated[
+        int, _of_writing(metavar="N", help="Each prompt is sampled with a seed made from this one and its id.")
+    ] = 0
 
     def recipe(self) -> Recipe:
         from foreword.train import Recipe  # noqa: PLC0415  imports torch
@@ -70,26 +70,24 @@ def distill(
         Path,
         typer.Option(
             metavar="FILE",
-            help="What to answer: one prompt a line, or JSON lines with prompt, turns, messages or conversations; "
+            help="What to answer: one prompt per line, or JSON lines with prompt, turns, messages or conversations; "
             ".gz and .xz too; `-` is standard input.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Where the training data goes.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Write the training data to this folder.")],
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
     slots: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Prompts answered side by side; the cache grows with it. Default: 512 on a GPU, or 16."
-        ),
+        typer.Option(min=1, metavar="N", help="Batch size; the cache grows with it. Default: 512 on a GPU, else 16."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Have the model answer a prompt file in large batches, and keep what it wrote as training data.
 
-    A drafter learns to guess what this very model writes, so its best teacher is the model's own text. Of several turns
-    each is answered in the context of the earlier ones, with the model's own replies between them.
+    A drafter learns to draft what this model writes, so the model's own output is the best training data. Every turn of a
+    prompt is answered after the earlier turns and the model's own replies to them.
 
-    The same command again goes on where a run was cut; at most a few seconds of work are lost. Prompts that cannot be used
+    The same command resumes an interrupted run; at most a few seconds of work are lost. Prompts that cannot be used
     (malformed rows, or too long for --max-context with room for an answer) are skipped and counted. The folder holds
     shards of token ids with a mask of what the model wrote, and manifest.json: docs/train.md has the format.
     """
@@ -118,12 +116,12 @@ def _device(model: ModelOptions) -> str:
     return choose_device(model.device).type
 
 
-def _run(llm: LLM, asked: list[Prompt], out: Path, recipe: Recipe) -> Progress:
+def _run(llm: LLM, asked: list[Prompt], out: Path, recipe: Recipe) -> DistillProgress:
     from foreword.train import distill as run  # noqa: PLC0415  imports torch
 
     with bar("prompts") as show:
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: DistillProgress) -> None:
             loops = f", {progress.counts['loops']} loops dropped" if recipe.drop_loops is not None else ""
             what = f"{progress.tokens:,} tokens, {progress.tokens_per_second:,.0f}/s{loops}"
             show(what, progress.done, progress.talks)
@@ -135,7 +133,7 @@ def _run(llm: LLM, asked: list[Prompt], out: Path, recipe: Recipe) -> Progress:
             raise
 
 
-def _facts(done: Progress, out: Path, left_out: list[str]) -> dict[str, Any]:
+def _facts(done: DistillProgress, out: Path, left_out: list[str]) -> dict[str, Any]:
     return {
         "out": str(out),
         "talks": done.talks,
@@ -148,7 +146,7 @@ def _facts(done: Progress, out: Path, left_out: list[str]) -> dict[str, Any]:
     }
 
 
-def _summary(done: Progress, out: Path, unusable: int) -> str:
+def _summary(done: DistillProgress, out: Path, unusable: int) -> str:
     counts = done.counts
     parts = [
         f"{counts['written']:,} tokens written by the model, in {counts['sequences']:,} sequences of {counts['tokens']:,}",

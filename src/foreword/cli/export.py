@@ -12,7 +12,7 @@ from foreword.cli.console import print_json, screen, waiting
 from foreword.cli.options import Json, ModelOptions
 
 if TYPE_CHECKING:
-    from foreword.methods.export import Exported
+    from foreword.drafters.export import Exported
 
 EXPORT_EXAMPLES = """\
 [bold]Examples[/]
@@ -28,13 +28,13 @@ EXPORT_EXAMPLES = """\
 
 
 def export(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the model goes: a new or an empty folder.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Write the model to this folder, which must be new or empty.")],
     folder: Annotated[
         Path | None,
         typer.Argument(
             metavar="FOLDER",
             show_default=False,
-            help="What `foreword train draft_model` wrote. Default: the drafter that ships for the default model.",
+            help="A folder that `foreword train draft_model` wrote. Default: the drafter that ships for the default model.",
         ),
     ] = None,
     model: Annotated[
@@ -45,7 +45,7 @@ def export(
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="What the weights are kept in: bfloat16, float16 or float32.")
+        str, typer.Option(metavar="NAME", help="Precision of the stored weights: bfloat16, float16 or float32.")
     ] = "bfloat16",
     json: Json = False,
 ) -> None:
@@ -67,7 +67,7 @@ def export(
 
 
 def _run(out: Path, folder: Path | None, model: str | None, dtype: str) -> Exported:
-    from foreword.methods.export import export as run  # noqa: PLC0415  imports torch
+    from foreword.drafters.export import export as run  # noqa: PLC0415  imports torch
 
     if not ModelOptions(model).is_here():  # fetching draws a bar of its own
         return run(out, folder, model, dtype)

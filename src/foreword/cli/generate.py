@@ -1,22 +1,21 @@
-"""`foreword generate`: a prompt, or a file of them, in; text or JSON out.
+"""`foreword generate`: a prompt, or a file of prompts, in; text or JSON out.
 
-One text streams as it is decided. Several are written side by side and come out in their order, each exactly as
-`LLM.generate` would write the list under the same seed.
+One answer streams as it is decided. Several run as a batch and come out in their order, each exactly as `LLM.generate`
+would give it under the same seed.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from foreword.cli.console import bar, end_line, figures, note, print_json, screen
-from foreword.cli.options import WRITING, Json, MethodOptions, ModelOptions, Slots, WritingOptions
+from foreword.cli.console import bar, end_line, figures, note, note_defaults, print_json, screen
+from foreword.cli.options import WRITING, Json, MethodOptions, ModelOptions, Remeasure, Slots, WritingOptions
 from foreword.errors import PromptError
 
 if TYPE_CHECKING:
@@ -44,43 +43,44 @@ def generate(
     writing: WritingOptions,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="What to answer; `-`, or nothing in a pipe, reads it from standard input."),
+        typer.Argument(metavar="PROMPT", help="What to answer. `-`, or no prompt in a pipe, reads standard input."),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Answer every prompt of a file: one a line, or JSON lines with prompt, turns, messages or conversations "
-            "(of several turns the first). With --json the answers are JSON lines, in order, each with its id.",
+            help="Answer every prompt of a file: one per line, or JSON lines with prompt, turns, messages or conversations "
+            "(the first of several turns). With --json the answers are JSON lines, in order, each with its id.",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts of the file.")] = None,
-    n: Annotated[
-        int, typer.Option(min=1, metavar="N", help="So many samples of each prompt; they differ above temperature 0.")
-    ] = 1,
+    n: Annotated[int, typer.Option(min=1, metavar="N", help="Samples per prompt; they differ above temperature 0.")] = 1,
     raw: Annotated[
         bool,
         typer.Option(
-            "--raw", metavar="", help="Continue the prompt as it stands, without the chat template.", rich_help_panel=WRITING
+            "--raw", metavar="", help="Continue the prompt as it is, without the chat template.", rich_help_panel=WRITING
         ),
     ] = False,
     slots: Slots = 4,
+    remeasure: Remeasure = False,
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write every round to a file, a line of JSON each; `foreword draw` makes pictures of it."
+            metavar="FILE", help="Write every round to a file, one JSON object per line; `foreword draw` draws them."
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Answer a prompt, and stream the answer as it is written.
+    """Answer a prompt, and stream the answer as it is decided.
 
-    The model answers as in a chat; with --raw it continues the text instead. On a terminal a last line tells how many
-    tokens each pass of the model brought (plain decoding brings 1) and how fast that was.
+    The model answers as in a chat; with --raw it continues the prompt. On a terminal a last line shows tokens per round
+    (plain decoding has 1) and the speed.
     """
     settings = writing.settings(json) | {"chat": not raw}
     asked = _asked(prompt, prompts, limit)
-    with model.load(method, slots if len(asked) * n > 1 else 1) as llm:
+    own = not writing.no_generation_config
+    with model.load(method, slots if len(asked) * n > 1 else 1, remeasure, generation_config=own) as llm:
+        note_defaults(llm.sampling_defaults, settings)
         if trace is not None:
             llm.trace(trace)
         if len(asked) * n > 1 or prompts:
@@ -92,7 +92,7 @@ def generate(
 
 
 def _asked(prompt: str | None, file: Path | None, limit: int | None) -> list[tuple[str | None, Any]]:
-    """The prompts, each with its id in the file."""
+    """Return the prompts, each with its id in the file."""
     if file is not None:
         from foreword.text import read_prompts  # noqa: PLC0415  start-up time
 
@@ -101,7 +101,7 @@ def _asked(prompt: str | None, file: Path | None, limit: int | None) -> list[tup
         rows = read_prompts(file, limit)
         return [(row.id, row.first()) for row in rows]
     if limit is not None:
-        raise typer.BadParameter("it counts prompts of a file: add --prompts FILE", param_hint="--limit")
+        raise typer.BadParameter("it limits the prompts of a file: add --prompts FILE", param_hint="--limit")
     if prompt is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, pipe one in, or name a file with --prompts")
     return [(None, _standard_input() if prompt in (None, "-") else prompt)]
@@ -123,33 +123,22 @@ def _write_one(llm: LLM, prompt: Any, settings: dict[str, Any]) -> None:
 
 
 def _write_all(llm: LLM, asked: list[tuple[str | None, Any]], n: int, json: bool, settings: dict[str, Any]) -> None:
-    labels = [
+    labels = (
         ({} if name is None else {"id": name}) | ({} if n == 1 else {"sample": i}) for name, _ in asked for i in range(n)
-    ]
+    )
     started = time.perf_counter()
     done: list[Result] = []
-    results = _results(llm, asked, n, settings)
+    results = llm.generate_each([prompt for _, prompt in asked], n=n, **settings)
     with bar("writing", shown=not screen().is_terminal) as show:  # on a terminal the answers themselves show progress
-        show("writing", 0, len(labels))
+        show("writing", 0, len(asked) * n)
         for label, result in zip(labels, results, strict=True):
             if json:
                 print_json(label | result.to_dict())
             else:
                 _print_answer(" ".join(f"{key} {value}" for key, value in label.items()), result)
             done.append(result)
-            show("writing", len(done), len(labels))
+            show("writing", len(done), len(asked) * n)
     note(figures(done, time.perf_counter() - started))
-
-
-def _results(llm: LLM, asked: list[tuple[str | None, Any]], n: int, settings: dict[str, Any]) -> Iterator[Result]:
-    """One after the other, while the slots work on those to come."""
-    from foreword.core.sampling import Sampling  # noqa: PLC0415  imports torch
-
-    seed = Sampling(seed=settings["seed"]).seeded()
-    prompts = [prompt for _, prompt in asked for _ in range(n)]
-    # All enter the queue now: a prompt that cannot be used is refused before the first answer is written.
-    streams = [llm.stream(one, **settings | {"seed": seed.derived(i).seed}) for i, one in enumerate(prompts)]
-    return (stream.result for stream in streams)
 
 
 def _print_answer(label: str, result: Result) -> None:

@@ -1,4 +1,4 @@
-"""The referee of `prove` for the texts of `bench`: two rooms that meet only here."""
+"""The referee of `prove` for the outputs of `bench`: two rooms that meet only here."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from foreword.errors import ForewordError
 
 if TYPE_CHECKING:
     from foreword.api import LLM
-    from foreword.bench.partings import Judge, Parting
+    from foreword.bench.divergences import Divergence, Judge
     from foreword.prove import Case, Ruling
 
 
 def referee(llm: LLM, folder: Path, progress: Callable[[str, int, int], None]) -> Judge:
-    """Tells ties from differences. What it cannot judge it says why, for every parting: none of them is a tie then.
+    """Return a function that tells ties from bugs. If it cannot judge, it says why for every divergence: none is a tie then.
 
-    Passes of a benchmark have more shapes than a referee replays, and some are other people's, so it grants them more error
-    than in a proof.
+    Passes of a benchmark have more shapes than the referee replays, and baselines have their own, so it allows a larger
+    error than in a proof.
     """
-    from foreword.bench.partings import DIFFERENT, TIE  # noqa: PLC0415  imports torch
+    from foreword.bench.divergences import DIFFERENT, TIE  # noqa: PLC0415  imports torch
     from foreword.prove import Case, Referee  # noqa: PLC0415  imports torch
 
-    def judge(partings: Sequence[Parting]) -> list[str]:
-        cases = [Case(one.text, one.prompt, one.place, one.sampling, one.base, one.other) for one in partings]
+    def judge(divergences: Sequence[Divergence]) -> list[str]:
+        cases = [Case(one.text, one.prompt, one.place, one.sampling, one.base, one.other) for one in divergences]
         rulings: dict[Case, Ruling] = {}
         try:
             for found in Referee(llm.model, folder).judge(cases, wide=True):

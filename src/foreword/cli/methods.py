@@ -1,4 +1,4 @@
-"""`foreword methods`: the table of methods, read without importing one of them; with --measure, what `auto` makes of it."""
+"""`foreword methods`: the table of methods, read without importing them; with --measure, what `auto` would pick."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from foreword.cli.console import print_json, screen, waiting
-from foreword.cli.options import Json, MethodOptions, ModelOptions
-from foreword.methods import METHODS
-from foreword.methods.shipped import model_of, shipped
+from foreword.cli.console import complain, print_json, screen, waiting
+from foreword.cli.options import Json, MethodOptions, ModelOptions, Remeasure, measuring
+from foreword.drafters.shipped import model_of, shipped
+from foreword.methods import all_methods, find
 
 if TYPE_CHECKING:
-    from foreword.methods.auto import Expected
+    from foreword.drafters.auto import Choice, Expected
 
 METHODS_EXAMPLES = """\
 [bold]Examples[/]
@@ -31,33 +31,43 @@ def methods(
     model: ModelOptions,
     measure: Annotated[
         bool,
-        typer.Option("--measure", metavar="", help="Load the model, and say what `auto` expects of each method here."),
+        typer.Option(
+            "--measure",
+            metavar="",
+            help="Load the model, and show the speed-up that `auto` expects of each method on this machine.",
+        ),
     ] = False,
+    remeasure: Remeasure = False,
     json: Json = False,
 ) -> None:
-    """List the methods: the ways of guessing what the model will write next.
+    """List the methods: the ways to draft the next tokens of the model.
 
-    A trained method needs a small drafter of its own, made for the model: one that ships, or one of yours (--drafter). The
-    others work with any model at once. The text is the same with each of them: `foreword prove` shows it. With --measure a
-    second table says what each is expected to bring on this machine, the fastest first: that one is what `auto` takes.
+    A trained method needs a drafter made for the model: one that ships, or one of yours (--drafter). The others work with
+    any model at once. The output is the same with every method; `foreword prove` shows it. With --measure a second table
+    shows the expected speed-up on this machine, the fastest first, and which method `auto` takes: the fastest, or its
+    earlier choice if that is about as fast. --remeasure measures the costs again first.
     """
-    expected = _measured(model) if measure else []
+    found = _measured(model, remeasure) if measure or remeasure else None
     if json:
-        print_json({"methods": _fields()} | ({"expected": [_figures(one) for one in expected]} if measure else {}))
+        print_json({"methods": _fields()} | ({} if found is None else _expected_fields(*found)))
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("method", "what it does", "drafter", "paper"):
         table.add_column(head, no_wrap=head == "method")
-    for name, one in METHODS.items():
+    for name, one in all_methods().items():
         table.add_row(Text(name, "bold"), one.summary, _drafter(name), one.paper)
     screen().print(table)
-    if measure:
+    if found is not None:
+        expected, chosen = found
         screen().print()
         screen().print(_expected_table(expected))
+        screen().print(f"auto takes {chosen.method}")
+        if not all(one.steady for one in expected):
+            complain("costs were measured while the machine was busy; try --remeasure when it is quiet", "warning", "yellow")
 
 
 def _drafter(name: str) -> str:
-    if not METHODS[name].trained:
+    if not find(name).trained:
         return "not needed"
     folder = shipped().get(name)
     return "to be trained" if folder is None else f"ships for {model_of(folder)}"
@@ -67,19 +77,21 @@ def _fields() -> dict[str, dict[str, Any]]:
     ships = {name: model_of(folder) for name, folder in shipped().items()}
     return {
         name: {"summary": one.summary, "trained": one.trained, "paper": one.paper, "ships_for": ships.get(name)}
-        for name, one in METHODS.items()
+        for name, one in all_methods().items()
     }
 
 
-def _measured(model: ModelOptions) -> list[Expected]:
-    with model.load(MethodOptions(method="plain"), slots=1) as llm, waiting("measuring what a round costs"):
-        from foreword.methods.auto import expectations  # noqa: PLC0415  imports torch
+def _measured(model: ModelOptions, remeasure: bool) -> tuple[list[Expected], Choice]:
+    with measuring(remeasure), model.load(MethodOptions(method="plain"), slots=1) as llm:
+        from foreword.drafters.auto import choose, expectations  # noqa: PLC0415  imports torch
 
-        return expectations(llm.model)
+        with waiting("measuring what a round costs"):
+            expected = expectations(llm.model)
+        return expected, choose(llm.model, expected)
 
 
-def _figures(one: Expected) -> dict[str, Any]:
-    return {**vars(one), "speedup": one.speedup}
+def _expected_fields(expected: list[Expected], chosen: Choice) -> dict[str, Any]:
+    return {"expected": [{**vars(one), "speedup": one.speedup} for one in expected], "auto": chosen.method}
 
 
 def _expected_table(expected: list[Expected]) -> Table:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -18,8 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from foreword.cli.console import waiting
-from foreword.methods import AUTO, DEFAULT_METHOD, METHODS, find
-from foreword.methods.words import read_value, read_word
+from foreword.drafters.spec import read_value, read_word
+from foreword.errors import ForewordWarning
+from foreword.files import BadJSON, parse_json, read_all
+from foreword.methods import AUTO, DEFAULT_METHOD, all_methods, find
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -30,11 +34,31 @@ _of_method = partial(typer.Option, rich_help_panel=METHOD)
 _of_writing = partial(typer.Option, rich_help_panel=WRITING)
 
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of text, for programs.")]
-Slots = Annotated[int, _of_model(min=1, metavar="N", help="Texts written side by side.")]
+Remeasure = Annotated[
+    bool,
+    _of_method(
+        "--remeasure",
+        metavar="",
+        help="Measure again what rounds cost on this machine, and replace the stored figures. The first load measures them.",
+    ),
+]
+Slots = Annotated[int, _of_model(min=1, metavar="N", help="Batch size: requests that run at a time.")]
+
+
+@contextmanager
+def measuring(anew: bool) -> Iterator[None]:
+    """Measure costs again inside this block, if `anew`."""
+    if not anew:
+        yield
+        return
+    from foreword.model.measured import anew as block  # noqa: PLC0415  imports torch
+
+    with block():
+        yield
 
 
 def _known(method: str) -> str:
-    """NAME, or NAME=FOLDER, perhaps with options behind it."""
+    """Check NAME, NAME=FOLDER or FOLDER, perhaps with options after it."""
     name = read_word(method).name
     if name != AUTO:
         find(name)
@@ -43,24 +67,24 @@ def _known(method: str) -> str:
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """How tokens are guessed. Whatever is chosen here, the text stays the same; only the speed changes."""
+    """How tokens are drafted. No choice here changes the output, only the speed."""
 
     method: Annotated[
         str,
         _of_method(
             callback=_known,
-            autocompletion=lambda: [AUTO, *METHODS],
+            autocompletion=lambda: [AUTO, *all_methods()],
             metavar="NAME",
-            help="How tokens are guessed; `foreword methods` lists them. The text is the same with every method. Default: "
-            "what is expected to be fastest on this machine.",
+            help="How tokens are drafted; `foreword methods` lists the methods. The output is the same with every method. "
+            "Default: the one expected to be fastest on this machine.",
         ),
     ] = DEFAULT_METHOD
     drafter: Annotated[
         Path | None,
         _of_method(
             metavar="FOLDER",
-            help="A trained drafter, which says itself of which method it is, or a small model to guess with. Default: the "
-            "one that ships for the model.",
+            help="A trained drafter (its folder says which method it belongs to), or a small model to draft with. Default: "
+            "the drafter that ships for the model.",
         ),
     ] = None
     rows: Annotated[
@@ -68,18 +92,19 @@ class MethodOptions:
         _of_method(
             min=1,
             metavar="N",
-            help="At most so many candidates in a pass. Default: as many as pay on this machine, which is measured once.",
+            help="Rows of a verify pass, at most: the draft tokens and the root. Default: as many as pay off on this "
+            "machine, which is measured once.",
         ),
     ] = None
     method_option: Annotated[
         list[str],
         _of_method(
-            metavar="KEY=VALUE", help="An option of the method itself, such as table=reset or max_match=3; may be repeated."
+            metavar="KEY=VALUE", help="An option of the method, such as table=reset or max_match=3; may be repeated."
         ),
     ] = field(default_factory=list)
 
     def own(self) -> dict[str, Any]:
-        """The method's own options, with numbers and tuples read as such."""
+        """Return the options of the method, with numbers and tuples parsed."""
         return dict(_pair(text) for text in self.method_option)
 
 
@@ -95,7 +120,7 @@ def _pair(text: str) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model writes, and on what."""
+    """Which model runs, on which device, with which precision."""
 
     model: Annotated[
         str | None,
@@ -105,14 +130,14 @@ class ModelOptions:
         ),
     ] = None
     device: Annotated[
-        str | None, _of_model(metavar="NAME", help="cpu, cuda or cuda:N. Default: the GPU where there is one.")
+        str | None, _of_model(metavar="NAME", help="cpu, cuda or cuda:N. Default: the GPU, if there is one.")
     ] = None
     dtype: Annotated[
         str | None,
         _of_model(
             metavar="NAME",
-            help="float32, float64, bfloat16 or float16. Default: float32 on a CPU, where texts are equal token for "
-            "token; bfloat16 on a GPU.",
+            help="float32, float64, bfloat16 or float16. Default: float32 on a CPU, where outputs equal plain decoding "
+            "token for token; bfloat16 on a GPU.",
         ),
     ] = None
     threads: Annotated[
@@ -123,50 +148,70 @@ class ModelOptions:
         _of_model(
             min=1,
             metavar="N",
-            help="Tokens a text may have, prompt included. Default: what the model was trained for, at most 4096.",
+            help="Tokens per sequence, prompt included. Default: the model's own limit, at most 4096.",
         ),
     ] = None
-    no_compile: Annotated[
-        bool, _of_model("--no-compile", metavar="", help="Layers as transformers wrote them, to compare: slower.")
+    no_fused_layers: Annotated[
+        bool,
+        _of_model(
+            "--no-fused-layers",
+            metavar="",
+            help="Run the layers of transformers in place of the fused layers: slower, to compare.",
+        ),
     ] = False
-    no_graph: Annotated[
-        bool, _of_model("--no-graph", metavar="", help="On CUDA, rounds launched one by one, to compare: slower.")
+    no_cuda_graphs: Annotated[
+        bool,
+        _of_model(
+            "--no-cuda-graphs", metavar="", help="On CUDA, launch kernels one by one in place of graphs: slower, to compare."
+        ),
     ] = False
+    no_compile: Annotated[bool, _of_model("--no-compile", hidden=True)] = False
+    no_graph: Annotated[bool, _of_model("--no-graph", hidden=True)] = False
 
-    def load(self, method: MethodOptions, slots: int) -> LLM:
+    def __post_init__(self) -> None:
+        """Flags under the names that they had in 0.1."""
+        for before, now in (("no_compile", "no_fused_layers"), ("no_graph", "no_cuda_graphs")):
+            if getattr(self, before):
+                old, new = (f"--{name.replace('_', '-')}" for name in (before, now))
+                warnings.warn(f"{old} is called {new} now; the earlier name will go", ForewordWarning, stacklevel=2)
+                object.__setattr__(self, now, True)
+                object.__setattr__(self, before, False)
+
+    def load(self, method: MethodOptions, slots: int, remeasure: bool = False, generation_config: bool = False) -> LLM:
+        """Load the model. `generation_config`: use the model's own defaults for sampling."""
         own = method.own()
         # Fetching draws a bar of its own, and two live displays would overwrite each other.
-        with waiting(f"loading {self.name}") if self.is_here() else nullcontext():
+        with waiting(f"loading {self.name}", only_here=True) if self.is_here() else nullcontext(), measuring(remeasure):
             from foreword.api import load  # noqa: PLC0415  imports torch: seconds that only loading commands pay
 
-            return load(
-                self.model, method.method, drafter=method.drafter, rows=method.rows, slots=slots, **self.where(), **own
-            )
+            own |= {"drafter": method.drafter, "rows": method.rows, "slots": slots, "generation_config": generation_config}
+            return load(self.model, method.method, **self.where(), **own)
 
     def where(self) -> dict[str, Any]:
-        """The arguments of `foreword.load` that these options are, but for the model itself."""
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "model"}
-        return given | {"compile": not given.pop("no_compile"), "graph": not given.pop("no_graph")}
+        """Return these options as arguments of `foreword.load`, without the model."""
+        apart = {"model", "no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
+        return given | {"fused_layers": not self.no_fused_layers, "cuda_graphs": not self.no_cuda_graphs}
 
     @property
     def name(self) -> str:
-        from foreword.model.hub import DEFAULT  # noqa: PLC0415  start-up time: numpy is below it
+        from foreword.hub.resolve import DEFAULT  # noqa: PLC0415  start-up time: numpy is below it
 
         return self.model or DEFAULT.name
 
     def is_here(self) -> bool:
-        """Whether it lies on this disk for certain; a hub id may have to be fetched."""
-        from foreword.model.storage import place  # noqa: PLC0415  beside `name`
+        """Whether the model is certainly on this disk; a hub id may have to be fetched."""
+        from foreword.hub.storage import place  # noqa: PLC0415  beside `name`
 
         if self.model is None:
             return (place() / "models" / self.name).is_dir()
-        return Path(self.model).expanduser().exists()
+        return os.path.exists(os.path.expanduser(self.model))
 
 
-def _number(value: float) -> float:
-    """Not NaN, which is in every range that a comparison checks: it must not cost the loading of a model first."""
-    if not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a number to write with")
+def _number(value: float | None) -> float | None:
+    """Refuse NaN before a model is loaded: it passes every range check."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
 
@@ -175,57 +220,168 @@ _of_number = partial(_of_writing, callback=_number)
 
 @dataclass(frozen=True)
 class WritingOptions:
-    """How tokens are chosen and where a text ends."""
+    """How tokens are sampled and where the output ends."""
 
     max_new_tokens: Annotated[
-        int | None, _of_writing(min=1, metavar="N", help="Stop after so many tokens. Default: 128; 512 in a chat.")
+        int | None, _of_writing(min=1, metavar="N", help="Stop after N tokens. Default: 128; 512 in a chat.")
     ] = None
-    min_new_tokens: Annotated[int, _of_writing(min=0, metavar="N", help="Do not end before so many tokens.")] = 0
+    min_new_tokens: Annotated[int, _of_writing(min=0, metavar="N", help="Do not end before N tokens.")] = 0
     temperature: Annotated[
-        float, _of_number(min=0, metavar="X", help="0 takes the likeliest token each time; higher is more varied.")
-    ] = 0.0
+        float | None,
+        _of_number(
+            min=0,
+            metavar="X",
+            help="0 is greedy: the likeliest token each time. Higher values vary more. Default, as for the next four: what "
+            "the model's generation_config.json says, else 0.",
+        ),
+    ] = None
     top_p: Annotated[
-        float, _of_number(min=0, max=1, metavar="X", help="Draw from the likeliest tokens that hold this share.")
-    ] = 1.0
-    top_k: Annotated[int, _of_writing(min=0, metavar="N", help="Draw from the K likeliest tokens; 0 is off.")] = 0
+        float | None, _of_number(min=0, max=1, metavar="X", help="Sample from the likeliest tokens that hold this share.")
+    ] = None
+    top_k: Annotated[int | None, _of_writing(min=0, metavar="N", help="Sample from the N likeliest tokens; 0 is off.")] = (
+        None
+    )
     min_p: Annotated[
-        float, _of_number(min=0, max=1, metavar="X", help="Drop tokens less likely than this share of the likeliest.")
-    ] = 0.0
+        float | None, _of_number(min=0, max=1, metavar="X", help="Drop tokens less likely than this share of the likeliest.")
+    ] = None
     repetition_penalty: Annotated[
-        float, _of_number(metavar="X", help="Above 1, tokens that are in the text already become less likely.")
-    ] = 1.0
+        float | None, _of_number(metavar="X", help="Above 1, tokens that occurred before become less likely.")
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        _of_number(min=-2, max=2, metavar="X", help="Above 0, tokens that are in the output already become less likely."),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        _of_number(min=-2, max=2, metavar="X", help="The same, by how often they are in the output."),
+    ] = None
+    logit_bias: Annotated[
+        list[str],
+        _of_writing(metavar="ID=VALUE", help="Add VALUE, -100 to 100, to a token's logit; may be repeated."),
+    ] = field(default_factory=list)
+    bad_words: Annotated[list[str], _of_writing("--bad-word", metavar="TEXT", help="Never write this; may be repeated.")] = (
+        field(default_factory=list)
+    )
+    bad_word_ids: Annotated[
+        list[str],
+        _of_writing(metavar="ID,ID", help="Never write these tokens one after the other; may be repeated."),
+    ] = field(default_factory=list)
+    no_generation_config: Annotated[
+        bool, _of_writing("--no-generation-config", metavar="", help="Ignore the model's own defaults for sampling.")
+    ] = False
     seed: Annotated[
         int | None,
         _of_writing(
-            metavar="N", help="The same seed draws the same text, with any method. Default: a new one; --json tells which."
+            metavar="N", help="The same seed gives the same output, with any method. Default: a new one; --json shows it."
         ),
     ] = None
-    stop: Annotated[list[str], _of_writing(metavar="TEXT", help="End the text before this string; may be repeated.")] = (
+    allowed_token_ids: Annotated[
+        list[int], _of_writing("--allowed-token-id", metavar="N", help="Sample only these tokens; may be repeated.")
+    ] = field(default_factory=list)
+    stop: Annotated[list[str], _of_writing(metavar="TEXT", help="End the output before this string; may be repeated.")] = (
         field(default_factory=list)
     )
-    ignore_eos: Annotated[bool, _of_writing("--ignore-eos", metavar="", help="Write on past the model's own end.")] = False
+    stop_token_ids: Annotated[
+        list[int], _of_writing("--stop-token-id", metavar="N", help="End the output before this token; may be repeated.")
+    ] = field(default_factory=list)
+    include_stop_str_in_output: Annotated[
+        bool, _of_writing("--include-stop", metavar="", help="Keep the stop string or token at the end of the output.")
+    ] = False
+    ignore_eos: Annotated[
+        bool, _of_writing("--ignore-eos", metavar="", help="Continue after the model's end-of-sequence token.")
+    ] = False
+    keep_special_tokens: Annotated[
+        bool, _of_writing("--keep-special-tokens", metavar="", help="Show special tokens in the output.")
+    ] = False
     logprobs: Annotated[
         int | None,
         _of_writing(
-            min=0, max=100, metavar="N", help="With --json: each token's log-probability, and the N likeliest beside it."
+            min=0, max=100, metavar="N", help="With --json: each token's log-probability, and the N likeliest next to it."
         ),
     ] = None
+    prompt_logprobs: Annotated[
+        int | None, _of_writing(min=0, max=100, metavar="N", help="With --json: the same for the tokens of the prompt.")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, _of_writing(min=1, metavar="N", help="Keep the last N tokens of a prompt.")
+    ] = None
+    sanitize_control_tokens: Annotated[
+        bool,
+        _of_writing(
+            "--sanitize-control-tokens",
+            metavar="",
+            help="Read control tokens in a prompt, such as <|im_end|>, as plain characters.",
+        ),
+    ] = False
+    chat_template: Annotated[
+        Path | None, _of_writing(metavar="FILE", help="A Jinja chat template in place of the model's.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None,
+        _of_writing(metavar="JSON", help="Variables that the chat template reads, such as '{\"enable_thinking\": false}'."),
+    ] = None
     no_speculation: Annotated[
-        bool, _of_writing("--no-speculation", metavar="", help="Write token by token, to compare: same text, slower.")
+        bool, _of_writing("--no-speculation", metavar="", help="Decode token by token: same output, slower, to compare.")
     ] = False
 
-    def settings(self, json: bool, max_new_tokens: int = 128) -> dict[str, Any]:
-        """What `generate`, `stream` and `chat` of the Python API call these; `max_new_tokens` where none was given."""
-        if self.logprobs is not None and not json:
-            raise typer.BadParameter("log-probabilities are part of the JSON: add --json", param_hint="--logprobs")
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
+    def settings(self, as_json: bool, max_new_tokens: int = 128) -> dict[str, Any]:
+        """Return the given options as keywords of `generate`, `stream` and `chat` of the Python API. `max_new_tokens`: the
+        default."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None and not as_json:
+                option = f"--{name.replace('_', '-')}"
+                raise typer.BadParameter("log-probabilities are part of the JSON: add --json", param_hint=option)
+        given = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) not in (None, [])}
         given["max_new_tokens"] = self.max_new_tokens or max_new_tokens
         given["speculate"] = not given.pop("no_speculation")
+        given["skip_special_tokens"] = not given.pop("keep_special_tokens")
+        del given["no_generation_config"]
+        if self.logit_bias:
+            given["logit_bias"] = dict(map(_bias, self.logit_bias))
+        if self.bad_word_ids:
+            given["bad_word_ids"] = [_ids(text) for text in self.bad_word_ids]
+        if self.chat_template is not None:
+            given["chat_template"] = _template(self.chat_template)
+        if self.chat_template_kwargs is not None:
+            given["chat_template_kwargs"] = _variables(self.chat_template_kwargs)
         return given
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not ID=VALUE, such as 42=-5", param_hint="--logit-bias") from error
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(token) for token in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not ID,ID such as 42,7", param_hint="--bad-word-ids") from error
+
+
+def _template(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            return read_all(stream).decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--chat-template") from error
+
+
+def _variables(text: str) -> dict[str, Any]:
+    try:
+        found = parse_json(text)
+    except BadJSON as error:
+        raise typer.BadParameter(f"{text[:80]!r} is not JSON ({error})", param_hint="--chat-template-kwargs") from error
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text[:80]!r} is not a JSON object", param_hint="--chat-template-kwargs")
+    return found
+
+
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """Such as `1,16` of an option."""
+    """Parse a list such as `1,16`."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -239,7 +395,7 @@ _HAVE_OPTIONS = {"slots"} | {one.name for group in (MethodOptions, ModelOptions)
 
 
 def unfold(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer wants it: where it takes a group of options, each of them as a parameter of its own."""
+    """Turn a command that takes groups of options into one with a parameter per option, as typer wants it."""
     asked = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {name: one.annotation for name, one in asked.items() if is_dataclass(one.annotation)}
     parameters: list[inspect.Parameter] = []

@@ -1,4 +1,4 @@
-"""`foreword profile`: where the time of a round goes on this machine, section by section, as tables, a file or JSON."""
+"""`foreword profile`: where the time of a round goes on this machine, as tables, a file or JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from foreword.cli.console import note, print_json, screen, waiting
-from foreword.cli.growing import Grow, loaded
-from foreword.cli.options import Json, ModelOptions, numbers
+from foreword.cli.options import Json, ModelOptions, Remeasure, measuring, numbers
 from foreword.cli.prove import NAMES_HELP, and_shipped, asked_prompts, named_methods
+from foreword.cli.widening import Widen, WidenOldName, loaded
 from foreword.errors import StorageError
 
 if TYPE_CHECKING:
@@ -44,63 +44,64 @@ class Shapes(StrEnum):
 
 Candidates = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="At most so many candidates in those rounds. Default: as many as pay."),
+    typer.Option(min=1, metavar="N", help="Rows of a verify pass in those rounds, at most. Default: as many as pay off."),
 ]
 Drawn = Annotated[
     Shapes | None,
-    typer.Option(help="Random weights of these shapes in place of a model: nothing is fetched, the text is noise."),
+    typer.Option(help="Use random weights of these shapes in place of a model. Nothing is fetched; the output is noise."),
 ]
 
 
 def profile(
     model: ModelOptions,
     shapes: Drawn = None,
-    rows: Annotated[str, typer.Option(metavar="N,N", help="Rows of the passes to time.")] = "1,4,16,64",
+    rows: Annotated[str, typer.Option(metavar="N,N", help="Numbers of rows for which a pass is timed.")] = "1,4,16,64",
     contexts: Annotated[
-        str, typer.Option(metavar="N,N", help="Tokens before those passes; cut to what the model allows.")
+        str, typer.Option(metavar="N,N", help="Cached tokens before those passes; limited by the model's context.")
     ] = "128,512,2048",
     methods: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Methods whose rounds are timed{NAMES_HELP}")
     ] = "plain,token_recycling",
     candidates: Candidates = None,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Texts side by side in those rounds.")] = 1,
-    context: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the prompt before those rounds.")] = 512,
-    tokens: Annotated[int, typer.Option(min=16, metavar="N", help="Tokens written in those rounds.")] = 96,
-    grow: Grow = None,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size of those rounds.")] = 1,
+    context: Annotated[int, typer.Option(min=2, metavar="N", help="Prompt tokens before those rounds.")] = 512,
+    tokens: Annotated[int, typer.Option(min=16, metavar="N", help="New tokens per request in those rounds.")] = 96,
+    widen: Widen = None,
+    grow: WidenOldName = None,
     cold: Annotated[
-        bool, typer.Option("--cold", metavar="", help="Also start a fresh process and time it to its first token.")
+        bool, typer.Option("--cold", metavar="", help="Also start a new process and time it up to its first token.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", metavar="", help="Fewer figures and fewer repeats, for a first look.")
+        bool, typer.Option("--quick", metavar="", help="Fewer sizes and fewer repeats, for a first look.")
     ] = False,
+    remeasure: Remeasure = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write everything to this file as JSON.")
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write all figures to this JSON file.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Show where the time of a round goes, on this machine and with this model.
 
-    Five questions, from the floor up. How fast can this machine read memory? How long does one pass take by its rows and
-    its context, and how much of that speed does it reach? How long does a whole round take, and how much of it does the
-    device wait for the host? Which kernels or operators does a pass consist of? With --cold: how long until the first
-    token of a fresh process? docs/performance.md says how to read the answers.
-
-    A section that fails is told as failed, and the others go on; the exit status is then 1.
+    How fast can this machine read memory? How long does one pass take, by rows and context, and which share of the memory
+    bandwidth does it reach? How long does a round take, and for how much of it does the device wait for the host? Which
+    kernels make up a pass? With --cold: how long until the first token of a new process? docs/performance.md explains the
+    answers. A section that fails is reported, and the others go on; the exit status is then 1.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes to stderr when it starts and stops
     names = ["plain", *named_methods("all")] if methods == "all" else named_methods(methods)
     sizes, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
-    if grow and (shapes or cold):
-        raise typer.BadParameter("a grown model is loaded here: leave out --shapes and --cold", param_hint="--grow")
-    with _subject(model, shapes, batch, grow, candidates) as (subject, grown):
-        from foreword.bench.profile import Profile, Settings, failures  # noqa: PLC0415  imports torch
+    widen = widen or grow
+    if widen and (shapes or cold):
+        raise typer.BadParameter("a widened model is loaded here: leave out --shapes and --cold", param_hint="--widen")
+    with measuring(remeasure), _subject(model, shapes, batch, widen, candidates) as (subject, widened):
+        from foreword.bench.profile import Profile, ProfileSettings, failures  # noqa: PLC0415  imports torch
         from foreword.bench.report import facts  # noqa: PLC0415  imports torch
 
         names = and_shipped(methods, names, subject.model)
-        settings = Settings(sizes, lengths, tuple(names), context, tokens)
+        settings = ProfileSettings(sizes, lengths, tuple(names), context, tokens)
         settings = settings.quick() if quick else settings
         asked = {**asdict(settings), "batch": batch, "candidates": candidates}
-        about = facts(subject.model.device, model=subject.model.name, settings=asked, **grown)
+        about = facts(subject.model.device, model=subject.model.name, settings=asked, **widened)
         sections = Profile(subject, settings).sections
         if cold:
             sections["cold start"] = _cold(model, shapes, names[-1])
@@ -115,17 +116,17 @@ def profile(
 
 @contextmanager
 def _subject(
-    model: ModelOptions, shapes: Shapes | None, batch: int, grow: str | None, candidates: int | None
+    model: ModelOptions, shapes: Shapes | None, batch: int, widen: str | None, candidates: int | None
 ) -> Iterator[tuple[Subject, dict[str, Any]]]:
     if shapes is None:
-        with loaded(model, grow, batch, asked_prompts(None, None, None), costs=candidates is None) as (llm, grown):
+        with loaded(model, widen, batch, asked_prompts(None, None, None), costs=candidates is None) as (llm, widened):
             from foreword.bench.profile import Subject  # noqa: PLC0415  imports torch
 
-            yield Subject.of(llm, candidates), grown
+            yield Subject.of(llm, candidates), widened
         return
     if model.model is not None:
         raise typer.BadParameter("random weights take the place of a model: leave out --model", param_hint="--shapes")
-    with waiting(f"drawing random weights of {shapes} shapes"):
+    with waiting(f"making random weights of {shapes} shapes"):
         from foreword.bench.profile import drawn  # noqa: PLC0415  imports torch
 
         subject = drawn(shapes, batch, rows=candidates, **model.where())
@@ -139,7 +140,7 @@ def _cold(model: ModelOptions, shapes: Shapes | None, method: str) -> Any:
 
 
 def _run(sections: dict[str, Any], found: dict[str, Any], out: Path | None, shown: bool) -> dict[str, Any]:
-    """Section by section: each is shown and written down before the next begins, which may take the process with it."""
+    """Run the sections. Each is shown and written before the next begins, which might end the process."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
 
     for name, section in sections.items():
@@ -173,7 +174,7 @@ def _print(name: str, result: Any) -> None:
 
 
 def _table(title: str, *heads: str, words: int = 1) -> Table:
-    """The first columns hold words, the others numbers."""
+    """Make an empty table. The first `words` columns hold text, the others numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(heads):
         table.add_column(head, justify="left" if place < words else "right", overflow="fold")
@@ -191,7 +192,7 @@ def _machine(found: dict[str, Any]) -> list[Table]:
 
 def _passes(found: list[dict[str, Any]]) -> list[Table]:
     heads = ("context", "rows", "ms", "over one row", "MB", "of peak bandwidth")
-    table = _table("one pass, of one text", *heads, words=0)
+    table = _table("one pass, batch 1", *heads, words=0)
     for one in found:
         table.add_row(str(one["context"]), str(one["rows"]), *_unless_failed(one, _pass_figures))
     return [table]
@@ -204,8 +205,8 @@ def _pass_figures(one: dict[str, Any]) -> list[str]:
 
 def _rounds(found: list[dict[str, Any]]) -> list[Table]:
     texts, context = (next((one[key] for one in found if key in one), "?") for key in ("texts", "context"))
-    heads = ("method", "ms a round", "device ms", "kernels", "host share", "tokens a round", "prompt ms")
-    table = _table(f"a round, {texts} text(s) after {context} tokens", *heads)
+    heads = ("method", "ms per round", "device ms", "kernels", "host share", "tokens per round", "prompt ms")
+    table = _table(f"a round, batch {texts}, after {context} tokens", *heads)
     for one in found:
         table.add_row(one["method"], *_unless_failed(one, _round_figures))
     return [table]

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from foreword.cli.console import bar, note, print_json, screen
 from foreword.cli.options import Json, MethodOptions, ModelOptions, Slots
+from foreword.drafters.spec import read_word, split_words
 from foreword.errors import StorageError
-from foreword.methods import METHODS, find
-from foreword.methods.words import read_word, split_words
+from foreword.methods import AUTO, all_methods, find
 
 if TYPE_CHECKING:
     from foreword.model.model import Model
@@ -32,7 +32,7 @@ PROVE_EXAMPLES = """\
   foreword prove --model ./my-model --dtype bfloat16 --temperature 1 --out proof/ --json
 """
 
-# Questions, instructions, code, tables, other languages and loops: texts that drafters find easy, and some they do not.
+# Questions, instructions, code, tables, other languages and loops: some are easy to draft, some are not.
 PROMPTS = (
     "Why is the sky blue?",
     "Write the numbers from one to thirty in words, separated by commas.",
@@ -47,26 +47,27 @@ PROMPTS = (
     "Repeat after me, ten times, one per line: the quick brown fox.",
 )
 NAMES_HELP = (
-    ", separated by commas, or `all`. NAME=FOLDER is a trained drafter of your own, NAME:KEY=VALUE a method with an option."
+    ", separated by commas, or `all`. NAME=FOLDER is a trained drafter of yours, NAME:KEY=VALUE a method with an option."
 )
 SHOWN = 10  # differences on the screen; all of them are in the files
 
 
 def named_methods(wanted: str) -> list[str]:
-    """Words of methods, separated by commas; `all` is what needs no weights, until the model is known."""
-    ready = [name for name, method in METHODS.items() if name != "plain" and not method.trained]
+    """Parse method names, separated by commas. `all`: those without weights; `and_shipped` adds the others."""
+    ready = [name for name, method in all_methods().items() if name != "plain" and not method.trained]
     names = ready if wanted == "all" else split_words(wanted)
     for name in names:
-        if find(read_word(name).name).trained or "=" in name:
-            from foreword.methods.wanted import Wanted  # noqa: PLC0415  imports torch
+        called = read_word(name).name
+        if "=" in name or called == AUTO or find(called).trained:
+            from foreword.drafters.resolve import Wanted  # noqa: PLC0415  imports torch
 
             Wanted.of(name)  # what is wrong with a folder is said before a model is loaded
     return names
 
 
 def and_shipped(wanted: str, names: list[str], model: Model) -> list[str]:
-    """To `all` come the trained methods whose shipped drafters serve this model."""
-    from foreword.methods.auto import fitting  # noqa: PLC0415  imports torch
+    """For `all`, add the trained methods whose shipped drafters fit this model."""
+    from foreword.drafters.auto import fitting  # noqa: PLC0415  imports torch
 
     return [*names, *(fitting(model) if wanted == "all" else ())]
 
@@ -75,32 +76,35 @@ def prove(
     model: ModelOptions,
     methods: Annotated[str, typer.Option(metavar="NAMES", help=f"Methods to test{NAMES_HELP}")] = "all",
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts to test on. Default: ten that are built in.")
+        Path | None, typer.Option(metavar="FILE", help="Prompts to test on. Default: ten built-in prompts.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
     per_group: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="At most N prompts of each category of the file.")
+        int | None, typer.Option(min=1, metavar="N", help="At most N prompts of each category in the file.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens a text may have.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="New tokens per prompt, at most.")] = 64,
     temperature: Annotated[
         float,
         typer.Option(
-            min=0, metavar="X", help="Of the sampled texts, which are tested beside the greedy ones; 0: greedy only."
+            min=0, metavar="X", help="Temperature of the sampled outputs, tested next to the greedy ones. 0: greedy only."
         ),
     ] = 0.8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the sampled texts.")] = 0,
-    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many candidates in a pass.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampled outputs.")] = 0,
+    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rows of a verify pass, at most.")] = None,
     slots: Slots = 4,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", file_okay=False, help="Write proof.json and proof.md here, as they grow.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", file_okay=False, help="Write proof.json and proof.md here, and update them during the run."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Prove that speculation changes no token: each method must write exactly what plain decoding writes.
+    """Prove that speculation changes no token: each method must produce exactly the output of plain decoding.
 
-    Every prompt is written greedily and once more with a fixed seed. In float32 and float64 all tokens must be equal. In
-    a narrower dtype near-ties may fall either way: a float64 pass over the same text then tells a tie from a bug. Exit
-    status 1 if there is a bug.
+    Every prompt is answered greedily, and once more sampled with a fixed seed. In float32 and float64 all tokens must be
+    equal. In a narrower dtype near-ties may fall either way: where outputs diverge, a float64 pass over the same sequence
+    tells a tie from a bug. Exit status 1 if there is a bug.
     """
     names, asked = named_methods(methods), asked_prompts(prompts, limit, per_group)
     if out is not None:
@@ -136,7 +140,7 @@ def asked_prompts(file: Path | None, limit: int | None, per_group: int | None) -
 
 
 def make_folder(out: Path) -> None:
-    """Now, and not after an hour of proving."""
+    """Make the folder now, so that a bad path fails before the work and not after it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -175,6 +179,6 @@ def _difference(name: str, one: Difference) -> Text:
 
 def _verdict(report: Report) -> Text:
     if report.bugs:
-        return Text(f"{report.bugs} bugs: the text is not the one that plain decoding writes", "bold red")
+        return Text(f"{report.bugs} bugs: the output is not that of plain decoding", "bold red")
     ties = f", apart from {report.ties} proven ties" if report.ties else ""
     return Text(f"no bugs: every token equals plain decoding's{ties}", "green")

@@ -1,4 +1,4 @@
-"""`foreword train`: folders of `foreword distill` in, a trained drafter out."""
+"""`foreword train`: folders that `foreword distill` wrote in, a trained drafter out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -20,19 +20,19 @@ from foreword.cli.console import bar, complain, notes, print_json, screen
 from foreword.cli.options import METHOD, Json, MethodOptions, ModelOptions
 from foreword.cli.prove import make_folder
 from foreword.errors import DrafterError, InputError
-from foreword.methods import METHODS, find, trained_as
+from foreword.methods import all_methods, find, trained_as
 
 if TYPE_CHECKING:
     from foreword.api import LLM
     from foreword.core.drafter import Drafter
-    from foreword.train import Sequences, Settings, Training, Trial
+    from foreword.train import HeldOutPrompt, Sequences, Shards, Training, TrainingSettings
 
 TRAIN_EXAMPLES = """\
 [bold]Examples[/]
 
   foreword train medusa --data data/greedy --out drafters/medusa
 
-  foreword train clover2 --data data/greedy --data data/drawn --out drafters/clover2 --tokens 60000000 --option taps=10,20
+  foreword train clover2 --data data/greedy --data data/sampled --out drafters/clover2 --tokens 60000000 --option taps=10,20
 
   foreword train clover --data data/greedy --out drafters/clover --prompts questions.jsonl --store int8
 
@@ -53,7 +53,7 @@ Option = Annotated[
         "--method-option",
         metavar="KEY=VALUE",
         rich_help_panel=METHOD,
-        help="An option of the method itself, such as heads=5, labels=soft or taps=10,20; may be repeated.",
+        help="An option of the method, such as heads=5, labels=soft or taps=10,20; may be repeated.",
     ),
 ]
 
@@ -63,8 +63,8 @@ SweepFlag = Annotated[
     typer.Option(
         "--sweep",
         metavar="",
-        help="Of hidden_transfer: find the layers that steps should join, by one short run a step, and train no "
-        "drafter. --steps are those of such a run.",
+        help="For hidden_transfer: find the layers that its steps should join, with one short run per step. Trains no "
+        "drafter. --steps is the length of such a run.",
     ),
 ]
 
@@ -76,70 +76,95 @@ class Store(StrEnum):
 
 @dataclass(frozen=True)
 class LearningOptions:
-    """What decides the weights. Named as in `Settings`."""
+    """Everything that decides the weights; the names are those of `TrainingSettings`."""
 
     tokens: Annotated[
-        int | None, _of_learning(min=1, metavar="N", help="Train on about so many tokens. Default: every text once.")
+        int | None, _of_learning(min=1, metavar="N", help="Train on about N tokens. Default: every sequence once.")
     ] = None
-    steps: Annotated[int | None, _of_learning(min=1, metavar="N", help="Make so many steps instead.")] = None
-    batch: Annotated[int, _of_learning(min=1, metavar="N", help="Texts of a step.")] = 64
+    steps: Annotated[int | None, _of_learning(min=1, metavar="N", help="Train for N steps, in place of --tokens.")] = None
+    batch: Annotated[
+        int | None,
+        _of_learning(
+            min=1,
+            metavar="N",
+            help="Sequences per step. Default: 64, or a sixteenth of all sequences if there are fewer than 1,024.",
+        ),
+    ] = None
     at_once: Annotated[
         int | None,
         _of_learning(
             min=1,
             metavar="N",
-            help="Texts of a pass on one device; a step is made of as many passes as it takes. Lower it where memory "
-            "runs out. Default: all of the batch.",
+            help="Sequences per pass on one device; a step accumulates as many passes as it needs. Lower it if memory runs "
+            "out. Default: the whole batch.",
         ),
     ] = None
-    max_length: Annotated[int, _of_learning(min=3, metavar="N", help="Texts are cut to so many tokens.")] = 1024
+    max_length: Annotated[
+        int | None,
+        _of_learning(min=3, metavar="N", help="Cut sequences to N tokens. Default: 1024, or the model's context."),
+    ] = None
     learning_rate: Annotated[
-        float, _of_learning(metavar="X", help="At its highest; it rises in a line and falls along a cosine.")
+        float, _of_learning(metavar="X", help="The highest rate; it rises linearly and falls along a cosine.")
     ] = 2e-3
-    warm_up: Annotated[int, _of_learning(min=0, metavar="N", help="Steps until it is there.")] = 100
-    weight_decay: Annotated[float, _of_learning(min=0, metavar="X", help="Of AdamW.")] = 0.0
-    seed: Annotated[int, _of_learning(metavar="N", help="Of the order of texts, and of what starts at random.")] = 0
+    warm_up: Annotated[int, _of_learning(min=0, metavar="N", help="Steps until the highest learning rate.")] = 100
+    weight_decay: Annotated[float, _of_learning(min=0, metavar="X", help="Weight decay of AdamW.")] = 0.0
+    seed: Annotated[int, _of_learning(metavar="N", help="Seed of the order of sequences and of the initial weights.")] = 0
     cover: Annotated[
         float,
         _of_learning(
             metavar="X",
-            help="Guess among the most frequent tokens that are this share of what the model wrote; 1 is all of them.",
+            help="Draft vocabulary: the most frequent tokens that cover this share of the data; 1 takes all tokens.",
         ),
     ] = 0.98
-    evaluate_every: Annotated[int, _of_measuring(min=1, metavar="N", help="Steps between two evaluations.")] = 500
+    evaluate_every: Annotated[int, _of_measuring(min=1, metavar="N", help="Steps between evaluations.")] = 500
     checkpoint_every: Annotated[
-        int, _of_learning(min=1, metavar="N", help="Steps between two checkpoints, which --resume goes on from.")
+        int, _of_learning(min=1, metavar="N", help="Steps between checkpoints; --resume continues from the last one.")
     ] = 200
-    rows: Annotated[
-        int, _of_measuring(min=2, metavar="N", help="At most so many candidates in a pass, when that is measured.")
-    ] = 64
-    new_tokens: Annotated[int, _of_measuring(min=1, metavar="N", help="Tokens of an answer, then.")] = 128
+    rows: Annotated[int, _of_measuring(min=2, metavar="N", help="Rows of a verify pass in an evaluation, at most.")] = 64
+    new_tokens: Annotated[int, _of_measuring(min=1, metavar="N", help="Tokens per answer in an evaluation.")] = 128
 
-    def settings(self) -> Settings:
-        from foreword.train import Settings  # noqa: PLC0415  imports torch
+    def settings(self) -> TrainingSettings:
+        """Return the settings, with the library's defaults for what is not given."""
+        from foreword.train import TrainingSettings  # noqa: PLC0415  imports torch
 
-        return Settings(**{one.name: getattr(self, one.name) for one in fields(self)})
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        return TrainingSettings(**{name: value for name, value in given.items() if value is not None})
+
+    def reaching(self, context: int) -> TrainingSettings:
+        """Return the settings for a model with this context."""
+        settings = self.settings()
+        return settings if self.max_length else replace(settings, max_length=min(settings.max_length, context))
+
+    def fitted(self, settings: TrainingSettings, texts: int, processes: int) -> TrainingSettings:
+        """Return the settings for this many training sequences."""
+        from foreword.train import batch_for  # noqa: PLC0415  imports torch
+
+        return settings if self.batch else replace(settings, batch=batch_for(texts, self.at_once, processes))
 
 
 @dataclass(frozen=True)
 class MeasuringOptions:
-    """What a drafter is judged by."""
+    """Which prompts a drafter is evaluated on."""
 
     held_out: Annotated[
-        float,
-        _of_measuring(min=0, max=1, metavar="X", help="Share of the prompts whose texts are kept apart and never learned."),
-    ] = 0.01
-    prompts: Annotated[
-        Path | None,
+        float | None,
         _of_measuring(
-            metavar="FILE", help="Prompts on which tokens per round are measured. Default: those that are kept apart."
+            min=0,
+            max=1,
+            metavar="X",
+            help="Share of the prompts that is held out and never trained on. Default: 0.01, but at least 4 prompts.",
         ),
     ] = None
+    prompts: Annotated[
+        Path | None,
+        _of_measuring(metavar="FILE", help="Prompts on which tokens per round are measured. Default: the held-out ones."),
+    ] = None
     measured: Annotated[
-        int, _of_measuring(min=1, metavar="N", help="About so many prompts, evenly of the file's categories.")
+        int,
+        _of_measuring(min=1, metavar="N", help="Measure on about N prompts, spread evenly over the categories of the file."),
     ] = 48
 
-    def trials(self, apart: Sequences, llm: LLM, new_tokens: int) -> list[Trial]:
+    def trials(self, apart: Sequences, llm: LLM, new_tokens: int) -> list[HeldOutPrompt]:
         from foreword.train.evaluate import trials_in, trials_of  # noqa: PLC0415  imports torch
 
         longest = llm.engine.max_context - new_tokens
@@ -150,7 +175,7 @@ class MeasuringOptions:
 
 def _trained(method: str) -> str:
     if not find(method).trained:
-        known = ", ".join(name for name, one in METHODS.items() if one.trained and trained_as(name) == name)
+        known = ", ".join(name for name, one in all_methods().items() if one.trained and trained_as(name) == name)
         raise DrafterError(f"{method} has no weights to train; these have: {known}")
     if trained_as(method) != method:
         raise DrafterError(f"{method} takes the drafters of {trained_as(method)}; train that one")
@@ -162,9 +187,9 @@ def train(
         str,
         typer.Argument(
             callback=_trained,
-            autocompletion=lambda: list(METHODS),
+            autocompletion=lambda: list(all_methods()),
             metavar="METHOD",
-            help="Which method; `foreword methods` lists them.",
+            help="The method to train; `foreword methods` lists them.",
         ),
     ],
     model: ModelOptions,
@@ -173,23 +198,23 @@ def train(
     data: Annotated[
         list[Path], typer.Option(metavar="DIR", help="A folder that `foreword distill` wrote; may be repeated.")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Where the drafter goes.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Write the drafter to this folder.")],
     option: Option = None,
     store: Annotated[
-        Store, typer.Option(help="How weights are stored: int8 with a scale a row is half as large.")
+        Store, typer.Option(help="How weights are stored; int8, with a scale per row, is half as large.")
     ] = Store.bfloat16,
-    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run in --out.")] = False,
     sweep: SweepFlag = False,
     json: Json = False,
 ) -> None:
-    """Train a drafter on what the model wrote: small weights that guess its next tokens.
+    """Train a drafter on what the model wrote: small weights that draft its next tokens.
 
-    The frozen model reads the texts of `foreword distill` as training goes, so nothing but tokens is stored. At every
-    evaluation the drafter answers prompts in the real engine; the weights in the folder are those with the most tokens a
-    round so far. A drafter works with the one model it was trained for.
+    The frozen model reads the sequences of `foreword distill` during training, so only tokens are stored. At every
+    evaluation the drafter answers prompts in the real engine. The folder holds the weights with the most tokens per round
+    so far. A drafter works only with the model it was trained for.
 
-    Ctrl-C ends the run after the step it is at; the same command with --resume goes on as if nothing had happened. On
-    several GPUs: accelerate launch -m foreword train ... Needs accelerate, which the extra "train" brings.
+    Ctrl-C ends the run after the present step; the same command with --resume continues exactly. On several GPUs:
+    accelerate launch -m foreword train ... Needs accelerate, which the extra "train" installs.
     """
     settings, own = learning.settings(), MethodOptions(method=method, method_option=option or []).own()
     drafter = _check_options(method, settings.rows, own)
@@ -199,9 +224,10 @@ def train(
     group, model = _among_processes(model)
     with model.load(MethodOptions(method="plain"), slots=1) as llm:
         if sweep:
-            record = _sweep(llm, drafter, own, settings, measuring.held_out, data, out)
+            record = _sweep(llm, drafter, own, _split(llm, learning, measuring, data, group.num_processes), out)
             return print_json(record) if json else screen().print(_swept(method, record, out), soft_wrap=True)
-        training = _training(llm, method, own, settings, measuring, data, out, store.value, not model.no_graph)
+        split = _split(llm, learning, measuring, data, group.num_processes)
+        training = _training(llm, method, own, split, measuring, out, store.value, not model.no_cuda_graphs)
         record = _run(training, out, resume, shown=group.is_main_process)
     if json and group.is_main_process:
         print_json(record)
@@ -210,41 +236,61 @@ def train(
 
 
 def _check_options(method: str, rows: int, own: dict[str, Any]) -> Drafter:
-    """Before seconds go by with loading."""
+    """Check the options before the model is loaded."""
     from foreword.methods import untrained  # noqa: PLC0415  the method imports torch
 
     return untrained(method, rows=rows, **own)
 
 
 def _check_sweep(method: str, drafter: Drafter, own: dict[str, Any], resume: bool) -> None:
-    from foreword.core.transfer import Transfer  # noqa: PLC0415  imports torch
+    from foreword.drafting.transfer import Transfer  # noqa: PLC0415  imports torch
 
     if not isinstance(getattr(drafter, "options", None), Transfer):
         raise InputError(f"--sweep finds the layers of hidden_transfer; {method} has none to find: leave it out")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("--sweep runs on one device; start it without accelerate launch")
     if resume:
-        raise InputError("--sweep is short and begins anew each time; leave --resume out")
+        raise InputError("--sweep is short and always starts from the beginning; leave --resume out")
     if "layers" in own:
         raise InputError(f"--sweep finds the layers, and layers={own['layers']} is given; give one of them")
 
 
-def _sweep(
-    llm: LLM, drafter: Any, own: dict[str, Any], settings: Settings, held_out: float, folders: list[Path], out: Path
-) -> dict[str, Any]:
+class Split(NamedTuple):
+    """The data, split into training and held-out sequences, and the settings that fit it."""
+
+    data: list[Shards]
+    held_out: float
+    learn: Sequences
+    apart: Sequences
+    settings: TrainingSettings
+
+
+def _split(llm: LLM, learning: LearningOptions, measuring: MeasuringOptions, folders: list[Path], processes: int) -> Split:
+    from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
+    from foreword.train import open_data, share_apart, split_data  # noqa: PLC0415  imports torch
+
+    data = open_data(folders, Fingerprint.of(llm.model))
+    held_out = share_apart(data) if measuring.held_out is None else measuring.held_out
+    settings = learning.reaching(llm.model.max_context)
+    learn, apart = split_data(data, held_out, settings.max_length)
+    return Split(data, held_out, learn, apart, learning.fitted(settings, len(learn.lengths), processes))
+
+
+def _sweep(llm: LLM, drafter: Any, own: dict[str, Any], split: Split, out: Path) -> dict[str, Any]:
     """sweep.json, and drawings of it."""
     from foreword.bench.report import facts  # noqa: PLC0415  imports torch
     from foreword.bench.sweeps import draw  # noqa: PLC0415  beside what imports torch
-    from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
-    from foreword.train import about_data, open_data, split_data  # noqa: PLC0415  imports torch
+    from foreword.train import about_data  # noqa: PLC0415  imports torch
     from foreword.train.record import says_why  # noqa: PLC0415  imports torch
     from foreword.train.sweep import Sweep  # noqa: PLC0415  imports torch
 
-    data = open_data(folders, Fingerprint.of(llm.model))
-    learn, apart = split_data(data, held_out, settings.max_length)
     with bar("sweeping") as show:
-        found = Sweep(llm.model, drafter.options, learn, apart, settings, show).run()
-    origin = {"options": own, "data": about_data(data), "run": facts(dtype=str(llm.model.dtype).removeprefix("torch."))}
+        found = Sweep(llm.model, drafter.options, split.learn, split.apart, split.settings, show).run()
+    origin = {
+        "options": own,
+        "data": about_data(split.data),
+        "run": facts(dtype=str(llm.model.dtype).removeprefix("torch.")),
+    }
     record: dict[str, Any] = encoder.loads(encoder.dumps(found | origin))
     with says_why(out):
         (out / "sweep.json").write_text(encoder.dumps(record, indent=1) + "\n")
@@ -280,32 +326,30 @@ def _among_processes(model: ModelOptions) -> tuple[Any, ModelOptions]:
     group = processes(device.type)
     if group.num_processes > 1:
         device = group.device
-    return group, replace(model, device=str(device), no_compile=model.no_compile or device.type == "cpu")
+    return group, replace(model, device=str(device), no_fused_layers=model.no_fused_layers or device.type == "cpu")
 
 
 def _training(
     llm: LLM,
     method: str,
     own: dict[str, Any],
-    settings: Settings,
+    split: Split,
     measuring: MeasuringOptions,
-    folders: list[Path],
     out: Path,
     stored: Any,
     graph: bool,
 ) -> Training:
     from foreword.bench.report import facts  # noqa: PLC0415  imports torch
     from foreword.methods import untrained  # noqa: PLC0415  imports torch
-    from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
-    from foreword.train import Training, about_data, open_data, split_data  # noqa: PLC0415  imports torch
+    from foreword.train import Training, about_data  # noqa: PLC0415  imports torch
+
+    data, held_out, learn, apart, settings = split
 
     def make(**more: Any) -> Drafter:
         return untrained(method, rows=settings.rows, **own | more)
 
-    data = open_data(folders, Fingerprint.of(llm.model))
-    learn, apart = split_data(data, measuring.held_out, settings.max_length)
     trials = measuring.trials(apart, llm, settings.new_tokens)
-    about = {"options": own, "held_out": measuring.held_out, "data": about_data(data)}
+    about = {"options": own, "held_out": held_out, "data": about_data(data)}
     origin = {"run": facts(dtype=str(llm.model.dtype).removeprefix("torch."))}
     return Training(llm.model, make, learn, apart, trials, settings, out, about, origin, stored, graph)
 

@@ -1,10 +1,11 @@
-"""Nouns and promises: what travels along the path, and what a method may ask and must answer. Imports torch only."""
+"""Nouns and promises: the data of a round, and the interfaces of drafters, targets and loops. Imports torch only."""
 
+from foreword.core.choosing import pick, rank
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.loop import Loop
 from foreword.core.needs import Graft, Needs, Skip
-from foreword.core.sampling import Sampling, pick, rank
+from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.core.target import Target

@@ -1,8 +1,8 @@
-"""DRAFT: the one currency between a method and the target, a tree of candidate tokens with a fixed number of rows.
+"""DRAFT: a tree of candidate tokens with a fixed number of rows. Every method proposes one, and the target verifies it.
 
-Node 0 is the root: the last decided token, known and not yet cached. Every other node names an earlier node as its
-parent, so any prefix of the rows is again a tree. A chain is a thin tree. Rows past `size` are padding: they are scored
-with the rest, because shapes are fixed, and can never be accepted.
+Node 0 is the root: the last decided token, which is known and not cached yet. The parent of every other node is an earlier
+node, so any prefix of the rows is again a tree. A chain is a tree without branches. Rows past `size` are padding: the target
+scores them with the rest, because shapes are fixed, and they are never accepted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from foreword.errors import DrafterError
+from foreword.ops.trees import lineage
 
-KEPT_CHAINS = 128  # rows
+KEPT_CHAINS = 128  # rows of the longest chain that is built once and kept
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Upper bounds of a drafter's trees, fixed when it is bound: they size every buffer and graph."""
+    """Upper bounds of a drafter's trees, fixed when it is bound. They size every buffer and graph."""
 
     nodes: int = 1
     depth: int = 0
@@ -35,11 +36,11 @@ class Shape:
 
 @dataclass(eq=False)
 class Tree:
-    """Who hangs on whom. `parent` is [b or 1, N]; the root is its own parent."""
+    """The parent of every row. `parent` is [b or 1, N]; the root is its own parent."""
 
     parent: Tensor
     is_chain: bool = False
-    """Known beforehand to be a chain, so that accepted rows already lie where they belong."""
+    """Known in advance to be a chain, so accepted rows already lie where they belong."""
 
     @staticmethod
     def of(parents: tuple[int, ...], device: torch.device | str = "cpu") -> Tree:
@@ -48,13 +49,13 @@ class Tree:
 
     @staticmethod
     def chain(nodes: int, device: torch.device | str = "cpu") -> Tree:
-        """Those that drafts are made of are built once, and stay where they are: captured rounds read them. Longer ones,
-        which prompts are read in, come in too many lengths to be kept; a captured prompt pass keeps its own."""
+        """A chain. Chains as long as drafts are built once and kept, because recorded rounds read them. Longer ones, for
+        prompts, come in too many lengths to keep; a recorded prompt pass keeps its own."""
         return (_kept_chain if nodes <= KEPT_CHAINS else _chain)(nodes, torch.device(device))
 
     @staticmethod
     def forked(nodes: int, device: torch.device | str = "cpu") -> Tree:
-        """A static tree for those who time passes: each row has two behind it."""
+        """A static tree in which each row has two children, for timing passes."""
         return Tree.of(tuple(max(row - 1, 0) // 2 for row in range(nodes)), device)
 
     @property
@@ -63,7 +64,7 @@ class Tree:
 
     @property
     def ancestors(self) -> Tensor:
-        """[b or 1, N, N] bool: entry (i, j) says that j lies on the way from the root to i, i itself included."""
+        """[b or 1, N, N] bool: entry (i, j) says that j lies on the path from the root to i, i itself included."""
         return self.lineage[0]
 
     @property
@@ -73,47 +74,18 @@ class Tree:
 
     @cached_property
     def lineage(self) -> tuple[Tensor, Tensor]:
-        """Ancestors and depth, derived together."""
-        if self.parent.is_cuda:
-            from foreword.kernels.tree import lineage  # noqa: PLC0415  Triton is there only where CUDA is
-
-            return lineage(self.parent)
-        return lineage_of(self.parent)
+        """Ancestors and depth, computed together."""
+        return lineage(self.parent)
 
     def head(self, nodes: int) -> Tree:
         """The tree of the first `nodes` rows."""
         if nodes == self.nodes:
             return self
         tree = Tree(self.parent[:, :nodes], self.is_chain)
-        # What the whole tree already knows, its prefix knows too.
+        # If the lineage of the whole tree is known, that of its prefix is a part of it.
         if "lineage" in self.__dict__:
             tree.lineage = self.ancestors[:, :nodes, :nodes], self.depth[:, :nodes]
         return tree
-
-
-def lineage_of(parent: Tensor) -> tuple[Tensor, Tensor]:
-    """Ancestors and depth of trees [b or 1, N]."""
-    nodes = parent.shape[1]
-    rows = torch.arange(nodes, device=parent.device)
-    reach = (rows == parent.unsqueeze(-1)) | (rows == rows.unsqueeze(-1))
-    # Each squaring doubles how far up a row can look, so log2(N) of them reach the root.
-    for _ in range((nodes - 1).bit_length()):
-        step = reach.to(torch.float32)
-        reach = (step @ step) > 0
-    return reach, reach.sum(-1) - 1
-
-
-def hanging(sees: Tensor, parent: Tensor) -> Tensor:
-    """Ancestors of one more level, of rows that hang on rows `parent` [b, w] of those whose ancestors among all m rows above
-    are `sees` [b or 1, v, m]: theirs and, behind those, themselves. [b, w, m + w]"""
-    if sees.is_cuda:
-        from foreword.kernels.tree import hang  # noqa: PLC0415  Triton is there only where CUDA is
-
-        return hang(sees, parent)
-    lanes, width = parent.shape
-    above = sees.expand(lanes, -1, -1).gather(1, parent.unsqueeze(2).expand(-1, -1, sees.shape[2]))
-    itself = torch.eye(width, dtype=torch.bool, device=sees.device).expand(lanes, -1, -1)
-    return torch.cat([above, itself], dim=2)
 
 
 def _chain(nodes: int, device: torch.device) -> Tree:
@@ -135,13 +107,13 @@ def _static_tree(parents: tuple[int, ...], device: torch.device) -> Tree:
         raise DrafterError(f"not a tree: every parent must be an earlier row, rows {wrong} of {parents} are not")
     is_chain = parents == (0, *range(len(parents) - 1))
     tree = Tree(torch.tensor([parents], device=device), is_chain)
-    tree.lineage  # noqa: B018 - derived here once, shared by every later round
+    tree.lineage  # noqa: B018 - computed here once, shared by every later round
     return tree
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Candidates after the root: `tokens` [b, N], the `tree` they form, and `size` [b], the rows that count."""
+    """Candidates after the root: `tokens` [b, N], the `tree` they form, and `size` [b], how many rows count."""
 
     tokens: Tensor
     tree: Tree

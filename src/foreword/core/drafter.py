@@ -1,9 +1,10 @@
-"""Drafter: the promise a method makes. One method is required, `propose`; the rest defaults to nothing.
+"""Drafter: the interface of a drafting method. Only `propose` is required; all other methods do nothing by default.
 
-The engine calls, for sequences that `state` is a window on: `begin` when they enter, `read` for each chunk of their
-prompt that `needs.prompt` asks for, then `propose`, `observe` and `decided` once a round, and `end` when they leave. All
-sequences of a call advance together, in tensors. State kept from `observe` to `propose` lives in buffers made in `bind`,
-indexed by slot and written in place, so that a captured round replays the right addresses.
+Before it serves, `build` makes its weights once, and `bind` makes its buffers, for each engine anew. The engine then calls
+`begin` when sequences enter, `read` for each chunk of their prompt that `needs.prompt` asks for, `propose`, `observe` and
+`decided` once per round, and `end` when they leave. `state` says which sequences a call is about; they advance together, as
+batch rows of tensors. What a drafter keeps from `observe` to `propose` lies in its buffers, indexed by slot and written in
+place, so that a recorded round reads the right addresses.
 """
 
 from __future__ import annotations
@@ -16,59 +17,76 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.vocabulary import Words
+from foreword.core.trainable import DraftVocabulary
 
 
 class Drafter:
     paper: ClassVar[str] = ""
-    """Where the method comes from."""
+    """The paper that the method comes from."""
 
     learns: ClassVar[bool] = False
-    """Drafts depend on other sequences too, so a fresh drafter may draft differently on the same text."""
+    """Drafts depend on other sequences too, so a new drafter may draft differently for the same sequence."""
 
     wants_cost: bool = False
-    """Sizes its trees by `target.cost`, which is measured once per machine."""
+    """It sizes its trees by `target.cost`, which is measured once per machine."""
 
     captures: ClassVar[Literal["round", "check", "nothing"]] = "round"
-    """What of a round can be captured as one graph. "round": all of it, and prompt passes with `read` in them; there is no
-    host work. "check": all behind `propose`, which works on the host, as `read` and `decided` may but `observe` may not;
-    what `propose` gives is copied to where the graph looks. "nothing": `observe` works on the host too."""
+    """What of a round can be recorded as one graph. "round": all of it, and prompt passes with `read` in them; no method
+    works on the host. "check": everything after `propose`. Then `propose`, `read` and `decided` may work on the host, and
+    `observe` may not; the draft is copied to where the graph reads it. "nothing": `observe` works on the host too."""
 
-    words: Words | None = None
-    """Tokens that it guesses among, where it asks the target's head for guesses: all, until some are chosen."""
+    words: DraftVocabulary | None = None
+    """The draft vocabulary: the tokens it proposes, where it asks the target's head for candidates. None: all tokens."""
 
     needs: Needs = Needs()
     shape: Shape = Shape()
 
+    built: bool = False
+    """Whether `build` was called. `prepare` keeps it."""
+
+    def build(self, target: Target) -> None:
+        """Make the weights for a target: `module`, and what its sizes depend on. Called once, before the first `bind`."""
+
     def bind(self, target: Target, slots: int) -> None:
-        """Allocate for `slots` sequences, settle `shape` and `needs`, and refuse here what cannot work."""
+        """Make buffers for `slots` sequences, settle `shape` and `needs`, and refuse here what cannot work. Another engine
+        may call it again: it makes no weights."""
+
+    def prepare(self, target: Target, slots: int) -> None:
+        """Build it, unless it is built already, and bind it. Whoever needs a drafter calls this; methods do not override
+        it."""
+        if not self.built:
+            self.build(target)
+            self.built = True
+        self.bind(target, slots)
 
     def begin(self, state: State) -> None:
-        """Sequences enter. The first `state.length` tokens of each are those the slot already held (0 for a fresh
-        text): a drafter with a cache of its own rewinds it to that length."""
+        """Sequences enter. The slot already holds the first `state.length` tokens of each (0 for a new sequence): a drafter
+        with a cache of its own rewinds it to that length."""
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        """Prompt rows went by, as a chain of `chunk.size` rows each; they are committed already. Nothing is sampled here: a
-        captured pass serves texts of any sampling."""
+        """See a chunk of the prompt, as a chain of `chunk.size` rows per sequence; the rows are committed already. Do not
+        sample here: a recorded pass serves sequences of any sampling."""
 
     def propose(self, state: State) -> Draft:
-        """Candidates after the root."""
+        """Propose candidates after the root."""
         raise TypeError(f"{type(self).__name__} does not say what it proposes: a drafter needs `propose`")
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        """What became of a draft; it may be smaller than what `propose` gave. The accepted rows are committed."""
+        """See how a draft was scored and what was accepted. It may have fewer rows than `propose` gave. Accepted rows are
+        committed."""
 
     def decided(self, state: State, emission: Emission) -> None:
-        """The round is on its way; `emission` is what it decides, on the device. Where "check" is captured this is called
-        behind the graph, and a drafter on the host learns here what it goes on from: `emission.fetched()`, and an event."""
+        """The round is launched; `emission` is what it decides, on the device. Where "check" is recorded, this is called
+        after the graph. A drafter on the host learns here where it continues, with `emission.fetched()` and an event."""
 
     def sketch(self, lane: int) -> dict[str, Any]:
-        """How the last draft came about, where that is more than its tree: `nodes`, each with its token, the root first, and
-        `edges`, each with start, goal, chance and whether it is an alias. For `Traced`, so it may ask the device."""
+        """How the last draft of batch row `lane` was made, where its tree does not show that: `nodes`, each with its token,
+        the root first, and `edges`, each with start, goal, probability and whether it is an alias. It is for `Traced`, so it
+        may read from the device."""
         return {}
 
     def end(self, slots: Sequence[int]) -> None:
         """Sequences leave."""
 
     def close(self) -> None:
-        """Nobody writes with it any more, unless it is bound again: what works beside the target ends."""
+        """End what works alongside the target: nobody uses the drafter any more, unless it is bound again."""

@@ -1,9 +1,9 @@
-"""Loop: the order of events in a round. `engine/lockstep.py` is the one nearly every method uses."""
+"""Loop: the order of events in a round. Nearly every method uses `engine/lockstep.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from foreword.core.draft import Draft
 from foreword.core.scores import Emission, Scores
@@ -11,11 +11,29 @@ from foreword.core.state import State
 
 
 class Loop(Protocol):
+    captured: bool
+    """Whether rounds and prompt passes are recorded once and replayed, so that they come in few sizes."""
+
+    reads_after: bool
+    """Whether a drafter reads prompt rows after their pass and not within it, since it works on the host."""
+
     def begin(self, state: State) -> None:
         """Sequences enter."""
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        """A chunk of their prompt went by."""
+        """Show the drafter a chunk of their prompt."""
+
+    def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
+        """Run `read(state, chunk)`, a pass over prompt rows."""
+
+    def has_pass(self, sequences: int, before: int, rows: int) -> bool:
+        """Whether a pass over that many prompts and rows, after `before` cached tokens, needs no recording any more."""
+
+    def recorded(self, sequences: int, length: int) -> Any:
+        """The graph that a round of that many sequences of at most that length would replay, if there is one."""
+
+    def forget(self) -> None:
+        """Drop what was recorded: weights or addresses have changed."""
 
     def round(self, state: State) -> Emission:
         """Decide at least one token for every sequence that is alive."""
@@ -28,10 +46,10 @@ class InTurns(Loop, Protocol):
     """A loop whose drafts may be made on the host: its round is `propose`, `check`, `decided`."""
 
     def propose(self, state: State) -> Draft:
-        """Candidates after the root."""
+        """Propose candidates after the root."""
 
     def check(self, state: State, draft: Draft) -> Emission:
-        """All that the target does with them."""
+        """Verify, accept and commit a draft, and let the drafter observe."""
 
     def decided(self, state: State, emission: Emission) -> None:
-        """The check is on its way."""
+        """The check is launched."""

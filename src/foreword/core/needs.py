@@ -1,6 +1,6 @@
-"""What a drafter wants to see of the target, declared once as data; nothing is discovered inside the loop.
+"""Needs: what a drafter wants to see of the target, declared once as data. Nothing is discovered inside the loop.
 
-A layer number l means: after l decoder layers (0 is the embedding).
+Layer number l means: after l decoder layers (0 is the embedding).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 @cache
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Fixed numbers as a tensor, sent to the device once and kept: captured rounds read them where they lie."""
-    with torch.inference_mode(False):  # whoever asks first: one born in inference mode would be of no use to others
+    """Fixed numbers as a tensor, sent to the device once and kept: recorded rounds read them at that address."""
+    with torch.inference_mode(False):  # training may ask for the same tensor later, and could not use an inference tensor
         return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
@@ -25,10 +25,10 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 class Graft:
     """Rows that join the pass after `layer`: row r hangs on tree node `anchor[r]`, at its position + `offset[r]`.
 
-    A grafted row sees the prefix, its anchor's path and the earlier grafted rows of the same anchor. Real rows never see
-    it, and its keys and values are never committed. `onto` gets the rows of the pass [b, n, H] as they leave `layer`, and
-    how many of them are real; the others were grafted before. It gives them with the new ones behind [b, n + R, H]. Nodes
-    may carry different numbers of rows, or none. Grafts join rounds only: a prompt pass has none.
+    A grafted row attends to the prefix, its anchor's path and the earlier grafted rows of the same anchor. Real rows never
+    attend to it, and its keys and values are never committed. `onto` gets the rows of the pass [b, n, H] as they leave
+    `layer`, and how many of them are real; the others were grafted before. It gives them with the new ones appended
+    [b, n + R, H]. Nodes may carry different numbers of rows, or none. Grafts join rounds only: a prompt pass has none.
     """
 
     layer: int
@@ -56,11 +56,11 @@ class Graft:
 
 @dataclass(frozen=True)
 class Join:
-    """A graft for training: rows that join whole texts after `layer`, one behind each of their anchors, `offset` places on.
+    """A graft for training: rows that join whole sequences after `layer`, one per anchor, `offset` places after it.
 
-    A row sees its text up to the anchor, itself, and of the same anchor the rows that the earlier joins `sees` brought. Rows
-    of the text never see it. `make` gets the text's rows at the anchors [b, A, H] as they leave `layer` and what the earlier
-    joins have become, each [b, A, H], and gives the new rows [b, A, H].
+    A row attends to its sequence up to the anchor, to itself, and to the rows that the earlier joins `sees` added at the
+    same anchor. Rows of the sequence never attend to it. `make` gets the sequence's rows at the anchors [b, A, H] as they
+    leave `layer` and what the earlier joins have become, each [b, A, H], and gives the new rows [b, A, H].
     """
 
     layer: int
@@ -70,7 +70,7 @@ class Join:
 
 
 class Joined(NamedTuple):
-    """Texts and the rows beside them, as they leave a layer."""
+    """Sequences and the rows that joined them, as they leave a layer."""
 
     layer: int
     texts: Tensor  # [b, n, H]
@@ -79,9 +79,9 @@ class Joined(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """`prompt` asks for the prompt's rows too: none of them, all, or the last of each chunk, so that what is read last is
-    the row before the root. `follower` says that a row is kept together with the token after it: a slot's last kept row
-    is read again, since another one may follow now."""
+    """What a drafter wants of each pass. `prompt` asks for the prompt's rows too: none, all, or the last of each chunk, so
+    that the row before the root is read last. `follower` says that the drafter keeps a row together with the token after it.
+    Then a reused slot's last row is read again, since another token may follow it now."""
 
     hidden: bool = False
     logits: bool = False

@@ -1,4 +1,4 @@
-"""What comes back from the target, what is kept of it, and what the world gets to see."""
+"""What a round brings back: `Scores` of the target, `Accepted` rows, and the `Emission` that the host reads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """VERIFY's answer, for the N rows of a pass and the R rows grafted onto it.
+    """The answer of VERIFY, for the N rows of a pass and the R rows grafted onto it.
 
-    `hidden` is taken after the last layer and before the final norm; what was not asked for in `Needs` is empty, except
-    the logits of a round, which the engine itself needs.
+    `hidden` is taken after the last layer and before the final norm. What `Needs` did not ask for is empty, except the
+    logits of a round, which the engine itself needs.
     """
 
     logits: Tensor | None = None  # [b, N, V] in the dtype of the model; `sampling.widened` where one computes with them
@@ -32,16 +32,17 @@ class Scores:
 
 
 def along(rows: Tensor, path: Tensor) -> Tensor:
-    """Of rows [b, N, H] those of a path [b, n], in its order: [b, n, H]."""
+    """Rows [b, N, H] at a path [b, n], in its order: [b, n, H]."""
     return rows.gather(1, path.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """ACCEPT's answer: the way from the root to the last row that the target agrees with.
+    """The answer of ACCEPT: the path from the root to the last row that the target agrees with.
 
-    Rows `path[:, :count]` are committed, root first, and `next` is the target's own token after them: so a round decides
-    exactly `count` tokens. Both are already cut where the text ends (end token, length). `count` 0: a frozen slot, or a NaN.
+    Rows `path[:, :count]` are committed, root first, and `next` is the target's own token after them. So a round decides
+    exactly `count` tokens. Both are already cut where the sequence ends (end token, length). `count` is 0 for a frozen slot,
+    and after a NaN.
     """
 
     path: Tensor  # [b, D+1]
@@ -50,16 +51,16 @@ class Accepted:
 
     @property
     def last(self) -> Tensor:
-        """[b]: the deepest accepted row, the one that `next` was read from."""
+        """[b]: the deepest accepted row, whose logits gave `next`."""
         return self.path.gather(1, (self.count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
 
     def along(self, rows: Tensor) -> Tensor:
-        """Of a pass's rows [b, N, H] those of the path, in its order: [b, D+1, H]; the first `count` count."""
+        """Rows [b, N, H] of a pass at the path, in its order: [b, D+1, H]. The first `count` are accepted."""
         return along(rows, self.path)
 
     @property
     def kept(self) -> Tensor:
-        """[b, D+1] bool: which entries of `path` count."""
+        """[b, D+1] bool: which entries of `path` are accepted."""
         return torch.arange(self.path.shape[1], device=self.path.device) < self.count.unsqueeze(1)
 
 
@@ -68,9 +69,9 @@ BLOCK_PARTS = ("tokens", "count", "drafted", "ended", "broken")
 
 @dataclass(frozen=True)
 class Emission:
-    """What a round decided; `emit` reads it on the host."""
+    """What a round decided. `emit` reads it on the host."""
 
-    tokens: Tensor  # [b, D+1] the first `count` entries are the new text
+    tokens: Tensor  # [b, D+1] the first `count` entries are new output
     count: Tensor  # [b]
     drafted: Tensor  # [b] candidates that were checked, the root not counted
     ended: Tensor  # [b] bool: an end token or a limit was reached in this round
@@ -78,11 +79,11 @@ class Emission:
     logprobs: Tensor | None = None  # [b, D+1] of each emitted token, before penalties, temperature and filters
     top_tokens: Tensor | None = None  # [b, D+1, K] the likeliest alternatives
     top_logprobs: Tensor | None = None
-    block: Tensor | None = None  # bytes in which the first five lie, so that they go to the host in one copy
+    block: Tensor | None = None  # the memory of the first five, so that they go to the host in one copy
 
     @staticmethod
     def in_a_block(lanes: int, places: int, device: torch.device) -> Emission:
-        """Room for one."""
+        """An emission to be written, in one block of memory."""
         return Emission._of_block(torch.empty(lanes * (8 * (places + 2) + 2), dtype=torch.uint8, device=device), lanes)
 
     @staticmethod
@@ -92,7 +93,7 @@ class Emission:
         return Emission(tokens.view(lanes, -1), count, drafted, flags[:lanes], flags[lanes:], block=block)
 
     def fetched(self) -> Emission:
-        """The same on its way to the host: complete when the device has come this far, and nothing waits for it here."""
+        """A copy on its way to the host. It is complete when the device has come this far; nothing waits for it here."""
         parts = {part.name: getattr(self, part.name) for part in fields(self)}
         if self.block is not None:
             parts = {name: part for name, part in parts.items() if name not in BLOCK_PARTS}

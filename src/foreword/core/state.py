@@ -1,8 +1,8 @@
 """State: what the engine knows of its sequences, on the device, shared with accept and with the drafter.
 
-Columns run over all B slots and live in buffers that are never replaced. A State is a window on them: `lanes` says which
-b slots this round is about, and the singular names (`root`, `length`) give their rows. For each of them the cache holds
-exactly the `length` tokens before the root, and `tokens[slot, :length + 1]` is the text, root included.
+Columns have one entry for each of B slots and lie in buffers that are never replaced. A State is a view of them: `lanes`
+says which b slots this round is about, and the singular names (`root`, `length`) give the entries of those. For each of them
+the cache holds exactly the `length` tokens before the root, and `tokens[slot, :length + 1]` is the sequence, root included.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foreword.core.sampling import SamplingRows, SamplingTable
-from foreword.core.sending import sent
+from foreword.core.sampling_table import SamplingRows, SamplingTable
+from foreword.ops.sending import sent
+from foreword.ops.slots import at_slots
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """Which slots a pass is about, and what the host knows of them without asking the device.
+    """The slots of a pass, one per batch row, and what the host knows of them without asking the device.
 
     `span` is an upper bound on their committed lengths: attention need not look further. `ids` are the same slots as
     `slots`, on the host.
@@ -28,23 +29,19 @@ class Lanes:
     slots: Tensor  # [b]
     ids: tuple[int, ...]
     span: int
-    changes: bool = False  # captured: `slots` is a buffer that later rounds overwrite, so `ids` say only how many
+    changes: bool = False  # recorded: later rounds overwrite the buffer `slots`, so only the number of `ids` is right
 
     @staticmethod
     def of(ids: list[int] | tuple[int, ...], span: int, device: torch.device | str = "cpu") -> Lanes:
         return Lanes(sent(list(ids), device), tuple(ids), span)
 
     def take(self, column: Tensor) -> Tensor:
-        """[b, ..]: what the slots have in a column [B, ..]."""
-        if column.is_cuda:
-            from foreword.kernels.gather import at_slots  # noqa: PLC0415  Triton is there only where CUDA is
-
-            return at_slots(column, self.slots)
-        return column[self.slots]
+        """[b, ..]: the entries of the slots in a column [B, ..]."""
+        return at_slots(column, self.slots)
 
     @property
     def run(self) -> slice | None:
-        """The slots as a slice where they lie side by side, so that a view serves in place of a copy."""
+        """The slots as a slice where they are adjacent, so that a view serves in place of a copy."""
         if self.changes:
             return None
         first, last = self.ids[0], self.ids[-1]
@@ -56,17 +53,17 @@ class Lanes:
 class State:
     lanes: Lanes
     roots: Tensor  # [B]
-    lengths: Tensor  # [B] the very buffer of the target's cache
+    lengths: Tensor  # [B] the same buffer as in the target's cache
     tokens: Tensor  # [B, L + 1] the last column is waste
-    limits: Tensor  # [B] the text may not grow longer than this
-    heeds_ends: Tensor  # [B] bool: an end token ends the text
-    speculates: Tensor  # [B] bool: drafts may be longer than the root
+    limits: Tensor  # [B] the sequence may not become longer than this
+    heeds_ends: Tensor  # [B] bool: an end token ends the sequence
+    speculates: Tensor  # [B] bool: drafts may have more than the root
     alive_slots: Tensor  # [B] bool
-    seen: Tensor  # [B, V] how often each token stands in the text, the root included; kept where a penalty is on
+    seen: Tensor  # [B, V] how often each token occurs in the sequence, root included; kept where a penalty is on
     table: SamplingTable
 
     @staticmethod
-    def empty(slots: int, context: int, lengths: Tensor, ends: Tensor) -> State:
+    def empty(slots: int, context: int, lengths: Tensor, ends: Tensor, vocabulary: int = 0) -> State:
         device = lengths.device
         return State(
             lanes=Lanes.of([], 0, device),
@@ -78,7 +75,7 @@ class State:
             speculates=torch.zeros(slots, dtype=torch.bool, device=device),
             alive_slots=torch.zeros(slots, dtype=torch.bool, device=device),
             seen=torch.zeros(slots, 0, dtype=torch.int32, device=device),
-            table=SamplingTable.empty(slots, ends),
+            table=SamplingTable.empty(slots, ends, vocabulary),
         )
 
     def at(self, lanes: Lanes) -> State:
@@ -87,6 +84,11 @@ class State:
     @property
     def slots(self) -> Tensor:
         return self.lanes.slots
+
+    @property
+    def ends(self) -> Tensor:
+        """[E]: ids of the end tokens."""
+        return self.table.ends
 
     @property
     def root(self) -> Tensor:
@@ -99,13 +101,13 @@ class State:
         return self.lanes.take(self.lengths)
 
     def ahead(self, steps: int | Tensor) -> Tensor | None:
-        """[b, 1 or more]: where tokens so many steps behind the root will stand; None in rounds without noise, which is all
-        that depends on it."""
+        """[b, 1 or more]: the position of tokens `steps` after the root. None in rounds without noise: only noise depends on
+        it."""
         return self.length.unsqueeze(1) + steps if self.sampling.kind.noise else None
 
     @property
     def alive(self) -> Tensor:
-        """[b] bool: sequences that still run; a finished one is frozen."""
+        """[b] bool: sequences that still run. A finished one is frozen."""
         return self.alive_slots[self.slots]
 
     @cached_property

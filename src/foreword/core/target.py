@@ -1,4 +1,4 @@
-"""Target: what a drafter may ask of the model that it serves."""
+"""Target: the interface of the model, as a drafter sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 
 
-class RoughHead(Protocol):
+class DraftHead(Protocol):
     def __call__(self, hidden: Tensor, norm: nn.RMSNorm | None = None, /) -> Tensor: ...
 
 
@@ -25,7 +25,7 @@ class Target(Protocol):
     layers: int
     attention_heads: int
     max_context: int  # positions it was trained for
-    context: int  # tokens a text may have in this engine
+    context: int  # tokens that a sequence may have in this engine
     ends: Tensor  # [E] ids of the end tokens
     pieces: Callable[[], Sequence[str]] | None  # how a tokenizer spells every token, where one is known
 
@@ -44,36 +44,36 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """Normed hidden states to logits, in the dtype of the model; `sampling.widened` where one computes with them."""
 
-    def rough_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
-        """Logits to guess by, never to decide by: those of `head`, or near them where that is quicker. A norm of the
-        drafter's own may still have to come before."""
+    def draft_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        """Logits for drafting, never for deciding: those of `head`, or approximate ones from int8 draft linears where that
+        is faster. `norm` is a norm of the drafter's own that comes before the head."""
 
-    def rough_head_of(self, tokens: Tensor) -> RoughHead:
-        """The same for tokens [W] alone, from a copy of their rows as they are now: [.., W]."""
+    def draft_head_of(self, tokens: Tensor) -> DraftHead:
+        """The same for a draft vocabulary [W] alone, from a copy of its rows as they are now: [.., W]."""
 
     def head_weight(self) -> Tensor:
-        """[V, H]: what the head multiplies with. A row is how a token looks from behind the last layer."""
+        """[V, H]: the weight of the head. A row is the output embedding of a token."""
 
     def score(self, lanes: Lanes, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
-        """One pass over a tree, or over some of its rows while the scratch rows before them are kept."""
+        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept."""
 
     def onward(self, lanes: Lanes, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
-        """Rows [b, n, H] as they would leave `layer`, a chain behind the committed text, through the layers above it, and
-        what is grafted onto them: [b, n + R, H], before the final norm. Of the cache they write scratch rows only."""
+        """Run rows [b, n, H] through the layers after `layer`, as a chain after the committed sequence, with the rows that
+        are grafted onto them: [b, n + R, H], before the final norm. They write scratch rows of the cache only."""
 
     def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
-        """Whole texts [b, n, H] as they leave `layer`, walked on without a cache or gradients, and beside them the rows that
-        join behind their anchors [b, A], with gradients: layer by layer, the first time before any other is walked."""
+        """Run whole sequences [b, n, H] through the layers after `layer`, without a cache or gradients, and alongside them
+        the rows that join at their anchors [b, A], with gradients. Gives both after each layer, first before any."""
 
     def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Any:
         """New decoder layers of the target's kind, with a cache of their own, copied if `init` is given: from that layer, or
-        each from one of a range."""
+        each from one of a range. With `slots=0` the cache comes later, by `allocate(slots, context)`."""
 
     def cost(self, rows: int, texts: int = 1) -> float:
-        """What a pass over `rows` rows, those of so many texts together, costs on this machine, one row being 1.0."""
+        """The cost on this machine of a pass over `rows` rows of `texts` sequences together; a pass over one row is 1.0."""
 
     def part(self, numbers: int) -> float:
-        """What reading so many weights is of a pass over one row, which reads all of them."""
+        """The cost of reading that many weights. A pass over one row, which reads all weights, is 1.0."""
 
     def launches(self, kernels: int) -> float:
-        """What so many small kernels, one behind the other in a captured round, are of a pass over one row."""
+        """The cost of that many small kernels in sequence in a recorded round. A pass over one row is 1.0."""

@@ -7,27 +7,28 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from foreword.core.sending import sent
 from foreword.core.state import Lanes, State
-from foreword.engine.request import Running
+from foreword.engine.request import Request, Running
+from foreword.ops.sending import sent
 
 
 @dataclass(frozen=True)
 class Group:
-    """Who is in a pass, in the order of their slots."""
+    """The requests of a pass, in the order of their slots."""
 
     runs: list[Running]
-    ids: tuple[int, ...]  # their slots; behind them, those that pad the round
-    padded: int  # the longest text that a padding slot holds
+    ids: tuple[int, ...]  # their slots, then those that pad the round
+    padded: int  # length of the longest sequence that a padding slot holds
 
 
 @dataclass
 class Slots:
-    """Who sits where. A slot that was left still holds its text, which a later prompt may begin with."""
+    """Which request has which slot. A free slot still holds its last sequence, which a later prompt may begin with."""
 
     count: int
     running: dict[int, Running] = field(default_factory=dict)
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
+    salts: dict[int, str] = field(default_factory=dict)  # of the request that wrote what a slot holds
     groups: dict[bool, Group] = field(default_factory=dict)  # by `ready`, until somebody enters or leaves
     last: Lanes | None = None  # of a round
     pads: bool = False  # rounds are captured: free slots fill them up to one of few sizes
@@ -39,19 +40,25 @@ class Slots:
 
     def take(self, running: Running) -> int:
         """The free slot to use: the one that helps most if reuse is asked for, else an empty or the oldest one."""
-        prompt = running.request.prompt
-        if running.request.reuse:
-            slot = max(self.left, key=lambda free: _common(self.left[free], prompt))
-            most = max(len(prompt) - 1 - self.reread, 0)
-            kept = max(_common(self.left[slot], prompt) - self.unsure, 0)
-            running.reused = running.prefilled = min(kept, most)
+        request = running.request
+        common = {slot: _common(self.left[slot], request.prompt) for slot in self._reusable(request)}
+        slot = max(common, key=lambda free: common[free], default=-1)
+        if common.get(slot):
+            most = max(len(request.prompt) - 1 - self.reread, 0)
+            running.reused = running.prefilled = min(max(common[slot] - self.unsure, 0), most)
         else:
-            slot = next((free for free, text in self.left.items() if not text), next(iter(self.left)))
+            slot = next((free for free, tokens in self.left.items() if not tokens), next(iter(self.left)))
         running.slot = slot
         self.groups.clear()
         self.running[slot] = running  # whatever breaks off, a slot is in one of the two at least
         del self.left[slot]
         return slot
+
+    def _reusable(self, request: Request) -> list[int]:
+        """Free slots whose tokens this request may start from: those that its own caller left there."""
+        if not request.reuse or request.prompt_logprobs is not None:  # what is not read has no log-probabilities
+            return []
+        return [slot for slot in self.left if self.salts.get(slot, "") == request.cache_salt]
 
     def leave(self, slot: int, keep: bool = True) -> None:
         """Free a slot; what it holds may serve a later prompt if `keep`."""
@@ -59,6 +66,7 @@ class Slots:
         written = (*running.request.prompt, *running.tokens)
         self.groups.clear()
         self.left[slot] = written[: running.length] if keep else ()
+        self.salts[slot] = running.request.cache_salt
         del self.running[slot]
 
     def forget(self) -> None:
@@ -67,7 +75,7 @@ class Slots:
         self.groups.clear()
 
     def group(self, ready: bool) -> Group:
-        """Those whose prompt is read, or not yet."""
+        """The requests whose prompt is read, or those whose prompt is not."""
         if not self.groups or self.groups[False].runs:  # whose prompt was being read may be ready by now
             seated = [self.running[slot] for slot in sorted(self.running)]
             entering = [running for running in seated if not running.ready]
@@ -98,7 +106,7 @@ class Slots:
 
 
 def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:
-    """Seat as many waiting requests as there are free slots; returns the slots taken."""
+    """Give free slots to waiting requests. Returns the slots taken."""
     taken = []
     while waiting and slots.left:
         slots.take(waiting[0])
@@ -109,7 +117,7 @@ def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:
 
 
 def _write_columns(state: State, taken: list[Running]) -> None:
-    """Everybody's at once: a GPU is told of a hundred texts as quickly as of one."""
+    """Write the columns of all new requests at once: that takes a GPU no longer than one request."""
     device, context = state.tokens.device, state.tokens.shape[1] - 1
     slots = sent([running.slot for running in taken], device)
     prompts = [running.request.prompt for running in taken]
@@ -120,7 +128,8 @@ def _write_columns(state: State, taken: list[Running]) -> None:
     values = sent([_values(running, context) for running in taken], device)
     for column, value in zip(columns, values.unbind(1), strict=True):
         column.index_copy_(0, slots, value.to(column.dtype))
-    state.table.set_all({running.slot: (running.request.sampling, _floor(running, context)) for running in taken}, slots)
+    samplings = {running.slot: (running.request.sampling, _floor(running, context)) for running in taken}
+    state.table.set_all(samplings, slots, {running.slot: running.request.stop_token_ids for running in taken})
     for running, prompt in zip(taken, prompts, strict=True):
         if running.request.sampling.repetition_penalty != 1:
             state.seen[running.slot] = torch.tensor(prompt).bincount(minlength=state.seen.shape[1]).to(state.seen)
@@ -134,13 +143,13 @@ def _values(running: Running, context: int) -> tuple[int, ...]:
 
 
 def _floor(running: Running, context: int) -> int:
-    """End tokens are held back until the text is that long."""
+    """The length below which end tokens and stop tokens are held back."""
     request = running.request
     return min(len(request.prompt) + request.min_new_tokens, context) if request.min_new_tokens else 0
 
 
 def round_up(count: int) -> int:
-    """The sizes that rounds come in: every one of them is a graph to capture, and an idle row costs little."""
+    """The batch size that a round is padded to: each size is a graph to record, and an idle row costs little."""
     return 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
 
 

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from foreword.core.draft import Draft
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import State
 from foreword.model.cache import SlotCache
+from foreword.ops.rounds import write
 
 
 def commit(state: State, cache: SlotCache, draft: Draft, accepted: Accepted, emission: Emission) -> None:
-    if state.sampling.kind.penalties:
-        counted = (state.slots.unsqueeze(1).expand_as(emission.tokens), emission.tokens)
-        state.seen.index_put_(counted, accepted.kept.to(state.seen.dtype), accumulate=True)
-    if state.slots.is_cuda:
-        from foreword.kernels.settle import written  # noqa: PLC0415  Triton is there only where CUDA is
-
-        written(state, emission.tokens, accepted.count, accepted.next, emission.ended)
-    else:
-        write(state, accepted, emission)
+    """Keep the accepted rows, and append their tokens to the sequences."""
+    kind = state.sampling.kind
+    if kind.repetition:
+        _count(state, state.seen, accepted, emission)
+    if kind.generated:
+        _count(state, state.table.columns["generated"], accepted, emission)
+    write(state, emission.tokens, accepted.count, accepted.next, emission.ended)
     if draft.tree.is_chain:
         cache.advance(state.lanes, accepted.count)
     else:
         cache.keep(state.lanes, accepted.path, accepted.count)
 
 
-def write(state: State, accepted: Accepted, emission: Emission) -> None:
-    """The round's tokens behind the texts, the new roots, and which texts have ended."""
-    slots, kept = state.slots, accepted.kept
-    order = torch.arange(kept.shape[1], device=slots.device)
-    waste = state.tokens.shape[1] - 1
-    column = torch.where(kept, state.length.unsqueeze(1) + 1 + order, waste)
-    state.tokens.index_put_((slots.unsqueeze(1).expand_as(column), column), emission.tokens)
-    state.roots.index_copy_(0, slots, torch.where(accepted.count > 0, accepted.next, state.root))
-    state.alive_slots.index_copy_(0, slots, state.alive & ~emission.ended)
+def _count(state: State, counts: Tensor, accepted: Accepted, emission: Emission) -> None:
+    """Add a round's accepted tokens to the counts [B, V] of the sequences."""
+    counted = (state.slots.unsqueeze(1).expand_as(emission.tokens), emission.tokens)
+    counts.index_put_(counted, accepted.kept.to(counts.dtype), accumulate=True)

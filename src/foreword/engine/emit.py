@@ -1,8 +1,8 @@
-"""EMIT: tokens to the host, stop strings, finished texts. The only file that leaves the device.
+"""EMIT: tokens to the host, stop strings, finished sequences. The only file that reads from the device.
 
-On a GPU a round, or several, are read while the next ones run. A text that the host then finds finished may have run on
-for those; what it wrote there is dropped. Hundreds of texts are written side by side: whoever has nothing to tell but its
-tokens costs the host three appends a time, and no event is made of it unless somebody asks.
+On a GPU, rounds are read while the next ones run. A sequence that the host then finds finished may have continued in those;
+that output is dropped. Hundreds of sequences run at a time, so a request that has only tokens to report costs the host
+three appends per round, and no event is made of it unless somebody asks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from foreword.core.scores import Emission
-from foreword.engine.request import Event, Logprob, Running
+from foreword.engine.request import Event, Logprob, Request, Running
 from foreword.errors import NumericsError
+from foreword.ops.device import mark
 
 
 class Launched:
@@ -29,9 +30,7 @@ class Launched:
     def take(self, emission: Emission) -> None:
         """One more round."""
         self.emissions.append(emission.fetched())
-        if emission.count.is_cuda:
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+        self.arrived = mark(emission.count.device)
 
     def wait(self) -> list[Emission]:
         if self.arrived is not None:
@@ -93,7 +92,7 @@ def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[
             continue
         event = told[running] = _write(running, tokens[start:stop], ended, ends)
         if running.request.sampling.logprobs is not None:
-            running.logprobs += _logprobs(emission, lane, event.tokens, running.request.sampling.logprobs)
+            running.logprobs += _logprobs(emission, lane, event.tokens, running.request)
     return told
 
 
@@ -135,21 +134,26 @@ def _fail(running: Running, drafted: bool, alone: bool) -> Event:
 
 
 def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Event:
-    """Append a round's tokens, cut where a stop string is complete."""
+    """Append a round's tokens, cut where a stop string is complete or a stop token stands."""
     stream, text = running.request.stream, ""
+    new, final = _cut(running, new, ended, ends)
     if stream is not None:
-        pushed = stream.push(new)
-        new, text = new[: pushed.used], pushed.text
+        left_out = int(final and not stream.include_stop)  # the token that ends a text is not part of it
+        pushed = stream.push(new[: len(new) - left_out])
+        text = pushed.text
         if pushed.stopped:
-            running.finish_reason = "stop"
+            new, final, running.finish_reason = new[: pushed.used], False, "stop"
     running.tokens += new
-    if ended and not running.done:
-        by_end = bool(new) and new[-1] in ends and not running.request.ignore_eos
-        running.finish_reason = "stop" if by_end else "length"
+    if final:
+        running.finish_reason = "stop"
+        running.stop_reason = None if _is_end(running, new[-1], ends) else new[-1]
+    elif ended and not running.done:
+        running.finish_reason = "length"
+        running.stop_reason = "context" if len(running.tokens) < running.request.max_new_tokens else None
     if running.done and stream is not None:
         text += stream.flush()
-        # The last held-back text may complete a stop string.
-        running.finish_reason = "stop" if stream.stopped else running.finish_reason
+        if stream.stopped:  # the last held-back text may complete a stop string
+            running.finish_reason, running.stop_reason = "stop", stream.stop_string
     running.text += text
     event = Event(running, new, text)
     if stream is not None:  # kept for nobody, hundreds of texts side by side would be the garbage collector's work
@@ -157,11 +161,32 @@ def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Eve
     return event
 
 
-def _logprobs(emission: Emission, lane: int, tokens: list[int], top: int) -> list[Logprob]:
+def _cut(running: Running, new: list[int], ended: bool, ends: set[int]) -> tuple[list[int], bool]:
+    """A round's tokens up to the one that ends the text, and whether there is such a token."""
+    stop = next((place for place, token in enumerate(new) if token in running.stops), None) if running.stops else None
+    if stop is not None:
+        return new[: stop + 1], True
+    return new, ended and bool(new) and _is_end(running, new[-1], ends)
+
+
+def _is_end(running: Running, token: int, ends: set[int]) -> bool:
+    return token in ends and not running.request.ignore_eos
+
+
+def _logprobs(emission: Emission, lane: int, tokens: list[int], request: Request) -> list[Logprob]:
     assert emission.logprobs is not None and emission.top_tokens is not None and emission.top_logprobs is not None
-    chosen = emission.logprobs[lane].tolist()
-    best = [
-        tuple(zip(ids[:top], values[:top], strict=True))
-        for ids, values in zip(emission.top_tokens[lane].tolist(), emission.top_logprobs[lane].tolist(), strict=True)
+    chosen = emission.logprobs[lane, : len(tokens)].tolist()
+    best = (part[lane, : len(tokens), : request.sampling.logprobs] for part in (emission.top_tokens, emission.top_logprobs))
+    return told_logprobs(request, tokens, chosen, *(part.tolist() for part in best))
+
+
+def told_logprobs(
+    request: Request, tokens: list[int], chosen: list[float], ids: list[list[int]], values: list[list[float]]
+) -> list[Logprob]:
+    """What a caller is told of tokens: their log-probabilities, and `ids` and `values` of the likeliest at each place."""
+    text = request.stream.token_text if request.stream is not None else lambda token: ""
+    rows = zip(tokens, chosen, ids, values, strict=True)
+    return [
+        Logprob(token, logprob, tuple(zip(top, numbers, strict=True)), text(token), tuple(map(text, top)))
+        for token, logprob, top, numbers in rows
     ]
-    return [Logprob(token, chosen[i], best[i]) for i, token in enumerate(tokens)]

@@ -10,19 +10,22 @@ from dataclasses import replace
 
 import torch
 
-from foreword.core.ctrl_c import HeldBack
 from foreword.core.drafter import Drafter
 from foreword.core.loop import Loop
-from foreword.core.sending import sent
+from foreword.core.sampling import Sampling
 from foreword.core.state import Lanes, State
 from foreword.engine.admit import Slots, admit
+from foreword.engine.ctrl_c import HeldBack
 from foreword.engine.emit import Launched, all_events, emit
-from foreword.engine.graph import Replay, replayed
+from foreword.engine.graph import graphed
 from foreword.engine.lockstep import Lockstep
 from foreword.engine.prefill import parted, prefill
-from foreword.engine.request import Event, Request, Running
-from foreword.errors import ForewordWarning, InputError, PromptError
+from foreword.engine.request import Event, Request, Room, Running
+from foreword.engine.warm_up import capture_rounds
+from foreword.errors import ForewordWarning, InputError
 from foreword.model.model import Model
+from foreword.ops.device import joins_prompts, prefill_chunk, reads_late, replays_graphs
+from foreword.ops.sending import sent
 
 
 class Engine:
@@ -46,37 +49,47 @@ class Engine:
         self.max_context = _checked_context(max_context, target)
         self.chunk = prefill_chunk(target.device) if chunk is None else chunk
         _check_positive(slots=slots, chunk=self.chunk)
-        target.context = self.max_context
-        drafter.bind(target, slots)
+        self.room = Room(self.max_context, target.max_context, target.vocab_size, frozenset(target.ends.tolist()))
+        target.limit_context(self.max_context)
+        drafter.prepare(target, slots)
         scratch = drafter.shape.nodes + drafter.needs.grafted_rows
         cache = target.allocate(slots, self.max_context, scratch)
         self.loop: Loop = loop or Lockstep(target, drafter)
-        if graph and target.device.type == "cuda":
-            self.loop = replayed(self.loop, drafter.captures)
-        captured = isinstance(self.loop, Replay)
-        self.late = target.device.type == "cuda" if late is None else late
-        self.together = target.device.type != "cpu"  # a CPU is busy with one prompt's rows
+        if graph and replays_graphs(target.device):
+            self.loop = graphed(self.loop, drafter.captures)
+        self.late = reads_late(target.device) if late is None else late
+        self.together = joins_prompts(target.device)
         self.unread: Launched | None = None
         needs = drafter.needs
-        self.slots = Slots(slots, pads=captured, unsure=int(needs.follower), reread=int(needs.prompt != "none"))
+        self.slots = Slots(slots, pads=self.loop.captured, unsure=int(needs.follower), reread=int(needs.prompt != "none"))
         self.waiting: deque[Running] = deque()
-        self.state = State.empty(slots, self.max_context, cache.length, target.ends)
+        self.state = State.empty(slots, self.max_context, cache.length, target.ends, target.vocab_size)
         self.clock = 0.0  # seconds spent in rounds, which is what texts are timed by
         self._ends = set(target.ends.tolist())
 
     def add(self, request: Request) -> Running:
         """Queue a request; it enters when a slot is free."""
-        running = self._prepared(request)
-        self.waiting.append(running)
+        running = self.checked(request)
+        self.queue([running])
         return running
 
-    def _prepared(self, request: Request) -> Running:
-        self._check(request)
-        request = replace(request, sampling=request.sampling.seeded())
-        if request.sampling.repetition_penalty != 1 and self.state.seen.shape[1] == 0:
+    def checked(self, request: Request) -> Running:
+        """A request that this engine can serve, not queued yet. Any thread may ask: nothing of the engine changes."""
+        self.room.check(request)
+        return Running(replace(request, sampling=request.sampling.seeded()))
+
+    def queue(self, runs: Iterable[Running]) -> None:
+        """Queue what `checked` gave."""
+        for running in runs:
+            if running.request.sampling.repetition_penalty != 1:
+                self._count_tokens()
+            self.waiting.append(running)
+
+    def _count_tokens(self) -> None:
+        """Make room for how often each token stands in each sequence, which only penalties need."""
+        if self.state.seen.shape[1] == 0:
             counts = torch.zeros(self.slots.count, self.target.vocab_size, dtype=torch.int32, device=self.target.device)
             self.state = replace(self.state, seen=counts)
-        return Running(request)
 
     def abort(self, *given: Running) -> None:
         """Give requests up, wherever they stand."""
@@ -89,6 +102,11 @@ class Engine:
                 self.waiting = deque(running for running in self.waiting if running not in gone)
             self._release([running for running in gone if self.slots.running.get(running.slot) is running])
 
+    def warm_up(self, shortest: int = 2, longest: int | None = None, sampling: Sampling | None = None) -> None:
+        """Record on CUDA what sequences of `shortest` to `longest` tokens will need, so that the first of them waits for
+        nothing; None: up to the whole context. It takes seconds to minutes. Elsewhere there is nothing to record."""
+        capture_rounds(self, shortest, longest or self.max_context, sampling)
+
     def give_up(self) -> None:
         """Abort everything, before the cache goes away or to another engine."""
         self.abort(*self.waiting, *self.slots.running.values())
@@ -96,61 +114,60 @@ class Engine:
     def take_berth(self) -> None:
         """Where its cache lies in memory that engines share: before it writes again, when another may have written there."""
         assert not self.busy, "texts under way would be lost"
-        if self.target.cache.take():
+        if self.target.cache.claim():
             self.slots.forget()
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.slots.running)
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Admit, read a chunk or two of each new prompt, then one round for everybody whose prompt is read."""
+        """Admit, read a chunk or two of each new prompt, then one round for everybody whose prompt is read.
+
+        A request that fails has its event too, with the reason in `running.error`; the others go on."""
         if self.unread is not None and len(self.unread.emissions) > 1:
             raise InputError("rounds that step_for launched together are read by step_for; call it once more before step")
-        read, told = self._step()
-        # Only when everybody has been served: the others' texts go on in the next step.
-        for running in told:
-            if running.error:
-                raise running.error
+        read, told = self.advance()
         return [] if read is None else all_events(read, told)
 
-    @torch.inference_mode()
     def step_for(self, wanted: Iterable[Running], rounds: int = 1) -> list[Running]:
         """A step on behalf of some requests; returns whoever it ended. What breaks another request than the wanted ones is
         raised for those who wait for that. Of several `rounds` the host reads all at once, which with hundreds of texts is
         what it has time for; who ends in one of them rests in the others."""
-        _, told = self._step(rounds)
+        _, told = self.advance(rounds)
         for one in wanted:
             if one.error:
                 raise one.error
         return [running for running in told if running.done]
 
-    def _step(self, rounds: int = 1) -> tuple[Launched | None, dict[Running, Event]]:
-        """The rounds that were read, and what they had to tell."""
+    @torch.inference_mode()
+    def advance(self, rounds: int = 1) -> tuple[Launched | None, dict[Running, Event]]:
+        """The step itself, with that many rounds. Gives the rounds that the host read, and the events that they brought;
+        errors are in the requests."""
         with HeldBack():
-            return self._whole(rounds)
+            return self._completed(rounds)
 
-    def _whole(self, rounds: int) -> tuple[Launched | None, dict[Running, Event]]:
+    def _completed(self, rounds: int) -> tuple[Launched | None, dict[Running, Event]]:
+        """A step that completes, or gives all requests up. Ctrl-C is held back around it, in a function of its own: a line
+        between the two could break off with Ctrl-C still held back."""
         try:
             self._admit()
             self._prefill()
             return self._round(rounds)
-        except BaseException:
-            self._break_off()
+        except BaseException as error:
+            self._break_off(error)
             raise
 
-    def _break_off(self) -> None:
+    def _break_off(self, error: BaseException) -> None:
         """A step broke half-way, for want of memory perhaps: how far a text has come nobody can tell, nor what of a round is
         captured."""
-        for running in self.slots.running.values():
-            running.finish_reason = "abort"  # of one that had just ended, not all may have been told
+        for running in (*self.slots.running.values(), *self.waiting):
+            running.finish_reason, running.error = "abort", error  # of one that had just ended, not all may have been told
         try:
             self.give_up()
         finally:
             self.unread = None
-            if isinstance(self.loop, Replay):
-                self.loop.forget()
+            self.loop.forget()
 
     def _admit(self) -> None:
         taken = admit(self.waiting, self.slots, self.state)  # PROMPT
@@ -161,9 +178,9 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[Running]:
         """Run requests to their ends, in their order."""
-        running = [self._prepared(request) for request in requests]  # all or nothing: what waits is written by the next call
+        running = [self.checked(request) for request in requests]  # all or nothing: what waits is written by the next call
         try:
-            self.waiting.extend(running)
+            self.queue(running)
             for one in running:
                 while not one.done:
                     self.step_for(running)
@@ -272,24 +289,6 @@ class Engine:
 
     def _span(self, ids: Iterable[int]) -> int:
         return max(self.slots.running[slot].length for slot in ids)
-
-    def _check(self, request: Request) -> None:
-        count = len(request.prompt)
-        if count == 0:
-            raise PromptError("the prompt is empty; it needs at least one token")
-        if count >= self.max_context:
-            raise PromptError(
-                f"the prompt has {count} tokens, the context holds {self.max_context} and must leave room for one more; "
-                "shorten the prompt, or load with a larger max_context"
-            )
-        outside = [token for token in request.prompt if not 0 <= token < self.target.vocab_size]
-        if outside:
-            raise PromptError(f"token id {outside[0]} is outside the model's vocabulary of {self.target.vocab_size}")
-
-
-def prefill_chunk(device: torch.device) -> int:
-    """Prompt tokens in a pass: a CPU should come back to the others soon, a GPU wants to be called seldom."""
-    return 1024 if device.type == "cuda" else 256
 
 
 def _checked_context(wanted: int | None, target: Model) -> int:

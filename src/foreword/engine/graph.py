@@ -1,9 +1,10 @@
-"""Rounds and prompt passes as CUDA graphs: captured once per bucket, then replayed without Python or launches in between.
+"""Rounds and prompt passes as CUDA graphs: recorded once per bucket, then replayed without Python or launches in between.
 
-A bucket is what a captured round cannot change: how many sequences, how far attention looks, and which stages sampling
-needs; a draft that is made on the host has its number of rows too, and so has a prompt pass, where nothing is sampled.
-Everything else lives in buffers that stay where they are; only the slots' numbers, and such tokens, are copied in. The first
-time in a bucket runs as it is written, which warms everything up and does real work; the second is captured.
+A bucket is what a recorded round cannot change: the number of sequences, how far attention looks, and the stages that
+sampling needs. A draft made on the host, and a prompt pass, in which nothing is sampled, also have a number of rows.
+Everything else lies in buffers that stay where they are; only slot numbers and such tokens are copied in. The first round
+of a bucket runs eagerly, which warms everything up and does real work; the second is recorded. The number of buckets is
+bounded: the least recently used one makes room for a new one.
 """
 
 from __future__ import annotations
@@ -12,49 +13,54 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, cast
 
-import torch
-
 from foreword.core.draft import Draft
 from foreword.core.loop import InTurns, Loop
-from foreword.core.sampling import Kind
+from foreword.core.sampling_table import SamplingStages
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import Lanes, State
+from foreword.ops.device import synchronize
+from foreword.ops.graph import RecordedCall
 
 LEAST_SPAN = 256
-FEWEST_ROWS = 64  # of a captured prompt pass
-MOST_TEXTS = 4  # in one
+FEWEST_ROWS = 64  # rows of a recorded prompt pass
+MOST_TEXTS = 4  # prompts in a recorded pass
+MOST_BUCKETS = 256  # of rounds, and as many of prompt passes
 
-Bucket = tuple[int, int, Kind, int]
+Bucket = tuple[int, int, SamplingStages, int]
 PromptBucket = tuple[int, int, int]
 Answer = TypeVar("Answer")
 
 
 @dataclass
-class Captured(Generic[Answer]):
-    """One bucket: the buffers that it reads, and the graph with what it leaves behind, once captured."""
+class GraphBucket(Generic[Answer]):
+    """One bucket: the buffers that its graph reads, and the graph once it is recorded."""
 
     lanes: Lanes
-    graph: torch.cuda.CUDAGraph | None = None
-    answer: Answer | None = None
-    draft: Draft | None = None  # that was given, or a prompt's rows; the graph reads its tree too, which is kept with it
+    graph: RecordedCall[Answer] | None = None
+    draft: Draft | None = None  # a draft made on the host, or a prompt's rows; the graph reads its tree too
     ids: tuple[int, ...] = ()  # the slots whose numbers were copied in last
 
 
-class Replay:
-    """Satisfies `core.Loop`: another loop's rounds, replayed; and so are passes over prompts."""
+class GraphedLoop:
+    """Satisfies `core.Loop`: replays another loop's rounds, and passes over prompts."""
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.buckets: dict[Any, Captured[Emission]] = {}  # by Bucket, and by the rows of a draft that is given
-        self.chunks: dict[PromptBucket, Captured[Scores | None]] = {}
+    captured = True
+    reads_after = False
+
+    def __init__(self, loop: Loop, most: int = MOST_BUCKETS) -> None:
+        """`most`: how many buckets are kept, of rounds and of prompt passes each."""
+        self.loop, self.most = loop, most
+        # Both in the order of their last use, the most recent last.
+        self.buckets: dict[Any, GraphBucket[Emission]] = {}  # by Bucket, and by the rows of a draft made on the host
+        self.chunks: dict[PromptBucket, GraphBucket[Scores | None]] = {}
         self.pool: Any = None  # memory that all graphs share
 
     def forget(self) -> None:
-        """What was captured: rounds run as they are written before they are captured again. For weights that have changed:
-        what is made of them, codes in eight bits for example, is made anew where a round runs, not where it is replayed."""
+        """Drop what was recorded: rounds run eagerly before they are recorded again. Needed when weights have changed: what
+        is derived from them, int8 weights for example, is derived again in an eager round and not in a replay."""
         self.buckets.clear()
         self.chunks.clear()
-        self.pool = None  # it went with the last graph that had it
+        self.pool = None  # it went with the last graph that used it
 
     def begin(self, state: State) -> None:
         self.loop.begin(state)
@@ -66,65 +72,86 @@ class Replay:
         self.loop.end(slots)
 
     def round(self, state: State) -> Emission:
-        bucket = _bucket(state)
-        captured = self.buckets.get(bucket)
-        if captured is None:
-            captured = self.buckets[bucket] = Captured(_fixed_lanes(state.lanes, bucket[1]))
-            return self.loop.round(state.at(captured.lanes))
-        return self._replayed(captured, state, self.loop.round)
+        key = _bucket(state)
+        bucket = _used(self.buckets, key)
+        if bucket is None:
+            bucket = self._begun(self.buckets, key, GraphBucket(_fixed_lanes(state.lanes, key[1])))
+            return self.loop.round(state.at(bucket.lanes))
+        return self._replayed(bucket, state, self.loop.round)
 
     def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
-        """`read(state, chunk)`. What it gives stays as it is until the next replay: any graph may write where it lies."""
-        bucket = prompt_bucket(len(state.lanes.ids), state.lanes.span, chunk.nodes)
-        return self._given(self.chunks, bucket, state, chunk, read)
+        """`read(state, chunk)`. Its answer is valid until the next replay: any graph may write to the same memory."""
+        key = prompt_bucket(len(state.lanes.ids), state.lanes.span, chunk.nodes)
+        return self._given(self.chunks, key, state, chunk, read)
 
-    def has_pass(self, bucket: PromptBucket) -> bool:
-        """Whether a pass over prompts is captured."""
-        return bucket in self.chunks and self.chunks[bucket].graph is not None
+    def has_pass(self, sequences: int, before: int, rows: int) -> bool:
+        key = prompt_bucket(sequences, before, rows)
+        return key in self.chunks and self.chunks[key].graph is not None
+
+    def recorded(self, sequences: int, length: int) -> RecordedCall[Emission] | None:
+        """Replaying it again and again decides new tokens each time, as rounds do."""
+        known = [one for one in self.buckets.values() if one.graph and len(one.lanes.ids) == sequences]
+        fitting = [one for one in known if one.lanes.span >= length]
+        return min(fitting, key=lambda one: one.lanes.span).graph if fitting else None
 
     def _given(
         self,
-        known: dict[Any, Captured[Answer]],
-        bucket: tuple[Any, ...],
+        known: dict[Any, GraphBucket[Answer]],
+        key: tuple[Any, ...],
         state: State,
         draft: Draft,
         call: Callable[[State, Draft], Answer],
     ) -> Answer:
-        """`call(state, draft)`, of a draft that comes from outside: it is copied to where the graph looks."""
-        captured = known.get(bucket)
-        if captured is None:
-            captured = known[bucket] = Captured(_fixed_lanes(state.lanes, bucket[1]), draft=draft)
-            return call(state.at(captured.lanes), draft)
-        fixed = captured.draft
+        """`call(state, draft)` for a draft from outside the graph: it is copied to where the graph reads it."""
+        bucket = _used(known, key)
+        if bucket is None:
+            bucket = self._begun(known, key, GraphBucket(_fixed_lanes(state.lanes, key[1]), draft=draft))
+            return call(state.at(bucket.lanes), draft)
+        fixed = bucket.draft
         assert fixed is not None
         fixed.tokens.copy_(draft.tokens)
         fixed.size.copy_(draft.size)
-        return self._replayed(captured, state, lambda at: call(at, fixed))
+        return self._replayed(bucket, state, lambda at: call(at, fixed))
 
-    def _replayed(self, captured: Captured[Answer], state: State, call: Callable[[State], Answer]) -> Answer:
-        if captured.ids != state.lanes.ids:
-            captured.lanes.slots.copy_(state.slots)
-            captured.ids = state.lanes.ids
-        if captured.graph is None:
-            # Of the host's numbers those of this round count: its sampling is what the bucket is captured for.
-            lanes = replace(captured.lanes, ids=state.lanes.ids)
-            self._capture(captured, lambda: call(state.at(lanes)))
-        assert captured.graph is not None
-        captured.graph.replay()
-        return cast(Answer, captured.answer)
+    def _begun(self, known: dict[Any, GraphBucket[Answer]], key: Any, bucket: GraphBucket[Answer]) -> GraphBucket[Answer]:
+        """Add a bucket; others may have to go for it."""
+        while len(known) >= self.most:
+            self._drop(known)
+        known[key] = bucket
+        return bucket
 
-    def _capture(self, captured: Captured[Answer], call: Callable[[], Answer]) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # Somebody else may be at work in another thread, a draft for example: that is no error of this capture.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            captured.answer = call()
-        self.pool = self.pool or graph.pool()
-        captured.graph = graph
+    def _drop(self, known: dict[Any, GraphBucket[Answer]]) -> None:
+        """Drop the least recently used bucket. Its graph may still run, and its answer may be on its way to the host, while
+        the next recording takes over that memory. So wait for the device, as every recording does."""
+        oldest = known.pop(next(iter(known)))
+        if oldest.graph is not None:
+            synchronize(oldest.lanes.slots.device)
+            left: list[GraphBucket[Any]] = [*self.buckets.values(), *self.chunks.values()]
+            if all(one.graph is None for one in left):
+                self.pool = None  # it goes with the last graph that uses it
+
+    def _replayed(self, bucket: GraphBucket[Answer], state: State, call: Callable[[State], Answer]) -> Answer:
+        if bucket.ids != state.lanes.ids:
+            bucket.lanes.slots.copy_(state.slots)
+            bucket.ids = state.lanes.ids
+        if bucket.graph is None:
+            # The slots of this round decide which stages of sampling are recorded, not those of the eager round.
+            lanes = replace(bucket.lanes, ids=state.lanes.ids)
+            self._record(bucket, lambda: call(state.at(lanes)))
+        assert bucket.graph is not None
+        bucket.graph.replay()
+        return bucket.graph.answer
+
+    def _record(self, bucket: GraphBucket[Answer], call: Callable[[], Answer]) -> None:
+        recorded = RecordedCall(call, self.pool)
+        self.pool = self.pool or recorded.graph.pool()
+        bucket.graph = recorded
 
 
-class ReplayedCheck(Replay):
-    """The same for drafts that are made on the host: what comes behind `propose` is replayed."""
+class GraphedCheck(GraphedLoop):
+    """The same for drafts that are made on the host: what comes after `propose` is replayed."""
 
+    reads_after = True
     loop: InTurns
 
     def round(self, state: State) -> Emission:
@@ -134,26 +161,34 @@ class ReplayedCheck(Replay):
         return emission
 
 
-def replayed(loop: Loop, part: Literal["round", "check", "nothing"]) -> Loop:
-    """A loop whose rounds are replayed, as far as its drafter lets them: see `Drafter.captures`."""
+def graphed(loop: Loop, part: Literal["round", "check", "nothing"]) -> Loop:
+    """A loop whose rounds are replayed, as far as its drafter allows: see `Drafter.captures`."""
     if part == "check":
-        return ReplayedCheck(cast(InTurns, loop))
-    return Replay(loop) if part == "round" else loop
+        return GraphedCheck(cast(InTurns, loop))
+    return GraphedLoop(loop) if part == "round" else loop
 
 
 def padded_rows(rows: int, chunk: int) -> int:
-    """The sizes that captured prompt passes come in."""
+    """The number of rows that a recorded prompt pass is padded to: one of few."""
     return min(max(1 << (rows - 1).bit_length(), FEWEST_ROWS), chunk)
 
 
 def reach(span: int) -> int:
-    """How far attention looks in a round that was captured for texts of such a length."""
+    """How far attention looks in a round that is recorded for sequences of that length."""
     return max(1 << (span - 1).bit_length(), LEAST_SPAN) if span else 0
 
 
-def prompt_bucket(texts: int, read: int, rows: int) -> PromptBucket:
-    """Of a pass over as many rows of each prompt, of which so much was read before."""
-    return texts, reach(read), rows
+def prompt_bucket(sequences: int, before: int, rows: int) -> PromptBucket:
+    """The bucket of a pass over `rows` rows of each prompt, after `before` cached tokens."""
+    return sequences, reach(before), rows
+
+
+def _used(known: dict[Any, GraphBucket[Answer]], key: Any) -> GraphBucket[Answer] | None:
+    """The bucket of a key, which becomes the most recently used one."""
+    bucket = known.pop(key, None)
+    if bucket is not None:
+        known[key] = bucket
+    return bucket
 
 
 def _bucket(state: State) -> Bucket:
@@ -161,5 +196,5 @@ def _bucket(state: State) -> Bucket:
 
 
 def _fixed_lanes(lanes: Lanes, span: int) -> Lanes:
-    """The same slots in a buffer of their own, which later rounds of the bucket write theirs into."""
+    """The same slots in a buffer of their own, which later rounds of the bucket overwrite with theirs."""
     return Lanes(lanes.slots.clone(), lanes.ids, span, changes=True)

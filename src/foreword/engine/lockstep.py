@@ -1,11 +1,11 @@
-"""The round, as it reads: propose, verify, accept, commit, observe. Every method but SPEED runs in this order.
+"""The round: propose, verify, accept, commit, observe. All methods run in this order.
 
-All behind `propose` is the check: where a drafter works on the host, that is what is captured.
+Everything after `propose` is the check. Where a drafter works on the host, only the check is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
@@ -14,12 +14,14 @@ from foreword.core.state import State
 from foreword.engine.accept import accept
 from foreword.engine.commit import commit
 from foreword.engine.fit import fit
-from foreword.engine.verify import verify
 from foreword.model.model import Model
 
 
 class Lockstep:
-    """Satisfies `core.InTurns`."""
+    """Satisfies `core.InTurns`. Nothing is recorded."""
+
+    captured = False
+    reads_after = False
 
     def __init__(self, target: Model, drafter: Drafter) -> None:
         self.target = target
@@ -31,6 +33,18 @@ class Lockstep:
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self.drafter.read(state, chunk, scores)
 
+    def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
+        return read(state, chunk)
+
+    def has_pass(self, sequences: int, before: int, rows: int) -> bool:
+        return True
+
+    def recorded(self, sequences: int, length: int) -> None:
+        return None
+
+    def forget(self) -> None:
+        pass
+
     def round(self, state: State) -> Emission:
         emission = self.check(state, self.propose(state))
         self.decided(state, emission)
@@ -41,7 +55,7 @@ class Lockstep:
 
     def check(self, state: State, draft: Draft) -> Emission:
         draft = fit(draft, state, self.drafter.needs)
-        scores = verify(self.target, state, draft, self.drafter.needs)  # VERIFY
+        scores = self.target.score(state.lanes, draft, self.drafter.needs)  # VERIFY
         accepted, emission = accept(state, draft, scores, self.drafter.shape.depth)  # ACCEPT
         commit(state, self.target.cache, draft, accepted, emission)
         self.drafter.observe(state, draft, scores, accepted)

@@ -1,12 +1,13 @@
-"""What the world asks for, and what the host keeps of it while it runs."""
+"""Requests, and what the host keeps of each while it runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from foreword.core.sampling import Sampling
-from foreword.errors import InputError, NumericsError
+from foreword.errors import InputError, PromptError
 from foreword.text.stream import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -14,7 +15,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Request:
-    """One text to write. `stream` watches the text for stop strings; without one, tokens are all there is."""
+    """One sequence to generate. `stream` makes text of it and looks for stop strings; without one there are only tokens."""
 
     prompt: tuple[int, ...]
     sampling: Sampling = Sampling()
@@ -25,10 +26,24 @@ class Request:
     reuse: bool = False
     """Start from the longest beginning of the prompt that a free slot still holds, as a chat does."""
 
+    cache_salt: str = ""
+    """Whose cache it is: a prompt starts only from what a request with the same salt left there."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output as an end token does, also with `ignore_eos`."""
+
+    prompt_logprobs: int | None = None
+    """Report how likely the prompt's own tokens are, and so many of the likeliest at each place. Nothing is reused then."""
+
+    model_defaults: tuple[str, ...] = ()
+    """Which settings of `sampling` the model's generation config gave; for the result to tell."""
+
     stream: TextStream | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("max_new_tokens", int), ("min_new_tokens", int), ("ignore_eos", bool), ("speculate", bool)):
+        kinds = {"max_new_tokens": int, "min_new_tokens": int, "cache_salt": str}
+        kinds |= dict.fromkeys(("ignore_eos", "speculate", "reuse"), bool)
+        for name, kind in kinds.items():
             if type(getattr(self, name)) is not kind:
                 raise InputError(f"{name} is {getattr(self, name)!r}; it must be of type {kind.__name__}")
         if self.max_new_tokens < 1:
@@ -37,6 +52,80 @@ class Request:
             raise InputError(
                 f"min_new_tokens is {self.min_new_tokens}; it must lie between 0 and max_new_tokens ({self.max_new_tokens})"
             )
+        if self.prompt_logprobs is not None and not (type(self.prompt_logprobs) is int and 0 <= self.prompt_logprobs <= 100):
+            raise InputError(
+                f"prompt_logprobs is {self.prompt_logprobs!r}; it must be None (off) or the number of likeliest tokens to "
+                "report, 0 to 100"
+            )
+        for token in self.stop_token_ids:
+            if type(token) is not int:
+                raise InputError(f"stop_token_ids holds {token!r}; give whole numbers")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an engine has room for."""
+
+    context: int  # tokens of a sequence, prompt included
+    trained: int  # the same as the model was trained for
+    vocabulary: int
+    ends: frozenset[int] = frozenset()
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot be served."""
+        self.check_prompt(request.prompt)
+        allowed = request.sampling.allowed_token_ids
+        self._check_ids("stop_token_ids", request.stop_token_ids)
+        self._check_ids("allowed_token_ids", allowed or ())
+        held = self.ends | set(request.stop_token_ids) if request.min_new_tokens else frozenset()
+        free = set(range(self.vocabulary) if allowed is None else allowed) - held
+        if not free:
+            raise InputError(
+                f"min_new_tokens is {request.min_new_tokens}, but every token that is allowed would end the output: "
+                "allow others, or set it to 0"
+            )
+        self._check_bias_and_bad_words(request.sampling, free)
+
+    def _check_bias_and_bad_words(self, sampling: Sampling, free: set[int]) -> None:
+        """`free`: the tokens that may be chosen at every place, but for bad words."""
+        self._check_ids("logit_bias", tuple(token for token, _ in sampling.biases))
+        words = sampling.bad_word_ids or ()
+        if sampling.bad_words and not words:
+            raise InputError("bad_words needs a tokenizer; give the token ids of each as bad_word_ids")
+        for word in words:
+            self._check_ids("bad_word_ids", word)
+        if not free - {word[-1] for word in words}:
+            raise InputError(
+                "every token that may be chosen is the last one of a bad word, so that none might be left: allow others, or "
+                "leave bad words out"
+            )
+
+    def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocabulary:
+                raise InputError(f"{name} holds {token}, which is outside the model's vocabulary of {self.vocabulary}")
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise PromptError("the prompt is empty; it needs at least one token")
+        if len(prompt) >= self.context:
+            raise PromptError(self.too_long(f"{len(prompt)} tokens"))
+        outside = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
+        if outside is not None:
+            raise PromptError(f"token id {outside} is outside the model's vocabulary of {self.vocabulary}")
+
+    def too_long(self, size: str) -> str:
+        """What to say of a prompt of that size, and what to do."""
+        holds = f"the prompt has {size}, the context holds {self.context} tokens and must leave room for one more"
+        if self.context < self.trained:
+            return (
+                f"{holds}; shorten the prompt, keep only its end (truncate_prompt_tokens), "
+                f"or load with a larger max_context, up to {self.trained}"
+            )
+        return (
+            f"{holds}; max_context is already what the model was trained for: shorten the prompt, or keep only its end "
+            "(truncate_prompt_tokens)"
+        )
 
 
 @dataclass(frozen=True)
@@ -45,12 +134,14 @@ class Logprob:
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # ids and values of the likeliest
+    text: str = ""
+    top_texts: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
 class Running:
-    """A request on its way: what has been written, and what it cost."""
+    """A request that runs: its output so far, and what it cost."""
 
     request: Request
     slot: int = -1
@@ -60,8 +151,10 @@ class Running:
     text: str = ""
     events: list[Event] = field(default_factory=list)  # what each round brought, kept where the request has a stream
     logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)  # of all but the first token
     finish_reason: FinishReason | None = None
-    error: NumericsError | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it; "context" where that was full
+    error: BaseException | None = None  # why it was aborted: NaN, or a step that broke
     spoiled: bool = False  # the target answered NaN to a draft: from then on it is asked about the text alone
     accepted: list[int] = field(default_factory=list)  # tokens decided in each round, the target's own included
     drafted: list[int] = field(default_factory=list)  # candidates checked in each round
@@ -71,7 +164,9 @@ class Running:
 
     def __post_init__(self) -> None:
         self.rows = len(self.request.prompt) - 1  # of the prompt that are cached
-        self.quiet = self.request.stream is None and self.request.sampling.logprobs is None  # tokens are all there is
+        self.stops = frozenset(self.request.stop_token_ids)
+        watched = self.request.stream is not None or self.request.sampling.logprobs is not None or self.stops
+        self.quiet = not watched  # tokens are all there is, and the device knows where they end
 
     @property
     def done(self) -> bool:

@@ -1,21 +1,30 @@
 """The table of methods: name -> where it lives. File name = method name = CLI name = docs page.
 
 Reading the table imports no method and no torch, so it also says what a listing of the methods needs; the paper stands on
-the method's class too, and a test holds the two together.
+the method's class too, and a test holds the two together. Methods of other packages join the table by `register`, or by
+the entry-point group `foreword.methods`, which is looked up when a name is not in the table or all names are asked for.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import warnings
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
-from inspect import signature
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import EntryPoint, entry_points
+from inspect import getdoc, signature
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from foreword.errors import DrafterError, InputError, UnknownMethod
+from foreword.errors import DrafterError, ForewordWarning, InputError, UnknownMethod
 
 if TYPE_CHECKING:
     from foreword.core.drafter import Drafter
+
+MethodLike: TypeAlias = "str | os.PathLike[str] | Drafter | type[Drafter]"
+"""How a method is given: by its name, as the folder of a trained drafter, as a drafter, or as its class."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,11 @@ class Method:
     trained_as: str = ""  # of which method its drafters are, where not of its own
     takes_models: bool = False  # in place of a trained drafter it takes any model with the target's vocabulary
     beside: bool = False  # it drafts while the target checks
+    kind: type[Drafter] | None = None  # the class itself, where another package brought it
 
     def load(self) -> type[Drafter]:
+        if self.kind is not None:
+            return self.kind
         module, name = self.place.split(":")
         return getattr(import_module(f"foreword.methods.{module}"), name)
 
@@ -105,7 +117,7 @@ METHODS: dict[str, Method] = {
         takes_models=True,
     ),
     "amusd": Method(
-        "amusd:Amusd",
+        "amusd.drafter:Amusd",
         "a draft model on a device of its own writes on while the target checks",
         paper="AMUSD, arXiv 2410.17375",
         trained=True,
@@ -115,7 +127,10 @@ METHODS: dict[str, Method] = {
     ),
 }
 
-# What is expected to be fastest on the machine at hand: methods/auto.py.
+ENTRY_POINTS = "foreword.methods"  # the group in which a package names its methods: name = "module:Class"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")  # the command line gives "=", ":" and "," a meaning
+
+# What is expected to be fastest on the machine at hand: drafters/auto.py.
 AUTO = "auto"
 DEFAULT_METHOD = AUTO
 
@@ -126,21 +141,77 @@ PLAIN_TYPES: dict[object, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
 }
 
+# How much of a name must be right for another to be suggested: "favourites" and "amusd" have 0.40 in common, "lookup" and
+# "prompt_lookup" 0.63.
+NEAR = 0.6
+
 # A tree knows who sees whom, which is rows x rows; past this no machine gains from another row.
 MOST_ROWS = 1024
 
 
+def register(name: str, kind: type[Drafter]) -> None:
+    """Add a method to the table, so that its name works wherever a method is named.
+
+    The first line of the class's docstring is what `foreword methods` says of it, next to its `paper`.
+    """
+    from foreword.core.drafter import Drafter  # noqa: PLC0415  imports torch, which reading the table does not
+
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InputError(f"a method cannot be called {name!r}; use small letters, digits and _, a letter first")
+    if not (isinstance(kind, type) and issubclass(kind, Drafter)):
+        raise InputError(f"method {name!r} is given as {kind!r}; give a class that inherits from foreword.Drafter")
+    if name in METHODS and METHODS[name].kind is kind:
+        return
+    if name in METHODS or name == AUTO:
+        raise InputError(f"a method is called {name!r} already; choose another name")
+    summary = (getdoc(kind) if kind.__doc__ else None) or kind.__name__
+    METHODS[name] = Method(
+        place=f"{kind.__module__}:{kind.__qualname__}",
+        summary=summary.splitlines()[0],
+        paper=kind.paper or "-",
+        trained=callable(getattr(kind, "loss", None)),
+        kind=kind,
+    )
+
+
+def all_methods() -> dict[str, Method]:
+    """The table with the methods of installed packages in it."""
+    _discover()
+    return METHODS
+
+
+@cache
+def _discover() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            register(entry.name, entry.load())
+        except Exception as error:  # whatever a plugin raises, other methods work
+            told = f"the method {entry.name!r} of {_package(entry)} cannot be used ({type(error).__name__}: {error})"
+            warnings.warn(f"{told}; update or remove that package", ForewordWarning, stacklevel=3)
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"the package {entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+
+
+def name_of(kind: type[Drafter]) -> str | None:
+    """What a class is called in the table."""
+    return next((name for name, method in all_methods().items() if method.kind is kind), None)
+
+
 def find(name: str) -> Method:
-    if name in METHODS:
+    if name in METHODS or name in all_methods():
         return METHODS[name]
-    near = get_close_matches(name, METHODS, n=1, cutoff=0.4)
+    near = get_close_matches(name, METHODS, n=1, cutoff=NEAR)
     hint = f"did you mean {near[0]!r}? " if near else ""
+    if os.path.isdir(name):
+        hint = f"the folder of that name is {os.path.join('.', name)!r}; "
     raise UnknownMethod(f"no method is called {name!r}; {hint}there are: {', '.join(METHODS)}")
 
 
 def trained_as(name: str) -> str:
     """The method whose trained drafters a method takes: mostly its own."""
-    return METHODS[name].trained_as or name
+    return find(name).trained_as or name
 
 
 def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
@@ -162,9 +233,15 @@ def check_rows(rows: int | None) -> None:
 
 def untrained(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
     """The same with no weights read: a trained method is as it starts, for the training loop to bind and teach."""
+    return construct(name, find(name).load(), rows, options)
+
+
+def construct(name: str, kind: type[Drafter], rows: int | None, options: dict[str, Any]) -> Drafter:
+    """A drafter of a class, called `name` in messages. A class that takes no `rows` decides itself how many it needs."""
     check_rows(rows)
-    kind = find(name).load()
     known = signature(kind, eval_str=True).parameters
+    if rows is not None and "rows" not in known:
+        raise InputError(f"{name}: rows is {rows}, and this method takes no rows; leave rows out")
     for option, value in options.items():
         if option not in known:
             raise InputError(f"{name}: no option is called {option!r}; there are: {', '.join(known)}")
@@ -172,7 +249,7 @@ def untrained(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
         if type(value) not in takes:
             raise InputError(f"{name}: {option} is {value!r}; it must be {called}")
     try:
-        return kind(rows=rows, **options)  # type: ignore[call-arg]
+        return kind(**({"rows": rows} if "rows" in known else {}), **options)
     except TypeError as error:
         given = ", ".join(f"{option}={value!r}" for option, value in options.items())
         raise InputError(f"{name}: an option is of the wrong type in {given} ({error})") from error

@@ -17,26 +17,24 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import (
-    Beside,
-    CosineAttention,
-    ResBlock,
-    at_one,
-    carried_and_embedded,
-    counted,
-    near_identity,
-    norm_like,
-    remember,
-)
-from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs, Skip
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, carried
-from foreword.core.vocabulary import Words
-from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.heads import (
+    CosineAttention,
+    ResBlock,
+    SideBySideLinear,
+    near_identity,
+    norm_like,
+    remember,
+)
+from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
+from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan
 from foreword.errors import InputError
+from foreword.model.widening import NORM, SEVERAL, WITHIN, layers_at
+from foreword.ops.rows import at_one, carried, carried_and_embedded, counted
 
 Block = Literal["full", "attention", "mlp", "none"]
 HALVES = {"full": Skip(), "attention": Skip.of(mlp=(0,)), "mlp": Skip.of(attention=(0,))}
@@ -48,7 +46,9 @@ class Cell(nn.Module):
 
     def __init__(self, target: Target, attention: bool) -> None:
         super().__init__()
-        self.look: CosineAttention | Beside = CosineAttention(target, bias=False) if attention else Beside(target)
+        self.look: CosineAttention | SideBySideLinear = (
+            CosineAttention(target, bias=False) if attention else SideBySideLinear(target)
+        )
         with torch.no_grad():
             if isinstance(self.look, CosineAttention):
                 for part in (self.look.query, self.look.key):
@@ -59,7 +59,7 @@ class Cell(nn.Module):
         return self.look.onto(state, embedding, silu=True)
 
 
-class Weights(nn.Module):
+class CloverWeights(nn.Module):
     def __init__(self, target: Target, heads: int, layers: nn.ModuleList | None, regressive: bool, attention: bool) -> None:
         super().__init__()
         self.block = layers
@@ -81,7 +81,7 @@ class Clover(Drafter):
         "norm": NORM,
         **layers_at("block"),
     }
-    module: Weights
+    module: CloverWeights
     words: Words
 
     def __init__(
@@ -113,14 +113,15 @@ class Clover(Drafter):
         self.plan.check("clover")
         self.config: dict[str, Any] = dict(heads=heads, block=block, regressive=regressive, attention=attention)
 
+    def build(self, target: Target) -> None:
+        self.stack = None if self.block == "none" else target.stack(0, init=target.layers - 1)
+        layers = None if self.stack is None else self.stack.layers
+        self.module = CloverWeights(target, self.heads, layers, self.regressive, self.attention)
+
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
         self.words.bind(target)
-        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
-            self.stack = None if self.block == "none" else target.stack(slots, 1, init=target.layers - 1)
-            layers = None if self.stack is None else self.stack.layers
-            self.module = Weights(target, self.heads, layers, self.regressive, self.attention)
-        elif self.stack is not None:
+        if self.stack is not None:
             self.stack.allocate(slots, target.context)
         self.growth = self.plan.on(target, self.heads, self.words.part(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
@@ -153,7 +154,7 @@ class Clover(Drafter):
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
-        marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
+        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
         walked = hidden if self.stack is None else self.stack.over(hidden, HALVES[self.block])
         known = self.module.norm(marks.lesson.of_rows(walked))
         for number, head in enumerate(self.module.heads, start=1):

@@ -18,29 +18,26 @@ from torch.nn import functional
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import (
-    Beside,
+from foreword.core.needs import Needs
+from foreword.core.scores import Accepted, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.heads import (
     CosineAttention,
-    at_one,
-    carried_and_embedded,
-    counted,
+    SideBySideLinear,
     linear,
     near_identity,
     norm_like,
     plain_norm,
     remember,
-    size_of,
 )
-from foreword.core.lessons import Labels, Lesson, Marks, check_labels
-from foreword.core.needs import Needs
-from foreword.core.rough import Rough
-from foreword.core.scores import Accepted, Scores
-from foreword.core.state import State
-from foreword.core.target import Target
-from foreword.core.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, level_paths
-from foreword.core.vocabulary import Words
-from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
+from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
+from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, level_paths
 from foreword.errors import DrafterError, InputError
+from foreword.model.draft_linears import DraftLinears
+from foreword.model.widening import NORM, SEVERAL, WITHIN, layers_at
+from foreword.ops.rows import at_one, carried_and_embedded, counted, size_of
 
 Fuse = Literal["attention", "linear"]
 LAYERS = 2
@@ -63,18 +60,18 @@ class Told(NamedTuple):
         return Told(lower, at_one(hidden), at_one(following), size_of(hidden))
 
 
-class Weights(nn.Module):
+class Clover2Weights(nn.Module):
     def __init__(self, target: Target, layers: nn.ModuleList, taps: int, fuse: Fuse) -> None:
         super().__init__()
         size = target.hidden_size
         self.taps = linear(target, taps * size, size, bias=False) if taps else None
-        self.fuse = CosineAttention(target, bias=True) if fuse == "attention" else Beside(target)
+        self.fuse = CosineAttention(target, bias=True) if fuse == "attention" else SideBySideLinear(target)
         self.step = CosineAttention(target, bias=True)
         self.block, self.norm = layers, norm_like(target)
         self.first, self.later = linear(target, size, size), linear(target, 2 * size, size)
         self.last_norm = plain_norm(target)
-        self._rough_taps = None if self.taps is None else Rough(self.taps)
-        self._rough_first, self._rough_later = Rough(self.first), Rough(self.later)
+        self._rough_taps = None if self.taps is None else DraftLinears(self.taps)
+        self._rough_first, self._rough_later = DraftLinears(self.first), DraftLinears(self.later)
         self._start()
 
     @torch.no_grad()
@@ -124,7 +121,7 @@ class Clover2(Drafter):
         "*.norm": NORM,
         **layers_at("block"),
     }
-    module: Weights
+    module: Clover2Weights
     words: Words
 
     def __init__(
@@ -159,19 +156,19 @@ class Clover2(Drafter):
         self.plan.check("clover2")
         self.config: dict[str, Any] = dict(heads=heads, taps=list(self.needs.taps), fuse=fuse)
 
-    def bind(self, target: Target, slots: int) -> None:
+    def build(self, target: Target) -> None:
         outside = [layer for layer in self.needs.taps if not 0 <= layer <= target.layers]
         if outside:
             raise DrafterError(
                 f"clover2: tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}"
             )
+        self.stack = target.stack(0, LAYERS, init=target.layers - 1)
+        self.module = Clover2Weights(target, self.stack.layers, len(self.needs.taps), self.fuse)
+
+    def bind(self, target: Target, slots: int) -> None:
         self.target = target
         self.words.bind(target)
-        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
-            self.stack = target.stack(slots, LAYERS, init=target.layers - 1)
-            self.module = Weights(target, self.stack.layers, len(self.needs.taps), self.fuse)
-        else:
-            self.stack.allocate(slots, target.context)
+        self.stack.allocate(slots, target.context)
         self.growth = self.plan.on(target, self.heads, self.words.part(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
@@ -201,7 +198,7 @@ class Clover2(Drafter):
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
-        marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden, self.regression)
+        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden, self.regression)
         following = self.embedding[functional.pad(tokens[:, 1:], (0, 1))]
         walked = self.stack.over(self.module.fused(Told.of(hidden, self._taps(scores), following)))
         known = self.module.norm(marks.lesson.of_rows(walked))
@@ -222,7 +219,7 @@ class Clover2(Drafter):
         """Of the rows along a path [b, n], or all. Past the first `count` they are 0, and so is what is made of them."""
         hidden, taps, cached = scores.require_hidden(), self._taps(scores), self.stack.cache.length
         if hidden.is_cuda:
-            from foreword.kernels import gather  # noqa: PLC0415  Triton is there only where CUDA is
+            from foreword.ops.round import gather  # noqa: PLC0415  Triton is there only where CUDA is
 
             return Told(*gather.told(hidden, taps, path, count, self.embedding, state, cached))
         hidden, *taps = (counted(rows, count, path) for rows in (hidden, *taps))

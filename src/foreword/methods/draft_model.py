@@ -16,17 +16,17 @@ from torch import Tensor
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import USUAL_RATES, TreeKind, TreePlan
-from foreword.core.vocabulary import Words
-from foreword.core.widening import NORM, layers_at
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.guesser import FirstLayers, Guesser
+from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
+from foreword.drafting.trees import USUAL_RATES, TreeKind, TreePlan
 from foreword.errors import InputError
-from foreword.model.guesser import FirstLayers, Guesser
 from foreword.model.model import Model
+from foreword.model.widening import NORM, layers_at
 
 
 class DraftModel(Drafter):
@@ -63,13 +63,16 @@ class DraftModel(Drafter):
         self.plan.check("draft_model")
         self.config: dict[str, Any] = {"layers": layers}
 
+    def build(self, target: Target) -> None:
+        self.guesser.build(target)
+        if self.guesser.other is None:
+            self.module = self.guesser.module
+
     def bind(self, target: Target, slots: int) -> None:
         self.growth = self.plan.on(target, self.depth, self.guesser.level_part(target), self.guesser.level_kernels)
         self.shape = self.growth.shape
         scratch = max(self.shape.nodes, 2 + self.shape.depth * self.plan.width)
         self.guesser.bind(target, slots, self.shape.depth, scratch)
-        if self.guesser.other is None:
-            self.module = self.guesser.module
 
     def begin(self, state: State) -> None:
         self.guesser.begin(state)
@@ -90,7 +93,7 @@ class DraftModel(Drafter):
         return self.growth.draft(state, guess)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
-        marks = Marks(Lesson.of(tokens, mask, 1), target, self.labels, scores.require_hidden())
+        marks = HeadLosses(Lesson.of(tokens, mask, 1), target, self.labels, scores.require_hidden())
         # It knows the root, so it stands where its teacher does: one row later than a head on the target's state.
         marks.add(1, self.module.norm(marks.lesson.teacher(self.guesser.over(tokens))), 1.0)
         return marks.result

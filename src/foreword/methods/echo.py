@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft, Shape
 from foreword.core.drafter import Drafter
-from foreword.core.joining import hang, joined
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import MOST_NODES, TreeKind, chain_lengths
-from foreword.core.vocabulary import Words
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.joining import hang, joined
+from foreword.drafting.trees import MOST_NODES, TreeKind, chain_lengths
 from foreword.errors import InputError
 from foreword.methods.clover2 import Clover2, Fuse
 from foreword.methods.prompt_lookup import PromptLookup
@@ -64,6 +64,9 @@ class Echo(Drafter):
     @property
     def words(self) -> Words:  # type: ignore[override]
         return self.trees.words
+
+    def build(self, target: Target) -> None:
+        self.trees.build(target)
 
     def bind(self, target: Target, slots: int) -> None:
         self.trees.bind(target, slots)

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import remember
 from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.transfer import Source, Transfer, behind, told
-from foreword.core.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
-from foreword.core.vocabulary import Words
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.heads import remember
+from foreword.drafting.transfer import Source, Transfer, behind, told
+from foreword.drafting.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 
 
 class Firp(Drafter):
@@ -65,13 +65,14 @@ class Firp(Drafter):
     def config(self) -> dict[str, Any]:
         return {**self.options.config, "rates": [list(row) for row in self.plan.rates]}
 
+    def build(self, target: Target) -> None:
+        self.layers = self.options.layers_of(target, "firp")
+        self.options = replace(self.options, layers=self.layers)
+        self.module = self.options.module(target)
+
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
         self.words.bind(target)
-        self.layers = self.options.layers_of(target, "firp")
-        self.options = replace(self.options, layers=self.layers)
-        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
-            self.module = self.options.module(target)
         self.growth = self.plan.on(target, self.options.steps)
         self.shape = self.growth.shape
         self.needs = Needs(taps=tuple(sorted(set(self.layers))), prompt="last")

@@ -17,17 +17,18 @@ from torch import Tensor
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.graphs import Drafted, Graph, Rule, graph_of, sketch
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import USUAL_RATES, BestFirst, RowCosts, TreePlan
-from foreword.core.vocabulary import Words
-from foreword.core.widening import NORM, layers_at
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.graphs import DraftGraph, sketch
+from foreword.drafting.guesser import Branches, FirstLayers, Guesser
+from foreword.drafting.trees import USUAL_RATES, BestFirst, RowCosts, TreePlan
 from foreword.errors import InputError
-from foreword.model.guesser import Branches, FirstLayers, Guesser
 from foreword.model.model import Model
+from foreword.model.widening import NORM, layers_at
+from foreword.ops.graphs import Rule
 
 FURTHER = 2  # levels that a path may be longer than the graph is deep: an alias may lead to a node further up
 UNROLLED = 16  # nodes of a level that a tree goes on from, at least: a shared node comes several times
@@ -69,6 +70,11 @@ class Gsd(Drafter):
         self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES)
         self.config: dict[str, Any] = {"layers": layers}
 
+    def build(self, target: Target) -> None:
+        self.guesser.build(target)
+        if self.guesser.other is None:
+            self.module = self.guesser.module
+
     def bind(self, target: Target, slots: int) -> None:
         level, kernels = self.guesser.level_part(target), self.guesser.level_kernels
         on_cpu = target.device.type == "cpu"
@@ -78,9 +84,7 @@ class Gsd(Drafter):
         self.shape = growth.shape
         self.guesser.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
         self.growth = replace(growth, branch=min(self.rule.branch, self.words.count, target.vocab_size))
-        if self.guesser.other is None:
-            self.module = self.guesser.module
-        self.last: tuple[Drafted, Tensor] | None = None  # for `sketch` alone
+        self.last: tuple[DraftGraph, Tensor] | None = None  # for `sketch` alone
         self.counts = torch.zeros(2, dtype=torch.long, device=target.device)
 
     def begin(self, state: State) -> None:
@@ -96,12 +100,12 @@ class Gsd(Drafter):
             self.guesser.follow(state)
             return Draft.nothing(state.root)
         branches, root = self.guesser.root(state), state.root
-        graph = graph_of(replace(self.rule, branch=self.growth.branch), root, depth)
+        graph = DraftGraph(replace(self.rule, branch=self.growth.branch), root, depth)
         self._drafted(graph, state, branches, depth)
         self.last = graph, root
         return graph.draft(state, self.growth)
 
-    def _drafted(self, graph: Drafted, state: State, branches: Branches, depth: int) -> None:
+    def _drafted(self, graph: DraftGraph, state: State, branches: Branches, depth: int) -> None:
         """The graph, read level by level; what the last level guesses is not read."""
         rows = branches.rows
         for level in range(1, depth + 1):
@@ -111,9 +115,9 @@ class Gsd(Drafter):
             rows = branches.read(*nodes)
         self.counts += (graph.counts * state.alive).sum(1)
 
-    def _goes_on(self, graph: Drafted, levels: int) -> bool:
+    def _goes_on(self, graph: DraftGraph, levels: int) -> bool:
         """Whether one level more is expected to pay, where that is not settled beforehand."""
-        return self.costs is None or cast(Graph, graph).pays(self.costs, levels)
+        return self.costs is None or graph.pays(self.costs, levels)
 
     def sketch(self, lane: int) -> dict[str, Any]:
         if self.last is None:

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.core.allotment import Allotment, Ways, best_allotment, paying_allotment
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
-from foreword.core.lessons import Labels
 from foreword.core.needs import Graft, Needs, on_device
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.transfer import Source, Transfer, ahead, behind, learn, right_by_rank, told
-from foreword.core.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
-from foreword.core.vocabulary import Words
+from foreword.drafting.allotment import Allotment, Ways, best_allotment, paying_allotment
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.lessons import Labels
+from foreword.drafting.transfer import Source, Transfer, ahead, behind, learn, right_by_rank, told
+from foreword.drafting.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
 from foreword.errors import InputError
 
 Carry = Literal["likely", "all"]
@@ -78,13 +78,14 @@ class HiddenTransfer(Drafter):
     def config(self) -> dict[str, Any]:
         return {**self.options.config, "rates": [list(row) for row in self.rates]}
 
+    def build(self, target: Target) -> None:
+        self.layers = self.options.layers_of(target, "hidden_transfer")
+        self.options = replace(self.options, layers=self.layers)
+        self.module = self.options.module(target)
+
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
         self.words.bind(target)
-        self.layers = self.options.layers_of(target, "hidden_transfer")
-        self.options = replace(self.options, layers=self.layers)
-        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
-            self.module = self.options.module(target)
         branch = min(BRANCH, target.vocab_size)
         rates = [tuple(row[:branch]) for row in self.rates]
         allotted = self._allot(rates, target, slots)
@@ -160,7 +161,7 @@ class HiddenTransfer(Drafter):
             return
         assert scores.grafted is not None
         if scores.grafted.is_cuda:
-            from foreword.kernels.carry import carried_on  # noqa: PLC0415  Triton is there only where CUDA is
+            from foreword.ops.drafting.carry import carried_on  # noqa: PLC0415  Triton is there only where CUDA is
 
             kept, ended = (self.states, self.have, state.slots), (accepted.path, accepted.count)
             return carried_on(*kept, *ended, scores.grafted, self.where, self.carries)
@@ -204,7 +205,7 @@ class Candidates:
         """Of guesses and log-chances [b, steps, branch], of which slots `have` [B] steps."""
         likely = chances if self.kind == "best" else self.usual
         if tokens.is_cuda:
-            from foreword.kernels.growth import likeliest_paths  # noqa: PLC0415  Triton is there only where CUDA is
+            from foreword.ops.drafting.growth import likeliest_paths  # noqa: PLC0415  Triton is there only where CUDA is
 
             chosen, above, size = likeliest_paths(state, tokens, likely, (self.ways, self.parent), have, nodes)
             return Draft(chosen, Tree(above), size)

@@ -17,17 +17,18 @@ from torch.nn import functional
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import ResBlock, at_one, counted, linear, near_identity, norm_like, remember
-from foreword.core.lessons import Labels, Lesson, Marks, check_labels
 from foreword.core.needs import Needs
-from foreword.core.rough import Rough
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import LEVEL_KERNELS, USUAL_RATES, Rates, TreeKind, TreePlan, carried
-from foreword.core.vocabulary import Words
-from foreword.core.widening import NORM, SEVERAL, WITHIN, layers_at
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.heads import ResBlock, linear, near_identity, norm_like, remember
+from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
+from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, Rates, TreeKind, TreePlan
 from foreword.errors import InputError
+from foreword.model.draft_linears import DraftLinears
+from foreword.model.widening import NORM, SEVERAL, WITHIN, layers_at
+from foreword.ops.rows import at_one, carried, counted
 
 
 class Head(nn.Module):
@@ -41,14 +42,14 @@ class Head(nn.Module):
         nn.init.zeros_(self.bent.weight)
         nn.init.zeros_(self.bent.bias)
         self.blocks = nn.Sequential(*(ResBlock(target) for _ in range(layers - 1)))
-        self._rough = Rough(self.through, self.bent)
+        self._rough = DraftLinears(self.through, self.bent)
 
     def forward(self, rows: Tensor) -> Tensor:
         through, bent = self._rough(rows).chunk(2, dim=-1)
         return self.blocks(through + functional.silu(bent))
 
 
-class Weights(nn.Module):
+class HydraWeights(nn.Module):
     def __init__(self, target: Target, heads: int, layers: int, prefix: nn.ModuleList | None) -> None:
         super().__init__()
         self.prefix = prefix
@@ -65,7 +66,7 @@ class Hydra(Drafter):
         "norm": NORM,
         **layers_at("prefix"),
     }
-    module: Weights
+    module: HydraWeights
     words: Words
 
     def __init__(
@@ -93,13 +94,14 @@ class Hydra(Drafter):
         self.plan.check("hydra")
         self.config: dict[str, Any] = dict(heads=heads, layers=layers, prefix=prefix)
 
+    def build(self, target: Target) -> None:
+        self.stack = target.stack(0, init=target.layers - 1) if self.prefix else None
+        self.module = HydraWeights(target, self.heads, self.layers, None if self.stack is None else self.stack.layers)
+
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
         self.words.bind(target)
-        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
-            self.stack = target.stack(slots, 1, init=target.layers - 1) if self.prefix else None
-            self.module = Weights(target, self.heads, self.layers, None if self.stack is None else self.stack.layers)
-        elif self.stack is not None:
+        if self.stack is not None:
             self.stack.allocate(slots, target.context)
         self.growth = self.plan.on(target, self.heads, self.words.part(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
@@ -128,7 +130,7 @@ class Hydra(Drafter):
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
-        marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
+        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
         walked = hidden if self.stack is None else self.stack.over(hidden)
         known = self._normed(marks.lesson.of_rows(walked))
         for number, head in enumerate(self.module.heads, start=1):

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from foreword.core.draft import Draft
 from foreword.core.drafter import Drafter
-from foreword.core.heads import ResBlock, remember
-from foreword.core.lessons import Labels, Lesson, Marks, check_labels, losses, rank_rates
 from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
-from foreword.core.vocabulary import Words
-from foreword.core.widening import WITHIN
+from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.heads import ResBlock, remember
+from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels, losses, rank_rates
+from foreword.drafting.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 from foreword.errors import InputError
+from foreword.model.widening import WITHIN
 
 DECAY = 0.8
 
@@ -61,13 +61,14 @@ class Medusa(Drafter):
         self.plan.check("medusa")
         self.config: dict[str, Any] = {"heads": heads, "layers": layers, "rates": [list(row) for row in rates]}
 
+    def build(self, target: Target) -> None:
+        self.module = nn.ModuleList(
+            nn.Sequential(*(ResBlock(target) for _ in range(self.layers))) for _ in range(self.heads)
+        )
+
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
         self.words.bind(target)
-        if not hasattr(self, "module"):  # bound again, as by another engine, it keeps what it learned
-            self.module = nn.ModuleList(
-                nn.Sequential(*(ResBlock(target) for _ in range(self.layers))) for _ in range(self.heads)
-            )
         self.growth = self.plan.on(target, self.heads)
         self.shape = self.growth.shape
         self.number = torch.arange(1, self.heads + 1, device=target.device)
@@ -89,7 +90,7 @@ class Medusa(Drafter):
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
-        marks = Marks(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
+        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
         state = target.norm(marks.lesson.of_rows(hidden))
         for number, head in enumerate(self.module, start=1):
             marks.add(number, head(state), DECAY**number)

@@ -18,7 +18,7 @@ from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import paying_rows
+from foreword.drafting.trees import paying_rows
 from foreword.errors import InputError
 
 MOST_ROWS = 16
@@ -55,7 +55,7 @@ class PromptLookup(Drafter):
     def propose(self, state: State) -> Draft:
         chain, sizes = self._settled(len(state.lanes.ids))
         if state.slots.is_cuda:
-            from foreword.kernels.lookup import looked_up  # noqa: PLC0415  Triton is there only where CUDA is
+            from foreword.ops.drafting.lookup import looked_up  # noqa: PLC0415  Triton is there only where CUDA is
 
             tokens, size = looked_up(state.tokens, state.slots, state.lengths, sizes, chain.nodes)
             return Draft(tokens, chain, size)

@@ -16,21 +16,21 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from foreword.core.choosing import likeliest, rank
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
-from foreword.core.sampling import likeliest, rank
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.core.trees import FixedRows, RowCosts, choose
+from foreword.drafting.trees import FixedRows, RowCosts, choose
 from foreword.errors import InputError
 
 TableMode = Literal["slot", "shared", "session", "reset"]
 
 CANDIDATES = 8
 ROWS_ON_GPU = 64
-BEND = 0.0  # with 8, 16 and 81 rows 1.56, 1.73 and 2.18 tokens a round: by the logarithm as it is
+BEND = 0.0  # with 8, 16 and 81 rows 1.56, 1.73 and 2.18 tokens per round: by the logarithm as it is
 GUESSING = 0.2  # passes over one row: a table is read, and no weights
 
 # The paper's tree: how many candidates each node passes on, by its path of candidate ranks. 80 nodes and the root.
@@ -118,7 +118,7 @@ class TokenRecycling(Drafter):
         """Of the template's nodes the likeliest to be reached: as many as pay on this machine."""
         nodes = (self.shape if self.fixed is None else self.fixed.shape(len(state.lanes.ids))).nodes
         if state.slots.is_cuda:
-            from foreword.kernels.recycle import walked  # noqa: PLC0415  Triton is there only where CUDA is
+            from foreword.ops.drafting.recycle import walked  # noqa: PLC0415  Triton is there only where CUDA is
 
             template, table = (self.ways, self.depths, self.parent, self.fading), state.sampling.table
             noise = (state.lengths, table["key"], table["temperature"]) if state.sampling.kind.noise else None
@@ -155,7 +155,7 @@ class TokenRecycling(Drafter):
         text, so they have the last word."""
         candidates, chances = likeliest(scores.require_logits(), CANDIDATES)
         if candidates.is_cuda:
-            from foreword.kernels.recycle import learnt  # noqa: PLC0415  Triton is there only where CUDA is
+            from foreword.ops.drafting.recycle import learnt  # noqa: PLC0415  Triton is there only where CUDA is
 
             path = None if accepted is None else (accepted.path, accepted.count)
             table, own = (self.tokens, self.chances), self.mode != "shared"

@@ -23,10 +23,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foreword.core.state import Lanes
-from foreword.model.cache import SlotCache, look, store
+from foreword.errors import ModelUnsupported
+from foreword.model.cache import SlotCache
 from foreword.model.families import Sight
+from foreword.model.layer_cache import KVRows
+from foreword.ops.device import has_half_precision_kernels
+from foreword.ops.dispatch import kernels
 
 PREFIX = "foreword_"
+# What transformers hands to an attention function and ours may leave alone: a served model has no dropout, rows are rotated
+# to their positions before, and what is cached and returned changes no row. `scaling` we heed.
+HARMLESS = frozenset({"scaling", "dropout", "position_ids", "cache_position", "use_cache", "output_attentions"})
+IN_SIGHT = {"sliding_window": "window", "softcap": "softcap"}  # an option of transformers -> where a `Sight` says the same
 KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # of a head, that our kernel is made for
 
 
@@ -54,10 +62,10 @@ class Pass(NamedTuple):
     depth: Tensor  # [b or 1, m] of the m scratch rows behind them; the n rows of the pass are the last
     sees: Tensor  # [b or 1, n, m] which of the m scratch rows each row looks at
     chain: bool = False  # every row sees all before it
+    causal: bool = True  # no row sees a later one
     sight: Sight = Sight()
     mask: Tensor | None = None  # the same for all keys, where attention is torch's own: see `mask_of`
-    keys: Tensor | None = None  # the layer's own cache: [slots, key heads, rows, width]
-    values: Tensor | None = None
+    cached: KVRows | None = None  # the layer's own cache
     lanes: Lanes | None = None
     places: Tensor | None = None  # of the n rows, flat
     reach: int = 0  # how many rows of the cache are looked at
@@ -115,13 +123,13 @@ def tree_attention(
     view: Pass | None = options.pop("foreword_pass", None)
     if view is None:
         return _original(before, module)(module, query, key, value, mask, **options)
-    if view.keys is not None:
-        assert view.values is not None and view.lanes is not None and view.places is not None
-        store(view.keys, view.places, key)
-        store(view.values, view.places, value)
+    check_options(module, view.sight, options)
+    if view.cached is not None:
+        assert view.lanes is not None and view.places is not None
+        view.cached.store(view.places, key, value)
         if view.mask is None:
             return attend_by_kernel(query, view, options["scaling"]), None
-        key, value = look(view.keys, view.lanes, view.reach), look(view.values, view.lanes, view.reach)
+        key, value = view.cached.view(view.lanes, view.reach)
     if view.held is not None:
         view.held.keys, view.held.values = key, value
     if view.beside is not None:
@@ -132,20 +140,36 @@ def tree_attention(
     return attend(query, key, value, view.mask, options["scaling"], view.sight.softcap), None
 
 
+def check_options(module: nn.Module, sight: Sight, options: dict[str, Any]) -> None:
+    """Refuse what a layer asks of its attention and ours would leave out: the outputs would be wrong without a word."""
+    for name, value in options.items():
+        if name in HARMLESS or value is None:
+            continue
+        if name not in IN_SIGHT:
+            raise ModelUnsupported(
+                f"{type(module).__name__} passes {name!r} to its attention, which Foreword does not support; "
+                f"supported: {', '.join(sorted(HARMLESS | IN_SIGHT.keys()))}"
+            )
+        known = getattr(sight, IN_SIGHT[name])
+        if value != known:
+            raise ModelUnsupported(
+                f"{type(module).__name__} passes {name}={value!r} to its attention, but its config says {known or None!r}; "
+                "load the model again with the config that it is to have"
+            )
+
+
 def has_kernel(cache: SlotCache) -> bool:
     """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask."""
-    half = cache.shape.dtype in (torch.bfloat16, torch.float16)
-    return half and cache.length.is_cuda and cache.shape.width in KERNEL_WIDTHS
+    return has_half_precision_kernels(cache.length.device, cache.shape.dtype) and cache.shape.width in KERNEL_WIDTHS
 
 
 def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
     """query [b, heads, n, width] over what its layer has cached: [b, n, heads, width]."""
-    from foreword.kernels.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
-
-    assert view.keys is not None and view.values is not None and view.lanes is not None
+    assert view.cached is not None and view.lanes is not None
     depth = view.depth[:, -query.shape[2] :]
     where = view.lanes.slots, view.base, view.sees, view.lanes.span, scaling, depth, view.sight.window, view.sight.softcap
-    return attend_tree(query, view.keys, view.values, *where, chain=view.chain)
+    attend_tree: Callable[..., Tensor] = kernels("layer.tree_attention").attend_tree
+    return attend_tree(query, view.cached.keys, view.cached.values, *where, chain=view.chain, causal=view.causal)
 
 
 def within(sees: Tensor, depth: Tensor, window: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""SlotCache: keys and values of B sequences, each with a length of its own. Rows past `length` are scratch.
+"""SlotCache: the layer caches of a stack, for B sequences, each with a length of its own. Rows past `length` are scratch.
 
 A pass may write scratch rows freely, at `length` and after. Only `keep` moves accepted rows to the front of the scratch
 and advances `length`; `rewind` drops rows by assigning a smaller one. The last row of every slot is waste: padding is
@@ -15,13 +15,16 @@ from torch import Tensor
 
 from foreword.core.state import Lanes
 from foreword.errors import CapacityError
+from foreword.model.layer_cache import KVRows
+from foreword.ops import cached_rows
+from foreword.ops.device import free_memory
 
-SPARE = 128  # rows: more than any method's passes have beyond those of plain decoding
+SPARE = 128  # rows: no method has passes that much larger than plain decoding
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a cache holds per layer, and so what it costs."""
+    """What a cache holds per row, and so what it costs."""
 
     layers: int
     heads: int
@@ -33,14 +36,16 @@ class CacheShape:
         return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
 
 
-class Berth:
-    """Memory in which the caches of several engines lie, of which one writes at a time: they take turns. Made for the first
-    of them, with SPARE rows a slot for those whose passes are larger, if there is room for these; whoever needs more than
-    that begins another piece."""
+class SharedCacheMemory:
+    """Memory in which the caches of several engines lie. One of them writes at a time.
+
+    It is allocated for the first cache, with SPARE more rows per slot if there is room, for engines whose passes are larger.
+    A cache that needs more than that gets a new allocation.
+    """
 
     def __init__(self) -> None:
         self._numbers: Tensor | None = None
-        self._taken_by: SlotCache | None = None
+        self._claimed_by: SlotCache | None = None
 
     def lend(self, cache: SlotCache, device: torch.device) -> Tensor:
         numbers = prod(cache.size)
@@ -50,13 +55,19 @@ class Berth:
             self._numbers = _zeros((numbers + spare if fits else numbers,), cache, device)
         return self._numbers[:numbers].view(cache.size)
 
-    def take(self, cache: SlotCache) -> bool:
-        """Whether another cache was there meanwhile."""
-        before, self._taken_by = self._taken_by, cache
+    def claim(self, cache: SlotCache) -> bool:
+        """Whether another cache used the memory since this one did."""
+        before, self._claimed_by = self._claimed_by, cache
         return before is not cache
 
 
 class SlotCache:
+    """One layer cache per layer of a stack, and the lengths that all of them share.
+
+    Today every layer is a `KVRows`. They lie in one allocation, `held`, so that `keep` moves the rows of all layers in one
+    launch. A stack whose layers are of several kinds would have one such call per kind.
+    """
+
     def __init__(
         self,
         shape: CacheShape,
@@ -64,23 +75,23 @@ class SlotCache:
         context: int,
         scratch: int,
         device: torch.device | str,
-        berth: Berth | None = None,
+        memory: SharedCacheMemory | None = None,
     ) -> None:
-        """`context` rows of text per slot, and room for a pass of `scratch` rows behind them; in memory of its own, or in a
-        `berth`, which it then has to `take` before it is used."""
+        """`context` rows per slot, and after them room for a pass of `scratch` rows. With `memory` the cache has to
+        `claim` it before it is used."""
         self.shape = shape
-        self.context = context
+        self.context, self.scratch = context, scratch
         self.rows = -(-(context + scratch + 1) // 8) * 8  # masks over all rows stay aligned
         self.size = (2, shape.layers, slots, shape.heads, self.rows, shape.width)
-        self.berth, device = berth, torch.device(device)
-        self.held = _zeros(self.size, self, device) if berth is None else berth.lend(self, device)
-        self.keys, self.values = ([part[layer] for layer in range(shape.layers)] for part in (self.held[0], self.held[1]))
+        self.memory, device = memory, torch.device(device)
+        self.held = _zeros(self.size, self, device) if memory is None else memory.lend(self, device)
+        # Indexed one by one: torch lets nobody write to tensors that iterating gives.
+        self.layers = [KVRows(self.held[0][layer], self.held[1][layer]) for layer in range(shape.layers)]
         self.length = torch.zeros(slots, dtype=torch.long, device=device)
 
-    def take(self) -> bool:
-        """Make a shared berth its own. Whether it was another's meanwhile: then everything is cleared, and no slot has any
-        rows."""
-        if self.berth is None or not self.berth.take(self):
+    def claim(self) -> bool:
+        """Claim the shared memory; clear it if another engine used it. Whether it was cleared: then no slot has any rows."""
+        if self.memory is None or not self.memory.claim(self):
             return False
         self.held.zero_()
         self.length.zero_()
@@ -94,68 +105,61 @@ class SlotCache:
     def bytes(self) -> int:
         return self.shape.bytes_per_row * self.rows * self.slots
 
+    @property
+    def keys(self) -> list[Tensor]:
+        """Of every layer."""
+        return [layer.keys for layer in self.layers]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Of every layer."""
+        return [layer.values for layer in self.layers]
+
+    def check_room(self, rows: int) -> None:
+        """Refuse a tree of more rows than the cache has scratch for: near the end of the context they would all be written
+        to the waste row. A prompt chunk is no tree: it ends with the context, and only its padding lies beyond."""
+        if rows > self.scratch:
+            raise CapacityError(
+                f"a pass over {rows} tree rows needs as many scratch rows, the cache was allocated with {self.scratch}; "
+                "let the drafter's shape and needs name all rows of its passes"
+            )
+
     def places(self, lanes: Lanes, rows: Tensor) -> Tensor:
         """Where rows [b, n] of each slot lie when (slot, head, row) is one flat axis: [b * heads * n]."""
-        heads = torch.arange(self.shape.heads, device=rows.device).view(1, -1, 1)
-        head_of_slot = lanes.slots.view(-1, 1, 1) * self.shape.heads + heads
-        return (head_of_slot * self.rows + rows.clamp(max=self.rows - 1).unsqueeze(1)).flatten()
+        return cached_rows.flat_places(lanes.slots, rows, self.shape.heads, self.rows)
 
     def keep(self, lanes: Lanes, path: Tensor, count: Tensor) -> None:
-        """Commit scratch rows `path[:, :count]` [b, n] in their order; the rest of the scratch is forgotten."""
-        if self.held.is_cuda:
-            from foreword.kernels.keep import keep_rows  # noqa: PLC0415  Triton is there only where CUDA is
-
-            keep_rows(self.held, lanes.slots, self.length, path, count)
-        else:
-            self._move(lanes, path, count)
+        """Commit scratch rows `path[:, :count]` [b, n] in their order, in all layers; the rest of the scratch is dropped."""
+        cached_rows.keep_rows(self.held, lanes.slots, self.length, path, count)
         self.advance(lanes, count)
-
-    def _move(self, lanes: Lanes, path: Tensor, count: Tensor) -> None:
-        """Rows `path[:, :count]` to the front of the scratch, as torch operations."""
-        base = self.length[lanes.slots].unsqueeze(1)
-        order = torch.arange(path.shape[1], device=path.device)
-        # Entries past `count` copy a row onto itself, so that the shape stays fixed.
-        chosen = torch.where(order < count.unsqueeze(1), path, order)
-        source, goal = self.places(lanes, base + chosen), self.places(lanes, base + order)
-        flat = self.held.view(2 * self.shape.layers, -1, self.shape.width)
-        flat.index_copy_(1, goal, flat.index_select(1, source))
 
     def advance(self, lanes: Lanes, count: Tensor) -> None:
         """Commit the first `count` scratch rows where they lie."""
-        if self.length.is_cuda:
-            from foreword.kernels.keep import advance  # noqa: PLC0415  Triton is there only where CUDA is
+        cached_rows.advance(self.length, lanes.slots, count)
 
-            advance(self.length, lanes.slots, count)
-        else:
-            self.length.index_add_(0, lanes.slots, count)
+    def rewind(self, lanes: Lanes, length: Tensor) -> None:
+        """Drop all but the first `length` [b] rows of each sequence."""
+        self.length.index_copy_(0, lanes.slots, length)
+        for layer in self.layers:
+            layer.rewind(lanes.slots, length)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the first rows of a slot serve any sequence that begins with the same tokens."""
+        return all(layer.reusable for layer in self.layers)
 
     def is_sound(self, slot: int, rows: int) -> bool:
-        """Whether all of a slot's first rows are finite. Asks the device, so not for the loop."""
+        """Whether all of a slot's first rows are finite. It asks the device, so it is not for the loop."""
         return bool(self.held[:, :, slot, :, :rows].isfinite().all())
 
     def wipe(self, slot: int, first: int = 0, stop: int | None = None) -> None:
-        """Clear rows that may not be sound: a masked row counts 0 times its value, and 0 x NaN is NaN."""
+        """Clear rows that may not be finite: a masked row counts 0 times its value, and 0 x NaN is NaN."""
         self.held[:, :, slot, :, first:stop] = 0
 
     def wipe_scratch(self, slot: int) -> None:
-        """The same for what is not committed, by the device's own count: a round may be under way."""
+        """Clear what is not committed, by the device's own count: a round may be under way."""
         scratch = torch.arange(self.rows, device=self.length.device) >= self.length[slot]
         self.held[:, :, slot].masked_fill_(scratch.unsqueeze(1), 0)
-
-    def rewind(self, lanes: Lanes, length: Tensor) -> None:
-        self.length.index_copy_(0, lanes.slots, length)
-
-
-def store(cached: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Write rows [b, heads, n, width] of one layer at their flat places."""
-    width = cached.shape[-1]
-    cached.view(-1, width).index_copy_(0, places, rows.reshape(-1, width))
-
-
-def look(cached: Tensor, lanes: Lanes, rows: int) -> Tensor:
-    """The first rows of each slot in one layer. A view where the slots lie side by side."""
-    cached = cached[:, :, :rows]
-    return cached[lanes.run] if lanes.run is not None else cached.index_select(0, lanes.slots)
 
 
 def _zeros(size: tuple[int, ...], cache: SlotCache, device: torch.device) -> Tensor:
@@ -167,15 +171,3 @@ def _zeros(size: tuple[int, ...], cache: SlotCache, device: torch.device) -> Ten
             f"{free / 2**30:.2f} GiB are free on {device}; lower max_context or slots"
         )
     return torch.zeros(size, dtype=cache.shape.dtype, device=device)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken on a device; None where it cannot be told."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as report:
-            fields = dict(line.split(":") for line in report)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None

@@ -1,24 +1,18 @@
 """What a pass costs by its number of rows, on this machine: measured once per model, device, dtype and thread count.
 
 Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs. The curve is
-kept under `place()/costs`, so only the first load pays the seconds that measuring takes; what a busy machine showed is
+kept under `place()/costs`, so only the first load pays the seconds that measuring takes; what may be of a busy machine is
 kept for an hour. What a drafter's own work costs, which is no pass of the target, is measured and kept in the same way,
 under `place()/drafts`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +24,12 @@ from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted
 from foreword.core.state import Lanes, State
-from foreword.errors import CapacityError, ForewordWarning, StorageError
-from foreword.model.capture import Captured, settle
-from foreword.model.storage import home, place
+from foreword.errors import CapacityError
+from foreword.model import linears as pack
+from foreword.model.busy import Waits, read_speed
+from foreword.model.measured import Facts, file_of, machine_facts, read_kept, recall
+from foreword.ops.device import batch_changes_cost, captures, host_computes, is_bound_by_reading, layer_seconds, synchronize
+from foreword.ops.graph import record
 
 if TYPE_CHECKING:
     from foreword.model.model import Model
@@ -45,7 +42,9 @@ TILE = 64  # rows that a GPU's products take at a time, where there are more
 TEXTS: Batches = {8: (1, 4, 8, 16, 32, 64), 32: (1, 2, 4, 8, 16, 32)}
 CONTEXT = 256
 REPEATS = 5
-UNSTEADY_S = 3600.0  # how long that is trusted which was measured while the machine was busy
+SPREAD = 1.3  # by how much the usual try of a quiet machine may be slower than the best
+FLOOR_TIMES = 4.0  # a pass that reads its weights well takes up to twice as long as reading does, stock layers three times
+SLOWER = 1.5  # than before: no two measurements of a quiet machine are that far apart
 IN_A_ROW = 4  # captured passes in one try: rounds follow each other, and only the first would wait for its launch
 FEWEST, ENOUGH_S = 2, 4.0  # tries, where more would take longer: a large model, or a busy machine
 
@@ -58,14 +57,17 @@ class CostCurve:
 
     rows: tuple[int, ...]  # of all texts together
     seconds: tuple[float, ...]
-    steady: bool = True  # nothing else kept the machine busy meanwhile
+    steady: bool = True  # nothing else kept the machine busy meanwhile, as far as can be told
     texts: int = 1
     batches: tuple[CostCurve, ...] = ()  # of more and more texts
+    suspect: str = field(default="", compare=False)  # why it is not steady
 
     def __post_init__(self) -> None:
         rising = all(low < high for low, high in pairwise(self.rows))
         if not self.rows or len(self.rows) != len(self.seconds) or not rising or not all(time > 0 for time in self.seconds):
             raise ValueError(f"no cost curve: {self.rows} rows took {self.seconds} seconds")
+        if not all(fewer.texts < more.texts for fewer, more in pairwise((self, *self.batches))):
+            raise ValueError(f"no cost curve: {[one.texts for one in self.batches]} texts of its batches do not rise")
 
     def at(self, rows: int, texts: int = 1) -> float:
         """Of a pass over so many rows, which so many texts have together. More than any batch has count as its number."""
@@ -77,7 +79,8 @@ class CostCurve:
     def read(kept: dict[str, Any]) -> CostCurve:
         """From what `asdict` made of one, by way of JSON."""
         batches = tuple(map(CostCurve.read, kept["batches"]))
-        return CostCurve(tuple(kept["rows"]), tuple(kept["seconds"]), kept["steady"], kept["texts"], batches)
+        rows, seconds, suspect = tuple(kept["rows"]), tuple(kept["seconds"]), str(kept.get("suspect", ""))
+        return CostCurve(rows, seconds, kept["steady"], kept["texts"], batches, suspect)
 
     def relative(self, rows: int, texts: int = 1) -> float:
         return self.at(rows, texts) / self.at(1)
@@ -98,39 +101,52 @@ def _tiled(rows: int) -> int:
 def curve_for(model: Model, quiet: bool = False) -> CostCurve:
     """The curve of this model on this machine, from the cache or measured now. `quiet`: what a busy machine showed is not
     believed, however recent it is."""
-    return _remembered(model, "costs", lambda: measure(model), 0.0 if quiet else UNSTEADY_S)
+
+    def judged(earlier: CostCurve | None) -> CostCurve:
+        curve = measure(model).curve()
+        return _doubted(curve, curve.suspect or _too_slow(model, curve.at(1)), earlier)
+
+    return recall("costs", facts_of(model), judged, CostCurve.read, quiet)
 
 
-def draft_seconds(model: Model, name: str, make: Callable[[], Drafter]) -> float:
-    """What a drafter does in a round beside the target's pass, from the cache under this name or measured now."""
-    return _remembered(model, f"drafts/{name}", lambda: measure_draft(model, make())).at(1)
+def kept_curve(model: Model) -> CostCurve | None:
+    """What is known of this model on this machine, without measuring."""
+    return read_kept(file_of("costs", facts_of(model)), CostCurve.read)
 
 
-def _remembered(model: Model, folder: str, measured: Callable[[], Tries], unsteady_for: float = UNSTEADY_S) -> CostCurve:
-    file = place() / folder / f"{_mark(model)}.json"
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["steady"] or time.time() - file.stat().st_mtime < unsteady_for:
-            return CostCurve.read(kept)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # nothing that could be used: as if it were not there
-    curve = measured().curve()
-    _keep(file, {"what": _description(model), **asdict(curve)})
-    return curve
+def draft_cost(model: Model, name: str, make: Callable[[], Drafter]) -> CostCurve:
+    """What a drafter does in a round next to the target's pass, from the cache under this name or measured now: a curve of
+    one point."""
+
+    def judged(earlier: CostCurve | None) -> CostCurve:
+        curve = measure_draft(model, make()).curve()
+        return _doubted(curve, curve.suspect, earlier)
+
+    return recall(f"drafts/{name}", facts_of(model), judged, CostCurve.read)
 
 
-def _keep(file: Path, content: dict[str, object]) -> None:
-    """For the next load. Where nothing can be written the curve in hand is as good, so that is no error."""
-    written = file.with_suffix(f".{os.getpid()}")
-    try:
-        home()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        os.replace(written, file)
-    except (OSError, StorageError) as error:
-        warnings.warn(f"costs are measured at every load: {error}", ForewordWarning, stacklevel=2)
-        with suppress(OSError):
-            written.unlink()
+def _doubted(curve: CostCurve, doubt: str, earlier: CostCurve | None) -> CostCurve:
+    """With what speaks against it. `earlier` may be of a busy machine: time can only be added to what a pass takes, so the
+    quicker of the two is nearer to the truth."""
+    if earlier is not None and not earlier.steady:  # a steady one is measured anew only where somebody asks for it
+        if curve.at(1) > SLOWER * earlier.at(1):
+            before = f"{earlier.at(1) * 1e3:.1f} when it was measured before"
+            doubt = doubt or f"it took {curve.at(1) * 1e3:.1f} ms, and {before}"
+        if doubt and earlier.at(1) < curve.at(1):
+            curve = earlier
+    return replace(curve, steady=not doubt, suspect=doubt)
+
+
+def _too_slow(model: Model, seconds: float) -> str:
+    """Why a pass over one row cannot take so long on a quiet machine; nothing where it can."""
+    if not is_bound_by_reading(model.device, model.dtype):
+        return ""
+    held = sum(one.numel() * one.itemsize for one in (*model.hf.parameters(), *model.hf.buffers()))
+    reading = max(pack.read_bytes(model.hf), held) / read_speed(model.device)
+    most = FLOOR_TIMES * reading + model.layers * layer_seconds(model.device)
+    if seconds <= most:
+        return ""
+    return f"a pass over one row took {seconds * 1e3:.0f} ms, where reading the weights takes {reading * 1e3:.0f}"
 
 
 @dataclass(frozen=True)
@@ -141,26 +157,36 @@ class Tries:
     seconds: list[list[float]]
     texts: int = 1
     batches: tuple[Tries, ...] = ()
+    waited: str = ""  # what our threads waited for meanwhile, if it was long
+
+    @property
+    def doubt(self) -> str:
+        """Why something else may have kept the machine busy; nothing where the usual try was not much slower than the best,
+        and no thread of ours waited."""
+        all_tries = [tries for one in (self, *self.batches) for tries in one.seconds]
+        usual = sum(map(median, all_tries)) / sum(map(min, all_tries))
+        if usual > SPREAD:
+            return f"the usual try took {usual:.1f} times as long as the best"
+        return next((one.waited for one in (self, *self.batches) if one.waited), "")
 
     @property
     def steady(self) -> bool:
-        """The usual try was not much slower than the best: nothing else kept the machine busy."""
-        all_tries = [tries for one in (self, *self.batches) for tries in one.seconds]
-        return sum(map(median, all_tries)) <= 1.3 * sum(map(min, all_tries))
+        return not self.doubt
 
     def curve(self) -> CostCurve:
         """The quickest of each: whatever else the machine does can only add time. Fewer rows never cost more than more of
         them, which could take their place; nor do many cost more than passes of the fewest."""
         best = [*accumulate((min(tries) for tries in reversed(self.seconds)), min)][::-1]
         seconds = tuple(min(time, rows / self.rows[0] * best[0]) for rows, time in zip(self.rows, best, strict=True))
-        return CostCurve(self.rows, seconds, self.steady, self.texts, tuple(one.curve() for one in self.batches))
+        batches, suspect = tuple(one.curve() for one in self.batches), "" if self.steady else self.doubt or "it was busy"
+        return CostCurve(self.rows, seconds, self.steady, self.texts, batches, suspect)
 
 
 @torch.inference_mode()
 def measure(model: Model, rows: tuple[int, ...] | None = None, batches: Batches | None = None) -> Tries:
     """Time passes over a short text, and over several, in caches of their own. A CPU is as slow with the rows of one text as
     with those of several."""
-    several = model.device.type == "cuda"
+    several = batch_changes_cost(model.device)
     tries = _tried(model, 1, rows or (ROWS + MORE_ROWS if several else ROWS))
     with suppress(CapacityError, torch.OutOfMemoryError):  # then there will be no such batch either
         for texts, each in (batches or (TEXTS if several else {})).items():
@@ -173,8 +199,15 @@ def _tried(model: Model, texts: int, rows: tuple[int, ...]) -> Tries:
     rows = tuple(count for count in rows if CONTEXT + count <= model.max_context) or (1,)
     with model.aside(texts, CONTEXT, max(rows)) as cache:
         cache.length.fill_(CONTEXT - 1)
-        seconds = _in_turns([_pass(model, texts, count) for count in rows], model.device)
-    return Tries(tuple(texts * count for count in rows), seconds, texts)
+        passes = [_pass(model, texts, count) for count in rows]
+        with Waits() as waits:
+            seconds = _in_turns(passes, model.device)
+    return Tries(tuple(texts * count for count in rows), seconds, texts, waited=_on_cpu(model, waits))
+
+
+def _on_cpu(model: Model, waits: Waits) -> str:
+    """Whose threads have to be there all the time: the host of a GPU may well come late."""
+    return waits.doubt if host_computes(model.device) else ""
 
 
 def _in_turns(passes: list[Callable[[], object]], device: torch.device) -> list[list[float]]:
@@ -194,12 +227,12 @@ def measure_draft(model: Model, drafter: Drafter) -> Tries:
     """Time `propose` and `observe` on a made-up text, of which a round accepts the root alone."""
     device = model.device
     with model.aside(1, CONTEXT, 1):
-        drafter.bind(model, 1)
+        drafter.prepare(model, 1)
         cache = model.allocate(1, CONTEXT, drafter.shape.nodes + drafter.needs.grafted_rows)
         state = State.empty(1, CONTEXT, cache.length, model.ends)
         state.table.set(0, Sampling(seed=0))
         cache.length.fill_(CONTEXT // 2)
-        state = state.at(replace(Lanes.of([0], CONTEXT // 2, device), changes=device.type == "cuda"))
+        state = state.at(replace(Lanes.of([0], CONTEXT // 2, device), changes=captures(device)))
         drafter.begin(state)
         draft = drafter.propose(state)
         scores = model.score(state.lanes, draft, drafter.needs)
@@ -211,7 +244,9 @@ def measure_draft(model: Model, drafter: Drafter) -> Tries:
             drafter.observe(state, draft, scores, accepted)
 
         once = _ready(work, device, drafter.captures == "round")
-        return Tries((1,), _in_turns([once], device))
+        with Waits() as waits:
+            seconds = _in_turns([once], device)
+        return Tries((1,), seconds, waited=_on_cpu(model, waits))
 
 
 def _pass(model: Model, texts: int, rows: int) -> Callable[[], object]:
@@ -219,7 +254,7 @@ def _pass(model: Model, texts: int, rows: int) -> Callable[[], object]:
     device = model.device
     tokens = torch.zeros(texts, rows, dtype=torch.long, device=device)
     draft = Draft(tokens, Tree.forked(rows, device), torch.full((texts,), rows, device=device))
-    lanes = replace(Lanes.of(list(range(texts)), CONTEXT - 1, device), changes=device.type == "cuda")
+    lanes = replace(Lanes.of(list(range(texts)), CONTEXT - 1, device), changes=captures(device))
 
     def score() -> object:
         return model.score(lanes, draft, Needs())
@@ -229,37 +264,31 @@ def _pass(model: Model, texts: int, rows: int) -> Callable[[], object]:
 
 def _ready(call: Callable[[], object], device: torch.device, capturable: bool = True) -> Callable[[], object]:
     """Warmed up; on CUDA captured, as rounds are."""
-    if device.type == "cuda" and capturable:
-        return Captured(call).replay
+    if captures(device) and capturable:
+        return record(call).replay
     call()
     return call
 
 
 def _time(one: Callable[[], object], device: torch.device) -> float:
-    calls = IN_A_ROW if device.type == "cuda" else 1
-    settle(device)
+    calls = IN_A_ROW if captures(device) else 1
+    synchronize(device)
     started = time.perf_counter()
     for _ in range(calls):
         one()
-    settle(device)
+    synchronize(device)
     return (time.perf_counter() - started) / calls
 
 
-def _description(model: Model) -> dict[str, object]:
+def facts_of(model: Model) -> Facts:
+    """What a pass of a model costs by, and is the same at every load."""
     config = model.hf.config
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.processor()
     return {
         "model": config.model_type,
         "shape": [config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size],
         "heads": [config.num_attention_heads, config.num_key_value_heads],
-        "layers": [type(layer).__name__ for layer in [*(model.layer_stack.lean or model.layer_stack.layers)][:1]],
-        "linear": [type(model.hf.lm_head).__name__, getattr(model.hf.lm_head, "rows_stock", None)],
+        "layers": [type(layer).__name__ for layer in [*(model.layer_stack.fused or model.layer_stack.layers)][:1]],
+        "linears": pack.kinds(model.hf),
         "dtype": str(model.dtype),
-        "device": [model.device.type, device, platform.node(), os.cpu_count()],
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        **machine_facts(model.device),
     }
-
-
-def _mark(model: Model) -> str:
-    return hashlib.sha256(json.dumps(_description(model), sort_keys=True).encode()).hexdigest()[:16]

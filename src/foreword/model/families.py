@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from foreword.errors import ModelUnsupported
+from foreword.model.plain_linears import is_plain_tensor
+from foreword.ops.embeddings import embedding_rows
 
 
 class Sight(NamedTuple):
@@ -40,12 +42,12 @@ AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_l
 
 
 def embedded(table: nn.Module, tokens: Tensor) -> Tensor:
-    if not tokens.is_cuda or torch.is_grad_enabled() or type(table) is not nn.Embedding or table._forward_hooks:
+    """Rows of an embedding. One that is not torch's own, is hooked or learns is called as it stands."""
+    if torch.is_grad_enabled() or type(table) is not nn.Embedding or table._forward_hooks:
         return table(tokens)
-    from foreword.kernels.gather import at_slots  # noqa: PLC0415  Triton is there only where CUDA is
-
-    # A program for each: torch's own takes three times as long for the rows of a tree as for one.
-    return at_slots(table.weight, tokens.flatten()).view(*tokens.shape, -1)
+    if not is_plain_tensor(table.weight):
+        return table(tokens)
+    return embedding_rows(table.weight, tokens.flatten()).view(*tokens.shape, -1)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Family:
     caps_scores: bool = False
     caps_logits: bool = False
     table_by_type: bool = False  # layers with a window have rotary angles of their own
-    lean: bool = False  # whether lean.py computes just these layers
+    fused: bool = False  # whether model/fused computes just these layers
 
     def embed(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
         rows = embedded(model.model.embed_tokens, tokens)
@@ -73,9 +75,9 @@ class Family:
         return model.model.norm(hidden)
 
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        return self.behind_head(model, model.lm_head(hidden))
+        return self.after_head(model, model.lm_head(hidden))
 
-    def behind_head(self, model: PreTrainedModel, logits: Tensor) -> Tensor:
+    def after_head(self, model: PreTrainedModel, logits: Tensor) -> Tensor:
         """What some families do to the head's product."""
         config = model.config
         if self.multiplied:
@@ -94,12 +96,17 @@ class Family:
         windowed = self.windows == "all layers" or kind == "sliding_attention"
         return Sight(
             window=(config.sliding_window or 0) if windowed else 0,
-            softcap=self.softcap(config),
+            softcap=(layer.self_attn.attn_logit_softcapping or 0.0) if self.caps_scores else 0.0,
             table=kind if self.table_by_type else "",
         )
 
     def softcap(self, config: PreTrainedConfig) -> float:
         return (config.attn_logit_softcapping or 0.0) if self.caps_scores else 0.0
+
+    @property
+    def stock_attention(self) -> str:
+        """The attention that transformers offers for this family. Torch's own has no cap, so a family with caps lacks it."""
+        return "eager" if self.caps_scores else "sdpa"
 
     def attention_half(self, layer: Any, hidden: Tensor, **options: Any) -> Tensor:
         rows = _normed(layer, self.norms.before_attention, hidden)
@@ -119,10 +126,10 @@ def _normed(layer: Any, name: str, rows: Tensor) -> Tensor:
 
 
 _LISTED = (
-    Family("llama", lean=True),
-    Family("mistral", windows="all layers", lean=True),
-    Family("qwen2", windows="by type", lean=True),
-    Family("qwen3", windows="by type", lean=True),
+    Family("llama", fused=True),
+    Family("mistral", windows="all layers", fused=True),
+    Family("qwen2", windows="by type", fused=True),
+    Family("qwen3", windows="by type", fused=True),
     Family("smollm3", windows="by type"),
     Family("phi3", windows="all layers"),
     Family("granite", multiplied=True),
@@ -141,7 +148,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ModelUnsupported(
-            f"Foreword does not walk models of type {config.model_type!r}; supported: {', '.join(sorted(FAMILIES))}"
+            f"Foreword does not support models of type {config.model_type!r}; supported: {', '.join(sorted(FAMILIES))}"
         )
     _check_rotary(family, config)
     _check_layers(family, config)

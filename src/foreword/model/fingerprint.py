@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foreword.model.linears import is_rebuilt, unpacked
 from foreword.model.model import Model
-from foreword.model.pack import unpacked
+from foreword.model.plain_linears import is_plain_tensor
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
 FEW = 4  # of each tensor that are kept
@@ -48,7 +49,13 @@ class Fingerprint:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Fingerprint:
-        return Fingerprint(**fields)
+        """From what `to_dict` made of one; TypeError or ValueError where it could not have made that."""
+        found = Fingerprint(**fields)
+        for name, value in asdict(found).items():
+            if type(value) is not (int if name == "vocab_size" else str):
+                raise TypeError(f"{name} is {value!r}")
+        found._few_numbers()
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,8 +67,11 @@ class Fingerprint:
         return self.weights == other.weights or ("float16" in (self.dtype, other.dtype) and self._is_close(other))
 
     def _is_close(self, other: Fingerprint) -> bool:
-        mine, theirs = (torch.tensor([float(value) for value in one.few.split()]) for one in (self, other))
+        mine, theirs = (torch.tensor(one._few_numbers()) for one in (self, other))
         return mine.shape == theirs.shape and bool(self.few) and torch.allclose(mine, theirs, *CLOSE)
+
+    def _few_numbers(self) -> list[float]:
+        return [float(value) for value in self.few.split()]
 
     def __str__(self) -> str:
         return f"{self.name} (weights {self.weights}, vocabulary {self.vocab_size})"
@@ -71,9 +81,21 @@ class Fingerprint:
 def _parts(model: Model) -> list[Tensor]:
     """The embedding, and one layer in the middle, which any training moves."""
     layers = model.layer_stack.layers
-    middle = unpacked(layers[len(layers) // 2])
-    parts = [model.hf.get_input_embeddings().weight, *(part for _, part in sorted(middle.named_parameters()))]
-    return [part.detach() for part in parts]
+    middle = layers[len(layers) // 2]
+    middle = unpacked(middle) if is_rebuilt(middle) else middle  # what others quantised can not always be copied
+    held = sorted([*middle.named_parameters(), *middle.named_buffers()], key=lambda one: one[0])
+    parts = [model.hf.get_input_embeddings().weight, *(part for _, part in held)]
+    return [piece for part in parts for piece in _pieces(part.detach())]
+
+
+def _pieces(part: Any) -> list[Tensor]:
+    """A weight as ordinary tensors: one of a library's own class is made of several, such as codes and scales."""
+    if is_plain_tensor(part):
+        return [part]
+    if not hasattr(part, "__tensor_flatten__"):
+        return [part.as_subclass(Tensor)]
+    names, _ = part.__tensor_flatten__()
+    return [piece for name in names for piece in _pieces(getattr(part, name))]
 
 
 def _hash(parts: list[Tensor]) -> str:

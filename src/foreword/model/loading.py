@@ -1,7 +1,7 @@
-"""From a folder, or from the caller's hands, to a transformers model that the walk can take.
+"""From a folder, or from the caller's hands, to a transformers model that Foreword supports.
 
 Models that we load ourselves may be rebuilt for speed (packed linears on the CPU, fused ones on CUDA). A model that the
-caller hands over is only looked at: what cannot be walked is refused here, by name.
+caller hands over is only looked at: what is not supported is refused here, by name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
-from foreword.model import pack
+from foreword.files import read_json
+from foreword.hub.resolve import is_adapter
+from foreword.model import linears as pack
+from foreword.model.adapters import base_folder, merged, refuse_virtual_tokens
+from foreword.model.building import TooMuchBuilt, at_most
 from foreword.model.families import family_of
+from foreword.model.linear_check import check_linears, unknown_linears
 
+MOST_LAYERS = 10_000
+WEIGHTS = (".safetensors", ".bin")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,20 +66,32 @@ def load_weights(folder: Path, device: torch.device, dtype: torch.dtype, rebuild
 
 
 def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in `folder` as transformers makes it."""
+    """The model in `folder` as transformers makes it. In an adapter's folder that is the model it is for, with it merged."""
+    if is_adapter(folder):
+        base = load_stock(base_folder(folder), torch.device("cpu"), torch.float32)
+        whole: Any = merged(base, folder)
+        return whole.to(device, dtype)
     config = _config(folder)
     family = family_of(config)
-    _refuse_quantised(config)
+    _refuse_quantised(
+        config,
+        "and `load` reads no quantised folders yet; give one in float32, bfloat16 or float16, or load this one with "
+        "transformers and hand it to `foreword.wrap`, which takes models whose weights alone are quantised",
+    )
+    held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
     try:
-        with without_bars():
+        with without_bars(), at_most(held):  # every number takes a byte at least
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
-                attn_implementation="eager" if family.softcap(config) else "sdpa",  # torch's own attention has no cap
+                attn_implementation=family.stock_attention,
                 local_files_only=True,
                 output_loading_info=True,
             )
+    except TooMuchBuilt as error:
+        told = f"the weights in {folder} cannot be read: config.json asks for more than their {held} bytes can hold"
+        raise ModelCorrupt(f"{told}; fetch or save the model again") from error
     except Exception as error:  # safetensors, json and torch each have their own words for a damaged file
         raise ModelCorrupt(f"the weights in {folder} cannot be read: {error}; fetch or save the model again") from error
     if missing := sorted(report["missing_keys"]):  # transformers makes them up and only warns
@@ -96,19 +115,21 @@ def without_bars() -> Iterator[None]:
 
 def _config(folder: Path) -> Any:
     try:
+        layers = read_json(folder / "config.json").get("num_hidden_layers")
+        if isinstance(layers, int) and layers > MOST_LAYERS:  # some configs make a list of them
+            raise ValueError(f"it says that there are {layers} layers")
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # an unknown model type and a damaged file are both ValueErrors of many kinds
         raise ModelUnsupported(f"{folder}/config.json cannot be used: {error}") from error
 
 
 def check_wrapped(model: nn.Module) -> PreTrainedModel:
-    """The model to walk inside what the caller gave, or an error that names what stands in the way."""
+    """The transformers model inside what the caller gave, or an error that names what stands in the way."""
     model = _without_adapter(model)
     if not isinstance(model, PreTrainedModel):
         raise ModelUnsupported(
             f"wrap takes a transformers causal language model, got {type(model).__module__}.{type(model).__name__}"
         )
-    _refuse_quantised(model.config)
     _refuse_spread(model)
     family = family_of(model.config)
     if not hasattr(model, "lm_head"):
@@ -118,33 +139,39 @@ def check_wrapped(model: nn.Module) -> PreTrainedModel:
             f"{family.name}: the model's attention is 'sdpa', which does not cap scores as its config asks "
             f"({family.softcap(model.config)}); load it with attn_implementation='eager'"
         )
+    _check_linears(model)
     return model
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:
-    """A peft model with weight adapters is walked as it stands; one that adds virtual tokens is not."""
+    """A peft model with weight adapters is served as it stands; one that adds virtual tokens is refused."""
     adapters = getattr(model, "peft_config", None)
     if adapters is None or not hasattr(model, "get_base_model"):
         return model
     for name, adapter in adapters.items():
-        if getattr(adapter, "is_prompt_learning", False):
-            raise ModelUnsupported(
-                f"peft adapter {name!r} ({adapter.peft_type}) adds virtual tokens to the prompt, which Foreword does not "
-                "carry; use a weight adapter such as LoRA, or merge it"
-            )
+        refuse_virtual_tokens(name, adapter)
     return model.get_base_model()  # type: ignore[operator]
 
 
-def _refuse_quantised(config: Any) -> None:
+def _refuse_quantised(config: Any, what_to_do: str) -> None:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         told = quantised if isinstance(quantised, dict) else vars(quantised)
         # The first quantised folders did not say by what: there was only bitsandbytes.
         method = told.get("quant_method") or "bitsandbytes"
-        raise ModelUnsupported(
-            f"the model is quantised ({getattr(method, 'value', method)}), which Foreword does not walk yet; "
-            "load it in float32, bfloat16 or float16"
+        raise ModelUnsupported(f"the model is quantised ({getattr(method, 'value', method)}), {what_to_do}")
+
+
+def _check_linears(model: PreTrainedModel) -> None:
+    """What others quantised in memory is measured, and not believed: neither config nor class says how rows are treated."""
+    unknown = unknown_linears(model)
+    if not unknown:
+        _refuse_quantised(
+            model.config,
+            "says its config, but none of its linears is of a kind that could be checked; set config.quantization_config to "
+            "None if the weights are ordinary ones, or load it in float32, bfloat16 or float16",
         )
+    check_linears(model, unknown)
 
 
 def _refuse_spread(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ writes scratch rows only, and the engine commits.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from transformers import PreTrainedModel
 
 from foreword.core.draft import Draft
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
-from foreword.core.rough import Rough
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
-from foreword.core.target import RoughHead
-from foreword.model import attention, pack
-from foreword.model.cache import Berth, SlotCache
+from foreword.core.target import DraftHead
+from foreword.errors import ForewordWarning
+from foreword.model import attention
+from foreword.model import linears as pack
+from foreword.model.cache import SharedCacheMemory, SlotCache
 from foreword.model.cost import CostCurve
+from foreword.model.draft_linears import DraftLinears
 from foreword.model.families import family_of
 from foreword.model.stack import Rows, Stack
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Grown:
+class WidenedFrom:
     """Of a model that is another one made wider, its function unchanged: how many times, and who the other one is."""
 
     times: int
@@ -51,10 +54,10 @@ class Model:
         hf: PreTrainedModel,
         name: str | None = None,
         curve: CostCurve | None = None,
-        grown: Grown | None = None,
-        berth: Berth | None = None,
+        grown: WidenedFrom | None = None,
+        cache_memory: SharedCacheMemory | None = None,
     ) -> None:
-        """With a `berth` the caches that it is given lie there, where those of other models may."""
+        """With `cache_memory` the caches lie there, and those of other models may, too."""
         self.hf = hf
         self.device, self.dtype = hf.device, hf.dtype  # kept: transformers looks through the modules for them, every time
         self.family = family_of(hf.config)
@@ -64,7 +67,7 @@ class Model:
         self.name = name or hf.config.name_or_path or hf.config.model_type
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
         self._reader = Stack(hf, self.family, self.family.layers(hf))  # the same layers, and never a cache
-        self._rough = Rough(hf.lm_head)
+        self._draft_linears = DraftLinears(hf.lm_head)
         self.hidden_size: int = hf.config.hidden_size
         self.vocab_size: int = hf.config.vocab_size
         self.attention_heads: int = hf.config.num_attention_heads
@@ -74,8 +77,20 @@ class Model:
         self.context = self.max_context
         self.curve = curve
         self.grown = grown
-        self.berth = berth
+        self.cache_memory = cache_memory
         self.pieces: Callable[[], Sequence[str]] | None = None
+
+    def use_costs(self, curve: CostCurve | None) -> None:
+        """Take what passes cost on this machine; None where that is not known, and every pass then counts 1.0."""
+        self.curve = curve
+
+    def use_pieces(self, pieces: Callable[[], Sequence[str]]) -> None:
+        """Take how the tokenizer spells every token, for drafters that ask for it. It is called only when they do."""
+        self.pieces = pieces
+
+    def limit_context(self, context: int) -> None:
+        """Say how many tokens a sequence may have. Drafters size their own caches by it, before `allocate`."""
+        self.context = context
 
     @property
     def cache(self) -> SlotCache:
@@ -84,29 +99,37 @@ class Model:
 
     def allocate(self, slots: int, context: int, scratch: int) -> SlotCache:
         self.context = context
-        return self.layer_stack.allocate(slots, context, scratch, self.berth)
+        return self.layer_stack.allocate(slots, context, scratch, self.cache_memory)
 
     @contextmanager
     def aside(self, slots: int, context: int, scratch: int) -> Iterator[SlotCache]:
         """Another cache for a while, in memory of its own; the engine's is back in its place afterwards."""
-        stack, before = self.layer_stack, (self.context, self.berth)
-        held = stack.cache, stack.lean, stack.turns  # the very ones: a captured round knows where they lie
+        stack, before = self.layer_stack, (self.context, self.cache_memory)
+        held = stack.cache, stack.fused, stack.turns  # the very ones: a captured round knows where they lie
         try:
-            self.berth = None
+            self.cache_memory = None
             yield self.allocate(slots, context, scratch)
         finally:
-            stack.cache, stack.lean, stack.turns = held
-            self.context, self.berth = before
+            stack.cache, stack.fused, stack.turns = held
+            self.context, self.cache_memory = before
 
-    def again(self, berth: Berth | None = None) -> Model:
+    def again(self, cache_memory: SharedCacheMemory | None = None) -> Model:
         """Another on the same weights, with a cache of its own."""
-        return Model(self.hf, self.name, self.curve, self.grown, berth)
+        return Model(self.hf, self.name, self.curve, self.grown, cache_memory)
 
     def release(self) -> None:
         """Give up the cache, and give the model back as it was: its own attention, and in training if it was."""
         self.layer_stack.free()
-        self.berth = None
+        self.cache_memory = None
         self._give_back()
+
+    def rehearse(self) -> None:
+        """Read one token, so that a layer which asks for what is not supported is refused now and not amid a request."""
+        try:
+            self.read(torch.zeros(1, 1, dtype=torch.long, device=self.device), Needs(logits=True))
+        except BaseException:
+            self.release()  # the caller never gets a Model to release
+            raise
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.family.embed(self.hf, tokens)
@@ -117,14 +140,14 @@ class Model:
     def head(self, hidden: Tensor) -> Tensor:
         return self.family.head(self.hf, hidden)
 
-    def rough_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
-        return self.family.behind_head(self.hf, self._rough(hidden, norm=norm))
+    def draft_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        return self.family.after_head(self.hf, self._draft_linears(hidden, norm=norm))
 
-    def rough_head_of(self, tokens: Tensor) -> RoughHead:
-        some = Rough(pack.some_of(self.hf.lm_head, tokens))
+    def draft_head_of(self, tokens: Tensor) -> DraftHead:
+        some = DraftLinears(pack.some_of(self.hf.lm_head, tokens))
 
         def head(hidden: Tensor, norm: nn.RMSNorm | None = None, /) -> Tensor:
-            return self.family.behind_head(self.hf, some(hidden, norm=norm))
+            return self.family.after_head(self.hf, some(hidden, norm=norm))
 
         return head
 
@@ -143,7 +166,8 @@ class Model:
 
     def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Stack:
         stack = Stack.copied(self.hf, self.family, layers, init)
-        stack.allocate(slots, self.context, scratch)
+        if slots:
+            stack.allocate(slots, self.context, scratch)
         return stack
 
     def score(
@@ -185,7 +209,7 @@ class Model:
         The logits of all rows are large: a caller that wants those of some rows asks `head` itself.
         """
         attention.route(self.hf)
-        rows = Rows.causal(tokens.shape[1], self.device)
+        rows = Rows.whole_sequences(tokens.shape[1], self.device)
         stop = None if needs.hidden or needs.logits else max(needs.taps, default=0)
         walked = self._reader.walk(self.embed(tokens), rows, stop=stop, taps=needs.taps)
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
@@ -202,10 +226,26 @@ class Model:
 
 
 def _end_tokens(hf: PreTrainedModel) -> list[int]:
-    """Ids that end a text: generation_config.json names one or a list; the model's config is the older place."""
+    """Ids that end a sequence: generation_config.json names one or a list; config.json is the older place. What is no id of
+    the vocabulary is dropped with a warning: the model cannot write it, and the rest of the model is fine."""
     generation = getattr(hf, "generation_config", None)
-    ends = getattr(generation, "eos_token_id", None)
-    ends = hf.config.eos_token_id if ends is None else ends
-    if ends is None:
-        return []
-    return sorted({ends} if isinstance(ends, int) else set(ends))
+    places = {"generation_config.json": getattr(generation, "eos_token_id", None), "config.json": hf.config.eos_token_id}
+
+    def is_id(end: Any) -> bool:
+        return type(end) is int and 0 <= end < hf.config.vocab_size
+
+    for place, named in places.items():
+        if named is None:
+            continue
+        given = named if isinstance(named, list | tuple) else [named]
+        ids = sorted({end for end in given if is_id(end)})
+        if others := [end for end in given if not is_id(end)]:
+            warnings.warn(
+                f"{place}: eos_token_id names {', '.join(map(repr, others))}, but the ids of this model are whole numbers "
+                f"from 0 to {hf.config.vocab_size - 1}; no sequence ends there. Put the right ids into the file",
+                ForewordWarning,
+                stacklevel=3,
+            )
+        if ids or not others:
+            return ids
+    return []

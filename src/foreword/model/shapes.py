@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foreword.errors import InputError
-from foreword.model import pack
+from foreword.model import linears as pack
 
 _CONTEXT = 8192
 

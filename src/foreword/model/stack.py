@@ -1,7 +1,7 @@
 """Stack: decoder layers with a cache of their own, walked whole or in part. The target has one; so may a drafter.
 
 In: hidden rows, and `Rows`, which says where they stand and whom they see. Out: the rows after the last layer walked, with
-taps and grafted rows where asked. The layers are those of transformers, called one by one, or lean ones that compute the
+taps and grafted rows where asked. The layers are those of transformers, called one by one, or fused ones that compute the
 same. With a cache, the keys and values of the rows land in its scratch; without, rows see each other only, and gradients
 flow.
 """
@@ -20,11 +20,12 @@ from foreword.core.draft import Tree
 from foreword.core.needs import Graft, Join, Joined, Skip, on_device
 from foreword.core.state import Lanes
 from foreword.model.attention import Held, Pass, has_kernel, mask_of, within
-from foreword.model.cache import Berth, CacheShape, SlotCache
+from foreword.model.cache import CacheShape, SharedCacheMemory, SlotCache
 from foreword.model.families import Family, Sight
-from foreword.model.lean import lean_layers
-from foreword.model.lean_cuda import CudaLayer
-from foreword.model.pack import unpacked
+from foreword.model.fused.cuda import CudaLayer
+from foreword.model.fused.layers import fused_layers
+from foreword.model.linears import unpacked
+from foreword.ops.dispatch import kernels
 
 # Attention reads keys up to a multiple of this, so that shapes repeat from round to round.
 SPAN_STEP = 64
@@ -44,9 +45,10 @@ class Rows:
     sees: Tensor
     lanes: Lanes | None = None
     chain: bool = False  # every row sees itself and all before it
+    causal: bool = True  # no row sees a later one; a block whose rows see each other has to say that it is not
 
     @staticmethod
-    def causal(count: int, device: torch.device) -> Rows:
+    def whole_sequences(count: int, device: torch.device) -> Rows:
         """Whole texts from their first token on: every row sees itself and those before it, in all texts alike."""
         sees = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
         depth = torch.arange(count, device=device).unsqueeze(0)
@@ -82,6 +84,11 @@ class Rows:
         return self.sees.shape[2] - self.count
 
     @property
+    def sight(self) -> Tensor:
+        """`sees`, without what a causal pass does not see whatever `sees` says: the same for a mask as for the kernel."""
+        return self.sees.tril(self.first) if self.causal and not self.chain else self.sees
+
+    @property
     def position(self) -> Tensor:
         return self.base.unsqueeze(1) + self.depth[:, self.first :]
 
@@ -96,7 +103,7 @@ class Rows:
         elders = (anchor.unsqueeze(1) == anchor).tril().expand(batch, -1, -1)
         top = torch.cat([self.sees, self.sees.new_zeros(batch, count, len(anchor))], dim=2)
         bottom = torch.cat([self.sees[:, anchor], elders], dim=2)
-        return Rows(self.base, depth, torch.cat([top, bottom], dim=1), self.lanes)
+        return Rows(self.base, depth, torch.cat([top, bottom], dim=1), self.lanes, causal=self.causal)
 
     def head(self, count: int) -> Rows:
         """The first `count` of them, which see none of the rest."""
@@ -129,7 +136,7 @@ class Stack:
         self.cache: SlotCache | None = None
         self.sights = [family.sight(layer) for layer in layers]
         self.windows, self.tables = ({getattr(sight, name) for sight in self.sights} for name in ("window", "table"))
-        self.lean = lean_layers(layers) if family.lean else None
+        self.fused = fused_layers(layers) if family.fused else None
         self.turns: dict[str, Any] = {}  # rotary angles of every row a text may have, by table
 
     @staticmethod
@@ -143,16 +150,16 @@ class Stack:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)
 
-    def allocate(self, slots: int, context: int, scratch: int = 64, berth: Berth | None = None) -> SlotCache:
+    def allocate(self, slots: int, context: int, scratch: int = 64, memory: SharedCacheMemory | None = None) -> SlotCache:
         """Give the stack a cache. The bytes are checked before any is taken; if they do not fit, the old one stays."""
         device = next(self.model.parameters()).device
-        self.cache = SlotCache(self.cache_shape(), slots, context, scratch, device, berth)
-        self.lean = lean_layers(self.layers) if self.family.lean else None  # new ones: the old look at the old cache
+        self.cache = SlotCache(self.cache_shape(), slots, context, scratch, device, memory)
+        self.fused = fused_layers(self.layers) if self.family.fused else None  # new ones: the old look at the old cache
         self.turns = self._positions(torch.arange(self.cache.rows, device=self.cache.length.device).unsqueeze(0))
         return self.cache
 
     def free(self) -> None:
-        self.cache = self.lean = None
+        self.cache = self.fused = None
         self.turns = {}
 
     def cache_shape(self) -> CacheShape:
@@ -178,7 +185,7 @@ class Stack:
     def over(self, hidden: Tensor, skip: Skip | None = None) -> Tensor:
         """Whole texts [b, n, H] from their first row on, without a cache: how the layers are trained."""
         alone = Stack(self.model, self.family, self.layers)
-        return alone.walk(hidden, Rows.causal(hidden.shape[1], hidden.device), skip=skip).hidden
+        return alone.walk(hidden, Rows.whole_sequences(hidden.shape[1], hidden.device), skip=skip).hidden
 
     def walk(
         self,
@@ -197,6 +204,8 @@ class Stack:
         # says where rows stand and the product that asks for it before its turn.
         hidden = hidden[:]
         counts = {real + sum(graft.rows for graft in grafts if graft.layer <= layer) for layer in range(start, stop)}
+        if self.cache is not None and not rows.chain:
+            self.cache.check_room(rows.sees.shape[2] + sum(graft.rows for graft in grafts))
         views = self._views(rows, grafts, tuple(sorted(counts)), hidden.dtype)
         for layer in range(start, stop + 1):
             if layer in taps:
@@ -212,7 +221,7 @@ class Stack:
         """Whole texts [b, n, H] from after layer `start` on, without gradients, and the rows that join behind the anchors
         [b, A], with them: as they leave every layer."""
         held, count = Held(), anchor.shape[1]
-        text, side = self._view(Rows.causal(hidden.shape[1], hidden.device), hidden.dtype), None
+        text, side = self._view(Rows.whole_sequences(hidden.shape[1], hidden.device), hidden.dtype), None
         text = replace(text, shared=text.shared._replace(held=held))
         rows: tuple[Tensor, ...] = ()
         for layer in range(start, len(self.layers) + 1):
@@ -233,11 +242,11 @@ class Stack:
         layer = self.layers[index]
         skip = skip or Skip()
         if index not in skip.attention and index not in skip.mlp:
-            lean = None if self.lean is None else self.lean[index]
-            if lean is not None and self.cache is not None:
-                return lean(hidden, view.tables[self.sights[index].table], view.own(index))
-            if isinstance(lean, CudaLayer) and view.causal and not torch.is_grad_enabled():
-                return lean.whole(hidden, view.tables[self.sights[index].table], view.shared.held)
+            fused = None if self.fused is None else self.fused[index]
+            if fused is not None and self.cache is not None:
+                return fused(hidden, view.tables[self.sights[index].table], view.own(index))
+            if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
+                return fused.whole(hidden, view.tables[self.sights[index].table], view.shared.held)
             return layer(hidden, attention_mask=None, **view.options(index))
         if index not in skip.attention:
             hidden = self.family.attention_half(layer, hidden, **view.options(index))
@@ -254,6 +263,7 @@ class Stack:
 
     def _view(self, rows: Rows, dtype: torch.dtype) -> _View:
         """Positions, sights, places in the cache."""
+        rows = replace(rows, sees=rows.sight)
         seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
             tables = self._positions(rows.position)
@@ -275,20 +285,20 @@ class Stack:
         return tables, self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
 
     def _views_by_kernel(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...]) -> dict[int, _View]:
-        from foreword.kernels.standing import Grafted, standing  # noqa: PLC0415  Triton is there only where CUDA is
-
         assert self.cache is not None and rows.lanes is not None
+        by_kernel = kernels("layer.standing")
         device, heads = rows.base.device, self.cache.shape.heads
-        grafted = Grafted(*_hung(grafts, device), on_device(counts, device), counts) if grafts else None
+        grafted = by_kernel.Grafted(*_hung(grafts, device), on_device(counts, device), counts) if grafts else None
         where = rows.base, rows.depth, rows.sees, rows.lanes.slots, heads, grafted
-        found = {name: standing(turn, *where) for name, turn in self.turns.items()}
+        found = {name: by_kernel.standing(turn, *where) for name, turn in self.turns.items()}
         one = next(iter(found.values()))
         views = {}
         for count, places in zip(counts, one.places, strict=True):
             part = replace(rows, depth=one.depth, sees=one.sees).head(count)
             seen = {window: within(part.sees, part.depth, window) for window in self.windows}
             tables = {name: (stood.cosine[:, :count], stood.sine[:, :count]) for name, stood in found.items()}
-            shared = Pass(part.base, part.depth, part.sees, rows.chain and not grafts, lanes=part.lanes, places=places)
+            chain = rows.chain and not grafts
+            shared = Pass(part.base, part.depth, part.sees, chain, rows.causal, lanes=part.lanes, places=places)
             views[count] = _View(self.sights, tables, part, seen, {}, shared, self.cache)
         return views
 
@@ -331,9 +341,9 @@ class _View:
 
     def own(self, layer: int) -> Pass:
         sight, cache = self.sights[layer], self.cache
-        keys, values = (None, None) if cache is None else (cache.keys[layer], cache.values[layer])
+        cached = None if cache is None else cache.layers[layer]
         seen, mask = self.seen[sight.window], self.masks.get(sight.window)
-        return self.shared._replace(sight=sight, sees=seen, mask=mask, keys=keys, values=values)
+        return self.shared._replace(sight=sight, sees=seen, mask=mask, cached=cached)
 
     def options(self, layer: int) -> dict[str, Any]:
         table = self.tables[self.sights[layer].table]

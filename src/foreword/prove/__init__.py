@@ -1,7 +1,7 @@
-"""The losslessness proof: every method against plain decoding, token for token, and a float64 referee where they part."""
+"""The losslessness proof: every method against plain decoding, token for token; a float64 referee where they diverge."""
 
 from foreword.prove.proof import compare, prove
 from foreword.prove.referee import Case, Referee, Ruling
-from foreword.prove.report import Choice, Difference, MethodProof, Report
+from foreword.prove.report import Difference, MethodProof, Report, ScoredToken
 
-__all__ = ["Case", "Choice", "Difference", "MethodProof", "Referee", "Report", "Ruling", "compare", "prove"]
+__all__ = ["Case", "ScoredToken", "Difference", "MethodProof", "Referee", "Report", "Ruling", "compare", "prove"]

@@ -2,9 +2,9 @@
 
 In: a loaded LLM, method names, prompts and samplings. Out: a Report. All prompts of a sampling go to the engine at once,
 more than it has slots, so that batching and late admission are proved with the drafts; the seeds are the same for all
-methods. Where a method parts from plain, the difference goes to the referee, and the method writes on from plain's text:
-so every token of plain's texts is tested, whatever came before it. The differences of all methods are judged together, at
-the end; until then a report is incomplete.
+methods. Where a method diverges from plain, the difference goes to the referee, and the method continues from plain's
+sequence. So every token of plain's outputs is tested, whatever came before it. The differences of all methods are judged
+together, at the end; until then a report is incomplete.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import count
 
 from foreword.api import LLM
 from foreword.core.sampling import Sampling
+from foreword.drafters.resolve import Wanted
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError
-from foreword.methods.wanted import Wanted
 from foreword.prove.referee import Case, Referee, Ruling
-from foreword.prove.report import Choice, Difference, MethodProof, Report, name_of
+from foreword.prove.report import Difference, MethodProof, Report, ScoredToken, name_of
 from foreword.results import Stats
 from foreword.text import Prompt
 
@@ -51,7 +51,7 @@ def prove(
     total = len(prompts) * len(named)
     engine, done = llm.use("plain").engine, _counter(progress, "plain", total)
     texts = {name: _write_plain(engine, prompts, requests, done) for name, requests in asked.items()}
-    trials: dict[str, list[Trial]] = {}
+    trials: dict[str, list[ProofTrial]] = {}
 
     def report(rulings: Rulings, complete: bool) -> Report:
         proofs = {method: _proof(tried, llm, rulings) for method, tried in trials.items()}
@@ -63,7 +63,7 @@ def prove(
 
     for method in dict.fromkeys(methods):
         engine, done = llm.use(method, rows=rows).engine, _counter(progress, method, total)
-        trials[method] = [Trial(name, written).run(engine, done) for name, written in texts.items()]
+        trials[method] = [ProofTrial(name, written).run(engine, done) for name, written in texts.items()]
         tell({})
     every = [trial for tried in trials.values() for trial in tried]
     return report(_judged(every, llm, progress, tell), complete=True)
@@ -72,12 +72,12 @@ def prove(
 def compare(original: LLM, other: LLM, prompts: Sequence[Prompt], max_new_tokens: int = 64) -> MethodProof:
     """Test that another model, of the same function, writes what `original` writes: both plainly and greedily.
 
-    Where they part, the original is asked again in float64, as for a method. Both LLMs are left with plain decoding.
+    Where they diverge, the original is asked again in float64, as for a method. Both LLMs are left with plain decoding.
     """
     sampling = Sampling(seed=0)
     requests = _requests(original, prompts, sampling, max_new_tokens)
     texts = _write_plain(original.use("plain").engine, prompts, requests, lambda: None)
-    trial = Trial(name_of(sampling), texts).run(other.use("plain").engine, lambda: None)
+    trial = ProofTrial(name_of(sampling), texts).run(other.use("plain").engine, lambda: None)
     return _proof([trial], original, _judged([trial], original))
 
 
@@ -126,8 +126,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Parting:
-    """A place where the method's token is not plain's; None stands for a text that had ended."""
+class ProofDivergence:
+    """A position where the method's token is not plain's; None stands for a sequence that had ended."""
 
     text: int
     position: int
@@ -136,23 +136,23 @@ class Parting:
 
 
 @dataclass
-class Trial:
-    """One method against plain's texts under one sampling."""
+class ProofTrial:
+    """One method against plain's outputs under one sampling."""
 
     sampling: str
     texts: list[Text]
-    partings: list[Parting] = field(default_factory=list)
+    divergences: list[ProofDivergence] = field(default_factory=list)
     runs: list[Running] = field(default_factory=list)
     seconds: float = 0.0
 
-    def run(self, engine: Engine, done: Callable[[], None]) -> Trial:
+    def run(self, engine: Engine, done: Callable[[], None]) -> ProofTrial:
         def heard(index: int, run: Running) -> Request | None:
             text = self.texts[index]
-            parting = _parting(index, text, run)
-            if parting is not None:
-                self.partings.append(parting)
-                engine.abort(run)  # what it would write on is compared with nothing
-            further = None if parting is None else text.after(parting.position)
+            divergence = _divergence(index, text, run)
+            if divergence is not None:
+                self.divergences.append(divergence)
+                engine.abort(run)  # its further tokens have nothing to be compared with
+            further = None if divergence is None else text.after(divergence.position)
             if run.done and further is None:
                 done()
             return further
@@ -164,17 +164,19 @@ class Trial:
 
     @property
     def cases(self) -> list[Case]:
-        return [case for parting in self.partings if (case := _case(self.texts[parting.text], parting)) is not None]
+        return [
+            case for divergence in self.divergences if (case := _case(self.texts[divergence.text], divergence)) is not None
+        ]
 
 
-def _parting(index: int, text: Text, run: Running) -> Parting | None:
-    """Where a run, maybe still under way, parts from plain's text."""
+def _divergence(index: int, text: Text, run: Running) -> ProofDivergence | None:
+    """Return where a run, maybe still under way, diverges from plain's output."""
     given = len(run.request.prompt) - len(text.request.prompt)
     expected = text.tokens[given:]
     place = _first_difference(expected if run.done else expected[: len(run.tokens)], run.tokens)
     if place is None:
         return None
-    return Parting(index, given + place, _at(expected, place), _at(run.tokens, place))
+    return ProofDivergence(index, given + place, _at(expected, place), _at(run.tokens, place))
 
 
 def _write_plain(engine: Engine, prompts: Sequence[Prompt], requests: list[Request], done: Callable[[], None]) -> list[Text]:
@@ -194,6 +196,8 @@ def _write(engine: Engine, requests: list[Request], heard: Callable[[int, Runnin
         index = {id(run): i for i, run in enumerate(runs)}
         while engine.busy:
             for run in [event.running for event in engine.step()]:
+                if run.error:
+                    raise run.error
                 further = heard(index[id(run)], run)
                 if further is not None:
                     runs.append(engine.add(further))
@@ -204,7 +208,7 @@ def _write(engine: Engine, requests: list[Request], heard: Callable[[int, Runnin
 
 
 def _first_difference(plain: Sequence[int], method: Sequence[int]) -> int | None:
-    """Where two texts part, or the shorter one ends."""
+    """Return where two sequences diverge, or the shorter one ends; None if they are equal."""
     common = min(len(plain), len(method))
     return next((i for i in range(common) if plain[i] != method[i]), common if len(plain) != len(method) else None)
 
@@ -217,7 +221,7 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
 
 
 def _judged(
-    trials: list[Trial], llm: LLM, progress: Progress | None = None, tell: Callable[[Rulings], None] = lambda _: None
+    trials: list[ProofTrial], llm: LLM, progress: Progress | None = None, tell: Callable[[Rulings], None] = lambda _: None
 ) -> Rulings:
     """Verdicts on all that the trials found, each text asked about once. `tell` hears what is known after each batch."""
     cases = [case for trial in trials for case in trial.cases]
@@ -231,32 +235,32 @@ def _judged(
     return rulings
 
 
-def _case(text: Text, parting: Parting) -> Case | None:
+def _case(text: Text, divergence: ProofDivergence) -> Case | None:
     """What the referee is asked. The tokens before are the same, so whether a text has ended is no matter of rounding."""
-    if parting.plain is None or parting.method is None:
+    if divergence.plain is None or divergence.method is None:
         return None
     prompt = len(text.request.prompt)
     whole = (*text.request.prompt, *text.tokens)
-    return Case(whole, prompt, prompt + parting.position, text.request.sampling, parting.plain, parting.method)
+    return Case(whole, prompt, prompt + divergence.position, text.request.sampling, divergence.plain, divergence.method)
 
 
-def _proof(trials: list[Trial], llm: LLM, rulings: Rulings) -> MethodProof:
+def _proof(trials: list[ProofTrial], llm: LLM, rulings: Rulings) -> MethodProof:
     parts = {trial.sampling: _figures([trial], _differences(trial, llm, rulings)) for trial in trials}
     differences = [difference for part in parts.values() for difference in part.differences]
     return replace(_figures(trials, differences), samplings=parts)
 
 
-def _figures(trials: list[Trial], differences: list[Difference]) -> MethodProof:
+def _figures(trials: list[ProofTrial], differences: list[Difference]) -> MethodProof:
     stats = Stats.of(run for trial in trials for run in trial.runs)
-    parted = {parting.text for trial in trials for parting in trial.partings}
+    diverged = {divergence.text for trial in trials for divergence in trial.divergences}
     prompts = len(trials[0].texts)
     return MethodProof(
         prompts=prompts,
         tokens=sum(len(text.tokens) for trial in trials for text in trial.texts),
-        identical=prompts - len(parted),
+        identical=prompts - len(diverged),
         ties=sum(difference.verdict == "tie" for difference in differences),
         bugs=sum(difference.verdict == "bug" for difference in differences),
-        unjudged=sum(len(trial.partings) for trial in trials) - len(differences),
+        unjudged=sum(len(trial.divergences) for trial in trials) - len(differences),
         differences=differences,
         tokens_per_round=stats.tokens_per_round,
         rounds=stats.rounds,
@@ -266,24 +270,24 @@ def _figures(trials: list[Trial], differences: list[Difference]) -> MethodProof:
     )
 
 
-def _differences(trial: Trial, llm: LLM, rulings: Rulings) -> list[Difference]:
-    """The judged ones of a trial's partings, prompt by prompt."""
+def _differences(trial: ProofTrial, llm: LLM, rulings: Rulings) -> list[Difference]:
+    """The judged ones of a trial's divergences, prompt by prompt."""
     found = []
-    for parting in sorted(trial.partings, key=lambda parting: (parting.text, parting.position)):
-        case = _case(trial.texts[parting.text], parting)
+    for divergence in sorted(trial.divergences, key=lambda divergence: (divergence.text, divergence.position)):
+        case = _case(trial.texts[divergence.text], divergence)
         ruling = Ruling(None, None, None, None, "bug", "length") if case is None else rulings.get(case)
         if ruling is not None:
-            found.append(_difference(trial, parting, llm, ruling))
+            found.append(_difference(trial, divergence, llm, ruling))
     return found
 
 
-def _difference(trial: Trial, parting: Parting, llm: LLM, ruling: Ruling) -> Difference:
+def _difference(trial: ProofTrial, divergence: ProofDivergence, llm: LLM, ruling: Ruling) -> Difference:
     return Difference(
-        prompt=trial.texts[parting.text].prompt.id,
+        prompt=trial.texts[divergence.text].prompt.id,
         sampling=trial.sampling,
-        position=parting.position,
-        plain=_choice(parting.plain, ruling.plain_score, llm),
-        method=_choice(parting.method, ruling.method_score, llm),
+        position=divergence.position,
+        plain=_choice(divergence.plain, ruling.plain_score, llm),
+        method=_choice(divergence.method, ruling.method_score, llm),
         gap=ruling.gap,
         error=ruling.error,
         verdict=ruling.verdict,
@@ -291,5 +295,5 @@ def _difference(trial: Trial, parting: Parting, llm: LLM, ruling: Ruling) -> Dif
     )
 
 
-def _choice(token: int | None, score: float | None, llm: LLM) -> Choice:
-    return Choice(token, "" if token is None else llm.tokenizer.decode([token], skip_special=False), score)
+def _choice(token: int | None, score: float | None, llm: LLM) -> ScoredToken:
+    return ScoredToken(token, "" if token is None else llm.tokenizer.decode([token], skip_special_tokens=False), score)

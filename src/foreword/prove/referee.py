@@ -1,4 +1,4 @@
-"""Where a method and plain decoding part, the referee says whether that was a tie or a bug.
+"""Where a method and plain decoding diverge, the referee says whether that was a tie or a bug.
 
 In: cases, each a place in a text and two tokens for it. The target is asked again in float64, by transformers alone. It is
 a tie if rounding as large as the run's own can turn the choice: the scores lie within twice the run's error at these two
@@ -20,16 +20,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from foreword.core.choosing import History, judge
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
-from foreword.core.sampling import Kind, Sampling, SamplingTable, judge
-from foreword.core.sending import sent
+from foreword.core.sampling import Sampling
+from foreword.core.sampling_table import NO_TOKEN, SamplingStages, SamplingTable
 from foreword.core.state import Lanes
-from foreword.engine.engine import prefill_chunk
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
+from foreword.hub.resolve import is_adapter
 from foreword.model.cache import SlotCache
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
+from foreword.ops.device import prefill_chunk
+from foreword.ops.sending import sent
 from foreword.prove.report import Reason, Verdict
 
 PASS_ROWS = (1, 4, 16)
@@ -81,7 +84,7 @@ class Referee:
     """The float64 copy of the model is made when the first difference appears: a proof without any costs nothing."""
 
     def __init__(self, model: Model, folder: Path | None = None) -> None:
-        """`folder` is where the weights can be read again, of a grown model those of its original, whose function it has."""
+        """`folder` is where the weights can be read again, for a widened model those of its original."""
         self.model, self.folder = model, folder
 
     @cached_property
@@ -89,7 +92,7 @@ class Referee:
         return exact_copy(self.model, self.folder)
 
     def judge(self, cases: Iterable[Case], wide: bool = False) -> Iterator[dict[Case, Ruling]]:
-        """The verdicts, batch by batch. Methods often part at the same places: equal cases are judged once.
+        """The verdicts, batch by batch. Methods often diverge at the same places: equal cases are judged once.
 
         `wide`: the passes that wrote the texts had shapes that are not replayed, or were not ours. Their error at two tokens
         is then taken to be as large as the largest of transformers' own at any token of that place.
@@ -140,17 +143,17 @@ class Scoring:
 
     table: SamplingTable
     position: Tensor  # [c, 1]
-    temperature: Tensor  # [c, 1] in float64; 1 where nothing is drawn
-    seen: Tensor | None  # [c, 1, V] where a penalty is on
+    temperature: Tensor  # [c, 1] in float64; 1 where nothing is sampled
+    history: History
 
     @staticmethod
     def of(cases: list[Case], model: Model) -> Scoring:
-        table, rows = SamplingTable.empty(len(cases), model.ends), range(len(cases))
+        table, rows = SamplingTable.empty(len(cases), model.ends, model.vocab_size), range(len(cases))
         table.set_all({i: (case.sampling, 0) for i, case in enumerate(cases)}, sent(list(rows), model.device))
         temperature = torch.tensor([[case.sampling.temperature or 1.0] for case in cases], dtype=torch.float64)
         position = sent([case.place for case in cases], model.device).unsqueeze(1)
-        penalised = table.kind(tuple(rows)).penalties
-        return Scoring(table, position, temperature.to(model.device), _seen(cases, model) if penalised else None)
+        history = _history(cases, table.kind(tuple(rows)), model)
+        return Scoring(table, position, temperature.to(model.device), history)
 
     def scores(self, logits: Tensor) -> Tensor:
         """What `pick` compares, filters left out, in the precision it is given.
@@ -161,18 +164,31 @@ class Scoring:
         return self._judge(logits, lambda kind: replace(kind, top_k=0, top_p=False, min_p=False)).double()
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """What the filters see: after penalties and / T, without noise."""
-        return self._judge(logits, lambda kind: Kind(penalties=kind.penalties)) / self.temperature
+        """What the filters see: after bias, penalties, masks, bad words and / T, without noise."""
+        return self._judge(logits, lambda kind: replace(kind, noise=False)) / self.temperature
 
-    def _judge(self, logits: Tensor, stages: Callable[[Kind], Kind]) -> Tensor:
+    def _judge(self, logits: Tensor, stages: Callable[[SamplingStages], SamplingStages]) -> Tensor:
         ids = range(len(logits))
         rows = self.table.at(sent(list(ids), logits.device), tuple(ids))
-        return judge(logits.unsqueeze(1), self.position, replace(rows, kind=stages(rows.kind)), self.seen).squeeze(1)
+        return judge(logits.unsqueeze(1), self.position, replace(rows, kind=stages(rows.kind)), self.history).squeeze(1)
 
 
-def _seen(cases: list[Case], model: Model) -> Tensor:
-    texts = [torch.tensor(case.text[: case.place], device=model.device) for case in cases]
-    return torch.stack([text.bincount(minlength=model.vocab_size) for text in texts]).unsqueeze(1)
+def _history(cases: list[Case], kind: SamplingStages, model: Model) -> History:
+    """What stands before the place of each case, as far as any of them asks for it."""
+    count, before = kind.bad_word_length - 1, [case.text[: case.place] for case in cases]
+    output = [case.text[case.prompt : case.place] for case in cases]
+    return History(
+        seen=_counts(before, model) if kind.repetition else None,
+        generated=_counts(output, model) if kind.generated else None,
+        last=sent([((NO_TOKEN,) * count + tokens)[-count:] for tokens in before], model.device).unsqueeze(1)
+        if kind.bad_words
+        else None,
+    )
+
+
+def _counts(sequences: list[tuple[int, ...]], model: Model) -> Tensor:
+    tokens = [torch.tensor(sequence, dtype=torch.long, device=model.device) for sequence in sequences]
+    return torch.stack([one.bincount(minlength=model.vocab_size) for one in tokens]).unsqueeze(1)
 
 
 def standing(scaled: Tensor, token: int, sampling: Sampling, margin: float) -> Standing:
@@ -295,7 +311,7 @@ def replays(model: Model, batch: Batch) -> list[Tensor]:
     """
     scratch = max(prefill_chunk(model.device), *PASS_ROWS)
     with model.aside(len(batch.texts), max(map(len, batch.texts)), scratch) as cache:
-        replay = Replay(model, batch, cache)
+        replay = PassReplay(model, batch, cache)
         replay.read(batch.roots)
         written = [replay.write(rows) for rows in PASS_ROWS]
         replay.read([len(text) - 1 for text in batch.texts])
@@ -303,7 +319,7 @@ def replays(model: Model, batch: Batch) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Replay:
+class PassReplay:
     """Passes of the run's own model over the texts of a batch, in a cache of their own."""
 
     model: Model
@@ -404,7 +420,7 @@ def _is_rebuilt(hf: nn.Module) -> bool:
 
 def _reloaded(model: Model, folder: Path | None) -> Any:
     folder = folder or Path(model.hf.config.name_or_path)
-    if not (folder / "config.json").is_file():
+    if not ((folder / "config.json").is_file() or is_adapter(folder)):
         raise ModelNotFound(
             f"{model.name}: judging a difference needs the weights in float64, but they were repacked for speed and "
             f"{str(folder)!r} is no folder to read them from again; load the model from a folder, or give it to wrap"

@@ -1,7 +1,7 @@
 """What a proof found: the figures of each method, every difference with its verdict, and the two files that hold them.
 
 `proof` fills a Report, the command line prints it and asks it for `bugs`. `to_dict` is the shape of `prove --json`;
-`write` leaves that as a JSON file and a Markdown page beside it. Figures carry no commit and no date: whoever publishes
+`write` leaves that as a JSON file and a Markdown page next to it. Figures carry no commit and no date: whoever publishes
 them says which command made them.
 """
 
@@ -27,7 +27,7 @@ Reason = Literal["gap", "top-k edge", "top-p edge", "min-p edge", "filter", "len
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScoredToken:
     """A token and its float64 score: processed logit plus noise, before the filters. No token: the text had ended."""
 
     token: int | None
@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a method parted from plain decoding. `position` counts the new tokens from 0.
+    """Where a method diverged from plain decoding. `position` counts the new tokens from 0.
 
     `gap` is the distance of the two scores, `error` the run's own error at these tokens. `reason` names what decided: the
     gap against twice the error; a filter's edge that the likelier token sits on; a filter that drops one of them beyond
@@ -47,8 +47,8 @@ class Difference:
     prompt: str
     sampling: str
     position: int
-    plain: Choice
-    method: Choice
+    plain: ScoredToken
+    method: ScoredToken
     gap: float | None
     error: float | None
     verdict: Verdict
@@ -140,7 +140,7 @@ class Report:
         return {"methods": methods, "ties": self.ties, "bugs": self.bugs, **_without(asdict(self), "methods")}
 
     def write(self, path: str | Path) -> tuple[Path, Path]:
-        """A JSON file and a Markdown page beside it: `proof.json` and `proof.md` where `path` names a folder."""
+        """A JSON file and a Markdown page next to it: `proof.json` and `proof.md` where `path` names a folder."""
         path = Path(path)
         base = path / "proof" if path.is_dir() or not path.suffix else path
         data, page = base.with_suffix(".json"), base.with_suffix(".md")
@@ -209,7 +209,7 @@ def _facts(report: Report) -> str:
 
 def _figures(report: Report) -> str:
     heads = ["method", "sampling", "prompts", "identical", "tokens", "ties", "bugs", "drafted", "accepted"]
-    heads += ["tokens a round", "seconds"]
+    heads += ["tokens per round", "seconds"]
     rows = []
     for name, proof in report.methods.items():
         rows.append(_row(name, "all", proof))
@@ -233,7 +233,7 @@ def _difference_row(one: Difference) -> list[str]:
     return [*words, _choice(one.plain), _choice(one.method), _number(one.gap), _number(one.error)]
 
 
-def _choice(choice: Choice) -> str:
+def _choice(choice: ScoredToken) -> str:
     return "(ended)" if choice.token is None else f"{choice.text!r} ({choice.token}): {_number(choice.score)}"
 
 

@@ -3,6 +3,7 @@
 The first room on the path (prompt in) and the last (text out). Nothing here knows about models, drafts or devices.
 """
 
+from foreword.text.chat_options import ChatOptions
 from foreword.text.detokenizer import Detokenizer
 from foreword.text.loops import LOOP_GRAM, loop_share
 from foreword.text.prompts import Message, Prompt, check_messages, groups, read_prompts, spread
@@ -12,6 +13,7 @@ from foreword.text.tokenizer import Tokenizer
 
 __all__ = [
     "LOOP_GRAM",
+    "ChatOptions",
     "Detokenizer",
     "Message",
     "Prompt",

@@ -18,8 +18,8 @@ BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Detokenizer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._window: list[int] = []  # the last ids; the text before them has been returned
         self._shown = 0  # how many characters of the window's text have been returned
         self._run: list[int] = []  # byte pieces since the window: they decode together, or not at all
@@ -29,26 +29,29 @@ class Detokenizer:
         for token in ids:
             # A token that decodes to nothing must not enter: a window of those would take the next token for the first
             # of the text, and strip its leading space.
-            if self._tokenizer.speaks(token):
+            if self._tokenizer.speaks(token, self._skip_special):
                 self._run.append(token)
                 if not BYTE_PIECE.fullmatch(self._tokenizer.pieces[token]):
                     self._window += self._run
                     self._run.clear()
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         settled = _settled(text)
         fresh = text[self._shown : settled]
         self._shown = settled
         if len(self._window) > WINDOW:
             self._window = self._window[-OVERLAP:]
-            self._shown = _settled(self._tokenizer.decode(self._window))
+            self._shown = _settled(self._decode(self._window))
         return fresh
 
     def flush(self) -> str:
         """What is left when no more ids will come, broken characters included."""
-        text = self._tokenizer.decode(self._window + self._run)
+        text = self._decode(self._window + self._run)
         rest = text[self._shown :]
         self._window, self._run, self._shown = [], [], 0
         return rest
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special)
 
 
 def _settled(text: str) -> int:

@@ -16,16 +16,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from foreword.errors import PromptError
+from foreword.files import BadJSON, lines_of, parse_json
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+LONGEST_LINE = 1 << 30  # bytes: a whole set may be one JSON list on one line
 NO_CATEGORY = "prompts"
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,62 @@ class Prompt:
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages themselves, if a chat template can render them."""
+    """The messages as a chat template takes them: every content is a string, and arguments of tool calls are objects."""
     if not isinstance(messages, list) or not messages:
         raise PromptError(f"chat messages must be a list with at least one message, got {_brief(messages)}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise PromptError(f'message {i} must be {{"role": ..., "content": ...}}, got {_brief(message)}')
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise PromptError(f"message {i} has role {_brief(role)}; use one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise PromptError(f"message {i} ({role}) needs its content as a string, got {_brief(content)}")
-        if role == "user" and not content.strip():
-            raise PromptError(f"message {i} (user) is empty; give it some text")
-    return cast(list[Message], messages)
+    return [_checked_message(i, message) for i, message in enumerate(messages)]
+
+
+def _checked_message(place: int, message: object) -> Message:
+    if not isinstance(message, dict):
+        raise PromptError(f'message {place} must be {{"role": ..., "content": ...}}, got {_brief(message)}')
+    role, calls = message.get("role"), message.get("tool_calls")
+    if role not in ROLES:
+        raise PromptError(f"message {place} has role {_brief(role)}; use one of {', '.join(ROLES)}")
+    where = f"message {place} ({role})"
+    content = "" if message.get("content") is None and role == "assistant" and calls else message.get("content")
+    text = _joined(where, content) if isinstance(content, list | tuple) else content
+    if not isinstance(text, str):
+        raise PromptError(f"{where} needs its content as a string or a list of text parts, got {_brief(content)}")
+    if role == "user" and not text.strip():
+        raise PromptError(f"{where} is empty; give it some text")
+    given = {key: value for key, value in message.items() if value is not None}  # many templates would write "None"
+    return given | {"content": text} | ({"tool_calls": _tool_calls(where, calls)} if calls else {})
+
+
+def _joined(where: str, parts: Sequence[Any]) -> str:
+    """The text of a content in parts, as the OpenAI API has it."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS:
+            found = f"a part of type {kind!r}" if kind else _brief(part)
+            raise PromptError(f"{where} holds {found}; models here read text alone: leave out images, audio and files")
+        if not isinstance(part.get("text"), str):
+            raise PromptError(f"{where} has a text part without its text: {_brief(part)}")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _tool_calls(where: str, calls: object) -> list[Any]:
+    """The same calls, with arguments that came as a JSON string as the object that templates expect."""
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
+        raise PromptError(f"{where} needs its tool_calls as a list of objects, got {_brief(calls)}")
+    return [_with_arguments(where, call) for call in calls]
+
+
+def _with_arguments(where: str, call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)  # some leave out the level between
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise PromptError(f"{where} has a tool call without the name of its function: {_brief(call)}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments or "{}", strict=False)
+        except BadJSON as error:
+            raise PromptError(f"{where} calls {function['name']!r} with arguments that are not JSON ({error})") from error
+    if not isinstance(arguments, dict):
+        raise PromptError(f"{where} calls {function['name']!r} with {_brief(arguments)}; arguments are a JSON object")
+    read = {**function, "arguments": arguments}
+    return {**call, "function": read} if "function" in call else read
 
 
 def read_prompts(path: str | Path, limit: int | None = None, left_out: list[str] | None = None) -> list[Prompt]:
@@ -86,7 +131,7 @@ def read_prompts(path: str | Path, limit: int | None = None, left_out: list[str]
         raise PromptError(f"limit is {limit}; at least one prompt is needed")
     prompts: list[Prompt] = []
     parse = None
-    for number, line in islice(_unlisted(path), limit):
+    for number, line in islice(_unlisted(path), None if limit is None else min(limit, sys.maxsize)):
         parse = parse or (_row if _holds_json(path, line) else _plain)
         try:
             prompts.append(parse(number, line))
@@ -128,14 +173,14 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
     """Line numbers and stripped text of the lines that are not blank."""
     try:
         with _open(path) as stream:
-            for number, raw in enumerate(stream, 1):
+            for number, raw in enumerate(lines_of(stream, LONGEST_LINE), 1):
                 # Decoded line by line, so that a stray byte can be reported where it is.
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if line:
                     yield number, line
     except UnicodeDecodeError as error:
         raise PromptError(f"{_name(path)}, line {number}: not UTF-8 ({error.reason}); convert the file") from error
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PromptError(f"cannot read the prompt file {_name(path)}: {reason}") from error
 
@@ -149,8 +194,8 @@ def _unlisted(path: str | Path) -> Iterator[tuple[int, str]]:
             continue
         all_lines = [(number, line), *lines]
         try:
-            rows = json.loads("\n".join(text for _, text in all_lines))
-        except json.JSONDecodeError:
+            rows = parse_json("\n".join(text for _, text in all_lines), strict=False)
+        except BadJSON:
             yield from all_lines  # text that begins with a bracket, or JSON that is refused where it stands
         else:
             yield from ((place, json.dumps(row)) for place, row in enumerate(rows, 1))
@@ -182,13 +227,17 @@ def _plain(number: int, line: str) -> Prompt:
 def _row(number: int, line: str) -> Prompt:
     """One line of JSON."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"not JSON ({error.msg} at column {error.colno}); give one object a line") from error
+        row = parse_json(line, strict=False)
+        json.dumps(row, ensure_ascii=False).encode()
+    except BadJSON as error:
+        raise PromptError(f"not JSON ({error}); give one object a line") from error
+    except UnicodeEncodeError as error:
+        raise PromptError("holds half of a surrogate pair, which is no character; clean the text") from error
     if not isinstance(row, dict):
         raise PromptError(f"needs a JSON object, got {_brief(row)}; give one object a line")
     row = _as_asked(row)
-    name = str(row.get("question_id", row.get("id", row.get("task_id", number))))
+    names = (row.get(field) for field in ("question_id", "id", "task_id"))
+    name = str(next((name for name in names if name is not None), number))
     category = str(row.get("category") or NO_CATEGORY)
     for field in ("messages", "conversations"):
         if field in row:
@@ -205,11 +254,12 @@ def _row(number: int, line: str) -> Prompt:
 def _as_asked(row: dict[str, Any]) -> dict[str, Any]:
     """Rows of HumanEval, MBPP and GSM8K as they are published, put as a question to a model that chats."""
     if {"prompt", "entry_point"} <= row.keys():
-        asked = f"Complete the following Python function.\n\n```python\n{str(row['prompt']).rstrip()}\n```"
+        (begun,) = _check_turns([row["prompt"]], "prompt")
+        asked = f"Complete the following Python function.\n\n```python\n{begun.rstrip()}\n```"
         return {"category": "code", **row, "prompt": asked}
     if {"text", "test_list"} <= row.keys():
-        tests = "\n".join(map(str, row["test_list"]))
-        asked = f"{row['text']} Your code should pass these tests:\n\n```python\n{tests}\n```"
+        (task,), tests = _check_turns([row["text"]], "text"), "\n".join(_check_turns(row["test_list"], "test_list"))
+        asked = f"{task} Your code should pass these tests:\n\n```python\n{tests}\n```"
         return {"category": "code", **row, "prompt": asked}
     if {"question", "answer"} <= row.keys():
         return {"category": "math", **row, "prompt": row["question"]}
@@ -231,7 +281,7 @@ def _spell_out(message: dict[str, Any]) -> dict[str, Any]:
 
 def _check_turns(turns: object, field: str) -> list[str]:
     if not isinstance(turns, list) or not turns:
-        raise PromptError(f"{field} needs at least one thing that the user says, got {_brief(turns)}")
+        raise PromptError(f"{field} needs a list of at least one text, got {_brief(turns)}")
     for turn in turns:
         if not isinstance(turn, str) or not turn.strip():
             raise PromptError(f"{field} holds {_brief(turn)} where a text that is not empty is needed")
@@ -239,5 +289,8 @@ def _check_turns(turns: object, field: str) -> list[str]:
 
 
 def _brief(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that nests too deep"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -16,19 +16,23 @@ class StopStrings:
         for string in self.strings:
             if not isinstance(string, str) or not string:
                 raise InputError(f"a stop string must be a text that is not empty, got {string!r}; leave it out")
-        self.found = False
+        self.match: str | None = None  # the string that ended the text
         self._include_stop = include_stop
         self._held = ""
+
+    @property
+    def found(self) -> bool:
+        return self.match is not None
 
     def push(self, piece: str) -> tuple[str, bool]:
         """The text that may be shown now, and whether a stop string was found; after that there is nothing to show."""
         if self.found:
             return "", True
         text = self._held + piece
-        matches = [(start + len(string), start) for string in self.strings if (start := text.find(string)) >= 0]
+        matches = [(start + len(string), start, string) for string in self.strings if (start := text.find(string)) >= 0]
         if matches:
-            end, start = min(matches)
-            self.found, self._held = True, ""
+            end, start, self.match = min(matches)
+            self._held = ""
             return text[: end if self._include_stop else start], True
         shown = len(text) - max((_overlap(text, string) for string in self.strings), default=0)
         self._held = text[shown:]

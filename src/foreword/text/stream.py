@@ -20,13 +20,27 @@ class Pushed(NamedTuple):
 
 
 class TextStream:
-    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), include_stop: bool = False) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: str | Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        """`include_stop`: the text ends with what ended it, a stop string or a token, and not before it."""
+        self.include_stop = include_stop
+        self.token_text = tokenizer.token_text
+        self._detokenizer = Detokenizer(tokenizer, skip_special)
         self._stop = StopStrings(stop, include_stop)
 
     @property
     def stopped(self) -> bool:
         return self._stop.found
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that was found."""
+        return self._stop.match
 
     def push(self, ids: Sequence[int]) -> Pushed:
         if not self._stop.strings:

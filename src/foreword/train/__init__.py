@@ -3,26 +3,28 @@
 `distill` has the target answer prompts through the engine; `Shards` reads what it wrote; `Training` teaches a drafter.
 """
 
-from foreword.train.distill import Progress, Recipe, distill
-from foreword.train.evaluate import Trial, trials_of
+from foreword.train.distill import DistillProgress, Recipe, distill
+from foreword.train.evaluate import HeldOutPrompt, trials_of
 from foreword.train.frequent import give_words
 from foreword.train.loop import Training
-from foreword.train.schedule import Settings
+from foreword.train.schedule import TrainingSettings, batch_for
 from foreword.train.shards import Shards
-from foreword.train.texts import Sequences, about_data, open_data, split_data
+from foreword.train.texts import Sequences, about_data, open_data, share_apart, split_data
 
 __all__ = [
-    "Progress",
+    "DistillProgress",
     "Recipe",
     "Sequences",
-    "Settings",
+    "TrainingSettings",
     "Shards",
     "Training",
-    "Trial",
+    "HeldOutPrompt",
     "about_data",
+    "batch_for",
     "distill",
     "give_words",
     "open_data",
+    "share_apart",
     "split_data",
     "trials_of",
 ]

@@ -27,7 +27,7 @@ from foreword.engine.request import Request, Running
 from foreword.errors import InputError, PromptError
 from foreword.model.fingerprint import Fingerprint
 from foreword.text import Message, Prompt, Tokenizer, loop_share
-from foreword.train.shards import Writer, key_of
+from foreword.train.shards import ShardWriter, key_of
 
 # A GPU reads many prompts in one pass, which is padded to the longest and costs about the same for one: so prompts of
 # WINDOW times the slots are sorted by length, and enter when a LOT-th of the slots is free. A CPU reads one at a time.
@@ -67,7 +67,7 @@ class Recipe:
 
 
 @dataclass
-class Progress:
+class DistillProgress:
     """How far a run is. `talks` are prompts times answers."""
 
     talks: int
@@ -108,7 +108,7 @@ class Rules:
 
 
 @dataclass(eq=False)
-class Talk:
+class Dialogue:
     """One prompt on its way through its turns, and what was written so far."""
 
     index: int
@@ -175,8 +175,8 @@ def distill(
     shard_tokens: int | None = None,
     save_s: float = SAVE_S,
     command: str | None = None,
-    show: Callable[[Progress], None] | None = None,
-) -> Progress:
+    show: Callable[[DistillProgress], None] | None = None,
+) -> DistillProgress:
     """Have the target answer `prompts`, and leave what it wrote in `folder`; goes on where an earlier run was cut."""
     engine, recipe = llm.engine, recipe or Recipe()
     if recipe.max_new_tokens >= engine.max_context:
@@ -184,9 +184,9 @@ def distill(
             f"max_new_tokens is {recipe.max_new_tokens}, which leaves no room for a prompt in a context of "
             f"{engine.max_context}; ask for fewer, or load with a larger max_context"
         )
-    writer = Writer(Path(folder), _about(llm, prompts, recipe, shard_tokens, command), shard_tokens)
+    writer = ShardWriter(Path(folder), _about(llm, prompts, recipe, shard_tokens, command), shard_tokens)
     try:
-        progress = Progress(len(prompts) * recipe.answers, writer.manifest["done"])
+        progress = DistillProgress(len(prompts) * recipe.answers, writer.manifest["done"])
         progress.counts.update(writer.manifest["counts"])
         if not writer.complete:
             rules = Rules(recipe, llm.tokenizer, engine.max_context)
@@ -199,12 +199,12 @@ def distill(
 
 def _write(
     llm: LLM,
-    talks: Iterator[Talk],
-    writer: Writer,
+    talks: Iterator[Dialogue],
+    writer: ShardWriter,
     recipe: Recipe,
-    progress: Progress,
+    progress: DistillProgress,
     save_s: float,
-    show: Callable[[Progress], None] | None,
+    show: Callable[[DistillProgress], None] | None,
 ) -> None:
     started = saved = time.perf_counter()
     for talk in _in_order(_answered(llm, _by_length(talks, llm), progress), progress.done):
@@ -226,7 +226,7 @@ def _write(
     _save(writer, progress)
 
 
-def _take_down(talk: Talk, writer: Writer, progress: Progress) -> None:
+def _take_down(talk: Dialogue, writer: ShardWriter, progress: DistillProgress) -> None:
     for tokens, written in talk.sequences:
         writer.add(tokens, written, key_of(talk.prompt.id))
         talk.counts["sequences"] += 1
@@ -236,7 +236,7 @@ def _take_down(talk: Talk, writer: Writer, progress: Progress) -> None:
     progress.counts.update(talk.counts)
 
 
-def _save(writer: Writer, progress: Progress) -> None:
+def _save(writer: ShardWriter, progress: DistillProgress) -> None:
     writer.manifest |= {"done": progress.done, "counts": dict(progress.counts)}
     writer.save()
 
@@ -257,14 +257,14 @@ def script(prompt: Prompt) -> list[list[Message]]:
     return turns[:-1]
 
 
-def _talks(prompts: Sequence[Prompt], rules: Rules, first: int) -> Iterator[Talk]:
+def _talks(prompts: Sequence[Prompt], rules: Rules, first: int) -> Iterator[Dialogue]:
     answers = rules.recipe.answers
     for index in range(first, len(prompts) * answers):
         prompt = prompts[index // answers]
-        yield Talk(index, prompt, index % answers, rules, said=list(script(prompt)[0]))
+        yield Dialogue(index, prompt, index % answers, rules, said=list(script(prompt)[0]))
 
 
-def _by_length(talks: Iterator[Talk], llm: LLM) -> Iterator[Talk]:
+def _by_length(talks: Iterator[Dialogue], llm: LLM) -> Iterator[Dialogue]:
     """Window by window, tokenized, the short ones first: prompts that are read in one pass are about equally long."""
     size = WINDOW[llm.model.device.type] * llm.engine.slots.count
     while window := list(islice(talks, size)):
@@ -280,14 +280,14 @@ def _as_prompt(said: list[Message]) -> str | list[Message]:
     return said[0]["content"] if len(said) == 1 else said
 
 
-def _answered(llm: LLM, talks: Iterator[Talk], progress: Progress) -> Iterator[Talk]:
+def _answered(llm: LLM, talks: Iterator[Dialogue], progress: DistillProgress) -> Iterator[Dialogue]:
     """Talks as they end, in any order. Further turns wait for the next lot, and enter it before new talks: their slot is
     still theirs."""
     engine = llm.engine
     slots, device = engine.slots.count, llm.model.device.type
     lot = 1 if device == "cpu" else max(1, slots // LOT)
-    active: dict[Running, Talk] = {}
-    again: list[Talk] = []
+    active: dict[Running, Dialogue] = {}
+    again: list[Dialogue] = []
     while True:
         free = slots - len(active)
         if free < lot and active:
@@ -320,8 +320,8 @@ def _answered(llm: LLM, talks: Iterator[Talk], progress: Progress) -> Iterator[T
                 yield talk
 
 
-def _in_order(talks: Iterator[Talk], first: int) -> Iterator[Talk]:
-    early: dict[int, Talk] = {}
+def _in_order(talks: Iterator[Dialogue], first: int) -> Iterator[Dialogue]:
+    early: dict[int, Dialogue] = {}
     for talk in talks:
         early[talk.index] = talk
         while first in early:

@@ -1,7 +1,7 @@
-"""How good a drafter is: its loss and accuracies on texts kept apart, and what counts, tokens per round in the real engine.
+"""Evaluate a drafter: loss and accuracies on held-out sequences, and tokens per round in the real engine, which decides.
 
-In: weights as they stand in training. Out: figures. A drafter of its own, bound to an engine once, takes the weights in
-as any user's would be loaded, in the target's dtype.
+In: the weights at some step of training. Out: figures. A second drafter, bound to an engine once, loads the weights as a
+user's would be loaded, in the target's dtype.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.core.trainable import Trainable
 from foreword.engine.engine import Engine
-from foreword.engine.graph import Replay
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError, PromptError
 from foreword.model.model import Model
 from foreword.results import Stats
 from foreword.text import Tokenizer
 from foreword.text.prompts import groups, read_prompts, spread
-from foreword.train.schedule import Settings, Texts, padded
+from foreword.train.schedule import Texts, TrainingSettings, padded
 
 SLOTS = {"cpu": 4, "cuda": 32}
 HELD_OUT = "held out"
 
 
 @dataclass(frozen=True)
-class Trial:
+class HeldOutPrompt:
     """A prompt that was never trained on."""
 
     prompt: tuple[int, ...]
@@ -41,8 +40,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Of the real engine, greedy: pooled, and by category."""
+class DrafterFigures:
+    """Figures of the real engine, greedy: pooled, and by category."""
 
     tokens_per_round: float
     accepted_per_position: list[float]
@@ -52,39 +51,39 @@ class Measured:
         return asdict(self)
 
 
-def trials_of(texts: Texts, count: int, longest: int) -> list[Trial]:
-    """The first prompts of texts kept apart: what stands before the first token that the target wrote."""
-    found: list[Trial] = []
+def trials_of(texts: Texts, count: int, longest: int) -> list[HeldOutPrompt]:
+    """Return the first prompts of the held-out sequences: the tokens before the first one that the target wrote."""
+    found: list[HeldOutPrompt] = []
     for index in range(len(texts.lengths)):
         tokens, mask = texts[index]
         first = int(mask.int().argmax()) if bool(mask.any()) else 0
         if 0 < first <= longest:
-            found.append(Trial(tuple(tokens[:first].tolist())))
+            found.append(HeldOutPrompt(tuple(tokens[:first].tolist())))
         if len(found) == count:
             break
     return found
 
 
-def trials_in(file: str | Path, count: int, longest: int, tokenizer: Tokenizer) -> list[Trial]:
+def trials_in(file: str | Path, count: int, longest: int, tokenizer: Tokenizer) -> list[HeldOutPrompt]:
     """Prompts of a file, evenly of its categories: the first turn of each, if it leaves room for an answer."""
     prompts = read_prompts(file)
     chosen = groups(spread(prompts, -(-count // len(groups(prompts)))))
     encoded = [(group, tokenizer.encode(one.first())) for group, some in chosen.items() for one in some]
-    found = [Trial(tuple(ids), group) for group, ids in encoded if len(ids) <= longest]
+    found = [HeldOutPrompt(tuple(ids), group) for group, ids in encoded if len(ids) <= longest]
     if not found:
         raise PromptError(f"every prompt of {file} has more than {longest} tokens; raise --max-context, or ask for less")
     return found
 
 
-def told_of(trials: Sequence[Trial]) -> str:
-    """Which prompts tokens per round are measured on: figures of others do not compare."""
+def told_of(trials: Sequence[HeldOutPrompt]) -> str:
+    """Identify the prompts that tokens per round are measured on; figures of other prompts do not compare."""
     asked = json.dumps([(trial.category, trial.prompt) for trial in trials])
     return f"{len(trials)}, sha256 {hashlib.sha256(asked.encode()).hexdigest()[:16]}"
 
 
 class Measure:
     def __init__(
-        self, model: Model, make: Callable[[], Drafter], trials: Sequence[Trial], new_tokens: int, graph: bool = True
+        self, model: Model, make: Callable[[], Drafter], trials: Sequence[HeldOutPrompt], new_tokens: int, graph: bool = True
     ) -> None:
         if not trials:
             raise InputError("no prompts to measure tokens per round on; give some with --prompts")
@@ -96,19 +95,18 @@ class Measure:
         self.engine = Engine(model, self.drafter, slots=slots, max_context=context, graph=graph)
 
     @torch.no_grad()
-    def run(self, weights: dict[str, torch.Tensor] | None = None) -> Measured:
+    def run(self, weights: dict[str, torch.Tensor] | None = None) -> DrafterFigures:
         """With these weights, or with those that the drafter holds, which may be others than the last time."""
         if weights is not None:
             cast(Trainable, self.drafter).module.load_state_dict(weights)
-        if isinstance(self.engine.loop, Replay):
-            self.engine.loop.forget()
+        self.engine.loop.forget()
         asked = [Request(trial.prompt, Sampling(seed=0), max_new_tokens=self.new_tokens) for trial in self.trials]
         runs = self.engine.generate(asked)
         groups: dict[str, list[Running]] = {}
         for trial, one in zip(self.trials, runs, strict=True):
             groups.setdefault(trial.category, []).append(one)
         pooled = Stats.of(runs)
-        return Measured(
+        return DrafterFigures(
             pooled.tokens_per_round, pooled.accepted_per_position, {name: _brief(some) for name, some in groups.items()}
         )
 
@@ -123,8 +121,8 @@ def _brief(runs: list[Running]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def read_apart(drafter: Trainable, model: Model, texts: Texts, settings: Settings, at_once: int) -> dict[str, float]:
-    """Loss and accuracies on texts kept apart: means over all rows that a head was asked at, whatever batch they lay in."""
+def read_apart(drafter: Trainable, model: Model, texts: Texts, settings: TrainingSettings, at_once: int) -> dict[str, float]:
+    """Return loss and accuracies on held-out sequences: means over all rows of a head, whatever their batch."""
     count = min(settings.texts_apart, len(texts.lengths))
     order = texts.lengths[:count].argsort(stable=True).tolist()
     sums: dict[str, float] = {}
@@ -143,7 +141,7 @@ def read_apart(drafter: Trainable, model: Model, texts: Texts, settings: Setting
 
 
 @torch.no_grad()
-def rates_apart(drafter: Any, model: Model, texts: Texts, settings: Settings, at_once: int) -> list[list[float]]:
+def rates_apart(drafter: Any, model: Model, texts: Texts, settings: TrainingSettings, at_once: int) -> list[list[float]]:
     """How often a head's guesses are right by rank, on texts kept apart: what a template is built from."""
     total = 0
     sums = torch.zeros(())

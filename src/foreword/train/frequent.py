@@ -1,11 +1,12 @@
-"""Which tokens the target writes often: the words that a drafter guesses among (`core/vocabulary.py`).
+"""Choose the draft vocabulary: the tokens that the target writes often (`drafting/draft_vocabulary.py`).
 
-In: texts with the masks that say what the target wrote, and which share of it the words are to cover. Out: a bitmap over the
-vocabulary, or None for all of it. Rare tokens cost what all do to guess, and are hardly ever right.
+In: sequences with masks of what the target wrote, and the share of it that the draft vocabulary must cover. Out: a bitmap
+over the vocabulary, or None for all of it. A rare token costs as much to draft as any other and is hardly ever right.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ import torch
 from torch import Tensor
 
 from foreword.core.drafter import Drafter
-from foreword.core.vocabulary import packed, unpacked
-from foreword.errors import DataError
-from foreword.methods.saved import put_words, restore
+from foreword.drafters.saved import put_words, restore
+from foreword.drafting.draft_vocabulary import packed, unpacked
+from foreword.errors import DataError, ForewordWarning
 from foreword.model.model import Model
 from foreword.train.record import note_words
 from foreword.train.schedule import Texts, check_cover
 from foreword.train.shards import Shards
 from foreword.train.texts import Sequences
 
+FEW = 1024  # tokens: a smaller draft vocabulary than this, and than a quarter of all tokens, is a sign of too little data
 TOGETHER = 128  # as many columns or a multiple: what the best of them are looked for by
 
 
@@ -60,8 +62,19 @@ def told_of_words(bits: Tensor | None, counts: Tensor) -> dict[str, Any]:
     return {"count": int(chosen.sum()), "of": len(counts), "covered": round(covered, 5)}
 
 
+def warn_of_few(told: dict[str, Any], counts: Tensor) -> None:
+    """Say so where a draft vocabulary, as `told_of_words` describes it, is so small that it hardly fits other texts."""
+    if told["count"] < min(FEW, told["of"] // 4):
+        warnings.warn(
+            f"the draft vocabulary has {told['count']:,} of {told['of']:,} tokens, chosen from {int(counts.sum()):,} that "
+            "the model wrote; other tokens are never drafted. Distil more data, or take all tokens with --cover 1",
+            ForewordWarning,
+            stacklevel=3,
+        )
+
+
 def among(bits: Tensor | None, make: Callable[..., Drafter]) -> Callable[..., Drafter]:
-    """`make`, with drafters that guess among these words, where they ask the target's head at all."""
+    """Wrap `make` so that its drafters get this draft vocabulary, if they use the target's head at all."""
 
     def made(**options: Any) -> Drafter:
         drafter = make(**options)
@@ -73,12 +86,13 @@ def among(bits: Tensor | None, make: Callable[..., Drafter]) -> Callable[..., Dr
 
 
 def give_words(folder: str | Path, model: Model, data: Sequence[Shards], cover: float) -> dict[str, Any]:
-    """The words of a trained drafter are those that the data shows to be frequent; its weights stay as they are."""
+    """Give a trained drafter the draft vocabulary that is frequent in the data; its weights stay as they are."""
     restore(folder, model)  # refuses what cannot be used, or was trained for another model
     texts = Sequences([(shards, np.arange(len(shards))) for shards in data])
     counts = counts_of(texts, model.vocab_size)
     bits = frequent(counts, model.ends, cover)
     told = told_of_words(bits, counts)
+    warn_of_few(told, counts)
     put_words(folder, bits, told["count"])
     note_words(Path(folder), told)
     return told

@@ -19,24 +19,25 @@ from torch import Tensor
 
 from foreword.core.drafter import Drafter
 from foreword.core.trainable import Trainable
+from foreword.drafters.checkpoint import Stored
+from foreword.drafters.saved import load_into, method_of, save, write_config
 from foreword.errors import CapacityError, DrafterError, InputError, NumericsError
-from foreword.methods.saved import load_into, method_of, save, write_config
-from foreword.model.checkpoint import Stored
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
-from foreword.train.evaluate import Measure, Measured, Trial, computing, rates_apart, read_apart, told_of
-from foreword.train.frequent import among, counts_of, frequent, told_of_words
+from foreword.train.evaluate import DrafterFigures, HeldOutPrompt, Measure, computing, rates_apart, read_apart, told_of
+from foreword.train.frequent import among, counts_of, frequent, told_of_words, warn_of_few
 from foreword.train.record import (
     CHECKPOINT,
-    Clock,
-    Progress,
+    TrainingClock,
+    TrainingProgress,
     read_checkpoint,
     read_record,
+    refuses_damage,
     says_why,
     write_checkpoint,
     write_record,
 )
-from foreword.train.schedule import Order, Settings, Texts, padded
+from foreword.train.schedule import Order, Texts, TrainingSettings, padded
 from foreword.train.step import Stepper
 
 Watch = Callable[[int, int, dict[str, float]], None]  # step, of how many, figures
@@ -59,8 +60,8 @@ class Training:
         make: Callable[..., Drafter],
         texts: Texts,
         apart: Texts,
-        trials: Sequence[Trial],
-        settings: Settings,
+        trials: Sequence[HeldOutPrompt],
+        settings: TrainingSettings,
         folder: str | Path,
         about: dict[str, Any] | None = None,
         origin: dict[str, Any] | None = None,
@@ -92,8 +93,12 @@ class Training:
         told: dict[str, Any] = {"method": method_of(self.drafter), "config": self.drafter.config, "store": stored}
         told |= {"target": Fingerprint.of(model).to_dict(), "settings": asdict(settings), "trials": told_of(trials)}
         told |= {"words": told_of_words(words, counts)} if self.drafter.words is not None else {}
+        if self.group.is_main_process:
+            settings.warn_of_warm_up(self.order.steps)
+            if "words" in told:
+                warn_of_few(told["words"], counts)
         told |= about or {}
-        self.progress = Progress(json.loads(json.dumps(told)))
+        self.progress = TrainingProgress(json.loads(json.dumps(told)))
         self.sums: dict[str, Tensor] = {}
 
     def stop(self) -> None:
@@ -108,7 +113,7 @@ class Training:
             raise InputError(f"{self.folder} holds a run already; go on with it by --resume, or name another folder")
         if self.progress.step == self.order.steps and (done := read_record(self.folder)):
             return done
-        self.clock = Clock(self.progress)
+        self.clock = TrainingClock(self.progress)
         for step in range(self.progress.step, self.order.steps):
             with _says_when_memory_is_out(self.at_once):
                 self._learn(step)
@@ -212,8 +217,9 @@ class Training:
 
     def _resume(self) -> None:
         self.progress, module, optimizer = read_checkpoint(self.run_folder, self.progress.about)
-        self.module.load_state_dict(module)
-        self.stepper.optimizer.load_state_dict(optimizer)
+        with refuses_damage(self.run_folder):
+            self.module.load_state_dict(module)
+            self.stepper.optimizer.load_state_dict(optimizer)
 
     def _finish(self) -> dict[str, Any]:
         """Measure once more what lies in the folder, as it was stored."""
@@ -231,7 +237,7 @@ class Training:
             more = {"config": drafter.config, "stored": {"dtype": self.stored, **stored.to_dict()}, **self.origin}
             return write_record(self.folder, self.progress, more)
 
-    def _with_own_rates(self, drafter: Trainable, before: Measured) -> tuple[Trainable, Measured]:
+    def _with_own_rates(self, drafter: Trainable, before: DrafterFigures) -> tuple[Trainable, DrafterFigures]:
         """The same weights with trees built from what they get right, if those bring more than the usual ones."""
         rates = rates_apart(drafter, self.model, self.apart, self.settings, self.at_once)
         trials, new_tokens = self.measure.trials, self.settings.new_tokens
@@ -256,11 +262,11 @@ def _trainable(drafter: Drafter, model: Model) -> Trainable:
         raise DrafterError(
             f"{method_of(cast(Trainable, drafter))} has no weights to train; `foreword methods` says which do"
         )
-    drafter.bind(model, 1)
+    drafter.prepare(model, 1)
     return cast(Trainable, drafter)
 
 
-def _at_once(settings: Settings, count: int) -> int:
+def _at_once(settings: TrainingSettings, count: int) -> int:
     at_once = settings.at_once or max(1, settings.batch // count)
     if at_once < 1 or settings.batch % (at_once * count):
         raise InputError(

@@ -1,6 +1,6 @@
-"""What is kept of a run: a checkpoint to go on from, and beside the saved drafter its record and model card.
+"""What a training run stores: a checkpoint to resume from, and next to the saved drafter its record and model card.
 
-A checkpoint is whole or is not there. The weights in the folder are those of the best evaluation so far, at any time.
+A checkpoint is complete or absent. The weights in the folder are those of the best evaluation so far, at any time.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from foreword.errors import InputError, StorageError
+from foreword.files import read_json
 
 CHECKPOINT = "checkpoint.pt"
 
 
 @dataclass
-class Progress:
-    """How far a run is. `about` is what it was begun with: another may not go on from it."""
+class TrainingProgress:
+    """How far a run is. `about`: what it was started with; a run with other settings may not resume it."""
 
     about: dict[str, Any]
     step: int = 0
@@ -43,10 +43,10 @@ class Progress:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Clock:
-    """Adds the time that goes by to a run's progress."""
+class TrainingClock:
+    """Adds elapsed time to a run's progress."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TrainingProgress) -> None:
         self.progress, self.last = progress, time.perf_counter()
 
     def read(self) -> None:
@@ -63,7 +63,7 @@ class Clock:
         self.last = now
 
 
-def write_checkpoint(folder: Path, progress: Progress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
+def write_checkpoint(folder: Path, progress: TrainingProgress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
     file, partial = folder / CHECKPOINT, folder / f"{CHECKPOINT}.partial"
     with says_why(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,18 +80,27 @@ def says_why(folder: Path) -> Iterator[None]:
         raise StorageError(f"cannot write to {folder} ({error}); make room, then --resume") from error
 
 
-def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[Progress, dict[str, Any], dict[str, Any]]:
-    file = folder / CHECKPOINT
-    try:
-        held = torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise InputError(f"{folder} holds no run to go on with; leave --resume out to begin one") from error
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise StorageError(f"the checkpoint {file} cannot be read ({error}); begin again in another folder") from error
-    progress, about = Progress(**held["progress"]), json.loads(json.dumps(about))
-    if other := _differences(progress.about, about):
+def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[TrainingProgress, dict[str, Any], dict[str, Any]]:
+    if not (folder / CHECKPOINT).is_file():
+        raise InputError(f"{folder} holds no run to go on with; leave --resume out to begin one")
+    with refuses_damage(folder):
+        held = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
+        progress, module, optimizer = TrainingProgress(**held["progress"]), held["module"], held["optimizer"]
+        other = _differences(dict(progress.about), json.loads(json.dumps(about)))
+    if other:
         raise InputError(f"the run in {folder} was begun with {'; '.join(other)}; give the same, or name another folder")
-    return progress, held["module"], held["optimizer"]
+    return progress, module, optimizer
+
+
+@contextmanager
+def refuses_damage(folder: Path) -> Iterator[None]:
+    """Whatever a damaged checkpoint is to torch: OSError, RuntimeError, KeyError, UnpicklingError..."""
+    try:
+        yield
+    except Exception as error:
+        reason = repr(error).partition(". ")[0]  # torch goes on with advice to trust the file
+        told = f"the checkpoint {folder / CHECKPOINT} cannot be read ({reason})"
+        raise StorageError(f"{told}; begin again in another folder") from error
 
 
 def _differences(made: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
@@ -106,8 +115,8 @@ def _differences(made: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return found
 
 
-def write_record(folder: Path, progress: Progress, more: dict[str, Any]) -> dict[str, Any]:
-    """record.json and README.md beside the weights."""
+def write_record(folder: Path, progress: TrainingProgress, more: dict[str, Any]) -> dict[str, Any]:
+    """Write record.json and README.md next to the weights."""
     run = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 1)}
     run |= {"evaluating_seconds": round(progress.evaluating, 1), "tokens_per_second": round(progress.tokens_per_second)}
     record = {**progress.about, **run, "best": progress.best, "history": progress.history, **more}
@@ -116,24 +125,30 @@ def write_record(folder: Path, progress: Progress, more: dict[str, Any]) -> dict
 
 
 def _write_both(folder: Path, record: dict[str, Any]) -> None:
+    told = card(record)  # first: of a record that holds too little nothing is written
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "README.md").write_text(card(record))
+    (folder / "README.md").write_text(told)
 
 
 def note_words(folder: Path, told: dict[str, Any]) -> None:
     """Words that were chosen after training, in the record and the card, where a run left these."""
     file = folder / "record.json"
-    if file.is_file():
-        _write_both(folder, json.loads(file.read_text()) | {"words": told})
+    if not file.is_file():
+        return
+    try:
+        _write_both(folder, read_json(file, strict=False) | {"words": told})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        told_of = f"{file} cannot be read and written again ({error!r})"
+        raise StorageError(f"{told_of}; the words themselves are stored: mend the record, or delete it") from error
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
     """Of a run that came to its end."""
     try:
-        record = json.loads((folder / "record.json").read_text())
+        record = read_json(folder / "record.json", strict=False)
     except (OSError, ValueError):
         return None
-    return record if "stored" in record else None
+    return record if isinstance(record, dict) and "stored" in record else None
 
 
 def _words(record: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ Nothing here is state, so a run that was cut goes on exactly by knowing how many
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foreword.errors import InputError
+from foreword.errors import ForewordWarning, InputError
 
 SHAPES = 64  # on CUDA texts are padded to a multiple of this: attention is planned there for every length that is new
+BATCH = 64  # texts of a step, where nothing else is asked for and there are enough of them
+LEAST_STEPS = 16  # of an epoch, then
+MOST_SEED = 1 << 31  # what is made of it, step by step, fits 64 bits
 POOL = 64  # batches whose texts are sorted by length together: little padding, and still an order at random
 
 
@@ -30,13 +34,13 @@ class Texts(Protocol):
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """Everything that decides what is learned, and which weights are kept. A run has so many `steps`, or about so many
     `tokens`; with neither, it reads every text once. `batch` texts make a step; `at_once` of them a pass on one device."""
 
     steps: int | None = None
     tokens: int | None = None
-    batch: int = 64
+    batch: int = BATCH
     at_once: int | None = None
     max_length: int = 1024
     learning_rate: float = 2e-3
@@ -62,16 +66,39 @@ class Settings:
         if self.steps is not None and self.tokens is not None:
             raise InputError(f"steps is {self.steps} and tokens {self.tokens}; give one of them")
         check_cover(self.cover)
+        if not -MOST_SEED <= self.seed < MOST_SEED:
+            raise InputError(f"seed is {self.seed}; it must be from {-MOST_SEED} to {MOST_SEED - 1}")
         if self.warm_up < 0:
             raise InputError(f"warm_up is {self.warm_up}; it is a number of steps, 0 or more")
 
     def rate(self, step: int, steps: int) -> float:
         """Up in a line, then down along a cosine."""
-        warm_up = min(self.warm_up, steps // 2)
+        warm_up = self.warm_up_of(steps)
         if step < warm_up:
             return self.learning_rate * (step + 1) / warm_up
         gone = (step - warm_up) / max(1, steps - 1 - warm_up)
         return self.learning_rate * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(gone, 1.0))) / 2)
+
+    def warm_up_of(self, steps: int) -> int:
+        """At most half of the run."""
+        return min(self.warm_up, steps // 2)
+
+    def warn_of_warm_up(self, steps: int) -> None:
+        """Say so where the warm-up that was asked for does not fit into the run."""
+        if self.warm_up > (fits := self.warm_up_of(steps)):
+            warnings.warn(
+                f"warm_up is {self.warm_up} steps, but the run has {steps}: it is cut to {fits}. Train longer (more data, "
+                f"or --steps or --tokens for several epochs), or set --warm-up {steps // 10}",
+                ForewordWarning,
+                stacklevel=3,
+            )
+
+
+def batch_for(texts: int, at_once: int | None = None, processes: int = 1) -> int:
+    """How many texts a step reads where nobody says: `BATCH`, or fewer where that would leave an epoch of a few steps. It
+    divides into passes of `at_once` on every process."""
+    share = (at_once or 1) * processes
+    return max(share, min(BATCH, texts // LEAST_STEPS) // share * share)
 
 
 def check_cover(cover: float) -> None:
@@ -84,7 +111,7 @@ def check_cover(cover: float) -> None:
 class Order:
     """Which texts each step reads: all of them once an epoch, those of a step about equally long."""
 
-    def __init__(self, lengths: Tensor, settings: Settings) -> None:
+    def __init__(self, lengths: Tensor, settings: TrainingSettings) -> None:
         self.lengths, self.batch, self.seed = lengths, settings.batch, settings.seed
         self.per_epoch = len(lengths) // self.batch
         if not self.per_epoch:
@@ -92,7 +119,7 @@ class Order:
         self.steps = settings.steps or self._steps_of(settings) or self.per_epoch
         self._epoch, self._batches = -1, torch.empty(0)
 
-    def _steps_of(self, settings: Settings) -> int | None:
+    def _steps_of(self, settings: TrainingSettings) -> int | None:
         """How many read about `tokens` tokens."""
         if settings.tokens is None:
             return None

@@ -21,6 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from foreword.errors import DataError, InputError, StorageError
+from foreword.files import read_json
 from foreword.model.fingerprint import Fingerprint
 
 FORMAT = 1
@@ -130,14 +131,36 @@ class Shards:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """None where there is none."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST, strict=False)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / MANIFEST} cannot be read ({error}); distil into another folder") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{folder / MANIFEST} is not of format {FORMAT}, which is read here; distil into another folder")
+    try:
+        _check_manifest(manifest)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        told = f"{folder / MANIFEST} is not what `foreword distill` writes ({error!r})"
+        raise DataError(f"{told}; copy the folder again, or distil into another one") from error
     return manifest
+
+
+def _check_manifest(manifest: dict[str, Any]) -> None:
+    """Refuse one in which something is missing or of another kind, by whatever error."""
+    Fingerprint.from_dict(manifest["model"])
+    kinds_of = {"settings": dict, "counts": dict, "shards": list, "complete": bool, "done": int}
+    for name, kind in kinds_of.items():
+        if type(manifest[name]) is not kind:
+            raise TypeError(f"{name} is {type(manifest[name]).__name__}")
+    if not {"command", "versions"} <= manifest.keys():
+        raise KeyError("command or versions")
+    for shard in (Shard(**one) for one in manifest["shards"]):
+        counts = (shard.number, shard.sequences, shard.tokens)
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"a shard has {counts}")
+        if {type(shard.sha256[kind]) for kind in kinds(1)} != {str}:
+            raise TypeError("sha256 holds other things than texts")
 
 
 def check_shard(folder: Path, shard: Shard, vocab_size: int, verify: bool) -> None:
@@ -161,7 +184,7 @@ def hash_of(file: Path, size: int) -> Any:
 # Writing ---------------------------------------------------------------------------------------------------------------
 
 
-class Writer:
+class ShardWriter:
     """Appends sequences to a folder. What `save` has not written yet is lost in a cut, and made again by the next run.
 
     `about` says what decides every byte (`model`, `settings`); a folder that was made otherwise is refused.

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.core.lessons import losses
 from foreword.core.needs import Join, Needs
 from foreword.core.scores import Scores
-from foreword.core.transfer import Anchors, Transfer, walked
+from foreword.drafting.lessons import losses
+from foreword.drafting.transfer import Anchors, Transfer, walked
 from foreword.errors import InputError, NumericsError
 from foreword.model.model import Model
 from foreword.train.evaluate import computing
-from foreword.train.schedule import Order, Settings, Texts, padded
+from foreword.train.schedule import Order, Texts, TrainingSettings, padded
 from foreword.train.step import Stepper
 
 STEPS = 200  # of a run, where nothing else is asked for
@@ -53,7 +53,7 @@ def layers_tried(layers: int, after: int | None = None) -> list[int]:
 
 class Sweep:
     def __init__(
-        self, model: Model, options: Transfer, texts: Texts, apart: Texts, settings: Settings, watch: Watch
+        self, model: Model, options: Transfer, texts: Texts, apart: Texts, settings: TrainingSettings, watch: Watch
     ) -> None:
         """Of `options` the layers are what is looked for. A run a step has `settings.steps` steps of learning."""
         asked = settings.steps or (None if settings.tokens else STEPS)

@@ -6,6 +6,7 @@ answers all fall on one side, in every folder; a sequence in which nothing that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from foreword.errors import DataError
 from foreword.model.fingerprint import Fingerprint
 from foreword.train.shards import Array, Shards
 
+HELD_OUT = 0.01  # the share of the prompts that is kept apart, where nothing else is asked for
+LEAST_APART = 4  # prompts, then, where that leaves at least as many to learn from
 HEARD = 2  # tokens that stand before the first that a head guesses: the row it reads, and the root
 
 
@@ -44,6 +47,13 @@ def open_data(folders: Sequence[str | Path], model: Fingerprint, verify: bool = 
         if not len(shards):
             raise DataError(f"{shards.folder} holds no sequence yet; let `foreword distill` write some first")
     return found
+
+
+def share_apart(data: Sequence[Shards]) -> float:
+    """The share of the prompts to keep apart where nobody says: `HELD_OUT`, or more where that would be too few prompts."""
+    keys = np.unique(np.concatenate([shards.keys for shards in data]))  # in rising order, as `Shards.split` takes them
+    least = min(LEAST_APART, len(keys) // 2)
+    return max(HELD_OUT, math.nextafter(int(keys[least - 1]) / 2**64, 1)) if least else HELD_OUT
 
 
 def split_data(data: Sequence[Shards], held_out: float, max_length: int) -> tuple[Sequences, Sequences]:

@@ -1,21 +1,15 @@
 """Contenders and prompts for the measuring loop, and timings whose every figure is known."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer import Typer
 from typer.testing import CliRunner, Result
 
-import foreword
-from doubles import taught
 from foreword.bench import Answer, Contender, Manner, Plan, Suite, Task, run
 from foreword.bench.run import Found
 from foreword.cli.app import app
-from foreword.methods import saved
 from foreword.text import Prompt, Tokenizer
 
 Diary = list[tuple[str, str, int]]
@@ -55,25 +49,6 @@ def stub(diary: Diary) -> Callable[..., Contender]:
         return Contender(name, Stub(name, diary, list(tokens), rounds, fails_at), **more)
 
     return make
-
-
-@pytest.fixture
-def study(folders: dict[str, Path], own_home: Path, tmp_path: Path) -> Callable[..., tuple[Result, Any]]:
-    """A study of a drafter of the tiny model: study(trees, "medusa", "--drafters {drafter} --rows 3", heads=2) runs the
-    command on two prompts, and gives its result and what it wrote."""
-
-    def run_study(command: Callable[..., None], method: str, options: str, **trained: Any) -> tuple[Result, Any]:
-        drafter, prompts, out = tmp_path / method, tmp_path / "prompts.txt", tmp_path / "found.json"
-        with foreword.load(folders["llama"], "plain", slots=1) as llm:
-            saved.save(taught(method, llm.model, **trained), drafter, llm.model)
-        prompts.write_text("the words that come\nbefore the words\n", encoding="utf-8")
-        own = Typer()
-        own.command()(command)
-        given = f"{options.format(drafter=drafter)} --prompts {prompts} --out {out} --model {folders['llama']}"
-        done = CliRunner().invoke(own, given.split(), catch_exceptions=False)
-        return done, json.loads(out.read_text(encoding="utf-8"))
-
-    return run_study
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from foreword.api import LLM
 from foreword.bench import Manner, Task, check_baseline, contender, make_baselines
 from foreword.bench import baselines as room
 from foreword.bench.baselines import counted, per_round
-from foreword.bench.grow import load_grown
+from foreword.bench.widening import load_widened
 from foreword.errors import DrafterError, InputError
 
 WORDS = "the words that come before the words that come before"
@@ -84,7 +84,7 @@ def test_the_assistant_is_the_draft_model_that_ships(
 ) -> None:
     """Also of a grown target, whose assistant does not grow: it guesses the same."""
     ship(trained["draft_model"])
-    _, wide = load_grown(folders["llama"], 4, device="cpu", max_context=256)
+    _, wide = load_widened(folders["llama"], 4, device="cpu", max_context=256)
     found = []
     for own in (llm, wide):
         (other,) = make_baselines([check_baseline("hf_assistant")], own, folders["llama"], 256)
@@ -123,7 +123,7 @@ def test_those_of_transformers_share_their_weights(llm: LLM, folders: dict[str, 
 
 
 def test_a_grown_target_has_grown_baselines(folders: dict[str, Path], own_home: Path) -> None:
-    _, wide = load_grown(folders["llama"], 2, device="cpu", max_context=256)
+    _, wide = load_widened(folders["llama"], 2, device="cpu", max_context=256)
     (plain,) = contender(wide, "plain").write(asked(wide), Manner(24))
     (other,) = make_baselines(["hf"], wide, folders["llama"], 256)
     assert other.write(asked(wide), Manner(24))[0].tokens == plain.tokens

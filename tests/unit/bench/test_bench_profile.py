@@ -16,14 +16,14 @@ from foreword.bench import cold
 from foreword.bench import profile as profile_module
 from foreword.bench.parts import GROUPS, TOP, busy_ms, group_of, grouped, summary
 from foreword.bench.passes import Probe, bytes_of_pass
-from foreword.bench.profile import Profile, Settings, Subject, Writing, attempt, drawn, failures
-from foreword.core.sampling import Kind
+from foreword.bench.profile import Profile, ProfileSettings, Subject, Writing, attempt, drawn, failures
+from foreword.core.sampling_table import SamplingStages
 from foreword.core.state import Lanes
-from foreword.engine.graph import Captured, Replay
+from foreword.engine.graph import GraphBucket, GraphedLoop
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError
+from foreword.model.linears import fuse, pack, read_bytes
 from foreword.model.model import Model
-from foreword.model.pack import fuse, pack, read_bytes
 from foreword.model.shapes import SHAPES, random_model
 
 TINY = dict(
@@ -32,7 +32,7 @@ TINY = dict(
 )  # fmt: skip
 LINEARS = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48)  # q, k and v, o; gate, up and down
 HEAD = 32 * 100
-SETTINGS = Settings(rows=(1, 5), contexts=(20, 40), context=24, tokens=16, repeats=6)
+SETTINGS = ProfileSettings(rows=(1, 5), contexts=(20, 40), context=24, tokens=16, repeats=6)
 
 
 @pytest.fixture(autouse=True)
@@ -117,10 +117,10 @@ def test_a_probe_passes_over_its_rows_and_leaves_the_cache_as_long() -> None:
 def test_contexts_are_cut_to_what_the_model_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = subject()
     tiny.model.max_context = 100
-    found = Profile(tiny, Settings(rows=(4,), contexts=(20, 2048, 4096), repeats=6)).passes()
+    found = Profile(tiny, ProfileSettings(rows=(4,), contexts=(20, 2048, 4096), repeats=6)).passes()
     assert [(one["context"], one["rows"]) for one in found] == [(20, 1), (20, 4), (96, 1), (96, 4)]
     tiny.model.max_context = 3
-    assert "too few" in attempt(Profile(tiny, Settings(rows=(4,))).passes)["failed"]
+    assert "too few" in attempt(Profile(tiny, ProfileSettings(rows=(4,))).passes)["failed"]
 
 
 def test_what_fails_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_what_fails_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = subject()
     score, method = (
         tiny.model.score,
-        Settings(rows=(1, 5), contexts=(20,), methods=("no_such", "plain"), tokens=16, repeats=6),
+        ProfileSettings(rows=(1, 5), contexts=(20,), methods=("no_such", "plain"), tokens=16, repeats=6),
     )
 
     def narrow(lanes: Any, draft: Any, *rest: Any, **more: Any) -> Any:
@@ -155,7 +155,7 @@ def test_a_pass_that_fails_leaves_the_other_passes(monkeypatch: pytest.MonkeyPat
         return {"ms": 2.0 * rows}
 
     monkeypatch.setattr(Profile, "_pass", no_one_row)
-    alone, two, four = Profile(subject(), Settings(rows=(2, 4), contexts=(20,))).passes()
+    alone, two, four = Profile(subject(), ProfileSettings(rows=(2, 4), contexts=(20,))).passes()
     assert alone == {"rows": 1, "context": 20, "failed": "ValueError: not alone"}
     assert (two["ms"], four["over_one_row"]) == (4.0, 2.0)
 
@@ -218,11 +218,11 @@ def test_a_gpu_is_busy_once_however_many_kernels_overlap() -> None:
 def test_the_graph_of_a_round_is_the_one_that_would_be_replayed() -> None:
     """Of as many texts, and looking as far as they are long; a bucket that is not captured has none."""
     engine = subject(slots=2).engine("plain")
-    loop = engine.loop = Replay(engine.loop)
+    loop = engine.loop = GraphedLoop(engine.loop)
     writing = Writing(engine, context=24, tokens=16)
     for count, span, graph in ((2, 16, "short"), (1, 32, "alone"), (2, 64, "long"), (2, 32, "right"), (2, 28, None)):
         lanes = Lanes.of(range(count), span)
-        loop.buckets[count, span, Kind(), 0] = Captured(lanes, graph)  # type: ignore[arg-type]
+        loop.buckets[count, span, SamplingStages(), 0] = GraphBucket(lanes, graph)  # type: ignore[arg-type]
     runs = [Running(Request(tuple(range(25)))) for _ in range(2)]
     runs[0].prefilled = runs[1].prefilled = 24
     assert writing._captured(runs) == "right"
@@ -231,9 +231,9 @@ def test_the_graph_of_a_round_is_the_one_that_would_be_replayed() -> None:
 
 
 def test_quick_is_a_part_of_the_whole() -> None:
-    quick = Settings().quick()
-    assert (quick.rows, quick.contexts, quick.tokens, quick.methods) == ((1, 64), (128,), 32, Settings().methods)
-    assert Settings(rows=(8,), tokens=16).quick().rows == (8,) and Settings(tokens=16).quick().tokens == 16
+    quick = ProfileSettings().quick()
+    assert (quick.rows, quick.contexts, quick.tokens, quick.methods) == ((1, 64), (128,), 32, ProfileSettings().methods)
+    assert ProfileSettings(rows=(8,), tokens=16).quick().rows == (8,) and ProfileSettings(tokens=16).quick().tokens == 16
 
 
 def test_shapes_are_those_of_the_models_they_stand_for() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foreword.bench import Benchmark, Timing, content, read_results, tables, write_report
-from foreword.bench.markdown import cells, grown_words, markdown, speedup_words, stop_words
+from foreword.bench.markdown import cells, markdown, speedup_words, stop_words, widened_words
 from foreword.bench.page import html
 from foreword.bench.published import published_table
 from foreword.bench.report import Extras
@@ -86,6 +86,33 @@ def test_no_speedup_is_printed_of_another_text(tmp_path: Path) -> None:
     assert found["spec_bench"]["fast"]["overall"] == {"speed": 20.0, "mean_accepted_tokens": 2.0}
 
 
+def test_noise_is_called_noise_in_every_report() -> None:
+    """13.18x at 2.00 tokens per round: in the JSON, the Markdown, the page and the tables of other pages."""
+    timings = (
+        timing("plain", "rag", 100, 100, 10.0, 0.1, block=0),
+        timing("clover2", "rag", 100, 50, 10 / 13.18, 0.1, block=0),
+        timing("medusa", "rag", 100, 60, 8.0, 0.1, block=0),
+    )
+    benchmark = Benchmark(("plain", "clover2", "medusa"), 128, timings)
+    spec_bench = {name: {"overall": {"speed": 20.0, "speedup": 9.0, "mean_accepted_tokens": 2.0}} for name in ("clover2",)}
+    found = json.loads(json.dumps(content([benchmark], ABOUT, timings, Extras(spec_bench=spec_bench))))
+    words, row = "13.18x (noise: no more than 2.00 tokens per round)", found["tables"]["overall"][1]
+    assert row["noise"] and speedup_words(row) == words and not found["tables"]["overall"][2]["noise"]
+    assert words in markdown(found) and words in html(found) and words in published_table(found)
+    told = "Noise, and no speed-up: clover2 13.18x at 2.00 tokens per round (overall)"
+    assert told in markdown(found) and told in html(found)
+    assert "the fastest, medusa, over plain" in html(found), "no card is made of noise"
+    assert "speedup" not in found["spec_bench"]["clover2"]["overall"]
+
+
+def test_a_report_says_what_others_did_to_it() -> None:
+    told = "the machine was busy (a thread waited for a core 31% of the time)"
+    for busy in ({"others": 0.05, "waited": 0.31, "told": told}, {"others": 0.05, "waited": 0.01, "told": ""}):
+        found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, Extras(busy=busy))))
+        said = "The machine was busy (a thread waited for a core 31% of the time): speeds and speed-ups may lean."
+        assert found["busy"] == busy and (said in markdown(found)) == (said in html(found)) == bool(busy["told"])
+
+
 def test_failed_prompts_are_in_the_report(tmp_path: Path) -> None:
     timings = tuple(replace(t, failed=1, tokens=0, why="Error: no room") if t.ties else t for t in TIMINGS)
     extras = Extras(left_out={4: 2}, warm_up_failed={"fast": "Error: cold"})
@@ -103,27 +130,32 @@ def test_a_report_says_whether_costs_can_be_believed() -> None:
         found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, Extras(costs=asdict(curve)))))
         assert found["costs"]["seconds"] == [1.0, 2.0]
         assert (told in markdown(found)) == (told in html(found)) == (not steady)
+    suspect = asdict(replace(curve, suspect="a thread waited"))
+    assert f"{told} (a thread waited):" in markdown(content([BENCHMARK], ABOUT, TIMINGS, Extras(costs=suspect)))
 
 
 @pytest.mark.parametrize(
     ("after", "rows"), [([0.304, 0.415, 0.515], []), ([0.33, 0.46, 0.52], [1, 16]), ([0.3, 0.41, 0.4], [64])]
 )
-def test_a_report_says_whether_the_machine_s_pace_changed(after: list[float], rows: list[int]) -> None:
-    before, told = dict(zip((1, 16, 64), (0.303, 0.41, 0.516), strict=True)), "Speed-ups may lean"
+def test_a_report_says_whether_the_clock_drift_check_found_something(after: list[float], rows: list[int]) -> None:
+    before, told = (
+        dict(zip((1, 16, 64), (0.303, 0.41, 0.516), strict=True)),
+        "Speed-ups may be biased: the clock drift check",
+    )
     extras = Extras(pulse={"before": before, "after": dict(zip(before, after, strict=True))})
     found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, extras)))
     assert (told in markdown(found)) == (told in html(found)) == bool(rows)
-    assert [some for some in before if f"behind it with {some} row" in markdown(found)] == rows
+    assert [some for some in before if f"after it with {some} row" in markdown(found)] == rows
     assert ("with 1 row" in markdown(found)) == (1 in rows) and "1 rows" not in markdown(found)
-    assert "0.410 ms before the run and 0.460 behind it with 16 rows" in markdown(found) or 16 not in rows
+    assert "0.410 ms before the run and 0.460 after it with 16 rows" in markdown(found) or 16 not in rows
 
 
-def test_a_pace_that_could_not_be_told_is_said_so_and_of_a_cut_run_since_when() -> None:
+def test_a_drift_check_that_could_not_run_is_reported_and_of_a_cut_run_since_when() -> None:
     lost = content([BENCHMARK], ABOUT, TIMINGS, Extras(pulse={"before": {1: 0.3}, "after": {"failed": "Error: no room"}}))
-    assert "pace changed is not known: Error: no room" in markdown(lost)
+    assert "The clock drift check could not run: Error: no room" in markdown(lost)
     resumed = {**ABOUT, "resumed": 3}
     found = content([BENCHMARK], resumed, TIMINGS, Extras(pulse={"before": {1: 0.3}, "after": {1: 0.4}}))
-    assert "0.300 ms before it went on and 0.400 behind it with 1 row." in markdown(found)
+    assert "0.300 ms before it went on and 0.400 after it with 1 row." in markdown(found)
 
 
 def test_who_has_no_answer_has_no_figures() -> None:
@@ -157,10 +189,11 @@ def test_results_in_the_repository_can_be_read(folder: Path) -> None:
 
 
 def test_what_is_no_result(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text('{"about": {}}')
-    for place in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(InputError, match="holds no results of `foreword bench`"):
-            read_results(place)
+    for text in ('{"about": {}}', "[" * 100_000, "[]", "5", '{"tables": ' + "9" * 5000 + "}", "\xff"):
+        (tmp_path / "results.json").write_text(text, encoding="latin-1")
+        for place in (tmp_path, tmp_path / "nothing", "", "a\0b", "x" * 5000):
+            with pytest.raises(InputError, match="holds no results of `foreword bench`"):
+                read_results(place)
 
 
 # Several texts at once, several temperatures ------------------------------------------------------------------------------
@@ -197,14 +230,14 @@ def test_batches_in_the_files(tmp_path: Path) -> None:
     assert list(kept["batches"]) == ["1", "4", "8"] and kept["stops_paying"] == {"fast": 8, "late": None}
     assert kept["batches"]["4"][1]["speedup"] == 1.5 and kept["warm_up_s"]["8"]["fast"] == 0.75
     text = (tmp_path / "report.md").read_text()
-    assert "## overall, 8 texts side by side\n\n| contender | tokens/s | over plain | tokens a round |" in text
+    assert "## overall, 8 texts side by side\n\n| contender | tokens/s | over plain | tokens per round |" in text
     assert "| fast | 24.0 | 0.80x |" in text and "| late | 37.5 | 1.25x |" in text
     assert "| contender | one text | 4 texts | 8 texts |" in text and "| fast | 2.00x | 1.50x | 0.80x |" in text
     assert "- stops paying at 8: fast\n- still pays at 8, the largest tried: late\n" in text
     assert "in no figure above: batch 1: 3.0 s" in text
-    assert "tiny, grown r=8" in text and grown_words(grown) in text
+    assert "tiny, grown r=8" in text and widened_words(grown) in text
     for words in ("Grown r=8", "7.01 B", "3 of them are its original's", "1 in all"):
-        assert words in grown_words(grown)
+        assert words in widened_words(grown)
     assert stop_words({"fast": 2, "late": 4, "slow": 2}, [2, 4]) == [
         "pays at no batch tried: fast, slow",
         "stops paying at 4: late",

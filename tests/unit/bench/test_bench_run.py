@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foreword.bench import Contender, Plan, Suite, run
-from foreword.bench.run import MIXED, Heat, Place, blocks, left_out, places
+from foreword.bench.run import MIXED, Heat, HeatPlace, blocks, left_out, places
 from foreword.errors import InputError
 from foreword.text import Prompt, Tokenizer
 
@@ -82,7 +82,7 @@ def test_what_fails_is_told_and_the_rest_goes_on(stub: Make, questions: list[Pro
 
 def test_without_a_reply_of_the_base_there_is_no_next_turn(stub: Make, questions: list[Prompt], race: Race) -> None:
     found = race([stub("plain", fails_at=("3",)), stub("a")], questions)
-    last = found.heats[Place(1, 0.0, 0, 1, 0)]
+    last = found.heats[HeatPlace(1, 0.0, 0, 1, 0)]
     for answers in last.answers.values():
         assert answers[0].failed and "the turn before failed" in answers[0].failed
 
@@ -92,7 +92,7 @@ def test_a_prompt_that_cannot_be_asked_fails_for_everybody(
 ) -> None:
     monkeypatch.setattr(hf_tokenizer, "chat_template", None)
     found = race([stub("plain"), stub("a")], [Prompt("0", "qa", ["one"]), Prompt("1", "writing", ["one", "two"])])
-    last = found.heats[Place(1, 0.0, 0, 1, 0)]
+    last = found.heats[HeatPlace(1, 0.0, 0, 1, 0)]
     assert all("no chat template" in (answers[0].failed or "") for answers in last.answers.values())
 
 
@@ -126,7 +126,8 @@ def test_a_run_goes_on_where_it_was_cut(stub: Make, diary: Diary, questions: lis
 def test_progress_is_told(stub: Make, questions: list[Prompt], race: Race) -> None:
     told: list[tuple[str, int, int]] = []
     race([stub("plain")], questions[:3], repeats=2, progress=lambda *what: told.append(what))
-    assert told[0] == ("batch 1, run 1 of 2", 1, 6) and told[-1] == ("batch 1, run 2 of 2", 6, 6)
+    assert told[:2] == [("warming up plain", 0, 6), ("batch 1, run 1 of 2", 1, 6)]
+    assert told[-1] == ("batch 1, run 2 of 2", 6, 6)
 
 
 def test_nothing_to_measure(stub: Make, questions: list[Prompt], race: Race) -> None:

@@ -14,14 +14,15 @@ from doubles import READY, taught
 from foreword.api import LLM
 from foreword.bench import Contender, Manner, Plan, Suite, Task, contender, context_for, run
 from foreword.bench.contenders import apart
-from foreword.bench.grow import load_grown
-from foreword.bench.passes import PULSE_ROWS, pulse
+from foreword.bench.passes import DRIFT_ROWS, drift_check
+from foreword.bench.widening import load_widened
 from foreword.core.sampling import Sampling
+from foreword.drafters import saved
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.errors import InputError, UnknownMethod
-from foreword.methods import METHODS, make, saved
-from foreword.model.cache import Berth
+from foreword.methods import METHODS, make
+from foreword.model.cache import SharedCacheMemory
 from foreword.model.model import Model
 from foreword.text import Prompt
 
@@ -50,8 +51,8 @@ def test_who_drafts_on_the_one_gpu_beside_the_target_is_timed_apart(device: str,
 
 
 def test_the_pulse_is_taken_where_passes_are_replayed_alone(llm: LLM) -> None:
-    found = pulse(llm.model)
-    assert list(found) == (list(PULSE_ROWS) if llm.model.device.type == "cuda" else []) and all(
+    found = drift_check(llm.model)
+    assert list(found) == (list(DRIFT_ROWS) if llm.model.device.type == "cuda" else []) and all(
         ms > 0 for ms in found.values()
     )
     assert len(llm.generate(WORDS, max_new_tokens=4).tokens) == 4  # and the model is as it was
@@ -72,26 +73,26 @@ def test_methods_have_caches_of_their_own(llm: LLM) -> None:
 def test_methods_may_have_caches_in_the_same_memory(llm: LLM, tmp_path: Path) -> None:
     """Whatever one leaves there is nothing to the next; one has layers with a cache of their own, too."""
     saved.save(taught("clover2", llm.model, heads=3), tmp_path, llm.model)
-    whole, berth = llm.generate(WORDS, max_new_tokens=16), Berth()
+    whole, cache_memory = llm.generate(WORDS, max_new_tokens=16), SharedCacheMemory()
     names = [*READY, f"clover2={tmp_path}"]
-    contenders = [contender(llm, name, max_context=128, slots=2, berth=berth) for name in names]
-    memory = berth._numbers
+    contenders = [contender(llm, name, max_context=128, slots=2, cache_memory=cache_memory) for name in names]
+    memory = cache_memory._numbers
     for _ in range(2):
         for one in contenders:
             assert answer(one, llm, 16).tokens == whole.tokens
-            assert memory is berth._numbers and memory is not None and memory.any()  # nobody has any other
+            assert memory is cache_memory._numbers and memory is not None and memory.any()  # nobody has any other
             memory.fill_(math.nan)
 
 
 def test_a_berth_ends_with_those_who_share_it(llm: LLM) -> None:
     """A benchmark asks for the next number of texts when the memory of the last one is free."""
-    held: list[Callable[[], Berth | None]] = []
+    held: list[Callable[[], SharedCacheMemory | None]] = []
 
     def make_for(count: int) -> list[Contender]:
         assert not any(one() for one in held)
-        berth = Berth()
-        held.append(weakref.ref(berth))
-        return [contender(llm, name, 128, count, berth=berth) for name in ("plain", "prompt_lookup")]
+        cache_memory = SharedCacheMemory()
+        held.append(weakref.ref(cache_memory))
+        return [contender(llm, name, 128, count, cache_memory=cache_memory) for name in ("plain", "prompt_lookup")]
 
     plan = Plan([Suite("mine", [Prompt(str(i), "qa", [WORDS]) for i in range(4)])], 4, (1, 4, 2))
     run(make_for, plan, llm.tokenizer)
@@ -99,8 +100,8 @@ def test_a_berth_ends_with_those_who_share_it(llm: LLM) -> None:
 
 
 def test_a_text_is_not_found_in_memory_that_another_had(llm: LLM) -> None:
-    berth = Berth()
-    models = [Model(llm.model.hf, berth=berth) for _ in range(2)]
+    cache_memory = SharedCacheMemory()
+    models = [Model(llm.model.hf, cache_memory=cache_memory) for _ in range(2)]
     first, other = (Engine(model, make("plain"), 1, 64) for model in models)
     request = Request(task(llm).ids, Sampling(), 8, reuse=True)
     first.take_berth()
@@ -191,7 +192,7 @@ def test_a_context_holds_a_second_turn(llm: LLM) -> None:
 def test_a_trained_drafter_is_read_from_its_folder(
     grown: bool, folders: dict[str, Path], own_home: Path, tmp_path: Path
 ) -> None:
-    original, wide = load_grown(folders["llama"], 2, device="cpu", max_context=256)
+    original, wide = load_widened(folders["llama"], 2, device="cpu", max_context=256)
     saved.save(taught("medusa", original.model, heads=3, layers=2), tmp_path, original.model)
     llm = wide if grown else original
     truth = answer(contender(llm, "plain"), llm, 24)

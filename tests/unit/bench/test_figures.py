@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from foreword.bench.figures import Benchmark, Timing, benchmarks, failures, resampled, rows, stops_paying, tables
+from foreword.bench.figures import Benchmark, Timing, benchmarks, failures, noise, resampled, rows, stops_paying, tables
 
 
 def timing(contender: str, group: str, tokens: int, rounds: int, seconds: float, loops: float = 0.0, **more: Any) -> Timing:
@@ -62,6 +62,35 @@ def test_another_text_has_no_speedup() -> None:
     assert fast.tokens_per_second == 22.5 and plain.speedup == 1.0
     table = tables(changed("fast", 1, ties=0, differing=1))
     assert table["rag"][1].speedup == 2.5 and table["qa"][1].speedup is None
+
+
+@pytest.mark.parametrize(("speedup", "tokens", "is_noise"), [(13.18, 2.0, True), (2.2, 2.0, True), (2.05, 2.0, False)])
+def test_a_speedup_above_the_tokens_per_round_is_noise(speedup: float, tokens: float, is_noise: bool) -> None:
+    assert noise(speedup, tokens) == ("noise: no more than 2.00 tokens per round" if is_noise else "")
+
+
+def of_a_busy_machine(name: str = "prompt_lookup", batch: int = 1, seconds: float = 10.0 / 13.18) -> Benchmark:
+    plain = timing("plain", "rag", 100, 100, 10.0, batch=batch)
+    fast = timing(name, "rag", 100, 50, seconds, batch=batch)
+    return Benchmark(("plain", name), 128, (plain, fast), batch)
+
+
+def test_noise_is_marked_where_a_round_costs_what_it_must() -> None:
+    """Of our methods over plain decoding, with options or a folder too; the rounds of others are of another kind."""
+    for name in ("prompt_lookup", "gsd:width=4", "clover=runs/clover"):
+        plain, fast = rows(of_a_busy_machine(name))
+        assert (plain.noise, fast.noise) == ("", "noise: no more than 2.00 tokens per round")
+        assert fast.speedup == pytest.approx(13.18)
+    assert not rows(of_a_busy_machine("llama_cpp=model.gguf"))[1].noise
+    assert not rows(of_a_busy_machine(seconds=5.0))[1].noise
+    timings = [timing("clover", "rag", 100, 50, 10.0), timing("prompt_lookup", "rag", 100, 100, 2.0)]
+    assert not rows(Benchmark(("clover", "prompt_lookup"), 128, tuple(timings)))[1].noise, "rounds of clover cost more"
+
+
+def test_noise_says_nothing_of_whether_a_method_pays() -> None:
+    quiet, busy = (rows(of_a_busy_machine(batch=batch, seconds=s))[1] for batch, s in ((1, 5.0), (8, 0.5)))
+    assert stops_paying({1: [quiet]}) == {"prompt_lookup": None}
+    assert stops_paying({1: [quiet], 8: [busy]}) == {}
 
 
 def test_a_text_that_nobody_could_judge_has_none_either() -> None:

@@ -53,6 +53,30 @@ def test_another_run_is_refused_with_what_differs(heats: list[Any], tmp_path: Pa
         Journal(tmp_path, {**ABOUT, "model": "other"})
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "[" * 100_000,
+        "{",
+        "5",
+        "[]",
+        '{"place": 1}',
+        '{"answers": [], "tasks": [], "place": []}',
+        '"\\ud800"',
+        "9" * 5000,
+        "\xff",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_damaged_file_is_named(damaged: str, heats: list[Any], tmp_path: Path) -> None:
+    Journal(tmp_path, ABOUT).add(heats[0])
+    first, second = (tmp_path / NAME).read_text().splitlines()
+    for lines in ((damaged, second), (first, damaged)):
+        (tmp_path / NAME).write_text("\n".join(lines) + "\n", encoding="latin-1")
+        with pytest.raises(InputError, match="another model|is no unfinished run .*remove the file"):
+            Journal(tmp_path, ABOUT)
+
+
 def test_the_end(tmp_path: Path, heats: list[Any]) -> None:
     journal = Journal(tmp_path, ABOUT)
     assert json.loads((tmp_path / NAME).read_text()) == {"model": "tiny", "batch": [1, 4], "costs": None}

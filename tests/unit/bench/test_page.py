@@ -14,7 +14,7 @@ from foreword.bench import Benchmark, Timing, content, read_results
 from foreword.bench.page import html
 from foreword.bench.report import Extras
 from foreword.bench.roofline import knee
-from foreword.bench.svg import bars, lines, nice_step, number, short, stacked
+from foreword.bench.svg import bars, level_bars, lines, nice_step, number, short, stacked
 
 RESULTS = Path(__file__).parents[3] / "results"
 ABOUT: dict[str, Any] = {
@@ -81,7 +81,7 @@ class Checked(HTMLParser):
 def test_the_whole_page() -> None:
     found = content([benchmark(1), benchmark(4)], ABOUT, extras=Extras(roofline=roofline()))
     text = html(found)
-    drawn = ["Speed-up", "Tokens a round", "Acceptance by depth", "Many texts at once", "Where a round goes"]
+    drawn = ["Speed-up", "Tokens per round", "Acceptance by depth", "Many texts at once", "Where a round goes"]
     heads = [*drawn, "What a pass costs", "Break-even", "Figures", "Where this comes from"]
     assert Checked(text).heads == heads and text.count("<svg") == 6
     assert "a&amp;b" in text and "&lt;m&gt;" in text and "http" not in text
@@ -104,7 +104,7 @@ def test_what_was_not_measured_is_not_drawn() -> None:
 
 def test_texts_side_by_side_alone_are_drawn_by_their_number() -> None:
     text = html(content([benchmark(8), benchmark(32)], ABOUT))
-    drawn = ["Speed-up", "Tokens a round", "Acceptance by depth", "Many texts at once"]
+    drawn = ["Speed-up", "Tokens per round", "Acceptance by depth", "Many texts at once"]
     assert Checked(text).heads == [*drawn, "Figures", "Where this comes from"]
     assert text.count(">8 texts<") == text.count(">32 texts<") == 2
     lost = {"tokens": 0, "rounds": 0, "identical": 0, "failed": 1}
@@ -129,6 +129,8 @@ def test_results_in_the_repository_can_be_drawn(folder: Path) -> None:
     [
         lambda: bars(["a", "b"], {"x": [1.0, None], "y": [2.0, 0.5]}, "it", "x", {"x": [(0.5, 1.5), None]}, 1.0),
         lambda: bars(["a"], {"x": [None]}, "it"),
+        lambda: level_bars(["a", "b"], {"x": [1.0, None], "y": [2.0, 0.5]}, "it", "x", {"x": [(0.5, 1.5), None]}, 1.0),
+        lambda: level_bars(["a"], {"x": [None]}, "it"),
         lambda: lines({"x": [(1, 1.0), (64, 2.0)]}, "it", "across", "up", doubling=True, mark=(8, "here")),
         lambda: lines({"x": [(1, 0.0)]}, "it", "across", "up"),
         lambda: stacked({"x": {"a": 1.0, "b": 0.0}}, "it", " ms"),

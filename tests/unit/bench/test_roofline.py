@@ -12,8 +12,8 @@ from foreword.api import LLM
 from foreword.bench import Benchmark, Manner, Task, Timing, contender
 from foreword.bench.contenders import written
 from foreword.bench.roofline import PARTS, ROWS, Stopwatch, _economy, knee, operations_of_pass, roofline
+from foreword.drafters.resolve import Wanted
 from foreword.engine.engine import Engine
-from foreword.methods.wanted import Wanted
 
 
 @pytest.fixture(scope="module")

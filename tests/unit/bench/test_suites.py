@@ -34,7 +34,7 @@ def test_the_built_in_set() -> None:
     assert len(BUILTIN_FILE.read_text().encode()) < 30_000
 
 
-@pytest.mark.parametrize(("name", "each"), [("spec_bench_48", 8), ("spec_bench_240", 40)])
+@pytest.mark.parametrize(("name", "each"), [("spec_bench_48", 8), ("spec_bench_240", 40), ("spec_bench_48b", 8)])
 def test_samples_of_spec_bench(name: str, each: int, spec_bench: Path) -> None:
     """As many of each group, and of MT-bench as many of each kind."""
     found = read_suite(f"{name}={spec_bench}")
@@ -43,6 +43,11 @@ def test_samples_of_spec_bench(name: str, each: int, spec_bench: Path) -> None:
     kinds = Counter(prompt.category for prompt in found.groups()["mt_bench"])
     assert kinds == dict.fromkeys(KINDS, each // 8)
     assert [int(prompt.id) for prompt in found.prompts] == list(SAMPLES[name])
+
+
+def test_what_is_held_out_is_in_no_other_sample() -> None:
+    assert not set(SAMPLES["spec_bench_48b"]) & set(SAMPLES["spec_bench_240"])
+    assert set(SAMPLES["spec_bench_48"]) < set(SAMPLES["spec_bench_240"])
 
 
 def test_the_sample_is_the_same_in_a_part_of_the_file(spec_bench: Path, tmp_path: Path) -> None:

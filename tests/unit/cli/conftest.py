@@ -18,6 +18,7 @@ import foreword
 from doubles import fresh
 from foreword.api import load
 from foreword.cli.app import app
+from foreword.cli.console import Lines
 from foreword.text import Prompt
 from foreword.train import Recipe, distill
 
@@ -92,6 +93,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(Lines, "FIRST_S", 3600.0)  # nor does anything take long here, however busy the machine is
 
 
 @pytest.fixture

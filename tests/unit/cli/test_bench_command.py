@@ -1,6 +1,7 @@
 """The command around the benchmark: batches, grown models, trained drafters, and what is refused beforehand."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import foreword
 import foreword.bench as bench_room
 import foreword.bench.baselines as baselines_module
 import foreword.bench.contenders as contenders_module
-import foreword.bench.grow as grow_module
+import foreword.bench.figures as figures_module
 import foreword.bench.roofline as roofline_module
+import foreword.bench.widening as widening_module
 import foreword.cli.bench as bench_command
+import foreword.cli.console as console_module
+import foreword.model.busy as busy_module
 import foreword.prove.referee as referee_module
 from doubles import taught
 from foreword.bench.journal import Journal
-from foreword.methods import saved
+from foreword.drafters import saved
 from foreword.model import cost
 
 SMALL = ("--threads", 1, "--max-new-tokens", 8, "--device", "cpu", "--repeats", 2)
@@ -37,9 +41,10 @@ def medusa(tiny_model: str, tmp_path: Path) -> Path:
     return tmp_path / "medusa"
 
 
-def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questions, medusa, tmp_path):
+def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questions, medusa, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures_module, "NOISE", math.inf)  # whatever else this machine does, everybody has a speed-up
     out = tmp_path / "out"
-    arguments = ("--methods", f"prompt_lookup,medusa={medusa}", "--batch", "1,2", "--grow", 2, "--out", out)
+    arguments = ("--methods", f"prompt_lookup,medusa={medusa}", "--batch", "1,2", "--widen", 2, "--out", out)
     result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *arguments)
     assert result.exit_code == 0, result.output
     assert "by batch" in result.stdout and "pay" in result.stdout and "Grown r=2" in result.stdout
@@ -98,12 +103,13 @@ def test_a_failed_prompt_is_told(run, tiny_model, tmp_path):
 
 def test_a_prompt_that_cannot_be_read_fails_alone(run, tiny_model, tmp_path):
     file = tmp_path / "questions.jsonl"
-    rows = [{"prompt": "hello"}, {"prompt": "half a \ud800"}, {"turns": ["hello", "half a \ud800"]}]
+    long = "long " * 400
+    rows = [{"prompt": "hello"}, {"prompt": long}, {"turns": ["hello", long]}]
     file.write_text("\n".join(map(json.dumps, rows)))
     result = run("bench", "--model", tiny_model, "--prompts", file, "--methods", "plain", *SMALL, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert [(one["prompt"], one["turn"], "Unicode" in one["why"]) for one in found["failures"]] == [
+    assert [(one["prompt"], one["turn"], "tokens" in one["why"]) for one in found["failures"]] == [
         ("2", 0, True),
         ("3", 1, True),
     ]
@@ -190,7 +196,7 @@ def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkey
     began = json.loads((out / "unfinished.jsonl").read_text().splitlines()[0])["costs"]
     refused = run(*asked, "--repeats", 1)
     assert refused.exit_code == 2 and "another repeats" in refused.output
-    refused = run(*asked, "--no-compile", "--max-context", 128)
+    refused = run(*asked, "--no-fused-layers", "--max-context", 128)
     assert refused.exit_code == 2 and "another max_context, another compile or graph" in refused.output
     assert run(*asked).exit_code == 0 and len(told) == len(set(told)) == 12
     found = json.loads((out / "results.json").read_text())
@@ -200,8 +206,10 @@ def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkey
 
 @pytest.mark.parametrize("command", [("bench", "--json", *SMALL), ("profile", "--quick")], ids=str)
 def test_what_a_busy_machine_showed_is_measured_again(run, command, tiny_model, tmp_path, monkeypatch):
-    """Unless rows are given, and nobody asks."""
+    """Unless rows are given, and nobody asks. Others at work here are not those that the test is about."""
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    monkeypatch.setattr(cost, "SLOWER", math.inf)
+    monkeypatch.setattr(cost, "FLOOR_TIMES", math.inf)
     measured, measure = [], cost.measure
     monkeypatch.setattr(cost, "measure", lambda model: measured.append(model) or measure(model))
     name, *more = command
@@ -211,6 +219,35 @@ def test_what_a_busy_machine_showed_is_measured_again(run, command, tiny_model, 
     for steady, times in ((False, 1), (True, 2), (True, 2)):
         monkeypatch.setattr(cost.Tries, "steady", steady)
         assert run(name, *more).exit_code == 0 and len(measured) == times
+    assert run(name, *more, "--remeasure").exit_code == 0 and len(measured) == 3
+    assert run(name, *more).exit_code == 0 and len(measured) == 3
+
+
+def test_a_busy_machine_is_told_before_and_in_the_report(run, tiny_model, questions, monkeypatch):
+    asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", "--limit", 1, "--json")
+    monkeypatch.setattr(busy_module, "others_at_work", lambda: 0.73)
+    result = run(*asked)
+    assert "other programs used 73% of the cores" in result.stderr
+    assert json.loads(result.stdout)["busy"]["told"].startswith("the machine was busy (other programs used 73%")
+    monkeypatch.setattr(busy_module, "others_at_work", lambda: 0.03)
+    monkeypatch.setattr(busy_module, "_waited", lambda: {"1": 0.0})
+    result = run(*asked)
+    assert result.stderr == "" and json.loads(result.stdout)["busy"] == {"others": 0.03, "waited": 0.0, "told": ""}
+
+
+def test_progress_is_shown_in_a_pipe(run, tiny_model, questions, monkeypatch):
+    """Of warming up too, before there is an answer."""
+    told = []
+
+    class Watched(console_module.Lines):
+        def tell(self, what: str, done: int, total: int) -> None:
+            super().tell(what, done, total)
+            told.append(self._words)
+
+    monkeypatch.setattr(console_module, "Lines", Watched)
+    asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "prompt_lookup", "--limit", 2)
+    assert run(*asked, "--rows", 4).exit_code == 0
+    assert told[0] == "answers, 0 of 4: warming up plain" and told[-1] == "answers, 4 of 4: batch 1, run 2 of 2"
 
 
 def test_another_text_gets_no_speedup(run, tiny_model, questions, monkeypatch):
@@ -242,17 +279,17 @@ def test_a_quick_look(run, tiny_model):
 
 
 def test_a_grown_model_with_another_text_is_not_timed(run, tiny_model, questions, monkeypatch):
-    right = grow_module.grow
+    right = widening_module.grow
 
     def wrong(hf: Any, times: int) -> Any:
         wide = right(hf, times)
         wide.model.norm.weight.data[:8] *= -3
         return wide
 
-    monkeypatch.setattr(grow_module, "grow", wrong)
-    grown = ("--methods", "plain", "--grow", 2, "--limit", 1)  # every token of a wrong text goes before the referee
+    monkeypatch.setattr(widening_module, "grow", wrong)
+    grown = ("--methods", "plain", "--widen", 2, "--limit", 1)  # every token of a wrong text goes before the referee
     result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *grown)
-    assert result.exit_code == 2 and "places that are no ties" in result.output and "tokens/s" not in result.output
+    assert result.exit_code == 2 and "positions that are no ties" in result.output and "tokens/s" not in result.output
 
 
 def test_a_grown_model_is_profiled(run, tiny_model):
@@ -268,18 +305,19 @@ def test_a_grown_model_is_profiled(run, tiny_model):
     [
         (("bench", "--batch", "1,x"), "whole numbers"),
         (("bench", "--batch", "0"), "whole numbers"),
-        (("bench", "--batch", "2", "--baselines", "hf"), "one text at a time"),
-        (("bench", "--temperature", "0.8", "--baselines", "hf"), "write greedily"),
+        (("bench", "--batch", "2", "--baselines", "hf"), "baselines run greedily at batch 1"),
+        (("bench", "--temperature", "0.8", "--baselines", "hf"), "run greedily"),
         (("bench", "--temperature", "hot"), "list of temperatures"),
         (("bench", "--baselines", "hf,vllm", "--model", "nowhere"), "no baseline is called 'vllm'"),
         (("bench", "--prompts", "spec_bench_48", "--model", "nowhere"), "spec_bench_48=FILE"),
         (("bench", "--drafter", "medusa=nowhere", "--model", "nowhere"), "nowhere is missing"),
         (("bench", "--batch", "1,64", "--model", "nowhere"), "60 prompts cannot fill a batch of 64"),
         (("bench", "--methods", "medusa=nowhere"), "nowhere is missing"),
+        (("bench", "--widen", "1"), "--widen"),
         (("bench", "--grow", "1"), "--grow"),
-        (("bench", "--grow", "0.0b"), "neither a number of 2 or more"),
-        (("bench", "--grow", "big"), "neither a number of 2 or more"),
-        (("profile", "--grow", "2", "--cold"), "leave out --shapes"),
+        (("bench", "--widen", "0.0b"), "neither a number of 2 or more"),
+        (("bench", "--widen", "big"), "neither a number of 2 or more"),
+        (("profile", "--widen", "2", "--cold"), "leave out --shapes"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_first(run, arguments, words):
@@ -287,7 +325,37 @@ def test_what_cannot_be_timed_is_refused_first(run, arguments, words):
     assert result.exit_code == 2 and words in result.output
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"tables": 5}',
+        '{"tables": {"overall": [5]}, "batches": {}, "timings": [5]}',
+        '{"tables": {"overall": [{}]}, "batches": {}, "timings": [], "about": []}',
+        '{"tables": {"overall": [{"contender": "plain"}]}, "base": "plain", "temperature": "warm"}',
+    ],
+)
+def test_results_that_are_none(run, tmp_path, text):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- foreword bench table . -->\n\n| a |\n")
+    (tmp_path / "results.json").write_text(text)
+    for asked in (("compare", tmp_path, tmp_path), ("table", tmp_path), ("table", "--into", page)):
+        result = run("bench", *asked)
+        assert result.exit_code == 2 and "foreword bench" in result.stderr and result.exception.__class__ is SystemExit
+
+
+def test_costs_of_an_unfinished_run_that_are_none(run, tiny_model, questions, tmp_path, monkeypatch):
+    asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "prompt_lookup", "--out", tmp_path)
+    monkeypatch.setattr(Journal, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    run(*asked)
+    file = tmp_path / "unfinished.jsonl"
+    began = json.loads(file.read_text())
+    for costs in (5, {"rows": 1}, [1]):
+        file.write_text(json.dumps(began | {"costs": costs}) + "\n")
+        result = run(*asked)
+        assert result.exit_code == 2 and "unfinished.jsonl is not what" in result.stderr.replace("\n", " ")
+
+
 def test_what_cannot_grow(run, tiny_model, questions):
-    for given, words in ((("--grow", 3), "power of two"), (("--batch", "8"), "cannot fill a batch of 8")):
+    for given, words in ((("--widen", 3), "power of two"), (("--batch", "8"), "cannot fill a batch of 8")):
         result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", *given)
         assert result.exit_code == 2 and words in result.output

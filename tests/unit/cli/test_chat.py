@@ -6,8 +6,9 @@ import signal
 import pytest
 
 import foreword
-from foreword.cli.chat import Talk
-from foreword.core.ctrl_c import HeldBack
+from foreword.cli.chat import ChatSession
+from foreword.engine.ctrl_c import HeldBack
+from foreword.engine.engine import Engine
 
 SHORT = ("--max-new-tokens", 6, "--ignore-eos")
 
@@ -67,7 +68,7 @@ def test_a_conversation_that_outgrows_the_context(run, tiny_model):
 
 
 def test_at_the_keyboard_it_goes_on_after_a_prompt_that_is_too_long(llm, capsys):
-    talk = Talk(llm.chat(max_new_tokens=6, ignore_eos=True), json=False, is_live=True)
+    talk = ChatSession(llm.chat(max_new_tokens=6, ignore_eos=True), json=False, is_live=True)
     talk.hear("word " * 500)
     assert capsys.readouterr().err.startswith("error: the prompt has")
     talk.hear("hello")
@@ -91,7 +92,7 @@ class Interrupted(foreword.Chat):
 
 def test_ctrl_c_stops_the_reply_and_forgets_the_turn(llm, capsys):
     chat = Interrupted(llm, None, {"max_new_tokens": 20, "ignore_eos": True})
-    talk = Talk(chat, json=False, is_live=True)
+    talk = ChatSession(chat, json=False, is_live=True)
     before = signal.getsignal(signal.SIGINT)
     talk.hear("hello")
     assert chat.messages == [] and talk.replies == []
@@ -104,6 +105,19 @@ def test_ctrl_c_stops_the_reply_and_forgets_the_turn(llm, capsys):
 
 
 def test_ctrl_c_ends_a_pipe(llm):
-    talk = Talk(Interrupted(llm, None, {"max_new_tokens": 20, "ignore_eos": True}), json=False, is_live=False)
+    talk = ChatSession(Interrupted(llm, None, {"max_new_tokens": 20, "ignore_eos": True}), json=False, is_live=False)
     with pytest.raises(KeyboardInterrupt):
         talk.hear("hello")
+
+
+def test_at_the_keyboard_it_warms_up_first(run, tiny_model, monkeypatch):
+    """With the sampling of the conversation, up to a bounded length; a pipe begins at once."""
+    asked = []
+    monkeypatch.setattr(Engine, "warm_up", lambda engine, **given: asked.append(given))
+    run("chat", "--model", tiny_model, *SHORT, input="hello\n")
+    assert asked == []
+    monkeypatch.setattr("foreword.cli.chat._at_keyboard", lambda: True)
+    monkeypatch.setattr("foreword.cli.chat._lines", lambda: iter(["/quit"]))
+    run("chat", "--model", tiny_model, *SHORT, "--temperature", 0.5, "--max-context", 64)
+    (given,) = asked
+    assert given["longest"] == 64 and given["sampling"].temperature == 0.5

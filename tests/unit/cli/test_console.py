@@ -1,12 +1,14 @@
 """Answers on stdout, the rest on stderr, and neither disturbs the other."""
 
+import re
+import time
 import warnings
 
 import pytest
 
 import foreword
 from foreword.cli.app import _hush
-from foreword.cli.console import bar, figures, note, screen
+from foreword.cli.console import Lines, bar, figures, note, screen, waiting
 from foreword.errors import ForewordWarning
 
 
@@ -31,6 +33,55 @@ def test_no_bar_in_a_pipe(capsys):
     with bar("writing") as show:
         show("writing", 1, 2)
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Everything takes long."""
+    monkeypatch.setattr(Lines, "FIRST_S", 0.01)
+    monkeypatch.setattr(Lines, "EVERY_S", 0.01)
+
+
+def said(capsys) -> str:
+    """What stderr has once something is there; the writer has a thread of its own."""
+    for _ in range(500):
+        if shown := capsys.readouterr().err:
+            return shown
+        time.sleep(0.01)
+    return ""
+
+
+def test_in_a_pipe_progress_is_a_line_now_and_then(impatient, capsys):
+    with bar("answers") as show:
+        show("run 1 of 2", 3, 60)
+        capsys.readouterr()
+        line = said(capsys).splitlines()[0]
+    assert re.fullmatch(r"answers, 3 of 60: run 1 of 2 \(\d+ s\)", line)
+    with waiting("measuring"):
+        assert re.match(r"measuring \(\d+ s\)\n", said(capsys))
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == "", "what has ended says nothing more"
+
+
+def test_a_step_that_takes_long_is_told_of_while_it_lasts(impatient, capsys):
+    """Nobody calls anything meanwhile."""
+    with bar("learning"):
+        assert said(capsys).startswith("learning (")
+
+
+def test_no_lines_where_nobody_asks(impatient, capsys):
+    with bar("learning", shown=False) as show, waiting("loading", only_here=True):
+        show("learning", 1, 2)
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_terminal_there_are_no_lines(impatient, as_terminal, capsys):
+    with bar("answers") as show:
+        show("answers", 1, 2)
+        time.sleep(0.05)
+    assert " s)" not in capsys.readouterr().err
 
 
 def test_notes_are_for_terminals(as_terminal, capsys, monkeypatch):

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 import foreword
 from foreword.cli import checks
 from foreword.cli.options import ModelOptions
-from foreword.model.cost import CostCurve
+from foreword.hub.checksums import write_checksums
+from foreword.model import cost
+from foreword.model.cost import CostCurve, Tries
 
 
 def found(result) -> dict[str, dict[str, str]]:
@@ -19,7 +23,7 @@ def found(result) -> dict[str, dict[str, str]]:
 
 
 def test_a_sound_machine(run, tiny_model, cache):
-    result = run("doctor", "--model", tiny_model, "--threads", 1, "--json")
+    result = run("doctor", "--full", "--model", tiny_model, "--threads", 1, "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["usable"] is True
     said = {name: check["said"] for name, check in found(result).items()}
@@ -29,7 +33,78 @@ def test_a_sound_machine(run, tiny_model, cache):
     assert said["model"] == f"{tiny_model}, in {tiny_model}"
     for method in checks.TRIED:
         assert said[f"self-test {method}"].startswith("same 64 tokens as plain")
-    assert "1 row" in said["row costs"]
+    assert "1 row" in said["row costs"] and said["auto"].startswith("takes ")
+    assert said["model's files"] == "no checksums were kept of them" and "left out" not in said
+
+
+def test_the_usual_checks_measure_nothing(run, tiny_model, tmp_path, monkeypatch):
+    """A text by plain decoding and two by methods, with rows given; what is left out is said."""
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    for name in ("measure", "measure_draft"):
+        monkeypatch.setattr(cost, name, lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(checks, "fitting", lambda *_: pytest.fail("tried what ships"))
+    monkeypatch.setattr(checks, "verify_model", lambda *_: pytest.fail("read every byte"))
+    result = run("doctor", "--model", tiny_model, "--threads", 1, "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["full"] is False
+    said = {name: check["said"] for name, check in found(result).items()}
+    for method in checks.TRIED:
+        assert said[f"self-test {method}"].startswith("same 32 tokens as plain")
+    assert said["row costs"].startswith("not measured yet") and "--full" in said["left out"]
+
+
+def test_the_usual_checks_show_what_is_known(run, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    shown = [Tries((1, 16, 64), [[0.001] * 3, [0.002] * 3, [0.004] * 3], waited="a thread waited")]
+    monkeypatch.setattr(cost, "measure", lambda model: shown.pop())
+    run("generate", "hi", "--model", tiny_model, "--threads", 1, "--method", "token_recycling", "--max-new-tokens", 1)
+    check = found(run("doctor", "--model", tiny_model, "--threads", 1, "--json"))["row costs"]
+    assert check["status"] == "warn" and "x2.0" in check["said"] and "(a thread waited)" in check["said"]
+    assert "--remeasure" in check["do"]
+
+
+def test_the_doctor_measures_anew(run, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    monkeypatch.setattr(cost, "read_speed", lambda device: 1.0)
+    shown = [Tries((1, 4, 16, 64), [[0.001 * times] * 3 for times in (1, 1, more, 4)]) for more in (1, 2, 3)]
+    monkeypatch.setattr(cost, "measure", lambda model: shown.pop(0))
+    asked = ("doctor", "--model", tiny_model, "--threads", 1, "--json")
+    for more, costs in ((("--full",), "x1.0"), (("--full",), "x1.0"), (("--remeasure",), "x2.0"), (("--full",), "x2.0")):
+        assert costs in found(run(*asked, *more))["row costs"]["said"].split("16 rows")[1]
+
+
+def test_a_busy_machine_is_told(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    monkeypatch.setattr(checks, "others_at_work", lambda: 0.73)
+    check = found(run("doctor", "--json"))["other programs"]
+    assert check["status"] == "warn" and "73% of the cores" in check["said"]
+    monkeypatch.setattr(checks, "others_at_work", lambda: 0.03)
+    assert found(run("doctor", "--json"))["other programs"]["status"] == "ok"
+
+
+def test_more_than_tokens_per_round_is_noise_and_never_ok(tiny_model):
+    with foreword.load(tiny_model, "plain") as llm:
+        plain = checks._write(llm)
+
+    def timed(seconds: float) -> list:
+        return [replace(one, stats=replace(one.stats, decode_s=seconds)) for one in plain]
+
+    check = checks._compare("plain", timed(13.18), timed(1.0), "float32")
+    assert check.status == "warn" and "13.18x its speed, which is noise" in check.said
+    assert checks._compare("plain", timed(1.02), timed(1.0), "float32").status == "ok"
+
+
+def test_files_that_changed_are_a_fault(run, tiny_model, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    write_checksums(folder)
+    asked = ("doctor", "--full", "--model", folder, "--threads", 1, "--json")
+    assert found(run(*asked))["model's files"]["said"] == "every byte is as it was written"
+    config = folder / "generation_config.json"
+    config.write_text(config.read_text().replace("\n", " "))
+    result = run(*asked)
+    check = found(result)["model's files"]
+    assert (
+        result.exit_code == 1 and check["status"] == "fail" and "generation_config.json holds other bytes" in check["said"]
+    )
 
 
 def test_lines_for_a_person(run, tiny_model):

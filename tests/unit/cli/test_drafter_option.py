@@ -71,7 +71,7 @@ def test_what_is_refused_in_one_line_and_before_loading(
     run: Any, arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))  # where there is no model
-    monkeypatch.setattr("foreword.methods.shipped.WEIGHTS", tmp_path)
+    monkeypatch.setattr("foreword.drafters.shipped.WEIGHTS", tmp_path)
     result = run(*arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
@@ -96,19 +96,21 @@ def test_the_listing_says_what_ships(run: Any, clover: Path, ship: Callable[[Pat
 def test_the_listing_measures(run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str) -> None:
     ship(clover)
     asked = ("methods", "--measure", "--model", tiny_model, "--threads", 1)
-    found = json.loads(run(*asked, "--json").stdout)["expected"]
+    told = json.loads(run(*asked, "--json").stdout)
+    found = told["expected"]
+    assert told["auto"] in {one["method"] for one in found}
     assert {one["method"] for one in found} == {"plain", "prompt_lookup", "token_recycling", "clover"}
     speeds = [one["speedup"] for one in found]
     assert speeds == sorted(speeds, reverse=True)
     shown = run(*asked).stdout
-    assert "over plain" in shown and "record.json" in shown
+    assert "over plain" in shown and "record.json" in shown and f"auto takes {told['auto']}" in shown
 
 
 def test_the_doctor_says_what_auto_takes_and_why(
     run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str
 ) -> None:
     ship(clover)
-    result = run("doctor", "--model", tiny_model, "--threads", 1, "--json")
+    result = run("doctor", "--full", "--model", tiny_model, "--threads", 1, "--json")
     said = {check["check"]: check["said"] for check in json.loads(result.stdout)["checks"]}
     assert said["drafters"].startswith(f"shipped: clover (for {Path(tiny_model).name}); to be trained: medusa")
     assert said["self-test clover"].startswith("same 64 tokens as plain")
@@ -125,6 +127,21 @@ def test_a_damaged_shipped_drafter_is_a_finding(
     run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str
 ) -> None:
     (ship(clover) / "config.json").write_text("{")
-    result = run("doctor", "--model", tiny_model, "--threads", 1, "--json")
+    result = run("doctor", "--full", "--model", tiny_model, "--threads", 1, "--json")
     checks = {check["check"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.exit_code == 1 and checks["drafters"]["status"] == "fail"
+
+
+@pytest.mark.parametrize(("before", "now"), [("--no-compile", "--no-fused-layers"), ("--no-graph", "--no-cuda-graphs")])
+def test_flags_of_before_do_the_same_and_say_so(run: Any, tiny_model: str, before: str, now: str) -> None:
+    asked = ("generate", "hello", "--model", tiny_model, "--method", "plain", "--max-new-tokens", 4, "--json")
+    new, old = run(*asked, now), run(*asked, before)
+    assert json.loads(new.stdout)["tokens"] == json.loads(old.stdout)["tokens"]
+    assert f"{before} is called {now} now" in " ".join(old.stderr.split()) and "is called" not in new.stderr
+    shown = run("generate", "--help").stdout
+    assert now in shown and before not in shown
+
+
+def test_a_folder_is_a_method_and_a_plain_word_is_not(run: Any, tiny_model: str, clover: Path) -> None:
+    asked = ("generate", "hello", "--model", tiny_model, "--max-new-tokens", 4, "--json")
+    assert json.loads(run(*asked, "--method", clover, "--rows", 4).stdout)["method"] == "clover"

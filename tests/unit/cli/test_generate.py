@@ -1,11 +1,13 @@
 """Prompts in by every door, text and JSON out, and a clear line for whatever cannot be used."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 import foreword
+from foreword.model import cost
 from foreword.model.cost import Tries
 
 SHORT = ("--max-new-tokens", 8, "--ignore-eos")
@@ -71,6 +73,46 @@ def test_every_option_reaches_the_library(run, tiny_model):
     assert found["sampling"] == sampling | {"logprobs": 2}
     assert found["method"] == "prompt_lookup"
     assert [len(one["top"]) for one in found["logprobs"]] == [2] * 8
+
+
+def test_every_other_option_reaches_the_library(run, llm, tiny_model, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}{{ mood }}", encoding="utf-8")
+    whole = llm.generate("hello", max_new_tokens=8, ignore_eos=True, allowed_token_ids=list(range(1, 200)))
+    tokens = [flag for token in range(1, 200) for flag in ("--allowed-token-id", token)]
+    ends = ("--stop-token-id", whole.tokens[4], "--include-stop", "--prompt-logprobs", 1, "--truncate-prompt-tokens", 5)
+    shown = json.loads(run("generate", "hello", "--model", tiny_model, "--json", *tokens, *ends, *SHORT).stdout)
+    assert shown["sampling"]["allowed_token_ids"] == list(range(1, 200)) and shown["stats"]["prompt_tokens"] == 5
+    assert [one is None for one in shown["prompt_logprobs"]] == [True] + [False] * 4
+    assert len(shown["prompt_logprobs"][1]["top"]) == 1 and max(shown["tokens"]) < 200
+    chat = ("--chat-template", template, "--chat-template-kwargs", '{"mood": "calm"}', "--prompt-logprobs", 0)
+    shown = json.loads(run("generate", "hello</s>", "--model", tiny_model, "--json", *chat, *SHORT).stdout)
+    assert "".join(one["text"] for one in shown["prompt_logprobs"][1:]).endswith("ello</s>calm")
+    safe = json.loads(
+        run("generate", "hello</s>", "--model", tiny_model, "--json", *chat, "--sanitize-control-tokens", *SHORT).stdout
+    )
+    assert 1 in [one["token"] for one in shown["prompt_logprobs"][1:]]
+    assert 1 not in [one["token"] for one in safe["prompt_logprobs"][1:]]
+
+
+@pytest.fixture
+def sampling_model(tiny_model, tmp_path):
+    """The same model, with defaults of its own."""
+    folder = shutil.copytree(tiny_model, tmp_path / "sampling")
+    said = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(said | {"do_sample": True, "temperature": 0.6, "top_p": 0.9}))
+    return folder
+
+
+def test_the_model_s_own_defaults_count_unless_they_are_switched_off(run, sampling_model):
+    ask = ("generate", "hello", "--model", sampling_model, "--json", "--seed", 1, *SHORT)
+    own, greedy, said = (json.loads(run(*ask, *more).stdout) for more in ([], ["--no-generation-config"], ["--top-p", 1]))
+    assert (own["sampling"]["temperature"], own["sampling"]["top_p"]) == (0.6, 0.9)
+    assert own["model_defaults"] == ["temperature", "top_p"] and said["model_defaults"] == ["temperature"]
+    assert greedy["sampling"]["temperature"] == 0 and "model_defaults" not in greedy
+    assert said["sampling"]["top_p"] == 1 and said["sampling"]["temperature"] == 0.6
+    chat = run("chat", "--model", sampling_model, "--json", "--seed", 1, "--max-new-tokens", 3, input="hello\n")
+    assert json.loads(chat.stdout)["model_defaults"] == ["temperature", "top_p"]
 
 
 def test_without_speculation_the_text_is_the_same(run, tiny_model):
@@ -238,6 +280,16 @@ def test_a_cache_folder_that_cannot_be_written(run, tiny_model, tmp_path, monkey
     assert shown.exit_code == 0 and shown.stdout
     (line,) = shown.stderr.splitlines()
     assert line.startswith("warning: costs are measured at every load") and "FOREWORD_HOME" in line
+
+
+@pytest.mark.parametrize(("name", "given"), [("generate", ("hi",)), ("chat", ())])
+def test_costs_are_measured_anew_where_that_is_asked_for(name, given, run, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    measured, measure = [], cost.measure
+    monkeypatch.setattr(cost, "measure", lambda model: measured.append(model) or measure(model))
+    asked = (name, *given, "--model", tiny_model, "--threads", 1, "--max-new-tokens", 2)
+    for more, times in (((), 1), ((), 1), (("--remeasure",), 2), ((), 2)):
+        assert run(*asked, *more, input="hi\n").exit_code == 0 and len(measured) == times
 
 
 def test_a_missing_prompt_file(run, tmp_path):

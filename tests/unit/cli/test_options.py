@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -15,7 +16,7 @@ from foreword.engine.request import Request
 
 
 def test_defaults_are_those_of_the_library():
-    settings = WritingOptions().settings(json=False)
+    settings = WritingOptions().settings(as_json=False)
     for kind in (Sampling, Request):
         own = {one.name: one.default for one in fields(kind)}
         shared = own.keys() & settings.keys()
@@ -24,8 +25,52 @@ def test_defaults_are_those_of_the_library():
 
 
 def test_every_setting_of_the_library_has_an_option():
-    asked = {*WritingOptions().settings(json=False), "stream", "prompt", "reuse"}
+    asked = {one.name for one in fields(WritingOptions)} | {*WritingOptions().settings(as_json=False)}
+    asked |= {"stream", "prompt", "reuse", "cache_salt", "model_defaults"}
     assert {one.name for kind in (Sampling, Request) for one in fields(kind)} - {"sampling"} <= asked
+
+
+def test_what_is_not_given_is_left_to_the_model():
+    """Its defaults count where nothing is said; 0 and 1 are something."""
+    silent = WritingOptions().settings(as_json=False)
+    said = WritingOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    names = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+    assert not names & silent.keys() and names <= said.settings(as_json=False).keys()
+
+
+def test_a_chat_template_comes_from_a_file_and_its_variables_as_json(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}", encoding="utf-8")
+    options = WritingOptions(chat_template=file, chat_template_kwargs='{"enable_thinking": false}')
+    settings = options.settings(as_json=False)
+    assert settings["chat_template"] == "{{ messages }}"
+    assert settings["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_biases_and_bad_words_are_read():
+    options = WritingOptions(logit_bias=["5=-3.5", "7=2"], bad_words=["a b"], bad_word_ids=["4,5"], presence_penalty=0.5)
+    settings = options.settings(as_json=False)
+    assert settings["logit_bias"] == {5: -3.5, 7: 2.0} and settings["bad_word_ids"] == [[4, 5]]
+    assert settings["bad_words"] == ["a b"] and settings["presence_penalty"] == 0.5
+    assert not {"logit_bias", "bad_words", "frequency_penalty"} & WritingOptions().settings(as_json=False).keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"chat_template": Path("nowhere.jinja")}, "nowhere.jinja"),
+        ({"chat_template_kwargs": "{thinking: no}"}, "not JSON"),
+        ({"chat_template_kwargs": "[1]"}, "not a JSON object"),
+        ({"chat_template_kwargs": "[" * 99999}, "not JSON"),
+        ({"prompt_logprobs": 2}, "add --json"),
+        ({"logit_bias": ["5"]}, "'5' is not ID=VALUE"),
+        ({"logit_bias": ["x=1"]}, "'x=1' is not ID=VALUE"),
+        ({"bad_word_ids": ["5,x"]}, "'5,x' is not ID,ID"),
+    ],
+)
+def test_options_that_cannot_be_used(options, named):
+    with pytest.raises(typer.BadParameter, match=named):
+        WritingOptions(**options).settings(as_json=False)
 
 
 @pytest.mark.parametrize(

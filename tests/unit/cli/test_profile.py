@@ -20,7 +20,7 @@ def test_tables_and_a_file(run, tiny_model, tmp_path):
     out = tmp_path / "deep" / "profile.json"
     result = run("profile", "--model", tiny_model, *SMALL, "--cold", "--out", out)
     assert result.exit_code == 0, result.output
-    for words in ("peak bandwidth", "over one row", "tokens a round", "where a pass goes, 64 row(s)", "first token"):
+    for words in ("peak bandwidth", "over one row", "tokens per round", "where a pass goes, 64 row(s)", "first token"):
         assert words in result.stdout
     content = json.loads(out.read_text())
     assert list(content["sections"]) == ["machine", "passes", "rounds", "parts", "cold start"]

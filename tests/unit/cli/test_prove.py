@@ -58,7 +58,7 @@ def test_a_bug_is_status_1_and_named(run, tiny_model, monkeypatch):
     shown = run("prove", "--model", tiny_model, "--methods", "wrong", "--temperature", 0, *QUICK)
     assert shown.exit_code == 1
     assert "bug  wrong, prompt 1, greedy, new token" in shown.stdout
-    assert shown.stdout.splitlines()[-1].endswith("the text is not the one that plain decoding writes")
+    assert shown.stdout.splitlines()[-1].endswith("the output is not that of plain decoding")
 
 
 def test_a_run_that_is_cut_leaves_what_it_knows(run, tiny_model, tmp_path, monkeypatch):

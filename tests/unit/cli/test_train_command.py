@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -14,13 +15,13 @@ import torch
 from foreword.api import LLM, load
 from foreword.cli.train import LearningOptions
 from foreword.core.sampling import Sampling
+from foreword.drafters.saved import load_into, read_config
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.methods import untrained
-from foreword.methods.saved import load_into, read_config
 from foreword.model.fingerprint import Fingerprint
 from foreword.results import Stats
-from foreword.train import Settings, open_data, split_data
+from foreword.train import TrainingSettings, open_data, split_data
 from foreword.train.evaluate import trials_of
 from foreword.train.loop import Training
 
@@ -206,7 +207,42 @@ def test_without_accelerate(run: Any, asked: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    assert LearningOptions().settings() == Settings()
+    assert LearningOptions().settings() == LearningOptions().reaching(8192) == TrainingSettings()
+    assert LearningOptions().fitted(TrainingSettings(), 2000, processes=1) == TrainingSettings()
+
+
+def test_defaults_follow_the_model_and_the_data_and_what_is_given_stays() -> None:
+    assert LearningOptions().reaching(512) == TrainingSettings(max_length=512)
+    assert LearningOptions(max_length=2048).reaching(512) == TrainingSettings(max_length=2048)
+    assert LearningOptions().fitted(TrainingSettings(), 160, processes=1) == TrainingSettings(batch=10)
+    assert LearningOptions(batch=8).fitted(TrainingSettings(batch=8), 20, processes=1) == TrainingSettings(batch=8)
+
+
+def commands_of(page: str, first: str) -> list[list[str]]:
+    """Those of the fenced block that begins so."""
+    blocks = re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (block,) = (block for block in blocks if block.startswith(first))
+    return [shlex.split(line)[1:] for line in block.splitlines()]
+
+
+def test_the_smallest_recipe_of_the_page_works_on_twenty_prompts(
+    run: Any, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands there, but for the model: a drafter, without a warning; and so does the shortest command of all."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "questions.txt").write_text("".join(f"the book {i} that comes\n" for i in range(20)))
+    page = (Path(__file__).parents[3] / "docs" / "train.md").read_text(encoding="utf-8")
+    smallest = commands_of(page, "foreword distill --prompts questions.txt")
+    assert [line[0] for line in smallest] == ["distill", "train", "generate"]
+    for line in smallest:
+        shown = run(*line, "--model", tiny_model, "--threads", 1)
+        assert shown.exit_code == 0 and "warning" not in shown.stderr, shown.stderr
+    record = json.loads((tmp_path / "drafters" / "try" / "record.json").read_text())
+    assert record["step"] == record["settings"]["steps"] and record["stored"]["categories"]["held out"]["prompts"] == 4
+    shortest = ("train", "medusa", "--data", "data/try", "--out", "again", "--model", tiny_model, "--threads", 1)
+    shown = run(*shortest, "--new-tokens", 6, "--rows", 8)
+    assert shown.exit_code == 0
+    assert "warning: warm_up is 100 steps, but the run has 16" in shown.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50), ("hidden_transfer", 60)])
@@ -218,7 +254,7 @@ def test_a_trained_drafter_guesses_better_than_an_untrained_one(
     given += ("--option", "steps=2" if method == "hidden_transfer" else "heads=2")
     shown = run("train", method, "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *given)
     assert shown.exit_code == 0
-    with load(tiny_model, "plain", slots=1, device="cpu", compile=False) as llm:
+    with load(tiny_model, "plain", slots=1, device="cpu", fused_layers=False) as llm:
         before, after = (_tokens_per_round(llm, method, data, folder) for folder in (None, tmp_path))
     assert after > before + 0.1
 

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from foreword.core.sampling import Sampling, SamplingTable, gumbel, noise_bits, pick
+from foreword.core.choosing import pick
+from foreword.core.sampling import Sampling
+from foreword.core.sampling_table import SamplingTable
+from foreword.ops.noise import gumbel, noise_bits
 
 
 def key_of(seed: int) -> Tensor:

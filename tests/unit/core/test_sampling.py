@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,20 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.sampling import (
-    Kind,
-    Sampling,
-    SamplingRows,
-    SamplingTable,
-    best,
-    guesses,
-    gumbel,
-    judge,
-    keeps,
-    pick,
-    rank,
-)
+from foreword.core.choosing import History, guesses, judge, keeps, pick, rank
+from foreword.core.sampling import Sampling
+from foreword.core.sampling_table import NO_TOKEN, SamplingRows, SamplingStages, SamplingTable
 from foreword.errors import InputError
+from foreword.ops.noise import gumbel
+from foreword.ops.top import top
 
 ENDS = torch.tensor([1, 4])
 
@@ -52,6 +45,11 @@ def logits_of(batch: int, rows: int, vocabulary: int = 12, seed: int = 0) -> Ten
         *(("repetition_penalty", value) for value in (0, -1, 1e-39, 1e300, math.inf)),
         *(("seed", value) for value in (1.5, "x", True)),
         *(("logprobs", value) for value in (-1, 101, 2.0, True)),
+        *(("allowed_token_ids", value) for value in ((), 5, "ab")),
+        *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, math.nan, "1", True)),
+        *(("logit_bias", value) for value in (5, "ab", [3], [(1, 2, 3)])),
+        *(("bad_words", value) for value in ((), 5, "ab")),
+        *(("bad_word_ids", value) for value in ((), 5, "ab")),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: object) -> None:
@@ -63,6 +61,35 @@ def test_a_wrong_value_is_named(name: str, value: object) -> None:
 def test_edges_are_allowed() -> None:
     Sampling(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=0.1, seed=-5, logprobs=0)
     Sampling(top_p=1e-6, min_p=0.999, logprobs=100, seed=2**70)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"logit_bias": {5: 101}}, "logit_bias of token 5 is 101"),
+        ({"logit_bias": {5: math.nan}}, "logit_bias of token 5 is nan"),
+        ({"logit_bias": {"x": 1}}, "a key of logit_bias is 'x'"),
+        ({"logit_bias": {-1: 1}}, "a key of logit_bias is -1"),
+        ({"logit_bias": {True: 1}}, "a key of logit_bias is True"),
+        ({"logit_bias": dict.fromkeys(range(4097), 1)}, "at most 4096"),
+        ({"bad_words": ["a", " "]}, "an entry of bad_words is ' '"),
+        ({"bad_words": ["a", 3]}, "an entry of bad_words is 3"),
+        ({"bad_words": ["a"] * 1025}, "1 to 1024"),
+        ({"bad_word_ids": [[]]}, "an entry of bad_word_ids"),
+        ({"bad_word_ids": [[1, -1]]}, "an entry of bad_word_ids is -1"),
+        ({"bad_word_ids": [[1] * 65]}, "1 to 64 token ids"),
+    ],
+)
+def test_a_wrong_part_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        Sampling(**options)
+
+
+def test_what_is_given_in_any_form_is_kept_in_one() -> None:
+    sampling = Sampling(logit_bias={"7": 1, 3: -2.5}, bad_words=["a"], bad_word_ids=[[4, 5], (4, 5)])  # type: ignore
+    assert sampling.biases == ((3, -2.5), (7, 1.0)) and sampling.bad_word_ids == ((4, 5),)
+    assert replace(sampling, seed=3).biases == sampling.biases and hash(sampling) == hash(replace(sampling))
+    assert Sampling(logit_bias={}) == Sampling()
 
 
 # Filters
@@ -115,6 +142,14 @@ def test_equal_logits_stay_together() -> None:
         assert keeps(scores, rows_of(sampling)).tolist() == [[[True, True, True, True, False]]]  # type: ignore[union-attr]
 
 
+def test_the_edge_of_the_nucleus_is_exact() -> None:
+    """64 tokens whose chances differ by a few of float32's smallest steps: those above the 32nd hold less than a half."""
+    chances = (1 + torch.arange(64).double() * 2**-18) / 64
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    kept = keeps(chances.log()[order].view(1, 1, 64), rows_of(Sampling(1.0, top_p=0.5)))
+    assert kept is not None and torch.equal(kept[0, 0], order >= 32)
+
+
 def test_the_best_token_always_stays() -> None:
     scores = logits_of(3, 4)
     kept = keeps(scores, rows_of(*(Sampling(1.0, top_k=1, top_p=1e-6, min_p=0.99) for _ in range(3))))
@@ -148,14 +183,14 @@ def test_filters_are_after_the_temperature() -> None:
 def test_a_penalty_makes_seen_tokens_less_likely() -> None:
     logits = torch.tensor([[[2.0, -2.0, 2.0, -2.0]], [[2.0, -2.0, 2.0, -2.0]]])
     seen = torch.tensor([[[3, 1, 0, 0]], [[3, 1, 0, 0]]])
-    scores = judge(logits, torch.tensor([[5], [5]]), rows_of(Sampling(repetition_penalty=2.0), Sampling()), seen)
+    scores = judge(logits, torch.tensor([[5], [5]]), rows_of(Sampling(repetition_penalty=2.0), Sampling()), History(seen))
     assert scores.tolist() == [[[1.0, -4.0, 2.0, -2.0]], [[2.0, -2.0, 2.0, -2.0]]]
 
 
 def test_the_penalty_comes_before_the_temperature() -> None:
     sampling = rows_of(Sampling(temperature=0.5, repetition_penalty=2.0, seed=3))
     logits, seen, place = torch.tensor([[[3.0, -3.0]]]), torch.tensor([[[1, 1]]]), torch.tensor([[4]])
-    without = judge(logits, place, sampling, seen) - gumbel(sampling.key, place, torch.arange(2))
+    without = judge(logits, place, sampling, History(seen)) - gumbel(sampling.key, place, torch.arange(2))
     assert without.view(-1).tolist() == pytest.approx([3.0, -12.0], abs=1e-5)
 
 
@@ -166,6 +201,67 @@ def test_end_tokens_are_held_back_below_the_floor() -> None:
     held = (scores == -math.inf).tolist()
     closed = [False, True, False, False, True, False]
     assert held == [[closed, closed, [False] * 6], [[False] * 6] * 3]
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.0, True, "a", None])
+def test_what_is_no_token_is_not_allowed(wrong: object) -> None:
+    with pytest.raises(InputError, match=f"allowed_token_ids is {wrong!r}; it must be a token id"):
+        Sampling(allowed_token_ids=(3, wrong))  # type: ignore[arg-type]
+    assert Sampling(allowed_token_ids=[3, 4]).allowed_token_ids == (3, 4)  # type: ignore[arg-type]
+
+
+def test_masks_bar_tokens_always_or_below_the_floor() -> None:
+    """One allows two tokens and holds one of them back, one holds a token back, one has no say."""
+    table = SamplingTable.empty(3, ENDS, 6)
+    table.set(0, Sampling(seed=1, allowed_token_ids=(2, 3)), 8, held=(3,))
+    table.set(1, Sampling(seed=1), 8, held=(0,))
+    table.set(2, Sampling(seed=1), 0, held=(0,))
+    scores = judge(torch.zeros(3, 2, 6), torch.tensor([[7, 8]] * 3), table.at(torch.arange(3), (0, 1, 2)))
+    open_to = [[[token for token in range(6) if row[token] == 0] for row in lane] for lane in scores.tolist()]
+    assert open_to == [[[2], [2, 3]], [[2, 3, 5], [0, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5]] * 2]
+
+
+def test_the_kind_of_a_round_knows_of_masks() -> None:
+    table = SamplingTable.empty(3, ENDS, 12)
+    table.set(0, Sampling(seed=1))
+    table.set(1, Sampling(seed=1, allowed_token_ids=(3,)))
+    table.set(2, Sampling(seed=1), held=(3,))
+    assert [table.kind((slot,)) for slot in range(3)] == [SamplingStages(), SamplingStages(masks=True), SamplingStages()]
+    assert table.kind((0, 1)) == SamplingStages(masks=True) and not SamplingStages(masks=True).is_greedy
+    table.set(1, Sampling(seed=1))
+    assert table.kind((0, 1)) == SamplingStages() and not table.columns["barred"].any()
+
+
+def test_bias_and_output_penalties_by_hand() -> None:
+    """Each row by its own numbers; the counts of the prompt do not matter to them."""
+    rows = table_rows(
+        Sampling(seed=1, frequency_penalty=0.5, presence_penalty=1.0),
+        Sampling(seed=1, logit_bias={0: -100, 3: 2.5}),
+        Sampling(seed=1),
+    )
+    counts = torch.tensor([[[3, 1, 0, 0]]]).expand(3, 1, 4)
+    logits = torch.tensor([[[2.0, -2.0, 1.0, 0.0]]]).expand(3, 1, 4)
+    scores = judge(logits, torch.full((3, 1), 5), rows, History(counts + 7, counts))
+    assert scores.view(3, 4).tolist() == [[-0.5, -3.5, 1.0, 0.0], [-98.0, -2.0, 1.0, 2.5], [2.0, -2.0, 1.0, 0.0]]
+
+
+def test_bad_words_bar_their_last_token_where_the_others_stand() -> None:
+    """Words of one, two, three and five tokens; two words end alike, and one of them is not completed."""
+    words = ((1,), (2, 3), (0, 2, 3), (2, 2, 2, 2, 0))
+    rows = table_rows(Sampling(seed=1, bad_word_ids=words), Sampling(seed=1))
+    last = torch.tensor([[NO_TOKEN] * 14 + [2], [NO_TOKEN] * 13 + [0, 2], [*[NO_TOKEN] * 11, 2, 2, 2, 2], [0] * 15])
+    assert rows.kind.bad_word_length == 16
+    scores = judge(torch.zeros(2, 4, 4), torch.full((2, 4), 5), rows, History(last=last.expand(2, -1, -1)))
+    barred = [[[token for token in range(4) if row[token] < 0] for row in lane] for lane in scores.tolist()]
+    assert barred == [[[1, 3], [1, 3], [0, 1, 3], [1]], [[], [], [], []]]
+
+
+def table_rows(*samplings: Sampling) -> SamplingRows:
+    """With columns as wide as a vocabulary of four."""
+    table, ids = SamplingTable.empty(len(samplings), torch.tensor([3]), 4), tuple(range(len(samplings)))
+    for slot, sampling in enumerate(samplings):
+        table.set(slot, sampling)
+    return table.at(torch.tensor(ids), ids)
 
 
 # Choosing
@@ -243,27 +339,50 @@ def test_a_pick_does_not_know_its_batch_nor_its_row() -> None:
 
 def test_the_kind_of_a_round_is_that_of_its_requests() -> None:
     greedy = Sampling(top_k=5, top_p=0.5, min_p=0.5)
-    assert Kind.of([(greedy, False)]) == Kind()
+    assert SamplingStages.of([(greedy, False)]) == SamplingStages()
     mixed = [(greedy, True), (Sampling(1.0, top_k=7, logprobs=2), False), (Sampling(repetition_penalty=2.0), False)]
-    assert Kind.of(mixed) == Kind(noise=True, penalties=True, floors=True, top_k=7, logprobs=2)
-    assert Kind.of([(Sampling(1.0, top_p=0.5), False), (Sampling(1.0, min_p=0.5), False)]) == Kind(
+    assert SamplingStages.of(mixed) == SamplingStages(noise=True, repetition=True, floors=True, top_k=16, logprobs=16)
+    assert SamplingStages.of([(Sampling(1.0, top_p=0.5), False), (Sampling(1.0, min_p=0.5), False)]) == SamplingStages(
         noise=True, top_p=True, min_p=True
     )
+
+
+def test_numbers_that_users_choose_come_in_few_sizes() -> None:
+    """A captured round is made for a kind: a kind for every number would be a graph for every number."""
+    kinds = {SamplingStages.of([(Sampling(1.0, top_k=k), False)]).top_k for k in range(1, 300)}
+    assert kinds == {16, 64, 256, 1024}
+    assert {SamplingStages.of([(Sampling(logprobs=n), False)]).logprobs for n in range(1, 101)} == {16, 64, 256}
+    assert [SamplingStages.of([(Sampling(logprobs=n), False)]).logprobs for n in (None, 0)] == [-1, 0], (
+        "neither needs a sort"
+    )
+    assert all(SamplingStages.of([(Sampling(1.0, top_k=k), False)]).top_k >= k for k in (1, 16, 17, 5000, 2**31 - 1))
+
+
+@pytest.mark.parametrize("k", [1, 3, 15, 16, 17, 64, 100])
+def test_the_size_that_a_number_is_rounded_to_changes_no_pick(k: int) -> None:
+    """Every row is cut to its own number, whatever its company asks for."""
+    logits, position, sampling = logits_of(3, 4, 300, seed=k), torch.arange(12).view(3, 4), Sampling(1.3, top_k=k, seed=k)
+    rows = rows_of(sampling, sampling, sampling)
+    exact = pick(logits, position, replace(rows, kind=replace(rows.kind, top_k=k)))
+    assert torch.equal(pick(logits, position, rows), exact)
+    assert torch.equal(pick(logits, position, replace(rows, kind=replace(rows.kind, top_k=4096))), exact)
+    scores = judge(logits, position, rows)
+    assert (scores > -math.inf).sum(-1).tolist() == [[k] * 4] * 3
 
 
 def test_the_kind_of_a_round_follows_who_enters_and_leaves() -> None:
     table, slots = SamplingTable.empty(3, ENDS), (0, 1, 2)
     table.set(0, Sampling(seed=1))
     table.set(1, Sampling(seed=2))
-    assert table.kind(slots) == table.kind((0,)) == Kind()
+    assert table.kind(slots) == table.kind((0,)) == SamplingStages()
     table.set(2, Sampling(1.0, top_k=5, seed=3))
-    assert table.kind(slots) == Kind(noise=True, top_k=5) and table.kind((0, 1)) == Kind()
-    table.set(1, Sampling(1.0, top_k=9, seed=2), floor=4)
-    assert table.kind(slots) == Kind(noise=True, top_k=9, floors=True)
+    assert table.kind(slots) == SamplingStages(noise=True, top_k=16) and table.kind((0, 1)) == SamplingStages()
+    table.set(1, Sampling(1.0, top_k=50, seed=2), floor=4)
+    assert table.kind(slots) == SamplingStages(noise=True, top_k=64, floors=True)
     table.forget(1)
-    assert table.kind(slots) == Kind(noise=True, top_k=5)
+    assert table.kind(slots) == SamplingStages(noise=True, top_k=16)
     table.forget(2)
-    assert table.kind(slots) == Kind()
+    assert table.kind(slots) == SamplingStages()
 
 
 # Ranking
@@ -347,7 +466,7 @@ def test_the_best_are_those_of_a_sort(size: int, k: int) -> None:
     scores[0, 0] = torch.arange(size) / size  # all in the last block
     scores[0, 1, 7] = math.inf
     scores[1, 2, 5:] = -math.inf
-    found = best(scores, k)
+    found = top(scores, k)
     assert found.shape == (2, 3, k)
     expected = scores.sort(dim=-1, descending=True).values[..., :k]
     assert torch.equal(scores.gather(-1, found), expected)

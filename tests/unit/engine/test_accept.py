@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doubles import END, path_to, state_of
+from foreword.core.choosing import pick
 from foreword.core.draft import Draft, Tree
-from foreword.core.sampling import Sampling, pick
+from foreword.core.sampling import Sampling
 from foreword.core.scores import Scores
-from foreword.engine.accept import accept, count_seen, cut, longest_path
+from foreword.engine.accept import accept, count_seen
+from foreword.ops.rounds import cut, longest_path
 
 NODES = 7
 
@@ -76,8 +78,7 @@ def test_seen_tokens_are_counted_along_the_way(drawn: tuple[Draft, list[list[int
     texts = [[4, 5, 4, int(draft.tokens[lane, 0])] for lane in range(len(choice))]
     state = state_of(texts)
     counts = torch.stack([torch.tensor(text).bincount(minlength=6) for text in texts])
-    object.__setattr__(state, "seen", counts.to(torch.int32))
-    seen = count_seen(state, draft)
+    seen = count_seen(state, draft, counts.to(torch.int32))
     for lane, text in enumerate(texts):
         for node in range(NODES):
             way = [int(draft.tokens[lane, row]) for row in path_to(draft.tree.parent[lane].tolist(), node)[1:]]
@@ -108,11 +109,12 @@ def test_noise_is_that_of_the_place_of_each_token() -> None:
     assert choice[1] == choice[2] == choice[3] and len(set(choice)) > 10
 
 
-@pytest.mark.parametrize("wanted", [0, 2])
-def test_logprobs_only_where_asked(wanted: int) -> None:
+@pytest.mark.parametrize(("wanted", "brought"), [(0, 0), (2, 16)])
+def test_logprobs_only_where_asked(wanted: int, brought: int) -> None:
+    """A round brings alternatives in few sizes; whoever hands them out cuts them."""
     state = state_of([[3, 9]], Sampling(seed=1, logprobs=wanted))
-    logits = torch.randn(1, 1, 12)
+    logits = torch.randn(1, 1, 40)
     _, emission = accept(state, Draft.nothing(torch.tensor([9])), Scores(logits), depth=0)
     assert emission.logprobs is not None and emission.top_tokens is not None
-    assert emission.top_tokens.shape == (1, 1, wanted)
+    assert emission.top_tokens.tolist() == logits.topk(brought).indices.tolist()
     assert torch.allclose(emission.logprobs[0, 0], logits[0, 0].log_softmax(-1).max())

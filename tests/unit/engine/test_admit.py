@@ -49,10 +49,10 @@ def test_without_reuse_nothing_is_reused() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "slot", "reused"),
-    [((5, 6, 7, 8), 0, 3), ((5, 6, 9, 8), 0, 2), ((4, 4, 4), 1, 2), ((4, 4), 1, 1), ((4,), 0, 0), ((8, 8), 0, 0)],
+    [((5, 6, 7, 8), 0, 3), ((5, 6, 9, 8), 0, 2), ((4, 4, 4), 1, 2), ((4, 4), 1, 1), ((4,), 2, 0), ((8, 8), 2, 0)],
 )
 def test_reuse_takes_the_slot_that_helps_most(prompt: tuple[int, ...], slot: int, reused: int) -> None:
-    """Never the prompt's last token: that is the root, and stays out of the cache."""
+    """Never the prompt's last token: that is the root, and stays out of the cache. An empty slot where none helps."""
     slots, entering = left_slots((5, 6, 7), (4, 4, 4), ()), running(prompt, reuse=True)
     assert slots.take(entering) == slot and entering.slot == slot
     assert entering.reused == entering.prefilled == reused

@@ -1,32 +1,31 @@
-"""Replay: which rounds and prompt passes share a captured graph, and what they are captured with.
+"""Graphs: which rounds and prompt passes share a captured graph, and what they are captured with.
 
 The graphs themselves need a GPU. Here a replay runs what was captured once more, on the very buffers of the capture.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from doubles import CONTEXT, SAMPLINGS, drafter, prompts, run_to_end, state_of, target, truth
+from doubles import CONTEXT, SAMPLINGS, drafter, prompts, rerunning, run_to_end, state_of, target, truth
 from foreword.core.draft import Draft, Tree
 from foreword.core.drafter import Drafter
-from foreword.core.loop import Loop
-from foreword.core.sampling import Kind, Sampling, SamplingTable
+from foreword.core.sampling import Sampling
+from foreword.core.sampling_table import SamplingStages
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import Lanes, State
 from foreword.engine import graph
 from foreword.engine.admit import admit
 from foreword.engine.engine import Engine
-from foreword.engine.graph import MOST_TEXTS, Captured, Replay, ReplayedCheck, padded_rows, replayed
+from foreword.engine.graph import MOST_TEXTS, GraphBucket, GraphedCheck, GraphedLoop, graphed, padded_rows
 from foreword.engine.prefill import prefill
 from foreword.engine.request import Request, Running
 from foreword.methods import METHODS
-from foreword.methods.amusd import Amusd
+from foreword.methods.amusd.drafter import Amusd
 from foreword.model.model import Model
 
 GREEDY, DRAWN = Sampling(seed=1), Sampling(temperature=0.8, seed=2)
@@ -35,8 +34,10 @@ GREEDY, DRAWN = Sampling(seed=1), Sampling(temperature=0.8, seed=2)
 class Spy:
     """A loop that writes down what its rounds were about."""
 
+    captured = reads_after = False
+
     def __init__(self) -> None:
-        self.rounds: list[tuple[list[int], int, Kind]] = []
+        self.rounds: list[tuple[list[int], int, SamplingStages]] = []
 
     def begin(self, state: State) -> None: ...
 
@@ -60,7 +61,7 @@ class Graph:
 
 
 @contextmanager
-def captures(graph: Any, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+def captures(graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
     assert capture_error_mode == "thread_local", "another thread's work would break a capture"
     yield
 
@@ -74,8 +75,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def replay(counted: None) -> Replay:
-    return Replay(Spy())
+def replay(counted: None) -> GraphedLoop:
+    return GraphedLoop(Spy())
 
 
 def state(*samplings: Sampling) -> State:
@@ -85,11 +86,11 @@ def state(*samplings: Sampling) -> State:
     return given
 
 
-def rounds(replay: Replay) -> list[tuple[list[int], int, Kind]]:
+def rounds(replay: GraphedLoop) -> list[tuple[list[int], int, SamplingStages]]:
     return replay.loop.rounds  # type: ignore[attr-defined]
 
 
-def test_the_first_round_runs_the_second_is_captured_and_the_third_replayed(replay: Replay) -> None:
+def test_the_first_round_runs_the_second_is_captured_and_the_third_replayed(replay: GraphedLoop) -> None:
     given = state(GREEDY, GREEDY)
     for ran, replays in ((1, 0), (2, 1), (2, 2)):
         replay.round(given)
@@ -97,7 +98,7 @@ def test_the_first_round_runs_the_second_is_captured_and_the_third_replayed(repl
 
 
 @pytest.mark.parametrize("other", ["more sequences", "a longer text", "another way of choosing"])
-def test_other_rounds_have_graphs_of_their_own(replay: Replay, other: str) -> None:
+def test_other_rounds_have_graphs_of_their_own(replay: GraphedLoop, other: str) -> None:
     given = state(GREEDY, GREEDY, DRAWN)
     replay.round(given.at(Lanes.of([0, 1], 10)))
     change = {"more sequences": ([0, 1, 2], 10), "a longer text": ([0, 1], 300), "another way of choosing": ([0, 2], 10)}
@@ -105,7 +106,7 @@ def test_other_rounds_have_graphs_of_their_own(replay: Replay, other: str) -> No
     assert len(replay.buckets) == 2 and Graph.replays == 0
 
 
-def test_a_graph_serves_other_slots_of_the_same_kind(replay: Replay) -> None:
+def test_a_graph_serves_other_slots_of_the_same_kind(replay: GraphedLoop) -> None:
     given = state(GREEDY, GREEDY, GREEDY)
     for ids in ([0, 1], [0, 2], [1, 2]):
         replay.round(given.at(Lanes.of(ids, 10)))
@@ -114,14 +115,14 @@ def test_a_graph_serves_other_slots_of_the_same_kind(replay: Replay) -> None:
     assert captured.lanes.slots.tolist() == [1, 2] and captured.lanes.run is None
 
 
-def test_attention_looks_as_far_as_any_round_of_the_bucket_needs(replay: Replay) -> None:
+def test_attention_looks_as_far_as_any_round_of_the_bucket_needs(replay: GraphedLoop) -> None:
     given = state(GREEDY)
     replay.round(given.at(Lanes.of([0], 3)))
     assert rounds(replay)[0][1] == 256
 
 
 @pytest.mark.parametrize(("now", "meanwhile"), [(DRAWN, GREEDY), (GREEDY, DRAWN)], ids=["drawn", "greedy"])
-def test_a_round_is_captured_for_those_who_are_in_it(replay: Replay, now: Sampling, meanwhile: Sampling) -> None:
+def test_a_round_is_captured_for_those_who_are_in_it(replay: GraphedLoop, now: Sampling, meanwhile: Sampling) -> None:
     """Between the first round and the capture slot 1 went to somebody who chooses otherwise, and slot 2 came in. The
     graph must choose as slots 0 and 2 do: else a drawn text would be captured greedy."""
     given = state(GREEDY, now, now)
@@ -131,6 +132,65 @@ def test_a_round_is_captured_for_those_who_are_in_it(replay: Replay, now: Sampli
     replay.round(current)
     assert rounds(replay)[1][0] == [0, 2]
     assert rounds(replay)[1][2] == current.sampling.kind
+
+
+def test_numbers_that_users_choose_share_graphs(replay: GraphedLoop) -> None:
+    """300 requests, each with numbers of its own, and each in two rounds."""
+    for number in range(1, 301):
+        given = state(Sampling(0.8, top_k=number, seed=number, logprobs=number % 101))
+        replay.round(given)
+        replay.round(given)
+    assert len(replay.buckets) <= 16 < Graph.replays
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices that were waited for."""
+    found: list[str] = []
+    monkeypatch.setattr(graph, "synchronize", lambda device: found.append(device.type))
+    return found
+
+
+def spans(replay: GraphedLoop) -> list[int]:
+    return [span for _, span, *_ in replay.buckets]
+
+
+@pytest.mark.usefixtures("counted")
+def test_the_bucket_that_was_used_least_recently_makes_room(settled: list[str]) -> None:
+    replay, given = GraphedLoop(Spy(), most=2), state(GREEDY)
+    short, middle, long = (given.at(Lanes.of([0], span)) for span in (100, 300, 600))
+    for one in (short, short, middle, middle, short):
+        replay.round(one)
+    assert spans(replay) == [512, 256] and settled == []
+    replay.round(long)
+    assert spans(replay) == [256, 1024] and settled == ["cpu"], "its graph may still be running"
+    ran = len(rounds(replay))
+    replay.round(short)
+    assert len(rounds(replay)) == ran, "the one that stayed is replayed as before"
+    replay.round(middle)
+    assert spans(replay) == [256, 512] and len(rounds(replay)) == ran + 1, "the one that went begins again"
+    assert settled == ["cpu"], "what went this time was not captured yet"
+
+
+@pytest.mark.usefixtures("counted", "settled")
+def test_the_shared_memory_goes_with_the_last_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Graph, "pool", lambda graph: "memory")
+    replay, given = GraphedLoop(Spy(), most=2), state(GREEDY)
+    used = [given.at(Lanes.of([0], span)) for span in (100, 100, 300, 300, 600)]
+    for one in used:
+        replay.round(one)
+    assert replay.pool == "memory", "another graph has it"
+    replay.round(given.at(Lanes.of([0], 1200)))
+    assert replay.pool is None and len(replay.buckets) == 2
+
+
+def test_prompt_passes_are_bounded_too(replay: GraphedLoop, settled: list[str]) -> None:
+    replay.most, given = 3, state(GREEDY)
+    for rows in (4, 8, 16, 32, 64):
+        chunk = Draft(torch.full((1, rows), 5), Tree.chain(rows), torch.tensor([rows]))
+        for _ in range(2):
+            replay.prompt_pass(given, chunk, lambda state, chunk: None)
+    assert [rows for _, _, rows in replay.chunks] == [16, 32, 64] and settled == ["cpu"] * 2
 
 
 class InTurns(Spy):
@@ -159,7 +219,7 @@ class InTurns(Spy):
 def test_a_draft_of_the_host_is_copied_to_where_the_graph_looks() -> None:
     """Proposed and told of every time; checked by a graph from the second time on, which reads the first draft's place."""
     spy = InTurns()
-    replay, given = replayed(spy, "check"), state(GREEDY, GREEDY)
+    replay, given = graphed(spy, "check"), state(GREEDY, GREEDY)
     for ran, replays in ((1, 0), (2, 1), (2, 2)):
         replay.round(given)
         assert (len(spy.checked), Graph.replays) == (ran, replays)
@@ -173,7 +233,7 @@ def test_a_draft_of_the_host_is_copied_to_where_the_graph_looks() -> None:
 @pytest.mark.usefixtures("counted")
 def test_wider_drafts_have_a_graph_of_their_own() -> None:
     spy = InTurns()
-    replay, given = ReplayedCheck(spy), state(GREEDY)
+    replay, given = GraphedCheck(spy), state(GREEDY)
     for spy.rows in (3, 5, 3, 5):
         replay.round(given)
     assert [draft.nodes for draft in spy.checked] == [3, 5, 3, 5] and len(replay.buckets) == Graph.replays == 2
@@ -181,23 +241,7 @@ def test_wider_drafts_have_a_graph_of_their_own() -> None:
 
 def test_what_is_replayed_is_the_drafter_s_word() -> None:
     spy = InTurns()
-    assert [type(replayed(spy, part)) for part in ("round", "check", "nothing")] == [Replay, ReplayedCheck, InTurns]
-
-
-def rerun(captured: Captured[Any], call: Callable[[], Any]) -> None:
-    """In place of a capture: a replay runs what was captured once more."""
-
-    def replay() -> None:
-        captured.answer = call()
-
-    captured.graph = SimpleNamespace(replay=replay)  # type: ignore[assignment]
-
-
-def rerunning(loop: Loop, drafter: Drafter) -> Replay:
-    made = replayed(loop, drafter.captures)
-    assert isinstance(made, Replay)
-    made._capture = rerun  # type: ignore[method-assign]
-    return made
+    assert [type(graphed(spy, part)) for part in ("round", "check", "nothing")] == [GraphedLoop, GraphedCheck, InTurns]
 
 
 @pytest.fixture
@@ -215,7 +259,7 @@ def engine(method: Drafter, model: Model, captured: bool, slots: int = 1) -> Eng
 
 def captured_rows(made: Engine) -> list[int]:
     """Rows of the prompt passes that were captured."""
-    assert isinstance(made.loop, Replay)
+    assert isinstance(made.loop, GraphedLoop)
     return sorted({rows for (_, _, rows), captured in made.loop.chunks.items() if captured.graph})
 
 
@@ -248,7 +292,7 @@ def test_prompts_of_one_size_are_read_together(method: str) -> None:
     made.together = True
     requests = [*asked(12), *asked(12, reuse=True)]
     assert [run.tokens for run in made.generate(requests)] == [truth(model.hf, request) for request in requests]
-    assert isinstance(made.loop, Replay)
+    assert isinstance(made.loop, GraphedLoop)
     assert {count for count, _, _ in made.loop.chunks} > {1, 2}
 
 
@@ -265,14 +309,41 @@ def test_ctrl_c_in_a_replay_forgets_what_was_captured(monkeypatch: pytest.Monkey
 
     assert written_in(0) == written_in(0) == truth(model.hf, request)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Captured, "__setattr__", _interrupt)
+        patch.setattr(GraphBucket, "__setattr__", _interrupt)
         written_in(1)
-    assert isinstance(made.loop, Replay) and not made.loop.buckets  # else the next text is written in the other's slot
+    assert isinstance(made.loop, GraphedLoop) and not made.loop.buckets  # else the next text is written in the other's slot
     assert written_in(0) == truth(model.hf, request)
 
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+UNLIKE = [
+    Sampling(seed=1),
+    Sampling(temperature=0.8, seed=2),
+    Sampling(temperature=1.2, top_k=3, seed=3),
+    Sampling(temperature=1.2, top_k=30, top_p=0.9, seed=4),
+    Sampling(repetition_penalty=1.5, seed=5),
+    Sampling(seed=6, logprobs=4),
+]
+
+
+@pytest.mark.usefixtures("small_passes")
+@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
+@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("method", ["plain", "clover2", "amusd"])
+def test_graphs_that_come_and_go_change_no_text(method: str, most: int, late: bool) -> None:
+    """Six ways of choosing, one and two at a time, in more buckets than are kept: some go while a round is unread."""
+    model = target()
+    made = engine(drafter(method, model), model, captured=True, slots=2)
+    assert isinstance(made.loop, GraphedLoop)
+    made.loop.most, made.late, made.slots.pads = most, late, True
+    requests = [replace(one, sampling=UNLIKE[i % 6], max_new_tokens=3 + 2 * i) for i, one in enumerate(asked(12))]
+    runs = made.generate(requests)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in requests]
+    assert len(made.loop.buckets) <= most and len(made.loop.chunks) <= most
+    assert all(len(entry.top) == 4 for run in runs for entry in run.logprobs)
 
 
 @pytest.mark.usefixtures("small_passes")
@@ -283,11 +354,11 @@ def test_prompt_passes_serve_texts_of_any_sampling(method: str) -> None:
     drawn = [replace(request, sampling=Sampling(temperature=0.9, seed=3)) for request in asked(10)]
     for made in (plain, captured):
         made.generate(asked(10))
-    assert isinstance(captured.loop, Replay)
+    assert isinstance(captured.loop, GraphedLoop)
     passes = len(captured.loop.chunks)
-    ready = [bucket for bucket in captured.loop.chunks if captured.loop.has_pass(bucket)]
+    ready = [bucket for bucket in captured.loop.chunks if captured.loop.has_pass(*bucket)]
     assert ready == [bucket for bucket, one in captured.loop.chunks.items() if one.graph] != []
-    assert not captured.loop.has_pass((MOST_TEXTS + 1, 0, 4))
+    assert not captured.loop.has_pass(MOST_TEXTS + 1, 0, 4)
     assert history(captured.generate(drawn)) == history(plain.generate(drawn))
     assert passes and len(captured.loop.chunks) == passes
 
@@ -337,7 +408,7 @@ def test_many_prompts_at_once_are_read_as_written(count: int, method: str) -> No
         prefill(model, made.loop, made.drafter.needs, made.state.at(lanes), runs, made.chunk)
     if isinstance(made.drafter, Amusd):
         assert made.drafter.teller.texts == [[*request.prompt[:-1][:16]] for request in requests], "it has read along"
-    assert isinstance(made.loop, Replay) and len(made.loop.chunks) == (count == MOST_TEXTS)
+    assert isinstance(made.loop, GraphedLoop) and len(made.loop.chunks) == (count == MOST_TEXTS)
 
 
 def test_sizes_of_prompt_passes() -> None:
@@ -358,8 +429,6 @@ def test_checks_of_a_draft_that_is_written_meanwhile(
     """As on a GPU: checks are replayed, free slots fill them up, and rounds are read late, by the engine and by the drafter.
     Texts come and go, one is given up on the way, one is written without guesses, and one goes on from that. What the draft
     is told is always the text."""
-    kind = Kind(noise=sampling.temperature > 0)  # settled by a capture, and here what is captured runs again
-    monkeypatch.setattr(SamplingTable, "kind", lambda table, ids: kind)
     model = target()
     method: Any = drafter("amusd", model)
     made = Engine(model, method, slots=3, max_context=CONTEXT, chunk=16, late=True)

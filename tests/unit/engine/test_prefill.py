@@ -9,7 +9,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.engine.graph import Replay
+from foreword.engine.graph import GraphedLoop
 from foreword.engine.lockstep import Lockstep
 from foreword.engine.prefill import MOST_CAPTURED, parted
 from foreword.engine.request import Request, Running
@@ -130,7 +130,7 @@ def entering(*lengths: int) -> list[Running]:
 
 def test_captured_passes_are_shared_by_prompts_of_one_size() -> None:
     """Of 64, 128 and 1024 rows, four at a time; what stands behind a chunk that is read is of another kind."""
-    loop = Replay(Lockstep(target(), Liar()))
+    loop = GraphedLoop(Lockstep(target(), Liar()))
     runs = entering(40, 1024, 64, 3, 100, 5, 6, 2000)
     runs[7].prefilled = 1024
     parts = parted(runs, loop, 1024, together=True)
@@ -141,7 +141,7 @@ def test_who_is_not_captured_is_read_at_once() -> None:
     """A hundred prompts keep a GPU busy; a CPU is with one."""
     plain = Lockstep(target(), Liar())
     many = entering(*range(1, MOST_CAPTURED + 2))
-    assert parted(many, Replay(plain), 1024, together=True) == [many]
+    assert parted(many, GraphedLoop(plain), 1024, together=True) == [many]
     assert parted(many[:9], plain, 1024, together=True) == [many[:9]]
     assert parted(many[:9], plain, 256, together=False) == [[run] for run in many[:9]]
     assert parted([], plain, 1024, together=True) == []

@@ -20,12 +20,26 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
         find("zzzz")
 
 
-@pytest.mark.parametrize("rows", [0, -3, 1025, 10**9, 2.0, "8", True])
+@pytest.mark.parametrize("name", ["favourites", "eagle", "ngram", "beam_search"])
+def test_a_name_that_is_near_to_none_is_answered_without_a_suggestion(name: str) -> None:
+    with pytest.raises(UnknownMethod, match=f"^no method is called '{name}'; there are: plain"):
+        find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("lookup", "prompt_lookup"), ("recycling", "token_recycling"), ("draft", "draft_model")]
+)
+def test_a_part_of_a_name_is_enough(name: str, meant: str) -> None:
+    with pytest.raises(UnknownMethod, match=f"did you mean '{meant}'"):
+        find(name)
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_a_pass_has_at_least_the_root_and_an_end(name: str, rows: object) -> None:
+def test_a_pass_has_at_least_the_root_and_an_end(name: str) -> None:
     """Before anything of that size is built."""
-    with pytest.raises(InputError, match=f"rows is {rows!r}.*at least 1 row, the root, and at most 1024"):
-        make(name, rows=rows)  # type: ignore[arg-type]
+    for rows in (0, -3, 1025, 10**9, 2.0, "8", True):
+        with pytest.raises(InputError, match=f"rows is {rows!r}.*at least 1 row, the root, and at most 1024"):
+            make(name, rows=rows)  # type: ignore[arg-type]
 
 
 OPTIONS = {

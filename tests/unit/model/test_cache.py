@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from foreword.core.state import Lanes
 from foreword.errors import CapacityError
-from foreword.model.cache import SPARE, Berth, CacheShape, SlotCache, free_memory, look, store
+from foreword.model.cache import SPARE, CacheShape, SharedCacheMemory, SlotCache
+from foreword.ops.device import free_memory
 
 SHAPE = CacheShape(layers=2, heads=3, width=4, dtype=torch.float64)
 SLOTS, CONTEXT, SCRATCH = 4, 10, 6
@@ -80,9 +81,8 @@ def test_rows_are_read_where_they_were_written(ids: list[int]) -> None:
     cache, lanes = filled([0] * SLOTS), Lanes.of(ids, 0)
     rows = torch.tensor([[1, 4, 2], [0, 5, 9], [7, 8, 3]])[: len(ids)]
     key, value = torch.randn(2, len(ids), 3, 3, 4, dtype=torch.float64)
-    for cached, written in ((cache.keys[1], key), (cache.values[1], value)):
-        store(cached, cache.places(lanes, rows), written)
-    keys, values = look(cache.keys[1], lanes, 10), look(cache.values[1], lanes, 10)
+    cache.layers[1].store(cache.places(lanes, rows), key, value)
+    keys, values = cache.layers[1].view(lanes, 10)
     for lane, slot in enumerate(ids):
         assert torch.equal(keys[lane][:, rows[lane]], key[lane])
         assert torch.equal(values[lane][:, rows[lane]], value[lane])
@@ -97,8 +97,7 @@ def test_rows_beyond_the_slot_are_waste() -> None:
     before = tensors(cache)
     places = cache.places(Lanes.of([1], 0), torch.tensor([[cache.rows - 1, cache.rows, cache.rows + 5]]))
     assert len(set(places.tolist())) == SHAPE.heads
-    for cached in (cache.keys[0], cache.values[0]):
-        store(cached, places, torch.zeros(1, 3, 3, 4).double())
+    cache.layers[0].store(places, *torch.zeros(2, 1, 3, 3, 4).double())
     assert torch.equal(cache.keys[0][:, :, :-1], before[0][:, :, :-1])
     assert torch.equal(cache.keys[0][[0, 2, 3]], before[0][[0, 2, 3]])
 
@@ -148,36 +147,62 @@ def test_wiping_the_scratch_leaves_what_is_committed() -> None:
     assert cache.held[:, :, 0].isnan().all()
 
 
-def shared(berth: Berth, scratch: int, slots: int = SLOTS) -> SlotCache:
-    return SlotCache(SHAPE, slots, CONTEXT, scratch, "cpu", berth)
+def shared(memory: SharedCacheMemory, scratch: int, slots: int = SLOTS) -> SlotCache:
+    return SlotCache(SHAPE, slots, CONTEXT, scratch, "cpu", memory)
 
 
 def test_a_berth_is_cleared_when_another_takes_it() -> None:
-    berth = Berth()
-    plain, wide = shared(berth, 1), shared(berth, SPARE)
+    memory = SharedCacheMemory()
+    plain, wide = shared(memory, 1), shared(memory, SPARE)
     assert plain.rows < wide.rows and plain.held.data_ptr() == wide.held.data_ptr()
-    assert plain.take() and not plain.take()
+    assert plain.claim() and not plain.claim()
     plain.held.fill_(math.nan)
     plain.length.fill_(3)
-    assert wide.take() and plain.take()
+    assert wide.claim() and plain.claim()
     assert not plain.held.any() and not plain.length.any()
 
 
 def test_who_does_not_fit_a_berth_begins_another_piece() -> None:
-    berth = Berth()
-    small, large = shared(berth, 1), shared(berth, 2 * SPARE)
-    assert small.held.data_ptr() != large.held.data_ptr() == shared(berth, SPARE).held.data_ptr()
+    memory = SharedCacheMemory()
+    small, large = shared(memory, 1), shared(memory, 2 * SPARE)
+    assert small.held.data_ptr() != large.held.data_ptr() == shared(memory, SPARE).held.data_ptr()
 
 
 def test_memory_of_one_s_own_is_never_another_s() -> None:
     cache = filled([1, 2, 3, 4])
-    assert not cache.take() and cache.held.any() and cache.length.tolist() == [1, 2, 3, 4]
+    assert not cache.claim() and cache.held.any() and cache.length.tolist() == [1, 2, 3, 4]
 
 
 def test_a_berth_asks_before_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    berth = Berth()
-    held = shared(berth, 1)
+    memory = SharedCacheMemory()
+    held = shared(memory, 1)
     monkeypatch.setattr("foreword.model.cache.free_memory", lambda _: 0)
-    assert shared(berth, 2).held.data_ptr() == held.held.data_ptr()  # nothing new is needed
+    assert shared(memory, 2).held.data_ptr() == held.held.data_ptr()  # nothing new is needed
     with pytest.raises(CapacityError, match="80 slots x 10 tokens needs"):
-        shared(berth, 1, slots=20 * SLOTS)
+        shared(memory, 1, slots=20 * SLOTS)
+
+
+def test_a_layer_alone_keeps_what_all_layers_keep_together() -> None:
+    together, alone = filled([2, 5, 0, 3]), filled([2, 5, 0, 3])
+    slots, path, count = torch.tensor([3, 1]), torch.tensor([[0, 2, 4], [0, 1, 3]]), torch.tensor([3, 2])
+    for layer in alone.layers:
+        layer.keep(slots, alone.length, path, count)
+    together.keep(Lanes(slots, (3, 1), CONTEXT), path, count)
+    assert torch.equal(alone.held, together.held)
+
+
+def test_a_layer_is_wiped_alone_and_a_snapshot_outlives_it() -> None:
+    cache = filled([2] * SLOTS)
+    first, other = cache.layers[0], tensors(cache)[1]
+    kept, before = first.snapshot(1, 2), first.keys[1, :, :2].clone()
+    first.wipe(1)
+    assert not first.keys[1].any() and not first.values[1].any() and first.keys[0].any()
+    assert torch.equal(kept[0], before) and torch.equal(cache.keys[1], other) and cache.reusable
+
+
+def test_a_tree_larger_than_the_scratch_is_refused() -> None:
+    """Its rows would all be written to the waste row once the sequence fills the context."""
+    cache = filled([0] * SLOTS)
+    cache.check_room(SCRATCH)
+    with pytest.raises(CapacityError, match=f"{SCRATCH + 1} tree rows .* allocated with {SCRATCH}"):
+        cache.check_room(SCRATCH + 1)

@@ -17,9 +17,12 @@ from foreword.core.state import State
 from foreword.errors import CapacityError, ForewordWarning
 from foreword.methods import METHODS, make, untrained
 from foreword.model import cost
-from foreword.model.cost import CostCurve, Tries, curve_for, draft_seconds, measure, measure_draft
+from foreword.model import linears as pack_module
+from foreword.model import measured as measured_module
+from foreword.model.cost import CostCurve, Tries, curve_for, draft_cost, facts_of, measure, measure_draft
+from foreword.model.linears import fuse
+from foreword.model.measured import anew
 from foreword.model.model import Model
-from foreword.model.pack import fuse
 
 CURVE = CostCurve((1, 4, 8), (2.0, 5.0, 6.0))
 
@@ -94,6 +97,24 @@ def test_slow_passes_are_tried_less_often(seconds: float, tries: int, monkeypatc
     assert cost._in_turns([one, one], torch.device("cpu")) == [[pytest.approx(seconds)] * tries] * 2
 
 
+def test_an_evenly_busy_machine_is_noticed_by_what_our_threads_waited_for() -> None:
+    even = Tries((1, 2), [[1.0, 1.1, 1.0], [2.0, 2.1, 2.0]], waited="a thread waited for a core half of the time")
+    assert not even.steady and even.curve().suspect == even.waited
+    batch = Tries((8,), [[1.0, 1.0]], texts=8, waited="a thread waited")
+    assert not Tries((1,), [[1.0, 1.0]], batches=(batch,)).steady
+
+
+def test_what_our_threads_wait_for_is_watched_while_passes_and_drafts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held(cost.Waits):
+        doubt = "a thread waited for a core"
+
+    monkeypatch.setattr(cost, "Waits", Held)
+    assert measure(target(), rows=(1,)).waited == measure_draft(target(), LastHidden()).waited == Held.doubt
+    model = target()
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    assert cost._on_cpu(model, Held()) == "", "the host of a GPU may come late"
+
+
 STEADY, SHAKY = Tries((1, 4), [[1.0, 1.0], [2.0, 2.1]]), Tries((1, 4), [[1.0, 9.0], [2.0, 9.0]])
 
 
@@ -103,6 +124,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tries]:
     coming: list[Tries] = []
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(cost, "measure", lambda model: coming.pop(0))
+    monkeypatch.setattr(cost, "read_speed", lambda device: 1.0)  # bytes a second: no pass is too slow for this machine
     return coming
 
 
@@ -115,7 +137,7 @@ def test_what_a_busy_machine_shows_is_trusted_for_a_while(measured: list[Tries],
     measured += [SHAKY, STEADY]
     assert curve_for(target()) == curve_for(target()) == SHAKY.curve()
     (file,) = (tmp_path / "costs").glob("*.json")
-    for age, shown in ((cost.UNSTEADY_S + 1, STEADY), (10 * cost.UNSTEADY_S, STEADY)):
+    for age, shown in ((measured_module.SUSPECT_S + 1, STEADY), (10 * measured_module.SUSPECT_S, STEADY)):
         os.utime(file, (time.time() - age,) * 2)
         assert curve_for(target()) == shown.curve()
 
@@ -127,6 +149,92 @@ def test_who_times_for_others_believes_no_busy_machine(measured: list[Tries]) ->
     assert curve_for(target(), quiet=True) == SHAKY.curve()  # busy still: there is nothing better
     assert curve_for(target(), quiet=True) == curve_for(target()) == STEADY.curve() and measured == []
     assert curve_for(target(), quiet=True).steady
+
+
+EVENLY_BUSY = Tries((1, 4), [[0.27, 0.27], [0.54, 0.54]])
+
+
+def test_a_pass_that_takes_many_times_what_reading_does_is_suspect(
+    measured: list[Tries], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """270 ms, one time like the other, of a pass that has some kilobytes to read."""
+    measured += [EVENLY_BUSY, Tries((1, 4), [[0.0003, 0.0003], [0.0006, 0.0006]])]
+    monkeypatch.setattr(cost, "read_speed", lambda device: 10e9)
+    busy = curve_for(target())
+    assert not busy.steady and "270 ms" in busy.suspect
+    assert curve_for(target(), quiet=True).steady and measured == []
+
+
+def test_a_large_model_may_take_long(measured: list[Tries], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured.append(EVENLY_BUSY)
+    monkeypatch.setattr(cost, "read_speed", lambda device: 10e9)
+    monkeypatch.setattr(cost.pack, "read_bytes", lambda model: 10**9)
+    assert curve_for(target()).steady
+
+
+def test_what_was_once_quicker_is_not_replaced_for_good(measured: list[Tries], tmp_path: Path) -> None:
+    """Busy and uneven first, then evenly busy: the earlier figure tells, and stays."""
+    uneven = Tries((1, 4), [[0.04, 0.9], [0.05, 0.9]])
+    measured += [uneven, EVENLY_BUSY, EVENLY_BUSY, Tries((1, 4), [[0.033, 0.033], [0.04, 0.04]])]
+    assert not curve_for(target()).steady
+    for _ in range(2):
+        again = curve_for(target(), quiet=True)
+        assert again.at(1) == 0.04 and not again.steady and "40.0 when it was measured before" in again.suspect
+    assert curve_for(target(), quiet=True).at(1) == curve_for(target()).at(1) == 0.033
+
+
+def test_a_slower_machine_may_be_measured_anew(measured: list[Tries]) -> None:
+    """Where nothing but the earlier figure speaks against it."""
+    measured += [Tries((1, 4), [[0.033, 0.033], [0.04, 0.04]]), EVENLY_BUSY]
+    assert curve_for(target()).at(1) == 0.033
+    with anew():
+        assert curve_for(target()).at(1) == 0.27
+    assert curve_for(target()).steady and curve_for(target()).at(1) == 0.27
+
+
+def test_the_key_is_the_same_at_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way of computing few rows a measurement found the quicker one."""
+    keys = []
+    for rows in (0, 1, 3):
+        monkeypatch.setattr(pack_module, "rows_quicker_stock", lambda _, rows=rows: rows)
+        hf = fresh("llama", torch.float32, head_dim=16)
+        pack_module.rebuild(hf, hf.device, hf.dtype)
+        keys.append(facts_of(Model(hf)))
+    assert keys[0] == keys[1] == keys[2]
+
+
+def test_the_key_knows_device_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target()
+    first = facts_of(model)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert facts_of(model) != first
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    assert facts_of(model) != first
+
+
+def test_another_number_of_threads_has_another_curve(measured: list[Tries], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is measured once and kept, whichever comes between."""
+    measured += [STEADY, Tries((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
+    one = curve_for(target())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        many = curve_for(target())
+        assert curve_for(target()) == many != one
+    assert curve_for(target()) == one
+
+
+def test_linears_of_another_kind_have_another_key() -> None:
+    hf = fresh("llama", torch.float32, head_dim=16)
+    kinds = [pack_module.kinds(hf)]
+    pack_module.fuse(hf)
+    kinds.append(pack_module.kinds(hf))
+    pack_module.pack(hf)
+    kinds.append(pack_module.kinds(hf))
+    hf.lm_head.weight = None  # as of a model that is too large to be kept twice
+    kinds.append(pack_module.kinds(hf))
+    assert len(set(map(tuple, kinds))) == 4
 
 
 def test_another_kind_of_model_has_another_curve(measured: list[Tries]) -> None:
@@ -142,12 +250,15 @@ def test_other_layers_have_another_curve(measured: list[Tries]) -> None:
     assert curve_for(stock) != curve_for(Model(rebuilt.hf))
 
 
-def test_a_damaged_file_is_measured_anew(measured: list[Tries], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damaged", ["{", "[" * 100_000, '{"steady": ' + "1" * 5000 + "}", "\xff"], ids=["cut", "nested", "digits", "bytes"]
+)
+def test_a_damaged_file_is_measured_anew(damaged: str, measured: list[Tries], tmp_path: Path) -> None:
     measured += [STEADY, STEADY]
     curve_for(target())
     (file,) = (tmp_path / "costs").glob("*.json")
-    file.write_text("{")
-    assert curve_for(target()) == STEADY.curve() and measured == [] and file.read_text() != "{"
+    file.write_text(damaged, encoding="latin-1")
+    assert curve_for(target()) == curve_for(target()) == STEADY.curve() and measured == []
 
 
 def test_measuring_times_every_number_of_rows() -> None:
@@ -167,6 +278,8 @@ def test_measuring_times_every_number_of_rows() -> None:
         {"steady": True, "rows": [1, 4], "seconds": [1.0, math.nan]},
         {"steady": True, "rows": ["1", "4"], "seconds": ["a", "b"]},
         {"steady": True, "rows": 1, "seconds": 2.0},
+        {"steady": True, "rows": [1, 4], "seconds": [1.0, math.inf], "texts": 1, "batches": []},
+        asdict(CURVE) | {"batches": [asdict(CURVE)]},  # a batch of one text
         [],
     ],
     ids=str,
@@ -196,7 +309,7 @@ def test_nothing_half_written_is_left(measured: list[Tries], tmp_path: Path, mon
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cost.os, "replace", full)
+    monkeypatch.setattr(measured_module.os, "replace", full)
     measured.append(STEADY)
     with pytest.warns(ForewordWarning, match="No space left"):
         curve_for(target())
@@ -242,7 +355,7 @@ def test_every_drafter_can_be_timed(name: str) -> None:
 def test_what_a_draft_costs_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(Tries, "steady", True)
-    first = draft_seconds(target(), "slow", Slow)
-    assert draft_seconds(target(), "slow", lambda: pytest.fail("measured again")) == first
-    assert draft_seconds(target(), "quick", LastHidden) < first
+    first = draft_cost(target(), "slow", Slow)
+    assert draft_cost(target(), "slow", lambda: pytest.fail("measured again")) == first
+    assert draft_cost(target(), "quick", LastHidden).at(1) < first.at(1)
     assert len(list((tmp_path / "drafts").rglob("*.json"))) == 2 and not (tmp_path / "costs").exists()

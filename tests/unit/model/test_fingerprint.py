@@ -19,7 +19,7 @@ def print_of(hf) -> Fingerprint:
 
 def test_the_same_model_in_another_dress(folders, stock):
     own = print_of(stock["llama"])
-    for options in ({}, {"compile": False}, {"dtype": "bfloat16"}, {"dtype": "float16"}):
+    for options in ({}, {"fused_layers": False}, {"dtype": "bfloat16"}, {"dtype": "float16"}):
         with foreword.load(folders["llama"], "plain", device="cpu", **options) as llm:
             assert Fingerprint.of(llm.model).matches(own) and llm.model.name != own.name
 

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from doubles import FAMILIES
+from foreword.core.needs import Needs
 from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
+from foreword.model.linears import FusedPart, PackedLinear
 from foreword.model.loading import choose_device, choose_dtype, load_stock, load_weights
-from foreword.model.pack import FusedPart, PackedLinear, can_pack
+from foreword.model.model import Model
+from foreword.ops.device import has_packed_linears
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -75,7 +79,7 @@ def test_dtypes_that_are_none(wanted: Any) -> None:
 @torch.no_grad()
 def test_our_layers_answer_what_stock_layers_do(family: str, folders: dict[str, Path], stock: dict[str, Any]) -> None:
     ours = load_weights(folders[family], CPU, torch.float32)
-    if can_pack(CPU, torch.float32):
+    if has_packed_linears(CPU, torch.float32):
         kinds = {type(module) for module in ours.modules()}
         assert {PackedLinear, FusedPart} <= kinds and torch.nn.Linear not in kinds
     plain = load_stock(folders[family], CPU, torch.float32)
@@ -111,6 +115,20 @@ def test_weights_in_several_files(folders: dict[str, Path], stock: dict[str, Any
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with torch.no_grad():
         assert torch.equal(load_stock(tmp_path, CPU, torch.float32)(IDS).logits, stock["llama"](IDS).logits)
+
+
+NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+
+@pytest.mark.parametrize("caps", [{name: None} for name in NO_CAPS] + [NO_CAPS], ids=str)
+@torch.no_grad()
+def test_a_gemma_2_without_caps_is_loaded(caps: dict[str, None], folders: dict[str, Path], tmp_path: Path) -> None:
+    """Transformers has torch's own attention for no Gemma 2, with caps or without."""
+    folder = Path(shutil.copytree(folders["gemma2"], tmp_path / "copy"))
+    change(folder, **caps)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(IDS).logits
+    model = Model(load_weights(folder, CPU, torch.float32))
+    assert torch.allclose(model.read(IDS, Needs(logits=True)).logits, wanted, atol=1e-4)
 
 
 # Damage and strangers ----------------------------------------------------------------------------------------------------
@@ -171,7 +189,7 @@ def test_a_hole_is_not_filled_with_noise(spoil: Callable[[Path], None], named: s
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "'dynamic'"),
     ],
 )
-def test_models_that_are_not_walked_are_refused_before_their_weights_are_read(
+def test_models_that_are_not_supported_are_refused_before_their_weights_are_read(
     fields: dict[str, Any], named: str, folder: Path
 ) -> None:
     change(folder, **fields)
@@ -180,8 +198,40 @@ def test_models_that_are_not_walked_are_refused_before_their_weights_are_read(
         load_stock(folder, CPU, torch.float32)
 
 
-@pytest.mark.parametrize("content", ["{", "", "[]", "{}"])
+@pytest.mark.parametrize("content", ["{", "", "[]", "{}", "[" * 100_000, "9" * 5000], ids=lambda content: content[:5])
 def test_a_damaged_config(content: str, folder: Path) -> None:
     (folder / "config.json").write_text(content)
     with pytest.raises(ModelUnsupported, match="config.json cannot be used"):
         load_stock(folder, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        ({"num_hidden_layers": 9_000}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
+        ({"hidden_size": 1 << 20}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
+        ({"intermediate_size": 1 << 40}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
+        ({"vocab_size": 1 << 40}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
+        ({"num_hidden_layers": 100_000}, ModelUnsupported, "it says that there are 100000 layers"),
+        ({"num_hidden_layers": 10**20}, ModelUnsupported, "it says that there are 1000"),
+    ],
+    ids=str,
+)
+def test_a_config_that_asks_for_more_than_the_weights_hold(
+    changed: dict[str, Any], error: type[Exception], said: str, folder: Path
+) -> None:
+    """Building stops at what the files could fill."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with pytest.raises(error, match=said):
+        load_stock(folder, CPU, torch.float32)
+
+
+def test_weights_whose_header_lies(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    overlapping = whole[8:].replace(b'"data_offsets":[0,', b'"data_offsets":[8,')
+    for length, rest in ((0, whole[8:]), (2**63, whole[8:]), (10**8 - 1, whole[8:]), (header, overlapping), (3, b"[[[")):
+        (folder / "model.safetensors").write_bytes(length.to_bytes(8, "little") + rest)
+        with pytest.raises(ModelCorrupt, match="cannot be read: .*fetch or save the model again"):
+            load_stock(folder, CPU, torch.float32)

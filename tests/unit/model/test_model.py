@@ -1,5 +1,7 @@
 """Model.score against the transformers model's own forward: whole, cached, tree, ragged, in part, halves left out."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from doubles import (
     EVERY_FAMILY,
     VOCABULARY,
     chain,
+    engine,
     fresh,
     own_cache,
     own_hidden,
@@ -16,11 +19,15 @@ from doubles import (
     path_to,
     prefilled,
     random_tree,
+    requests,
     target,
+    written,
 )
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs, Skip
 from foreword.core.state import Lanes
+from foreword.errors import ForewordWarning
+from foreword.methods import make
 from foreword.model.model import Model
 from foreword.model.stack import Rows
 
@@ -245,6 +252,30 @@ def test_end_tokens(generation: int | list[int] | None, config: int | list[int] 
     hf = fresh("llama")
     hf.generation_config.eos_token_id, hf.config.eos_token_id = generation, config
     assert Model(hf).ends.tolist() == ends
+
+
+@pytest.mark.parametrize(
+    ("named", "ends"),
+    [
+        ([2, VOCABULARY], [2]),
+        (-1, [9]),
+        ("</s>", [9]),
+        (["</s>", 3], [3]),
+        (2.0, [9]),
+        (True, [9]),
+        ([[2]], [9]),
+        ([3, None], [3]),
+    ],
+    ids=str,
+)
+def test_an_end_that_is_no_id_of_the_vocabulary_is_dropped_with_a_warning(named: Any, ends: list[int]) -> None:
+    """Where none is left, the older place counts. A request that holds ends back must not look them up in vain."""
+    hf = fresh("llama")
+    hf.generation_config.eos_token_id, hf.config.eos_token_id = named, 9
+    with pytest.warns(ForewordWarning, match=f"generation_config.json: eos_token_id names .* from 0 to {VOCABULARY - 1}"):
+        model = Model(hf)
+    assert model.ends.tolist() == ends
+    assert len(written(engine(make("plain"), model), requests(1, min_new_tokens=5, max_new_tokens=6))[0]) >= 5
 
 
 @every_family

@@ -1,6 +1,7 @@
 """Packed linears answer what stock ones answer, as far as float32 goes; and only what can be packed is."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from torch import nn
 
 from doubles import EVERY_FAMILY, FAMILIES, Liar, chain, engine, fresh, own_logits, prefilled, requests, truth, written
 from foreword.core.needs import Needs
-from foreword.model import pack as pack_module
+from foreword.model import linears as pack_module
+from foreword.model.linears import Buffer, PackedLinear, one_of_few, pack, rows_quicker_stock, some_of
 from foreword.model.model import Model
-from foreword.model.pack import Buffer, PackedLinear, can_pack, pack, rows_quicker_stock, some_of
+from foreword.ops.device import has_packed_linears
 
 TEXT = [5, 9, 31, 8, 40, 7, 7, 12]
 
@@ -71,8 +73,9 @@ def test_a_packed_linear_takes_any_number_of_rows(rows: int, bias: bool) -> None
 @needs_onednn
 @pytest.mark.parametrize("quicker", [0, 1, 3])
 @torch.no_grad()
-def test_few_rows_go_the_way_that_is_quicker_here(quicker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_go_the_way_that_is_quicker_here(quicker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of our own, on which a stock linear is as quick as it is on some machine."""
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
 
     def seconds(product: Any, rows: torch.Tensor, weights: list[torch.Tensor]) -> float:
         return 2.0 if product is torch.nn.functional.linear and len(rows) > quicker else 1.0
@@ -107,10 +110,23 @@ def test_a_tied_embedding_keeps_its_weights() -> None:
     assert torch.equal(hf.model.embed_tokens.weight, before)
 
 
+@needs_onednn
+@torch.no_grad()
+def test_a_pass_that_broke_off_leaves_nothing_to_the_next() -> None:
+    """Of three linears that are one product, one had been asked when an error came."""
+    stock, packed = fresh("llama", torch.float32), fresh("llama", torch.float32)
+    pack(packed)
+    own, fused = (hf.model.layers[0].self_attn for hf in (stock, packed))
+    broken_off, rows = torch.randn(1, 3, 32), torch.randn(1, 3, 32)
+    fused.q_proj(broken_off)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        torch.testing.assert_close(getattr(fused, name)(rows), getattr(own, name)(rows), atol=1e-5, rtol=1e-5)
+
+
 def test_what_cannot_be_packed() -> None:
-    assert not can_pack(torch.device("cuda"), torch.float32)
-    assert not can_pack(torch.device("cpu"), torch.bfloat16)
-    assert not can_pack(torch.device("cpu"), torch.float64)
+    assert not has_packed_linears(torch.device("cuda"), torch.float32)
+    assert not has_packed_linears(torch.device("cpu"), torch.bfloat16)
+    assert not has_packed_linears(torch.device("cpu"), torch.float64)
 
 
 @needs_onednn
@@ -130,3 +146,10 @@ def test_some_outputs_are_a_copy_in_the_same_layout(kind: str, bias: bool) -> No
     with torch.no_grad():
         stock.weight.zero_(), weight.zero_()
     assert torch.equal(some(torch.ones(1, 64)), before)
+
+
+def test_numbers_of_rows_are_few_and_not_much_larger() -> None:
+    sizes = [one_of_few(rows) for rows in range(1, 1025)]
+    assert sizes[:32] == list(range(1, 33)) and sizes[-1] == 1024
+    assert all(rows <= size <= rows * 17 / 16 for rows, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) == 32 + 5 * 16

@@ -1,5 +1,7 @@
 """A stack of a drafter's own: new layers of the target's kind, with a cache of their own, walked over accepted rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from doubles import EVERY_FAMILY, fresh, target
 from foreword.core.draft import Tree
 from foreword.core.state import Lanes
+from foreword.errors import CapacityError
 from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
 
@@ -122,3 +125,26 @@ def test_a_stack_s_cache_is_its_own() -> None:
     assert stack.cache is not None and stack.cache is not model.cache
     assert (stack.cache.slots, stack.cache.context) == (2, 64) and stack.cache.rows > 64 + 9
     assert len(stack.cache.keys) == 2
+
+
+def test_rows_that_see_later_ones_say_so() -> None:
+    """A kernel reads no later row unless it is asked to. A mask does the same, so that a CPU shows what a GPU would do."""
+    model = model_with_room()
+    stack = model.stack(3, init=0)
+    assert stack.cache is not None
+    both_ways, chain = torch.ones(1, 4, 4, dtype=torch.bool), Tree.chain(4)
+    rows = Rows(stack.cache.length[:1], chain.depth, both_ways, Lanes.of([0], 16))
+    hidden = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0)).double()
+    ordered, mutual = stack.walk(hidden, rows).hidden, stack.walk(hidden, replace(rows, causal=False)).hidden
+    close(ordered, stack.walk(hidden, replace(rows, sees=chain.ancestors)).hidden)
+    assert not torch.allclose(ordered[:, :3], mutual[:, :3])
+    close(ordered[:, 3:], mutual[:, 3:])  # the last row sees the same four either way, after one layer
+
+
+def test_a_walk_over_a_tree_larger_than_the_scratch_is_refused() -> None:
+    stack = model_with_room().stack(1, 1, init=0, scratch=4)
+    assert stack.cache is not None
+    tree = Tree.forked(5, torch.device("cpu"))
+    rows = Rows(stack.cache.length[:1], tree.depth, tree.ancestors, Lanes.of([0], 0))
+    with pytest.raises(CapacityError, match="5 tree rows"):
+        stack.walk(torch.zeros(1, 5, stack.model.config.hidden_size, dtype=stack.model.dtype), rows)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from doubles import GROWING_KINDS, fresh, grown_pair, own_hidden, own_logits
-from foreword.core.widening import SEVERAL, Wide
 from foreword.errors import InputError, ModelUnsupported
-from foreword.model import pack
-from foreword.model.width import GROWS, grow, shrink
+from foreword.model import linears as pack
+from foreword.model.widened import GROWS, grow, shrink
+from foreword.model.widening import SEVERAL, Wide
 
 TEXT = [5, 9, 17, 30, 41, 8, 8, 23, 3, 44, 12]
 

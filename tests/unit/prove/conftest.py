@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from doubles import CONTEXT, VOCABULARY, prompts, tiny
 from foreword.api import LLM
-from foreword.methods.wanted import Wanted
+from foreword.drafters.resolve import Wanted
 from foreword.model.cost import CostCurve
 from foreword.model.model import Model
 from foreword.text import Prompt, Tokenizer
@@ -34,7 +34,7 @@ def load(
 ) -> LLM:
     """An LLM around the float32 Llama, or around a model of the test's own."""
     model = kind(hf or tiny("llama", torch.float32), "tiny", FREE_ROWS)
-    return LLM(model, words(chat_template), Wanted.of("plain"), slots, CONTEXT)
+    return LLM.of(model, words(chat_template), Wanted.of("plain"), slots, CONTEXT)
 
 
 def coarse(hf: PreTrainedModel, step: float = 1 / 8) -> PreTrainedModel:

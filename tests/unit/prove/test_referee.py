@@ -11,22 +11,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from doubles import engine, fresh, own_logits, requests, target, tiny, truth
+from foreword.core.choosing import History, judge, keeps
 from foreword.core.draft import Draft
 from foreword.core.needs import Needs
-from foreword.core.sampling import Sampling, SamplingTable, judge, keeps
+from foreword.core.sampling import Sampling
+from foreword.core.sampling_table import SamplingTable
 from foreword.core.scores import Scores
 from foreword.core.state import Lanes
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.methods import make
+from foreword.model.linears import PackedLinear
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
-from foreword.model.pack import PackedLinear
 from foreword.prove import referee
 from foreword.prove.referee import (
     Batch,
     Case,
+    PassReplay,
     Referee,
-    Replay,
     Ruling,
     Scoring,
     batches,
@@ -172,7 +174,7 @@ def test_replays_of_every_shape_answer_the_same(longest: int, monkeypatch: pytes
 def test_a_replay_has_the_shape_it_is_asked_for() -> None:
     model, batch = Watched(tiny("llama")), Batch.of([[case(10, 12), case(10, 20)], [case(4, 5)]])
     with torch.inference_mode(), model.aside(2, 20, 64) as cache:
-        replay = Replay(model, batch, cache)
+        replay = PassReplay(model, batch, cache)
         replay.read(batch.roots)
         replay.write(4)
         replay.look_back()
@@ -259,7 +261,9 @@ def test_scores_are_what_pick_compares() -> None:
     table = SamplingTable.empty(1, model.ends)
     table.set(0, sampling)
     seen = torch.tensor(TEXT).bincount(minlength=48).view(1, 1, -1)
-    judged = judge(logits.view(1, 1, -1), torch.tensor([[len(TEXT)]]), table.at(torch.tensor([0]), (0,)), seen)[0, 0]
+    judged = judge(logits.view(1, 1, -1), torch.tensor([[len(TEXT)]]), table.at(torch.tensor([0]), (0,)), History(seen))[
+        0, 0
+    ]
     kept = judged > -torch.inf
     cases = [case(8, 20, Sampling(seed=1)), case(8, 20, sampling)]  # the other one's choice is of another kind
     scores = Scoring.of(cases, model).scores(logits.expand(2, -1))[1]

@@ -8,16 +8,32 @@ import pytest
 
 from foreword.core.sampling import Sampling
 from foreword.errors import StorageError
-from foreword.prove import Choice, Difference, MethodProof, Report
+from foreword.prove import Difference, MethodProof, Report, ScoredToken
 from foreword.prove.report import name_of
 
 TIE = Difference(
-    "81", "greedy", 12, Choice(5, " a", 17.25), Choice(9, " the", 17.2), gap=0.05, error=0.04, verdict="tie", reason="gap"
+    "81",
+    "greedy",
+    12,
+    ScoredToken(5, " a", 17.25),
+    ScoredToken(9, " the", 17.2),
+    gap=0.05,
+    error=0.04,
+    verdict="tie",
+    reason="gap",
 )
 BUG = Difference(
-    "93|b", "T=0.8 seed=7", 3, Choice(5, "\n|", 19.5), Choice(9, "x", 11.0), gap=8.5, error=0.04, verdict="bug", reason="gap"
+    "93|b",
+    "T=0.8 seed=7",
+    3,
+    ScoredToken(5, "\n|", 19.5),
+    ScoredToken(9, "x", 11.0),
+    gap=8.5,
+    error=0.04,
+    verdict="bug",
+    reason="gap",
 )
-ENDED = Difference("94", "greedy", 30, Choice(5, "y", None), Choice(None, "", None), None, None, "bug", "length")
+ENDED = Difference("94", "greedy", 30, ScoredToken(5, "y", None), ScoredToken(None, "", None), None, None, "bug", "length")
 
 
 def figures(differences: list[Difference], samplings: dict[str, MethodProof] | None = None) -> MethodProof:

@@ -127,6 +127,27 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sys.stdin.closed
 
 
+def test_names_that_are_null_and_numbers_that_are_none(tmp_path: Path) -> None:
+    rows = [
+        '{"id": null, "question_id": null, "task_id": "a", "prompt": "Why?", "score": NaN}',
+        '{"id": null, "prompt": "How?"}',
+    ]
+    for path in (written(tmp_path / "p.jsonl", *rows), written(tmp_path / "p.json", f"[{rows[0]}, {rows[1]}]")):
+        assert [p.id for p in read_prompts(path)] == ["a", "2"]
+
+
+def test_a_row_of_a_list_that_is_no_unicode_is_left_out_alone(tmp_path: Path) -> None:
+    path, left_out = written(tmp_path / "p.json", '[{"prompt": "Why?"}, {"prompt": "\\ud83d"}, {"prompt": "How?"}]'), []
+    assert [p.turns for p in read_prompts(path, left_out=left_out)] == [["Why?"], ["How?"]]
+    assert left_out == ["line 2: holds half of a surrogate pair, which is no character; clean the text"]
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    for path in ("a\0b", "x" * 5000, tmp_path):
+        with pytest.raises(PromptError, match="cannot read the prompt file"):
+            read_prompts(path)
+
+
 def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", {"prompt": "a"}, "", {"prompt": "b"}, "{broken")
     assert [p.turns for p in read_prompts(path, limit=2)] == [["a"], ["b"]]
@@ -137,6 +158,16 @@ def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
+        ("[" * 100_000, "not JSON .*nest deeper"),
+        ('{"prompt": "Why?", "id": ' + "[" * 500 + "]" * 500 + "}", "not JSON .*nest deeper"),
+        ('{"prompt": "Why?", "id": ' + "9" * 5000 + "}", "not JSON .*4300 digits"),
+        ('{"prompt": "Why\\ud83d?"}', "half of a surrogate pair"),
+        ('{"prompt": "Why?", "id": "\\ud83d"}', "half of a surrogate pair"),
+        ({"prompt": None, "entry_point": "f"}, "prompt holds None"),
+        ({"text": None, "test_list": ["assert f(1)"]}, "text holds None"),
+        ({"text": "Write f.", "test_list": 5}, "test_list needs a list of at least one text, got 5"),
+        ({"text": "Write f.", "test_list": [5]}, "test_list holds 5"),
+        ({"question": None, "answer": "3"}, "prompt holds None"),
         ("{broken", "not JSON"),
         ("[1]", "JSON object"),
         ({}, "has nothing"),
@@ -154,6 +185,7 @@ def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
         ({"conversations": [{"from": ["human"], "value": "Hi"}]}, "role"),
         ({"conversations": [{"from": "human", "text": "Hi"}]}, "content"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_bad_row_is_refused_with_its_place(tmp_path: Path, row: object, says: str) -> None:
     path = written(tmp_path / "bad.jsonl", {"prompt": "fine"}, "", row)

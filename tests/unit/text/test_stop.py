@@ -37,7 +37,8 @@ def test_the_stop_string_is_kept_on_request() -> None:
 
 
 def test_the_string_complete_first_wins() -> None:
-    assert StopStrings(["abcd", "bc"]).push("xabcd") == ("xa", True)
+    stop = StopStrings(["abcd", "bc"])
+    assert stop.match is None and stop.push("xabcd") == ("xa", True) and stop.match == "bc"
     assert StopStrings(["c", "abc"]).push("xabcd") == ("x", True)
 
 

@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import load_file
 
 from doubles import TextList, fresh, requests
-from foreword.core.vocabulary import unpacked
+from foreword.drafters.saved import read_config
+from foreword.drafting.draft_vocabulary import unpacked
 from foreword.engine.engine import Engine
-from foreword.errors import DataError, InputError
+from foreword.errors import DataError, ForewordWarning, InputError
 from foreword.methods import untrained
 from foreword.methods.plain import Plain
-from foreword.methods.saved import read_config
 from foreword.model.model import Model
 from foreword.train.evaluate import trials_of
-from foreword.train.frequent import TOGETHER, counts_of, frequent, told_of_words
+from foreword.train.frequent import FEW, TOGETHER, counts_of, frequent, told_of_words, warn_of_few
 from foreword.train.loop import Training
-from foreword.train.schedule import Settings
+from foreword.train.schedule import TrainingSettings
 
 SIZE = 1000
 FALLING = (torch.arange(SIZE, 0, -1) ** 2).roll(300)  # token 300 is the most frequent
@@ -67,12 +67,26 @@ def test_all_of_it_and_a_small_vocabulary_are_all_tokens() -> None:
     assert told_of_words(None, FALLING) == {"count": SIZE, "of": SIZE, "covered": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("count", "of", "warned"),
+    [(512, 49152, True), (FEW, 49152, False), (128, 280, False), (128, 640, True), (280, 280, False)],
+)
+def test_a_draft_vocabulary_of_a_few_hundred_tokens_is_told(
+    count: int, of: int, warned: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    warn_of_few({"count": count, "of": of, "covered": 0.98}, torch.tensor([1000, 2612]))
+    said = [str(one.message) for one in recwarn if one.category is ForewordWarning]
+    assert len(said) == warned
+    assert not warned or said[0].startswith(f"the draft vocabulary has {count} of {of:,} tokens, chosen from 3,612 that the")
+    assert not warned or "--cover 1" in said[0]
+
+
 def test_refusals() -> None:
     for cover in (0.0, 1.5, float("nan")):
         with pytest.raises(InputError, match=f"cover is {cover}; it is a share of what the model writes"):
             frequent(FALLING, NONE, cover)
         with pytest.raises(InputError, match="cover is"):
-            Settings(cover=cover)
+            TrainingSettings(cover=cover)
     with pytest.raises(DataError, match="no token in these texts that the model wrote"):
         frequent(torch.zeros(SIZE, dtype=torch.long), NONE, 0.9)
 
@@ -82,12 +96,15 @@ def test_training_chooses_words_measures_with_them_and_keeps_them(tmp_path: Path
     runs = Engine(model, Plain(), slots=4, max_context=64).generate(requests(24, max_new_tokens=20, ignore_eos=True))
     whole = [(run.request.prompt, run.tokens) for run in runs]
     texts = TextList([(torch.tensor([*a, *b]), torch.tensor([False] * len(a) + [True] * len(b))) for a, b in whole])
-    settings = Settings(batch=8, steps=4, evaluate_every=2, new_tokens=8, max_length=64, texts_apart=8, rows=8, cover=0.5)
+    settings = TrainingSettings(
+        batch=8, steps=4, evaluate_every=2, new_tokens=8, max_length=64, texts_apart=8, rows=8, cover=0.5
+    )
 
     def make(**options: Any) -> Any:
         return untrained("medusa", rows=8, heads=2, **options)
 
-    run = Training(model, make, texts, TextList(texts.texts[:6]), trials_of(texts, 3, 40), settings, tmp_path)
+    with pytest.warns(ForewordWarning, match="the draft vocabulary has 128 of 600 tokens, chosen from"):
+        run = Training(model, make, texts, TextList(texts.texts[:6]), trials_of(texts, 3, 40), settings, tmp_path)
     assert run.measure.drafter.words is not None and run.measure.drafter.words.count == TOGETHER
     record = run.run()
     chosen = unpacked(load_file(tmp_path / "model.safetensors")["words"], 600, "tiny")

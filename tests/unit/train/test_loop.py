@@ -1,6 +1,7 @@
 """The training loop: it learns, it goes on exactly where it was cut, it measures what the engine does, it refuses."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,19 @@ import torch
 from doubles import TextList, TwoHeads, fresh, requests
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
+from foreword.drafters.checkpoint import write_weights
+from foreword.drafters.saved import load_into, save
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
-from foreword.errors import DrafterError, InputError, NumericsError
+from foreword.errors import DrafterError, ForewordWarning, InputError, NumericsError, StorageError
 from foreword.methods.plain import Plain
-from foreword.methods.saved import load_into, save
-from foreword.model.checkpoint import write_weights
 from foreword.model.model import Model
 from foreword.results import Stats
 from foreword.train import loop
 from foreword.train.evaluate import trials_of
 from foreword.train.loop import Training
-from foreword.train.record import card
-from foreword.train.schedule import Order, Settings, length_on, padded
+from foreword.train.record import card, note_words, read_record
+from foreword.train.schedule import Order, TrainingSettings, batch_for, length_on, padded
 
 QUICK = dict(batch=8, at_once=4, steps=12, evaluate_every=6, checkpoint_every=4, warm_up=2, learning_rate=0.02)
 QUICK |= dict(new_tokens=8, max_length=64, texts_apart=8)
@@ -47,7 +48,7 @@ def texts(model: Model) -> TextList:
 def training(model: Model, texts: TextList, folder: Path, make: Any = TwoHeads, **changes: Any) -> Training:
     apart = TextList(texts.texts[:6])
     stored, trials = changes.pop("stored", "bfloat16"), trials_of(apart, changes.pop("trials", 3), 40)
-    return Training(model, make, texts, apart, trials, Settings(**QUICK | changes), folder, stored=stored)
+    return Training(model, make, texts, apart, trials, TrainingSettings(**QUICK | changes), folder, stored=stored)
 
 
 def weights(run: Training) -> dict[str, torch.Tensor]:
@@ -70,6 +71,24 @@ def test_it_learns_and_leaves_a_drafter(model: Model, texts: TextList, tmp_path:
     assert f" in {cut['step']} of the {record['step']} steps asked for;" in card(cut)
 
 
+def test_a_warm_up_that_does_not_fit_into_the_run_is_told(model: Model, texts: TextList, tmp_path: Path) -> None:
+    said = r"warm_up is 100 steps, but the run has 12: it is cut to 6\. Train longer .* or set --warm-up 1"
+    with pytest.warns(ForewordWarning, match=said):
+        training(model, texts, tmp_path, warm_up=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ForewordWarning)
+        training(model, texts, tmp_path, warm_up=6)
+
+
+@pytest.mark.parametrize(
+    ("texts", "at_once", "processes", "batch"),
+    [(100_000, None, 1, 64), (1024, None, 1, 64), (1023, None, 1, 63), (16, None, 1, 1), (3, None, 1, 1)]
+    + [(100_000, 48, 1, 48), (640, 16, 2, 32), (300, 16, 1, 16), (20, 16, 1, 16), (1000, None, 8, 56)],
+)
+def test_a_step_reads_fewer_texts_where_there_are_few(texts: int, at_once: int | None, processes: int, batch: int) -> None:
+    assert batch_for(texts, at_once, processes) == batch
+
+
 def test_a_run_that_was_cut_is_the_run_that_was_not(model: Model, texts: TextList, tmp_path: Path) -> None:
     whole = training(model, texts, tmp_path / "whole")
     record = whole.run()
@@ -87,6 +106,41 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(model: Model, texts: TextLis
     ours, theirs = weights(again), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert (resumed["history"], resumed["tokens"], resumed["best"]) == (record["history"], record["tokens"], record["best"])
+
+
+def test_a_damaged_checkpoint_is_named(model: Model, texts: TextList, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no run to go on with"):
+        training(model, texts, tmp_path).run(resume=True)
+    run = training(model, texts, tmp_path, steps=4, evaluate_every=4)
+    run.run()
+    file = tmp_path / "run" / "checkpoint.pt"
+    whole, held = file.read_bytes(), torch.load(file, weights_only=True)
+    spoilt = [
+        held | {"progress": None},
+        held | {"progress": {}},
+        held | {"module": {}},
+        held | {"optimizer": {}},
+        held | {"module": {name: one[:1] for name, one in held["module"].items()}},
+        {},
+        [1],
+    ]
+    for content in (b"", whole[: len(whole) // 2], b"x" * 100, *spoilt):
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            torch.save(content, file)
+        with pytest.raises(StorageError, match="checkpoint.pt cannot be read .*begin again in another folder"):
+            training(model, texts, tmp_path, steps=4, evaluate_every=4).run(resume=True)
+
+
+def test_a_record_that_is_none_ends_no_run(tmp_path: Path) -> None:
+    for text in ("{", "[" * 100_000, "5", "{}", '"stored"'):
+        (tmp_path / "record.json").write_text(text)
+        assert read_record(tmp_path) is None
+        with pytest.raises(StorageError, match="the words themselves are stored: mend the record, or delete it"):
+            note_words(tmp_path, {"count": 16})
+    (tmp_path / "record.json").write_text('{"stored": {}, "history": [NaN]}')
+    assert read_record(tmp_path) is not None
 
 
 def test_passes_of_a_step_add_up(model: Model, texts: TextList, tmp_path: Path) -> None:
@@ -153,11 +207,11 @@ def test_refusals(model: Model, texts: TextList, tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match="plain has no weights to train"):
         training(model, texts, tmp_path, make=Plain)
     with pytest.raises(InputError, match="no prompts to measure"):
-        Training(model, TwoHeads, texts, texts, [], Settings(**QUICK), tmp_path)  # type: ignore[arg-type]
+        Training(model, TwoHeads, texts, texts, [], TrainingSettings(**QUICK), tmp_path)  # type: ignore[arg-type]
 
 
 def test_an_epoch_reads_every_text_once_in_an_order_of_its_own() -> None:
-    settings = Settings(batch=4, steps=12)
+    settings = TrainingSettings(batch=4, steps=12)
     order = Order(torch.arange(24) + 5, settings)
     first, second = ([order.texts(step) for step in range(6 * e, 6 * e + 6)] for e in (0, 1))
     assert order.steps == 12
@@ -176,7 +230,7 @@ def test_lengths_repeat_where_new_ones_cost() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    settings = Settings(learning_rate=1.0, warm_up=4, floor=0.1)
+    settings = TrainingSettings(learning_rate=1.0, warm_up=4, floor=0.1)
     rates = [settings.rate(step, 20) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
     assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.1)
@@ -195,8 +249,8 @@ def test_read_equals_the_engine_s_pass_and_ignores_padding(model: Model) -> None
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2**-8), ("int8", 1 / 254)])
 def test_saved_weights_come_back(model: Model, tmp_path: Path, dtype: Any, error: float) -> None:
     one, other = TwoHeads(), TwoHeads()
-    one.bind(model, 1)
-    other.bind(model, 1)
+    one.prepare(model, 1)
+    other.prepare(model, 1)
     save(one, tmp_path, model, dtype)
     load_into(other, tmp_path, model)
     for name, weight in one.module.state_dict().items():
@@ -206,7 +260,7 @@ def test_saved_weights_come_back(model: Model, tmp_path: Path, dtype: Any, error
 
 def test_a_drafter_that_does_not_belong_here_is_refused(model: Model, tmp_path: Path) -> None:
     drafter = TwoHeads()
-    drafter.bind(model, 1)
+    drafter.prepare(model, 1)
     with pytest.raises(DrafterError, match=r"config.json is missing"):
         load_into(drafter, tmp_path, model)
     save(drafter, tmp_path, model)
@@ -229,7 +283,7 @@ def test_a_drafter_that_does_not_belong_here_is_refused(model: Model, tmp_path: 
     save(drafter, tmp_path, model)
     with pytest.raises(DrafterError, match="was trained with {'heads': 2}"):
         three = TwoHeads(3)
-        three.bind(model, 1)
+        three.prepare(model, 1)
         load_into(three, tmp_path, model)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()

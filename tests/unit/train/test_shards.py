@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from foreword.errors import DataError, InputError, StorageError
 from foreword.model.fingerprint import Fingerprint
 from foreword.train import Shards
-from foreword.train.shards import Writer, key_of
+from foreword.train.shards import ShardWriter, key_of, kinds
 
+KINDS = tuple(kinds(1))
 MODEL = Fingerprint("tiny", "c0ffee", 1000, "beef")
 
 
@@ -32,7 +34,7 @@ def drawn(count: int, seed: int = 0, vocabulary: int = 1000) -> list[tuple[list[
 
 
 def fill(folder: Path, sequences: list, shard_tokens: int = 200, vocabulary: int = 1000) -> Shards:
-    writer = Writer(folder, about(vocabulary), shard_tokens)
+    writer = ShardWriter(folder, about(vocabulary), shard_tokens)
     for tokens, span, prompt in sequences:
         writer.add(tokens, [span], key_of(prompt))
     writer.save()
@@ -56,7 +58,7 @@ def test_what_goes_in_comes_out(tmp_path: Path, vocabulary: int, size: int) -> N
 
 def test_a_default_shard_is_under_16_mib(tmp_path: Path) -> None:
     for vocabulary in (1000, 100_000):
-        writer = Writer(tmp_path / str(vocabulary), about(vocabulary))
+        writer = ShardWriter(tmp_path / str(vocabulary), about(vocabulary))
         assert writer.shard_tokens * writer.types["tokens"].itemsize < 16 * 2**20
         writer.close()
 
@@ -82,7 +84,7 @@ def test_bytes_that_the_manifest_does_not_count_do_not_exist(tmp_path: Path) -> 
     with (tmp_path / "tokens-00000.bin").open("ab") as stream:
         stream.write(b"half a seq")
     assert len(Shards.open(tmp_path)) == len(before) == 10
-    writer = Writer(tmp_path, about(), 10_000)
+    writer = ShardWriter(tmp_path, about(), 10_000)
     writer.add([1, 2, 3], [(1, 3)], 7)
     writer.save()
     writer.close()
@@ -102,7 +104,7 @@ def test_damaged_files_are_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(DataError, match="sha256 differs"):
         Shards.open(tmp_path)
     with pytest.raises(DataError, match="sha256 differs"):
-        Writer(tmp_path, about(), 200)
+        ShardWriter(tmp_path, about(), 200)
     Shards.open(tmp_path, verify=False)
     file.unlink()
     with pytest.raises(DataError, match="has 0 of"):
@@ -121,7 +123,40 @@ def test_folders_that_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "tokens-00000.bin").write_bytes(b"")
     with pytest.raises(DataError, match="shards without a manifest"):
-        Writer(tmp_path, about())
+        ShardWriter(tmp_path, about())
+
+
+NESTED: list[object] = []
+for _ in range(200):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": None},
+        {"model": {"name": "x"}},
+        {"settings": 5},
+        {"complete": "yes"},
+        {"done": None},
+        {"shards": {}},
+        {"shards": [5]},
+        {"shards": [{}]},
+        {"shards": [{"number": 0, "sequences": -1, "tokens": 5, "sha256": {}}]},
+        {"shards": [{"number": "0", "sequences": 1, "tokens": 5, "sha256": {}}]},
+        {"shards": [{"number": 0, "sequences": 1, "tokens": 10**30, "sha256": dict.fromkeys(KINDS, "x")}]},
+        {"shards": [{"number": 0, "sequences": 1, "tokens": 5, "sha256": dict.fromkeys(KINDS, 5)}]},
+        {"shards": NESTED},
+    ],
+    ids=lambda changed: str(changed)[:60],
+)
+def test_a_manifest_that_lies(changed: dict[str, Any], tmp_path: Path) -> None:
+    fill(tmp_path, drawn(3))
+    file = tmp_path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    for use in (lambda: Shards.open(tmp_path), lambda: ShardWriter(tmp_path, about())):
+        with pytest.raises(DataError, match=r"distil|copy the folder again"):
+            use()
 
 
 def test_a_data_folder_of_another_model(tmp_path: Path) -> None:
@@ -133,17 +168,17 @@ def test_a_data_folder_of_another_model(tmp_path: Path) -> None:
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, about())
+    writer = ShardWriter(tmp_path, about())
     with pytest.raises(StorageError, match="another run is writing"):
-        Writer(tmp_path, about())
+        ShardWriter(tmp_path, about())
     writer.close()
-    Writer(tmp_path, about()).close()
+    ShardWriter(tmp_path, about()).close()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be made"):
-        Writer(tmp_path / "file" / "data", about())
+        ShardWriter(tmp_path / "file" / "data", about())
 
 
 def test_an_empty_folder_can_be_opened(tmp_path: Path) -> None:

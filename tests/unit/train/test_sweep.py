@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from doubles import VOCABULARY, TextList, own_hidden, target
 from foreword.core.needs import Needs
-from foreword.core.transfer import Anchors, Transfer, right_by_rank
+from foreword.drafting.transfer import Anchors, Transfer, right_by_rank
 from foreword.errors import InputError, NumericsError
 from foreword.model.model import Model
-from foreword.train.schedule import Settings, padded
+from foreword.train.schedule import TrainingSettings, padded
 from foreword.train.sweep import Sweep, layers_tried
 
 
@@ -29,7 +29,7 @@ def texts(count: int, seed: int) -> TextList:
 
 
 def swept(model: Model, watch: Any = lambda *_: None, **options: Any) -> tuple[Sweep, dict[str, Any]]:
-    settings = Settings(steps=options.pop("learning", 12), batch=6, max_length=24, learning_rate=0.01, warm_up=2)
+    settings = TrainingSettings(steps=options.pop("learning", 12), batch=6, max_length=24, learning_rate=0.01, warm_up=2)
     sweep = Sweep(model, Transfer(**{"steps": 3} | options), texts(24, 0), texts(10, 1), settings, watch)
     return sweep, sweep.run()
 
@@ -96,7 +96,7 @@ def test_it_learns_and_settled_steps_stay() -> None:
 def test_what_cannot_be_swept() -> None:
     model = target(dtype=torch.float32)
     with pytest.raises(InputError, match="reads 256 tokens at most"):
-        Sweep(model, Transfer(steps=1), texts(8, 0), texts(2, 1), Settings(max_length=300, batch=4), lambda *_: None)
-    settings = Settings(steps=2, batch=4, max_length=24, learning_rate=1e38, warm_up=0)
+        Sweep(model, Transfer(steps=1), texts(8, 0), texts(2, 1), TrainingSettings(max_length=300, batch=4), lambda *_: None)
+    settings = TrainingSettings(steps=2, batch=4, max_length=24, learning_rate=1e38, warm_up=0)
     with pytest.raises(NumericsError, match="step 1 .* lower learning rate than 1e"):
         Sweep(model, Transfer(steps=1), texts(8, 0), texts(2, 1), settings, lambda *_: None).run()

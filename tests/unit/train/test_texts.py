@@ -9,8 +9,8 @@ from doubles import fresh
 from foreword.errors import DataError
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
-from foreword.train import about_data, open_data, split_data
-from foreword.train.shards import Writer, key_of
+from foreword.train import about_data, open_data, share_apart, split_data
+from foreword.train.shards import ShardWriter, key_of
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +18,11 @@ def own() -> Fingerprint:
     return Fingerprint.of(Model(fresh("llama", torch.float32), "tiny"))
 
 
-def folder(place: Path, own: Fingerprint, sequences: list[tuple[list[int], tuple[int, int], str]]) -> Path:
+def folder(
+    place: Path, own: Fingerprint, sequences: list[tuple[list[int], tuple[int, int], str]], shard_tokens: int = 40
+) -> Path:
     about = {"model": own.to_dict(), "settings": {}, "command": None, "versions": {}}
-    writer = Writer(place, about, shard_tokens=40)
+    writer = ShardWriter(place, about, shard_tokens)
     for tokens, written, prompt in sequences:
         writer.add(tokens, [written], key_of(prompt))
     writer.save()
@@ -48,6 +50,26 @@ def test_every_sequence_is_on_one_side_and_its_prompt_with_it(folders: list[Path
             n = int(tokens[0])
             assert tokens.tolist() == [n, 1, 2, *range(3, 5 + n % 7)] and length == len(tokens)
             assert mask.tolist() == [False] * 3 + [True] * (2 + n % 7)
+
+
+@pytest.mark.parametrize(("prompts", "apart"), [(20, 4), (8, 4), (7, 3), (2, 1)])
+def test_of_few_prompts_some_are_kept_apart_by_themselves(
+    tmp_path: Path, own: Fingerprint, prompts: int, apart: int
+) -> None:
+    """A hundredth of twenty prompts is none. The second folder holds half of them again, on the same side."""
+    rows = [([n, 1, 2, 3, 4], (3, 5), f"q{n}") for n in range(prompts)]
+    data = open_data([folder(tmp_path / "all", own, rows), folder(tmp_path / "half", own, rows[::2])], own)
+    learn, held = split_data(data, share_apart(data), max_length=64)
+    sides = [{int(side[i][0][0]) for i in range(len(side.lengths))} for side in (learn, held)]
+    assert [len(side) for side in sides] == [prompts - apart, apart] and not sides[0] & sides[1]
+
+
+def test_of_many_prompts_a_hundredth_is_kept_apart(tmp_path: Path, own: Fingerprint) -> None:
+    rows = [([n % 100, 1, 2, 3, 4], (3, 5), f"q{n}") for n in range(1000)]
+    assert share_apart(open_data([folder(tmp_path / "many", own, rows, shard_tokens=10_000)], own)) == 0.01
+    single = open_data([folder(tmp_path / "single", own, rows[:1])], own)
+    with pytest.raises(DataError, match="raise --held-out, or distil more"):
+        split_data(single, share_apart(single), 64)
 
 
 def test_what_teaches_nothing_is_left_out(tmp_path: Path, own: Fingerprint) -> None:

@@ -1,0 +1,85 @@
+"""Load a model twice: as it is, and widened (`model/widened.py`): the same outputs at the cost of a larger model.
+
+In: the name of a model. Out: both. So speed can be measured at the size that people run, on real prompts with real
+acceptance. The default model widened 8 times has 7.0 B parameters. Drafters of the original serve the widened model.
+Its figures are labelled "grown r=R", the name that published results carry.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Any
+
+import torch
+
+from foreword.api import LLM
+from foreword.drafters.resolve import Wanted
+from foreword.errors import InputError
+from foreword.hub.resolve import resolve
+from foreword.model import linears as pack
+from foreword.model.adapters import tokenizer_folder
+from foreword.model.fingerprint import Fingerprint
+from foreword.model.loading import choose_device, choose_dtype, load_stock
+from foreword.model.model import Model, WidenedFrom
+from foreword.model.widened import PER_TOKEN, grow
+from foreword.model.widening import check_times
+from foreword.text import Tokenizer
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)b", re.IGNORECASE)
+
+
+def times_for(wanted: int | str, hf: Any) -> int:
+    """Return the factor for `8`, or for a size such as `7b`: the power of two that comes nearest to it."""
+    size = SIZE.fullmatch(str(wanted))
+    if size is None:
+        return int(wanted)
+    weights = sum(weight.numel() for weight in hf.parameters())
+    per_word = sum(
+        weight.numel() for name, weight in hf.named_parameters() if name in PER_TOKEN
+    )  # widened in one dimension only
+
+    def distance(times: int) -> float:
+        return abs(math.log(((weights - per_word) * times**2 + per_word * times) / (float(size[1]) * 1e9)))
+
+    return min((2**power for power in range(1, 8)), key=distance)
+
+
+def load_widened(
+    model: str | os.PathLike[str] | None,
+    times: int | str,
+    *,
+    slots: int = 1,
+    max_context: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    threads: int | None = None,
+    fused_layers: bool = True,
+    cuda_graphs: bool = True,
+) -> tuple[LLM, LLM]:
+    """Return a model as it is and the same model widened, both with plain decoding. Options: those of `foreword.load`.
+
+    `times` may be a size, as in `times_for`. The widened model has the fingerprint of its original, so it takes the
+    original's drafters.
+    """
+    if SIZE.fullmatch(str(times)) is None:
+        check_times(int(times))
+    if threads is not None:
+        if threads < 1:
+            raise InputError(f"threads is {threads}; it must be 1 or more")
+        torch.set_num_threads(threads)
+    place, folder = choose_device(device), resolve(model)
+    precision = choose_dtype(dtype, place)
+    hf = load_stock(folder, place, precision)
+    times = times_for(times, hf)
+    wide = grow(hf, times)
+    parameters = sum(weight.numel() for weight in wide.parameters())  # before the layers are fused, which hides some of them
+    if fused_layers:
+        for one in (hf, wide):
+            pack.rebuild(one, place, precision)
+    original = Model(hf, str(model) if model is not None else folder.name)
+    grown = Model(wide, f"{original.name}, grown r={times}", grown=WidenedFrom(times, Fingerprint.of(original), parameters))
+    words = Tokenizer.load(tokenizer_folder(folder))
+    first, second = (LLM.of(one, words, Wanted.of("plain"), slots, max_context, cuda_graphs) for one in (original, grown))
+    return first, second

@@ -1,0 +1,90 @@
+"""`--widen R`, for the commands that time a model: load it, widen it, and compare its output before anything is timed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foreword.cli.console import waiting
+from foreword.cli.options import MODEL, MethodOptions, ModelOptions
+from foreword.errors import ModelError
+
+if TYPE_CHECKING:
+    from foreword.api import LLM
+    from foreword.text import Prompt
+
+COMPARED = 4  # prompts
+
+
+def _times(wanted: str | None) -> str | None:
+    if wanted is not None and not re.fullmatch(r"[2-9]|[1-9]\d+|(?=.*[1-9])\d+(\.\d+)?[bB]", wanted):
+        raise typer.BadParameter(f"{wanted!r} is neither a number of 2 or more, such as 8, nor a size, such as 7b")
+    return wanted
+
+
+Widen = Annotated[
+    str | None,
+    typer.Option(
+        callback=_times,
+        metavar="R|SIZE",
+        rich_help_panel=MODEL,
+        help="Time the model at the cost of a larger one: make it R times as wide (2, 4, 8, ...) without changing its "
+        "outputs. A size, such as 1b, 7b or 27b, picks the nearest R; the default model then has 1.8, 7.0 or 27.6 B "
+        "parameters.",
+    ),
+]
+WidenOldName = Annotated[str | None, typer.Option("--grow", callback=_times, hidden=True)]
+"""What `--widen` was called in 0.1."""
+
+
+@contextmanager
+def loaded(
+    model: ModelOptions, times: str | None, slots: int, prompts: Sequence[Prompt], costs: bool = True
+) -> Iterator[tuple[LLM, dict[str, Any]]]:
+    """Load the model, widened if `times` says so, with plain decoding; also what a report must say about the widening.
+
+    `costs`: a method will ask what passes cost. That is measured now, unless it is known from a machine that was not busy;
+    later it would be part of a figure."""
+    if times is None:
+        with model.load(MethodOptions(method="plain"), slots) as llm:
+            _know_costs(llm, costs)
+            yield llm, {}
+        return
+    # Fetching draws a bar of its own, and two live displays would overwrite each other.
+    with waiting(f"widening {model.name}: {times}") if model.is_here() else nullcontext():
+        from foreword.bench.widening import load_widened  # noqa: PLC0415  imports torch
+
+        original, widened = load_widened(model.model, times, slots=slots, **model.where())
+    with widened:
+        with original, waiting("comparing its output with the original's"):
+            said = _compared(original, widened, prompts[:COMPARED])
+        del original
+        _know_costs(widened, costs)
+        yield widened, said
+
+
+def _know_costs(llm: LLM, asked: bool) -> None:
+    from foreword.model.cost import curve_for  # noqa: PLC0415  imports torch
+
+    if asked:
+        with waiting("measuring what passes cost"):
+            llm.model.use_costs(curve_for(llm.model, quiet=True))
+
+
+def _compared(original: LLM, widened: LLM, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    from foreword.prove import compare  # noqa: PLC0415  imports torch
+
+    found = compare(original, widened, prompts)
+    if found.bugs:
+        raise ModelError(
+            f"{widened.model.name}: its output diverges from the original's at {found.bugs} positions that are no ties, so "
+            "its figures would mean nothing; use a wider dtype"
+        )
+    assert widened.model.grown is not None
+    said = {name: getattr(found, name) for name in ("prompts", "tokens", "identical", "ties")}
+    said |= {"times": widened.model.grown.times, "parameters": widened.model.grown.parameters}
+    return {"grown": said}  # the name of this key in results.json

@@ -1,0 +1,175 @@
+"""The one place where a token is chosen: bias, penalties and masks, then / T, then top-k, top-p, min-p, then noise.
+
+The noise is Gumbel, a pure function of (request seed, position of the token, token id). So the choice does not depend on the
+drafter, the batch or when the request came: speculative output equals plain output, token for token, at any temperature.
+T = 0 drops noise and filters. Filters keep or drop equal logits together, so that no sort order matters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foreword.core.sampling_table import ANY_TOKEN, SamplingRows
+from foreword.ops.filters import Filters, lowest, survivors
+from foreword.ops.noise import Noise, all_tokens, column, under
+from foreword.ops.top import first_largest, race, sampled, top, top_with_chances, widened
+
+
+@dataclass(frozen=True)
+class History:
+    """What stands before the token that each row decides, as far as the stages of the round ask for it."""
+
+    seen: Tensor | None = None  # [b, N, V]: how often each token stands in prompt and output
+    generated: Tensor | None = None  # [b, N, V]: in the output alone
+    last: Tensor | None = None  # [b, N, L - 1]: the last tokens, for bad words of up to L tokens
+
+
+NO_HISTORY = History()
+
+
+def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, history: History = NO_HISTORY) -> Tensor:
+    """The target's own token at every row: [b, N, V] -> [b, N].
+
+    `position` [b, N] is where the chosen token will stand; greedy rounds do not look at it.
+    """
+    if sampling.kind.is_greedy:
+        return first_largest(logits)
+    scores = _processed(logits, position, sampling, history)
+    if not sampling.kind.noise:
+        return first_largest(widened(scores))
+    return sampled(scores, _noise(scores, position, sampling), _filters(sampling))
+
+
+def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, history: History = NO_HISTORY) -> Tensor:
+    """The score by which a token wins, for every token: processed logits, plus noise where there is a temperature."""
+    scores = widened(_processed(logits, position, sampling, history))
+    if not sampling.kind.noise:
+        return scores
+    temperature = column(sampling.temperature, scores)
+    scores, filters = scores / torch.where(temperature > 0, temperature, 1), _filters(sampling)
+    floor = None if filters is None else lowest(scores, filters, scores.logsumexp(-1, keepdim=True))
+    return race(scores, all_tokens(scores), _noise(scores, position, sampling), floor)
+
+
+def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, tokens: Tensor | None = None) -> Tensor:
+    """A drafter's k best candidates, best first, under the noise that the target will sample with: [b, N, V] -> [b, N, k].
+
+    With `tokens` [b, N, C], `logits` are those of the given candidates alone, and the answer is indices into them.
+    Sharing the noise couples the candidate to the sample, so a good guess stays good at any temperature.
+    """
+    return top(under(logits, _noise(logits, position, sampling), tokens) if sampling.kind.noise else logits, k)
+
+
+def guesses(
+    logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: int, vocabulary: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k best candidates as `rank` has them, and the log-probability of each: [b, N, V] -> twice [b, N, k].
+
+    `position` [b, N or 1] may be left out where there is no noise. With a draft `vocabulary` [V] the columns are those
+    tokens, in rising order: they are what is answered, and what the noise is of.
+
+    A probability is the softmax of what the candidates are ranked by. Where noise is shared, it already tells which of the
+    likely tokens will win, so probabilities under it are sharper than those of the logits.
+    """
+    if not sampling.kind.noise:
+        return likeliest(logits, k, vocabulary)
+    assert position is not None
+    return top_with_chances(logits, k, _noise(logits, position, sampling), vocabulary)
+
+
+def likeliest(scores: Tensor, k: int, vocabulary: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The k largest along the last axis, largest first, by their places or the tokens of a draft `vocabulary` [V] that stand
+    there, and the log of their softmax: twice [.., k]."""
+    return top_with_chances(scores, k, None, vocabulary)
+
+
+def log_chances(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How likely the model itself finds tokens [b, n] by their rows of logits [b, n, V]: the log-probability of each one
+    [b, n], and the `most` likeliest tokens with theirs, twice [b, n, most]."""
+    rows = widened(logits).log_softmax(-1)
+    likely = rows.topk(min(most, rows.shape[-1]), dim=-1)
+    return rows.gather(2, tokens.unsqueeze(-1)).squeeze(-1), likely.indices, likely.values
+
+
+def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
+    """Which tokens survive top-k, top-p and min-p, in that order; None where no filter is on. `scores` are after / T."""
+    filters = _filters(sampling)
+    return None if filters is None else survivors(scores, filters)
+
+
+def _noise(scores: Tensor, position: Tensor, sampling: SamplingRows) -> Noise:
+    return Noise(sampling.key, position.expand(scores.shape[:-1]), sampling.temperature)
+
+
+def _filters(sampling: SamplingRows) -> Filters | None:
+    kind = sampling.kind
+    if not kind.filters:
+        return None
+    return Filters(
+        top_k=sampling.column("top_k") if kind.top_k else None,
+        largest_k=kind.top_k,
+        top_p=sampling.column("top_p") if kind.top_p else None,
+        min_p=sampling.column("min_p") if kind.min_p else None,
+    )
+
+
+# Before the temperature ------------------------------------------------------------------------------------------------
+
+
+def _processed(logits: Tensor, position: Tensor, sampling: SamplingRows, history: History) -> Tensor:
+    """Logits after bias, penalties, held-back end tokens, masks and bad words; as they are where there is none of these."""
+    kind, scores = sampling.kind, logits
+    if kind.bias:
+        scores = widened(scores)
+        scores = scores + sampling.column("logit_bias").unsqueeze(1).to(scores.dtype)
+    if kind.penalties:
+        scores = _penalise(widened(scores), sampling, history)
+    if kind.floors:
+        scores = _hold_back_ends(widened(scores), position, sampling)
+    if kind.masks:
+        early = (position < sampling.floor.unsqueeze(1)).unsqueeze(-1)  # [b, N, 1]
+        scores = scores.masked_fill(sampling.column("barred").unsqueeze(1) + early.to(torch.uint8) >= 2, -math.inf)
+    if kind.bad_words:
+        scores = _bar_bad_words(scores, sampling, history)
+    return scores
+
+
+def _penalise(scores: Tensor, sampling: SamplingRows, history: History) -> Tensor:
+    """The repetition penalty goes by prompt and output, the others by the output, as in vLLM."""
+    if sampling.kind.repetition:
+        seen = history.seen
+        assert seen is not None, "a repetition penalty needs the counts of the sequence"
+        penalty = column(sampling.column("repetition_penalty"), scores)
+        scores = torch.where(seen > 0, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    if sampling.kind.generated:
+        counts = history.generated
+        assert counts is not None, "presence and frequency penalties need the counts of the output"
+        scores = scores - column(sampling.column("frequency_penalty"), scores) * counts
+        scores = scores - column(sampling.column("presence_penalty"), scores) * (counts > 0)
+    return scores
+
+
+def _hold_back_ends(scores: Tensor, position: Tensor, sampling: SamplingRows) -> Tensor:
+    early = (position < sampling.floor.unsqueeze(1)).unsqueeze(-1)  # [b, N, 1]
+    held = torch.where(early, -math.inf, scores[..., sampling.ends])
+    return scores.index_copy(-1, sampling.ends, held)
+
+
+def _bar_bad_words(scores: Tensor, sampling: SamplingRows, history: History) -> Tensor:
+    """Bar the last token of every bad word whose other tokens stand right before the place that a row decides."""
+    last, kind = history.last, sampling.kind
+    assert last is not None, "bad words need the last tokens of the sequence"
+    words = sampling.table["bad_words"][:, : kind.bad_words, -kind.bad_word_length :][sampling.slots].unsqueeze(1)
+    *before, final = words.unbind(-1)  # each [b, 1, W]
+    hits = final >= 0
+    for token, there in zip(before, last.unbind(-1), strict=True):
+        hits = hits & ((token == there.unsqueeze(-1)) | (token == ANY_TOKEN))  # [b, N, W]
+    hits = hits.expand(*scores.shape[:2], -1)
+    # Two words may end in the same token: counts, because one that is not completed must not undo the other.
+    counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
+    counts.scatter_add_(2, final.clamp(min=0).long().expand_as(hits), hits.to(torch.int32))
+    return scores.masked_fill(counts > 0, -math.inf)

@@ -1,0 +1,250 @@
+"""The sampling of every slot: columns on the device, and what the host knows of them.
+
+In: the `Sampling` of requests, when they enter. Out: `SamplingRows`, the columns of the sequences in a round, with the
+`SamplingStages` that the round needs. Columns never move once they exist: captured rounds read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from foreword.core.sampling import LONGEST_BAD_WORD, MOST_BAD_SEQUENCES, OPTIONS, Sampling, mix64
+from foreword.ops.noise import WORD
+from foreword.ops.sending import sent
+
+COLUMNS = {name: option.column for name, option in OPTIONS.items() if option.column is not None}
+ANY_TOKEN = -1  # in a bad word, before its first token: whatever stands there
+NO_TOKEN = -2  # before the first token of a sequence
+NO_WORD = -3  # where a slot has no bad word: nothing equals it
+
+
+@dataclass(frozen=True)
+class SamplingStages:
+    """Which stages any request of a round needs; known to the host, so that a round runs no other.
+
+    `top_k`, `logprobs`, `bad_words` and `bad_word_length` bound what any request asks for. They come in few sizes: a
+    captured round is made for its stages, and users may choose any number. Each request is cut to its own number where that
+    number is at hand.
+    """
+
+    noise: bool = False
+    repetition: bool = False  # needs the counts of prompt and output
+    floors: bool = False
+    top_k: int = 0
+    top_p: bool = False
+    min_p: bool = False
+    logprobs: int = -1
+    masks: bool = False
+    generated: bool = False  # a presence or a frequency penalty, which needs the counts of the output
+    bias: bool = False
+    bad_words: int = 0  # of two tokens or more; those of one are masks
+    bad_word_length: int = 0  # tokens
+
+    @property
+    def filters(self) -> bool:
+        return bool(self.top_k or self.top_p or self.min_p)
+
+    @property
+    def penalties(self) -> bool:
+        return self.repetition or self.generated
+
+    @property
+    def drops(self) -> bool:
+        """Some tokens get no chance, whatever their logits are."""
+        return self.filters or self.masks or bool(self.bad_words)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Nothing has a say but the logits."""
+        return not (self.noise or self.penalties or self.floors or self.masks or self.bias or self.bad_words)
+
+    @staticmethod
+    def of(requests: list[tuple[Sampling, bool]], masks: bool = False) -> SamplingStages:
+        """Of (sampling, whether end tokens are held back) pairs; `masks`: some have tokens of their own that are barred."""
+        samplings = [sampling for sampling, _ in requests]
+        sampled = [sampling for sampling in samplings if sampling.temperature > 0]
+        long = [_long_words(sampling) for sampling in samplings]
+        return SamplingStages(
+            noise=bool(sampled),
+            repetition=any(sampling.repetition_penalty != 1 for sampling in samplings),
+            floors=any(floor for _, floor in requests),
+            top_k=_one_of_few_sizes(max((sampling.top_k for sampling in sampled), default=0)),
+            top_p=any(sampling.top_p < 1 for sampling in sampled),
+            min_p=any(sampling.min_p > 0 for sampling in sampled),
+            logprobs=_one_of_few_sizes(max((-1 if s.logprobs is None else s.logprobs for s in samplings), default=-1)),
+            masks=masks,
+            generated=any(sampling.presence_penalty or sampling.frequency_penalty for sampling in samplings),
+            bias=any(sampling.biases for sampling in samplings),
+            bad_words=_one_of_few_sizes(max(map(len, long), default=0)),
+            bad_word_length=_one_of_few_sizes(max((len(word) for words in long for word in words), default=0), 4),
+        )
+
+
+def _long_words(sampling: Sampling) -> list[tuple[int, ...]]:
+    return [word for word in sampling.bad_word_ids or () if len(word) > 1]
+
+
+def _one_of_few_sizes(number: int, least: int = 16) -> int:
+    """The number rounded up to 16, 64, 256 and so on; 0 and less stay as they are."""
+    size = least
+    while size < number:
+        size *= 4
+    return size if number > 0 else number
+
+
+@cache
+def _one(kind: SamplingStages) -> SamplingStages:
+    """The same object for all that are equal, so that they are told apart at a glance."""
+    return kind
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The columns of the sequences in a round, taken from the table when a stage asks: greedy rounds ask none."""
+
+    kind: SamplingStages
+    ends: Tensor  # [E]
+    table: dict[str, Tensor]
+    slots: Tensor
+
+    def column(self, name: str) -> Tensor:
+        """[b, ..]: an option of every sequence. `barred` [b, V] has 0 for a token that may be chosen, 1 if not below the
+        floor, 2 if never."""
+        return self.table[name][self.slots]
+
+    @cached_property
+    def temperature(self) -> Tensor:
+        return self.column("temperature")
+
+    @cached_property
+    def floor(self) -> Tensor:
+        """[b]: end tokens are held back for positions below it."""
+        return self.column("floor")
+
+    @cached_property
+    def key(self) -> Tensor:
+        """[b, 2]: the seed, mixed."""
+        return self.column("key")
+
+
+NOBODY: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """Sampling of every slot: columns on the device, and the host's copy that tells the stages of a round.
+
+    What few requests need has a column from the first of them on: `barred`, `logit_bias`, `generated` [B, V], how often each
+    token stands in the output, and `bad_words` [B, W, L], which holds token sequences at the end of L places.
+    """
+
+    columns: dict[str, Tensor]
+    ends: Tensor
+    requests: dict[int, tuple[Sampling, bool]]
+    own: dict[int, SamplingStages]  # of each request alone; equal ones are one object
+    kinds: dict[tuple[int, ...], SamplingStages]  # of rounds over these slots, until a request enters or leaves
+    vocabulary: int  # tokens that a mask is about
+
+    @staticmethod
+    def empty(slots: int, ends: Tensor, vocabulary: int = 0) -> SamplingTable:
+        dtypes = COLUMNS | {"floor": torch.long}
+        columns = {name: torch.zeros(slots, dtype=dtype, device=ends.device) for name, dtype in dtypes.items()}
+        columns["key"] = torch.zeros(slots, 2, dtype=torch.long, device=ends.device)
+        return SamplingTable(columns, ends, {}, {}, {}, vocabulary)
+
+    def set(self, slot: int, sampling: Sampling, floor: int = 0, held: tuple[int, ...] = ()) -> None:
+        """`floor`: end tokens, and those that are `held` back with them, are not chosen until the sequence is that long."""
+        self.set_all({slot: (sampling, floor)}, torch.tensor([slot]).to(self.ends.device), {slot: held})
+
+    def set_all(
+        self, given: dict[int, tuple[Sampling, int]], slots: Tensor, held: Mapping[int, tuple[int, ...]] = NOBODY
+    ) -> None:
+        """Sampling and floor of several slots, which `slots` [n] names in the same order on the device; and which tokens a
+        slot holds back below its floor besides the end tokens."""
+        self.kinds.clear()
+        keys, floors = [], []
+        for slot, (sampling, floor) in given.items():
+            assert sampling.seed is not None, "a request's seed is settled before it enters"
+            self.requests[slot] = (sampling, floor > 0)
+            masked = self._mask(slot, sampling, held.get(slot, ()) if floor else ())
+            self.own[slot] = _one(SamplingStages.of([self.requests[slot]], masked))
+            self._set_rare(slot, sampling)
+            mixed = mix64(sampling.seed)
+            keys.append((mixed & WORD, mixed >> 32))
+            floors.append((floor,))
+        samplings = [sampling for sampling, _ in given.values()]
+        reals, wholes = ([name for name in COLUMNS if COLUMNS[name] == dtype] for dtype in (torch.float32, torch.long))
+        real = sent([tuple(getattr(s, name) for name in reals) for s in samplings], slots.device, torch.float32)
+        numbers = [tuple(getattr(s, name) for name in wholes) for s in samplings]
+        whole = sent([a + b + c for a, b, c in zip(numbers, floors, keys, strict=True)], slots.device)
+        values = dict(zip(reals, real.unbind(1), strict=True))
+        values |= dict(zip([*wholes, "floor"], whole[:, :-2].unbind(1), strict=True)) | {"key": whole[:, -2:]}
+        for name, value in values.items():
+            self.columns[name].index_copy_(0, slots, value)
+
+    def _mask(self, slot: int, sampling: Sampling, held: tuple[int, ...]) -> bool:
+        """Write a slot's row of barred tokens; whether there are any."""
+        allowed = sampling.allowed_token_ids
+        never = [word[0] for word in sampling.bad_word_ids or () if len(word) == 1]
+        row = self._row("barred", slot, torch.uint8, allowed is not None or bool(held or never))
+        if row is None:
+            return False
+        barred = torch.zeros(self.vocabulary, dtype=torch.uint8)
+        if allowed is not None:
+            barred.fill_(2)
+            barred[list(allowed)] = 0
+        barred[list(held)] = barred[list(held)].clamp(min=1)
+        barred[never] = 2
+        row.copy_(barred)
+        return True
+
+    def _set_rare(self, slot: int, sampling: Sampling) -> None:
+        """Options that few requests have, and that are no number each."""
+        self._row("generated", slot, torch.int32, self.own[slot].generated)
+        biases = sampling.biases
+        row = self._row("logit_bias", slot, torch.float32, bool(biases))
+        if row is not None:
+            dense = torch.zeros(self.vocabulary)
+            dense[[token for token, _ in biases]] = torch.tensor([bias for _, bias in biases])
+            row.copy_(dense)
+        words = _long_words(sampling)
+        row = self._row("bad_words", slot, torch.int32, bool(words), (MOST_BAD_SEQUENCES, LONGEST_BAD_WORD), NO_WORD)
+        if row is not None:
+            ends = [(ANY_TOKEN,) * (LONGEST_BAD_WORD - len(word)) + word for word in words]
+            row[: len(words)] = torch.tensor(ends, dtype=torch.int32).to(row.device)
+
+    def _row(
+        self, name: str, slot: int, dtype: torch.dtype, needed: bool, shape: tuple[int, ...] = (), empty: int = 0
+    ) -> Tensor | None:
+        """A slot's row of a column, emptied; None where it is not needed. The column is made when a request first needs it,
+        and stays where it is."""
+        if name not in self.columns:
+            if not needed:
+                return None
+            rows = (len(self.columns["key"]), *(shape or (self.vocabulary,)))
+            self.columns[name] = torch.full(rows, empty, dtype=dtype, device=self.ends.device)
+        row = self.columns[name][slot].fill_(empty)
+        return row if needed else None
+
+    def forget(self, slot: int) -> None:
+        """The request of this slot has no say in the stages of a round any more."""
+        self.requests.pop(slot, None)
+        self.own.pop(slot, None)
+        self.kinds.clear()
+
+    def kind(self, ids: tuple[int, ...]) -> SamplingStages:
+        if ids not in self.kinds:
+            # Requests of one kind count as one: there are hundreds of requests, and few kinds.
+            unlike = {id(self.own[slot]): self.requests[slot] for slot in ids if slot in self.own}
+            masks = any(self.own[slot].masks for slot in ids if slot in self.own)
+            self.kinds[ids] = SamplingStages.of(list(unlike.values()), masks)
+        return self.kinds[ids]
+
+    def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:
+        return SamplingRows(self.kind(ids), self.ends, self.columns, slots)

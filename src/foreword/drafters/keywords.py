@@ -1,0 +1,111 @@
+"""Keywords that a call does not know: refused by name, with the reason, or with the nearest names that there are.
+
+In: what was given to `load`, `wrap` or `use` beyond their own parameters. Out: the options that go to the method. Without
+this, a keyword of another library would be taken for an option of a method, and refused in words that mislead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from difflib import get_close_matches
+from inspect import Parameter, signature
+from typing import Any
+
+from foreword.core.drafter import Drafter
+from foreword.drafters.spec import read_word
+from foreword.errors import ForewordWarning, InputError
+from foreword.methods import AUTO, NEAR, MethodLike, all_methods
+
+_ONE_DEVICE = "a model runs on one device; choose it with device='cuda:1'"
+_QUANTISED = "`load` reads no quantised weights but GGUF files; `wrap` takes models whose weights alone are quantised"
+
+# What other libraries know and Foreword does not have.
+REASONS = {
+    "trust_remote_code": "Foreword runs no code that comes with a model, only families that it knows (docs/models.md)",
+    "tensor_parallel_size": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
+    "pipeline_parallel_size": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
+    "device_map": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
+    "load_in_8bit": _QUANTISED,
+    "load_in_4bit": _QUANTISED,
+    "quantization": _QUANTISED,
+    "quantization_config": _QUANTISED,
+    "attn_implementation": "a model that is loaded gets Foreword's own attention",
+    "gpu_memory_utilization": "the cache takes what slots and max_context ask for",
+    "cache_dir": "HF_HOME says where models of the hub are kept, FOREWORD_HOME where Foreword keeps its own",
+    "local_files_only": "set HF_HUB_OFFLINE=1 to ask the hub for nothing",
+}
+
+# The same under the name that another library gave it.
+MEANT = {
+    "torch_dtype": "dtype",
+    "max_model_len": "max_context",
+    "max_seq_len": "max_context",
+    "max_num_seqs": "slots",
+    "use_auth_token": "token",
+    "speculative_model": "drafter",
+    "assistant_model": "drafter",
+}
+
+
+# Parameters by the names they have now, and had in 0.1.
+RENAMED = {"fused_layers": "compile", "cuda_graphs": "graph"}
+
+
+def renamed(options: dict[str, Any], name: str, value: bool) -> bool:
+    """What a parameter is, where it may have been given under its earlier name, among the options."""
+    before = RENAMED[name]
+    if before not in options:
+        return value
+    if not value:
+        raise InputError(f"{name} and {before} are one parameter; give {name} alone")
+    warnings.warn(f"{before} is called {name} now; the earlier name will go", ForewordWarning, stacklevel=3)
+    return bool(options.pop(before))
+
+
+def options_of_method(call: Callable[..., Any], method: MethodLike, given: dict[str, Any]) -> dict[str, Any]:
+    """What is left for the method, once all that is no option of any method has been refused."""
+    name_of_method, known = _known_options(method) if given else ("", None)
+    options = {name: value for name, value in given.items() if not _asks_for_nothing(name, value)}
+    for name, value in options.items():
+        if name in REASONS:
+            raise InputError(f"{name}={value!r}: {REASONS[name]}")
+        if known is not None and name not in known:
+            raise InputError(_unknown(call, name_of_method, known, name))
+        if name_of_method == AUTO and not any(name in _options(one.load()) for one in all_methods().values()):
+            raise InputError(_unknown(call, AUTO, None, name))
+    return options
+
+
+def _asks_for_nothing(name: str, value: object) -> bool:
+    """Of what Foreword does not have, that it is not wanted."""
+    one = name.endswith("_parallel_size") and value == 1
+    return name in REASONS and (value is None or value is False or one)
+
+
+def _known_options(method: MethodLike) -> tuple[str, list[str] | None]:
+    """What a method is called, and its options: None where an unknown method is refused elsewhere, where the folder of a
+    drafter says whose options count, or where a drafter is made already and takes none."""
+    if isinstance(method, type) and issubclass(method, Drafter):
+        return method.__name__, _options(method)
+    name = read_word(method).name if isinstance(method, str) else ""
+    table = all_methods()
+    return name, _options(table[name].load()) if name in table else None
+
+
+def _options(kind: type[Drafter]) -> list[str]:
+    return list(signature(kind).parameters)
+
+
+def _unknown(call: Callable[..., Any], method: str, options: list[str] | None, name: str) -> str:
+    own = [one.name for one in signature(call).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
+    known = list(dict.fromkeys([*own, *(options or ())]))
+    meant = MEANT.get(name)
+    near = [meant] if meant in known else get_close_matches(name, known, n=2, cutoff=NEAR)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    if options is None:
+        told = f"{call.__name__} takes no {name!r}; {hint}it takes: "
+    else:
+        there = ", ".join(options)
+        told = f"{method}: no option is called {name!r}; {hint}there are: {there}; {call.__name__} itself takes: "
+    return told + ", ".join(own)

@@ -1,0 +1,187 @@
+"""What a user asks for, a method or a trained drafter or neither, on its way to a Drafter that serves.
+
+`Wanted.of` refuses what can be refused before a model is loaded; `on` gives the drafter for the loaded target, with its
+weights. A trained method without a folder takes the drafter that ships for the target; "auto" what is expected fastest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from foreword.core.drafter import Drafter
+from foreword.drafters.auto import choose, expectations, fitting
+from foreword.drafters.saved import holds_model, outline, read_config, restore
+from foreword.drafters.shipped import model_of, shipped
+from foreword.drafters.spec import Word, read_word
+from foreword.drafting.guesser import check_vocabulary
+from foreword.errors import DrafterError, InputError
+from foreword.methods import (
+    AUTO,
+    DEFAULT_METHOD,
+    METHODS,
+    MethodLike,
+    check_rows,
+    construct,
+    find,
+    make,
+    name_of,
+    trained_as,
+    untrained,
+)
+from foreword.model.cost import curve_for
+from foreword.model.loading import load_weights
+from foreword.model.model import Model
+from foreword.text import Tokenizer
+
+APART = {"rows": "give it by itself (--rows)", "model": "name its folder: NAME=FOLDER"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    method: str
+    folder: Path | None = None
+    rows: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    ships: bool = False  # the folder is ours, not one that the user named
+    own: Callable[[], Drafter] | None = None  # gives a drafter whose class is in no table
+
+    @staticmethod
+    def of(
+        method: MethodLike = DEFAULT_METHOD,
+        drafter: str | os.PathLike[str] | None = None,
+        rows: int | None = None,
+        **options: Any,
+    ) -> Wanted:
+        """`method` may be NAME=FOLDER, which is both in one word, with options after it (`spec.py`). A folder alone says
+        itself whose drafter it holds."""
+        if not isinstance(method, str | os.PathLike):
+            name_or_own = _from_object(method, drafter, rows, options)
+            if isinstance(name_or_own, Wanted):
+                return name_or_own
+            method = name_or_own
+        word = read_word(method) if isinstance(method, str) else Word(AUTO, os.fspath(method), {})
+        return Wanted._of_word(str(method), word, drafter, rows, options)
+
+    @staticmethod
+    def _of_word(
+        method: str, word: Word, drafter: str | os.PathLike[str] | None, rows: int | None, options: dict[str, Any]
+    ) -> Wanted:
+        name, folder, more = word
+        if twice := sorted(more.keys() & options.keys()):
+            raise InputError(f"method {method!r} says {twice[0]}, and it is given too; say it once")
+        if apart := sorted(more.keys() & APART.keys()):
+            raise InputError(f"method {method!r} says {apart[0]}, which is no option of a method; {APART[apart[0]]}")
+        options |= more
+        if folder is not None and drafter is not None:
+            raise InputError(f"method {method!r} names a drafter, and {str(drafter)!r} is given too; give one of them")
+        check_rows(rows)
+        given = drafter if folder is None else folder
+        if given is not None:
+            return _from_folder(name, Path(os.path.expanduser(given)), rows, options)
+        if name == AUTO:
+            if options:
+                raise InputError(f"{', '.join(options)}: an option belongs to one method; name the method too")
+            return Wanted(AUTO, None, rows)
+        untrained(name, rows, **options)
+        if not find(name).trained:
+            return Wanted(name, None, rows, options)
+        if name not in shipped():
+            raise _none_shipped(name, "this model")
+        outline(shipped()[name], rows, name, **options)
+        return Wanted(name, shipped()[name], rows, options, ships=True)
+
+    def on(self, model: Model) -> tuple[str, Drafter]:
+        """The method's name, and the drafter."""
+        if self.own is not None:
+            return self.method, _with_cost(self.own(), model)
+        if self.method == AUTO:
+            best = choose(model, expectations(model, self.rows), self.rows).method
+            return Wanted(best, shipped().get(best), self.rows).on(model)
+        if self.ships and self.folder is not None and self.method not in fitting(model):
+            raise _none_shipped(self.method, f"{model.name} (there is one for {model_of(self.folder)})")
+        if self.folder is None:
+            drafter = make(self.method, self.rows, **self.options)
+        elif holds_model(self.folder):
+            drafter = untrained(self.method, self.rows, model=_second(self.method, self.folder, model), **self.options)
+        else:
+            drafter = restore(self.folder, model, self.rows, self.method, **self.options)
+        return self.method, _with_cost(drafter, model)
+
+
+def _with_cost(drafter: Drafter, model: Model) -> Drafter:
+    if drafter.wants_cost and model.curve is None:
+        model.use_costs(curve_for(model))
+    return drafter
+
+
+def _from_object(
+    method: object, drafter: str | os.PathLike[str] | None, rows: int | None, options: dict[str, Any]
+) -> Wanted | str:
+    """A drafter, or its class, as it was given; the name of a class that is in the table."""
+    kind = method if isinstance(method, type) else type(method)
+    if not issubclass(kind, Drafter):
+        raise InputError(
+            f"method is {method!r}; give a name that `foreword methods` lists, the folder of a drafter, or a "
+            "foreword.Drafter or its class"
+        )
+    name = name_of(kind)
+    if isinstance(method, type) and name is not None:
+        return name
+    if drafter is not None:
+        told = f"method is {method!r} and drafter is {str(drafter)!r}"
+        raise InputError(f"{told}: the folder of a drafter goes with a method's name; register the class, or leave it out")
+    if isinstance(method, type):
+        construct(kind.__name__, kind, rows, options)  # what is wrong with an option is said before a model is loaded
+        return Wanted(kind.__name__, rows=rows, own=partial(construct, kind.__name__, kind, rows, options))
+    given = {name: value for name, value in {"rows": rows, **options}.items() if value is not None}
+    if given:
+        told = f"method is a drafter that is made already, and {', '.join(given)} is given too"
+        raise InputError(f"{told}; give it to {kind.__name__}(...), or give the class as the method")
+    return Wanted(name or kind.__name__, own=lambda: cast(Drafter, method))
+
+
+def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
+    if name != AUTO and not find(name).trained:
+        raise DrafterError(f"{name} has no weights of its own, so it takes no drafter; leave {folder} out")
+    if holds_model(folder):
+        return _from_model(name if name != AUTO else "draft_model", folder, rows, options)
+    held = read_config(folder)["method"]
+    if name != AUTO and trained_as(name) != held:
+        raise DrafterError(f"{folder} holds a drafter of {held}, not of {name}; choose {held}, or leave the method out")
+    method = held if name == AUTO else name
+    outline(folder, rows, method, **options)
+    return Wanted(method, folder, rows, options)
+
+
+def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
+    """A model as transformers keeps it, to guess with."""
+    if not METHODS[name].takes_models:
+        known = ", ".join(other for other, method in METHODS.items() if method.takes_models)
+        raise DrafterError(f"{folder} holds a whole model, which {name} does not guess with; {known} would")
+    if "layers" in options:
+        raise InputError(
+            f"{name}: layers are those of a trained drafter, but {folder} holds a whole model; leave layers out"
+        )
+    untrained(name, rows, **options)
+    return Wanted(name, folder, rows, options)
+
+
+def _second(method: str, folder: Path, target: Model) -> Model:
+    """The model of a folder, where the target lies and in its dtype."""
+    model = Model(load_weights(folder, target.device, target.dtype), folder.name)
+    words = Tokenizer.load(folder)
+    model.use_pieces(lambda: words.pieces)
+    check_vocabulary(method, model, target)
+    return model
+
+
+def _none_shipped(method: str, model: str) -> DrafterError:
+    return DrafterError(
+        f"{method} has weights of its own, and no drafter of it ships for {model}; "
+        f"train one with `foreword train {trained_as(method)}`, or name its folder with drafter=... (--drafter FOLDER)"
+    )

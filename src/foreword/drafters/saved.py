@@ -1,0 +1,280 @@
+"""Trained drafters as folders: config.json, model.safetensors, and what `train` writes beside them.
+
+In: a drafter that is bound to its target. Out: a folder that only the same method, on the same target, takes in again, or on
+that target grown, which has the same function: then the weights are widened as the target was, but for a draft model's,
+which stays as small as it is.
+Loading is strict: another target, another method, other sizes or a damaged file are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from foreword.core.drafter import Drafter
+from foreword.core.trainable import Trainable
+from foreword.drafters.checkpoint import FLOATS, Stored, kind, read_weights, replace_tensor, write_weights
+from foreword.drafting.guesser import FirstLayers
+from foreword.drafting.small import small_model
+from foreword.errors import DrafterError, InputError
+from foreword.files import read_json
+from foreword.methods import METHODS, all_methods, find, name_of, trained_as, untrained
+from foreword.model import linears as pack
+from foreword.model.building import TooMuchBuilt, at_most
+from foreword.model.fingerprint import Fingerprint
+from foreword.model.model import Model
+from foreword.model.widened import shrink
+from foreword.model.widening import widened
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+UNSAID = {"hidden_transfer": {"told": False}}  # what it meant that a config of before has no such option
+SLACK = 2  # times what a file holds: a drafter that lacks a tensor is built, and the tensor named
+WORDS = "words"  # beside the weights: a bitmap of the tokens that are guessed among, where these are not all
+
+
+def method_of(drafter: Trainable) -> str:
+    """The method whose drafter it is: a method is called as its file or folder is, one of another package as registered."""
+    if own := name_of(cast(type[Drafter], type(drafter))):
+        return own
+    name = type(drafter).__module__.removeprefix("foreword.methods.").split(".")[0]
+    return trained_as(name) if name in METHODS else name
+
+
+def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = "bfloat16") -> None:
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = drafter.module.state_dict()
+    if drafter.words is not None and drafter.words.bits is not None:
+        weights[WORDS] = drafter.words.bits
+    write_weights(weights, folder / WEIGHTS, dtype)
+    write_config(drafter, folder, target, dtype)
+
+
+def write_config(drafter: Trainable, folder: Path, target: Model, dtype: Stored) -> None:
+    about: dict[str, Any] = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype}
+    about |= {"target": Fingerprint.of(target).to_dict()}
+    if drafter.words is not None and drafter.words.bits is not None:
+        about |= {WORDS: drafter.words.count}
+    _write_json(folder, about)
+
+
+def _write_json(folder: Path, about: dict[str, Any]) -> None:
+    (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def words_of(folder: str | Path) -> Tensor | None:
+    """The bitmap of the tokens that a saved drafter guesses among; None where these are all."""
+    return read_weights(Path(folder) / WEIGHTS).get(WORDS)
+
+
+def put_words(folder: str | Path, bits: Tensor | None, count: int) -> None:
+    """Give a saved drafter `count` words, or all; its weights stay as they were stored."""
+    about = read_config(folder)
+    replace_tensor(Path(folder) / WEIGHTS, WORDS, bits)
+    about.pop(WORDS, None)
+    _write_json(Path(folder), about if bits is None else about | {WORDS: count})
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """`method`, `config`, `dtype` and `target` of a saved drafter."""
+    file = Path(folder) / CONFIG
+    about = _read_json(file)
+    if not isinstance(about, dict) or not {"method", "config", "target"} <= set(about):
+        raise DrafterError(f"{file} does not describe a drafter: it needs method, config and target")
+    for name, needed in (("method", str), ("config", dict), ("target", dict)):
+        if not isinstance(about[name], needed):
+            called = "a name" if needed is str else "an object"
+            raise _unusable(folder, f"{name} must be {called}")
+    return about
+
+
+def _unusable(folder: str | Path, reason: object) -> DrafterError:
+    return DrafterError(f"{Path(folder) / CONFIG} cannot be used ({reason}); copy or train the drafter again")
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return read_json(file)
+    except FileNotFoundError as error:
+        missing = file if file.parent.is_dir() else f"the folder {file.parent}"
+        raise DrafterError(f"{missing} is missing; name the folder of a trained drafter") from error
+    except (OSError, ValueError) as error:
+        raise DrafterError(f"{file} cannot be read ({error}); copy or train the drafter again") from error
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a whole model, not a drafter."""
+    about = _read_json(folder / CONFIG)
+    return isinstance(about, dict) and "model_type" in about and "method" not in about
+
+
+def outline(folder: str | Path, rows: int | None = None, method: str | None = None, **options: Any) -> Drafter:
+    """The drafter that a folder describes, not bound and without its weights, or another `method` that takes such drafters.
+    `options` may add to what it was trained with, not change it."""
+    about = read_config(folder)
+    held = about["method"]
+    if not (held in all_methods() and find(held).trained):
+        raise DrafterError(f"{folder} holds a drafter of {held!r}, which this version of Foreword does not train")
+    method = method or held
+    try:
+        config = UNSAID.get(held, {}) | about["config"]
+        _check_options(held, config)
+        untrained(method, **config)
+    except (InputError, TypeError) as error:
+        raise _unusable(folder, error) from error
+    drafter = untrained(method, rows, **config | options)
+    made = _stored_options(drafter)
+    for name in options:
+        if name in made and made[name] != config.get(name):
+            told = f"{name}={options[name]!r} is given, but {folder} was trained with {name}={config.get(name)!r}"
+            raise InputError(f"{method}: {told}; leave {name} out")
+    return drafter
+
+
+def _check_options(method: str, config: dict[str, Any]) -> None:
+    """Of all options of a method a folder decides those that its weights depend on, and no other."""
+    stored = _stored_options(untrained(method))
+    if strange := sorted(config.keys() - stored.keys()):
+        raise InputError(f"config says {strange[0]!r}, and a drafter of {method} stores {', '.join(stored)} only")
+
+
+def _stored_options(drafter: Drafter) -> dict[str, Any]:
+    """As they come back from a file."""
+    options: dict[str, Any] = json.loads(json.dumps(cast(Trainable, drafter).config))
+    return options
+
+
+def restore(
+    folder: str | Path, target: Model, rows: int | None = None, method: str | None = None, **options: Any
+) -> Drafter:
+    """The drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
+    drafter = outline(folder, rows, method, **options)
+    if target.grown is None or not find(method or read_config(folder)["method"]).takes_models:
+        return _filled(drafter, folder, target)
+    drafter = outline(folder, rows, method, model=_second(folder, target), **options)
+    if drafter.words is not None:
+        drafter.words.choose(words_of(folder))
+    drafter.prepare(target, 1)
+    return drafter
+
+
+def as_model(folder: str | Path, target: Model) -> Any:
+    """The small model that a drafter of draft_model is, as transformers has models: between its target's embedding and
+    head; where the target was grown, as wide as before, with the embedding and head of before."""
+    check_draft_model(folder)
+    module = cast(FirstLayers, cast(Trainable, _filled(outline(folder), folder, target)).module)
+    small = small_model(target, module, target.device)
+    return small if target.grown is None else shrink(small, target.grown.times)
+
+
+def check_draft_model(folder: str | Path) -> None:
+    """Refuse what is no drafter of draft_model."""
+    if holds_model(Path(folder)):
+        raise DrafterError(f"{folder} holds a whole model already; use it as it is")
+    held = read_config(folder)["method"]
+    if not (held in METHODS and METHODS[held].takes_models):
+        told = f"{folder} holds a drafter of {held!r}, which is no model by itself"
+        raise DrafterError(f"{told}; give one that `foreword train draft_model` wrote")
+
+
+def _second(folder: str | Path, target: Model) -> Model:
+    """The same to guess with: ours to rebuild for speed."""
+    small = as_model(folder, target)
+    pack.rebuild(small, target.device, target.dtype)
+    return Model(small, str(folder))
+
+
+def _filled(drafter: Drafter, folder: str | Path, target: Model) -> Drafter:
+    _check_target(folder, target)
+    weights = read_weights(Path(folder) / WEIGHTS)
+    _build(drafter, folder, target, sum(weight.numel() for weight in weights.values()))
+    _fill(cast(Trainable, drafter), weights, folder, target)
+    return drafter
+
+
+def _build(drafter: Drafter, folder: str | Path, target: Model, held: int) -> None:
+    """Prepare a drafter, and build no more for it than its file could fill. `_fill` then names the wrong tensors."""
+    wider = 1 if target.grown is None else target.grown.times**2
+    try:
+        with at_most(SLACK * wider * held):
+            drafter.prepare(target, 1)
+    except TooMuchBuilt as error:
+        told = f"{Path(folder) / CONFIG} asks for far more weights than the {held} numbers that {WEIGHTS} holds"
+        raise DrafterError(f"{told}; copy or train the drafter again") from error
+    except InputError as error:
+        raise _unusable(folder, error) from error
+
+
+def trained_for(folder: str | Path) -> Fingerprint:
+    try:
+        return Fingerprint.from_dict(read_config(folder)["target"])
+    except (TypeError, ValueError) as error:
+        file = Path(folder) / CONFIG
+        raise DrafterError(
+            f"{file} does not say which model it was trained for ({error}); copy or train the drafter again"
+        ) from error
+
+
+def load_into(drafter: Trainable, folder: str | Path, target: Model) -> None:
+    """Put saved weights into a bound drafter's module."""
+    about, method = read_config(folder), method_of(drafter)
+    if about["method"] != method:
+        raise DrafterError(f"{folder} holds a drafter of {about['method']}, not of {method}; choose that method")
+    _check_target(folder, target)
+    own = _stored_options(cast(Drafter, drafter))
+    if own != about["config"]:
+        raise DrafterError(f"{method}: made with {own}, but {folder} was trained with {about['config']}; use those options")
+    _fill(drafter, read_weights(Path(folder) / WEIGHTS), folder, target)
+
+
+def _check_target(folder: str | Path, target: Model) -> None:
+    wanted, found = trained_for(folder), Fingerprint.of_function(target)
+    if not wanted.matches(found):
+        method = read_config(folder)["method"]
+        raise DrafterError(
+            f"{method}: trained for {wanted}, but the target is {found}; load the matching drafter or target, or train one"
+        )
+
+
+@torch.no_grad()
+def _fill(drafter: Trainable, weights: dict[str, Tensor], folder: str | Path, target: Model) -> None:
+    places, words = drafter.module.state_dict(), weights.pop(WORDS, None)
+    _check_names(Path(folder) / WEIGHTS, weights, places)
+    _check_kinds(Path(folder) / WEIGHTS, weights, places)
+    if grown := target.grown:
+        wide, times, hidden = drafter.wide, grown.times, target.hidden_size // grown.times
+        weights = {name: widened(name, one.to(target.device), wide, times, hidden) for name, one in weights.items()}
+    _check_shapes(Path(folder) / WEIGHTS, weights, places)
+    if drafter.words is not None:
+        drafter.words.choose(words)
+    for name, place in places.items():
+        place.copy_(weights[name])
+
+
+def _check_names(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+    wrong = sorted(set(weights) ^ set(places))
+    if wrong:
+        where = "lacks" if wrong[0] in places else "has an unknown"
+        raise DrafterError(f"{file} {where} tensor {wrong[0]!r}; copy or train the drafter again")
+
+
+def _check_kinds(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+    """What has to hold before weights can be widened, which changes their shapes."""
+    for name, weight in weights.items():
+        if weight.dtype not in FLOATS or weight.dim() != places[name].dim():
+            told = (
+                f"{file}: {name} is {kind(weight)} of shape {tuple(weight.shape)}, needed are floats, or int8 with a scale"
+            )
+            raise DrafterError(f"{told}, in {places[name].dim()} dimensions; copy or train the drafter again")
+
+
+def _check_shapes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+    for name, place in places.items():
+        if weights[name].shape != place.shape:
+            told = f"{file}: {name} has shape {tuple(weights[name].shape)}, needed is {tuple(place.shape)}"
+            raise DrafterError(f"{told}; copy or train the drafter again")

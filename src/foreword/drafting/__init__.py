@@ -1,0 +1,1 @@
+"""What drafters share: trees, graphs, heads, lessons, transferred states, the draft vocabulary."""

@@ -1,0 +1,60 @@
+"""A standalone small model from the target's first layers, or from trained copies of them.
+
+In: the target and the layers. Out: a causal language model of transformers with the target's embedding and head, on any
+device. On the target's own device the embedding is shared, and so is a head that is tied to it or not packed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from foreword.drafting.guesser import FirstLayers
+from foreword.model.families import family_of
+from foreword.model.model import Model
+
+BY_LAYER = ("layer_types", "no_rope_layers")  # lists in the config with one entry per layer
+
+
+def small_model(target: Model, module: FirstLayers, device: torch.device) -> PreTrainedModel:
+    """Copy the layers with their current weights. Later training does not change the copy."""
+    count, config = len(module.layers), copy.deepcopy(target.hf.config)
+    config.num_hidden_layers = count
+    for name in BY_LAYER:
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:count])
+    with torch.device("meta"):  # a frame without weights, which are put into it below
+        attention = family_of(config).stock_attention
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation=attention)
+    own: Any = target.hf
+    model.model.embed_tokens = _there(own.model.embed_tokens, device)
+    model.model.rotary_emb = _there(own.model.rotary_emb, device)
+    model.model.layers = copy.deepcopy(module.layers).to(device)
+    model.model.norm = _norm(own.model.norm, module.norm.weight).to(device)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    else:
+        model.lm_head.weight = nn.Parameter(target.head_weight().to(device), requires_grad=False)
+    if (bias := getattr(own.lm_head, "bias", None)) is not None:
+        model.lm_head.bias = nn.Parameter(bias.detach().to(device), requires_grad=False)
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _norm(like: nn.Module, weight: Tensor) -> nn.Module:
+    """A norm of the family's type that multiplies by `weight`. Some families add one to the stored weight."""
+    norm: Any = copy.deepcopy(like)
+    norm.weight.zero_()
+    added = norm(torch.ones_like(norm.weight)).round()
+    norm.weight.copy_(weight - added)
+    return norm
+
+
+def _there(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module itself if it is on the device already, else a copy."""
+    here = {part.device for part in (*module.parameters(), *module.buffers())}
+    return module if here == {device} else copy.deepcopy(module).to(device)

@@ -1,0 +1,59 @@
+"""Trees of draft tokens: templates, trees that grow with their candidates, and how many rows of them pay off.
+
+A drafter names its options in a `TreePlan`, which makes a `Growth` for one target. The growth turns candidates into a
+`Draft` of fixed shape.
+"""
+
+from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, Guess, choose
+from foreword.drafting.trees.plan import BRANCH, Growth, TreeKind, TreePlan, unconditional
+from foreword.drafting.trees.rows import (
+    LEVEL_KERNELS,
+    MOST_NODES,
+    TRAINED_BEND,
+    USUAL_GAIN,
+    FixedRows,
+    RowCosts,
+    chain_lengths,
+    paying_rows,
+    share_of_gain,
+)
+from foreword.drafting.trees.templates import (
+    USUAL_RATES,
+    Path,
+    Rates,
+    StaticTree,
+    Template,
+    greedy_paths,
+    level_paths,
+    promise,
+)
+
+__all__ = [
+    "BRANCH",
+    "BestFirst",
+    "Budgeted",
+    "Chain",
+    "FixedRows",
+    "Growth",
+    "Guess",
+    "LEVEL_KERNELS",
+    "MOST_NODES",
+    "Path",
+    "Rates",
+    "RowCosts",
+    "StaticTree",
+    "TRAINED_BEND",
+    "Template",
+    "TreeKind",
+    "TreePlan",
+    "USUAL_GAIN",
+    "USUAL_RATES",
+    "chain_lengths",
+    "choose",
+    "greedy_paths",
+    "level_paths",
+    "paying_rows",
+    "promise",
+    "share_of_gain",
+    "unconditional",
+]

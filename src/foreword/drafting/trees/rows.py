@@ -1,0 +1,136 @@
+"""The row policy: how many rows and levels of a tree pay off on this machine.
+
+In: what a pass costs by its rows, as the target measured it, and what drafting costs. Out: a number of rows and levels,
+decided while a tree grows (`RowCosts`, on a CPU) or before anything is drafted (`FixedRows`, where rounds are captured).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foreword.core.draft import Shape
+from foreword.core.target import Target
+
+MOST_NODES = 64
+USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES brings
+GUESSING = 0.15  # passes over one row: what drafting costs besides its levels, such as two layers of thirty that read along
+LEVEL_KERNELS = 8  # of a level: the state, the head, the best candidates, and which of them are continued
+GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
+GAIN_BESIDE = 0.75  # tokens that an endless chain of lookups adds to a tree: results/bench_cuda_7b, both tables
+LOOKS_ON = 0.87  # of those, what every row leaves to the next ones: between these results and results/trees_cpu
+TRAINED_BEND = 0.67  # of `share_of_gain`, as trained drafters have it: results/trees_cpu, rows_*.json
+
+
+class RowCosts:
+    """The cost of 1 to `nodes` rows per sequence on this machine, and of one level of drafting. A pass over one row per
+    sequence costs 1."""
+
+    def __init__(self, target: Target, nodes: int, level: float = 0.0) -> None:
+        self.target, self.nodes, self.level = target, nodes, level
+        self._known: dict[int, Tensor] = {}
+
+    def of(self, batch: int) -> Tensor:
+        """[nodes]: the cost of a pass by its rows. The target is asked once per batch size."""
+        if batch not in self._known:
+            cost = [self.target.cost(batch * rows, batch) for rows in range(1, self.nodes + 1)]
+            self._known[batch] = torch.tensor(cost, device=self.target.device)
+        return self._known[batch]
+
+    def after(self, batch: int, levels: int) -> Tensor:
+        """[nodes]: the cost of a pass by its rows, plus that of the levels drafted so far."""
+        return self.of(batch) + self.level * levels
+
+    def go_on(self, batch: int, chances: Tensor, live: Tensor, sure: Tensor, levels: int) -> bool:
+        """Whether one more level is expected to pay off: whether tokens per cost rise with it.
+
+        chances [b, M]: log-probabilities of the nodes found so far. live [b, w]: those of the nodes that may be continued.
+        sure: the share of their probability that first candidates are expected to hold, as in the last level.
+        """
+        found = chances.exp()
+        more = torch.cat([found, live.exp() * sure], dim=1)
+        return bool(self._worth(batch, more, levels + 1) > self._worth(batch, found, levels))
+
+    def _worth(self, batch: int, found: Tensor, levels: int) -> Tensor:
+        """Tokens per cost at the best number of rows, averaged over the batch."""
+        best = found.sort(1, descending=True).values[:, : self.nodes].cumsum(1)
+        return (best / self.after(batch, levels)[: best.shape[1]]).amax(1).mean()
+
+
+def paying_rows(target: Target, batch: int, promised: Sequence[float]) -> int:
+    """The number of rows per sequence with the most tokens per cost. `promised`: expected tokens with 1, 2, .. rows."""
+    gain = [tokens / target.cost(batch * rows, batch) for rows, tokens in enumerate(promised, start=1)]
+    return 1 + gain.index(max(gain))
+
+
+def share_of_gain(rows: int, most: int, bend: float) -> float:
+    """The share of the gain of a tree of `most` rows that a tree of `rows` rows keeps.
+
+    The gain counts tokens beyond the target's own. It grows about with the logarithm of the rows, bent upwards: the better
+    the candidates, the more of it the first few rows hold.
+    """
+    straight = math.log(rows) / math.log(most)
+    return straight * (1 + bend * (1 - straight))
+
+
+def chain_lengths(most: int) -> list[int]:
+    """How long a chain next to a tree may be: no rows, a few, or all of them."""
+    return sorted({0, most, *(rows for rows in (3, 7) if rows < most)})
+
+
+def share_of_levels(depth: int, usual: int) -> float:
+    """The share of the gain that a tree keeps with fewer levels than usual. Ever fewer paths are right up to the next."""
+    return (1 - GOES_ON ** min(depth, usual)) / (1 - GOES_ON**usual)
+
+
+class FixedRows:
+    """The size of trees by batch size, where it is decided before anything is drafted, as in a captured round.
+
+    Every row and level of a tree brings tokens, each fewer than the one before. A row costs what the target measured. A
+    level costs what the drafter needs for it. Drafting at all has a cost of its own. In a large batch rows are expensive,
+    and in the end none pays off. Rows that another drafter adds next to the tree (`beside`) are the first to go.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        most: Shape,
+        gain: float = USUAL_GAIN,
+        bend: float = TRAINED_BEND,
+        guessing: float = GUESSING,
+        level: float = 0.0,
+        beside: int = 0,
+    ) -> None:
+        self.target, self.most, self.gain, self.bend = target, most, gain, bend
+        self.guessing, self.level, self.beside = guessing, level, beside
+        self._known: dict[int, tuple[Shape, int]] = {}
+
+    def shape(self, batch: int) -> Shape:
+        return self._settled(batch)[0]
+
+    def rows_beside(self, batch: int) -> int:
+        """How many rows of the other drafter pay off too."""
+        return self._settled(batch)[1]
+
+    def _settled(self, batch: int) -> tuple[Shape, int]:
+        """The shape of the tree, and the rows next to it."""
+        if batch not in self._known:
+            counts = [*(1 << power for power in range((self.most.nodes - 1).bit_length())), self.most.nodes]
+            shapes = [Shape(rows, depth) for rows in counts for depth in range(min(self.most.depth, rows - 1) + 1)]
+            ways = [(one, beside) for one in shapes for beside in chain_lengths(self.beside)]
+            sound = [(one, beside) for one, beside in ways if one.depth or (one.nodes, beside) == (1, 0)]
+            self._known[batch] = max(sound, key=lambda way: (self._speed(batch, *way), way[0].depth))
+        return self._known[batch]
+
+    def _speed(self, batch: int, shape: Shape, beside: int) -> float:
+        """Tokens per cost. Levels of a large batch are more expensive, as its passes are."""
+        if shape.nodes == 1:
+            return 1 / self.target.cost(batch, batch)
+        usual = min((shape.nodes - 1).bit_length(), self.most.depth)  # levels that a tree of this size can use
+        rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, usual)
+        gain = self.gain * rows * levels + GAIN_BESIDE * (1 - LOOKS_ON**beside)
+        guessing = self.guessing + self.level * shape.depth * self.target.cost(batch, batch)
+        return (1 + gain) / (self.target.cost(batch * (shape.nodes + beside), batch) + guessing)

@@ -1,0 +1,228 @@
+"""Driver: the one thread that steps an engine, for callers in any number of threads and event loops.
+
+Callers submit requests and wait; the driver's thread admits what arrived, steps the engine, and wakes whoever has what it
+waited for. All callers share the batch. The engine runs only while somebody waits: a stream that nobody reads costs nothing.
+Whoever else touches the engine, to abort a request or to change the method, claims it between two steps (`claimed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from threading import Condition, Event, Thread, current_thread
+from weakref import finalize
+
+from foreword.engine.ctrl_c import HeldBack
+from foreword.engine.engine import Engine
+from foreword.engine.request import Running
+from foreword.errors import InputError, QueueFull
+
+MOST_WAITING = 65_536  # requests without a slot, of all callers together
+
+
+@dataclass(eq=False)
+class Waiter:
+    """A caller that waits until something has come true. `wake` is called once then, in whichever thread finds out."""
+
+    is_ready: Callable[[], bool]
+    wake: Callable[[], None] = lambda: None
+
+
+class Driver:
+    def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING) -> None:
+        self.engine = engine
+        self.most_waiting = most_waiting
+        self.closed = False
+        self._lock = Condition()  # guards everything below, and the engine between its steps
+        self._arrived: deque[Running] = deque()
+        self._leaving: deque[Running] = deque()  # aborted by those who may not wait for a step
+        self._waiters: list[Waiter] = []
+        self._claims = 0  # callers that want the engine for themselves before its next step
+        self._stepping = self._driving = False
+        self._thread: Thread | None = None
+        # An idle thread knows this queue alone, so it keeps no model alive.
+        self._work: SimpleQueue[Driver | None] = SimpleQueue()
+        finalize(self, self._work.put, None)
+
+    def submit(self, runs: Sequence[Running]) -> None:
+        """Queue requests that the engine has checked; they enter the batch when a slot is free and somebody waits."""
+        with self._lock:
+            if self.closed:
+                raise InputError("this LLM is closed; load or wrap the model again")
+            queued = len(self._arrived) + len(self.engine.waiting)
+            # A list longer than the queue may still be served, alone.
+            if queued and queued + len(runs) > self.most_waiting:
+                raise QueueFull(
+                    f"{queued} requests wait for a slot and {len(runs)} more do not fit: at most {self.most_waiting} may "
+                    "wait; try again when some have finished"
+                )
+            self._arrived.extend(runs)
+
+    def run(self, runs: Sequence[Running]) -> Iterator[Running]:
+        """Submit requests, and give each when it has finished, in their order. Leaving early aborts the rest.
+
+        The engine goes on with all of them while the caller looks at the first."""
+        remaining = deque(runs)
+        self.submit(runs)
+        try:
+            with self._waiting(Waiter(partial(_all_done, remaining))):
+                for run in runs:
+                    self.wait(partial(getattr, run, "done"))
+                    yield run
+        finally:
+            self.abort(*runs)
+
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Sleep until `is_ready`, which is asked between steps and must be quick."""
+        woken = Event()
+        with self._waiting(Waiter(is_ready, woken.set)):
+            woken.wait()
+
+    async def ready(self, is_ready: Callable[[], bool]) -> None:
+        """The same for a task of an event loop: no thread sleeps for it."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed, and nobody waits any more
+                loop.call_soon_threadsafe(woken.set)
+
+        with self._waiting(Waiter(is_ready, wake)):
+            await woken.wait()
+
+    async def finished(self, runs: Sequence[Running]) -> None:
+        """Submit requests, and return when all have finished. A task that is cancelled aborts them."""
+        remaining = deque(runs)
+        self.submit(runs)
+        try:
+            await self.ready(partial(_all_done, remaining))
+        finally:
+            self.leave(*runs)
+
+    @contextmanager
+    def _waiting(self, waiter: Waiter) -> Iterator[Waiter]:
+        """The engine steps for this waiter until it has what it waits for."""
+        try:
+            with self._lock:
+                if not self._woke(waiter):
+                    self._waiters.append(waiter)
+                    self._start()
+            yield waiter
+        finally:
+            with self._lock:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+
+    def abort(self, *runs: Running) -> None:
+        """Give requests up, wherever they stand. Returns when the engine has let go of them."""
+        going = [run for run in runs if not run.done]
+        if not going:
+            return
+        if current_thread() is self._thread:  # the garbage collector dropped a stream in the middle of a step
+            self._leaving.extend(going)
+            return
+        with HeldBack(), self.claimed() as engine:
+            self._drop(engine, going)
+
+    def leave(self, *runs: Running) -> None:
+        """Give requests up without waiting for the step at hand: the driver's thread lets go of them after it."""
+        going = [run for run in runs if not run.done]
+        if going:
+            with self._lock:
+                self._leaving.extend(going)
+                self._start()
+
+    @contextmanager
+    def claimed(self) -> Iterator[Engine]:
+        """The engine for oneself, between two steps; other callers wait meanwhile."""
+        with self._lock:
+            self._claims += 1
+            try:
+                self._lock.wait_for(lambda: not self._stepping)
+            finally:
+                self._claims -= 1
+            try:
+                yield self.engine
+            finally:
+                self._lock.notify_all()
+
+    def give_up(self) -> None:
+        """Abort everything, of all callers. For whoever has claimed the engine."""
+        self._drop(self.engine, [*self._arrived])
+        self.engine.give_up()
+
+    def _drop(self, engine: Engine, runs: list[Running]) -> None:
+        gone = set(runs)
+        if self._arrived:
+            self._arrived = deque(run for run in self._arrived if run not in gone)
+        engine.abort(*runs)
+
+    def _start(self) -> None:
+        """Wake the thread, or make it; a forked child has none."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Thread(target=_serve, args=(self._work,), name="foreword-engine", daemon=True)
+            self._thread.start()
+            self._driving = False
+        if not self._driving:
+            self._driving = True
+            self._work.put(self)
+
+    def _drive(self) -> None:
+        """Step until nobody waits."""
+        while (arriving := self._prepare()) is not None:
+            try:
+                self.engine.queue(arriving)
+                self.engine.advance()
+            except BaseException as error:  # everybody with a request in this step hears of it
+                self._fail(arriving, error)
+            with self._lock:
+                self._stepping = False
+                if self._claims:
+                    self._lock.notify_all()
+
+    def _prepare(self) -> list[Running] | None:
+        """Wake those who have what they waited for. If somebody still waits, a step begins: who arrived for it."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._claims)
+            self._drop(self.engine, [*self._leaving])
+            self._leaving.clear()
+            self._waiters = [waiter for waiter in self._waiters if not self._woke(waiter)]
+            if not self._waiters:
+                self._driving = False
+                return None
+            arriving = [*self._arrived]
+            self._arrived.clear()
+            self._stepping = True
+            return arriving
+
+    def _woke(self, waiter: Waiter) -> bool:
+        is_ready = waiter.is_ready()
+        if is_ready:
+            waiter.wake()
+        return is_ready
+
+    def _fail(self, arriving: list[Running], error: BaseException) -> None:
+        """A step broke. The engine gave up whom it had; who was about to enter goes with them."""
+        unfinished = [run for run in arriving if not run.done]
+        self.engine.abort(*unfinished)
+        for run in unfinished:
+            run.error = error
+
+
+def _all_done(remaining: deque[Running]) -> bool:
+    """Whether all have finished; those that have are looked at no more."""
+    while remaining and remaining[0].done:
+        remaining.popleft()
+    return not remaining
+
+
+def _serve(work: SimpleQueue[Driver | None]) -> None:
+    """The life of the thread. It ends when its driver is collected."""
+    while (driver := work.get()) is not None:
+        driver._drive()
+        del driver

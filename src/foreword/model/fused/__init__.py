@@ -1,0 +1,1 @@
+"""Decoder layers as few calls: fused layers for CPU and CUDA."""

@@ -1,0 +1,45 @@
+"""What a small model has not read yet of each sequence, in one launch.
+
+In: the sequences as the engine's state has them, and how much of each the small model's cache holds. One program handles one
+sequence. The torch reference is in ops/unread.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.ops.layer.overlap import launched, take_turn
+from foreword.ops.rounds import Columns
+
+
+@triton.jit(do_not_specialize=["count"])
+def _catch_up(
+    slots, lengths, tokens, cached, known, length, unread, root, count, context, t_slot,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    take_turn(EARLY)
+    lane = tl.program_id(0).to(tl.int64)
+    slot, row = tl.load(slots + lane), tl.arange(0, BLOCK)
+    all_of_it = tl.load(lengths + slot)
+    first = tl.minimum(tl.load(cached + slot), all_of_it)
+    tl.store(known + lane, first)
+    tl.store(length + lane, all_of_it)
+    tl.store(root + lane, tl.minimum(all_of_it - first, count - 1))
+    text = tl.load(tokens + slot * t_slot + tl.minimum(first + row, context - 1), mask=row < count)
+    tl.store(unread + lane * count + row, text, mask=row < count)
+
+
+def catch_up(state: Columns, cached: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`unread` of ops/unread.py."""
+    lanes = state.slots.shape[0]
+    known, length, root = torch.empty(3, lanes, dtype=torch.long, device=cached.device)
+    unread = torch.empty(lanes, count, dtype=torch.long, device=cached.device)
+    _catch_up[(lanes,)](
+        state.slots, state.lengths, state.tokens, cached, known, length, unread, root,
+        count, state.tokens.shape[1], state.tokens.stride(0),
+        BLOCK=triton.next_power_of_2(count), **launched(cached.device, 1 if count <= 128 else 4),
+    )  # fmt: skip
+    return known, length, unread, root

@@ -1,0 +1,64 @@
+"""A chain of candidates attached to a tree of others, by one program per sequence.
+
+In: the rows of a tree and of a chain after the same root, and how many of each count. Out: the rows of both as one tree.
+The torch reference is in ops/chains.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.ops.layer.overlap import launched, take_turn
+
+
+@triton.jit
+def _hang_on(
+    tokens, parents, sizes, chain, lengths, out, above, size, p_lane,
+    NODES: tl.constexpr, LINKS: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr, CHAIN: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    take_turn(EARLY)
+    lane = tl.program_id(0).to(tl.int64)
+    row, link = tl.arange(0, BLOCK), tl.arange(0, CHAIN)
+    held, length = tl.load(sizes + lane).to(tl.int32), tl.load(lengths + lane).to(tl.int32)
+    stands = row < held
+    token = tl.load(tokens + lane * NODES + row, mask=row < NODES, other=0).to(tl.int32)
+    parent = tl.load(parents + lane * p_lane + row, mask=row < NODES, other=0).to(tl.int32)
+    guess = tl.load(chain + lane * LINKS + link, mask=link < LINKS, other=0).to(tl.int32)
+    root = tl.sum(tl.where(row == 0, token, 0), 0)
+
+    at, shared, on = 0, 0, 1
+    for step in tl.static_range(1, min(LEVELS + 1, LINKS)):
+        wanted = tl.sum(tl.where(link == step, guess, 0), 0)
+        found = tl.min(tl.where(stands & (row > 0) & (parent == at) & (token == wanted), row, BLOCK), 0)
+        on = on & ((found < BLOCK) & (step < length)).to(tl.int32)
+        at = tl.where(on > 0, found, at)
+        shared += on
+
+    behind, left = row - held, length - 1 - shared
+    hangs = (behind >= 0) & (behind < left)
+    rest = tl.gather(guess, tl.minimum(tl.maximum(1 + shared + behind, 0), CHAIN - 1), 0)
+    token = tl.where(hangs, rest, tl.where(stands, token, root))
+    parent = tl.where(hangs, tl.where(behind > 0, row - 1, at), tl.where(stands, parent, 0))
+    rows: tl.constexpr = NODES + LINKS - 1
+    tl.store(out + lane * rows + row, token.to(tl.int64), mask=row < rows)
+    tl.store(above + lane * rows + row, parent.to(tl.int64), mask=row < rows)
+    tl.store(size + lane, (held + left).to(tl.int64))
+
+
+def hung(tree: tuple[Tensor, Tensor, Tensor], chain: tuple[Tensor, Tensor], levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`with_chain` of ops/chains.py."""
+    (tokens, parents, sizes), (guesses, lengths) = tree, chain
+    (lanes, nodes), links, device = tokens.shape, guesses.shape[1], tokens.device
+    assert tokens.is_contiguous() and guesses.is_contiguous() and parents.stride(1) == 1
+    out = torch.empty(lanes, nodes + links - 1, dtype=torch.long, device=device)
+    above, size = torch.empty_like(out), torch.empty_like(sizes)
+    block = triton.next_power_of_2(nodes + links - 1)
+    _hang_on[(lanes,)](
+        tokens, parents, sizes, guesses, lengths, out, above, size, parents.stride(0) if len(parents) > 1 else 0,
+        NODES=nodes, LINKS=links, LEVELS=levels, BLOCK=block, CHAIN=triton.next_power_of_2(links), **launched(device, 1),
+    )  # fmt: skip
+    return out, above, size

@@ -1,0 +1,60 @@
+"""Prompt lookup: the longest match of a sequence's end earlier in it, and what came after, by one program per sequence.
+
+In: the sequences by slot, and their lengths. Out: the root and its continuation, and how many tokens matched. Among equally
+long matches the latest counts. The torch reference is in methods/prompt_lookup.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.ops.layer.overlap import launched, take_turn
+
+
+@triton.jit
+def _look_up(
+    text, slots, lengths, sizes, out, size, t_slot,
+    NODES: tl.constexpr, MATCH: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    take_turn(EARLY)
+    lane = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + lane)
+    end = tl.load(lengths + slot)
+    line = text + slot * t_slot
+    best = tl.zeros([BLOCK], tl.int64) - 1
+    for start in range(0, end, BLOCK):
+        column = start + tl.arange(0, BLOCK).to(tl.int64)
+        run = column < end  # a match ends before the root
+        matched = tl.zeros([BLOCK], tl.int64)
+        for back in tl.static_range(MATCH):
+            wanted = tl.load(line + tl.maximum(end - back, 0))
+            there = (column < end) & (column >= back)  # all loads are issued at once, whatever the earlier ones say
+            run = run & there & (end >= back) & (tl.load(line + column - back, mask=there, other=-1) == wanted)
+            matched += run.to(tl.int64)
+        best = tl.maximum(best, tl.where(column < end, matched * t_slot + column, -1))
+    longest = tl.max(best, 0)
+    found = tl.maximum(longest, 0) // t_slot
+    place = tl.where(longest < 0, -1, longest % t_slot)  # with nothing before the root there is no match
+    ahead = tl.arange(0, AHEAD)
+    source = place + 1 + (ahead - 1) % (end - place)
+    token = tl.load(line + tl.where(ahead == 0, end, source), mask=ahead < NODES, other=0)
+    tl.store(out + lane * NODES + ahead, token, mask=ahead < NODES)
+    tl.store(size + lane, tl.load(sizes + found))
+
+
+def looked_up(text: Tensor, slots: Tensor, lengths: Tensor, sizes: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+    """Drafts [b, nodes] for the sequences [B, L] in `slots`, whose roots are at `lengths` [B], and their sizes [b].
+
+    sizes [longest match + 1]: the size of a draft by the number of tokens that match.
+    """
+    lanes, device = slots.shape[0], slots.device
+    out = torch.empty(lanes, nodes, dtype=torch.long, device=device)
+    size = torch.empty(lanes, dtype=torch.long, device=device)
+    _look_up[(lanes,)](
+        text, slots, lengths, sizes, out, size, text.stride(0),
+        NODES=nodes, MATCH=sizes.shape[0] - 1, AHEAD=triton.next_power_of_2(nodes), BLOCK=1024, **launched(device, 8),
+    )  # fmt: skip
+    return out, size

@@ -1,0 +1,186 @@
+"""Token Recycling's table: one kernel walks it along a template, one overwrites it with what the target ranked.
+
+In: the table of candidates and their log-probabilities [tables, V + 1, K]; its last row takes writes that must not count. A
+template is the ranks by which each node is reached from the root [M, D], so every node finds its token independently. The
+torch references are in methods/token_recycling.py and ops/growth.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.ops.drafting.growth import draft_likeliest
+from foreword.ops.layer.overlap import launched, take_turn
+from foreword.ops.round.noise import gumbel, noise_bits
+
+
+@triton.jit
+def _of_rank(tokens, chances, row, wanted, on, key, heat, position, K: tl.constexpr):
+    """The candidate of rank `wanted` [BLOCK] under the noise in rows [BLOCK] of the table: token and log-probability."""
+    at = row[:, None] * K + tl.arange(0, K)[None, :]
+    token = tl.load(tokens + at, mask=on[:, None], other=0)
+    chance = tl.load(chances + at, mask=on[:, None], other=0.0)
+    score = chance / heat + gumbel(noise_bits(key, position, token))
+    place = tl.arange(0, K)
+    equal_and_first = (score[:, None, :] == score[:, :, None]) & (place[None, :] < place[:, None])[None, :, :]
+    ahead = (score[:, None, :] > score[:, :, None]) | equal_and_first
+    chosen = tl.sum(ahead.to(tl.int32), 2) == wanted[:, None]
+    return tl.sum(tl.where(chosen, token, 0), 1), tl.sum(tl.where(chosen, chance, 0.0), 1)
+
+
+@triton.jit
+def _walk(
+    tokens, chances, slots, roots, ranks, depths, parents, fading, lengths, keys, heats, out, above, size, vocabulary,
+    COUNT: tl.constexpr, DEPTH: tl.constexpr, K: tl.constexpr, NODES: tl.constexpr, OWN: tl.constexpr,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One sequence: follow every node's ranks, then keep the likeliest in the template's order."""
+    take_turn(EARLY)
+    lane = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + lane)
+    root = tl.load(roots + slot)
+    node = tl.arange(0, BLOCK)
+    real = node < COUNT
+    depth = tl.load(depths + node, mask=real, other=0)
+    table = slot * (vocabulary + 1) if OWN else slot * 0
+    token = tl.zeros([BLOCK], tl.int64) + root
+    chance = tl.zeros([BLOCK], tl.float32)
+    heat = 0.0
+    if NOISE:
+        heat = tl.load(heats + slot)
+    for step in tl.static_range(DEPTH):
+        on = real & (step < depth)
+        wanted = tl.load(ranks + node * DEPTH + step, mask=on, other=0)
+        if heat > 0:
+            position = tl.load(lengths + slot) + step + 1
+            found, worth = _of_rank(tokens, chances, table + token, wanted, on, keys + 2 * slot, heat, position, K)
+        else:
+            at = (table + token) * K + wanted
+            found, worth = tl.load(tokens + at, mask=on, other=0), tl.load(chances + at, mask=on, other=0.0)
+        chance += tl.where(on, worth, 0.0)
+        token = tl.where(on, found.to(tl.int64), token)
+    chance += tl.load(fading + node, mask=real, other=0.0)
+    chance = tl.where(real, chance, float("-inf"))
+
+    parent = tl.load(parents + node, mask=real, other=0).to(tl.int32)
+    rows = draft_likeliest(token, chance, parent, root, out, above, lane, COUNT, NODES, BLOCK)
+    tl.store(size + lane, rows.to(tl.int64))
+
+
+@triton.jit
+def _when(rows, lane, row, path, count, nodes, PLACES: tl.constexpr, WAY: tl.constexpr):
+    """Whether rows of their sequences are learnt from, and when: accepted ones after all others."""
+    taught = row < tl.load(rows + lane)
+    when = row
+    if PLACES > 0:
+        accepted = tl.load(count + lane)
+        place = tl.arange(0, WAY)
+        held = (place[None, :] < accepted[:, None]) & (place < PLACES)[None, :]
+        stood = tl.load(path + lane[:, None] * PLACES + place[None, :], mask=held, other=-1)
+        when += tl.max((stood == row[:, None]).to(tl.int32), 1).to(tl.int64) * nodes
+        taught = taught & (accepted > 0)
+    return taught, when
+
+
+@triton.jit(do_not_specialize=["lanes", "nodes", "s_lane"])  # prompts come in all lengths
+def _learn(
+    tokens, chances, slots, seen, rows, path, count, best, worth, lanes, nodes, vocabulary, s_lane,
+    PLACES: tl.constexpr, WAY: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr,
+    EACH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """EACH rows of a pass: those that no later row overwrites are written."""
+    take_turn(EARLY)
+    total = lanes * nodes
+    mine = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
+    real = mine < total
+    goal, time = _goal(slots, seen, rows, path, count, mine, real, lanes, nodes, vocabulary, s_lane, PLACES, WAY, OWN)
+    beaten = tl.zeros([EACH], tl.int32)
+    for start in range(0, total, BLOCK):
+        other = start + tl.arange(0, BLOCK).to(tl.int64)
+        theirs, later = _goal(
+            slots, seen, rows, path, count, other, other < total, lanes, nodes, vocabulary, s_lane, PLACES, WAY, OWN
+        )
+        beats = (theirs[None, :] == goal[:, None]) & (later[None, :] > time[:, None])
+        beaten |= tl.max(beats.to(tl.int32), 1)
+    rank = tl.arange(0, RANKS)
+    here = (real & (goal >= 0) & (beaten == 0))[:, None] & (rank < K)[None, :]
+    token = tl.load(best + mine[:, None] * K + rank[None, :], mask=here, other=0)
+    chance = tl.load(worth + mine[:, None] * K + rank[None, :], mask=here, other=0.0)
+    sound = (chance == chance) & (tl.abs(chance) != float("inf"))
+    at = goal[:, None] * K + rank[None, :]
+    tl.store(tokens + at, token.to(tl.int32), mask=here)
+    tl.store(chances + at, tl.where(sound, chance, float("-inf")), mask=here)
+
+
+@triton.jit
+def _goal(
+    slots, seen, rows, path, count, line, real, lanes, nodes, vocabulary, s_lane,
+    PLACES: tl.constexpr, WAY: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """Which row of the table each row of a pass overwrites, -1 for none, and when."""
+    lane, row = tl.where(real, line // nodes, 0), line % nodes
+    taught, when = _when(rows, lane, row, path, count, nodes, PLACES, WAY)
+    token = tl.load(seen + lane * s_lane + row)
+    table = tl.load(slots + lane) * (vocabulary + 1) if OWN else lane * 0
+    return tl.where(real & taught, table + token, -1), when * lanes + lane
+
+
+def walked(
+    table: tuple[Tensor, Tensor],
+    template: tuple[Tensor, Tensor, Tensor, Tensor],
+    slots: Tensor,
+    roots: Tensor,
+    nodes: int,
+    own: bool,
+    noise: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts from the roots of `slots`: tokens and parents [b, nodes], and sizes [b].
+
+    table: candidates [tables, V + 1, K] int32 and their log-probabilities. template: ranks [M, D] and depths [M], both
+    int32, parents [M], and what a node's depth takes off its log-probability [M]. own: every slot has a table of its own.
+    noise: lengths [B], keys [B, 2] and temperatures [B] of all slots; with it candidates rank as in `core.choosing.rank`.
+    """
+    tokens, chances = table
+    ranks, depths, parents, fading = template
+    (count, depth), lanes, device = ranks.shape, slots.shape[0], slots.device
+    assert nodes <= count and tokens.is_contiguous() and chances.is_contiguous()
+    out, above = (torch.empty(lanes, nodes, dtype=torch.long, device=device) for _ in range(2))
+    size = torch.empty(lanes, dtype=torch.long, device=device)
+    _walk[(lanes,)](
+        tokens, chances, slots, roots, ranks, depths, parents, fading, *(noise or (roots, roots, fading)), out, above, size,
+        tokens.shape[1] - 1, COUNT=count, DEPTH=depth, K=tokens.shape[2], NODES=nodes, OWN=own, NOISE=noise is not None,
+        BLOCK=triton.next_power_of_2(count), **launched(device, 8),
+    )  # fmt: skip
+    return out, above, size
+
+
+def learnt(
+    table: tuple[Tensor, Tensor],
+    slots: Tensor,
+    seen: Tensor,
+    size: Tensor,
+    ranked: tuple[Tensor, Tensor],
+    accepted: tuple[Tensor, Tensor] | None,
+    own: bool,
+) -> None:
+    """Overwrite the table's rows of the tokens `seen` [b, n], the first `size` [b] of each sequence, with what was `ranked`
+    there: candidates and log-probabilities [b, n, K].
+
+    If a token comes several times, its latest row wins. Accepted rows come after all others: `accepted` is a path [b, D + 1]
+    and how much of it counts [b]. A sequence that accepted nothing learns nothing.
+    """
+    tokens, chances = table
+    (lanes, nodes), device = seen.shape, seen.device
+    path, count = accepted or (size, size)
+    places = path.shape[1] if accepted else 0
+    each = 16
+    assert seen.stride(1) == 1
+    _learn[(triton.cdiv(lanes * nodes, each),)](
+        tokens, chances, slots, seen, size, path.contiguous(), count, *ranked,
+        lanes, nodes, tokens.shape[1] - 1, seen.stride(0),
+        PLACES=places, WAY=triton.next_power_of_2(max(places, 1)), K=tokens.shape[2], OWN=own,
+        EACH=each, BLOCK=64, RANKS=triton.next_power_of_2(tokens.shape[2]), **launched(device),
+    )  # fmt: skip

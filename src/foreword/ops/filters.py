@@ -1,0 +1,71 @@
+"""top-k, top-p and min-p, in that order: the lowest score that survives them.
+
+In: scores [b, N, V] after the division by the temperature. Out: a floor [b, N, 1]. Equal scores survive or fall together, so
+no sort order matters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foreword.ops.noise import column
+
+
+class Filters(NamedTuple):
+    """The filters of each sequence, [b]; None where no sequence of the round has that filter."""
+
+    top_k: Tensor | None = None
+    largest_k: int = 0  # a bound on every top_k, known to the host
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+
+
+def survivors(scores: Tensor, filters: Filters) -> Tensor:
+    """[b, N, V] bool: the tokens that all filters keep."""
+    return scores >= lowest(scores, filters, scores.logsumexp(-1, keepdim=True))
+
+
+def lowest(scores: Tensor, filters: Filters, log_mass: Tensor) -> Tensor:
+    """The lowest score that survives: [b, N, 1]. `scores` may be the best few of a row, `log_mass` is that of all."""
+    floor = torch.full_like(scores[..., :1], -math.inf)
+    if filters.top_k is not None:
+        floor = _top_k_floor(scores, filters.top_k, filters.largest_k)
+        kept = scores.masked_fill(scores < floor, -math.inf)
+        log_mass = torch.where(floor > -math.inf, kept.logsumexp(-1, keepdim=True), log_mass)
+    if filters.top_p is not None:
+        probability = torch.where(scores < floor, 0, (scores - log_mass).exp()).to(torch.float32)
+        floor = torch.maximum(floor, _top_p_floor(scores, probability, filters.top_p))
+    if filters.min_p is not None:
+        floor = torch.maximum(floor, scores.amax(-1, keepdim=True) + column(filters.min_p, scores).log())
+    return floor
+
+
+def _top_k_floor(scores: Tensor, k: Tensor, largest: int) -> Tensor:
+    """The k-th best score of each row; minus infinity where top-k is off."""
+    largest = min(largest, scores.shape[-1])
+    top = scores.topk(largest, dim=-1).values
+    place = (k - 1).clamp(0, largest - 1).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+    return top.gather(-1, place).masked_fill((k <= 0).view(-1, 1, 1), -math.inf)
+
+
+def _top_p_floor(scores: Tensor, probability: Tensor, top_p: Tensor) -> Tensor:
+    """The score of the least likely token inside the nucleus: a token is in while those above it hold less than top_p.
+
+    Positive floats order like their bit patterns, so halving the range of patterns finds the exact edge in 31 sums: no
+    sort, the same work for every input, and a fixed shape.
+    """
+    wanted = column(top_p, probability)
+    low = torch.zeros_like(probability[..., :1], dtype=torch.int32)  # mass(>= low) reaches wanted, or all there is
+    high = probability.amax(-1, keepdim=True).view(torch.int32) + 1  # mass(>= high) does not
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        edge = middle.view(torch.float32)
+        enough = torch.where(probability >= edge, probability, 0).sum(-1, keepdim=True) >= wanted
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    inside = (probability >= low.view(torch.float32)) & (probability > 0)
+    least = torch.where(inside, scores, math.inf).amin(-1, keepdim=True)
+    return least.masked_fill(wanted >= 1, -math.inf)

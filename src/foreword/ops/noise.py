@@ -1,0 +1,91 @@
+"""Gumbel noise, a pure function of (request key, position, token id), the same on every device.
+
+In: the keys of requests, the positions that tokens are chosen for, token ids. Out: noise, or scores under noise.
+`ops/round/noise.py` makes the same bits inside kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # odd multipliers that spread bits well
+
+
+class Noise(NamedTuple):
+    """What the tokens of a row are compared under: scores / T + noise where T > 0, else the scores alone."""
+
+    key: Tensor  # [b, 2] int64
+    position: Tensor  # [b, N]
+    temperature: Tensor  # [b] float32
+
+
+def under(scores: Tensor, noise: Noise | None, tokens: Tensor | None = None) -> Tensor:
+    """scores [b, N, V] / T plus noise; as they are where there is none. `tokens` ([V] or [b, N, V]): whose scores these
+    are, if not all tokens in order."""
+    if noise is None:
+        return scores
+    tokens = all_tokens(scores) if tokens is None else tokens
+    temperature = column(noise.temperature, scores)
+    scaled = scores / torch.where(temperature > 0, temperature, 1)
+    return (scaled + gumbel(noise.key, noise.position, tokens)).where(temperature > 0, scaled)
+
+
+def all_tokens(scores: Tensor) -> Tensor:
+    return torch.arange(scores.shape[-1], device=scores.device)
+
+
+def column(values: Tensor, like: Tensor) -> Tensor:
+    """One value per sequence [b], for scores [b, N, V] of the same dtype."""
+    return values.view(-1, 1, 1).to(like.dtype)
+
+
+def gumbel(key: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise [b, N, V] for request keys [b, 2], positions [b, N] and token ids ([V] or [b, N, V])."""
+    bits = noise_bits(key, position, tokens)
+    # Small uniforms make large noise, and floats are finest near 0: that is where the winners are decided.
+    uniform = (bits.to(torch.float32) + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def noise_bits(key: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """31 random bits for each (key, position, token), as int32: the same on every device."""
+    first, second = _row_keys(key, position)
+    bits = tokens.to(torch.int32) * _signed(_GOLDEN) ^ first.unsqueeze(-1)
+    bits ^= _shifted(bits, 16)
+    bits *= _signed(_FIRST)
+    bits += second.unsqueeze(-1)
+    bits ^= _shifted(bits, 13)
+    bits *= _signed(_SECOND)
+    bits ^= _shifted(bits, 16)
+    return _shifted(bits, 1)
+
+
+def _row_keys(key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words per row from the request's key and the position, in int64 so that nothing overflows."""
+    place = position & WORD
+    first = _mix32(key[:, :1] ^ _mix32(place * 0x6C62272E & WORD))
+    second = _mix32(key[:, 1:] + first & WORD)
+    return _wrapped(first), _wrapped(second)
+
+
+def _mix32(word: Tensor) -> Tensor:
+    for shift, multiplier in ((16, 0x45D9F3B), (16, 0x45D9F3B)):
+        word = (word ^ (word >> shift)) * multiplier & WORD
+    return word ^ (word >> 16)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """A logical right shift; torch's own keeps the sign."""
+    return (bits >> by) & (WORD >> by)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _wrapped(word: Tensor) -> Tensor:
+    return (word - ((word >> 31) << 32)).to(torch.int32)

@@ -1,0 +1,1 @@
+"""Kernels of a round around the pass."""

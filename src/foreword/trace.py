@@ -1,0 +1,104 @@
+"""Traced: stands before a drafter and writes every round down, a line of JSON for each text: what was drafted, what of it
+was accepted, and how the drafter came to it, where it says so (`Drafter.sketch`).
+
+The text and its rounds are those without it. It asks the device for all of a draft, so rounds are not captured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from foreword.core.draft import Draft
+from foreword.core.drafter import Drafter
+from foreword.core.scores import Accepted, Emission, Scores
+from foreword.core.state import State
+from foreword.core.target import Target
+from foreword.errors import StorageError
+
+
+class Traced(Drafter):
+    captures = "nothing"
+
+    def __init__(self, inner: Drafter, file: Path, spell: Callable[[int], str]) -> None:
+        """`spell` says how a token is written."""
+        self.inner, self.file, self.spell = inner, file, spell
+        self.text_in: dict[int, int] = {}  # by slot: the texts are counted as they enter
+        self.rounds: list[int] = []  # of each text
+        try:
+            file.write_text("")
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from error
+
+    def bind(self, target: Target, slots: int) -> None:
+        self.inner.prepare(target, slots)
+        self.shape, self.needs = self.inner.shape, self.inner.needs
+
+    def begin(self, state: State) -> None:
+        for slot in state.lanes.ids:
+            self.text_in[slot] = len(self.rounds)
+            self.rounds.append(0)
+        self.inner.begin(state)
+
+    def read(self, state: State, chunk: Draft, scores: Scores) -> None:
+        self.inner.read(state, chunk, scores)
+
+    def propose(self, state: State) -> Draft:
+        return self.inner.propose(state)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
+        counts = accepted.count.tolist()
+        decided = [lane for lane, count in enumerate(counts) if count]  # the others are frozen
+        lines = [json.dumps(self._line(state, lane, draft, accepted), ensure_ascii=False) + "\n" for lane in decided]
+        self._append("".join(lines).encode())
+        self.inner.observe(state, draft, scores, accepted)
+
+    def _append(self, lines: bytes) -> None:
+        """All of them or none: where they do not fit, the file ends as it did before."""
+        before = None
+        try:
+            before = self.file.stat().st_size
+            with self.file.open("ab") as file:
+                file.write(lines)
+        except OSError as error:
+            if before is not None:
+                with suppress(OSError):
+                    os.truncate(self.file, before)
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: Exception) -> StorageError:
+        told = f"the trace {self.file} cannot be written ({error})"
+        return StorageError(f"{told}; make room, name another file, or choose a method again to go on without a trace")
+
+    def _line(self, state: State, lane: int, draft: Draft, accepted: Accepted) -> dict[str, Any]:
+        text, size = self.text_in[state.lanes.ids[lane]], int(draft.size[lane])
+        parents = draft.tree.parent.expand_as(draft.tokens)[lane, :size].tolist()
+        self.rounds[text] += 1
+        line = {
+            "text": text,
+            "round": self.rounds[text] - 1,
+            "nodes": [
+                {"token": token, "piece": self.spell(token), "parent": parent}
+                for token, parent in zip(draft.tokens[lane, :size].tolist(), parents, strict=True)
+            ],
+            "accepted": accepted.path[lane, : int(accepted.count[lane])].tolist(),
+            "next": self.spell(int(accepted.next[lane])),
+            "next_token": int(accepted.next[lane]),
+        }
+        sketch = self.inner.sketch(lane)
+        for node in sketch.get("nodes", ()):
+            node["piece"] = self.spell(node["token"])
+        return line | ({"graph": sketch} if sketch else {})
+
+    def decided(self, state: State, emission: Emission) -> None:
+        self.inner.decided(state, emission)
+
+    def end(self, slots: Sequence[int]) -> None:
+        self.inner.end(slots)
+
+    def close(self) -> None:
+        self.inner.close()

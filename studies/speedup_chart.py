@@ -1,0 +1,61 @@
+"""Draw docs/pictures/speedups.svg, the chart of the README: `python studies/speedup_chart.py`.
+
+In: two results of `foreword bench` over the same 48 prompts, one request at a time. Out: a bar for each method and machine,
+with its 95% interval; 1.00x is plain decoding on the same engine. A test compares the file with what this draws.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from foreword.bench.report import read_results
+from foreword.bench.svg import alone, level_bars
+from foreword.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "pictures" / "speedups.svg"
+SOURCES = {
+    "one NVIDIA H200, bfloat16": "results/bench_cuda_48",
+    "two cores of an AMD EPYC, float32": "results/bench_cpu_48",
+}
+COLOURS = {"one NVIDIA H200, bfloat16": 1, "two cores of an AMD EPYC, float32": 2}
+
+Rows = dict[str, dict[str, Any]]
+
+
+def rows(folder: str) -> Rows:
+    """By method, over all prompts. Other programs' figures are not shown: their baseline is another one."""
+    found = read_results(ROOT / folder)["tables"]["overall"]
+    return {row["contender"]: row for row in found if row["contender"] in METHODS and row["contender"] != "plain"}
+
+
+def chart() -> str:
+    machines = {machine: rows(folder) for machine, folder in SOURCES.items()}
+    first, *_ = machines.values()
+    methods = sorted({name for found in machines.values() for name in found}, key=lambda name: -_speed(first, name))
+    drawing = level_bars(
+        methods,
+        {
+            machine: [found[name]["speedup"] if name in found else None for name in methods]
+            for machine, found in machines.items()
+        },
+        "Speed-up of each method over plain decoding on the same engine, on a GPU and on a CPU",
+        "x",
+        {machine: [_span(found.get(name)) for name in methods] for machine, found in machines.items()},
+        rule=1.0,
+        colour=COLOURS.__getitem__,
+    )
+    return alone(drawing, COLOURS) + "\n"
+
+
+def _speed(found: Rows, name: str) -> float:
+    return found[name]["speedup"] if name in found else 0.0
+
+
+def _span(row: dict[str, Any] | None) -> tuple[float, float] | None:
+    return (row["low"], row["high"]) if row and row["low"] is not None else None
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(chart(), encoding="utf-8")

@@ -1,0 +1,54 @@
+"""A method in one word: its name, perhaps a folder, perhaps options."""
+
+import pytest
+
+from foreword.drafters.resolve import Wanted
+from foreword.drafters.spec import read_word, split_words
+from foreword.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "folder", "options"),
+    [
+        ("gsd", "gsd", None, {}),
+        ("clover=runs/clover", "clover", "runs/clover", {}),
+        ("gsd:repeat=0:siblings=0.3", "gsd", None, {"repeat": 0, "siblings": 0.3}),
+        ("clover2=C:/runs/a:taps=8,16:tree=static", "clover2", "C:/runs/a", {"taps": (8, 16), "tree": "static"}),
+        ("clover:attention=false", "clover", None, {"attention": False}),
+        ("hydra=", "hydra", "", {}),
+    ],
+)
+def test_a_word_is_taken_apart(text: str, name: str, folder: str | None, options: dict[str, object]) -> None:
+    assert read_word(text) == (name, folder, options)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gsd", ["gsd"]),
+        ("gsd:width=4, clover=runs/a", ["gsd:width=4", "clover=runs/a"]),
+        ("clover2:taps=8,16:tree=best,medusa", ["clover2:taps=8,16:tree=best", "medusa"]),
+        ("firp:paths=[[0],[0,1]],medusa=runs/a (1),hydra", ["firp:paths=[[0],[0,1]]", "medusa=runs/a (1)", "hydra"]),
+    ],
+)
+def test_words_are_told_apart(text: str, words: list[str]) -> None:
+    assert split_words(text) == words
+
+
+def test_options_of_a_word_are_the_methods() -> None:
+    assert Wanted.of("token_recycling:table=reset").options == {"table": "reset"}
+    assert Wanted.of("token_recycling:table=reset", rows=8).rows == 8
+
+
+@pytest.mark.parametrize(
+    ("word", "given", "told"),
+    [
+        ("prompt_lookup:max_match=3", {"max_match": 2}, "say it once"),
+        ("prompt_lookup:rows=3", {}, "--rows"),
+        ("draft_model:model=runs/a", {}, "NAME=FOLDER"),
+        ("prompt_lookup:nothing=3", {}, "nothing"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(word: str, given: dict[str, int], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        Wanted.of(word, **given)

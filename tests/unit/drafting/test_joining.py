@@ -1,0 +1,41 @@
+"""A tree and a chain in one draft: its paths are those of both, and none stands there twice."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from doubles import paths_of
+from foreword.core.draft import Draft, Tree
+from foreword.drafting.joining import hang, joined
+from rounds import drawn_chain, drawn_draft
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 10**6))
+def test_the_paths_are_those_of_both(nodes: int, links: int, seed: int) -> None:
+    tree = drawn_draft(seed, nodes, "cpu")
+    chain = drawn_chain(seed, tree, links)
+    both = joined(tree, chain, levels=nodes)
+    assert both.nodes == nodes + links - 1 and both.tokens[:, 0].tolist() == tree.tokens[:, 0].tolist()
+    for lane in range(len(tree.size)):
+        found, own = paths_of(both, lane), paths_of(tree, lane)
+        assert found[: len(own)] == own, "the tree's rows stay where they are"
+        assert set(found) == {*own, *paths_of(chain, lane)} and len(set(found)) == len(found)
+
+
+def test_the_chain_goes_on_where_the_tree_ends() -> None:
+    tree = Draft(torch.tensor([[7, 1, 2, 3]]), Tree.of((0, 0, 1, 0)), torch.tensor([4]))
+    chain = Draft(torch.tensor([[7, 1, 2, 9, 8]]), Tree.chain(5), torch.tensor([5]))
+    both = joined(tree, chain, levels=2)
+    assert both.tokens[0, :6].tolist() == [7, 1, 2, 3, 9, 8] and int(both.size) == 6
+    assert both.tree.parent[0, :6].tolist() == [0, 0, 1, 0, 2, 4]
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 10**6))
+def test_where_rows_cost_a_chain_needs_an_agreed_beginning(nodes: int, links: int, seed: int) -> None:
+    tree = drawn_draft(seed, nodes, "cpu")
+    chain = drawn_chain(seed, tree, links)
+    both = hang(tree, chain, levels=nodes, agreed=True)
+    for lane in range(len(tree.size)):
+        own, looked_up = paths_of(tree, lane), paths_of(chain, lane)
+        begins = len(looked_up) > 1 and looked_up[1] in own
+        assert set(paths_of(both, lane)) == ({*own, *looked_up} if begins else set(own))

@@ -1,0 +1,151 @@
+"""Which rows teach which head, against a slow walk over the text; and the loss in parts against the loss in one."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from doubles import VOCABULARY, target
+from foreword.drafting import lessons
+from foreword.drafting.lessons import Answers, HeadLosses, Lesson, check_labels, losses, rank_rates
+from foreword.errors import InputError
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(0, 10**6))
+def test_the_rows_to_learn_from(batch: int, length: int, heads: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 50, (batch, length), generator=generator)
+    mask = torch.rand(batch, length, generator=generator) < 0.7
+    lesson = Lesson.of(tokens, mask, heads)
+    found = {
+        (int(row), head): (int(lesson.token(head)[i]), int(lesson.label(head)[i]))
+        for i, row in enumerate(lesson.rows)
+        for head in range(1, heads + 1)
+        if lesson.counts[i, head - 1]
+    }
+    slow = {}
+    for text in range(batch):
+        for t in range(length):
+            for head in range(1, heads + 1):
+                guessed = range(t + 2, t + 2 + head)
+                if all(place < length and mask[text, place] for place in guessed):
+                    told_and_label = int(tokens[text, t + head]), int(tokens[text, t + 1 + head])
+                    slow[text * length + t, head] = told_and_label
+    assert found == slow
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(0, 10**6))
+def test_the_teacher_stands_where_the_label_is_decided(batch: int, length: int, heads: int, seed: int) -> None:
+    """Also where what the target wrote has gaps, and where one text follows another."""
+    mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 0.7
+    tokens = torch.arange(batch * length).view(batch, length)
+    lesson = Lesson.of(tokens, mask, heads)
+    teacher = lesson.teacher(tokens.unsqueeze(-1))
+    for head in range(1, heads + 1):
+        asked = lesson.asked(head, lesson.rows)
+        assert torch.equal(teacher[asked.ahead :, 0][: len(asked.rows)][asked.counts] + 1, asked.labels[asked.counts])
+
+
+@pytest.fixture
+def drawn() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(37, 8, generator=generator, dtype=torch.float64)
+    teacher = torch.randn(37, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, (37,), generator=generator)
+    return rows, teacher, weight, labels, torch.rand(37, generator=generator) < 0.6
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_in_parts_as_in_one(soft: bool, drawn: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradient; seven rows at a time."""
+    monkeypatch.setattr(lessons, "ROWS_AT_A_TIME", 7)
+    rows, teacher, weight, labels, counts = drawn
+    one, other = (rows.clone().requires_grad_() for _ in range(2))
+    asked = [Answers(one, labels, counts)]
+    [(loss, places)] = losses(asked, lambda x: x @ weight.T, torch.float64, teacher if soft else None)
+    (3 * loss).backward()
+    wanted = (teacher @ weight.T).softmax(-1)[counts] if soft else labels[counts]
+    whole = functional.cross_entropy(other[counts] @ weight.T, wanted)
+    (3 * whole).backward()
+    torch.testing.assert_close(loss, whole, check_dtype=False, rtol=1e-6, atol=0)
+    assert one.grad is not None and other.grad is not None
+    torch.testing.assert_close(one.grad, other.grad)
+    order = (rows @ weight.T).argsort(-1, descending=True)
+    wanted = [order[i].tolist().index(label) for i, label in enumerate(labels.tolist())]
+    assert places.tolist() == wanted
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_heads_together_as_each_alone(soft: bool, drawn: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a head that caps its logits; the second head's teacher stands two rows later."""
+    monkeypatch.setattr(lessons, "ROWS_AT_A_TIME", 7)
+    rows, teacher, weight, labels, counts = drawn
+
+    def capped(given: torch.Tensor) -> torch.Tensor:
+        return (given @ weight.T / 2).tanh() * 3
+
+    asked = [
+        Answers((scale * rows[:35]).requires_grad_(), labels[:35], counts[:35], ahead) for scale, ahead in ((1, 0), (2, 2))
+    ]
+    found = losses(asked, capped, torch.float64, teacher if soft else None)
+    sum(loss for loss, _ in found).backward()
+    for one, (loss, _) in zip(asked, found, strict=True):
+        alone = one.rows.detach().requires_grad_()
+        wanted = capped(teacher)[one.ahead :][:35].softmax(-1) if soft else one.labels
+        whole = functional.cross_entropy(capped(alone)[one.counts], wanted[one.counts])
+        whole.backward()
+        torch.testing.assert_close(loss, whole, check_dtype=False, rtol=1e-6, atol=0)
+        torch.testing.assert_close(one.rows.grad, alone.grad)
+
+
+def test_nothing_is_kept_where_nothing_is_learned(drawn: tuple[torch.Tensor, ...]) -> None:
+    rows, _, weight, labels, counts = drawn
+    with torch.no_grad():
+        [(loss, _)] = losses([Answers(rows.requires_grad_(), labels, counts)], lambda x: x @ weight.T, torch.float64)
+    assert not loss.requires_grad and loss > 0
+
+
+def test_text_that_teaches_nothing_costs_nothing(drawn: tuple[torch.Tensor, ...]) -> None:
+    model, tokens = target(), torch.ones(1, 6, dtype=torch.long)
+    hidden = torch.randn(1, 6, model.hidden_size, dtype=torch.float64)
+    marks = HeadLosses(Lesson.of(tokens, torch.zeros(1, 6, dtype=torch.bool), 2), model, "soft", hidden, regression=1.0)
+    rows = marks.lesson.of_rows(hidden).requires_grad_()
+    marks.add(1, rows, 1.0)
+    loss, figures = marks.result
+    loss.backward()
+    assert loss == 0 and figures["top1/1"] == 0 and rows.shape[0] == 0
+
+
+def test_figures_and_distances() -> None:
+    """A head that gives the target's own states: the right guesses, no distance, and the least soft loss there is."""
+    model = target()
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 9, model.hidden_size, generator=generator, dtype=torch.float64)
+    logits = model.head(model.norm(hidden)).detach()
+    tokens = functional.pad(logits.argmax(-1)[:, :-1], (1, 0))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    losses = {}
+    for name, noise in (("own", 0.0), ("off", 0.5)):
+        marks = HeadLosses(Lesson.of(tokens, mask, 2), model, "soft", hidden, regression=10.0)
+        rows = model.norm(marks.lesson.teacher(hidden)[1:]).detach()
+        marks.add(2, rows + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64), 0.5)
+        losses[name], figures = marks.result
+        if name == "own":
+            assert figures == {"top1/2": 1, "top5/2": 1, "rows/2": 12}
+            counts = marks.lesson.counts[:, 1]
+            chances = marks.lesson.teacher(logits)[1:][counts].softmax(-1)
+            entropy = -(chances * chances.log()).sum(-1).mean()
+            assert float(losses[name]) == pytest.approx(0.5 * float(entropy), rel=1e-5)
+    assert losses["off"] > losses["own"] + 0.1
+
+
+def test_rates_by_rank() -> None:
+    places, counts = torch.tensor([0, 0, 1, 5, 2, 0]), torch.tensor([True, True, True, True, False, False])
+    assert rank_rates(places, counts, 3) == [0.5, 0.25, 0.0]
+
+
+def test_labels_are_hard_or_soft() -> None:
+    with pytest.raises(InputError, match="clover: labels is 'firm'; choose from hard, soft"):
+        check_labels("clover", "firm")

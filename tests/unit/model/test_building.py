@@ -1,0 +1,47 @@
+"""A bound on what modules are built of."""
+
+from copy import deepcopy
+from threading import Thread
+
+import pytest
+from torch import nn
+
+from foreword.model.building import TooMuchBuilt, at_most
+
+
+def stacked(count: int, made: list[int]) -> nn.Module:
+    def one(number: int) -> nn.Module:
+        made.append(number)
+        return nn.Sequential(nn.Linear(3, 3, bias=False))
+
+    return nn.ModuleList(one(number) for number in range(count))
+
+
+def test_what_fits_is_built_and_what_does_not_ends_soon() -> None:
+    with at_most(9 * 4):
+        stacked(4, [])
+    made: list[int] = []
+    with pytest.raises(TooMuchBuilt), at_most(9 * 4):
+        stacked(100_000, made)
+    assert len(made) == 5
+    stacked(6, [])  # nothing is left behind
+
+
+def test_a_weight_in_two_places_counts_once() -> None:
+    with at_most(9):
+        twice = nn.ModuleList([nn.Linear(3, 3, bias=False)])
+        nn.ModuleList([twice, nn.ModuleList(twice)])
+
+
+def test_copies_count_as_what_is_new_does() -> None:
+    layer = nn.Linear(3, 3, bias=False)
+    with pytest.raises(TooMuchBuilt), at_most(9 * 2):
+        nn.ModuleList(deepcopy(layer) for _ in range(3))
+
+
+def test_other_threads_build_what_they_like() -> None:
+    with at_most(1):
+        other = Thread(target=stacked, args=(5, made := []))
+        other.start()
+        other.join()
+    assert len(made) == 5

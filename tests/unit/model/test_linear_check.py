@@ -1,0 +1,187 @@
+"""Linears of unknown kinds: those that quantise weights alone serve, those whose rows depend on each other or on rounding do
+not. The kinds are those that libraries have: classes of their own, and ordinary linears with a tensor class of their own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from doubles import fresh
+from foreword.errors import ModelUnsupported
+from foreword.model.draft_linears import in_eight_bits
+from foreword.model.fingerprint import Fingerprint
+from foreword.model.linear_check import check_linears, unknown_linears
+from foreword.model.linears import kinds, pack
+from foreword.model.model import Model
+from foreword.model.plain_linears import is_plain_linear
+
+
+def eighths(rows: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Rows as eight bits hold them, with one scale for all that lies along `dims`."""
+    scale = rows.abs().amax(dims, keepdim=True).clamp(min=1e-4) / 127
+    return (rows / scale).round() * scale
+
+
+class WeightOnly(nn.Linear):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        whole, scale = in_eight_bits(linear.weight.detach())
+        self.weight, self.bias = nn.Parameter((whole * scale).to(linear.weight.dtype)), linear.bias
+
+
+class ScaledByPass(WeightOnly):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(eighths(rows, (-1, -2)))
+
+
+class ScaledByRow(WeightOnly):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(eighths(rows, (-1,)))
+
+
+class NoLinear(nn.Module):
+    """A class that has nothing of torch's."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.inner = linear.in_features, ScaledByPass(linear)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.inner(rows)
+
+
+class Broken(WeightOnly):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows) * torch.nan
+
+
+class Refusing(WeightOnly):
+    def forward(self, rows: Tensor) -> Tensor:
+        raise RuntimeError("expected scalar type Double")
+
+
+class Codes(Tensor):
+    """A weight that says what becomes of the rows it is multiplied with."""
+
+    rounds_rows = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            rows, weight, *more = args
+            rows = eighths(rows, (-1,)) if weight.rounds_rows else rows
+            return functional.linear(rows, weight.as_subclass(Tensor), *more)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def coded(linear: nn.Linear, rounds_rows: bool) -> nn.Linear:
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Codes), requires_grad=False)  # type: ignore[misc]
+    linear.weight.rounds_rows = rounds_rows  # type: ignore[attr-defined]
+    return linear
+
+
+def with_linears(make: Any, names: tuple[str, ...] = (), dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny model whose linears, or those of these names, are others."""
+    hf = fresh("llama", dtype, tie_word_embeddings=False).requires_grad_(False)
+    for parent in list(hf.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and (not names or name in names):
+                setattr(parent, name, make(child).to(dtype))
+    return hf
+
+
+def check(hf: PreTrainedModel) -> None:
+    check_linears(hf, unknown_linears(hf))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_linears_that_quantise_weights_alone_serve(dtype: torch.dtype) -> None:
+    hf = with_linears(WeightOnly, dtype=dtype)
+    assert len(unknown_linears(hf)) == 4 * 7 + 1
+    check(hf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make", [ScaledByPass, NoLinear])
+def test_linears_whose_scales_span_all_rows_are_refused(make: Any, dtype: torch.dtype) -> None:
+    with pytest.raises(
+        ModelUnsupported, match=rf"q_proj \(.*{make.__name__}\).*other rows are in the same pass.*weights alone"
+    ):
+        check(with_linears(make, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_linears_that_round_rows_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ModelUnsupported, match=r"q_proj \(.*ScaledByRow\) rounds the rows.*weights alone"):
+        check(with_linears(ScaledByRow, dtype=dtype))
+
+
+def test_linears_that_round_no_more_than_the_dtype_does_serve() -> None:
+    check(with_linears(ScaledByRow, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("place", ["down_proj", "lm_head"])
+def test_one_among_many_is_found(place: str) -> None:
+    with pytest.raises(ModelUnsupported, match=rf"{place} \(.*ScaledByPass\)"):
+        check(with_linears(ScaledByPass, (place,)))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [(Broken, "off by nan"), (Refusing, "does not take rows of torch.float32 on cpu")]
+)
+def test_linears_that_cannot_be_measured_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(ModelUnsupported, match=said):
+        check(with_linears(make))
+
+
+def test_ordinary_linears_with_other_weights() -> None:
+    """Two that look the same but for what the weight says of itself are two kinds."""
+    hf = with_linears(lambda linear: coded(linear, rounds_rows=False))
+    assert not any(map(is_plain_linear, hf.modules())) and unknown_linears(hf)
+    check(hf)
+    coded(hf.model.layers[3].mlp.up_proj, rounds_rows=True)
+    with pytest.raises(ModelUnsupported, match=r"layers\.3\.mlp\.up_proj \(.*\.Codes\) rounds the rows"):
+        check(hf)
+
+
+def test_of_each_kind_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[nn.Module] = []
+    forward = WeightOnly.forward
+    monkeypatch.setattr(WeightOnly, "forward", lambda self, rows: (asked.append(self), forward(self, rows))[1])
+    check(with_linears(WeightOnly))
+    assert len(set(asked)) == 5, "q and o, k and v, gate and up, down, and the head, of one layer"
+
+
+def test_what_is_measured_is_left_as_it_was() -> None:
+    """With dropout no row would be answered twice in the same way."""
+    hf = with_linears(lambda linear: nn.Sequential(nn.Dropout(0.5), WeightOnly(linear))).train()
+    for module in hf.modules():
+        if isinstance(module, nn.Sequential):
+            module.in_features = module[1].in_features
+    hf.model.layers[0].mlp.up_proj.eval()
+    before = [module.training for module in hf.modules()]
+    check(hf)
+    assert [module.training for module in hf.modules()] == before
+
+
+def test_ordinary_linears_and_ours_are_not_measured() -> None:
+    hf = fresh("llama", torch.float32)
+    assert not unknown_linears(hf)
+    pack(hf.requires_grad_(False))
+    assert not unknown_linears(hf)
+
+
+def test_costs_are_kept_by_what_weights_are() -> None:
+    """The shapes are the same."""
+    models = [with_linears(make) for make in (lambda one: one, lambda one: coded(one, False), WeightOnly)]
+    assert len({tuple(kinds(model)) for model in models}) == 3
+
+
+def test_a_fingerprint_tells_weights_of_another_class_apart() -> None:
+    prints = [
+        Fingerprint.of(Model(with_linears(make))) for make in (lambda one: one, lambda one: coded(one, False), WeightOnly)
+    ]
+    assert prints[0].matches(prints[1]) and not prints[0].matches(prints[2])

@@ -1,0 +1,171 @@
+"""What is measured is kept by facts that do not change, whole, and for good only where the machine was quiet."""
+
+import json
+import os
+import platform
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from foreword.errors import ForewordWarning
+from foreword.model import measured
+from foreword.model.measured import Figure, anew, file_of, keep, machine_facts, read_kept, recall
+
+QUIET, BUSY = True, False
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    return tmp_path
+
+
+def shows(*figures: tuple[float, bool]) -> Callable[[], float]:
+    """A machine that shows these figures one after the other, and nothing when it is asked once more."""
+    coming = [Figure(value, steady, "" if steady else "others were at work") for value, steady in figures]
+
+    def ask(quiet: bool = False) -> float:
+        return recall("figures", {"of": "a test"}, lambda _: coming.pop(0), Figure.read, quiet).value
+
+    return ask
+
+
+def test_measured_once() -> None:
+    ask = shows((1.0, QUIET))
+    assert [ask() for _ in range(3)] == [1.0] * 3
+
+
+def test_what_a_busy_machine_shows_is_never_kept_for_good(own: Path) -> None:
+    ask = shows((9.0, BUSY), (8.0, BUSY), (1.0, QUIET))
+    assert ask() == ask() == 9.0
+    (file,) = own.glob("figures/*.json")
+    for age, shown in (
+        (0, 9.0),
+        (measured.SUSPECT_S + 1, 8.0),
+        (measured.SUSPECT_S + 1, 1.0),
+        (10 * measured.SUSPECT_S, 1.0),
+    ):
+        os.utime(file, (time.time() - age,) * 2)
+        assert ask() == shown
+    assert json.loads(file.read_text())["steady"] is True
+
+
+def test_anew_measures_everything_once_and_replaces_it() -> None:
+    ask = shows((1.0, QUIET), (2.0, QUIET))
+    assert ask() == 1.0
+    with anew():
+        assert ask() == ask() == 2.0
+        with anew():
+            assert ask() == 2.0
+    assert ask() == 2.0
+
+
+def test_a_busy_machine_replaces_nothing_of_a_quiet_one() -> None:
+    ask = shows((1.0, QUIET), (9.0, BUSY))
+    ask()
+    with pytest.warns(ForewordWarning, match="seems to be busy: others were at work"), anew():
+        assert ask() == 1.0
+    assert ask() == 1.0
+
+
+def test_only_who_asks_for_it_is_told_of_a_busy_machine() -> None:
+    ask = shows((9.0, BUSY))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ask() == 9.0
+
+
+def test_what_was_kept_is_handed_to_who_measures_again() -> None:
+    seen: list[Figure | None] = []
+
+    def measure(earlier: Figure | None) -> Figure:
+        seen.append(earlier)
+        return Figure(1.0, BUSY, "others were at work")
+
+    for _ in range(2):
+        recall("figures", {}, measure, Figure.read, quiet=True)
+    assert seen == [None, Figure(1.0, BUSY, "others were at work")]
+
+
+def test_the_machine_is_known_by_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    first = machine_facts(cpu)
+    monkeypatch.setattr(platform, "node", lambda: "another-container")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-container")
+    assert machine_facts(cpu) == first
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert machine_facts(cpu) != first
+
+
+@pytest.mark.parametrize("change", ["get_num_threads", "__version__", "device"])
+def test_another_machine_is_measured_by_itself(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {file_of("figures", machine_facts(torch.device("cpu")))}
+    if change == "device":
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        files.add(file_of("figures", machine_facts(torch.device("cuda"))))
+    else:
+        monkeypatch.setattr(torch, change, (lambda: 77) if change == "get_num_threads" else "9.9")
+        files.add(file_of("figures", machine_facts(torch.device("cpu"))))
+    assert len(files) == 2
+
+
+def test_another_format_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = file_of("figures", machine_facts(torch.device("cpu")))
+    monkeypatch.setattr(measured, "FORMAT", measured.FORMAT + 1)
+    assert file_of("figures", machine_facts(torch.device("cpu"))) != before
+
+
+def test_many_writers_leave_a_whole_file(own: Path) -> None:
+    file = own / "figures" / "one.json"
+    keep(file, {"value": 0, "steady": True, "suspect": ""})
+
+    def write(number: int) -> None:
+        for turn in range(40):
+            keep(file, {"value": number, "steady": True, "suspect": "x" * 1000 * (turn % 7)})
+            assert read_kept(file, Figure.read) is not None
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(write, range(6)))
+    assert [one.name for one in file.parent.iterdir()] == ["one.json"]
+
+
+def test_of_several_at_once_one_measures() -> None:
+    """The others wait for it: next to each other they would take the machine for a busy one."""
+    at_work, most, lock = 0, 0, threading.Lock()
+
+    def measure(_: Figure | None) -> Figure:
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.05)
+        with lock:
+            at_work -= 1
+        return Figure(1.0)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda kind: recall("figures", {"kind": kind % 2}, measure, Figure.read), range(4)))
+    assert most == 1
+
+
+def test_who_measures_may_ask_for_something_else_first() -> None:
+    def measure(_: Figure | None) -> Figure:
+        return Figure(1.0 + recall("others", {}, lambda _: Figure(1.0), Figure.read).value)
+
+    assert recall("figures", {}, measure, Figure.read).value == 2.0
+
+
+@pytest.mark.parametrize("text", ['{"value": -1, "steady": true, "suspect": ""}', '{"value": "a"}', "[1]", "{", "[" * 5000])
+def test_a_damaged_file_counts_as_absent(text: str, own: Path) -> None:
+    ask = shows((1.0, QUIET), (2.0, QUIET))
+    ask()
+    (file,) = own.glob("figures/*.json")
+    file.write_text(text)
+    assert ask() == ask() == 2.0

@@ -1,0 +1,33 @@
+"""Runs a study on a drafter of the tiny model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner, Result
+
+import foreword
+from doubles import taught
+from foreword.drafters import saved
+
+
+@pytest.fixture
+def study(folders: dict[str, Path], own_home: Path, tmp_path: Path) -> Callable[..., tuple[Result, Any]]:
+    """A study of a drafter of the tiny model: study(tree_shapes, "medusa", "--drafters {drafter} --rows 3", heads=2) runs
+    the command on two prompts, and gives its result and what it wrote."""
+
+    def run_study(command: Callable[..., None], method: str, options: str, **trained: Any) -> tuple[Result, Any]:
+        drafter, prompts, out = tmp_path / method, tmp_path / "prompts.txt", tmp_path / "found.json"
+        with foreword.load(folders["llama"], "plain", slots=1) as llm:
+            saved.save(taught(method, llm.model, **trained), drafter, llm.model)
+        prompts.write_text("the words that come\nbefore the words\n", encoding="utf-8")
+        own = Typer()
+        own.command()(command)
+        given = f"{options.format(drafter=drafter)} --prompts {prompts} --out {out} --model {folders['llama']}"
+        done = CliRunner().invoke(own, given.split(), catch_exceptions=False)
+        return done, json.loads(out.read_text(encoding="utf-8"))
+
+    return run_study

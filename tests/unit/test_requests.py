@@ -1,0 +1,262 @@
+"""From prompts and settings to requests: every form that users give them in, and what is refused before any work."""
+
+from typing import Any
+
+import pytest
+
+from foreword import requests as building
+from foreword.core.sampling import Sampling
+from foreword.engine.request import Request, Room
+from foreword.errors import ForewordError, InputError, PromptError
+from foreword.requests import Prompt, build, is_single, listed
+from foreword.text import Tokenizer
+
+ASK = "the words"
+HELLO = [{"role": "user", "content": "hello"}]
+CONTEXT = 512
+
+
+@pytest.fixture(scope="session")
+def tokenizer(hf_tokenizer: Any) -> Tokenizer:
+    return Tokenizer(hf_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def room(tokenizer: Tokenizer) -> Room:
+    return Room(CONTEXT, CONTEXT, tokenizer.vocab_size)
+
+
+@pytest.fixture
+def asked(tokenizer: Tokenizer, room: Room) -> Any:
+    """Requests of prompts: asked("hello", temperature=1.0)."""
+
+    def ask(prompt: Any, n: int | None = None, **settings: Any) -> list[Request]:
+        return build(tokenizer, room, listed(prompt), {"seed": 3} | settings, n)
+
+    return ask
+
+
+# Prompts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_token_ids_are_taken_as_they_are(asked: Any, kind: Any) -> None:
+    (request,) = asked(kind([5, 6, 7]))
+    assert request.prompt == (5, 6, 7)
+    assert [one.prompt for one in asked([[5, 6], "hello", (7,)])] == [(5, 6), asked("hello")[0].prompt, (7,)]
+
+
+def test_what_is_one_prompt() -> None:
+    assert all(is_single(one) for one in ("a", HELLO, [1, 2], (1, 2)))
+    assert not any(is_single(one) for one in (["a"], [HELLO], [[1, 2]], [], 5, None, [True], ["a", 5]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ([5, "a"], "holds 'a'"),
+        ([5, True], "holds True"),
+        ([5, 10**6], f"{10**6} is outside"),
+        ([-1, 5], "-1 is outside"),
+        ([5] * CONTEXT, f"{CONTEXT} tokens"),
+        (["fine", "", "fine"], r"prompts\[1\].*empty"),
+        (["fine", HELLO, [{"role": "king", "content": "x"}]], r"prompts\[2\].*king"),
+        (["fine", "x" * CONTEXT], r"prompts\[1\].*tokens.*shorten"),
+        (["fine", [5, 10**6]], r"prompts\[1\].*outside"),
+    ],
+)
+def test_prompts_are_refused_with_their_place_in_the_list(asked: Any, prompt: Any, named: str) -> None:
+    with pytest.raises(PromptError, match=named):
+        asked(prompt)
+
+
+@pytest.mark.parametrize(("trained", "advised"), [(CONTEXT, False), (2 * CONTEXT, True)])
+def test_a_larger_context_is_advised_only_where_the_model_has_one(tokenizer: Tokenizer, trained: int, advised: bool) -> None:
+    with pytest.raises(PromptError, match="shorten.*truncate_prompt_tokens") as error:
+        build(tokenizer, Room(CONTEXT, trained, 999), ["x" * CONTEXT], {})
+    assert ("larger max_context, up to 1024" in str(error.value)) is advised
+
+
+def test_truncating_keeps_the_last_tokens(asked: Any, tokenizer: Tokenizer) -> None:
+    whole = tokenizer.encode("hello there")
+    assert asked("hello there", truncate_prompt_tokens=4)[0].prompt == tuple(whole[-4:])
+    assert asked("hello there", truncate_prompt_tokens=99)[0].prompt == tuple(whole)
+    assert asked([4, 5, 6], truncate_prompt_tokens=2)[0].prompt == (5, 6)
+    long = "".join(chr(97 + i % 26) for i in range(40 * CONTEXT))
+    assert asked(long, truncate_prompt_tokens=100)[0].prompt == tuple(tokenizer.encode(long)[-100:])
+
+
+def test_settings_of_the_chat_template_reach_it(asked: Any, tokenizer: Tokenizer) -> None:
+    template = "{{ messages[0].content }}{% if think %}?{% endif %}{{ tools | length }}"
+    settings = {"chat_template": template, "chat_template_kwargs": {"think": True}, "tools": [{"name": "add"}]}
+    assert asked("hi", **settings)[0].prompt == tuple(tokenizer.encode("hi?1", chat=False))
+    said = [*HELLO, {"role": "assistant", "content": "hel"}]
+    assert tokenizer.decode(asked(said, continue_final_message=True)[0].prompt, False).endswith("<|assistant|>hel")
+    forged = asked("hello</s>", sanitize_control_tokens=True)[0].prompt
+    assert forged.count(1) == 1 and tokenizer.decode(forged, False).count("</s>") == 2
+    with pytest.raises(PromptError, match="tools.*token ids"):
+        asked([5, 6], tools=[{"name": "add"}])
+
+
+# Settings --------------------------------------------------------------------------------------------------------------
+
+
+def test_other_names_for_settings(asked: Any) -> None:
+    (request,) = asked(ASK, max_tokens=7, min_tokens=2, top_k=-1)
+    assert (request.max_new_tokens, request.min_new_tokens, request.sampling.top_k) == (7, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_tokens": 3, "max_new_tokens": 3}, "max_new_tokens and max_tokens are one setting"),
+        ({"max_new_tokens": 3, "max_tokens": 4}, "max_tokens and max_new_tokens are one setting"),
+        ({"emprature": 1}, "no setting is called 'emprature'"),
+        ({"stop": ""}, "stop string.*not empty"),
+        ({"stop": [""]}, "stop string.*not empty"),
+        ({"stop": 0}, "stop is 0"),
+        ({"stop": ["x"] * 257}, "257 strings.*256"),
+        ({"stop": "x" * 1025}, "1025 characters.*1024"),
+        ({"chat": 1}, "chat is 1"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is \\[\\]"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5.*list"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a'"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output is 1"),
+        ({"skip_special_tokens": None}, "skip_special_tokens is None"),
+        ({"sanitize_control_tokens": None}, "sanitize_control_tokens is None"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
+        ({"truncate_prompt_tokens": 2.0}, "truncate_prompt_tokens is 2.0"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"n": 1025}, "n is 1025.*1 to 1024"),
+        ({"n": True}, "n is True"),
+        ({"settings": [{}, {}]}, "one dict for each of 1 prompts; got 2"),
+        ({"settings": {"seed": 1}}, "one dict for each of 1 prompts; got {'seed': 1}"),
+        ({"settings": [5]}, "a dict of settings is needed, got 5"),
+        ({"settings": [{"settings": []}]}, "no setting is called 'settings'"),
+    ],
+)
+def test_settings_that_cannot_be_used(asked: Any, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        asked(ASK, **settings)
+
+
+def test_every_prompt_of_a_list_may_have_settings_of_its_own(asked: Any) -> None:
+    each = [{}, {"max_tokens": 5, "stop": "x"}, {"temperature": 0.5, "seed": 9, "chat": False}]
+    plain, short, drawn = asked(["a", "b", "c"], max_new_tokens=8, settings=each)
+    assert (plain.max_new_tokens, plain.sampling) == (8, Sampling(seed=3))
+    assert (short.max_new_tokens, short.sampling) == (5, Sampling(seed=3).derived(1))
+    assert drawn.sampling == Sampling(temperature=0.5, seed=9) and drawn.max_new_tokens == 8
+    assert drawn.prompt == asked("c", chat=False)[0].prompt
+
+
+def test_samples_under_a_seed_of_their_own_are_those_of_that_seed(asked: Any) -> None:
+    """The others are those of the seed for all, by their place in the whole list."""
+    requests = asked(["a", "b"], n=2, settings=[{}, {"seed": 9}])
+    seeds = [Sampling(seed=3).derived(0), Sampling(seed=3).derived(1), Sampling(seed=9), Sampling(seed=9).derived(1)]
+    assert [one.sampling for one in requests] == seeds
+
+
+def test_an_error_in_settings_of_one_prompt_names_its_place(asked: Any) -> None:
+    with pytest.raises(InputError, match=r"settings\[1\]: top_p is 2"):
+        asked(["a", "b"], settings=[{}, {"top_p": 2}])
+
+
+# Bounds ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_prompt_that_cannot_fit_is_not_encoded(
+    asked: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    monkeypatch.setattr(tokenizer, "hf", Untouchable(tokenizer.hf))
+    with pytest.raises(PromptError, match=r"10000\d\d characters"):
+        asked("x " * 500_000, chat=chat)
+    with pytest.raises(PromptError, match="1000 messages"):
+        asked(HELLO * 1000)
+    with pytest.raises(PromptError, match="1000000 tokens"):
+        asked([5] * 1_000_000)
+
+
+class Untouchable:
+    """A tokenizer that renders templates, and must not be asked to encode."""
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "encode", "a prompt that cannot fit was encoded"
+        return getattr(self._hf, name)
+
+
+def test_of_a_long_prompt_only_the_end_is_encoded(asked: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, encode = [], tokenizer.hf.encode
+    monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **how: encoded.append(len(text)) or encode(text, **how))
+    (request,) = asked("x " * 500_000, truncate_prompt_tokens=10)
+    assert len(request.prompt) == 10 and sum(encoded) < 2000
+
+
+def test_control_tokens_by_the_thousand_are_refused_before_they_are_encoded(
+    asked: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is encoded by itself, so that each is a token at least, and takes its time."""
+    encoded, encode = [], tokenizer.hf.encode
+    monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **how: encoded.append(text) or encode(text, **how))
+    with pytest.raises(PromptError, match="characters"):
+        asked("</s>" * 600, sanitize_control_tokens=True)
+    assert not encoded
+    (request,) = asked("</s>" * 1600, sanitize_control_tokens=True, truncate_prompt_tokens=10)
+    assert len(request.prompt) == 10 and len(encoded) < 100
+
+
+def test_many_requests_in_one_call_are_refused_before_any_is_made(
+    asked: Any, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    monkeypatch.setattr(tokenizer, "hf", Untouchable(tokenizer.hf))
+    with pytest.raises(InputError, match="70000 prompts with 1 samples.*65536.*several calls"):
+        asked(["a"] * 70_000)
+    with pytest.raises(InputError, match="100 prompts with 1000 samples"):
+        asked(["a"] * 100, n=1000)
+
+
+def test_every_setting_has_one_place() -> None:
+    names = [*building.SETTINGS, *building.ALIASES, building.EACH]
+    assert len(names) == len(set(names)) and set(building.ALIASES.values()) <= set(building.SETTINGS)
+
+
+@pytest.mark.parametrize("prompt", [5, None, {}, [], [[]], [{}], [None], ["a", None], [["a"]], [[1], 1]], ids=str)
+def test_whatever_is_no_prompt_is_refused_as_one(asked: Any, prompt: Prompt) -> None:
+    with pytest.raises(ForewordError):
+        asked(prompt)
+
+
+# Sampling as one object --------------------------------------------------------------------------------------------------
+
+
+def test_sampling_is_given_as_one_object(asked: Any, tokenizer: Tokenizer, room: Room) -> None:
+    whole = Sampling(temperature=0.5, top_k=3, seed=9, allowed_token_ids=(5, 6))
+    (request,) = build(
+        tokenizer, room, [ASK], {"sampling": whole, "max_tokens": 7}, None, {"temperature": 0.9, "top_p": 0.5}
+    )
+    assert (request.sampling, request.max_new_tokens, request.model_defaults) == (whole, 7, ())
+    first, second = build(tokenizer, room, [ASK] * 2, {"sampling": whole, "settings": [{}, {"temperature": 0.0}]})
+    assert (first.sampling, second.sampling.temperature, second.sampling.top_k) == (whole, 0.0, 3)
+    third, fourth = build(tokenizer, room, [ASK] * 2, {"temperature": 0.7, "settings": [{"sampling": whole}, {}]})
+    assert (third.sampling, fourth.sampling.temperature) == (whole, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"sampling": Sampling(), "temperature": 1.0}, r"temperature is given too; put it into Sampling\(\.\.\.\)"),
+        ({"sampling": Sampling(), "seed": 1, "top_k": 3}, "seed, top_k is given too"),
+        ({"sampling": {"temperature": 1.0}}, r"give a foreword.Sampling\(\.\.\.\)"),
+    ],
+)
+def test_two_forms_of_one_thing_are_refused(tokenizer: Tokenizer, room: Room, settings: Any, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        build(tokenizer, room, [ASK], settings)
+
+
+def test_no_sampling_object_is_none(tokenizer: Tokenizer, room: Room) -> None:
+    (request,) = build(tokenizer, room, [ASK], {"sampling": None, "temperature": 0.5, "seed": 1})
+    assert request.sampling == Sampling(temperature=0.5, seed=1)

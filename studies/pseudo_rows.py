@@ -85,7 +85,7 @@ def cost(model: Model, folder: Path, carry: str, rows: int, context: int, repeat
 def _walk(drafter: HiddenTransfer, probe: Probe, known: Tensor) -> Tensor:
     """What firp does between two passes, up to the states that draft tokens are read from."""
     first, later = behind(drafter.module, drafter.layers, drafter.options.source, known)
-    return probe.model.norm(probe.model.onward(probe.lanes, first, drafter.layers[0], later))
+    return probe.model.norm(probe.model.onward(probe.batch, first, drafter.layers[0], later))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
 from foreword.core.sampling_table import NO_TOKEN, SamplingStages, SamplingTable
 from foreword.core.scores import Accepted, Emission, Scores
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.core.target import Target
 from foreword.engine.engine import Engine
 from foreword.engine.graph import GraphBucket, GraphedLoop, graphed
@@ -369,19 +369,19 @@ def state_of(texts: Sequence[Sequence[int]], sampling: Sampling = SAMPLINGS["gre
         state.speculates[slot] = state.alive_slots[slot] = True
         state.table.set(slot, sampling.derived(slot))
     ids = list(range(len(texts)))
-    return state.at(Lanes.of(ids, max(map(len, texts)) - 1))
+    return state.at(Batch.of(ids, max(map(len, texts)) - 1))
 
 
-def prefilled(model: Model, texts: dict[int, Sequence[int]], slots: int = 4, scratch: int = 32) -> Lanes:
+def prefilled(model: Model, texts: dict[int, Sequence[int]], slots: int = 4, scratch: int = 32) -> Batch:
     """Texts read into the model's cache, each into its slot, one by one."""
     model.allocate(slots, CONTEXT, scratch)
     for slot, text in texts.items():
         if text:
-            lanes = Lanes.of([slot], 0)
+            batch = Batch.of([slot], 0)
             with torch.no_grad():
-                model.score(lanes, chain([list(text)]), Needs())
-            model.cache.advance(lanes, torch.tensor([len(text)]))
-    return Lanes.of(list(texts), max(map(len, texts.values())))
+                model.score(batch, chain([list(text)]), Needs())
+            model.cache.advance(batch, torch.tensor([len(text)]))
+    return Batch.of(list(texts), max(map(len, texts.values())))
 
 
 def chain(tokens: Sequence[Sequence[int]]) -> Draft:
@@ -526,7 +526,7 @@ class Liar(Drafter):
         self.vocabulary = target.vocab_size
 
     def propose(self, state: State) -> Draft:
-        batch = len(state.lanes.ids)
+        batch = len(state.batch.ids)
         tokens = torch.randint(0, self.vocabulary, (batch, self.nodes), generator=self.generator)
         tokens[:, 0] = state.root
         size = torch.randint(1, self.nodes + 1, (batch,), generator=self.generator)
@@ -555,7 +555,7 @@ class Oracle(Drafter):
         self.vocabulary = target.vocab_size
 
     def propose(self, state: State) -> Draft:
-        rows = [self._row(text_of(state, lane)) for lane in range(len(state.lanes.ids))]
+        rows = [self._row(text_of(state, index)) for index in range(len(state.batch.ids))]
         tokens = torch.tensor([row[0] for row in rows])
         parent = torch.tensor([row[1] for row in rows])
         tree = Tree.chain(self.shape.nodes) if self.as_chain else Tree(parent)
@@ -600,7 +600,7 @@ class Playback(Drafter):
         self.shape = Shape(nodes, nodes - 1)
 
     def propose(self, state: State) -> Draft:
-        rows = [self._row(text_of(state, lane)) for lane in range(len(state.lanes.ids))]
+        rows = [self._row(text_of(state, index)) for index in range(len(state.batch.ids))]
         tokens, parent, size = zip(*rows, strict=True)
         return Draft(torch.tensor(tokens), Tree(torch.tensor(parent)), torch.tensor(size))
 
@@ -647,20 +647,20 @@ class Recorder(Drafter):
         self.shape, self.needs = self.inner.shape, self.asked or self.inner.needs
 
     def begin(self, state: State) -> None:
-        self.began.append(state.lanes.ids)
+        self.began.append(state.batch.ids)
         self.inner.begin(state)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        self.read_calls.append(Seen(texts_of(state), chunk, scores, slots=state.lanes.ids))
+        self.read_calls.append(Seen(texts_of(state), chunk, scores, slots=state.batch.ids))
         self.inner.read(state, chunk, scores)
 
     def propose(self, state: State) -> Draft:
         draft = self.inner.propose(state)
-        self.proposed.append(Seen(texts_of(state), draft, slots=state.lanes.ids))
+        self.proposed.append(Seen(texts_of(state), draft, slots=state.batch.ids))
         return draft
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        self.observed.append(Seen(texts_of(state), draft, scores, accepted, state.lanes.ids))
+        self.observed.append(Seen(texts_of(state), draft, scores, accepted, state.batch.ids))
         self.inner.observe(state, draft, scores, accepted)
 
     def decided(self, state: State, emission: Emission) -> None:
@@ -695,7 +695,7 @@ class LastHidden(Drafter):
         return Draft(tokens, Tree.of((0, 0, 0, 0)), torch.full_like(state.root, 4))
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
-        rows = torch.arange(len(state.lanes.ids))
+        rows = torch.arange(len(state.batch.ids))
         self.hidden[state.slots] = scores.require_hidden()[rows, accepted.last]
 
 
@@ -749,12 +749,12 @@ class TextList:
         return self.texts[index]
 
 
-def text_of(state: State, lane: int) -> list[int]:
-    return state.tokens[state.slots[lane], : int(state.length[lane]) + 1].tolist()
+def text_of(state: State, index: int) -> list[int]:
+    return state.tokens[state.slots[index], : int(state.length[index]) + 1].tolist()
 
 
 def texts_of(state: State) -> list[list[int]]:
-    return [text_of(state, lane) for lane in range(len(state.lanes.ids))]
+    return [text_of(state, index) for index in range(len(state.batch.ids))]
 
 
 def continuation(texts: Iterable[list[int]], text: list[int], count: int) -> list[int]:
@@ -763,11 +763,11 @@ def continuation(texts: Iterable[list[int]], text: list[int], count: int) -> lis
     return (known + [0] * count)[:count]
 
 
-def paths_of(draft: Draft, lane: int) -> list[tuple[int, ...]]:
+def paths_of(draft: Draft, index: int) -> list[tuple[int, ...]]:
     """The tokens on the way to each row that counts, the root's left out."""
-    parent, tokens = draft.tree.parent.expand_as(draft.tokens)[lane].tolist(), draft.tokens[lane].tolist()
+    parent, tokens = draft.tree.parent.expand_as(draft.tokens)[index].tolist(), draft.tokens[index].tolist()
     paths: list[tuple[int, ...]] = [()]
-    for row in range(1, int(draft.size[lane])):
+    for row in range(1, int(draft.size[index])):
         assert parent[row] < row
         paths.append((*paths[parent[row]], tokens[row]))
     return paths
@@ -779,20 +779,20 @@ def check_yield(recorder: Recorder, model: PreTrainedModel, asked: Iterable[Requ
     assert len(recorder.proposed) == len(recorder.observed)
     for before, after in zip(recorder.proposed, recorder.observed, strict=True):
         assert after.accepted is not None
-        for lane, text in enumerate(before.texts):
+        for index, text in enumerate(before.texts):
             left, ahead = next(
                 (len(prompt) + len(true) - len(text), tuple(full[len(text) :]))
                 for prompt, true, full in written
                 if full[: len(text)] == text
             )
-            right = [len(path) for path in paths_of(before.draft, lane) if ahead[: len(path)] == path]
-            assert int(after.accepted.count[lane]) == min(max(right) + 1, left), (text, paths_of(before.draft, lane))
+            right = [len(path) for path in paths_of(before.draft, index) if ahead[: len(path)] == path]
+            assert int(after.accepted.count[index]) == min(max(right) + 1, left), (text, paths_of(before.draft, index))
 
 
 def drafts_of(seen: Seen) -> list[tuple[list[int], list[int]]]:
     """Tokens and parents that count, sequence by sequence."""
     parent = seen.draft.tree.parent.expand_as(seen.draft.tokens)
     return [
-        (seen.draft.tokens[lane, :size].tolist(), parent[lane, :size].tolist())
-        for lane, size in enumerate(seen.draft.size.tolist())
+        (seen.draft.tokens[index, :size].tolist(), parent[index, :size].tolist())
+        for index, size in enumerate(seen.draft.size.tolist())
     ]

@@ -21,7 +21,7 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, on_device
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Emission, Scores
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.drafting.heads import remember
 from foreword.drafting.joining import hang
 from foreword.drafting.transfer import Projection, ahead
@@ -68,11 +68,11 @@ class Round:
         def whole(low: int, high: int, *shape: int) -> Tensor:
             return torch.randint(low, high, shape, generator=generator)
 
-        slots, lanes = 5, int(whole(1, 5, 1))
-        tree = random_tree(1 if seed % 3 == 0 else lanes, nodes, generator)
+        slots, batch = 5, int(whole(1, 5, 1))
+        tree = random_tree(1 if seed % 3 == 0 else batch, nodes, generator)
         lengths = whole(0, 20, slots)
         state = State(
-            lanes=Lanes(torch.randperm(slots, generator=generator)[:lanes], tuple(range(lanes)), 20),
+            batch=Batch(torch.randperm(slots, generator=generator)[:batch], tuple(range(batch)), 20),
             roots=whole(0, TOKENS, slots),
             lengths=lengths,
             tokens=whole(0, TOKENS, slots, 60),
@@ -81,11 +81,11 @@ class Round:
             seen=torch.zeros(slots, 0, dtype=torch.int32),
             table=State.empty(slots, 1, lengths, torch.arange(ends)).table,
         )
-        size, tokens = whole(1, nodes + 1, lanes), whole(0, TOKENS, lanes, nodes)
+        size, tokens = whole(1, nodes + 1, batch), whole(0, TOKENS, batch, nodes)
         if seed % 5 == 0:  # one number for all, as a drafter may say it
-            size = whole(1, nodes + 1, 1).expand(lanes)
-        choice = whole(0, TOKENS, lanes, nodes)
-        peak = torch.randn(lanes, nodes, 1 if shared else TOKENS, generator=generator)
+            size = whole(1, nodes + 1, 1).expand(batch)
+        choice = whole(0, TOKENS, batch, nodes)
+        peak = torch.randn(batch, nodes, 1 if shared else TOKENS, generator=generator)
         peak = peak.masked_fill(torch.rand(peak.shape, generator=generator) < 0.03, torch.nan)
         places = min(nodes, int(lineage_of(tree.parent)[1].max()) + 1)
         return Round(*_on(device, state, Draft(tokens, tree, size)), choice.to(device), peak.to(device), places)
@@ -93,10 +93,10 @@ class Round:
 
 def _on(device: str, state: State, draft: Draft) -> tuple[State, Draft]:
     columns = {name: part.to(device) for name, part in vars(state).items() if isinstance(part, Tensor)}
-    lanes = replace(state.lanes, slots=state.slots.to(device))
+    batch = replace(state.batch, slots=state.slots.to(device))
     table = replace(state.table, ends=state.table.ends.to(device))
     tree = Tree(draft.tree.parent.to(device))
-    return replace(state, **columns, lanes=lanes, table=table), Draft(draft.tokens.to(device), tree, draft.size.to(device))
+    return replace(state, **columns, batch=batch, table=table), Draft(draft.tokens.to(device), tree, draft.size.to(device))
 
 
 def same(found: Tensor, exact: Tensor) -> bool:
@@ -263,7 +263,7 @@ def check_walk(seed: int, device: str, nodes: int, mode: str, noisy: bool) -> No
         exact_state.table.set_all(heats, torch.arange(4))
         for one in (given, truth):
             one.chances -= torch.arange(CANDIDATES, device=one.chances.device) / 64
-    exact_state = replace(exact_state, lanes=replace(exact_state.lanes, slots=exact_state.slots % 4))
+    exact_state = replace(exact_state, batch=replace(exact_state.batch, slots=exact_state.slots % 4))
     slots = exact_state.slots.to(device)
     template = given.ways, given.depths, given.parent, given.fading
     table, own = (given.tokens, given.chances), mode != "shared"
@@ -286,8 +286,8 @@ def check_learn(seed: int, device: str, nodes: int, mode: str, accepts: bool) ->
     given, truth = (Tables(seed, where, mode).drafter for where in (device, "cpu"))
     asked = Round.drawn(seed, "cpu", nodes)
     accepted, _ = settle(asked.state, asked.draft, asked.choice, asked.peak, asked.places)
-    lanes = replace(asked.state.lanes, slots=torch.randperm(4, generator=torch.Generator().manual_seed(seed)))
-    state = replace(asked.state, lanes=replace(lanes, slots=lanes.slots[: asked.choice.shape[0]]))
+    batch = replace(asked.state.batch, slots=torch.randperm(4, generator=torch.Generator().manual_seed(seed)))
+    state = replace(asked.state, batch=replace(batch, slots=batch.slots[: asked.choice.shape[0]]))
     generator = torch.Generator().manual_seed(seed)
     ranked = torch.randint(0, 30, (*asked.choice.shape, CANDIDATES), generator=generator)
     chances = -torch.rand(ranked.shape, generator=generator)
@@ -320,7 +320,7 @@ def check_look_up(seed: int, device: str, nodes: int, match: int, longest: int) 
     state.lengths[seed % 5] = 0
     state.tokens.copy_(torch.randint(0, 2 + seed % 5, state.tokens.shape, generator=generator))
     state.roots.copy_(state.tokens.gather(1, state.lengths.unsqueeze(1)).squeeze(1))
-    state = state.at(Lanes.of([3, 0, 4, 1, 2], longest))
+    state = state.at(Batch.of([3, 0, 4, 1, 2], longest))
     chain, sizes = drafter._settled(5)
     exact = drafter._look_up(state, chain, sizes)
     given = (part.to(device) for part in (state.tokens, state.slots, state.lengths, sizes))
@@ -426,14 +426,14 @@ def check_told(seed: int, device: str, taps: tuple[int, ...], pathed: bool) -> N
     generator = torch.Generator().manual_seed(seed)
     drafter = Clover2(taps=taps)
     drafter.prepare(target(), 3)
-    state = State.empty(3, 9, torch.zeros(3, dtype=torch.long), torch.tensor([END])).at(Lanes.of([2, 0], 9))
+    state = State.empty(3, 9, torch.zeros(3, dtype=torch.long), torch.tensor([END])).at(Batch.of([2, 0], 9))
     state.tokens.copy_(torch.randint(0, 20, state.tokens.shape, generator=generator))
     drafter.stack.cache.length.copy_(torch.tensor([8, 0, 3]))
     hidden, *tapped = torch.randn(1 + len(taps), 2, 5, drafter.target.hidden_size, generator=generator).double()
     path, count = torch.tensor([[0, 2, 4], [0, 1, 3]]) if pathed else None, torch.tensor([seed % 4, 2])
     hidden[0, (path[0, seed % 4 :] if path is not None else slice(seed % 4, None))] = torch.nan
     exact = drafter._told(state, Scores(hidden=hidden, taps=dict(zip(taps, tapped, strict=True))), path, count)
-    there = replace(state.at(Lanes.of([2, 0], 9, device)), tokens=state.tokens.to(device))
+    there = replace(state.at(Batch.of([2, 0], 9, device)), tokens=state.tokens.to(device))
     rest = (None if part is None else part.to(device) for part in (path, count, drafter.embedding))
     cached = drafter.stack.cache.length.to(device)
     found = gather.told(hidden.to(device), [tap.to(device) for tap in tapped], *rest, there, cached)
@@ -492,7 +492,7 @@ def check_standing(seed: int, device: str, count: int, scratch: int, shared: boo
     alike = 1 if shared else len(slots)
     depth = torch.randint(0, scratch, (alike, scratch), generator=generator)
     sees = torch.rand(alike, scratch, scratch, generator=generator)[:, -count:] < 0.5  # a part, which does not lie close
-    whole = Rows(base, depth, sees, Lanes(slots, tuple(slots.tolist()), 40)).grafted(grafts)
+    whole = Rows(base, depth, sees, Batch(slots, tuple(slots.tolist()), 40)).grafted(grafts)
     joined = [count + sum(graft.rows for graft in grafts[:stage]) for stage in range(len(grafts) + 1)]
     hung = _hung(grafts, where)
     grafted = Grafted(*hung, on_device(tuple(joined), where), tuple(joined)) if grafts else None
@@ -579,13 +579,13 @@ def check_paths(seed: int, device: str, kind: str, nodes: int) -> None:
 # Trees that follow the guesses -------------------------------------------------------------------------------------------
 
 
-def drawn_guesses(seed: int, lanes: int, branch: int, device: str) -> Guess:
+def drawn_guesses(seed: int, batch: int, branch: int, device: str) -> Guess:
     """Of few values, so that many chances are equal, and some no number. At odd seeds all live nodes share what a level has,
     as Medusa's do."""
 
     def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
         generator, live = torch.Generator().manual_seed(seed * 10 + level), tokens.shape[1]
-        shape = (lanes, 1 if seed % 2 else live, branch)
+        shape = (batch, 1 if seed % 2 else live, branch)
         likely = (-torch.rand(shape, generator=generator) * 8).round() / 4
         odd = torch.rand(shape, generator=generator)
         likely = likely.sort(-1, descending=True).values.masked_fill(odd < 0.05, torch.nan)
@@ -602,11 +602,11 @@ def check_grow(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
     from foreword.ops.drafting.growth import KernelTrees  # noqa: PLC0415  only where Triton is
 
     given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
-    lanes = truth.slots.shape[0]
+    batch = truth.slots.shape[0]
     shape = growth.shape
     trees = KernelTrees(given, shape.depth, growth.width, growth.branch, growth.budget(shape))
-    found = growth.grow(given, drawn_guesses(seed, lanes, growth.branch, device), shape, trees)
-    exact = growth.grow(truth, drawn_guesses(seed, lanes, growth.branch, "cpu"), shape)
+    found = growth.grow(given, drawn_guesses(seed, batch, growth.branch, device), shape, trees)
+    exact = growth.grow(truth, drawn_guesses(seed, batch, growth.branch, "cpu"), shape)
     assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
     assert same(found.tree.parent, exact.tree.parent)
 
@@ -658,10 +658,10 @@ def check_merge(seed: int, device: str, rule: Rule, depth: int, words: int) -> N
     from foreword.ops.drafting.merge import KernelGraph  # noqa: PLC0415  only where Triton is
 
     given, truth = (Round.drawn(seed, where, 2).state for where in (device, "cpu"))
-    generator, lanes, live = torch.Generator().manual_seed(seed), truth.slots.shape[0], 1
+    generator, batch, live = torch.Generator().manual_seed(seed), truth.slots.shape[0], 1
     exact, found = TorchGraph(truth.root, rule), KernelGraph(given.root, rule, depth)
     for _ in range(depth):
-        level = drawn_level(generator, (lanes, live, rule.branch), words)
+        level = drawn_level(generator, (batch, live, rule.branch), words)
         nodes = exact.add(*level)
         assert all(map(same, found.add(*(one.to(device) for one in level)), nodes))
         assert all(map(same, found.guesses, exact.guesses)) and same(found.counts, exact.counts)

@@ -39,7 +39,7 @@ class Traced(Drafter):
         self.shape, self.needs = self.inner.shape, self.inner.needs
 
     def begin(self, state: State) -> None:
-        for slot in state.lanes.ids:
+        for slot in state.batch.ids:
             self.text_in[slot] = len(self.rounds)
             self.rounds.append(0)
         self.inner.begin(state)
@@ -52,8 +52,8 @@ class Traced(Drafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         counts = accepted.count.tolist()
-        decided = [lane for lane, count in enumerate(counts) if count]  # the others are frozen
-        lines = [json.dumps(self._line(state, lane, draft, accepted), ensure_ascii=False) + "\n" for lane in decided]
+        decided = [row for row, count in enumerate(counts) if count]  # the others are frozen
+        lines = [json.dumps(self._line(state, row, draft, accepted), ensure_ascii=False) + "\n" for row in decided]
         self._append("".join(lines).encode())
         self.inner.observe(state, draft, scores, accepted)
 
@@ -74,22 +74,22 @@ class Traced(Drafter):
         told = f"the trace {self.file} cannot be written ({error})"
         return StorageError(f"{told}; make room, name another file, or choose a method again to go on without a trace")
 
-    def _line(self, state: State, lane: int, draft: Draft, accepted: Accepted) -> dict[str, Any]:
-        text, size = self.text_in[state.lanes.ids[lane]], int(draft.size[lane])
-        parents = draft.tree.parent.expand_as(draft.tokens)[lane, :size].tolist()
+    def _line(self, state: State, row: int, draft: Draft, accepted: Accepted) -> dict[str, Any]:
+        text, size = self.text_in[state.batch.ids[row]], int(draft.size[row])
+        parents = draft.tree.parent.expand_as(draft.tokens)[row, :size].tolist()
         self.rounds[text] += 1
         line = {
             "text": text,
             "round": self.rounds[text] - 1,
             "nodes": [
                 {"token": token, "piece": self.spell(token), "parent": parent}
-                for token, parent in zip(draft.tokens[lane, :size].tolist(), parents, strict=True)
+                for token, parent in zip(draft.tokens[row, :size].tolist(), parents, strict=True)
             ],
-            "accepted": accepted.path[lane, : int(accepted.count[lane])].tolist(),
-            "next": self.spell(int(accepted.next[lane])),
-            "next_token": int(accepted.next[lane]),
+            "accepted": accepted.path[row, : int(accepted.count[row])].tolist(),
+            "next": self.spell(int(accepted.next[row])),
+            "next_token": int(accepted.next[row]),
         }
-        sketch = self.inner.sketch(lane)
+        sketch = self.inner.sketch(row)
         for node in sketch.get("nodes", ()):
             node["piece"] = self.spell(node["token"])
         return line | ({"graph": sketch} if sketch else {})

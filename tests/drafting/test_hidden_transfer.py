@@ -25,7 +25,7 @@ from doubles import (
 from foreword.core.draft import Draft
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.drafters.saved import restore, save
 from foreword.drafting.trees import USUAL_RATES, greedy_paths
 from foreword.engine.request import Request
@@ -129,14 +129,14 @@ def test_real_rows_are_the_same_with_and_without() -> None:
     runs = [steps.add(request) for request in requests(3, max_new_tokens=12, ignore_eos=True)[1:]]
     for _ in range(8):
         steps.step()
-    state = steps.state.at(Lanes.of([run.slot for run in runs], max(run.length for run in runs)))
+    state = steps.state.at(Batch.of([run.slot for run in runs], max(run.length for run in runs)))
     draft = drafter.propose(state)
     assert draft.nodes + drafter.needs.grafted_rows == 14 and drafter.needs.grafted_rows > 4
-    bare = model.score(state.lanes, draft, Needs())
-    laden = model.score(state.lanes, draft, drafter.needs)
+    bare = model.score(state.batch, draft, Needs())
+    laden = model.score(state.batch, draft, drafter.needs)
     torch.testing.assert_close(laden.logits, bare.logits, atol=1e-10, rtol=0)
-    for lane, run in enumerate(runs):
-        length = int(state.length[lane])
+    for index, run in enumerate(runs):
+        length = int(state.length[index])
         text = [*run.request.prompt, *run.tokens][:length]
         for layer, (keys, values) in enumerate(own_cache(model.hf, text)):
             torch.testing.assert_close(model.cache.keys[layer][run.slot, :, :length], keys, atol=1e-10, rtol=0)
@@ -165,15 +165,15 @@ def test_the_likeliest_paths_are_products_of_the_steps_chances() -> None:
         steps.add(request)
     for _ in range(8):
         steps.step()
-    state = steps.state.at(Lanes.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
+    state = steps.state.at(Batch.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
     with torch.no_grad():
         chances = model.head(handed_over(drafter, model, state)).log_softmax(-1)
         draft = drafter.propose(state)
-    for lane in range(2):
-        best = [list(zip(*map(torch.Tensor.tolist, chance.topk(6)), strict=True)) for chance in chances[lane]]
+    for index in range(2):
+        best = [list(zip(*map(torch.Tensor.tolist, chance.topk(6)), strict=True)) for chance in chances[index]]
         paths = [path for depth in range(1, 4) for path in product(*best[:depth])]
         likely = sorted(paths, key=lambda path: -sum(chance for chance, _ in path))[:7]
-        tokens, parent = draft.tokens[lane].tolist(), draft.tree.parent[lane].tolist()
+        tokens, parent = draft.tokens[index].tolist(), draft.tree.parent[index].tolist()
         drafted = {tuple(tokens[row] for row in path_to(parent, node)[1:]) for node in range(1, 8)}
         assert drafted == {tuple(token for _, token in path) for path in likely}
 
@@ -187,17 +187,17 @@ def test_guesses_are_ranked_under_the_noise() -> None:
         steps.add(request)
     for _ in range(7):
         steps.step()
-    state = steps.state.at(Lanes.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
+    state = steps.state.at(Batch.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
     with torch.no_grad():
         logits = model.head(handed_over(drafter, model, state))
         draft = drafter.propose(state)
     place = state.length.unsqueeze(1) + torch.arange(1, 4)
     order = (logits / heat + gumbel(state.sampling.key, place, torch.arange(VOCABULARY))).topk(10).indices
-    for lane in range(2):
-        tokens, parent = draft.tokens[lane].tolist(), draft.tree.parent[lane].tolist()
+    for index in range(2):
+        tokens, parent = draft.tokens[index].tolist(), draft.tree.parent[index].tolist()
         paths = {tuple(tokens[row] for row in path_to(parent, node)[1:]) for node in range(1, draft.nodes)}
         template = greedy_paths([row[:10] for row in USUAL_RATES[:3]], draft.nodes - 1)
-        wanted = {tuple(int(order[lane, step, rank]) for step, rank in enumerate(path)) for path in template}
+        wanted = {tuple(int(order[index, step, rank]) for step, rank in enumerate(path)) for path in template}
         assert paths == wanted
 
 

@@ -22,7 +22,7 @@ from doubles import (
     written,
 )
 from foreword.core.needs import Needs
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.drafting.lessons import Lesson
 from foreword.drafting.trees import USUAL_RATES, greedy_paths
 from foreword.methods import untrained
@@ -74,15 +74,15 @@ def test_guesses_are_ranked_under_the_noise() -> None:
         steps.add(request)
     for _ in range(7):
         steps.step()
-    state = steps.state.at(Lanes.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
+    state = steps.state.at(Batch.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
     logits = model.head(drafter._heads(model.norm(drafter.hidden[state.slots])))
     place = state.length.unsqueeze(1) + torch.arange(1, 4)
     order = (logits / temperature + gumbel(state.sampling.key, place, torch.arange(VOCABULARY))).topk(10).indices
     draft = drafter.propose(state)
     template = greedy_paths([row[:10] for row in USUAL_RATES[:3]], draft.nodes - 1)
-    for lane in range(2):
-        wanted = {tuple(int(order[lane, step, rank]) for step, rank in enumerate(path)) for path in template}
-        assert set(paths_of(draft, lane)) == {(), *wanted}
+    for index in range(2):
+        wanted = {tuple(int(order[index, step, rank]) for step, rank in enumerate(path)) for path in template}
+        assert set(paths_of(draft, index)) == {(), *wanted}
 
 
 def test_calibration_counts_the_places_of_what_was_written() -> None:
@@ -92,7 +92,7 @@ def test_calibration_counts_the_places_of_what_was_written() -> None:
     mask = torch.ones(3, 20, dtype=torch.bool)
     model.allocate(3, CONTEXT, 20)
     with torch.no_grad():
-        scores = model.score(Lanes.of([0, 1, 2], 0), chain(texts.tolist()), Needs(hidden=True))
+        scores = model.score(Batch.of([0, 1, 2], 0), chain(texts.tolist()), Needs(hidden=True))
     rates = drafter.calibrate(texts, mask, scores, model)
     lesson, found = Lesson.of(texts, mask, 2), [[0] * 10 for _ in range(2)]
     for head in (1, 2):

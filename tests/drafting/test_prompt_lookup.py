@@ -42,8 +42,8 @@ def slow_chain(text: list[int], end: int, count: int) -> list[int]:
     return [behind[i % len(behind)] for i in range(count)]
 
 
-def drafted(draft: Draft, lane: int = 0) -> list[int]:
-    return draft.tokens[lane, : int(draft.size[lane])].tolist()
+def drafted(draft: Draft, row: int = 0) -> list[int]:
+    return draft.tokens[row, : int(draft.size[row])].tolist()
 
 
 @given(texts=st.lists(TEXT, min_size=1, max_size=4), longest=st.integers(1, 5), rows=st.integers(2, 9))
@@ -51,10 +51,10 @@ def test_the_longest_and_latest_match_is_continued(texts: list[list[int]], longe
     """Texts of different lengths together in one batch."""
     trust = (0.5,) * longest
     draft = bound(rows=rows, max_match=longest, trust=trust).propose(state_of(texts))
-    for lane, text in enumerate(texts):
+    for row, text in enumerate(texts):
         count, end = slow_match(text, longest)
         expected = [text[-1], *slow_chain(text, end, rows - 1)] if count else [text[-1]]
-        assert drafted(draft, lane) == expected
+        assert drafted(draft, row) == expected
     assert draft.tree.is_chain and draft.nodes == rows
 
 

@@ -180,7 +180,7 @@ def test_what_is_observed_is_what_was_proposed() -> None:
 def _check_growth(before: Seen, after: Seen) -> None:
     accepted = after.accepted
     assert accepted is not None
-    for lane, (old, new) in enumerate(zip(before.texts, after.texts, strict=True)):
-        path = accepted.path[lane, : accepted.count[lane]].tolist()
-        drafted = [int(after.draft.tokens[lane, row]) for row in path]
-        assert new == [*old, *drafted[1:], int(accepted.next[lane])]
+    for index, (old, new) in enumerate(zip(before.texts, after.texts, strict=True)):
+        path = accepted.path[index, : accepted.count[index]].tolist()
+        drafted = [int(after.draft.tokens[index, row]) for row in path]
+        assert new == [*old, *drafted[1:], int(accepted.next[index])]

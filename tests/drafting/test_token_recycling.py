@@ -89,9 +89,9 @@ def test_after_a_round_the_table_holds_what_the_target_ranked() -> None:
     logits, paths = random_logits(3, 12), [[0, 2, 5], [0], [0, 1, 4, 6]]
     drafter.observe(state_of([[1], [1], [1]]), draft, Scores(logits), accepted_rows(paths, 5))
     writes = sorted(
-        (row + 12 * (row in paths[lane]), lane, row) for lane in range(3) for row in range(int(draft.size[lane]))
+        (row + 12 * (row in paths[index]), index, row) for index in range(3) for row in range(int(draft.size[index]))
     )
-    expected = {int(tokens[lane, row]): logits[lane, row].topk(8).indices.tolist() for _, lane, row in writes}
+    expected = {int(tokens[index, row]): logits[index, row].topk(8).indices.tolist() for _, index, row in writes}
     assert rows_of(drafter) == expected
 
 
@@ -126,12 +126,12 @@ def test_a_prompt_teaches() -> None:
 
 
 def learn(drafter: TokenRecycling, state: State, tokens: list[int], seed: int = 0) -> None:
-    lanes = len(state.lanes.ids)
-    drafter.read(state, chain([tokens] * lanes), Scores(random_logits(lanes, len(tokens), seed)))
+    batch = len(state.batch.ids)
+    drafter.read(state, chain([tokens] * batch), Scores(random_logits(batch, len(tokens), seed)))
 
 
 def window(state: State, slot: int) -> State:
-    return state.at(type(state.lanes).of([slot], state.lanes.span))
+    return state.at(type(state.batch).of([slot], state.batch.span))
 
 
 def test_a_shared_table_serves_all() -> None:
@@ -183,9 +183,9 @@ def test_a_draft_is_a_walk_through_the_table(sampling: Sampling, rows: int | Non
     drafter = taught(rows=rows)
     state = state_of([[5, 6, 7], [9], [11, 3]], sampling)
     draft, table = drafter.propose(state), rows_of(drafter)
-    for lane, root in enumerate([7, 9, 3]):
-        tokens, parent = draft.tokens[lane].tolist(), draft.tree.parent[lane].tolist()
-        size = int(draft.size[lane])
+    for index, root in enumerate([7, 9, 3]):
+        tokens, parent = draft.tokens[index].tolist(), draft.tree.parent[index].tolist()
+        size = int(draft.size[index])
         assert tokens[0] == root and size > 1
         assert all(parent[row] < row for row in range(1, draft.nodes))
         assert all(tokens[row] in table[tokens[parent[row]]] for row in range(1, size))

@@ -28,7 +28,7 @@ from doubles import (
 )
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.drafting.trees import BestFirst, FixedRows, TreeKind
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, InputError
@@ -95,7 +95,7 @@ def scores_of(model: Model, texts: list[list[int]], needs: Needs) -> Scores:
     """A full causal pass, as training makes it."""
     model.allocate(len(texts), CONTEXT, len(texts[0]))
     with torch.no_grad():
-        return model.score(Lanes.of(range(len(texts)), 0), chain(texts), replace(needs, grafts=()))  # type: ignore[arg-type]
+        return model.score(Batch.of(range(len(texts)), 0), chain(texts), replace(needs, grafts=()))  # type: ignore[arg-type]
 
 
 def test_every_trained_method_is_here() -> None:
@@ -136,23 +136,23 @@ def test_what_is_trained_is_what_is_drafted(form: str, family: str, monkeypatch:
         steps.add(Request(prompt, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True))
     for _ in range(9):  # prompts of several chunks, then a few rounds
         steps.step()
-    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    state = steps.state.at(Batch.of([0, 1], max(run.length for run in steps.slots.running.values())))
     drafts = []
     with torch.inference_mode():
         levels = by_level(form, heard.of(lambda: drafts.append(drafter.propose(state))))
     texts, guessed = texts_of(state), drafts[0].tokens
-    for lane, branch in product(range(2), range(2)):
-        whole = [*texts[lane], *guessed[lane, 1 + branch :: 2].tolist()]
+    for row, branch in product(range(2), range(2)):
+        whole = [*texts[row], *guessed[row, 1 + branch :: 2].tolist()]
         scores, mask = scores_of(model, [whole], drafter.needs), torch.zeros(1, len(whole), dtype=torch.bool)
-        mask[0, len(texts[lane]) :] = True
+        mask[0, len(texts[row]) :] = True
         trained = heard.of(lambda w=whole, m=mask, s=scores: drafter.loss(torch.tensor([w]), m, s, model))  # type: ignore[misc]
         if form.startswith("draft_model"):  # all rows of the text at once
             trained = list(trained[0].split(1))
         assert len(levels) == len(trained) == HEADS
-        known = int(drafter.have[lane]) if "hidden_transfer" in form else HEADS  # an unlikely node carried fewer
-        first = len(texts[lane]) - 2 if "hidden_transfer" in form else 0  # of the rows that are learned from, or of all
+        known = int(drafter.have[row]) if "hidden_transfer" in form else HEADS  # an unlikely node carried fewer
+        first = len(texts[row]) - 2 if "hidden_transfer" in form else 0  # of the rows that are learned from, or of all
         for one, other in zip(levels[:known], trained, strict=False):
-            torch.testing.assert_close(one[lane, min(branch, one.shape[1] - 1)], other[first])
+            torch.testing.assert_close(one[row, min(branch, one.shape[1] - 1)], other[first])
 
 
 @pytest.mark.parametrize("form", ["medusa", "hydra", "clover", "clover2", "draft_model", "firp"])
@@ -165,7 +165,7 @@ def test_guesses_are_ranked_under_the_noise(form: str, monkeypatch: pytest.Monke
         steps.add(request)
     for _ in range(7):
         steps.step()
-    state = steps.state.at(Lanes.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    state = steps.state.at(Batch.of([0, 1], max(run.length for run in steps.slots.running.values())))
     heard, drafts = Heard(model, monkeypatch), []
     with torch.no_grad():
         levels = by_level(form, heard.of(lambda: drafts.append(drafter.propose(state))))

@@ -11,7 +11,7 @@ from doubles import drafter, fresh, random_tree
 from foreword import methods
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.engine.engine import Engine
 from foreword.engine.graph import FEWEST_ROWS
 from foreword.engine.request import Request
@@ -64,14 +64,14 @@ def answers(hf: PreTrainedModel, dtype: torch.dtype, lean: bool) -> list[torch.T
     model.allocate(3, 300, 200)
     assert {type(layer) for layer in model.layer_stack.fused or ()} == ({CudaLayer} if lean else set())
     generator = torch.Generator().manual_seed(1)
-    lanes = Lanes.of([2, 0], 250, "cuda")
+    batch = Batch.of([2, 0], 250, "cuda")
     found = []
     for rows in (PROMPT, 33, 1, 9):
         tokens = torch.randint(3, 40, (2, rows), generator=generator)
         tree = Tree.chain(rows) if rows == PROMPT else random_tree(2, rows, generator)
         draft = Draft(tokens.cuda(), Tree(tree.parent.cuda(), tree.is_chain), torch.full((2,), rows, device="cuda"))
-        found.append(model.score(lanes, draft, Needs()).require_logits().double())
-        model.cache.advance(lanes, torch.tensor([rows if rows == PROMPT else 1] * 2, device="cuda"))
+        found.append(model.score(batch, draft, Needs()).require_logits().double())
+        model.cache.advance(batch, torch.tensor([rows if rows == PROMPT else 1] * 2, device="cuda"))
     return found
 
 

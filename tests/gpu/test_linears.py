@@ -185,10 +185,10 @@ def test_rotation_and_cache(
     cosine, sine = drawn(batch, rows, width, dtype=dtype, seed=1), drawn(batch, rows, width, dtype=dtype, seed=2)
     norm = (drawn(width, dtype=dtype, seed=3), 1e-5) if normed else None
     keys, values = (torch.zeros(batch + 1, key_heads, 128, width, dtype=dtype, device="cuda") for _ in range(2))
-    lane, head, row = torch.meshgrid(
+    index, head, row = torch.meshgrid(
         *(torch.arange(size, device="cuda") for size in (batch, key_heads, rows)), indexing="ij"
     )
-    places = ((lane + 1) * key_heads + head) * 128 + row + 40
+    places = ((index + 1) * key_heads + head) * 128 + row + 40
 
     query = turn_and_store(qkv, cosine, sine, keys, values, places.flatten(), norm, norm)
 

@@ -93,8 +93,8 @@ def test_free_slots_that_pad_a_round_do_not_matter(make: Maker, late: bool) -> N
     sizes, launch = [], steps.loop.round
 
     def watched(state: State) -> Emission:
-        if set(steps.slots.left) - set(state.lanes.ids):
-            sizes.append(len(state.lanes.ids))
+        if set(steps.slots.left) - set(state.batch.ids):
+            sizes.append(len(state.batch.ids))
         return launch(state)
 
     steps.loop.round = watched  # type: ignore[method-assign]

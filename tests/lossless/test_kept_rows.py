@@ -5,7 +5,7 @@ import torch
 
 from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, drafter, engine, full_text, own_cache, requests, target
 from foreword.core.drafter import Drafter
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.engine.engine import Engine
 from foreword.engine.lockstep import Lockstep
 from foreword.methods import METHODS
@@ -80,9 +80,9 @@ def test_a_frozen_slot_commits_nothing(kind: str) -> None:
     steps.state.alive_slots[1] = False
     length = int(model.cache.length[1])
     before = snapshot(steps, 1)
-    lanes = Lanes.of([0, 1, 2], int(model.cache.length.max()))
+    batch = Batch.of([0, 1, 2], int(model.cache.length.max()))
     with torch.inference_mode():
-        emission = Lockstep(model, chosen).round(steps.state.at(lanes))
+        emission = Lockstep(model, chosen).round(steps.state.at(batch))
     assert emission.count[1] == 0 and not emission.ended[1] and emission.drafted[1] == 0
     assert emission.count[0] > 0 and emission.count[2] > 0
     for one, other in zip(before, snapshot(steps, 1), strict=True):

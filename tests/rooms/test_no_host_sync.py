@@ -18,7 +18,7 @@ from foreword.core import choosing
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Graft, Needs
 from foreword.core.sampling import Sampling
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.engine.accept import accept
 from foreword.engine.commit import commit
 from foreword.engine.request import Request
@@ -197,13 +197,13 @@ def test_a_round_asks_the_device_nothing(kind: str, monkeypatch: pytest.MonkeyPa
         steps.add(request)
     while not all(run.ready for run in steps.slots.running.values()) or len(steps.slots.running) < 3:
         steps.step()
-    chosen, state = steps.drafter, steps.state.at(Lanes.of([0, 1, 2], max(r.length for r in steps.slots.running.values())))
+    chosen, state = steps.drafter, steps.state.at(Batch.of([0, 1, 2], max(r.length for r in steps.slots.running.values())))
     hot = NoHost if kind in METHODS and METHODS[kind].load().captures == "round" else torch.no_grad
     with torch.inference_mode():
         with hot():
             draft = chosen.propose(state)
         with NoHost():
-            scores = model.score(state.lanes, draft, chosen.needs)
+            scores = model.score(state.batch, draft, chosen.needs)
             accepted, emission = accept(state, draft, scores, chosen.shape.depth)
             commit(state, model.cache, draft, accepted, emission)
         with hot():

@@ -82,7 +82,7 @@ def parts_of_pass(model: Model, rows: int, context: int, repeats: int) -> dict[s
 @torch.inference_mode()
 def _parts(probe: Probe, context: int) -> dict[str, Callable[[], object]]:
     model, draft = probe.model, probe.draft
-    state = State.empty(1, context + draft.nodes + 1, model.cache.length, model.ends).at(probe.lanes)
+    state = State.empty(1, context + draft.nodes + 1, model.cache.length, model.ends).at(probe.batch)
     state.limits.fill_(context + draft.nodes + 1)
     state.alive_slots.fill_(True)
     state.table.set(0, Sampling(seed=0))

@@ -19,7 +19,7 @@ from torch import Tensor
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.model.linears import read_bytes
 from foreword.model.model import Model
 from foreword.ops.graph import RecordedCall, record
@@ -38,18 +38,18 @@ class Probe:
         cache = model.allocate(1, context, rows + self.needs.grafted_rows)
         cache.held.normal_()
         cache.length.fill_(context)
-        self.lanes = replace(Lanes.of([0], context, device), changes=device.type == "cuda")  # as in captured rounds
+        self.batch = replace(Batch.of([0], context, device), changes=device.type == "cuda")  # as in captured rounds
         tokens = torch.randint(model.vocab_size, (1, rows), device=device)
         self.draft = Draft(tokens, Tree.forked(rows, device), torch.tensor([rows], device=device))
 
     @torch.inference_mode()
     def score(self) -> Scores:
-        return self.model.score(self.lanes, self.draft, self.needs)
+        return self.model.score(self.batch, self.draft, self.needs)
 
     @torch.inference_mode()
     def walk(self) -> Tensor:
         """Run the pass without norm and head; return the rows after the last layer."""
-        return self.model.score(self.lanes, self.draft, Needs(hidden=True), logits="none").require_hidden()
+        return self.model.score(self.batch, self.draft, Needs(hidden=True), logits="none").require_hidden()
 
 
 DRIFT_ROWS, DRIFT_CONTEXT, DRIFT_REPEATS = (1, 16, 64), 256, 30

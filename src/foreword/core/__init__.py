@@ -7,7 +7,7 @@ from foreword.core.loop import Loop
 from foreword.core.needs import Graft, Needs, Skip
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Emission, Scores
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.core.target import Target
 from foreword.core.trainable import Trainable
 
@@ -17,7 +17,7 @@ __all__ = [
     "Drafter",
     "Emission",
     "Graft",
-    "Lanes",
+    "Batch",
     "Loop",
     "Needs",
     "Sampling",

@@ -79,8 +79,8 @@ class Drafter:
         """The round is launched; `emission` is what it decides, on the device. Where "check" is recorded, this is called
         after the graph. A drafter on the host learns here where it continues, with `emission.fetched()` and an event."""
 
-    def sketch(self, lane: int) -> dict[str, Any]:
-        """How the last draft of batch row `lane` was made, where its tree does not show that: `nodes`, each with its token,
+    def sketch(self, index: int) -> dict[str, Any]:
+        """How the last draft of batch row `index` was made, where its tree does not show that: `nodes`, each with its token,
         the root first, and `edges`, each with start, goal, probability and whether it is an alias. It is for `Traced`, so it
         may read from the device."""
         return {}

@@ -82,15 +82,15 @@ class Emission:
     block: Tensor | None = None  # the memory of the first five, so that they go to the host in one copy
 
     @staticmethod
-    def in_a_block(lanes: int, places: int, device: torch.device) -> Emission:
+    def in_a_block(batch: int, places: int, device: torch.device) -> Emission:
         """An emission to be written, in one block of memory."""
-        return Emission._of_block(torch.empty(lanes * (8 * (places + 2) + 2), dtype=torch.uint8, device=device), lanes)
+        return Emission._of_block(torch.empty(batch * (8 * (places + 2) + 2), dtype=torch.uint8, device=device), batch)
 
     @staticmethod
-    def _of_block(block: Tensor, lanes: int) -> Emission:
-        numbers, flags = block[: -2 * lanes].view(torch.long), block[-2 * lanes :].view(torch.bool)
-        tokens, count, drafted = numbers.split([len(numbers) - 2 * lanes, lanes, lanes])
-        return Emission(tokens.view(lanes, -1), count, drafted, flags[:lanes], flags[lanes:], block=block)
+    def _of_block(block: Tensor, batch: int) -> Emission:
+        numbers, flags = block[: -2 * batch].view(torch.long), block[-2 * batch :].view(torch.bool)
+        tokens, count, drafted = numbers.split([len(numbers) - 2 * batch, batch, batch])
+        return Emission(tokens.view(batch, -1), count, drafted, flags[:batch], flags[batch:], block=block)
 
     def fetched(self) -> Emission:
         """A copy on its way to the host. It is complete when the device has come this far; nothing waits for it here."""

@@ -1,6 +1,6 @@
 """State: what the engine knows of its sequences, on the device, shared with accept and with the drafter.
 
-Columns have one entry for each of B slots and lie in buffers that are never replaced. A State is a view of them: `lanes`
+Columns have one entry for each of B slots and lie in buffers that are never replaced. A State is a view of them: `batch`
 says which b slots this round is about, and the singular names (`root`, `length`) give the entries of those. For each of them
 the cache holds exactly the `length` tokens before the root, and `tokens[slot, :length + 1]` is the sequence, root included.
 """
@@ -19,7 +19,7 @@ from foreword.ops.slots import at_slots
 
 
 @dataclass(frozen=True)
-class Lanes:
+class Batch:
     """The slots of a pass, one per batch row, and what the host knows of them without asking the device.
 
     `span` is an upper bound on their committed lengths: attention need not look further. `ids` are the same slots as
@@ -32,8 +32,8 @@ class Lanes:
     changes: bool = False  # recorded: later rounds overwrite the buffer `slots`, so only the number of `ids` is right
 
     @staticmethod
-    def of(ids: list[int] | tuple[int, ...], span: int, device: torch.device | str = "cpu") -> Lanes:
-        return Lanes(sent(list(ids), device), tuple(ids), span)
+    def of(ids: list[int] | tuple[int, ...], span: int, device: torch.device | str = "cpu") -> Batch:
+        return Batch(sent(list(ids), device), tuple(ids), span)
 
     def take(self, column: Tensor) -> Tensor:
         """[b, ..]: the entries of the slots in a column [B, ..]."""
@@ -51,7 +51,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class State:
-    lanes: Lanes
+    batch: Batch
     roots: Tensor  # [B]
     lengths: Tensor  # [B] the same buffer as in the target's cache
     tokens: Tensor  # [B, L + 1] the last column is waste
@@ -66,7 +66,7 @@ class State:
     def empty(slots: int, context: int, lengths: Tensor, ends: Tensor, vocabulary: int = 0) -> State:
         device = lengths.device
         return State(
-            lanes=Lanes.of([], 0, device),
+            batch=Batch.of([], 0, device),
             roots=torch.zeros(slots, dtype=torch.long, device=device),
             lengths=lengths,
             tokens=torch.zeros(slots, context + 1, dtype=torch.long, device=device),
@@ -78,12 +78,12 @@ class State:
             table=SamplingTable.empty(slots, ends, vocabulary),
         )
 
-    def at(self, lanes: Lanes) -> State:
-        return replace(self, lanes=lanes)
+    def at(self, batch: Batch) -> State:
+        return replace(self, batch=batch)
 
     @property
     def slots(self) -> Tensor:
-        return self.lanes.slots
+        return self.batch.slots
 
     @property
     def ends(self) -> Tensor:
@@ -93,12 +93,12 @@ class State:
     @property
     def root(self) -> Tensor:
         """[b]: the last decided token of each sequence."""
-        return self.lanes.take(self.roots)
+        return self.batch.take(self.roots)
 
     @property
     def length(self) -> Tensor:
         """[b]: committed rows, which is also the root's position."""
-        return self.lanes.take(self.lengths)
+        return self.batch.take(self.lengths)
 
     def ahead(self, steps: int | Tensor) -> Tensor | None:
         """[b, 1 or more]: the position of tokens `steps` after the root. None in rounds without noise: only noise depends on
@@ -112,4 +112,4 @@ class State:
 
     @cached_property
     def sampling(self) -> SamplingRows:
-        return self.table.at(self.slots, self.lanes.ids)
+        return self.table.at(self.slots, self.batch.ids)

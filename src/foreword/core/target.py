@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foreword.core.draft import Draft
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
 from foreword.core.scores import Scores
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 
 
 class DraftHead(Protocol):
@@ -54,10 +54,10 @@ class Target(Protocol):
     def head_weight(self) -> Tensor:
         """[V, H]: the weight of the head. A row is the output embedding of a token."""
 
-    def score(self, lanes: Lanes, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
+    def score(self, batch: Batch, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
         """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept."""
 
-    def onward(self, lanes: Lanes, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
+    def onward(self, batch: Batch, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         """Run rows [b, n, H] through the layers after `layer`, as a chain after the committed sequence, with the rows that
         are grafted onto them: [b, n + R, H], before the final norm. They write scratch rows of the cache only."""
 

@@ -45,15 +45,15 @@ class DraftGraph:
 
     def draft(self, state: State, growth: BestFirst) -> Draft:
         """The likeliest walks as a tree of the shape that `growth` has at this batch size."""
-        batch = len(state.lanes.ids)
+        batch = len(state.batch.ids)
         shape, cost = growth.shape_at(batch), growth.cost(batch)
         tokens, parent, size = self.graph.unrolled(state, shape.depth, growth.width, shape.nodes, cost)
         return Draft(tokens, Tree(parent), size)
 
 
-def sketch(guesses: GraphCandidates, branch: int, root: int, lane: int) -> dict[str, Any]:
+def sketch(guesses: GraphCandidates, branch: int, root: int, row: int) -> dict[str, Any]:
     """`Drafter.sketch` of one sequence. Nodes are numbered in the order they were found; the root is 0."""
-    tokens, chances, _, goal, read = (part[lane].tolist() for part in guesses)
+    tokens, chances, _, goal, read = (part[row].tolist() for part in guesses)
     nodes = [guess for guess, to in enumerate(goal) if to == guess]
     number = {guess: place for place, guess in enumerate(nodes, start=1)}
     reader = {read[guess]: place for guess, place in number.items()} | {0: 0}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from foreword.core.choosing import guesses
 from foreword.core.draft import Tree
 from foreword.core.sampling_table import SamplingRows
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import Words
 from foreword.drafting.heads import norm_like
@@ -101,7 +101,7 @@ class Guesser:
     def begin(self, state: State) -> None:
         """Admit sequences. If a slot is reused, its last few rows may not be cached; they are read with the prompt."""
         known = torch.minimum(self.cache.length[state.slots], state.length)
-        self.stack.restart(state.lanes, known)
+        self.stack.restart(state.batch, known)
 
     def read(self, state: State, count: int) -> None:
         """Read up to `count` new tokens of the prompt."""
@@ -111,13 +111,13 @@ class Guesser:
         """Read what was decided since the last round, and the root."""
         rows, length, place = self._catch_up(state, self.ahead + 2)
         at_root = rows.gather(1, place.view(-1, 1, 1).expand(-1, 1, rows.shape[2]))
-        return Branches(self, state.lanes, length, self.norm(at_root))
+        return Branches(self, state.batch, length, self.norm(at_root))
 
     def follow(self, state: State) -> None:
         """Read along in a round that drafts nothing: one row more than it decides, so that the backlog shrinks."""
         base, length, tokens, _ = unread(state, self.cache.length, FOLLOWED)
-        self.stack.walk(self.embed(tokens), Rows.behind(base, FOLLOWED, state.lanes))
-        self.cache.rewind(state.lanes, torch.minimum(length, base + FOLLOWED))
+        self.stack.walk(self.embed(tokens), Rows.behind(base, FOLLOWED, state.batch))
+        self.cache.rewind(state.batch, torch.minimum(length, base + FOLLOWED))
 
     def over(self, tokens: Tensor) -> Tensor:
         """Run over whole sequences [b, n] without a cache, for training: [b, n, H], before the norm."""
@@ -130,16 +130,16 @@ class Guesser:
         after the root are padding that no row attends to.
         """
         base, length, tokens, place = unread(state, self.cache.length, count)
-        walked = self.stack.walk(self.embed(tokens), Rows.behind(base, count, state.lanes)).hidden
-        self.cache.rewind(state.lanes, length)
+        walked = self.stack.walk(self.embed(tokens), Rows.behind(base, count, state.batch)).hidden
+        self.cache.rewind(state.batch, length)
         return walked, length, place
 
 
 class Branches:
     """The scratch rows of one round: the root, and the candidates that were read so far, level by level."""
 
-    def __init__(self, guesser: Guesser, lanes: Lanes, length: Tensor, root: Tensor) -> None:
-        self.guesser, self.lanes, self.length = guesser, lanes, length
+    def __init__(self, guesser: Guesser, batch: Batch, length: Tensor, root: Tensor) -> None:
+        self.guesser, self.batch, self.length = guesser, batch, length
         self.rows = root  # [b, w, H] of the level that was read last, after the norm
         self.sees = Tree.chain(1, root.device).ancestors  # [b or 1, w, m] their ancestors
         self.widths: tuple[int, ...] = (1,)  # of all levels read so far
@@ -147,7 +147,7 @@ class Branches:
     def read(self, tokens: Tensor, parent: Tensor) -> Tensor:
         """Read candidates [b, w] that follow rows `parent` [b, w] of the level that was read last: [b, w, H]."""
         self.sees, self.widths = next_level(self.sees, parent), (*self.widths, tokens.shape[1])
-        rows = Rows(self.length, _depth(self.widths, tokens.device), self.sees, self.lanes)
+        rows = Rows(self.length, _depth(self.widths, tokens.device), self.sees, self.batch)
         self.rows = self.guesser.norm(self.guesser.stack.walk(self.guesser.embed(tokens), rows).hidden)
         return self.rows
 

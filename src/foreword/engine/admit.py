@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.engine.request import Request, Running
 from foreword.ops.sending import sent
 
@@ -30,7 +30,7 @@ class Slots:
     left: dict[int, tuple[int, ...]] = field(default_factory=dict)  # oldest first
     salts: dict[int, str] = field(default_factory=dict)  # of the request that wrote what a slot holds
     groups: dict[bool, Group] = field(default_factory=dict)  # by `ready`, until somebody enters or leaves
-    last: Lanes | None = None  # of a round
+    last: Batch | None = None  # of a round
     pads: bool = False  # rounds are captured: free slots fill them up to one of few sizes
     unsure: int = 0  # kept rows that are read again: 1 if the drafter pairs a row with the token after it
     reread: int = 0  # prompt rows that are read in any case: 1 if the drafter wants to see the row before the root
@@ -90,7 +90,7 @@ class Slots:
         ids = (*(running.slot for running in runs), *padding)
         return Group(runs, ids, max((len(self.left[slot]) for slot in padding), default=0))
 
-    def lanes(self, device: torch.device, unread: int = 0) -> Lanes | None:
+    def batch(self, device: torch.device, unread: int = 0) -> Batch | None:
         """The slots of those whose prompt is read, or None where there is nobody.
 
         `unread` is how many tokens a text may be longer than the host knows.
@@ -101,7 +101,7 @@ class Slots:
         longest = max([running.prefilled + len(running.tokens) for running in group.runs])
         span, last = max(longest + unread, group.padded), self.last
         # Mostly the same ones as in the round before: then nothing has to be sent to the device.
-        self.last = replace(last, span=span) if last and last.ids == group.ids else Lanes.of(group.ids, span, device)
+        self.last = replace(last, span=span) if last and last.ids == group.ids else Batch.of(group.ids, span, device)
         return self.last
 
 

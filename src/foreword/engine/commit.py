@@ -20,9 +20,9 @@ def commit(state: State, cache: SlotCache, draft: Draft, accepted: Accepted, emi
         _count(state, state.table.columns["generated"], accepted, emission)
     write(state, emission.tokens, accepted.count, accepted.next, emission.ended)
     if draft.tree.is_chain:
-        cache.advance(state.lanes, accepted.count)
+        cache.advance(state.batch, accepted.count)
     else:
-        cache.keep(state.lanes, accepted.path, accepted.count)
+        cache.keep(state.batch, accepted.path, accepted.count)
 
 
 def _count(state: State, counts: Tensor, accepted: Accepted, emission: Emission) -> None:

@@ -78,12 +78,12 @@ def _emit_together(runs: list[Running], rounds: list[Emission], ends: set[int]) 
 def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[Running, Event]:
     columns = (column.tolist() for column in (emission.count, emission.drafted, emission.ended, emission.broken))
     tokens, told, stop = _in_a_row(emission), {}, 0
-    for lane, (running, count, drafted, ended, broken) in enumerate(zip(launched.runs, *columns, strict=False)):
+    for index, (running, count, drafted, ended, broken) in enumerate(zip(launched.runs, *columns, strict=False)):
         start, stop = stop, stop + count
         if running.finish_reason is not None:  # found finished after this round was launched
             continue
         if broken:
-            told[running] = _fail(running, drafted > 0, launched.alone[lane])
+            told[running] = _fail(running, drafted > 0, launched.alone[index])
             continue
         running.accepted.append(count)
         running.drafted.append(drafted)
@@ -92,7 +92,7 @@ def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[
             continue
         event = told[running] = _write(running, tokens[start:stop], ended, ends)
         if running.request.sampling.logprobs is not None:
-            running.logprobs += _logprobs(emission, lane, event.tokens, running.request)
+            running.logprobs += _logprobs(emission, index, event.tokens, running.request)
     return told
 
 
@@ -107,7 +107,7 @@ def _tokens_alone(running: Running) -> Event:
 
 
 def _in_a_row(emission: Emission) -> list[int]:
-    """The new tokens of all lanes, one lane behind the other."""
+    """The new tokens of all batch rows, one batch row behind the other."""
     found: list[int] = emission.tokens.numpy()[_kept(emission)].tolist()
     return found
 
@@ -173,10 +173,10 @@ def _is_end(running: Running, token: int, ends: set[int]) -> bool:
     return token in ends and not running.request.ignore_eos
 
 
-def _logprobs(emission: Emission, lane: int, tokens: list[int], request: Request) -> list[Logprob]:
+def _logprobs(emission: Emission, index: int, tokens: list[int], request: Request) -> list[Logprob]:
     assert emission.logprobs is not None and emission.top_tokens is not None and emission.top_logprobs is not None
-    chosen = emission.logprobs[lane, : len(tokens)].tolist()
-    best = (part[lane, : len(tokens), : request.sampling.logprobs] for part in (emission.top_tokens, emission.top_logprobs))
+    chosen = emission.logprobs[index, : len(tokens)].tolist()
+    best = (part[index, : len(tokens), : request.sampling.logprobs] for part in (emission.top_tokens, emission.top_logprobs))
     return told_logprobs(request, tokens, chosen, *(part.tolist() for part in best))
 
 

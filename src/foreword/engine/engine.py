@@ -13,7 +13,7 @@ import torch
 from foreword.core.drafter import Drafter
 from foreword.core.loop import Loop
 from foreword.core.sampling import Sampling
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.engine.admit import Slots, admit
 from foreword.engine.ctrl_c import HeldBack
 from foreword.engine.emit import Launched, all_events, emit
@@ -174,7 +174,7 @@ class Engine:
         for slot in taken:
             self.slots.running[slot].began = self.clock
         if taken:
-            self.loop.begin(self.state.at(Lanes.of(taken, self._span(taken), self.target.device)))
+            self.loop.begin(self.state.at(Batch.of(taken, self._span(taken), self.target.device)))
 
     def generate(self, requests: Iterable[Request]) -> list[Running]:
         """Run requests to their ends, in their order."""
@@ -201,7 +201,7 @@ class Engine:
     def _read(self, part: list[Running]) -> None:
         ids = [running.slot for running in part]
         started = time.perf_counter()
-        state = self.state.at(Lanes.of(ids, self._span(ids), self.target.device))
+        state = self.state.at(Batch.of(ids, self._span(ids), self.target.device))
         prefill(self.target, self.loop, self.drafter.needs, state, part, self.chunk)
         for running in part:
             running.prefill_s += time.perf_counter() - started
@@ -231,13 +231,13 @@ class Engine:
 
     def _launch(self, rounds: int) -> Launched | None:
         """Rounds of everybody whose prompt is read."""
-        lanes = self.slots.lanes(self.target.device, self._unread)
-        if lanes is None:
+        batch = self.slots.batch(self.target.device, self._unread)
+        if batch is None:
             return None
         launched = Launched(self.slots.group(ready=True).runs)
         for before in range(rounds):
-            span = min(lanes.span + before * self._most, self.max_context)
-            launched.take(self.loop.round(self.state.at(replace(lanes, span=span))))
+            span = min(batch.span + before * self._most, self.max_context)
+            launched.take(self.loop.round(self.state.at(replace(batch, span=span))))
         return launched
 
     @property

@@ -17,7 +17,7 @@ from foreword.core.draft import Draft
 from foreword.core.loop import InTurns, Loop
 from foreword.core.sampling_table import SamplingStages
 from foreword.core.scores import Emission, Scores
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.ops.device import synchronize
 from foreword.ops.graph import RecordedCall
 
@@ -35,7 +35,7 @@ Answer = TypeVar("Answer")
 class GraphBucket(Generic[Answer]):
     """One bucket: the buffers that its graph reads, and the graph once it is recorded."""
 
-    lanes: Lanes
+    batch: Batch
     graph: RecordedCall[Answer] | None = None
     draft: Draft | None = None  # a draft made on the host, or a prompt's rows; the graph reads its tree too
     ids: tuple[int, ...] = ()  # the slots whose numbers were copied in last
@@ -75,13 +75,13 @@ class GraphedLoop:
         key = _bucket(state)
         bucket = _used(self.buckets, key)
         if bucket is None:
-            bucket = self._begun(self.buckets, key, GraphBucket(_fixed_lanes(state.lanes, key[1])))
-            return self.loop.round(state.at(bucket.lanes))
+            bucket = self._begun(self.buckets, key, GraphBucket(_fixed_batch(state.batch, key[1])))
+            return self.loop.round(state.at(bucket.batch))
         return self._replayed(bucket, state, self.loop.round)
 
     def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
         """`read(state, chunk)`. Its answer is valid until the next replay: any graph may write to the same memory."""
-        key = prompt_bucket(len(state.lanes.ids), state.lanes.span, chunk.nodes)
+        key = prompt_bucket(len(state.batch.ids), state.batch.span, chunk.nodes)
         return self._given(self.chunks, key, state, chunk, read)
 
     def has_pass(self, sequences: int, before: int, rows: int) -> bool:
@@ -90,9 +90,9 @@ class GraphedLoop:
 
     def recorded(self, sequences: int, length: int) -> RecordedCall[Emission] | None:
         """Replaying it again and again decides new tokens each time, as rounds do."""
-        known = [one for one in self.buckets.values() if one.graph and len(one.lanes.ids) == sequences]
-        fitting = [one for one in known if one.lanes.span >= length]
-        return min(fitting, key=lambda one: one.lanes.span).graph if fitting else None
+        known = [one for one in self.buckets.values() if one.graph and len(one.batch.ids) == sequences]
+        fitting = [one for one in known if one.batch.span >= length]
+        return min(fitting, key=lambda one: one.batch.span).graph if fitting else None
 
     def _given(
         self,
@@ -105,8 +105,8 @@ class GraphedLoop:
         """`call(state, draft)` for a draft from outside the graph: it is copied to where the graph reads it."""
         bucket = _used(known, key)
         if bucket is None:
-            bucket = self._begun(known, key, GraphBucket(_fixed_lanes(state.lanes, key[1]), draft=draft))
-            return call(state.at(bucket.lanes), draft)
+            bucket = self._begun(known, key, GraphBucket(_fixed_batch(state.batch, key[1]), draft=draft))
+            return call(state.at(bucket.batch), draft)
         fixed = bucket.draft
         assert fixed is not None
         fixed.tokens.copy_(draft.tokens)
@@ -125,19 +125,19 @@ class GraphedLoop:
         the next recording takes over that memory. So wait for the device, as every recording does."""
         oldest = known.pop(next(iter(known)))
         if oldest.graph is not None:
-            synchronize(oldest.lanes.slots.device)
+            synchronize(oldest.batch.slots.device)
             left: list[GraphBucket[Any]] = [*self.buckets.values(), *self.chunks.values()]
             if all(one.graph is None for one in left):
                 self.pool = None  # it goes with the last graph that uses it
 
     def _replayed(self, bucket: GraphBucket[Answer], state: State, call: Callable[[State], Answer]) -> Answer:
-        if bucket.ids != state.lanes.ids:
-            bucket.lanes.slots.copy_(state.slots)
-            bucket.ids = state.lanes.ids
+        if bucket.ids != state.batch.ids:
+            bucket.batch.slots.copy_(state.slots)
+            bucket.ids = state.batch.ids
         if bucket.graph is None:
             # The slots of this round decide which stages of sampling are recorded, not those of the eager round.
-            lanes = replace(bucket.lanes, ids=state.lanes.ids)
-            self._record(bucket, lambda: call(state.at(lanes)))
+            batch = replace(bucket.batch, ids=state.batch.ids)
+            self._record(bucket, lambda: call(state.at(batch)))
         assert bucket.graph is not None
         bucket.graph.replay()
         return bucket.graph.answer
@@ -192,9 +192,9 @@ def _used(known: dict[Any, GraphBucket[Answer]], key: Any) -> GraphBucket[Answer
 
 
 def _bucket(state: State) -> Bucket:
-    return len(state.lanes.ids), reach(state.lanes.span), state.table.kind(state.lanes.ids), state.seen.data_ptr()
+    return len(state.batch.ids), reach(state.batch.span), state.table.kind(state.batch.ids), state.seen.data_ptr()
 
 
-def _fixed_lanes(lanes: Lanes, span: int) -> Lanes:
+def _fixed_batch(batch: Batch, span: int) -> Batch:
     """The same slots in a buffer of their own, which later rounds of the bucket overwrite with theirs."""
-    return Lanes(lanes.slots.clone(), lanes.ids, span, changes=True)
+    return Batch(batch.slots.clone(), batch.ids, span, changes=True)

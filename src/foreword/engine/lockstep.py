@@ -55,7 +55,7 @@ class Lockstep:
 
     def check(self, state: State, draft: Draft) -> Emission:
         draft = fit(draft, state, self.drafter.needs)
-        scores = self.target.score(state.lanes, draft, self.drafter.needs)  # VERIFY
+        scores = self.target.score(state.batch, draft, self.drafter.needs)  # VERIFY
         accepted, emission = accept(state, draft, scores, self.drafter.shape.depth)  # ACCEPT
         commit(state, self.target.cache, draft, accepted, emission)
         self.drafter.observe(state, draft, scores, accepted)

@@ -87,8 +87,8 @@ def _passed(target: Model, needs: Needs, state: State, draft: Draft, hidden: boo
     """Rows into the cache, and what they look like to a drafter that reads them, or `hidden` to whoever asks."""
     reads_all, last = needs.prompt == "all", needs.prompt == "last"
     asked = Needs(hidden=needs.hidden or last or hidden, taps=needs.taps) if needs.prompt != "none" else Needs(hidden=hidden)
-    scores = target.score(state.lanes, draft, asked, logits="all" if reads_all and needs.logits else "none")
-    target.cache.advance(state.lanes, draft.size)
+    scores = target.score(state.batch, draft, asked, logits="all" if reads_all and needs.logits else "none")
+    target.cache.advance(state.batch, draft.size)
     return scores
 
 
@@ -121,5 +121,5 @@ def _last_row(target: Model, needs: Needs, state: State, draft: Draft, scores: S
     logits = target.head(target.norm(hidden)) if needs.logits else None
     taps = {layer: at_last(tap) for layer, tap in scores.taps.items()}
     one = Draft(draft.tokens.gather(1, last), Tree.chain(1, last.device), torch.ones_like(draft.size))
-    lanes = replace(state.lanes, span=state.lanes.span + draft.nodes)
-    return state.at(lanes), one, Scores(logits, hidden if needs.hidden else None, taps)
+    batch = replace(state.batch, span=state.batch.span + draft.nodes)
+    return state.at(batch), one, Scores(logits, hidden if needs.hidden else None, taps)

@@ -130,13 +130,13 @@ class Clover(Drafter):
 
     def begin(self, state: State) -> None:
         if self.stack is not None:
-            self.stack.restart(state.lanes, state.length)
+            self.stack.restart(state.batch, state.length)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self._follow(state, scores.require_hidden(), chunk.size)
 
     def propose(self, state: State) -> Draft:
-        known = state.lanes.take(self.state).unsqueeze(1)  # [b, 1, H]
+        known = state.batch.take(self.state).unsqueeze(1)  # [b, 1, H]
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
@@ -167,6 +167,6 @@ class Clover(Drafter):
         """Of rows [b, n, H], along a path if there is one, the first `count` were committed: the block reads them, and the
         last is what is known."""
         if self.stack is not None:
-            hidden = self.stack.read(counted(hidden, count, path), state.lanes, count, HALVES[self.block])
+            hidden = self.stack.read(counted(hidden, count, path), state.batch, count, HALVES[self.block])
             path = None
         remember(self.state, state.slots, hidden, count, path, self.module.norm)

@@ -175,13 +175,13 @@ class Clover2(Drafter):
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
 
     def begin(self, state: State) -> None:
-        self.stack.restart(state.lanes, state.length)
+        self.stack.restart(state.batch, state.length)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self._follow(state, scores, None, chunk.size)
 
     def propose(self, state: State) -> Draft:
-        known = state.lanes.take(self.state).unsqueeze(1)  # [b, 1, H]
+        known = state.batch.take(self.state).unsqueeze(1)  # [b, 1, H]
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
@@ -212,7 +212,7 @@ class Clover2(Drafter):
     def _follow(self, state: State, scores: Scores, accepted: Accepted | None, count: Tensor) -> None:
         """Rows were committed, those accepted or else the first `count` of all: the layers read them, the last is known."""
         path = None if accepted is None else accepted.path
-        walked = self.stack.read(self.module.fused(self._told(state, scores, path, count)), state.lanes, count)
+        walked = self.stack.read(self.module.fused(self._told(state, scores, path, count)), state.batch, count)
         remember(self.state, state.slots, walked, count, norm=self.module.norm)
 
     def _told(self, state: State, scores: Scores, path: Tensor | None, count: Tensor) -> Told:

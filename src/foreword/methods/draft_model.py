@@ -81,7 +81,7 @@ class DraftModel(Drafter):
         self.guesser.read(state, chunk.nodes)
 
     def propose(self, state: State) -> Draft:
-        if self.growth.depth(len(state.lanes.ids)) == 0:
+        if self.growth.depth(len(state.batch.ids)) == 0:
             self.guesser.follow(state)
             return Draft.nothing(state.root)
         branches = self.guesser.root(state)

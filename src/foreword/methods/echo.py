@@ -87,7 +87,7 @@ class Echo(Drafter):
         self.trees.read(state, chunk, scores)
 
     def propose(self, state: State) -> Draft:
-        batch, growth = len(state.lanes.ids), self.trees.growth
+        batch, growth = len(state.batch.ids), self.trees.growth
         tree, rows = self.trees.propose(state), growth.beside(batch, self.chain)
         if not rows:
             return tree

@@ -85,12 +85,12 @@ class Firp(Drafter):
         self.known.index_copy_(0, state.slots, self._taps(scores)[:, -1])
 
     def propose(self, state: State) -> Draft:
-        depth = self.growth.depth(len(state.lanes.ids))
+        depth = self.growth.depth(len(state.batch.ids))
         if depth == 0:
             return Draft.nothing(state.root)
         layers = self.layers[:depth]
-        first, later = behind(self.module, layers, self.options.source, state.lanes.take(self.known))
-        walked = self.target.norm(self.target.onward(state.lanes, first, layers[0], later))  # [b, depth, H]
+        first, later = behind(self.module, layers, self.options.source, state.batch.take(self.known))
+        walked = self.target.norm(self.target.onward(state.batch, first, layers[0], later))  # [b, depth, H]
         rows = told(self.module, walked, state.root, self.embedding)
         position = state.ahead(self.number[:depth])
         tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)

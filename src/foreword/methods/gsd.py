@@ -94,7 +94,7 @@ class Gsd(Drafter):
         self.guesser.read(state, chunk.nodes)
 
     def propose(self, state: State) -> Draft:
-        depth = min(self.depth, self.growth.depth(len(state.lanes.ids)))
+        depth = min(self.depth, self.growth.depth(len(state.batch.ids)))
         if depth == 0:
             self.last = None
             self.guesser.follow(state)
@@ -119,11 +119,11 @@ class Gsd(Drafter):
         """Whether one level more is expected to pay, where that is not settled beforehand."""
         return self.costs is None or graph.pays(self.costs, levels)
 
-    def sketch(self, lane: int) -> dict[str, Any]:
+    def sketch(self, row: int) -> dict[str, Any]:
         if self.last is None:
             return {}
         graph, roots = self.last
-        return sketch(graph.guesses, self.growth.branch, int(roots[lane]), lane)
+        return sketch(graph.guesses, self.growth.branch, int(roots[row]), row)
 
     def counters(self) -> dict[str, int]:
         """Since it was bound: rows that the small model read of roots and guesses, and those that it did not have to read,

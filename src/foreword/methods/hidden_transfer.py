@@ -146,13 +146,13 @@ class HiddenTransfer(Drafter):
         layers = self.layers[: self.shape.depth]
         known = torch.stack([scores.taps[layer][:, -1] for layer in layers], dim=1)
         first, later = behind(self.module, layers, self.options.source, known)
-        self.states.index_copy_(0, state.slots, self.target.onward(state.lanes, first, layers[0], later))
+        self.states.index_copy_(0, state.slots, self.target.onward(state.batch, first, layers[0], later))
         self.have.index_fill_(0, state.slots, self.shape.depth)
 
     def propose(self, state: State) -> Draft:
         if not self.shape.depth:
             return Draft.nothing(state.root)
-        rows = told(self.module, self.target.norm(state.lanes.take(self.states)), state.root, self.embedding)
+        rows = told(self.module, self.target.norm(state.batch.take(self.states)), state.root, self.embedding)
         tokens, chances = self.words.guesses(rows, state.ahead(self.number), state.sampling, self.paths.branch)
         return self.paths.draft(state, tokens, chances, self.have, self.shape.nodes)
 

@@ -109,13 +109,13 @@ class Hydra(Drafter):
 
     def begin(self, state: State) -> None:
         if self.stack is not None:
-            self.stack.restart(state.lanes, state.length)
+            self.stack.restart(state.batch, state.length)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self._follow(state, scores.require_hidden(), chunk.size)
 
     def propose(self, state: State) -> Draft:
-        known = state.lanes.take(self.state).unsqueeze(1)  # [b, 1, H], and at each level one part more
+        known = state.batch.take(self.state).unsqueeze(1)  # [b, 1, H], and at each level one part more
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
@@ -141,7 +141,7 @@ class Hydra(Drafter):
     def _follow(self, state: State, hidden: Tensor, count: Tensor, path: Tensor | None = None) -> None:
         """Of rows [b, n, H], along a path if there is one, the first `count` were committed; the last is what is known."""
         if self.stack is not None:
-            hidden = self.stack.read(counted(hidden, count, path), state.lanes, count)
+            hidden = self.stack.read(counted(hidden, count, path), state.batch, count)
             path = None
         remember(self.state, state.slots, self._normed(hidden), count, path)
 

@@ -78,9 +78,9 @@ class Medusa(Drafter):
         self.hidden.index_copy_(0, state.slots, scores.require_hidden()[:, -1])
 
     def propose(self, state: State) -> Draft:
-        if self.growth.depth(len(state.lanes.ids)) == 0:
+        if self.growth.depth(len(state.batch.ids)) == 0:
             return Draft.nothing(state.root)
-        rows = self._heads(self.target.norm(state.lanes.take(self.hidden)))  # [b, K, H]
+        rows = self._heads(self.target.norm(state.batch.take(self.hidden)))  # [b, K, H]
         position = state.ahead(self.number)
         tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)

@@ -53,7 +53,7 @@ class PromptLookup(Drafter):
         self._known: dict[int, tuple[Tree, Tensor]] = {}
 
     def propose(self, state: State) -> Draft:
-        chain, sizes = self._settled(len(state.lanes.ids))
+        chain, sizes = self._settled(len(state.batch.ids))
         if state.slots.is_cuda:
             from foreword.ops.drafting.lookup import looked_up  # noqa: PLC0415  Triton is there only where CUDA is
 
@@ -64,7 +64,7 @@ class PromptLookup(Drafter):
     def _look_up(self, state: State, chain: Tree, sizes: Tensor) -> Draft:
         """As torch operations."""
         text, end = state.tokens[state.slots], state.length  # [b, L], [b]
-        text = text[:, : state.lanes.span + 1]
+        text = text[:, : state.batch.span + 1]
         matched, place = self._longest_match(text, end)
         ahead = torch.arange(chain.nodes - 1, device=end.device)
         period = (end - place).unsqueeze(1)

@@ -116,7 +116,7 @@ class TokenRecycling(Drafter):
 
     def propose(self, state: State) -> Draft:
         """Of the template's nodes the likeliest to be reached: as many as pay on this machine."""
-        nodes = (self.shape if self.fixed is None else self.fixed.shape(len(state.lanes.ids))).nodes
+        nodes = (self.shape if self.fixed is None else self.fixed.shape(len(state.batch.ids))).nodes
         if state.slots.is_cuda:
             from foreword.ops.drafting.recycle import walked  # noqa: PLC0415  Triton is there only where CUDA is
 
@@ -126,12 +126,12 @@ class TokenRecycling(Drafter):
             drafted = walked((self.tokens, self.chances), template, state.slots, state.roots, nodes, own, noise)
             return Draft(drafted[0], Tree(drafted[1]), drafted[2])
         tokens, chances = self._walk(state)
-        cost = self.costs.of(len(state.lanes.ids)) if self.rows is None else None
+        cost = self.costs.of(len(state.batch.ids)) if self.rows is None else None
         return choose(tokens, self.parent.unsqueeze(0), chances, nodes, cost)
 
     def _walk(self, state: State) -> tuple[Tensor, Tensor]:
         """The whole template from each root: tokens [b, 81], and log-chances that the target goes that way."""
-        batch, table = len(state.lanes.ids), self._tables(state)
+        batch, table = len(state.batch.ids), self._tables(state)
         tokens = state.root.unsqueeze(1).repeat(1, len(self.parent))
         chances = torch.zeros(tokens.shape, device=tokens.device)
         sampling = state.sampling

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.errors import ModelUnsupported
 from foreword.model.cache import SlotCache
 from foreword.model.families import Sight
@@ -66,7 +66,7 @@ class Pass(NamedTuple):
     sight: Sight = Sight()
     mask: Tensor | None = None  # the same for all keys, where attention is torch's own: see `mask_of`
     cached: KVRows | None = None  # the layer's own cache
-    lanes: Lanes | None = None
+    batch: Batch | None = None
     places: Tensor | None = None  # of the n rows, flat
     reach: int = 0  # how many rows of the cache are looked at
     held: Held | None = None  # without a cache: where the rows of a text leave keys and values
@@ -125,11 +125,11 @@ def tree_attention(
         return _original(before, module)(module, query, key, value, mask, **options)
     check_options(module, view.sight, options)
     if view.cached is not None:
-        assert view.lanes is not None and view.places is not None
+        assert view.batch is not None and view.places is not None
         view.cached.store(view.places, key, value)
         if view.mask is None:
             return attend_by_kernel(query, view, options["scaling"]), None
-        key, value = view.cached.view(view.lanes, view.reach)
+        key, value = view.cached.view(view.batch, view.reach)
     if view.held is not None:
         view.held.keys, view.held.values = key, value
     if view.beside is not None:
@@ -165,9 +165,9 @@ def has_kernel(cache: SlotCache) -> bool:
 
 def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
     """query [b, heads, n, width] over what its layer has cached: [b, n, heads, width]."""
-    assert view.cached is not None and view.lanes is not None
+    assert view.cached is not None and view.batch is not None
     depth = view.depth[:, -query.shape[2] :]
-    where = view.lanes.slots, view.base, view.sees, view.lanes.span, scaling, depth, view.sight.window, view.sight.softcap
+    where = view.batch.slots, view.base, view.sees, view.batch.span, scaling, depth, view.sight.window, view.sight.softcap
     attend_tree: Callable[..., Tensor] = kernels("layer.tree_attention").attend_tree
     return attend_tree(query, view.cached.keys, view.cached.values, *where, chain=view.chain, causal=view.causal)
 

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.errors import CapacityError
 from foreword.model.layer_cache import KVRows
 from foreword.ops import cached_rows
@@ -124,24 +124,24 @@ class SlotCache:
                 "let the drafter's shape and needs name all rows of its passes"
             )
 
-    def places(self, lanes: Lanes, rows: Tensor) -> Tensor:
+    def places(self, batch: Batch, rows: Tensor) -> Tensor:
         """Where rows [b, n] of each slot lie when (slot, head, row) is one flat axis: [b * heads * n]."""
-        return cached_rows.flat_places(lanes.slots, rows, self.shape.heads, self.rows)
+        return cached_rows.flat_places(batch.slots, rows, self.shape.heads, self.rows)
 
-    def keep(self, lanes: Lanes, path: Tensor, count: Tensor) -> None:
+    def keep(self, batch: Batch, path: Tensor, count: Tensor) -> None:
         """Commit scratch rows `path[:, :count]` [b, n] in their order, in all layers; the rest of the scratch is dropped."""
-        cached_rows.keep_rows(self.held, lanes.slots, self.length, path, count)
-        self.advance(lanes, count)
+        cached_rows.keep_rows(self.held, batch.slots, self.length, path, count)
+        self.advance(batch, count)
 
-    def advance(self, lanes: Lanes, count: Tensor) -> None:
+    def advance(self, batch: Batch, count: Tensor) -> None:
         """Commit the first `count` scratch rows where they lie."""
-        cached_rows.advance(self.length, lanes.slots, count)
+        cached_rows.advance(self.length, batch.slots, count)
 
-    def rewind(self, lanes: Lanes, length: Tensor) -> None:
+    def rewind(self, batch: Batch, length: Tensor) -> None:
         """Drop all but the first `length` [b] rows of each sequence."""
-        self.length.index_copy_(0, lanes.slots, length)
+        self.length.index_copy_(0, batch.slots, length)
         for layer in self.layers:
-            layer.rewind(lanes.slots, length)
+            layer.rewind(batch.slots, length)
 
     @property
     def reusable(self) -> bool:

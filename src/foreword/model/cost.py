@@ -23,7 +23,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.errors import CapacityError
 from foreword.model import linears as pack
 from foreword.model.busy import Waits, read_speed
@@ -232,10 +232,10 @@ def measure_draft(model: Model, drafter: Drafter) -> Tries:
         state = State.empty(1, CONTEXT, cache.length, model.ends)
         state.table.set(0, Sampling(seed=0))
         cache.length.fill_(CONTEXT // 2)
-        state = state.at(replace(Lanes.of([0], CONTEXT // 2, device), changes=captures(device)))
+        state = state.at(replace(Batch.of([0], CONTEXT // 2, device), changes=captures(device)))
         drafter.begin(state)
         draft = drafter.propose(state)
-        scores = model.score(state.lanes, draft, drafter.needs)
+        scores = model.score(state.batch, draft, drafter.needs)
         path = torch.zeros(1, min(drafter.shape.depth + 1, draft.nodes), dtype=torch.long, device=device)
         accepted = Accepted(path, torch.ones_like(path[:, 0]), state.root)
 
@@ -254,10 +254,10 @@ def _pass(model: Model, texts: int, rows: int) -> Callable[[], object]:
     device = model.device
     tokens = torch.zeros(texts, rows, dtype=torch.long, device=device)
     draft = Draft(tokens, Tree.forked(rows, device), torch.full((texts,), rows, device=device))
-    lanes = replace(Lanes.of(list(range(texts)), CONTEXT - 1, device), changes=captures(device))
+    batch = replace(Batch.of(list(range(texts)), CONTEXT - 1, device), changes=captures(device))
 
     def score() -> object:
-        return model.score(lanes, draft, Needs())
+        return model.score(batch, draft, Needs())
 
     return _ready(score, device)
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.ops.cached_rows import keep_rows
 
 
@@ -28,7 +28,7 @@ class LayerCache(Protocol):
     def store(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write what the rows of a pass leave, at the flat places that `SlotCache.places` names."""
 
-    def view(self, lanes: Lanes, rows: int) -> tuple[Tensor, Tensor]:
+    def view(self, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
         """What the slots of a pass hold in their first `rows` rows."""
 
     def keep(self, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:
@@ -57,9 +57,9 @@ class KVRows:
         _write(self.keys, places, keys)
         _write(self.values, places, values)
 
-    def view(self, lanes: Lanes, rows: int) -> tuple[Tensor, Tensor]:
+    def view(self, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
         """Views where the slots are neighbours, copies where they are not."""
-        return _first(self.keys, lanes, rows), _first(self.values, lanes, rows)
+        return _first(self.keys, batch, rows), _first(self.values, batch, rows)
 
     def keep(self, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:
         """The rows of this layer alone. `SlotCache.keep` moves those of all layers at once."""
@@ -82,6 +82,6 @@ def _write(cached: Tensor, places: Tensor, rows: Tensor) -> None:
     cached.view(-1, width).index_copy_(0, places, rows.reshape(-1, width))
 
 
-def _first(cached: Tensor, lanes: Lanes, rows: int) -> Tensor:
+def _first(cached: Tensor, batch: Batch, rows: int) -> Tensor:
     cached = cached[:, :, :rows]
-    return cached[lanes.run] if lanes.run is not None else cached.index_select(0, lanes.slots)
+    return cached[batch.run] if batch.run is not None else cached.index_select(0, batch.slots)

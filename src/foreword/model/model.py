@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from foreword.core.draft import Draft
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
 from foreword.core.scores import Scores
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.core.target import DraftHead
 from foreword.errors import ForewordWarning
 from foreword.model import attention
@@ -172,7 +172,7 @@ class Model:
 
     def score(
         self,
-        lanes: Lanes,
+        batch: Batch,
         draft: Draft,
         needs: Needs,
         skip: Skip | None = None,
@@ -184,10 +184,10 @@ class Model:
         rows = range(draft.nodes) if rows is None else rows
         part = slice(rows.start, rows.stop)
         where = Rows(
-            base=lanes.take(self.cache.length),
+            base=batch.take(self.cache.length),
             depth=draft.tree.depth[:, : rows.stop],
             sees=draft.tree.ancestors[:, part, : rows.stop],
-            lanes=lanes,
+            batch=batch,
             chain=draft.tree.is_chain,
         )
         walked = self.layer_stack.walk(
@@ -215,9 +215,9 @@ class Model:
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
         return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
 
-    def onward(self, lanes: Lanes, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
+    def onward(self, batch: Batch, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         attention.route(self.hf)
-        rows = Rows.behind(lanes.take(self.cache.length), hidden.shape[1], lanes)
+        rows = Rows.behind(batch.take(self.cache.length), hidden.shape[1], batch)
         return self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts).rows
 
     def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from foreword.core.draft import Tree
 from foreword.core.needs import Graft, Join, Joined, Skip, on_device
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.model.attention import Held, Pass, has_kernel, mask_of, within
 from foreword.model.cache import CacheShape, SharedCacheMemory, SlotCache
 from foreword.model.families import Family, Sight
@@ -43,7 +43,7 @@ class Rows:
     base: Tensor
     depth: Tensor
     sees: Tensor
-    lanes: Lanes | None = None
+    batch: Batch | None = None
     chain: bool = False  # every row sees itself and all before it
     causal: bool = True  # no row sees a later one; a block whose rows see each other has to say that it is not
 
@@ -55,10 +55,10 @@ class Rows:
         return Rows(torch.zeros(1, dtype=torch.long, device=device), depth, sees, chain=True)
 
     @staticmethod
-    def behind(base: Tensor, count: int, lanes: Lanes) -> Rows:
+    def behind(base: Tensor, count: int, batch: Batch) -> Rows:
         """A chain of so many rows behind the committed ones."""
         chain = Tree.chain(count, base.device)
-        return Rows(base, chain.depth, chain.ancestors, lanes, chain=True)
+        return Rows(base, chain.depth, chain.ancestors, batch, chain=True)
 
     @staticmethod
     def beside(length: int, anchor: Tensor, joins: Sequence[Join]) -> Rows:
@@ -103,7 +103,7 @@ class Rows:
         elders = (anchor.unsqueeze(1) == anchor).tril().expand(batch, -1, -1)
         top = torch.cat([self.sees, self.sees.new_zeros(batch, count, len(anchor))], dim=2)
         bottom = torch.cat([self.sees[:, anchor], elders], dim=2)
-        return Rows(self.base, depth, torch.cat([top, bottom], dim=1), self.lanes, causal=self.causal)
+        return Rows(self.base, depth, torch.cat([top, bottom], dim=1), self.batch, causal=self.causal)
 
     def head(self, count: int) -> Rows:
         """The first `count` of them, which see none of the rest."""
@@ -167,19 +167,19 @@ class Stack:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return CacheShape(len(self.layers), config.num_key_value_heads, width, self.model.dtype)
 
-    def read(self, hidden: Tensor, lanes: Lanes, count: Tensor, skip: Skip | None = None) -> Tensor:
+    def read(self, hidden: Tensor, batch: Batch, count: Tensor, skip: Skip | None = None) -> Tensor:
         """Rows [b, n, H] of a text, behind those that are cached: walked as a chain, and the first `count` [b] committed."""
         assert self.cache is not None
-        rows = Rows.behind(lanes.take(self.cache.length), hidden.shape[1], lanes)
+        rows = Rows.behind(batch.take(self.cache.length), hidden.shape[1], batch)
         walked = self.walk(hidden, rows, skip=skip).hidden
-        self.cache.advance(lanes, count)
+        self.cache.advance(batch, count)
         return walked
 
-    def restart(self, lanes: Lanes, length: Tensor) -> None:
+    def restart(self, batch: Batch, length: Tensor) -> None:
         """Sequences enter whose slots hold their first `length` [b] rows. What lies behind is cleared: it may be NaN."""
         assert self.cache is not None
-        self.cache.rewind(lanes, length)
-        for slot in lanes.ids:
+        self.cache.rewind(batch, length)
+        for slot in batch.ids:
             self.cache.wipe_scratch(slot)
 
     def over(self, hidden: Tensor, skip: Skip | None = None) -> Tensor:
@@ -270,26 +270,26 @@ class Stack:
             causal = rows.chain and not any(sight.window or sight.softcap for sight in self.sights)
             alone = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], dtype)
             return _View(self.sights, tables, rows, seen, alone, Pass(rows.base, rows.depth, rows.sees), causal=causal)
-        assert rows.lanes is not None
+        assert rows.batch is not None
         tables, places = self._standing(rows)
-        reach = min(-(-(rows.lanes.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
-        shared = Pass(rows.base, rows.depth, rows.sees, lanes=rows.lanes, places=places, reach=reach)
+        reach = min(-(-(rows.batch.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
+        shared = Pass(rows.base, rows.depth, rows.sees, batch=rows.batch, places=places, reach=reach)
         return _View(self.sights, tables, rows, seen, self._masks(rows.base, rows, reach, dtype), shared, self.cache)
 
     def _standing(self, rows: Rows) -> tuple[dict[str, Any], Tensor]:
         """How rows are turned, by table, and where their keys and values go."""
-        assert self.cache is not None and rows.lanes is not None
+        assert self.cache is not None and rows.batch is not None
         known = rows.position.clamp(max=self.cache.rows - 1)  # padding may lie beyond
         tables = {name: tuple(part[0, known] for part in turn) for name, turn in self.turns.items()}
         order = torch.arange(rows.first, rows.sees.shape[2], device=known.device)
-        return tables, self.cache.places(rows.lanes, rows.base.unsqueeze(1) + order)
+        return tables, self.cache.places(rows.batch, rows.base.unsqueeze(1) + order)
 
     def _views_by_kernel(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...]) -> dict[int, _View]:
-        assert self.cache is not None and rows.lanes is not None
+        assert self.cache is not None and rows.batch is not None
         by_kernel = kernels("layer.standing")
         device, heads = rows.base.device, self.cache.shape.heads
         grafted = by_kernel.Grafted(*_hung(grafts, device), on_device(counts, device), counts) if grafts else None
-        where = rows.base, rows.depth, rows.sees, rows.lanes.slots, heads, grafted
+        where = rows.base, rows.depth, rows.sees, rows.batch.slots, heads, grafted
         found = {name: by_kernel.standing(turn, *where) for name, turn in self.turns.items()}
         one = next(iter(found.values()))
         views = {}
@@ -298,7 +298,7 @@ class Stack:
             seen = {window: within(part.sees, part.depth, window) for window in self.windows}
             tables = {name: (stood.cosine[:, :count], stood.sine[:, :count]) for name, stood in found.items()}
             chain = rows.chain and not grafts
-            shared = Pass(part.base, part.depth, part.sees, chain, rows.causal, lanes=part.lanes, places=places)
+            shared = Pass(part.base, part.depth, part.sees, chain, rows.causal, batch=part.batch, places=places)
             views[count] = _View(self.sights, tables, part, seen, {}, shared, self.cache)
         return views
 

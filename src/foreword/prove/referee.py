@@ -25,7 +25,7 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
 from foreword.core.sampling_table import NO_TOKEN, SamplingStages, SamplingTable
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.hub.resolve import is_adapter
 from foreword.model.cache import SlotCache
@@ -101,7 +101,7 @@ class Referee:
             yield dict(zip(batch.cases, self._rule(batch, wide), strict=True))
 
     @torch.inference_mode()
-    def _rule(self, batch: Batch, wide: bool) -> list[Ruling]:
+    def _rule(self, batch: CaseBatch, wide: bool) -> list[Ruling]:
         scoring = Scoring.of(batch.cases, self.model)
         logits = own_logits(self.exact, batch)
         scores, scaled = scoring.scores(logits), scoring.scaled(logits)
@@ -238,7 +238,7 @@ def _above(scaled: Tensor, token: int, favour: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CaseBatch:
     """Cases whose texts are asked about together, a lane for each text."""
 
     texts: list[tuple[int, ...]]  # each up to the last place that is asked about
@@ -248,9 +248,9 @@ class Batch:
     rows: list[int]  # of each case: the token of its text that answers it
 
     @staticmethod
-    def of(texts: list[list[Case]]) -> Batch:
+    def of(texts: list[list[Case]]) -> CaseBatch:
         cases = [case for of_text in texts for case in of_text]
-        return Batch(
+        return CaseBatch(
             texts=[of_text[0].text[: _length(of_text)] for of_text in texts],
             roots=[of_text[0].prompt - 1 for of_text in texts],
             cases=cases,
@@ -259,7 +259,7 @@ class Batch:
         )
 
 
-def batches(cases: Iterable[Case], model: Model) -> Iterator[Batch]:
+def batches(cases: Iterable[Case], model: Model) -> Iterator[CaseBatch]:
     """All cases, those of a text together and texts of like length side by side, as many as the memory allows."""
     texts: dict[Key, list[Case]] = {}
     for case in dict.fromkeys(cases):
@@ -267,11 +267,11 @@ def batches(cases: Iterable[Case], model: Model) -> Iterator[Batch]:
     batch: list[list[Case]] = []
     for of_text in sorted(texts.values(), key=_length):
         if batch and not _fit([*batch, of_text], model):
-            yield Batch.of(batch)
+            yield CaseBatch.of(batch)
             batch = []
         batch.append(of_text)
     if batch:
-        yield Batch.of(batch)
+        yield CaseBatch.of(batch)
 
 
 def _fit(texts: list[list[Case]], model: Model) -> bool:
@@ -289,7 +289,7 @@ def _length(cases: list[Case]) -> int:
 # Passes -----------------------------------------------------------------------------------------------------------------
 
 
-def own_logits(hf: Any, batch: Batch) -> Tensor:
+def own_logits(hf: Any, batch: CaseBatch) -> Tensor:
     """[c, V]: what transformers answers by itself, in one pass, no cache and no walk of ours.
 
     Padding stands behind a text, where no row of it looks. The head is given the rows that are asked about, no others.
@@ -304,7 +304,7 @@ def own_logits(hf: Any, batch: Batch) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def replays(model: Model, batch: Batch) -> list[Tensor]:
+def replays(model: Model, batch: CaseBatch) -> list[Tensor]:
     """What the run's model answers, each [c, V]: the texts written in passes of every shape, and read in one.
 
     The history counts: in a narrow dtype, keys and values that were written row by row are not those of a prompt.
@@ -323,7 +323,7 @@ class PassReplay:
     """Passes of the run's own model over the texts of a batch, in a cache of their own."""
 
     model: Model
-    batch: Batch
+    batch: CaseBatch
     cache: SlotCache
 
     def read(self, stops: list[int]) -> None:
@@ -361,7 +361,7 @@ class PassReplay:
         """One chain of `rows` tokens in each lane; the answers to those cases whose rows are `asked` about."""
         device = self.model.device
         self.cache.length.copy_(sent(starts, device))
-        lanes = Lanes.of(list(range(len(parts))), max(starts), device)
+        lanes = Batch.of(list(range(len(parts))), max(starts), device)
         draft = Draft(_padded(parts, device, rows), Tree.chain(rows, device), sent([len(part) for part in parts], device))
         scores = self.model.score(lanes, draft, Needs(), logits="all" if asked else "none")
         if not asked:

@@ -18,7 +18,7 @@ from foreword.bench.parts import GROUPS, TOP, busy_ms, group_of, grouped, summar
 from foreword.bench.passes import Probe, bytes_of_pass
 from foreword.bench.profile import Profile, ProfileSettings, Subject, Writing, attempt, drawn, failures
 from foreword.core.sampling_table import SamplingStages
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.engine.graph import GraphBucket, GraphedLoop
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError
@@ -134,10 +134,10 @@ def test_what_fails_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ProfileSettings(rows=(1, 5), contexts=(20,), methods=("no_such", "plain"), tokens=16, repeats=6),
     )
 
-    def narrow(lanes: Any, draft: Any, *rest: Any, **more: Any) -> Any:
+    def narrow(batch: Any, draft: Any, *rest: Any, **more: Any) -> Any:
         if draft.nodes == 64:
             raise ValueError("too wide")
-        return score(lanes, draft, *rest, **more)
+        return score(batch, draft, *rest, **more)
 
     monkeypatch.setattr(tiny.model, "score", narrow)
     found = {name: attempt(section) for name, section in Profile(tiny, method).sections.items()}
@@ -221,8 +221,8 @@ def test_the_graph_of_a_round_is_the_one_that_would_be_replayed() -> None:
     loop = engine.loop = GraphedLoop(engine.loop)
     writing = Writing(engine, context=24, tokens=16)
     for count, span, graph in ((2, 16, "short"), (1, 32, "alone"), (2, 64, "long"), (2, 32, "right"), (2, 28, None)):
-        lanes = Lanes.of(range(count), span)
-        loop.buckets[count, span, SamplingStages(), 0] = GraphBucket(lanes, graph)  # type: ignore[arg-type]
+        batch = Batch.of(range(count), span)
+        loop.buckets[count, span, SamplingStages(), 0] = GraphBucket(batch, graph)  # type: ignore[arg-type]
     runs = [Running(Request(tuple(range(25)))) for _ in range(2)]
     runs[0].prefilled = runs[1].prefilled = 24
     assert writing._captured(runs) == "right"

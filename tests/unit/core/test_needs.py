@@ -6,7 +6,7 @@ import torch
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Graft, Needs
 from foreword.core.scores import Accepted, Scores
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 
 
 def graft(layer: int, anchors: int = 1, offsets: int | None = None) -> Graft:
@@ -47,8 +47,8 @@ def test_last_and_kept_of_a_path() -> None:
     ("ids", "run"), [((0, 1, 2), slice(0, 3)), ((2,), slice(2, 3)), ((0, 2), None), ((1, 0), None), ((3, 4, 6), None)]
 )
 def test_slots_side_by_side_are_a_slice(ids: tuple[int, ...], run: slice | None) -> None:
-    lanes = Lanes.of(ids, 0)
-    assert lanes.run == run and lanes.slots.tolist() == list(ids)
+    batch = Batch.of(ids, 0)
+    assert batch.run == run and batch.slots.tolist() == list(ids)
 
 
 def test_a_drafter_must_propose() -> None:

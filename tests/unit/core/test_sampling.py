@@ -217,7 +217,7 @@ def test_masks_bar_tokens_always_or_below_the_floor() -> None:
     table.set(1, Sampling(seed=1), 8, held=(0,))
     table.set(2, Sampling(seed=1), 0, held=(0,))
     scores = judge(torch.zeros(3, 2, 6), torch.tensor([[7, 8]] * 3), table.at(torch.arange(3), (0, 1, 2)))
-    open_to = [[[token for token in range(6) if row[token] == 0] for row in lane] for lane in scores.tolist()]
+    open_to = [[[token for token in range(6) if row[token] == 0] for row in index] for index in scores.tolist()]
     assert open_to == [[[2], [2, 3]], [[2, 3, 5], [0, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5]] * 2]
 
 
@@ -252,7 +252,7 @@ def test_bad_words_bar_their_last_token_where_the_others_stand() -> None:
     last = torch.tensor([[NO_TOKEN] * 14 + [2], [NO_TOKEN] * 13 + [0, 2], [*[NO_TOKEN] * 11, 2, 2, 2, 2], [0] * 15])
     assert rows.kind.bad_word_length == 16
     scores = judge(torch.zeros(2, 4, 4), torch.full((2, 4), 5), rows, History(last=last.expand(2, -1, -1)))
-    barred = [[[token for token in range(4) if row[token] < 0] for row in lane] for lane in scores.tolist()]
+    barred = [[[token for token in range(4) if row[token] < 0] for row in index] for index in scores.tolist()]
     assert barred == [[[1, 3], [1, 3], [0, 1, 3], [1]], [[], [], [], []]]
 
 
@@ -290,10 +290,10 @@ def test_every_row_picks_for_itself() -> None:
     logits = logits_of(6, 20)
     position = torch.arange(20).expand(6, -1) + torch.tensor([[0], [3], [9], [100], [7], [2]])
     chosen = pick(logits, position, rows_of(*samplings))
-    for lane, sampling in enumerate(samplings):
+    for index, sampling in enumerate(samplings):
         for row in range(20):
-            expected = slow_pick(logits[lane, row].tolist(), int(position[lane, row]), sampling)
-            assert int(chosen[lane, row]) == expected
+            expected = slow_pick(logits[index, row].tolist(), int(position[index, row]), sampling)
+            assert int(chosen[index, row]) == expected
 
 
 LARGE = 600  # more tokens than the few that a pick on the CPU looks at first

@@ -56,10 +56,10 @@ Edges = dict[Words, list[tuple[int, Words]]]
 """Who hangs on whom: nodes are called by the words on their way through the tree."""
 
 
-def edges_of(graph: TorchGraph, lane: int, root: int) -> Edges:
+def edges_of(graph: TorchGraph, index: int, root: int) -> Edges:
     known, branch = graph.guesses, graph.rule.branch
-    goal, read = known.goal[lane].tolist(), known.read[lane].tolist()
-    tokens = known.tokens[lane].tolist()
+    goal, read = known.goal[index].tolist(), known.read[index].tolist()
+    tokens = known.tokens[index].tolist()
     node_of = {0: (root,)} | {number: () for number in read if number >= 0}
     names: dict[int, Words] = {}
     for guess, number in enumerate(goal):
@@ -151,8 +151,8 @@ rules = st.builds(
 def test_the_graph_is_the_slow_one(rule: Rule, seed: int, depth: int) -> None:
     speaker, roots = Speaker(seed, rule.branch), [1, 2, 11]
     graph = grown(rule, speaker, roots, depth)
-    for lane, root in enumerate(roots):
-        assert edges_of(graph, lane, root) == slow(rule, speaker, root, depth)
+    for index, root in enumerate(roots):
+        assert edges_of(graph, index, root) == slow(rule, speaker, root, depth)
 
 
 def longest_walk(edges: Edges, start: Words, below: tuple[Words, ...] = ()) -> int:
@@ -166,8 +166,8 @@ def test_every_walk_ends(seed: int, depth: int, branch: int) -> None:
     """Of three words and by the last one alone, nearly everything is merged."""
     rule = Rule(branch, 0, 0.0, 0.0, 8)
     graph = grown(rule, Speaker(seed, branch, words=3), [1, 10], depth)
-    for lane, root in enumerate((1, 10)):
-        assert longest_walk(edges_of(graph, lane, root), (root,)) > depth
+    for index, root in enumerate((1, 10)):
+        assert longest_walk(edges_of(graph, index, root), (root,)) > depth
 
 
 def test_two_aliases_that_would_close_a_loop() -> None:
@@ -220,10 +220,10 @@ def test_a_guess_that_is_no_number_is_not_in_it() -> None:
 # Unrolled --------------------------------------------------------------------------------------------------------------
 
 
-def paths_of(draft: Draft, lane: int) -> set[Words]:
-    parent = draft.tree.parent[lane].tolist()
-    rows = range(int(draft.size[lane]))
-    return {tuple(int(draft.tokens[lane, node]) for node in path_to(parent, row)) for row in rows}
+def paths_of(draft: Draft, index: int) -> set[Words]:
+    parent = draft.tree.parent[index].tolist()
+    rows = range(int(draft.size[index]))
+    return {tuple(int(draft.tokens[index, node]) for node in path_to(parent, row)) for row in rows}
 
 
 def unrolled(graph: TorchGraph, state: State, shape: Shape) -> Draft:
@@ -250,9 +250,9 @@ def test_what_is_unrolled_are_the_likeliest_walks(rule: Rule, seed: int, depth: 
     graph = grown(rule, speaker, roots, depth)
     shape = Shape(nodes, min(depth + 2, nodes - 1))
     draft = unrolled(graph, state_of([[5, root] for root in roots]), shape)
-    for lane, root in enumerate(roots):
-        walks = all_walks(edges_of(graph, lane, root), speaker, (root,), shape.depth)
-        assert paths_of(draft, lane) == set(sorted(walks, key=lambda words: -walks[words])[:nodes])
+    for index, root in enumerate(roots):
+        walks = all_walks(edges_of(graph, index, root), speaker, (root,), shape.depth)
+        assert paths_of(draft, index) == set(sorted(walks, key=lambda words: -walks[words])[:nodes])
 
 
 @pytest.mark.parametrize("width", [1, 4, 16])
@@ -270,4 +270,4 @@ def test_without_merging_it_is_an_ordinary_tree(width: int) -> None:
 
     tree = BestFirst(shape, width, 4, None).draft(state, guess)
     walks = unrolled(graph, state, shape)
-    assert [paths_of(walks, lane) for lane in range(2)] == [paths_of(tree, lane) for lane in range(2)]
+    assert [paths_of(walks, index) for index in range(2)] == [paths_of(tree, index) for index in range(2)]

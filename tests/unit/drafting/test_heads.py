@@ -45,8 +45,8 @@ def test_near_identity_passes_the_first_part_through() -> None:
 
 def test_rows_that_do_not_count() -> None:
     rows, count, held = torch.full((3, 4, 2), torch.nan), torch.tensor([2, 0, 4]), torch.full((4, 2), -1.0)
-    for lane, many in enumerate(count.tolist()):
-        rows[lane, :many] = torch.arange(1.0, many + 1).unsqueeze(1)
+    for row, many in enumerate(count.tolist()):
+        rows[row, :many] = torch.arange(1.0, many + 1).unsqueeze(1)
     assert not counted(rows, count).isnan().any()
     assert torch.equal(counted(rows, count).sum((1, 2)), torch.tensor([6.0, 0.0, 20.0]))
     remember(held, torch.tensor([3, 0, 1]), rows, count)

@@ -16,10 +16,10 @@ def test_the_paths_are_those_of_both(nodes: int, links: int, seed: int) -> None:
     chain = drawn_chain(seed, tree, links)
     both = joined(tree, chain, levels=nodes)
     assert both.nodes == nodes + links - 1 and both.tokens[:, 0].tolist() == tree.tokens[:, 0].tolist()
-    for lane in range(len(tree.size)):
-        found, own = paths_of(both, lane), paths_of(tree, lane)
+    for row in range(len(tree.size)):
+        found, own = paths_of(both, row), paths_of(tree, row)
         assert found[: len(own)] == own, "the tree's rows stay where they are"
-        assert set(found) == {*own, *paths_of(chain, lane)} and len(set(found)) == len(found)
+        assert set(found) == {*own, *paths_of(chain, row)} and len(set(found)) == len(found)
 
 
 def test_the_chain_goes_on_where_the_tree_ends() -> None:
@@ -35,7 +35,7 @@ def test_where_rows_cost_a_chain_needs_an_agreed_beginning(nodes: int, links: in
     tree = drawn_draft(seed, nodes, "cpu")
     chain = drawn_chain(seed, tree, links)
     both = hang(tree, chain, levels=nodes, agreed=True)
-    for lane in range(len(tree.size)):
-        own, looked_up = paths_of(tree, lane), paths_of(chain, lane)
+    for row in range(len(tree.size)):
+        own, looked_up = paths_of(tree, row), paths_of(chain, row)
         begins = len(looked_up) > 1 and looked_up[1] in own
-        assert set(paths_of(both, lane)) == ({*own, *looked_up} if begins else set(own))
+        assert set(paths_of(both, row)) == ({*own, *looked_up} if begins else set(own))

@@ -77,11 +77,11 @@ class Guesser:
         return guess
 
 
-def words_of(draft: Draft, lane: int) -> set[Words]:
+def words_of(draft: Draft, index: int) -> set[Words]:
     """The draft as the words on the way to each node, the root's included."""
-    parent = draft.tree.parent.expand_as(draft.tokens)[lane].tolist()
-    tokens = draft.tokens[lane].tolist()
-    found = [tuple(tokens[row] for row in path_to(parent, node)) for node in range(int(draft.size[lane]))]
+    parent = draft.tree.parent.expand_as(draft.tokens)[index].tolist()
+    tokens = draft.tokens[index].tolist()
+    found = [tuple(tokens[row] for row in path_to(parent, node)) for node in range(int(draft.size[index]))]
     assert len(found) == len(set(found)) and all(parent[node] < node for node in range(1, len(found)))
     return set(found)
 
@@ -141,12 +141,12 @@ def test_a_template_is_filled_with_the_guesses_of_its_ranks(seed: int, count: in
     template = Template(paths, torch.device("cpu"))
     roots = list(range(batch))
     tokens = template.tokens(torch.tensor(roots), guesser())
-    for lane, root in enumerate(roots):
+    for index, root in enumerate(roots):
         for node, path in enumerate(template.paths):
             words: Words = (root,)
             for rank in path:
                 words = (*words, guesser.behind(words)[rank][0])
-            assert tokens[lane, node] == words[-1]
+            assert tokens[index, node] == words[-1]
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -350,8 +350,8 @@ def slow_best_first(root: int, guesser: Guesser, depth: int, width: int, nodes: 
 def test_the_likeliest_paths(seed: int, depth: int, width: int, nodes: int, branch: int) -> None:
     guesser, shape = Guesser(seed, branch), Shape(nodes, min(depth, nodes - 1))
     draft = BestFirst(shape, width, branch, None).draft(state_of([[5, 1], [5, 2]]), guesser())
-    for lane, root in enumerate((1, 2)):
-        assert words_of(draft, lane) == slow_best_first(root, guesser, shape.depth, width, nodes)
+    for index, root in enumerate((1, 2)):
+        assert words_of(draft, index) == slow_best_first(root, guesser, shape.depth, width, nodes)
 
 
 def test_with_room_for_all_the_likeliest_of_all_are_found() -> None:
@@ -394,8 +394,8 @@ def test_the_running_budget(seed: int, depth: int, nodes: int, top_p: float, flo
     guesser = Guesser(seed, 6)
     rule = Budgeted(Shape(nodes, min(depth, nodes - 1)), 8, 6, None, top_p=top_p, floor=floor)
     draft = rule.draft(state_of([[5, 1], [5, 2]]), guesser())
-    for lane, root in enumerate((1, 2)):
-        assert words_of(draft, lane) == slow_budget(root, guesser, rule)
+    for index, root in enumerate((1, 2)):
+        assert words_of(draft, index) == slow_budget(root, guesser, rule)
 
 
 def spoken(answers: dict[Words, list[tuple[int, float]]]) -> Guess:
@@ -431,11 +431,11 @@ def test_a_confident_head_gives_a_chain() -> None:
 def test_a_chain_ends_before_the_first_guess_that_is_not_sure(seed: int, depth: int, stop: float) -> None:
     guesser = Guesser(seed, 6)
     draft = Chain(Shape(depth + 1, depth), None, stop).draft(state_of([[5, 1], [5, 2]]), guesser())
-    for lane, root in enumerate((1, 2)):
+    for index, root in enumerate((1, 2)):
         words: Words = (root,)
         while len(words) <= depth and math.exp(guesser.behind(words)[0][1]) >= stop:
             words = (*words, guesser.behind(words)[0][0])
-        assert draft.tokens[lane, : draft.size[lane]].tolist() == list(words)
+        assert draft.tokens[index, : draft.size[index]].tolist() == list(words)
     assert draft.tree.is_chain
 
 

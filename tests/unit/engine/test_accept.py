@@ -27,20 +27,20 @@ def rounds(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
     return Draft(torch.tensor(tokens), Tree(torch.tensor(parents)), torch.tensor(size)), choice
 
 
-def agreeing(draft: Draft, choice: list[list[int]], lane: int) -> list[list[int]]:
+def agreeing(draft: Draft, choice: list[list[int]], index: int) -> list[list[int]]:
     """All paths from the root on which every row carries what was chosen at the row above."""
-    parent, tokens = draft.tree.parent[lane].tolist(), draft.tokens[lane].tolist()
-    paths = [path_to(parent, node) for node in range(int(draft.size[lane]))]
-    return [path for path in paths if all(tokens[row] == choice[lane][parent[row]] for row in path[1:])]
+    parent, tokens = draft.tree.parent[index].tolist(), draft.tokens[index].tolist()
+    paths = [path_to(parent, node) for node in range(int(draft.size[index]))]
+    return [path for path in paths if all(tokens[row] == choice[index][parent[row]] for row in path[1:])]
 
 
 @given(rounds())
 def test_the_deepest_agreeing_row_wins(drawn: tuple[Draft, list[list[int]]]) -> None:
     draft, choice = drawn
     path, count = longest_path(draft, torch.tensor(choice), NODES)
-    for lane in range(len(choice)):
-        found = path[lane, : int(count[lane])].tolist()
-        allowed = agreeing(draft, choice, lane)
+    for index in range(len(choice)):
+        found = path[index, : int(count[index])].tolist()
+        allowed = agreeing(draft, choice, index)
         assert found in allowed and len(found) == max(map(len, allowed))
 
 
@@ -75,14 +75,14 @@ def test_a_frozen_slot_gets_nothing() -> None:
 def test_seen_tokens_are_counted_along_the_way(drawn: tuple[Draft, list[list[int]]]) -> None:
     """Text and ancestors, itself included; the root is part of the text already."""
     draft, choice = drawn
-    texts = [[4, 5, 4, int(draft.tokens[lane, 0])] for lane in range(len(choice))]
+    texts = [[4, 5, 4, int(draft.tokens[index, 0])] for index in range(len(choice))]
     state = state_of(texts)
     counts = torch.stack([torch.tensor(text).bincount(minlength=6) for text in texts])
     seen = count_seen(state, draft, counts.to(torch.int32))
-    for lane, text in enumerate(texts):
+    for index, text in enumerate(texts):
         for node in range(NODES):
-            way = [int(draft.tokens[lane, row]) for row in path_to(draft.tree.parent[lane].tolist(), node)[1:]]
-            assert seen[lane, node].tolist() == torch.tensor(text + way).bincount(minlength=6).tolist()
+            way = [int(draft.tokens[index, row]) for row in path_to(draft.tree.parent[index].tolist(), node)[1:]]
+            assert seen[index, node].tolist() == torch.tensor(text + way).bincount(minlength=6).tolist()
 
 
 def test_a_round_tells_what_it_decided() -> None:

@@ -94,10 +94,10 @@ def test_lanes_are_those_who_are_ready_or_not() -> None:
         slots.take(entering)
         entering.prefilled = prefilled
     slots.running[2].tokens = [1, 2, 3]
-    ready = slots.lanes(CPU)
+    ready = slots.batch(CPU)
     assert ready is not None and (ready.ids, ready.span) == ((0, 2), 5)
     assert slots.group(ready=False).ids == (1, 3)
-    assert Slots(2).lanes(CPU) is None
+    assert Slots(2).batch(CPU) is None
 
 
 def test_lanes_follow_who_leaves_enters_and_is_ready() -> None:
@@ -108,7 +108,7 @@ def test_lanes_follow_who_leaves_enters_and_is_ready() -> None:
     first.prefilled = 1
 
     def found() -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-        ready = slots.lanes(CPU)
+        ready = slots.batch(CPU)
         assert ready is not None
         return ready.ids, ready.span, slots.group(ready=False).ids
 

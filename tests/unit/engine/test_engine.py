@@ -129,7 +129,7 @@ class FarEnough(Lockstep):
     """Sees to it that the host knows a bound on every length."""
 
     def round(self, state: State) -> Emission:
-        assert int(state.length.max()) <= state.lanes.span <= CONTEXT
+        assert int(state.length.max()) <= state.batch.span <= CONTEXT
         return super().round(state)
 
 
@@ -225,7 +225,7 @@ def test_two_equal_requests_are_two() -> None:
 
 @pytest.mark.parametrize("ending", ["length", "abort"])
 def test_who_leaves_is_no_longer_alive(ending: str) -> None:
-    """A round over fixed lanes has the slot in it still, and must not write there."""
+    """A round over fixed batch rows has the slot in it still, and must not write there."""
     steps = engine(make("plain"), slots=2)
     runs = [steps.add(replace(request, max_new_tokens=2, ignore_eos=True)) for request in requests(2)]
     steps.step()
@@ -251,15 +251,15 @@ class Parrot(Lockstep):
         self.rounds = 0
 
     def begin(self, state: State) -> None:
-        self.calls.append(("begin", state.lanes.ids))
+        self.calls.append(("begin", state.batch.ids))
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        self.calls.append(("read", state.lanes.ids))
+        self.calls.append(("read", state.batch.ids))
 
     def round(self, state: State) -> Emission:
-        self.calls.append(("round", state.lanes.ids))
+        self.calls.append(("round", state.batch.ids))
         self.rounds += 1
-        batch = len(state.lanes.ids)
+        batch = len(state.batch.ids)
         two, ended = torch.full((batch,), 2), torch.full((batch,), self.rounds == 3)
         return Emission(torch.full((batch, 2), 7), two, two - 1, ended, torch.zeros(batch, dtype=torch.bool))
 

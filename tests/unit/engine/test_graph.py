@@ -17,7 +17,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.core.sampling_table import SamplingStages
 from foreword.core.scores import Emission, Scores
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.engine import graph
 from foreword.engine.admit import admit
 from foreword.engine.engine import Engine
@@ -46,8 +46,8 @@ class Spy:
     def end(self, slots: Sequence[int]) -> None: ...
 
     def round(self, state: State) -> Emission:
-        self.rounds.append((state.slots.tolist(), state.lanes.span, state.sampling.kind))
-        one = torch.ones(len(state.lanes.ids), dtype=torch.long)
+        self.rounds.append((state.slots.tolist(), state.batch.span, state.sampling.kind))
+        one = torch.ones(len(state.batch.ids), dtype=torch.long)
         return Emission(one.unsqueeze(1), one, one, one > 1, one > 1)
 
 
@@ -100,24 +100,24 @@ def test_the_first_round_runs_the_second_is_captured_and_the_third_replayed(repl
 @pytest.mark.parametrize("other", ["more sequences", "a longer text", "another way of choosing"])
 def test_other_rounds_have_graphs_of_their_own(replay: GraphedLoop, other: str) -> None:
     given = state(GREEDY, GREEDY, DRAWN)
-    replay.round(given.at(Lanes.of([0, 1], 10)))
+    replay.round(given.at(Batch.of([0, 1], 10)))
     change = {"more sequences": ([0, 1, 2], 10), "a longer text": ([0, 1], 300), "another way of choosing": ([0, 2], 10)}
-    replay.round(given.at(Lanes.of(*change[other])))
+    replay.round(given.at(Batch.of(*change[other])))
     assert len(replay.buckets) == 2 and Graph.replays == 0
 
 
 def test_a_graph_serves_other_slots_of_the_same_kind(replay: GraphedLoop) -> None:
     given = state(GREEDY, GREEDY, GREEDY)
     for ids in ([0, 1], [0, 2], [1, 2]):
-        replay.round(given.at(Lanes.of(ids, 10)))
+        replay.round(given.at(Batch.of(ids, 10)))
     (captured,) = replay.buckets.values()
     assert [slots for slots, _, _ in rounds(replay)] == [[0, 1], [0, 2]]
-    assert captured.lanes.slots.tolist() == [1, 2] and captured.lanes.run is None
+    assert captured.batch.slots.tolist() == [1, 2] and captured.batch.run is None
 
 
 def test_attention_looks_as_far_as_any_round_of_the_bucket_needs(replay: GraphedLoop) -> None:
     given = state(GREEDY)
-    replay.round(given.at(Lanes.of([0], 3)))
+    replay.round(given.at(Batch.of([0], 3)))
     assert rounds(replay)[0][1] == 256
 
 
@@ -126,9 +126,9 @@ def test_a_round_is_captured_for_those_who_are_in_it(replay: GraphedLoop, now: S
     """Between the first round and the capture slot 1 went to somebody who chooses otherwise, and slot 2 came in. The
     graph must choose as slots 0 and 2 do: else a drawn text would be captured greedy."""
     given = state(GREEDY, now, now)
-    replay.round(given.at(Lanes.of([0, 1], 10)))
+    replay.round(given.at(Batch.of([0, 1], 10)))
     given.table.set(1, meanwhile)
-    current = given.at(Lanes.of([0, 2], 10))
+    current = given.at(Batch.of([0, 2], 10))
     replay.round(current)
     assert rounds(replay)[1][0] == [0, 2]
     assert rounds(replay)[1][2] == current.sampling.kind
@@ -158,7 +158,7 @@ def spans(replay: GraphedLoop) -> list[int]:
 @pytest.mark.usefixtures("counted")
 def test_the_bucket_that_was_used_least_recently_makes_room(settled: list[str]) -> None:
     replay, given = GraphedLoop(Spy(), most=2), state(GREEDY)
-    short, middle, long = (given.at(Lanes.of([0], span)) for span in (100, 300, 600))
+    short, middle, long = (given.at(Batch.of([0], span)) for span in (100, 300, 600))
     for one in (short, short, middle, middle, short):
         replay.round(one)
     assert spans(replay) == [512, 256] and settled == []
@@ -176,11 +176,11 @@ def test_the_bucket_that_was_used_least_recently_makes_room(settled: list[str]) 
 def test_the_shared_memory_goes_with_the_last_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Graph, "pool", lambda graph: "memory")
     replay, given = GraphedLoop(Spy(), most=2), state(GREEDY)
-    used = [given.at(Lanes.of([0], span)) for span in (100, 100, 300, 300, 600)]
+    used = [given.at(Batch.of([0], span)) for span in (100, 100, 300, 300, 600)]
     for one in used:
         replay.round(one)
     assert replay.pool == "memory", "another graph has it"
-    replay.round(given.at(Lanes.of([0], 1200)))
+    replay.round(given.at(Batch.of([0], 1200)))
     assert replay.pool is None and len(replay.buckets) == 2
 
 
@@ -203,7 +203,7 @@ class InTurns(Spy):
 
     def propose(self, state: State) -> Draft:
         self.proposed += 1
-        tokens = torch.full((len(state.lanes.ids), self.rows), self.proposed)
+        tokens = torch.full((len(state.batch.ids), self.rows), self.proposed)
         return Draft(tokens, Tree.chain(self.rows), tokens[:, 0].clone())
 
     def check(self, state: State, draft: Draft) -> Emission:
@@ -211,7 +211,7 @@ class InTurns(Spy):
         return self.round(state)
 
     def decided(self, state: State, emission: Emission) -> None:
-        assert emission.count.tolist() == [1] * len(state.lanes.ids)
+        assert emission.count.tolist() == [1] * len(state.batch.ids)
         self.told += 1
 
 
@@ -369,16 +369,16 @@ def test_several_prompts_in_one_pass(method: str) -> None:
     """As a GPU reads them: of different lengths, and some are done before others."""
     model = target()
     made = engine(drafter(method, model), model, captured=True, slots=3)
-    for batch in (asked()[:3], asked()[3:6], asked()[1:4]):
-        runs = [made.add(request) for request in batch]
+    for requests in (asked()[:3], asked()[3:6], asked()[1:4]):
+        runs = [made.add(request) for request in requests]
         taken = admit(made.waiting, made.slots, made.state)
-        made.loop.begin(made.state.at(Lanes.of(taken, 0)))
+        made.loop.begin(made.state.at(Batch.of(taken, 0)))
         while entering := [run for run in runs if not run.ready]:
-            lanes = Lanes.of([run.slot for run in entering], max(run.length for run in entering))
+            batch = Batch.of([run.slot for run in entering], max(run.length for run in entering))
             with torch.inference_mode():
-                prefill(model, made.loop, made.drafter.needs, made.state.at(lanes), entering, made.chunk)
+                prefill(model, made.loop, made.drafter.needs, made.state.at(batch), entering, made.chunk)
         run_to_end(made)
-        assert [run.tokens for run in runs] == [truth(model.hf, request) for request in batch]
+        assert [run.tokens for run in runs] == [truth(model.hf, request) for request in requests]
     assert captured_rows(made)
 
 
@@ -402,10 +402,10 @@ def test_many_prompts_at_once_are_read_as_written(count: int, method: str) -> No
     model, requests = target(), asked(count + 1)[1:]
     made = engine(drafter(method, model), model, captured=True, slots=count)
     runs = [made.add(request) for request in requests]
-    lanes = Lanes.of(admit(made.waiting, made.slots, made.state), 0)
-    made.loop.begin(made.state.at(lanes))
+    batch = Batch.of(admit(made.waiting, made.slots, made.state), 0)
+    made.loop.begin(made.state.at(batch))
     with torch.inference_mode():
-        prefill(model, made.loop, made.drafter.needs, made.state.at(lanes), runs, made.chunk)
+        prefill(model, made.loop, made.drafter.needs, made.state.at(batch), runs, made.chunk)
     if isinstance(made.drafter, Amusd):
         assert made.drafter.teller.texts == [[*request.prompt[:-1][:16]] for request in requests], "it has read along"
     assert isinstance(made.loop, GraphedLoop) and len(made.loop.chunks) == (count == MOST_TEXTS)

@@ -87,12 +87,12 @@ def test_observe_gets_what_was_asked_for(family: str) -> None:
     recorder, hf = Recorder(Liar(nodes=4), Needs(hidden=True, logits=True, taps=(2,))), target(family).hf
     engine(recorder, target(family), slots=3).generate(requests(3, max_new_tokens=3))
     for before, seen in zip(recorder.proposed, recorder.observed, strict=True):
-        for lane, text in enumerate(before.texts):
-            for node in range(int(seen.draft.size[lane])):
-                way = seen.draft.tree.ancestors[lane, node].nonzero().flatten()[1:]
-                layers = own_hidden(hf, text + seen.draft.tokens[lane, way].tolist())
-                close(seen.scores.require_hidden()[lane, node], layers[4][-1])
-                close(seen.scores.taps[2][lane, node], layers[2][-1])
+        for index, text in enumerate(before.texts):
+            for node in range(int(seen.draft.size[index])):
+                way = seen.draft.tree.ancestors[index, node].nonzero().flatten()[1:]
+                layers = own_hidden(hf, text + seen.draft.tokens[index, way].tolist())
+                close(seen.scores.require_hidden()[index, node], layers[4][-1])
+                close(seen.scores.taps[2][index, node], layers[2][-1])
 
 
 def test_observe_gets_no_more_than_was_asked_for() -> None:

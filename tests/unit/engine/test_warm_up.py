@@ -30,7 +30,7 @@ class Counting(GraphedLoop):
         return self.loop.round(state)
 
     def prompt_pass(self, state: Any, chunk: Any, read: Any) -> Any:
-        self._count((len(state.lanes.ids), reach(state.lanes.span), chunk.nodes))
+        self._count((len(state.batch.ids), reach(state.batch.span), chunk.nodes))
         return read(state, chunk)
 
     def has_pass(self, sequences: int, before: int, rows: int) -> bool:

@@ -31,14 +31,14 @@ def test_a_row_sees_the_prefix_and_what_sees_allows(
     depth = torch.randint(0, scratch, (trees, scratch), generator=generator)
     mask = mask_of(torch.tensor(base), sees, keys, groups, torch.float64, window, depth)
     assert mask.shape == (len(base), 1, groups * rows, keys)
-    for lane, length in enumerate(base):
+    for index, length in enumerate(base):
         for line in range(groups * rows):
-            tree = 0 if shared else lane
+            tree = 0 if shared else index
             allowed, deep = sees[tree, line % rows], [*range(-length, 0), *depth[tree].tolist()]
             for key in range(keys):
                 opened = key < length or (key - length < scratch and bool(allowed[key - length]))
                 opened = opened and (window == 0 or deep[key] > deep[length + before + line % rows] - window)
-                assert float(mask[lane, 0, line, key]) == (0.0 if opened else -math.inf)
+                assert float(mask[index, 0, line, key]) == (0.0 if opened else -math.inf)
 
 
 def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float, softcap: float) -> Tensor:
@@ -65,10 +65,10 @@ def test_queries_that_share_a_key_head(softcap: float) -> None:
     sees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]).bool()
     out = attend(query, key, value, mask_of(base, sees, 9, 3, torch.float64), 0.37, softcap)
     assert out.shape == (2, 3, 6, 5)
-    for lane in range(2):
-        length = int(base[lane])
+    for index in range(2):
+        length = int(base[index])
         allowed = torch.zeros(3, 9, dtype=torch.bool)
         allowed[:, :length] = True
-        allowed[:, length : length + 3] = sees[lane]
-        expected = slow_attention(query[lane], key[lane], value[lane], allowed, 0.37, softcap)
-        torch.testing.assert_close(out[lane], expected, atol=1e-12, rtol=0)
+        allowed[:, length : length + 3] = sees[index]
+        expected = slow_attention(query[index], key[index], value[index], allowed, 0.37, softcap)
+        torch.testing.assert_close(out[index], expected, atol=1e-12, rtol=0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.errors import CapacityError
 from foreword.model.cache import SPARE, CacheShape, SharedCacheMemory, SlotCache
 from foreword.ops.device import free_memory
@@ -47,13 +47,13 @@ def test_keep_moves_the_path_to_the_front(commit: tuple[list[int], list[list[int
     ids, paths, counts = commit
     cache = filled(lengths)
     before = tensors(cache)
-    cache.keep(Lanes.of(ids, CONTEXT), torch.tensor(paths), torch.tensor(counts))
+    cache.keep(Batch.of(ids, CONTEXT), torch.tensor(paths), torch.tensor(counts))
     for slot in range(SLOTS):
         base = lengths[slot]
         rows = list(range(base))
         if slot in ids:
-            lane = ids.index(slot)
-            rows += [base + row for row in paths[lane][: counts[lane]]]
+            index = ids.index(slot)
+            rows += [base + row for row in paths[index][: counts[index]]]
         assert int(cache.length[slot]) == len(rows)
         for old, new in zip(before, tensors(cache), strict=True):
             assert torch.equal(new[slot, :, : len(rows)], old[slot][:, rows])
@@ -64,29 +64,29 @@ def test_keep_moves_the_path_to_the_front(commit: tuple[list[int], list[list[int
 def test_advance_commits_rows_where_they_lie() -> None:
     cache = filled([1, 2, 3, 4])
     before = tensors(cache)
-    cache.advance(Lanes.of([2, 0], 3), torch.tensor([5, 1]))
+    cache.advance(Batch.of([2, 0], 3), torch.tensor([5, 1]))
     assert cache.length.tolist() == [2, 2, 8, 4]
     assert all(torch.equal(old, new) for old, new in zip(before, tensors(cache), strict=True))
 
 
 def test_rewind_forgets_rows() -> None:
     cache = filled([5, 6, 7, 8])
-    cache.rewind(Lanes.of([3, 1], 8), torch.tensor([2, 0]))
+    cache.rewind(Batch.of([3, 1], 8), torch.tensor([2, 0]))
     assert cache.length.tolist() == [5, 0, 7, 2]
 
 
 @pytest.mark.parametrize("ids", [[0, 1], [1, 2, 3], [2], [3, 0], [0, 2]])
 def test_rows_are_read_where_they_were_written(ids: list[int]) -> None:
     """Side by side a view, elsewhere a copy, and the same rows either way."""
-    cache, lanes = filled([0] * SLOTS), Lanes.of(ids, 0)
+    cache, batch = filled([0] * SLOTS), Batch.of(ids, 0)
     rows = torch.tensor([[1, 4, 2], [0, 5, 9], [7, 8, 3]])[: len(ids)]
     key, value = torch.randn(2, len(ids), 3, 3, 4, dtype=torch.float64)
-    cache.layers[1].store(cache.places(lanes, rows), key, value)
-    keys, values = cache.layers[1].view(lanes, 10)
-    for lane, slot in enumerate(ids):
-        assert torch.equal(keys[lane][:, rows[lane]], key[lane])
-        assert torch.equal(values[lane][:, rows[lane]], value[lane])
-        assert torch.equal(cache.keys[1][slot][:, rows[lane]], key[lane])
+    cache.layers[1].store(cache.places(batch, rows), key, value)
+    keys, values = cache.layers[1].view(batch, 10)
+    for index, slot in enumerate(ids):
+        assert torch.equal(keys[index][:, rows[index]], key[index])
+        assert torch.equal(values[index][:, rows[index]], value[index])
+        assert torch.equal(cache.keys[1][slot][:, rows[index]], key[index])
     assert keys.shape == (len(ids), 3, 10, 4)
     assert torch.equal(cache.keys[0], filled([0] * SLOTS).keys[0])
 
@@ -95,7 +95,7 @@ def test_rows_beyond_the_slot_are_waste() -> None:
     """They land on the slot's own last row, never in the next slot."""
     cache = filled([0] * SLOTS)
     before = tensors(cache)
-    places = cache.places(Lanes.of([1], 0), torch.tensor([[cache.rows - 1, cache.rows, cache.rows + 5]]))
+    places = cache.places(Batch.of([1], 0), torch.tensor([[cache.rows - 1, cache.rows, cache.rows + 5]]))
     assert len(set(places.tolist())) == SHAPE.heads
     cache.layers[0].store(places, *torch.zeros(2, 1, 3, 3, 4).double())
     assert torch.equal(cache.keys[0][:, :, :-1], before[0][:, :, :-1])
@@ -187,7 +187,7 @@ def test_a_layer_alone_keeps_what_all_layers_keep_together() -> None:
     slots, path, count = torch.tensor([3, 1]), torch.tensor([[0, 2, 4], [0, 1, 3]]), torch.tensor([3, 2])
     for layer in alone.layers:
         layer.keep(slots, alone.length, path, count)
-    together.keep(Lanes(slots, (3, 1), CONTEXT), path, count)
+    together.keep(Batch(slots, (3, 1), CONTEXT), path, count)
     assert torch.equal(alone.held, together.held)
 
 

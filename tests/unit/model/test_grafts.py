@@ -23,7 +23,7 @@ from doubles import (
 )
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Join, Needs
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
 
@@ -55,11 +55,11 @@ def mixing_graft(layer: int, anchor: tuple[int, ...], offset: tuple[int, ...], s
 
 
 def score(model: Model, grafts: tuple[Graft, ...], prefixes: dict[int, list[int]] | None = None) -> tuple:  # type: ignore[type-arg]
-    lanes = prefilled(model, prefixes or {0: PREFIX})
-    batch = len(lanes.ids)
-    draft = Draft(torch.tensor([TREE] * batch), Tree.of(PARENT), torch.full((batch,), 4))
+    batch = prefilled(model, prefixes or {0: PREFIX})
+    count = len(batch.ids)
+    draft = Draft(torch.tensor([TREE] * count), Tree.of(PARENT), torch.full((count,), 4))
     with torch.no_grad():
-        return model.score(lanes, draft, Needs(hidden=True, taps=(2,), grafts=grafts)), lanes, draft
+        return model.score(batch, draft, Needs(hidden=True, taps=(2,), grafts=grafts)), batch, draft
 
 
 @every_family
@@ -79,11 +79,11 @@ def test_a_grafted_token_is_a_token_of_the_text(family: str) -> None:
 def test_a_graft_on_part_of_a_tree(family: str) -> None:
     """Its anchors count the rows of the pass; the scratch rows before them stay where they are."""
     model = target(family)
-    lanes = prefilled(model, {0: PREFIX})
+    batch = prefilled(model, {0: PREFIX})
     draft = Draft(torch.tensor([TREE]), Tree.of(PARENT), torch.tensor([4]))
-    model.score(lanes, draft, Needs(), rows=range(2))
+    model.score(batch, draft, Needs(), rows=range(2))
     graft = tokens_graft(model, (0, 1), (1, 1), [40, 41])
-    scores = model.score(lanes, draft, Needs(grafts=(graft,)), rows=range(2, 4))
+    scores = model.score(batch, draft, Needs(grafts=(graft,)), rows=range(2, 4))
     assert scores.grafted is not None
     for row, text in enumerate([[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 12, 22, 41]]):
         close(scores.grafted[0, row], own_hidden(model.hf, text)[-1][-1])
@@ -161,10 +161,10 @@ def test_grafted_rows_equal_the_slow_walk(grafts: tuple[Graft, ...], family: str
     """In a ragged batch on slots that do not lie side by side."""
     model, prefixes = target(family), {0: PREFIX, 2: [11, 3, 3, 8, 9, 10, 4], 3: [6]}
     scores, *_ = score(model, grafts, prefixes)
-    for lane, prefix in enumerate(prefixes.values()):
+    for index, prefix in enumerate(prefixes.values()):
         real, grafted = slow_walk(model, prefix, grafts)
-        close(scores.hidden[lane], real)
-        close(scores.grafted[lane], grafted)
+        close(scores.hidden[index], real)
+        close(scores.grafted[index], grafted)
 
 
 @every_family
@@ -182,13 +182,13 @@ def test_real_rows_never_see_a_grafted_one(grafts: tuple[Graft, ...], family: st
 @every_graft
 def test_nothing_of_a_graft_is_committed(grafts: tuple[Graft, ...]) -> None:
     model = target()
-    _, lanes, draft = score(model, grafts)
-    model.cache.keep(lanes, torch.tensor([[0, 1, 3]]), torch.tensor([3]))
+    _, batch, draft = score(model, grafts)
+    model.cache.keep(batch, torch.tensor([[0, 1, 3]]), torch.tensor([3]))
     text = [*PREFIX, 7, 12, 22]
     for layer, (keys, values) in enumerate(own_cache(model.hf, text)):
         close(model.cache.keys[layer][0, :, :7], keys)
         close(model.cache.values[layer][0, :, :7], values)
-    after = model.score(Lanes.of([0], 7), chain([[9]]), Needs(hidden=True))
+    after = model.score(Batch.of([0], 7), chain([[9]]), Needs(hidden=True))
     close(after.require_hidden()[0, 0], own_hidden(model.hf, [*text, 9])[-1][-1])
 
 
@@ -203,11 +203,11 @@ def test_a_drafter_with_grafts_changes_nothing_and_gets_its_rows(family: str) ->
     assert found == [truth(model.hf, request) for request in asked]
     for before, seen in zip(recorder.proposed, recorder.observed, strict=True):
         assert seen.scores.grafted is not None and seen.scores.grafted.shape == (len(seen.slots), 3, 32)
-        for lane, text in enumerate(before.texts):
-            tree, parent = seen.draft.tokens[lane].tolist(), seen.draft.tree.parent[lane].tolist()
+        for index, text in enumerate(before.texts):
+            tree, parent = seen.draft.tokens[index].tolist(), seen.draft.tree.parent[index].tolist()
             real, grafted = slow_walk(model, text[:-1], grafts, tree, parent)
-            close(seen.scores.require_hidden()[lane], real)
-            close(seen.scores.grafted[lane], grafted)
+            close(seen.scores.require_hidden()[index], real)
+            close(seen.scores.grafted[index], grafted)
 
 
 def test_gradients_reach_a_graft_s_projection() -> None:
@@ -248,14 +248,14 @@ def test_rows_beside_a_text_are_those_grafted_onto_it(family: str) -> None:
     assert [(one.layer, len(one.rows)) for one in found] == [(1, 2), (2, 2), (3, 3), (4, 3)]
     for one in found:
         close(one.texts, torch.stack([layers[one.layer] for layers in hidden]))
-    for lane, text in enumerate(texts):
-        places = tuple(anchor[lane].tolist())
+    for index, text in enumerate(texts):
+        places = tuple(anchor[index].tolist())
         grafts = tuple(
             Graft.of(join.layer, places, (join.offset,) * 3, lambda real, _, i=i, p=places: real[:, list(p)] @ matrices[i])
             for i, join in enumerate(joins)
         )
         _, rows = slow_walk(model, [], grafts, text, [0, *range(len(text) - 1)])
-        close(torch.cat([one[lane] for one in found[-1].rows]), rows)
+        close(torch.cat([one[index] for one in found[-1].rows]), rows)
 
 
 @torch.no_grad()
@@ -288,9 +288,9 @@ def test_rows_go_on_behind_the_committed_text() -> None:
     """From a layer's own states on: what the whole text has of them at the end; a grafted row is the one behind."""
     model, text = target("qwen3"), [5, 9, 31, 8, 7, 12]
     own = own_hidden(model.hf, text)
-    lanes = prefilled(model, {2: text[:3]})
+    batch = prefilled(model, {2: text[:3]})
     later = Graft.of(3, (1,), (1,), lambda real, _: own[3][5:].unsqueeze(0))
-    close(model.onward(lanes, own[2][3:5].unsqueeze(0), 2, (later,))[0], own[4][3:])
-    alone = model.onward(lanes, own[2][3:6].unsqueeze(0), 2)
+    close(model.onward(batch, own[2][3:5].unsqueeze(0), 2, (later,))[0], own[4][3:])
+    alone = model.onward(batch, own[2][3:6].unsqueeze(0), 2)
     close(alone[0], own[4][3:])
     assert int(model.cache.length[2]) == 3

@@ -14,7 +14,7 @@ from torch import nn
 from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Join, Needs, Skip
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.model import linears as pack_module
 from foreword.model.fused import cuda as lean_cuda
 from foreword.model.fused import layers as lean
@@ -68,22 +68,22 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> None:
     fused = isinstance(models[1].layer_stack.layers[0].self_attn.q_proj.fusion.linear, JointLinear)
     generator = torch.Generator().manual_seed(1)
-    lanes = Lanes.of(seats, 40)
+    batch = Batch.of(seats, 40)
     for model in models:  # a text longer than the windows
-        model.score(lanes, chain([list(range(3, 12))] * 2), Needs())
-        model.cache.advance(lanes, torch.tensor([9, 9]))
+        model.score(batch, chain([list(range(3, 12))] * 2), Needs())
+        model.cache.advance(batch, torch.tensor([9, 9]))
     for rows in (1, 5) if fused else (9, 1, 3, 12):  # Triton's interpreter is slow
         tokens = torch.randint(0, VOCABULARY, (2, rows), generator=generator)
         draft = Draft(tokens, random_tree(2, rows, generator), torch.full((2,), rows))
-        stock, lean = (model.score(lanes, draft, Needs(hidden=True, taps=(0, 2))) for model in models)
+        stock, lean = (model.score(batch, draft, Needs(hidden=True, taps=(0, 2))) for model in models)
         close(lean.require_logits(), stock.require_logits())
         close(lean.taps[2], stock.taps[2])
         for model in models:
-            model.cache.keep(lanes, torch.tensor([[0], [0]]), torch.tensor([1, 1]))
+            model.cache.keep(batch, torch.tensor([[0], [0]]), torch.tensor([1, 1]))
     for layer in range(models[0].layers):
         caches = [model.cache for model in models]
         for one, other in ([cache.keys[layer] for cache in caches], [cache.values[layer] for cache in caches]):
-            close(other[lanes.slots, :, :11], one[lanes.slots, :, :11])
+            close(other[batch.slots, :, :11], one[batch.slots, :, :11])
 
 
 @torch.inference_mode()
@@ -93,7 +93,7 @@ def test_prompts_of_any_length_leave_no_buffers() -> None:
     model = Model(packed)
     model.allocate(1, 150, 8)
     for rows in (1, 4, 65, 90, 120):
-        model.score(Lanes.of([0], 0), chain([[5] * rows]), Needs())
+        model.score(Batch.of([0], 0), chain([[5] * rows]), Needs())
     (layer, *_) = model.layer_stack.fused or ()
     assert isinstance(layer, CpuLayer) and set(layer.spaces) == {(1, 1), (1, 4)}
 
@@ -112,11 +112,11 @@ def test_buffers_are_bounded_whatever_shapes_come(monkeypatch: pytest.MonkeyPatc
     (layer,) = model.layer_stack.fused or ()
     assert isinstance(layer, CpuLayer)
     for count in range(1, 257):
-        model.score(Lanes.of([0], 0), chain([[5] * count]), Needs(), logits="none")
+        model.score(Batch.of([0], 0), chain([[5] * count]), Needs(), logits="none")
     seen, held = len(compiled), {name: buffer.array for name, buffer in layer.memory.prompts.items()}
     assert seen <= 80
     for batch, count in product_of((2, 4), (1, 9, 17, 33, 50, 64)):
-        model.score(Lanes.of(list(range(batch)), 0), chain([[5] * count] * batch), Needs(), logits="none")
+        model.score(Batch.of(list(range(batch)), 0), chain([[5] * count] * batch), Needs(), logits="none")
     assert len(compiled) == seen and all(layer.memory.prompts[name].array is array for name, array in held.items())
     rows = sum(linear.columns_in for linear in (layer.qkv, layer.out, layer.down)) + layer.q_size
     stock = MOST_STOCK * sum(linear.columns_out for linear in (layer.qkv, layer.out, layer.gate_up))
@@ -125,19 +125,19 @@ def test_buffers_are_bounded_whatever_shapes_come(monkeypatch: pytest.MonkeyPatc
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("batch", "count"), [(1, 33), (1, 75), (2, 17), (3, 23), (40, 1)])
-def test_rows_after_those_of_a_pass_change_nothing(batch: int, count: int) -> None:
+@pytest.mark.parametrize(("sequences", "count"), [(1, 33), (1, 75), (2, 17), (3, 23), (40, 1)])
+def test_rows_after_those_of_a_pass_change_nothing(sequences: int, count: int) -> None:
     """Those that fill up a number of rows hold what an earlier pass left, which may be NaN."""
     stock = fresh("llama", torch.float32)
     packed = copy.deepcopy(stock)
     pack(packed)
     both = Model(stock), Model(packed)
-    tokens = torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(3, VOCABULARY, (sequences, count), generator=torch.Generator().manual_seed(0)).tolist()
     for model in both:
-        model.allocate(batch, 80, 80)
-    lanes = Lanes.of(list(range(batch)), 0)
+        model.allocate(sequences, 80, 80)
+    batch = Batch.of(list(range(sequences)), 0)
     for _ in range(2):
-        one, other = (model.score(lanes, chain(tokens), Needs()).require_logits() for model in both)
+        one, other = (model.score(batch, chain(tokens), Needs()).require_logits() for model in both)
         close(other, one)
         (layer, *_) = both[1].layer_stack.fused or ()
         assert isinstance(layer, CpuLayer)
@@ -151,7 +151,7 @@ def test_rows_after_those_of_a_pass_change_nothing(batch: int, count: int) -> No
 def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     graft = Graft.of(1, (0, 2, 2), (1, 1, 2), lambda real, _: real[:, [0, 2, 2]] * 0.5)
     draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))
-    stock, lean = (model.score(Lanes.of([1], 0), draft, Needs(grafts=(graft,))) for model in models)
+    stock, lean = (model.score(Batch.of([1], 0), draft, Needs(grafts=(graft,))) for model in models)
     close(lean.require_logits(), stock.require_logits())
     assert lean.grafted is not None and stock.grafted is not None
     close(lean.grafted, stock.grafted)
@@ -186,7 +186,7 @@ def test_norms_are_handed_on_from_layer_to_layer(
         model.allocate(1, 40, 10)
     for _ in range(2):  # the second time over what the first has left behind
         norms.clear()
-        one, other = (model.score(Lanes.of([0], 0), draft, needs, skip=skip) for model in both)
+        one, other = (model.score(Batch.of([0], 0), draft, needs, skip=skip) for model in both)
         close(other.require_logits(), one.require_logits())
         for layer, tap in other.taps.items():
             close(tap, one.taps[layer])
@@ -204,9 +204,9 @@ def test_a_walk_uses_nothing_that_another_handed_on(monkeypatch: pytest.MonkeyPa
     fuse(fused)
     model = Model(fused)
     model.allocate(1, 40, 10)
-    lanes, tree = Lanes.of([0], 0), Tree.chain(4)
+    batch, tree = Batch.of([0], 0), Tree.chain(4)
     rows, hidden = (
-        Rows(lanes.take(model.cache.length), tree.depth, tree.ancestors, lanes),
+        Rows(batch.take(model.cache.length), tree.depth, tree.ancestors, batch),
         model.embed(torch.tensor([[5, 6, 7, 8]])),
     )
     whole = model.layer_stack.walk(hidden, rows).rows
@@ -257,8 +257,8 @@ def test_without_numba_the_layers_are_those_of_transformers(monkeypatch: pytest.
     draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))
     stock = Model(fresh("llama", torch.float32))
     stock.allocate(1, 80, 20)
-    lanes = Lanes.of([0], 0)
-    close(model.score(lanes, draft, Needs()).require_logits(), stock.score(lanes, draft, Needs()).require_logits())
+    batch = Batch.of([0], 0)
+    close(model.score(batch, draft, Needs()).require_logits(), stock.score(batch, draft, Needs()).require_logits())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -300,12 +300,12 @@ def test_layers_of_a_drafter_are_lean_where_the_target_s_are(family: str) -> Non
     own = Model(hf).stack(2, 2, init=1)
     assert stock.fused is None and {type(layer) for layer in own.fused or ()} == {CudaLayer}
     changed = {name: torch.randn_like(value) * 0.1 for name, value in stock.layers.state_dict().items()}
-    rows, lanes, count = torch.randn(1, 3, 32), Lanes.of([1], 0), torch.tensor([3])
+    rows, batch, count = torch.randn(1, 3, 32), Batch.of([1], 0), torch.tensor([3])
     answers = []
     for stack in (stock, own):
         stack.layers.load_state_dict(changed)
         with torch.inference_mode():
-            answers.append(stack.read(rows, lanes, count))
+            answers.append(stack.read(rows, batch, count))
     close(answers[1], answers[0])
 
 

@@ -25,7 +25,7 @@ from doubles import (
 )
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs, Skip
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.errors import ForewordWarning
 from foreword.methods import make
 from foreword.model.model import Model
@@ -48,25 +48,25 @@ def draft_of(batch: int, nodes: int, seed: int = 0) -> Draft:
     return Draft(tokens, random_tree(batch, nodes, generator), torch.full((batch,), nodes))
 
 
-def path_text(prefix: list[int], draft: Draft, lane: int, node: int) -> list[int]:
+def path_text(prefix: list[int], draft: Draft, index: int, node: int) -> list[int]:
     """The text that a node of the tree stands at the end of."""
-    parent = draft.tree.parent[min(lane, draft.tree.parent.shape[0] - 1)].tolist()
-    return [*prefix, *(int(draft.tokens[lane, row]) for row in path_to(parent, node))]
+    parent = draft.tree.parent[min(index, draft.tree.parent.shape[0] - 1)].tolist()
+    return [*prefix, *(int(draft.tokens[index, row]) for row in path_to(parent, node))]
 
 
 @every_family
 def test_a_whole_pass(family: str) -> None:
     model = target(family)
-    lanes = prefilled(model, {0: []})
-    close(model.score(lanes, chain([TEXT]), Needs()).require_logits()[0], own_logits(model.hf, TEXT))
+    batch = prefilled(model, {0: []})
+    close(model.score(batch, chain([TEXT]), Needs()).require_logits()[0], own_logits(model.hf, TEXT))
 
 
 @every_family
 @pytest.mark.parametrize("cut", [1, 4, 10])
 def test_a_pass_behind_a_cached_prefix(family: str, cut: int) -> None:
     model = target(family)
-    lanes = prefilled(model, {1: TEXT[:cut]})
-    close(model.score(lanes, chain([TEXT[cut:]]), Needs()).require_logits()[0], own_logits(model.hf, TEXT)[cut:])
+    batch = prefilled(model, {1: TEXT[:cut]})
+    close(model.score(batch, chain([TEXT[cut:]]), Needs()).require_logits()[0], own_logits(model.hf, TEXT)[cut:])
 
 
 @every_family
@@ -75,12 +75,12 @@ def test_every_path_of_a_tree_is_a_text_of_its_own(family: str, order: list[int]
     """A ragged batch, on slots side by side and not, each with another tree: row by row the model's own answer."""
     model = target(family)
     prefilled(model, PREFIXES)
-    lanes = Lanes.of(order, 9)
+    batch = Batch.of(order, 9)
     draft = draft_of(len(order), 12)
-    logits = model.score(lanes, draft, Needs()).require_logits()
-    for lane, slot in enumerate(order):
+    logits = model.score(batch, draft, Needs()).require_logits()
+    for index, slot in enumerate(order):
         for node in range(12):
-            close(logits[lane, node], own_logits(model.hf, path_text(PREFIXES[slot], draft, lane, node))[-1])
+            close(logits[index, node], own_logits(model.hf, path_text(PREFIXES[slot], draft, index, node))[-1])
 
 
 def test_one_tree_for_all_of_a_batch() -> None:
@@ -88,10 +88,10 @@ def test_one_tree_for_all_of_a_batch() -> None:
     prefilled(model, PREFIXES)
     tokens = draft_of(2, 5).tokens
     draft = Draft(tokens, Tree.of((0, 0, 1, 1, 0)), torch.tensor([5, 5]))
-    logits = model.score(Lanes.of([3, 2], 9), draft, Needs()).require_logits()
-    for lane, slot in enumerate([3, 2]):
+    logits = model.score(Batch.of([3, 2], 9), draft, Needs()).require_logits()
+    for index, slot in enumerate([3, 2]):
         for node in range(5):
-            close(logits[lane, node], own_logits(model.hf, path_text(PREFIXES[slot], draft, lane, node))[-1])
+            close(logits[index, node], own_logits(model.hf, path_text(PREFIXES[slot], draft, index, node))[-1])
 
 
 def test_a_pass_writes_scratch_rows_only() -> None:
@@ -100,7 +100,7 @@ def test_a_pass_writes_scratch_rows_only() -> None:
     prefilled(model, PREFIXES)
     before = [tensor.clone() for tensor in (*model.cache.keys, *model.cache.values)]
     lengths = model.cache.length.tolist()
-    model.score(Lanes.of([2, 0], 9), draft_of(2, 12), Needs())
+    model.score(Batch.of([2, 0], 9), draft_of(2, 12), Needs())
     after = (*model.cache.keys, *model.cache.values)
     assert model.cache.length.tolist() == lengths
     for old, new in zip(before, after, strict=True):
@@ -113,14 +113,14 @@ def test_a_pass_writes_scratch_rows_only() -> None:
 def test_an_accepted_path_leaves_the_cache_of_its_text(family: str) -> None:
     model = target(family)
     prefilled(model, PREFIXES)
-    lanes, draft = Lanes.of([0, 2], 9), draft_of(2, 12)
-    model.score(lanes, draft, Needs())
-    paths = [path_to(draft.tree.parent[lane].tolist(), 11) for lane in range(2)]
+    batch, draft = Batch.of([0, 2], 9), draft_of(2, 12)
+    model.score(batch, draft, Needs())
+    paths = [path_to(draft.tree.parent[index].tolist(), 11) for index in range(2)]
     width = max(map(len, paths))
     path = torch.tensor([rows + [0] * (width - len(rows)) for rows in paths])
-    model.cache.keep(lanes, path, torch.tensor([len(rows) for rows in paths]))
-    for lane, slot in enumerate([0, 2]):
-        text = path_text(PREFIXES[slot], draft, lane, 11)
+    model.cache.keep(batch, path, torch.tensor([len(rows) for rows in paths]))
+    for index, slot in enumerate([0, 2]):
+        text = path_text(PREFIXES[slot], draft, index, 11)
         assert int(model.cache.length[slot]) == len(text)
         for layer, (keys, values) in enumerate(own_cache(model.hf, text)):
             close(model.cache.keys[layer][slot, :, : len(text)], keys)
@@ -133,12 +133,12 @@ def test_level_by_level_equals_the_whole_tree(family: str, cuts: list[int]) -> N
     """`rows` scores a part while the scratch rows before it are kept: a drafter grows its tree that way."""
     model = target(family)
     tree, tokens = Tree.of((0, 0, 0, 1, 1, 2, 3)), draft_of(2, 7).tokens
-    draft, lanes = Draft(tokens, tree, torch.tensor([7, 7])), Lanes.of([0, 2], 9)
+    draft, batch = Draft(tokens, tree, torch.tensor([7, 7])), Batch.of([0, 2], 9)
     prefilled(model, PREFIXES)
-    whole = model.score(lanes, draft, Needs(hidden=True, taps=(2,)))
+    whole = model.score(batch, draft, Needs(hidden=True, taps=(2,)))
     prefilled(model, PREFIXES)
     parts = [
-        model.score(lanes, draft, Needs(hidden=True, taps=(2,)), rows=range(start, stop))
+        model.score(batch, draft, Needs(hidden=True, taps=(2,)), rows=range(start, stop))
         for start, stop in zip([0, *cuts], cuts, strict=False)
     ]
     close(torch.cat([part.require_logits() for part in parts], dim=1), whole.require_logits())
@@ -152,8 +152,8 @@ def test_level_by_level_equals_the_whole_tree(family: str, cuts: list[int]) -> N
 @every_family
 def test_taps_are_the_hidden_states_of_transformers(family: str) -> None:
     model = target(family)
-    lanes = prefilled(model, {1: TEXT[:4]})
-    scores = model.score(lanes, chain([TEXT[4:]]), Needs(hidden=True, taps=(0, 1, 3, 4)))
+    batch = prefilled(model, {1: TEXT[:4]})
+    scores = model.score(batch, chain([TEXT[4:]]), Needs(hidden=True, taps=(0, 1, 3, 4)))
     with torch.no_grad():
         own = model.hf(input_ids=torch.tensor([TEXT]), output_hidden_states=True).hidden_states
     for layer in (0, 1, 3):
@@ -165,8 +165,8 @@ def test_taps_are_the_hidden_states_of_transformers(family: str) -> None:
 @every_family
 def test_hidden_is_before_the_final_norm(family: str) -> None:
     model = target(family)
-    lanes = prefilled(model, {1: TEXT[:4]})
-    scores = model.score(lanes, chain([TEXT[4:]]), Needs(hidden=True))
+    batch = prefilled(model, {1: TEXT[:4]})
+    scores = model.score(batch, chain([TEXT[4:]]), Needs(hidden=True))
     close(scores.require_hidden()[0], own_hidden(model.hf, TEXT)[-1][4:])
     close(model.head(model.norm(scores.require_hidden())), scores.require_logits())
 
@@ -217,10 +217,10 @@ def test_a_skipped_half_is_a_half_that_adds_nothing(family: str, attention: tupl
             reduced.model.layers[layer].mlp.down_proj.weight.zero_()
     model, skip = target(family), Skip.of(attention, mlp)
     model.allocate(1, CONTEXT, 16)
-    lanes = Lanes.of([0], 0)
-    first = model.score(lanes, chain([TEXT[:4]]), Needs(), skip=skip)
-    model.cache.advance(lanes, torch.tensor([4]))
-    second = model.score(Lanes.of([0], 4), chain([TEXT[4:]]), Needs(), skip=skip)
+    batch = Batch.of([0], 0)
+    first = model.score(batch, chain([TEXT[:4]]), Needs(), skip=skip)
+    model.cache.advance(batch, torch.tensor([4]))
+    second = model.score(Batch.of([0], 4), chain([TEXT[4:]]), Needs(), skip=skip)
     own = own_logits(reduced, TEXT)
     close(torch.cat([first.require_logits(), second.require_logits()], dim=1)[0], own)
 
@@ -229,9 +229,9 @@ def test_a_skipped_half_is_a_half_that_adds_nothing(family: str, attention: tupl
 @pytest.mark.parametrize("cut", [0, 1, 3, 4])
 def test_a_walk_in_two_parts_is_the_walk(family: str, cut: int) -> None:
     model = target(family)
-    lanes = prefilled(model, {0: TEXT[:4]})
+    batch = prefilled(model, {0: TEXT[:4]})
     draft = draft_of(1, 6)
-    where = Rows(model.cache.length[lanes.slots], draft.tree.depth, draft.tree.ancestors, lanes)
+    where = Rows(model.cache.length[batch.slots], draft.tree.depth, draft.tree.ancestors, batch)
     hidden, stack = model.embed(draft.tokens), model.layer_stack
     with torch.no_grad():
         whole = stack.walk(hidden, where, taps=(2,))

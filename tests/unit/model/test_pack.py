@@ -29,8 +29,8 @@ def test_a_packed_model_answers_the_same(family: str) -> None:
     assert not any(type(module) is nn.Linear for module in packed.modules())
     model = Model(packed)
     for rows in (1, 2, 5):  # few rows go another way than many
-        lanes = prefilled(model, {0: TEXT[:-rows]})
-        found = model.score(lanes, chain([TEXT[-rows:]]), Needs()).require_logits()[0]
+        batch = prefilled(model, {0: TEXT[:-rows]})
+        found = model.score(batch, chain([TEXT[-rows:]]), Needs()).require_logits()[0]
         torch.testing.assert_close(found.double(), own_logits(stock, TEXT)[-rows:], atol=1e-4, rtol=1e-4)
 
 

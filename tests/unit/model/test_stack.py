@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from doubles import EVERY_FAMILY, fresh, target
 from foreword.core.draft import Tree
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.errors import CapacityError
 from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
@@ -27,10 +27,10 @@ def model_with_room(family: str = "llama") -> Model:
     return model
 
 
-def rows_behind(stack: Stack, lanes: Lanes, nodes: int) -> Rows:
+def rows_behind(stack: Stack, batch: Batch, nodes: int) -> Rows:
     assert stack.cache is not None
     tree = Tree.chain(nodes)
-    return Rows(stack.cache.length[lanes.slots], tree.depth, tree.ancestors, lanes)
+    return Rows(stack.cache.length[batch.slots], tree.depth, tree.ancestors, batch)
 
 
 @every_family
@@ -43,38 +43,40 @@ def test_row_by_row_equals_all_at_once(init: int, family: str) -> None:
     hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0)).double()
     bare = Stack(model.hf, model.family, stack.layers)
     at_once = [
-        bare.walk(hidden[lane : lane + 1], Rows(torch.tensor([0]), Tree.chain(9).depth, Tree.chain(9).ancestors)).hidden
-        for lane in range(2)
+        bare.walk(hidden[index : index + 1], Rows(torch.tensor([0]), Tree.chain(9).depth, Tree.chain(9).ancestors)).hidden
+        for index in range(2)
     ]
     pieces: list[list[Tensor]] = [[], []]
-    done, lanes = [0, 0], Lanes.of([0, 2], 16)
+    done, batch = [0, 0], Batch.of([0, 2], 16)
     for counts in ([3, 1], [2, 4], [1, 0], [3, 4]):
         width = max(counts)
-        part = torch.stack([torch.nn.functional.pad(hidden[lane], (0, 0, 0, 9))[done[lane] :][:width] for lane in range(2)])
-        walked = stack.walk(part, rows_behind(stack, lanes, width)).hidden
+        part = torch.stack(
+            [torch.nn.functional.pad(hidden[index], (0, 0, 0, 9))[done[index] :][:width] for index in range(2)]
+        )
+        walked = stack.walk(part, rows_behind(stack, batch, width)).hidden
         assert stack.cache is not None
-        stack.cache.advance(lanes, torch.tensor(counts))
-        for lane, count in enumerate(counts):
-            pieces[lane].append(walked[lane, :count])
-            done[lane] += count
-    for lane in range(2):
-        close(torch.cat(pieces[lane]), at_once[lane][0])
+        stack.cache.advance(batch, torch.tensor(counts))
+        for index, count in enumerate(counts):
+            pieces[index].append(walked[index, :count])
+            done[index] += count
+    for index in range(2):
+        close(torch.cat(pieces[index]), at_once[index][0])
 
 
 @every_family
 @torch.no_grad()
 def test_rows_that_were_rewound_are_forgotten(family: str) -> None:
     model = model_with_room(family)
-    stack, lanes = model.stack(3, init=0), Lanes.of([1], 16)
+    stack, batch = model.stack(3, init=0), Batch.of([1], 16)
     hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0)).double()
     assert stack.cache is not None
-    stack.walk(hidden[:, :3], rows_behind(stack, lanes, 3))
-    stack.cache.advance(lanes, torch.tensor([3]))
-    expected = stack.walk(hidden[:, 3:], rows_behind(stack, lanes, 3)).hidden
-    stack.walk(-hidden, rows_behind(stack, lanes, 6))
-    stack.cache.advance(lanes, torch.tensor([6]))
-    stack.cache.rewind(lanes, torch.tensor([3]))
-    close(stack.walk(hidden[:, 3:], rows_behind(stack, lanes, 3)).hidden, expected)
+    stack.walk(hidden[:, :3], rows_behind(stack, batch, 3))
+    stack.cache.advance(batch, torch.tensor([3]))
+    expected = stack.walk(hidden[:, 3:], rows_behind(stack, batch, 3)).hidden
+    stack.walk(-hidden, rows_behind(stack, batch, 6))
+    stack.cache.advance(batch, torch.tensor([6]))
+    stack.cache.rewind(batch, torch.tensor([3]))
+    close(stack.walk(hidden[:, 3:], rows_behind(stack, batch, 3)).hidden, expected)
 
 
 @every_family
@@ -133,7 +135,7 @@ def test_rows_that_see_later_ones_say_so() -> None:
     stack = model.stack(3, init=0)
     assert stack.cache is not None
     both_ways, chain = torch.ones(1, 4, 4, dtype=torch.bool), Tree.chain(4)
-    rows = Rows(stack.cache.length[:1], chain.depth, both_ways, Lanes.of([0], 16))
+    rows = Rows(stack.cache.length[:1], chain.depth, both_ways, Batch.of([0], 16))
     hidden = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0)).double()
     ordered, mutual = stack.walk(hidden, rows).hidden, stack.walk(hidden, replace(rows, causal=False)).hidden
     close(ordered, stack.walk(hidden, replace(rows, sees=chain.ancestors)).hidden)
@@ -145,6 +147,6 @@ def test_a_walk_over_a_tree_larger_than_the_scratch_is_refused() -> None:
     stack = model_with_room().stack(1, 1, init=0, scratch=4)
     assert stack.cache is not None
     tree = Tree.forked(5, torch.device("cpu"))
-    rows = Rows(stack.cache.length[:1], tree.depth, tree.ancestors, Lanes.of([0], 0))
+    rows = Rows(stack.cache.length[:1], tree.depth, tree.ancestors, Batch.of([0], 0))
     with pytest.raises(CapacityError, match="5 tree rows"):
         stack.walk(torch.zeros(1, 5, stack.model.config.hidden_size, dtype=stack.model.dtype), rows)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.model.cache import CacheShape, SlotCache
 from foreword.model.layer_cache import KVRows
 
@@ -55,7 +55,7 @@ class Case:
         shape = CacheShape(1, key_heads, width, dtype)
         self.cache = SlotCache(shape, slots=4, context=20, scratch=8, device="cpu")
         first = torch.arange(batch).view(-1, 1) * 4
-        self.places = self.cache.places(Lanes.of(slots, 20), first + torch.arange(rows))
+        self.places = self.cache.places(Batch.of(slots, 20), first + torch.arange(rows))
 
     def found(self, tiles: Tiles | None, normed: bool = True, biased: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values."""

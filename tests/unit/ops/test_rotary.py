@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.model.cache import CacheShape, SlotCache
 
 pytest.importorskip("triton")
@@ -39,7 +39,7 @@ def test_it_is_norm_rotation_and_write(
     norms = {name: (1 + drawn(width + seed)[:width], EPSILON) for seed, name in enumerate("qk") if name in normed}
     found, exact = cache_of(key_heads, width), cache_of(key_heads, width)
     first = torch.arange(batch).view(-1, 1) * 4
-    places = found.places(Lanes.of(slots, 20), first + torch.arange(rows))
+    places = found.places(Batch.of(slots, 20), first + torch.arange(rows))
 
     query = turn_and_store(qkv, cosine, sine, found.keys[0], found.values[0], places, norms.get("q"), norms.get("k"))
 
@@ -58,7 +58,7 @@ def test_positions_may_be_shared_by_the_batch() -> None:
     qkv, given = drawn(2, 3, 4 * 16), []
     for spread in (False, True):
         cache = cache_of(1, 16)
-        places = cache.places(Lanes.of([0, 1], 20), torch.arange(3).expand(2, 3))
+        places = cache.places(Batch.of([0, 1], 20), torch.arange(3).expand(2, 3))
         turn = (cosine.repeat(2, 1, 1), sine.repeat(2, 1, 1)) if spread else (cosine, sine)
         given.append((turn_and_store(qkv, *turn, cache.keys[0], cache.values[0], places), cache.keys[0]))
     assert all(torch.equal(one, other) for one, other in zip(*given, strict=True))

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from doubles import random_tree, target
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.model.stack import Rows
 from rounds import check_standing, same
 
@@ -38,13 +38,13 @@ def test_a_chain_is_known_as_one() -> None:
     """Of a prompt's rows; not of a tree's, nor where rows are grafted onto a chain."""
     stack, tree = target(dtype=torch.float32).layer_stack, random_tree(1, 5, torch.Generator().manual_seed(3))
     stack.allocate(4, 40, 16)
-    lanes, base = Lanes.of([3], 30), torch.tensor([30])
+    batch, base = Batch.of([3], 30), torch.tensor([30])
     graft = Graft.of(1, (4,), (1,), lambda real, _: real)
-    chain = Rows.behind(base, 5, lanes)
+    chain = Rows.behind(base, 5, batch)
     for rows, grafts, known in (
         (chain, (), True),
         (chain, (graft,), False),
-        (Rows(base, tree.depth, tree.ancestors, lanes), (), False),
+        (Rows(base, tree.depth, tree.ancestors, batch), (), False),
     ):
         views = stack._views_by_kernel(rows, grafts, (5,) if not grafts else (5, 6))
         assert {view.shared.chain for view in views.values()} == {known}
@@ -61,7 +61,7 @@ def test_a_pass_says_whether_its_draft_is_a_chain(tree: Tree, monkeypatch: pytes
         return walk(hidden, rows, **more)
 
     monkeypatch.setattr(model.layer_stack, "walk", watched)
-    model.score(Lanes.of([0], 0), Draft(torch.ones(1, 4, dtype=torch.long), tree, torch.tensor([4])), Needs())
+    model.score(Batch.of([0], 0), Draft(torch.ones(1, 4, dtype=torch.long), tree, torch.tensor([4])), Needs())
     assert seen == [tree.is_chain]
 
 
@@ -70,7 +70,7 @@ def test_layers_share_what_the_kernel_says(family: str) -> None:
     """With windows and several rotary tables too: what each number of rows gets is what torch operations give it."""
     stack, tree = target(family, dtype=torch.float32).layer_stack, random_tree(2, 5, torch.Generator().manual_seed(3))
     stack.allocate(4, 40, 16)
-    rows = Rows(torch.tensor([30, 7]), tree.depth, tree.ancestors, Lanes.of([3, 1], 30))
+    rows = Rows(torch.tensor([30, 7]), tree.depth, tree.ancestors, Batch.of([3, 1], 30))
     grafts = (Graft.of(1, (0, 4, 4), (1, 1, 2), lambda real, _: real), Graft.of(3, (4, 2), (3, 1), lambda real, _: real))
     found, exact = stack._views_by_kernel(rows, grafts, (5, 8)), stack._views(rows, grafts, (5, 8), torch.float32)
     for one, other in zip(found.values(), exact.values(), strict=True):

@@ -16,8 +16,8 @@ from rounds import check_hang, same
 
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 10**6))
-def test_any_tree(nodes: int, lanes: int, seed: int) -> None:
-    parent = random_tree(lanes, nodes, torch.Generator().manual_seed(seed)).parent
+def test_any_tree(nodes: int, batch: int, seed: int) -> None:
+    parent = random_tree(batch, nodes, torch.Generator().manual_seed(seed)).parent
     assert all(same(*pair) for pair in zip(lineage(parent), lineage_of(parent), strict=True))
 
 

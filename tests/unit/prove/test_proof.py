@@ -11,7 +11,7 @@ from foreword.core.draft import Draft
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Emission, Scores
-from foreword.core.state import Lanes, State
+from foreword.core.state import Batch, State
 from foreword.engine import accept as accept_file
 from foreword.engine import lockstep
 from foreword.engine.accept import accept
@@ -28,8 +28,8 @@ METHODS = ["prompt_lookup", "token_recycling"]
 class Shaky(Model):
     """Passes of several rows answer up to half a point off: far more than rounding."""
 
-    def score(self, lanes: Lanes, draft: Draft, needs: Needs, *rest: object, **options: object) -> Scores:
-        scores = super().score(lanes, draft, needs, *rest, **options)
+    def score(self, batch: Batch, draft: Draft, needs: Needs, *rest: object, **options: object) -> Scores:
+        scores = super().score(batch, draft, needs, *rest, **options)
         if draft.nodes == 1 or scores.logits is None:
             return scores
         off = torch.rand(self.vocab_size, generator=torch.Generator().manual_seed(0)) - 0.5

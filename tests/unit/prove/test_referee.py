@@ -17,7 +17,7 @@ from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
 from foreword.core.sampling_table import SamplingTable
 from foreword.core.scores import Scores
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.methods import make
 from foreword.model.linears import PackedLinear
@@ -25,8 +25,8 @@ from foreword.model.loading import load_weights
 from foreword.model.model import Model
 from foreword.prove import referee
 from foreword.prove.referee import (
-    Batch,
     Case,
+    CaseBatch,
     PassReplay,
     Referee,
     Ruling,
@@ -151,9 +151,9 @@ def test_a_norm_of_another_form_is_refused() -> None:
 class Watched(Model):
     """Notes how many texts each pass is over, what the longest of them has cached, and the rows of a draft."""
 
-    def score(self, lanes: Lanes, draft: Draft, needs: Needs, *rest: object, **options: object) -> Scores:
-        vars(self).setdefault("passes", []).append((len(lanes.ids), int(self.cache.length.max()), draft.nodes))
-        return super().score(lanes, draft, needs, *rest, **options)
+    def score(self, batch: Batch, draft: Draft, needs: Needs, *rest: object, **options: object) -> Scores:
+        vars(self).setdefault("passes", []).append((len(batch.ids), int(self.cache.length.max()), draft.nodes))
+        return super().score(batch, draft, needs, *rest, **options)
 
 
 @pytest.mark.parametrize("longest", [6, 64])
@@ -163,7 +163,7 @@ def test_replays_of_every_shape_answer_the_same(longest: int, monkeypatch: pytes
     model = target("llama")
     texts = [[case(1, 1), case(1, 9), case(1, 3)], [case(8, 8), case(8, 20)], [case(19, 20)]]
     with torch.inference_mode():
-        found = [referee.own_logits(model.hf, Batch.of(texts)), *replays(model, Batch.of(texts))]
+        found = [referee.own_logits(model.hf, CaseBatch.of(texts)), *replays(model, CaseBatch.of(texts))]
         whole = own_logits(model.hf, TEXT)
     expected = torch.stack([whole[one.place - 1] for of_text in texts for one in of_text])
     assert len(found) == 5
@@ -172,7 +172,7 @@ def test_replays_of_every_shape_answer_the_same(longest: int, monkeypatch: pytes
 
 
 def test_a_replay_has_the_shape_it_is_asked_for() -> None:
-    model, batch = Watched(tiny("llama")), Batch.of([[case(10, 12), case(10, 20)], [case(4, 5)]])
+    model, batch = Watched(tiny("llama")), CaseBatch.of([[case(10, 12), case(10, 20)], [case(4, 5)]])
     with torch.inference_mode(), model.aside(2, 20, 64) as cache:
         replay = PassReplay(model, batch, cache)
         replay.read(batch.roots)

@@ -40,8 +40,8 @@ def test_passes_have_the_rows_that_they_are_said_to_have(
         seen: list[tuple[int, int]] = []
         score = Model.score
 
-        def noted(self: Model, lanes: object, draft: object, needs: Needs, *rest: object, **more: object) -> object:
-            scores = score(self, lanes, draft, needs, *rest, **more)  # type: ignore[arg-type]
+        def noted(self: Model, batch: object, draft: object, needs: Needs, *rest: object, **more: object) -> object:
+            scores = score(self, batch, draft, needs, *rest, **more)  # type: ignore[arg-type]
             grafted = 0 if scores.grafted is None else scores.grafted.shape[1]
             seen.append((scores.require_logits().shape[1], grafted))
             return scores

@@ -72,7 +72,7 @@ class GrownTree:
         return None if self.costs is None else self.costs.of(batch)
 
     def draft(self, state: State, guess: Guess) -> Draft:
-        shape = self.shape_at(len(state.lanes.ids))
+        shape = self.shape_at(len(state.batch.ids))
         return self.grow(state, guess, shape) if shape.depth else Draft.nothing(state.root)
 
     def grow(self, state: State, guess: Guess, shape: Shape, trees: GrowingTrees | None = None) -> Draft:
@@ -81,7 +81,7 @@ class GrownTree:
         tokens, origin = _root(state)
         for level in range(1, shape.depth + 1):
             tokens, origin = trees.add(*guess(level, tokens, origin))
-        tokens, parent, size = trees.chosen(shape.nodes, self.cost(len(state.lanes.ids)))
+        tokens, parent, size = trees.chosen(shape.nodes, self.cost(len(state.batch.ids)))
         return Draft(tokens, Tree(parent), size)
 
 
@@ -97,7 +97,7 @@ class BestFirst(GrownTree):
 
     def _grow_while_it_pays(self, state: State, guess: Guess, shape: Shape, costs: RowCosts) -> Draft:
         """Asks for values before every level, so only for the CPU."""
-        trees, batch = TorchTrees(state, self.width), len(state.lanes.ids)
+        trees, batch = TorchTrees(state, self.width), len(state.batch.ids)
         tokens, origin = _root(state)
         sure = torch.ones(())
         for level in range(1, shape.depth + 1):
@@ -152,7 +152,7 @@ class Chain:
         reached = (chance * (chance >= self.stop)).nan_to_num(0).cumprod(1)  # [b, depth + 1], falls from 1, the root
         size = (reached > 0).sum(1)
         if self.costs is not None:
-            cost = self.costs.of(len(state.lanes.ids))
+            cost = self.costs.of(len(state.batch.ids))
             size = torch.minimum(size, (reached.cumsum(1) / cost[: len(tokens)]).argmax(1) + 1)
         return once_read(state, Draft(torch.cat(tokens, 1), Tree.chain(len(tokens), origin.device), size))
 

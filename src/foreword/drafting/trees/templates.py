@@ -154,12 +154,12 @@ class StaticTree:
         return most
 
     def draft(self, state: State, guess: Guess) -> Draft:
-        template = self.template(len(state.lanes.ids))
+        template = self.template(len(state.batch.ids))
         tokens = template.tokens(state.root, guess)
         return once_read(state, Draft(tokens, template.tree, torch.full_like(state.root, tokens.shape[1])))
 
     def filled(self, state: State, guessed: Tensor) -> Draft:
         """The draft of candidates [b, depth or more, k] that do not depend on the tokens before them."""
-        template = self.template(len(state.lanes.ids))
+        template = self.template(len(state.batch.ids))
         tokens, size = filled(state, guessed, template.ranks)
         return Draft(tokens, template.tree, size)

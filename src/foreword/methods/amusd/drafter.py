@@ -59,7 +59,7 @@ class Tally:
 
 @dataclass
 class Away:
-    """A round that is under way, or was: which lane is whose, what it decides, and on CUDA when it sets out and is back."""
+    """A launched round: which batch row is whose, what it decides, and on CUDA when it starts and ends."""
 
     waiting: dict[int, int]  # by slot
     emission: Emission
@@ -179,7 +179,7 @@ class Amusd(Drafter):
             return
         keys, heat = state.table.columns["key"][state.slots], state.table.columns["temperature"][state.slots]
         facts = torch.stack([state.length, state.root, state.speculates[state.slots].long(), *keys.unbind(1)], dim=1)
-        for slot, warm, (kept, root, writes, *key) in zip(state.lanes.ids, heat.tolist(), facts.tolist(), strict=True):
+        for slot, warm, (kept, root, writes, *key) in zip(state.batch.ids, heat.tolist(), facts.tolist(), strict=True):
             self.end([slot])
             self._say(self.teller.begin(slot, kept, (warm, key[0], key[1])))
             known = len(self.teller.texts[slot])
@@ -191,7 +191,7 @@ class Amusd(Drafter):
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         if self.worker is not None:
             rows = torch.cat([chunk.size.unsqueeze(1), chunk.tokens], dim=1).tolist()
-            for slot, (size, *tokens) in zip(state.lanes.ids, rows, strict=True):
+            for slot, (size, *tokens) in zip(state.batch.ids, rows, strict=True):
                 self._grew(slot, tokens[:size], write=False)
 
     def propose(self, state: State) -> Draft:
@@ -199,10 +199,10 @@ class Amusd(Drafter):
         if self.worker is None:
             return Draft.nothing(state.root)
         self.clock.meet(time.monotonic())
-        for slot in [slot for slot in state.lanes.ids if slot in self.roots]:
+        for slot in [slot for slot in state.batch.ids if slot in self.roots]:
             self.writing.add(slot)
             self._grew(slot, [self.roots.pop(slot)], write=True)
-        self._wait([slot for slot in state.lanes.ids if slot in self.writing])
+        self._wait([slot for slot in state.batch.ids if slot in self.writing])
         draft = self._draft(state)
         self.clock.part(time.monotonic())
         self.set_out = _event(state.slots.device)
@@ -215,7 +215,7 @@ class Amusd(Drafter):
         self.cores.take_back()
         if self.worker is None:
             return
-        waiting = {slot: lane for lane, slot in enumerate(state.lanes.ids) if slot in self.writing}
+        waiting = {slot: index for index, slot in enumerate(state.batch.ids) if slot in self.writing}
         self.away = Away(waiting, emission.fetched(), self.set_out, _event(emission.count.device))
         if not self.behind:
             self._settle()
@@ -241,13 +241,13 @@ class Amusd(Drafter):
         emission = away.emission
         columns = (emission.tokens, emission.count, emission.ended, emission.broken)
         tokens, counts, ended, broken = (column.tolist() for column in columns)
-        for slot, lane in away.waiting.items():
-            over = ended[lane] or broken[lane]  # a text whose draft led to NaN goes on without guesses
+        for slot, index in away.waiting.items():
+            over = ended[index] or broken[index]  # a text whose draft led to NaN goes on without guesses
             if over:
                 self.writing.remove(slot)
-            refused = self._grew(slot, tokens[lane][: counts[lane]], write=not over)
-            self.tally.rounds += counts[lane] > 0
-            self.tally.tokens += counts[lane]
+            refused = self._grew(slot, tokens[index][: counts[index]], write=not over)
+            self.tally.rounds += counts[index] > 0
+            self.tally.tokens += counts[index]
             self.tally.refusals += refused
 
     def _grew(self, slot: int, tokens: list[int], write: bool) -> bool:
@@ -290,11 +290,11 @@ class Amusd(Drafter):
 
     def _draft(self, state: State) -> Draft:
         """Tokens and sizes go to the device in one copy."""
-        texts, count, nodes = self.teller.texts, len(state.lanes.ids), self.shape.nodes
-        rows = [self.teller.written[slot][: nodes - 1] if slot in self.writing else [] for slot in state.lanes.ids]
+        texts, count, nodes = self.teller.texts, len(state.batch.ids), self.shape.nodes
+        rows = [self.teller.written[slot][: nodes - 1] if slot in self.writing else [] for slot in state.batch.ids]
         self.tally.checked += sum(map(len, rows))
         numbers: list[int] = []
-        for slot, row in zip(state.lanes.ids, rows, strict=True):
+        for slot, row in zip(state.batch.ids, rows, strict=True):
             numbers += [*texts[slot][-1:], *row, *[0] * nodes][:nodes]
         block = sent(numbers + [1 + len(row) for row in rows], state.slots.device)
         tokens, size = block.split([count * nodes, count])

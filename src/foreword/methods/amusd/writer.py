@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from foreword.core.choosing import pick
 from foreword.core.sampling_table import SamplingRows, SamplingStages
-from foreword.core.state import Lanes
+from foreword.core.state import Batch
 from foreword.errors import DrafterError, StorageError
 from foreword.files import read_json
 from foreword.hub.temporary import TemporaryFolder
@@ -116,8 +116,8 @@ class Writer:
             return self._replayed(job, longest, noise)
         sheet = Sheet(len(job.slots), longest, self.device)
         sheet.fill(job)
-        lanes = Lanes(sheet.slots, tuple(job.slots), max(job.cached))
-        walked = self._walked(sheet, lanes)
+        batch = Batch(sheet.slots, tuple(job.slots), max(job.cached))
+        walked = self._walked(sheet, batch)
         return self._chosen(sheet, walked, noise).tolist() if job.writes else []
 
     def _set(self, slot: int, draw: Draw) -> None:
@@ -126,10 +126,10 @@ class Writer:
         for key, word in zip(self.columns["key"][slot], draw[1:], strict=True):
             key.fill_(word)
 
-    def _walked(self, sheet: Sheet, lanes: Lanes) -> Tensor:
-        self.cache.rewind(lanes, sheet.cached)
+    def _walked(self, sheet: Sheet, batch: Batch) -> Tensor:
+        self.cache.rewind(batch, sheet.cached)
         known = sheet.tokens.clamp(max=self.model.vocab_size - 1)  # the target's padding may be longer
-        return self.model.layer_stack.read(self.model.embed(known), lanes, sheet.read)
+        return self.model.layer_stack.read(self.model.embed(known), batch, sheet.read)
 
     def _chosen(self, sheet: Sheet, walked: Tensor, noise: bool) -> Tensor:
         """[b]: the tokens behind the last rows that count, drawn as the target draws its own."""
@@ -152,8 +152,8 @@ class Writer:
                 self.passes[texts, rows, noise] = sheet, made
 
     def _pass(self, sheet: Sheet, noise: bool) -> Tensor:
-        lanes = Lanes(sheet.slots, tuple(range(sheet.count)), self.place.context, changes=True)
-        return self._chosen(sheet, self._walked(sheet, lanes), noise)
+        batch = Batch(sheet.slots, tuple(range(sheet.count)), self.place.context, changes=True)
+        return self._chosen(sheet, self._walked(sheet, batch), noise)
 
     def _replayed(self, job: Job, longest: int, noise: bool) -> list[int]:
         """Waits for the device in any case: the host's sheet is written again next time, and a pass is timed."""

@@ -127,12 +127,12 @@ class CpuLayer:
         return space.mixed.tensor
 
     def _look(self, view: Pass) -> tuple[Tensor, Tensor]:
-        assert view.cached is not None and view.lanes is not None
-        if view.lanes.run is None:  # copied, so never the same again
-            return view.cached.view(view.lanes, view.reach)
-        key = view.cached, view.lanes.ids, view.reach
+        assert view.cached is not None and view.batch is not None
+        if view.batch.run is None:  # copied, so never the same again
+            return view.cached.view(view.batch, view.reach)
+        key = view.cached, view.batch.ids, view.reach
         if self.looked is None or self.looked.key[0] is not key[0] or self.looked.key[1:] != key[1:]:
-            self.looked = Looked(key, *view.cached.view(view.lanes, view.reach))
+            self.looked = Looked(key, *view.cached.view(view.batch, view.reach))
         return self.looked.keys, self.looked.values
 
 

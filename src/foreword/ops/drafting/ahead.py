@@ -30,14 +30,14 @@ def _join_ahead(
 ) -> None:  # fmt: skip
     """One row of one sequence: a copy, or a new row. NaN and infinities become 0."""
     take_turn(EARLY)
-    row, lane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, seq = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     wide = tl.arange(0, BLOCK)
     here = wide < H
-    to_row = out + (lane * tl.num_programs(0) + row) * H + wide
+    to_row = out + (seq * tl.num_programs(0) + row) * H + wide
     if row < before:
-        tl.store(to_row, tl.load(rows + (lane * before + row) * H + wide, mask=here), mask=here)
+        tl.store(to_row, tl.load(rows + (seq * before + row) * H + wide, mask=here), mask=here)
     else:
-        made_of = (lane * sources + tl.load(which + row - before)) * H + wide
+        made_of = (seq * sources + tl.load(which + row - before)) * H + wide
         state = tl.load(source + made_of, mask=here, other=0.0).to(tl.float32)
         moved = state + tl.load(product + made_of, mask=here, other=0.0).to(tl.float32)
         if BIASED:
@@ -57,9 +57,9 @@ def joined_ahead(
     for weight in weights:
         few = product.numel() <= FEW_ROWS * product.shape[-1] and weight.numel() <= SMALL
         product = few_rows_linear(product, weight) if few else linear(product, weight)
-    (lanes, before, size), block = rows.shape, triton.next_power_of_2(rows.shape[2])
-    out = torch.empty(lanes, before + len(which), size, dtype=rows.dtype, device=rows.device)
-    _join_ahead[(out.shape[1], lanes)](
+    (batch, before, size), block = rows.shape, triton.next_power_of_2(rows.shape[2])
+    out = torch.empty(batch, before + len(which), size, dtype=rows.dtype, device=rows.device)
+    _join_ahead[(out.shape[1], batch)](
         rows.contiguous(), source, product, which, product if bias is None else bias, out, before, source.shape[1],
         H=size, BIASED=bias is not None, SIZED=sized, BLOCK=block, **launched(rows.device, min(8, block // 256)),
     )  # fmt: skip

@@ -16,18 +16,18 @@ from foreword.ops.layer.overlap import launched, take_turn
 
 @triton.jit
 def _carry(
-    states, have, slots, path, count, rows, where, carries, places, r_lane, r_row,
+    states, have, slots, path, count, rows, where, carries, places, r_seq, r_row,
     STEPS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One step of one sequence."""
     take_turn(EARLY)
-    step, lane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    slot, decided = tl.load(slots + lane), tl.load(count + lane)
-    last = tl.load(path + lane * places + tl.maximum(decided - 1, 0))
+    step, seq = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot, decided = tl.load(slots + seq), tl.load(count + seq)
+    last = tl.load(path + seq * places + tl.maximum(decided - 1, 0))
     wide = tl.arange(0, BLOCK)
     here = (wide < H) & (decided > 0)
     row = tl.load(where + last * STEPS + step)
-    found = tl.load(rows + lane * r_lane + row * r_row + wide, mask=here)
+    found = tl.load(rows + seq * r_seq + row * r_row + wide, mask=here)
     tl.store(states + (slot * STEPS + step) * H + wide, found, mask=here)
     tl.store(have + slot, tl.load(carries + last), mask=(decided > 0) & (step == 0))
 

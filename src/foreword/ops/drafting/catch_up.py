@@ -21,23 +21,23 @@ def _catch_up(
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    slot, row = tl.load(slots + lane), tl.arange(0, BLOCK)
+    seq = tl.program_id(0).to(tl.int64)
+    slot, row = tl.load(slots + seq), tl.arange(0, BLOCK)
     all_of_it = tl.load(lengths + slot)
     first = tl.minimum(tl.load(cached + slot), all_of_it)
-    tl.store(known + lane, first)
-    tl.store(length + lane, all_of_it)
-    tl.store(root + lane, tl.minimum(all_of_it - first, count - 1))
+    tl.store(known + seq, first)
+    tl.store(length + seq, all_of_it)
+    tl.store(root + seq, tl.minimum(all_of_it - first, count - 1))
     text = tl.load(tokens + slot * t_slot + tl.minimum(first + row, context - 1), mask=row < count)
-    tl.store(unread + lane * count + row, text, mask=row < count)
+    tl.store(unread + seq * count + row, text, mask=row < count)
 
 
 def catch_up(state: Columns, cached: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`unread` of ops/unread.py."""
-    lanes = state.slots.shape[0]
-    known, length, root = torch.empty(3, lanes, dtype=torch.long, device=cached.device)
-    unread = torch.empty(lanes, count, dtype=torch.long, device=cached.device)
-    _catch_up[(lanes,)](
+    batch = state.slots.shape[0]
+    known, length, root = torch.empty(3, batch, dtype=torch.long, device=cached.device)
+    unread = torch.empty(batch, count, dtype=torch.long, device=cached.device)
+    _catch_up[(batch,)](
         state.slots, state.lengths, state.tokens, cached, known, length, unread, root,
         count, state.tokens.shape[1], state.tokens.stride(0),
         BLOCK=triton.next_power_of_2(count), **launched(cached.device, 1 if count <= 128 else 4),

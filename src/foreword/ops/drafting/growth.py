@@ -30,7 +30,7 @@ def _ahead(chance, node, others, numbers):
 
 @triton.jit
 def draft_likeliest(
-    token, chance, parent, root, out, above, lane, COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr
+    token, chance, parent, root, out, above, seq, COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write the NODES likeliest of COUNT nodes, in the order given, then padding. Returns how many there are.
 
@@ -46,7 +46,7 @@ def draft_likeliest(
     chosen = kept.to(tl.int32)
     rows = tl.sum(chosen, 0)
     row = tl.where(kept, tl.cumsum(chosen, 0) - chosen, 0)
-    first = lane * NODES
+    first = seq * NODES
     tl.store(out + first + row, token, mask=kept)
     tl.store(above + first + row, tl.gather(row, parent, 0).to(tl.int64), mask=kept)
     padding = (node >= rows) & (node < NODES)
@@ -57,18 +57,18 @@ def draft_likeliest(
 
 @triton.jit
 def _whole(
-    likely, live, chances, lane, candidate, l_lane, l_live, l_rank, top_p, floor,
+    likely, live, chances, seq, candidate, l_seq, l_live, l_rank, top_p, floor,
     FIRST: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
     BUDGETED: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Log-probabilities of the whole paths to candidates, -inf for those that do not count."""
     place, rank = candidate // K, candidate % K
     real = place < LIVE
-    behind = likely + lane * l_lane + place * l_live
+    behind = likely + seq * l_seq + place * l_live
     whole = tl.load(behind + rank * l_rank, mask=real, other=_NEVER).to(tl.float32)
     if not FIRST:
-        node = tl.load(live + lane * LIVE + place, mask=real, other=0)
-        whole += tl.load(chances + lane * MOST + node, mask=real, other=0.0)
+        node = tl.load(live + seq * LIVE + place, mask=real, other=0)
+        whole += tl.load(chances + seq * MOST + node, mask=real, other=0.0)
     counts = real & (tl.abs(whole) < float("inf"))
     if BUDGETED:
         other = tl.arange(0, RANKS)
@@ -85,49 +85,49 @@ def _whole(
 @triton.jit(do_not_specialize=["base"])
 def _level(
     guessed, likely, slots, roots, live, left, tokens, parents, chances, on_tokens, on_origin, on_nodes, on_left,
-    base, g_lane, g_live, g_rank, l_lane, l_live, l_rank, top_p, floor,
+    base, g_seq, g_live, g_rank, l_seq, l_live, l_rank, top_p, floor,
     FIRST: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr,
     MOST: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One sequence: add the nodes of a level, and name those to continue from. BUDGET 0: all are added, in their order."""
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     real = candidate < LIVE * K
     whole = _whole(
-        likely, live, chances, lane, candidate, l_lane, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
+        likely, live, chances, seq, candidate, l_seq, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
     )
     part: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
     ahead = tl.zeros([BLOCK, part], tl.int32)
     for start in range(0, LIVE * K, part):
         other = start + tl.arange(0, part)
         theirs = _whole(
-            likely, live, chances, lane, other, l_lane, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
+            likely, live, chances, seq, other, l_seq, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
         )
         ahead += _ahead(whole, candidate, theirs, other)
     place = tl.sum(ahead, 1)
 
     origin = candidate // K
-    token = tl.load(guessed + lane * g_lane + origin * g_live + candidate % K * g_rank, mask=real, other=0)
+    token = tl.load(guessed + seq * g_seq + origin * g_live + candidate % K * g_rank, mask=real, other=0)
     parent = tl.zeros([BLOCK], tl.int64)
     if not FIRST:
-        parent = tl.load(live + lane * LIVE + origin, mask=real, other=0)
+        parent = tl.load(live + seq * LIVE + origin, mask=real, other=0)
     added, spot = real, candidate
     if BUDGET > 0:
-        room = BUDGET if FIRST else tl.load(left + lane)
+        room = BUDGET if FIRST else tl.load(left + seq)
         added, spot = real & (place < BUDGET), place
         whole = tl.where(place < room, whole, _NEVER)
-        tl.store(on_left + lane, room - tl.sum((added & (whole > _NEVER)).to(tl.int64), 0))
-    at = lane * MOST + base + spot
+        tl.store(on_left + seq, room - tl.sum((added & (whole > _NEVER)).to(tl.int64), 0))
+    at = seq * MOST + base + spot
     tl.store(tokens + at, token, mask=added)
     tl.store(parents + at, parent, mask=added)
     tl.store(chances + at, whole, mask=added)
     if FIRST:
-        tl.store(tokens + lane * MOST, tl.load(roots + tl.load(slots + lane)))
-        tl.store(parents + lane * MOST, 0)
-        tl.store(chances + lane * MOST, 0.0)
+        tl.store(tokens + seq * MOST, tl.load(roots + tl.load(slots + seq)))
+        tl.store(parents + seq * MOST, 0)
+        tl.store(chances + seq * MOST, 0.0)
     goes_on = real & (place < WIDTH)
-    on = lane * WIDTH + place
+    on = seq * WIDTH + place
     tl.store(on_tokens + on, token, mask=goes_on)
     tl.store(on_origin + on, origin.to(tl.int64), mask=goes_on)
     tl.store(on_nodes + on, (base + spot).to(tl.int64), mask=goes_on)
@@ -140,58 +140,58 @@ def _choose(
 ) -> None:  # fmt: skip
     """One sequence: the likeliest of its nodes. Before the second token of a sequence only the root counts."""
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
     real = node < COUNT
-    at = lane * COUNT + node
+    at = seq * COUNT + node
     token = tl.load(tokens + at, mask=real, other=0)
     chance = tl.load(chances + at, mask=real, other=_NEVER)
     parent = tl.load(parents + at, mask=real, other=0).to(tl.int32)
-    root = tl.load(tokens + lane * COUNT)
-    rows = draft_likeliest(token, chance, parent, root, out, above, lane, COUNT, NODES, BLOCK)
-    known = tl.load(lengths + tl.load(slots + lane)) > 0
-    tl.store(size + lane, tl.where(known, rows, 1).to(tl.int64))
+    root = tl.load(tokens + seq * COUNT)
+    rows = draft_likeliest(token, chance, parent, root, out, above, seq, COUNT, NODES, BLOCK)
+    known = tl.load(lengths + tl.load(slots + seq)) > 0
+    tl.store(size + seq, tl.where(known, rows, 1).to(tl.int64))
 
 
 @triton.jit
 def _choose_paths(
-    guessed, likely, ways, parents, have, slots, roots, out, above, size, l_lane,
+    guessed, likely, ways, parents, have, slots, roots, out, above, size, l_seq,
     GUESSES: tl.constexpr, STEPS: tl.constexpr, COUNT: tl.constexpr, NODES: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One sequence: the likeliest of all paths that its steps reach."""
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    slot, node = tl.load(slots + lane), tl.arange(0, BLOCK)
+    seq = tl.program_id(0).to(tl.int64)
+    slot, node = tl.load(slots + seq), tl.arange(0, BLOCK)
     real, root = node < COUNT, tl.load(roots + slot)
     token, whole, length = tl.zeros([BLOCK], tl.int64) + root, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     for step in tl.static_range(STEPS):
         guess = tl.load(ways + node * STEPS + step, mask=real, other=GUESSES)
         goes_on = guess < GUESSES
-        token = tl.where(goes_on, tl.load(guessed + lane * GUESSES + guess, mask=goes_on, other=0), token)
-        whole += tl.load(likely + lane * l_lane + guess, mask=goes_on, other=0.0)
+        token = tl.where(goes_on, tl.load(guessed + seq * GUESSES + guess, mask=goes_on, other=0), token)
+        whole += tl.load(likely + seq * l_seq + guess, mask=goes_on, other=0.0)
         length += goes_on.to(tl.int32)
     chance = tl.where(real & (length <= tl.load(have + slot)) & (whole == whole), whole, _NEVER)
     parent = tl.load(parents + node, mask=real, other=0).to(tl.int32)
-    rows = draft_likeliest(token, chance, parent, root, out, above, lane, COUNT, NODES, BLOCK)
-    tl.store(size + lane, rows.to(tl.int64))
+    rows = draft_likeliest(token, chance, parent, root, out, above, seq, COUNT, NODES, BLOCK)
+    tl.store(size + seq, rows.to(tl.int64))
 
 
 @triton.jit
 def _fill(
-    guessed, ranks, slots, roots, lengths, tokens, size, g_lane, g_level, g_rank,
+    guessed, ranks, slots, roots, lengths, tokens, size, g_seq, g_level, g_rank,
     NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One sequence: a template's tokens. Before the second token of a sequence only the root counts."""
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    slot, node = tl.load(slots + lane), tl.arange(0, BLOCK)
+    seq = tl.program_id(0).to(tl.int64)
+    slot, node = tl.load(slots + seq), tl.arange(0, BLOCK)
     real = (node > 0) & (node < NODES)
     pair = ranks + (node - 1) * 2
     away = tl.load(pair, mask=real, other=0) * g_level + tl.load(pair + 1, mask=real, other=0) * g_rank
-    token = tl.load(guessed + lane * g_lane + away, mask=real, other=0)
-    tl.store(tokens + lane * NODES + node, tl.where(real, token, tl.load(roots + slot)), mask=node < NODES)
-    tl.store(size + lane, tl.where(tl.load(lengths + slot) > 0, NODES, 1).to(tl.int64))
+    token = tl.load(guessed + seq * g_seq + away, mask=real, other=0)
+    tl.store(tokens + seq * NODES + node, tl.where(real, token, tl.load(roots + slot)), mask=node < NODES)
+    tl.store(size + seq, tl.where(tl.load(lengths + slot) > 0, NODES, 1).to(tl.int64))
 
 
 class KernelTrees:
@@ -200,9 +200,9 @@ class KernelTrees:
     def __init__(self, state: Columns, depth: int, width: int, branch: int, budget: Budget | None = None) -> None:
         self.state, self.width, self.branch, self.budget = state, width, branch, budget
         self.count, self.live, self.most = 1, 1, self._room(depth)
-        lanes, device = state.slots.shape[0], state.slots.device
-        self.tokens, self.parents = torch.empty(2, lanes, self.most, dtype=torch.long, device=device)
-        self.chances = torch.empty(lanes, self.most, dtype=torch.float32, device=device)
+        batch, device = state.slots.shape[0], state.slots.device
+        self.tokens, self.parents = torch.empty(2, batch, self.most, dtype=torch.long, device=device)
+        self.chances = torch.empty(batch, self.most, dtype=torch.float32, device=device)
         self.nodes = self.left = state.slots  # the first level has none
 
     def _room(self, depth: int) -> int:
@@ -217,14 +217,14 @@ class KernelTrees:
 
     def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
         """`GrowingTrees.add`."""
-        lanes, live, branch = guessed.shape
+        batch, live, branch = guessed.shape
         assert likely.shape == guessed.shape and (live, branch) == (self.live, self.branch)
         most = self._added(live)
         width, block = min(self.width, most), triton.next_power_of_2(live * branch)
-        tokens, origin, nodes = torch.empty(3, lanes, width, dtype=torch.long, device=guessed.device)
+        tokens, origin, nodes = torch.empty(3, batch, width, dtype=torch.long, device=guessed.device)
         left = torch.empty_like(self.left)
         rule = self.budget or Budget(0, 0.0, 0.0)
-        _level[(lanes,)](
+        _level[(batch,)](
             guessed, likely, self.state.slots, self.state.roots, self.nodes, self.left,
             self.tokens, self.parents, self.chances, tokens, origin, nodes, left,
             self.count, *guessed.stride(), *likely.stride(), rule.top_p, rule.floor,
@@ -243,10 +243,10 @@ def likeliest_nodes(
     state: Columns, tokens: Tensor, parents: Tensor, chances: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The likeliest `nodes` of [b, M], the root first: tokens and parents [b, nodes], and sizes [b]."""
-    (lanes, count), nodes = tokens.shape, min(nodes, tokens.shape[1])
-    out, above = torch.empty(2, lanes, nodes, dtype=torch.long, device=tokens.device)
+    (batch, count), nodes = tokens.shape, min(nodes, tokens.shape[1])
+    out, above = torch.empty(2, batch, nodes, dtype=torch.long, device=tokens.device)
     size, block = torch.empty_like(state.slots), triton.next_power_of_2(count)
-    _choose[(lanes,)](
+    _choose[(batch,)](
         tokens, parents, chances, state.slots, state.lengths, out, above, size,
         COUNT=count, NODES=nodes, BLOCK=block, **launched(out.device, min(16, block // 16)),
     )  # fmt: skip
@@ -262,12 +262,12 @@ def likeliest_paths(
     numbers beyond all candidates past its end; and the path that each continues, [1, C]. Paths longer than a slot's `have`
     [B] are left out.
     """
-    (ways, parents), (lanes, steps, k) = paths, guessed.shape
+    (ways, parents), (batch, steps, k) = paths, guessed.shape
     count, nodes = ways.shape[0], min(nodes, ways.shape[0])
     assert guessed.is_contiguous() and likely.is_contiguous() and ways.shape[1] == steps
-    out, above = torch.empty(2, lanes, nodes, dtype=torch.long, device=guessed.device)
+    out, above = torch.empty(2, batch, nodes, dtype=torch.long, device=guessed.device)
     size, block = torch.empty_like(state.slots), triton.next_power_of_2(count)
-    _choose_paths[(lanes,)](
+    _choose_paths[(batch,)](
         guessed, likely, ways, parents, have, state.slots, state.roots, out, above, size,
         likely.stride(0) if likely.shape[0] > 1 else 0,
         GUESSES=steps * k, STEPS=steps, COUNT=count, NODES=nodes, BLOCK=block,
@@ -278,10 +278,10 @@ def likeliest_paths(
 
 def filled(state: Columns, guessed: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
     """`filled` of ops/growth.py."""
-    lanes, nodes = guessed.shape[0], 1 + ranks.shape[0]
+    batch, nodes = guessed.shape[0], 1 + ranks.shape[0]
     assert ranks.is_contiguous()
-    tokens, size = torch.empty(lanes, nodes, dtype=torch.long, device=guessed.device), torch.empty_like(state.slots)
-    _fill[(lanes,)](
+    tokens, size = torch.empty(batch, nodes, dtype=torch.long, device=guessed.device), torch.empty_like(state.slots)
+    _fill[(batch,)](
         guessed, ranks, state.slots, state.roots, state.lengths, tokens, size, *guessed.stride(),
         NODES=nodes, BLOCK=triton.next_power_of_2(nodes), **launched(guessed.device, 1),
     )  # fmt: skip

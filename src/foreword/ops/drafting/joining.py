@@ -16,18 +16,18 @@ from foreword.ops.layer.overlap import launched, take_turn
 
 @triton.jit
 def _hang_on(
-    tokens, parents, sizes, chain, lengths, out, above, size, p_lane,
+    tokens, parents, sizes, chain, lengths, out, above, size, p_seq,
     NODES: tl.constexpr, LINKS: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK: tl.constexpr, CHAIN: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     row, link = tl.arange(0, BLOCK), tl.arange(0, CHAIN)
-    held, length = tl.load(sizes + lane).to(tl.int32), tl.load(lengths + lane).to(tl.int32)
+    held, length = tl.load(sizes + seq).to(tl.int32), tl.load(lengths + seq).to(tl.int32)
     stands = row < held
-    token = tl.load(tokens + lane * NODES + row, mask=row < NODES, other=0).to(tl.int32)
-    parent = tl.load(parents + lane * p_lane + row, mask=row < NODES, other=0).to(tl.int32)
-    guess = tl.load(chain + lane * LINKS + link, mask=link < LINKS, other=0).to(tl.int32)
+    token = tl.load(tokens + seq * NODES + row, mask=row < NODES, other=0).to(tl.int32)
+    parent = tl.load(parents + seq * p_seq + row, mask=row < NODES, other=0).to(tl.int32)
+    guess = tl.load(chain + seq * LINKS + link, mask=link < LINKS, other=0).to(tl.int32)
     root = tl.sum(tl.where(row == 0, token, 0), 0)
 
     at, shared, on = 0, 0, 1
@@ -44,20 +44,20 @@ def _hang_on(
     token = tl.where(hangs, rest, tl.where(stands, token, root))
     parent = tl.where(hangs, tl.where(behind > 0, row - 1, at), tl.where(stands, parent, 0))
     rows: tl.constexpr = NODES + LINKS - 1
-    tl.store(out + lane * rows + row, token.to(tl.int64), mask=row < rows)
-    tl.store(above + lane * rows + row, parent.to(tl.int64), mask=row < rows)
-    tl.store(size + lane, (held + left).to(tl.int64))
+    tl.store(out + seq * rows + row, token.to(tl.int64), mask=row < rows)
+    tl.store(above + seq * rows + row, parent.to(tl.int64), mask=row < rows)
+    tl.store(size + seq, (held + left).to(tl.int64))
 
 
 def hung(tree: tuple[Tensor, Tensor, Tensor], chain: tuple[Tensor, Tensor], levels: int) -> tuple[Tensor, Tensor, Tensor]:
     """`with_chain` of ops/chains.py."""
     (tokens, parents, sizes), (guesses, lengths) = tree, chain
-    (lanes, nodes), links, device = tokens.shape, guesses.shape[1], tokens.device
+    (batch, nodes), links, device = tokens.shape, guesses.shape[1], tokens.device
     assert tokens.is_contiguous() and guesses.is_contiguous() and parents.stride(1) == 1
-    out = torch.empty(lanes, nodes + links - 1, dtype=torch.long, device=device)
+    out = torch.empty(batch, nodes + links - 1, dtype=torch.long, device=device)
     above, size = torch.empty_like(out), torch.empty_like(sizes)
     block = triton.next_power_of_2(nodes + links - 1)
-    _hang_on[(lanes,)](
+    _hang_on[(batch,)](
         tokens, parents, sizes, guesses, lengths, out, above, size, parents.stride(0) if len(parents) > 1 else 0,
         NODES=nodes, LINKS=links, LEVELS=levels, BLOCK=block, CHAIN=triton.next_power_of_2(links), **launched(device, 1),
     )  # fmt: skip

@@ -20,8 +20,8 @@ def _look_up(
     NODES: tl.constexpr, MATCH: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + lane)
+    seq = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + seq)
     end = tl.load(lengths + slot)
     line = text + slot * t_slot
     best = tl.zeros([BLOCK], tl.int64) - 1
@@ -41,8 +41,8 @@ def _look_up(
     ahead = tl.arange(0, AHEAD)
     source = place + 1 + (ahead - 1) % (end - place)
     token = tl.load(line + tl.where(ahead == 0, end, source), mask=ahead < NODES, other=0)
-    tl.store(out + lane * NODES + ahead, token, mask=ahead < NODES)
-    tl.store(size + lane, tl.load(sizes + found))
+    tl.store(out + seq * NODES + ahead, token, mask=ahead < NODES)
+    tl.store(size + seq, tl.load(sizes + found))
 
 
 def looked_up(text: Tensor, slots: Tensor, lengths: Tensor, sizes: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
@@ -50,10 +50,10 @@ def looked_up(text: Tensor, slots: Tensor, lengths: Tensor, sizes: Tensor, nodes
 
     sizes [longest match + 1]: the size of a draft by the number of tokens that match.
     """
-    lanes, device = slots.shape[0], slots.device
-    out = torch.empty(lanes, nodes, dtype=torch.long, device=device)
-    size = torch.empty(lanes, dtype=torch.long, device=device)
-    _look_up[(lanes,)](
+    batch, device = slots.shape[0], slots.device
+    out = torch.empty(batch, nodes, dtype=torch.long, device=device)
+    size = torch.empty(batch, dtype=torch.long, device=device)
+    _look_up[(batch,)](
         text, slots, lengths, sizes, out, size, text.stride(0),
         NODES=nodes, MATCH=sizes.shape[0] - 1, AHEAD=triton.next_power_of_2(nodes), BLOCK=1024, **launched(device, 8),
     )  # fmt: skip

@@ -150,21 +150,21 @@ def _hand_on(
 
 
 @triton.jit
-def _token_before(recent, roots, node, lane, real, i, BEFORE: tl.constexpr, FIRST: tl.constexpr):
+def _token_before(recent, roots, node, seq, real, i, BEFORE: tl.constexpr, FIRST: tl.constexpr):
     """Token i of the last BEFORE tokens on the path to a node. At the first level: the root, and nothing before it."""
     if not FIRST:
         return tl.load(recent + node * BEFORE + i, mask=real, other=_NOWHERE)
     elif i == BEFORE - 1:
-        return node * 0 + tl.load(roots + lane)
+        return node * 0 + tl.load(roots + seq)
     else:
         return node * 0 + _NOWHERE
 
 
 @triton.jit
-def _key(token, recent, roots, node, lane, real, BEFORE: tl.constexpr, FIRST: tl.constexpr):
+def _key(token, recent, roots, node, seq, real, BEFORE: tl.constexpr, FIRST: tl.constexpr):
     key = token * 0
     for i in tl.static_range(BEFORE):
-        key = key * _MIX + _token_before(recent, roots, node, lane, real, i, BEFORE, FIRST) + 1
+        key = key * _MIX + _token_before(recent, roots, node, seq, real, i, BEFORE, FIRST) + 1
     return key * _MIX + token + 1
 
 
@@ -188,47 +188,47 @@ def _goal(
 
 
 @triton.jit
-def _count(tally, on_tally, lane, live, merged, FIRST: tl.constexpr) -> None:
+def _count(tally, on_tally, seq, live, merged, FIRST: tl.constexpr) -> None:
     """Count the rows read so far, the rows saved by merging, and what this level adds to the latter."""
-    lanes, saved = tl.num_programs(0), tl.zeros([], tl.int64)
+    batch, saved = tl.num_programs(0), tl.zeros([], tl.int64)
     if not FIRST:
-        live += tl.load(tally + lane)
-        saved = tl.load(tally + lanes + lane) + tl.load(tally + 2 * lanes + lane)
-    tl.store(on_tally + lane, live)
-    tl.store(on_tally + lanes + lane, saved)
-    tl.store(on_tally + 2 * lanes + lane, merged)
+        live += tl.load(tally + seq)
+        saved = tl.load(tally + batch + seq) + tl.load(tally + 2 * batch + seq)
+    tl.store(on_tally + seq, live)
+    tl.store(on_tally + batch + seq, saved)
+    tl.store(on_tally + 2 * batch + seq, merged)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _add(
     guessed, likely, roots, tokens, keys, goals, reads, chances, chance, reach, recent, tally,
     on_tokens, on_origin, on_chance, on_reach, on_recent, on_tally,
-    count, g_lane, g_live, g_rank, l_lane, l_live, l_rank, siblings, sure,
+    count, g_seq, g_live, g_rank, l_seq, l_live, l_rank, siblings, sure,
     FIRST: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, REPEAT: tl.constexpr, WIDTH: tl.constexpr,
     MOST: tl.constexpr, LIVES: tl.constexpr, RANKS: tl.constexpr, DOUBLINGS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One sequence: add the candidates of a level, and name the nodes to read next."""
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     block: tl.constexpr = LIVES * RANKS
     before: tl.constexpr = max(REPEAT, 0)  # tokens that are compared in addition to a candidate's own
     guess = tl.arange(0, block)
     place, rank = guess // RANKS, guess % RANKS
     real = (place < LIVE) & (rank < K)
-    node, number, readers = lane * LIVE + place, count + place * K + rank, count // K + LIVE
-    keys, goals, reads, reach = keys + lane * MOST, goals + lane * MOST, reads + lane * MOST, reach + lane * readers
+    node, number, readers = seq * LIVE + place, count + place * K + rank, count // K + LIVE
+    keys, goals, reads, reach = keys + seq * MOST, goals + seq * MOST, reads + seq * MOST, reach + seq * readers
 
     way = tl.zeros([block], tl.float32)
     if not FIRST:
         way = tl.load(chance + node, mask=real, other=_NEVER)
-    behind = likely + lane * l_lane + place * l_live
+    behind = likely + seq * l_seq + place * l_live
     best = _finite(tl.load(behind, mask=real, other=_NEVER).to(tl.float32))
     own = _finite(tl.load(behind + rank * l_rank, mask=real, other=_NEVER).to(tl.float32))
     counts = (own >= best + siblings) & (own > _NEVER) & (way > _NEVER)
     own = tl.where(counts, own, _NEVER)
 
-    token = tl.load(guessed + lane * g_lane + place * g_live + rank * g_rank, mask=real, other=0)
-    key = _key(token, recent, roots, node, lane, real, before, FIRST)
+    token = tl.load(guessed + seq * g_seq + place * g_live + rank * g_rank, mask=real, other=0)
+    key = _key(token, recent, roots, node, seq, real, before, FIRST)
     goal, twin, leads = number, guess, tl.zeros([block], tl.int64)
     if REPEAT >= 0:
         goal, twin, leads = _goal(key, counts, place, keys, goals, reads, reach, count, FIRST, K, LIVES, RANKS, DOUBLINGS)
@@ -238,28 +238,28 @@ def _add(
     whole = tl.where((goal == number) & is_sure, way + own, _NEVER)
     spot = _spot(whole, real, block)
     chosen = real & (spot < WIDTH)
-    tl.store(tokens + lane * MOST + number, token, mask=real)
-    tl.store(chances + lane * MOST + number, own, mask=real)
+    tl.store(tokens + seq * MOST + number, token, mask=real)
+    tl.store(chances + seq * MOST + number, own, mask=real)
     tl.store(keys + number, key, mask=real)
     tl.store(goals + number, goal.to(tl.int64), mask=real)
     tl.store(reads + number, tl.where(chosen & (whole > _NEVER), readers + spot, _NOWHERE).to(tl.int64), mask=real)
-    on = lane * WIDTH + spot
+    on = seq * WIDTH + spot
     tl.store(on_tokens + on, token, mask=chosen)
     tl.store(on_origin + on, place.to(tl.int64), mask=chosen)
     tl.store(on_chance + on, whole, mask=chosen)
     for i in tl.static_range(before):
         last = token
         if i < before - 1:
-            last = _token_before(recent, roots, node, lane, real, i + 1, before, FIRST)
+            last = _token_before(recent, roots, node, seq, real, i + 1, before, FIRST)
         tl.store(on_recent + on * before + i, last, mask=chosen)
     if REPEAT >= 0:
         at = tl.gather(spot, twin, 0)
         is_read = (goal >= count) & (at < WIDTH)
         bit = is_read.to(tl.int64) << tl.where(is_read, at, 0)
-        on_reach += lane * (readers + WIDTH)
+        on_reach += seq * (readers + WIDTH)
         _hand_on(reach, on_reach, leads, bit, readers, FIRST, LIVES, RANKS, DOUBLINGS, WIDTH)
     live = tl.sum((real & (rank == 0) & (way > _NEVER)).to(tl.int64), 0)
-    _count(tally, on_tally, lane, live, tl.sum((is_sure & (goal != number)).to(tl.int64), 0), FIRST)
+    _count(tally, on_tally, seq, live, tl.sum((is_sure & (goal != number)).to(tl.int64), 0), FIRST)
 
 
 # A tree is unrolled ------------------------------------------------------------------------------------------------------
@@ -274,11 +274,11 @@ def _unroll(
     """One sequence: grow a tree on the graph, continuing the best WIDTH nodes of every level. nowhere: the number of a node
     with nothing after it; nodes chosen last have larger numbers, since they were never read."""
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     block: tl.constexpr = LIVES * RANKS
-    guess, live, out = tl.arange(0, block), tl.arange(0, LIVES), lane * NODES
+    guess, live, out = tl.arange(0, block), tl.arange(0, LIVES), seq * NODES
     place, rank = guess // RANKS, guess % RANKS
-    tl.store(on_tokens + out, tl.load(roots + lane))
+    tl.store(on_tokens + out, tl.load(roots + seq))
     tl.store(on_parents + out, 0)
     tl.store(on_chances + out, 0.0)
     at, chance, node = tl.where(live == 0, 0, nowhere), tl.where(live == 0, 0.0, _NEVER), live * 0
@@ -286,10 +286,10 @@ def _unroll(
     for _ in range(DEPTH):
         real = (place < count) & (rank < K)
         here = tl.gather(at, place, 0)
-        known, behind = real & (here < nowhere), lane * MOST + here * K + rank
+        known, behind = real & (here < nowhere), seq * MOST + here * K + rank
         whole = _finite(tl.gather(chance, place, 0) + tl.load(chances + behind, mask=known, other=_NEVER))
         goal = tl.load(goals + behind, mask=known, other=_NOWHERE)
-        number = tl.load(reads + lane * MOST + goal, mask=goal >= 0, other=nowhere).to(tl.int32)
+        number = tl.load(reads + seq * MOST + goal, mask=goal >= 0, other=nowhere).to(tl.int32)
         onward = tl.where((number >= 0) & (number < nowhere), number, nowhere)
         own = first + place * K + rank
         tl.store(on_tokens + out + own, tl.load(tokens + behind, mask=known, other=0), mask=real)
@@ -317,9 +317,9 @@ class KernelGraph:
 
     def __init__(self, root: Tensor, rule: Rule, depth: int) -> None:
         self.rule, self.root, self.count, self.live = rule, root, 0, 1
-        lanes, self.most = root.shape[0], room(depth, rule.width, rule.branch)
-        self.known = torch.empty(4, lanes, self.most, dtype=torch.long, device=root.device)
-        self.chances = torch.empty(lanes, self.most, dtype=torch.float32, device=root.device)
+        batch, self.most = root.shape[0], room(depth, rule.width, rule.branch)
+        self.known = torch.empty(4, batch, self.most, dtype=torch.long, device=root.device)
+        self.chances = torch.empty(batch, self.most, dtype=torch.float32, device=root.device)
         self.chance = self.reach = self.recent = self.tally = root  # the first level has none
         # tally [3, b]: rows read, rows saved by merging, and what the last level adds to the latter
 
@@ -333,16 +333,16 @@ class KernelGraph:
         return self.tally[:2]
 
     def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
-        (lanes, live, branch), rule, device = guessed.shape, self.rule, guessed.device
+        (batch, live, branch), rule, device = guessed.shape, self.rule, guessed.device
         assert likely.shape == guessed.shape and (live, branch) == (self.live, rule.branch)
         width, readers = min(rule.width, live * branch), self.count // branch + live
-        tokens, origin = torch.empty(2, lanes, width, dtype=torch.long, device=device)
-        chance = torch.empty(lanes, width, dtype=torch.float32, device=device)
-        reach = torch.empty(lanes, readers + width, dtype=torch.long, device=device)
-        recent = torch.empty(lanes, width, max(rule.repeat, 0), dtype=torch.long, device=device)
-        tally = torch.empty(3, lanes, dtype=torch.long, device=device)
+        tokens, origin = torch.empty(2, batch, width, dtype=torch.long, device=device)
+        chance = torch.empty(batch, width, dtype=torch.float32, device=device)
+        reach = torch.empty(batch, readers + width, dtype=torch.long, device=device)
+        recent = torch.empty(batch, width, max(rule.repeat, 0), dtype=torch.long, device=device)
+        tally = torch.empty(3, batch, dtype=torch.long, device=device)
         lives, ranks = triton.next_power_of_2(live), triton.next_power_of_2(branch)
-        _add[(lanes,)](
+        _add[(batch,)](
             guessed, likely, self.root, *self.known, self.chances, self.chance, self.reach, self.recent, self.tally,
             tokens, origin, chance, reach, recent, tally,
             self.count, *guessed.stride(), *likely.stride(), rule.log_siblings, rule.log_sure,
@@ -357,12 +357,12 @@ class KernelGraph:
         self, state: Columns, depth: int, width: int, nodes: int, cost: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert cost is None, "rows are fixed where a round is captured"
-        lanes, branch, most = self.root.shape[0], self.rule.branch, 1 + room(depth, width, self.rule.branch)
-        tokens, parents = torch.empty(2, lanes, most, dtype=torch.long, device=self.root.device)
-        chances = torch.empty(lanes, most, dtype=torch.float32, device=self.root.device)
+        batch, branch, most = self.root.shape[0], self.rule.branch, 1 + room(depth, width, self.rule.branch)
+        tokens, parents = torch.empty(2, batch, most, dtype=torch.long, device=self.root.device)
+        chances = torch.empty(batch, most, dtype=torch.float32, device=self.root.device)
         known, _, goals, reads = self.known
         lives, ranks = triton.next_power_of_2(width), triton.next_power_of_2(branch)
-        _unroll[(lanes,)](
+        _unroll[(batch,)](
             known, goals, reads, self.chances, self.root, tokens, parents, chances, self.count // branch,
             DEPTH=depth, WIDTH=width, K=branch, MOST=self.most, NODES=most, LIVES=lives, RANKS=ranks,
             **launched(self.root.device, min(8, lives * ranks // 16)),

@@ -39,8 +39,8 @@ def _walk(
 ) -> None:  # fmt: skip
     """One sequence: follow every node's ranks, then keep the likeliest in the template's order."""
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + lane)
+    seq = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + seq)
     root = tl.load(roots + slot)
     node = tl.arange(0, BLOCK)
     real = node < COUNT
@@ -66,42 +66,42 @@ def _walk(
     chance = tl.where(real, chance, float("-inf"))
 
     parent = tl.load(parents + node, mask=real, other=0).to(tl.int32)
-    rows = draft_likeliest(token, chance, parent, root, out, above, lane, COUNT, NODES, BLOCK)
-    tl.store(size + lane, rows.to(tl.int64))
+    rows = draft_likeliest(token, chance, parent, root, out, above, seq, COUNT, NODES, BLOCK)
+    tl.store(size + seq, rows.to(tl.int64))
 
 
 @triton.jit
-def _when(rows, lane, row, path, count, nodes, PLACES: tl.constexpr, WAY: tl.constexpr):
+def _when(rows, seq, row, path, count, nodes, PLACES: tl.constexpr, WAY: tl.constexpr):
     """Whether rows of their sequences are learnt from, and when: accepted ones after all others."""
-    taught = row < tl.load(rows + lane)
+    taught = row < tl.load(rows + seq)
     when = row
     if PLACES > 0:
-        accepted = tl.load(count + lane)
+        accepted = tl.load(count + seq)
         place = tl.arange(0, WAY)
         held = (place[None, :] < accepted[:, None]) & (place < PLACES)[None, :]
-        stood = tl.load(path + lane[:, None] * PLACES + place[None, :], mask=held, other=-1)
+        stood = tl.load(path + seq[:, None] * PLACES + place[None, :], mask=held, other=-1)
         when += tl.max((stood == row[:, None]).to(tl.int32), 1).to(tl.int64) * nodes
         taught = taught & (accepted > 0)
     return taught, when
 
 
-@triton.jit(do_not_specialize=["lanes", "nodes", "s_lane"])  # prompts come in all lengths
+@triton.jit(do_not_specialize=["batch", "nodes", "s_seq"])  # prompts come in all lengths
 def _learn(
-    tokens, chances, slots, seen, rows, path, count, best, worth, lanes, nodes, vocabulary, s_lane,
+    tokens, chances, slots, seen, rows, path, count, best, worth, batch, nodes, vocabulary, s_seq,
     PLACES: tl.constexpr, WAY: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr,
     EACH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """EACH rows of a pass: those that no later row overwrites are written."""
     take_turn(EARLY)
-    total = lanes * nodes
+    total = batch * nodes
     mine = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
     real = mine < total
-    goal, time = _goal(slots, seen, rows, path, count, mine, real, lanes, nodes, vocabulary, s_lane, PLACES, WAY, OWN)
+    goal, time = _goal(slots, seen, rows, path, count, mine, real, batch, nodes, vocabulary, s_seq, PLACES, WAY, OWN)
     beaten = tl.zeros([EACH], tl.int32)
     for start in range(0, total, BLOCK):
         other = start + tl.arange(0, BLOCK).to(tl.int64)
         theirs, later = _goal(
-            slots, seen, rows, path, count, other, other < total, lanes, nodes, vocabulary, s_lane, PLACES, WAY, OWN
+            slots, seen, rows, path, count, other, other < total, batch, nodes, vocabulary, s_seq, PLACES, WAY, OWN
         )
         beats = (theirs[None, :] == goal[:, None]) & (later[None, :] > time[:, None])
         beaten |= tl.max(beats.to(tl.int32), 1)
@@ -117,15 +117,15 @@ def _learn(
 
 @triton.jit
 def _goal(
-    slots, seen, rows, path, count, line, real, lanes, nodes, vocabulary, s_lane,
+    slots, seen, rows, path, count, line, real, batch, nodes, vocabulary, s_seq,
     PLACES: tl.constexpr, WAY: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """Which row of the table each row of a pass overwrites, -1 for none, and when."""
-    lane, row = tl.where(real, line // nodes, 0), line % nodes
-    taught, when = _when(rows, lane, row, path, count, nodes, PLACES, WAY)
-    token = tl.load(seen + lane * s_lane + row)
-    table = tl.load(slots + lane) * (vocabulary + 1) if OWN else lane * 0
-    return tl.where(real & taught, table + token, -1), when * lanes + lane
+    seq, row = tl.where(real, line // nodes, 0), line % nodes
+    taught, when = _when(rows, seq, row, path, count, nodes, PLACES, WAY)
+    token = tl.load(seen + seq * s_seq + row)
+    table = tl.load(slots + seq) * (vocabulary + 1) if OWN else seq * 0
+    return tl.where(real & taught, table + token, -1), when * batch + seq
 
 
 def walked(
@@ -145,11 +145,11 @@ def walked(
     """
     tokens, chances = table
     ranks, depths, parents, fading = template
-    (count, depth), lanes, device = ranks.shape, slots.shape[0], slots.device
+    (count, depth), batch, device = ranks.shape, slots.shape[0], slots.device
     assert nodes <= count and tokens.is_contiguous() and chances.is_contiguous()
-    out, above = (torch.empty(lanes, nodes, dtype=torch.long, device=device) for _ in range(2))
-    size = torch.empty(lanes, dtype=torch.long, device=device)
-    _walk[(lanes,)](
+    out, above = (torch.empty(batch, nodes, dtype=torch.long, device=device) for _ in range(2))
+    size = torch.empty(batch, dtype=torch.long, device=device)
+    _walk[(batch,)](
         tokens, chances, slots, roots, ranks, depths, parents, fading, *(noise or (roots, roots, fading)), out, above, size,
         tokens.shape[1] - 1, COUNT=count, DEPTH=depth, K=tokens.shape[2], NODES=nodes, OWN=own, NOISE=noise is not None,
         BLOCK=triton.next_power_of_2(count), **launched(device, 8),
@@ -173,14 +173,14 @@ def learnt(
     and how much of it counts [b]. A sequence that accepted nothing learns nothing.
     """
     tokens, chances = table
-    (lanes, nodes), device = seen.shape, seen.device
+    (batch, nodes), device = seen.shape, seen.device
     path, count = accepted or (size, size)
     places = path.shape[1] if accepted else 0
     each = 16
     assert seen.stride(1) == 1
-    _learn[(triton.cdiv(lanes * nodes, each),)](
+    _learn[(triton.cdiv(batch * nodes, each),)](
         tokens, chances, slots, seen, size, path.contiguous(), count, *ranked,
-        lanes, nodes, tokens.shape[1] - 1, seen.stride(0),
+        batch, nodes, tokens.shape[1] - 1, seen.stride(0),
         PLACES=places, WAY=triton.next_power_of_2(max(places, 1)), K=tokens.shape[2], OWN=own,
         EACH=each, BLOCK=64, RANKS=triton.next_power_of_2(tokens.shape[2]), **launched(device),
     )  # fmt: skip

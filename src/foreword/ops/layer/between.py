@@ -84,17 +84,17 @@ def turned_and_stored(qkv, cosine, sine, q_norm, k_norm, epsilon, places, keys, 
 
     `keys` and `values` are a layer's cache with (slot, head, row) as one axis, `places` are those of (b, key head, n).
     """
-    lanes, heads, grouped, width = query.shape
-    count = qkv.shape[0] // lanes
+    batch, heads, grouped, width = query.shape
+    count = qkv.shape[0] // batch
     groups = grouped // count
     first_key, first_value = heads * groups * width, heads * (groups + 1) * width
     for r in range(qkv.shape[0]):
-        lane, j = r // count, r % count
+        seq, j = r // count, r % count
         for head in range(heads):
             for group in range(groups):
                 at = (head * groups + group) * width
-                _turn(qkv[r, at : at + width], cosine[r], sine[r], q_norm, epsilon, query[lane, head, group * count + j])
-            place = places[(lane * heads + head) * count + j]
+                _turn(qkv[r, at : at + width], cosine[r], sine[r], q_norm, epsilon, query[seq, head, group * count + j])
+            place = places[(seq * heads + head) * count + j]
             at = first_key + head * width
             _turn(qkv[r, at : at + width], cosine[r], sine[r], k_norm, epsilon, keys[place])
             for i in range(width):

@@ -78,7 +78,7 @@ def folded(sums, M: tl.constexpr, N: tl.constexpr, SHARES: tl.constexpr):
     """The shares of sums [SHARES, M, N], added two by two.
 
     Every warp has one. Taken apart along the last axis they come to whoever adds them in one exchange; `tl.sum` would
-    take two, and pass them through the lanes of a warp between.
+    take two, and pass them through the batch rows of a warp between.
     """
     sums = tl.permute(sums, (1, 2, 0))
     for i in tl.static_range(halvings(SHARES)):

@@ -47,7 +47,7 @@ def _finish(
 
 @triton.jit
 def _one_row_turned(
-    rows, weight, bias, norm, cosine, sine, keys, values, places, out, per_lane, epsilon, c_batch, c_row, s_batch, s_row,
+    rows, weight, bias, norm, cosine, sine, keys, values, places, out, per_seq, epsilon, c_batch, c_row, s_batch, s_row,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
     BIASED: tl.constexpr, EARLY: tl.constexpr,
@@ -61,9 +61,9 @@ def _one_row_turned(
     lines = weight + (head * (2 * HALF) + line_at).to(tl.int64) * K
     held = get_ready(lines, K, WARPS, AHEAD, EARLY)
     # Where the rows stand is asked for in the kernel's turn: the one before may just have said it.
-    lane, row, here = line // per_lane, line % per_lane, at < HALF
-    place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
-    angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
+    seq, row, here = line // per_seq, line % per_seq, at < HALF
+    place = place_of(places, seq, row, head, per_seq, KEY_HEADS)
+    angle = angles(cosine, sine, seq * c_batch + row * c_row, seq * s_batch + row * s_row, at, here, HALF)
     low, high = one_row_sums(
         rows + line * K, lines, held, norm, epsilon, K, BLOCK_N, 2, WARPS, BLOCK_K, STAGES, NORM
     )  # fmt: skip
@@ -72,9 +72,9 @@ def _one_row_turned(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "per_lane"])
+@triton.jit(do_not_specialize=["count", "per_seq"])
 def _few_rows_turned(
-    rows, weight, bias, norm, cosine, sine, keys, values, places, out, part, count, per_lane, epsilon,
+    rows, weight, bias, norm, cosine, sine, keys, values, places, out, part, count, per_seq, epsilon,
     c_batch, c_row, s_batch, s_row,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
@@ -91,11 +91,11 @@ def _few_rows_turned(
     line_at = tl.minimum(begin + wide // 2, HALF - 1) + wide % 2 * HALF
     lines = weight + (head * (2 * HALF) + line_at).to(tl.int64) * K + first
     real = tl.minimum(line, count - 1)
-    lane, row = real // per_lane, real % per_lane
+    seq, row = real // per_seq, real % per_seq
     inside = (line < count)[:, None] & (at < HALF)[None, :]
     if SPLITS == 1:
-        place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
-        c_at, s_at = lane * c_batch + row * c_row, lane * s_batch + row * s_row
+        place = place_of(places, seq, row, head, per_seq, KEY_HEADS)
+        c_at, s_at = seq * c_batch + row * c_row, seq * s_batch + row * s_row
         angle = angles(cosine, sine, c_at[:, None], s_at[:, None], at[None, :], inside, HALF)
     held = get_ready(lines, K, SHARES, AHEAD, EARLY)
     low, high = few_rows_sums(
@@ -113,20 +113,20 @@ def _few_rows_turned(
         tl.store(goal + HALF + at[None, :], high, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "per_lane"])
+@triton.jit(do_not_specialize=["count", "per_seq"])
 def _join_turned(
-    part, bias, norm, cosine, sine, keys, values, places, out, count, per_lane, epsilon, c_batch, c_row, s_batch, s_row,
+    part, bias, norm, cosine, sine, keys, values, places, out, count, per_seq, epsilon, c_batch, c_row, s_batch, s_row,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCKS: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """A head of a row whose sums several programs shared."""
     take_turn(EARLY)
     line, head = tl.program_id(0), tl.program_id(1)
-    lane, row = line // per_lane, line % per_lane
+    seq, row = line // per_seq, line % per_seq
     at = tl.arange(0, BLOCK)
     here = at < HALF
-    place = place_of(places, lane, row, head, per_lane, KEY_HEADS)
-    angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, here, HALF)
+    place = place_of(places, seq, row, head, per_seq, KEY_HEADS)
+    angle = angles(cosine, sine, seq * c_batch + row * c_row, seq * s_batch + row * s_row, at, here, HALF)
     columns: tl.constexpr = (HEADS + 2 * KEY_HEADS) * 2 * HALF
     column = head * (2 * HALF) + at
     scale = scale_of(norm, line, count, epsilon, K, BLOCKS)
@@ -156,16 +156,16 @@ def linear_turn_and_store(
     The weight [(heads + 2 key heads) * width, K] has q above k above v. `handed` is as in `few_rows_linear`, all
     else as in `turn_and_store`. What turns the rows, and their places, must be older than the kernel before.
     """
-    batch, per_lane, k = rows.shape
+    batch, per_seq, k = rows.shape
     key_heads, width = keys.shape[1], keys.shape[3]
     heads, half = weight.shape[0] // width - 2 * key_heads, width // 2
     assert weight.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
-    assert places.shape[0] == batch * key_heads * per_lane
-    cosine, sine = cosine.expand(batch, per_lane, width), sine.expand(batch, per_lane, width)
+    assert places.shape[0] == batch * key_heads * per_seq
+    cosine, sine = cosine.expand(batch, per_seq, width), sine.expand(batch, per_seq, width)
     assert cosine.stride(2) == 1 and sine.stride(2) == 1
-    tiles = fitting(tiles or tiles_for(batch * per_lane, weight.shape[0], k, "turned"), rows.dtype)
+    tiles = fitting(tiles or tiles_for(batch * per_seq, weight.shape[0], k, "turned"), rows.dtype)
     tiles = replace(tiles, block_n=min(tiles.block_n, triton.next_power_of_2(half)))
-    out = torch.empty(batch, per_lane, heads, width, dtype=rows.dtype, device=rows.device)
+    out = torch.empty(batch, per_seq, heads, width, dtype=rows.dtype, device=rows.device)
     where = _Where(cosine, sine, keys, values, places, out)
     early = overlaps(rows.device)
     flags = {"HEADS": heads, "KEY_HEADS": key_heads, "HALF": half, "BIASED": bias is not None, "EARLY": early}
@@ -199,15 +199,15 @@ def _launch_one(ready: Prepared, weight: Tensor, bias: Tensor, where: _Where, ti
 
 
 def _launch_few(ready: Prepared, weight: Tensor, bias: Tensor, where: _Where, tiles: Tiles, flags: dict[str, int]) -> None:
-    (count, k), per_lane, early = ready.rows.shape, where.out.shape[1], bool(flags["EARLY"])
+    (count, k), per_seq, early = ready.rows.shape, where.out.shape[1], bool(flags["EARLY"])
     part = parts(ready, weight.shape[0], tiles) if tiles.splits > 1 else where.out
     _few_rows_turned[(triton.cdiv(count, tiles.block_m), _blocks(tiles, flags), tiles.splits)](
-        ready.rows, weight, bias, ready.norm, *where, part, count, per_lane, ready.epsilon, *where.strides,
+        ready.rows, weight, bias, ready.norm, *where, part, count, per_seq, ready.epsilon, *where.strides,
         **cut(ready, tiles, paired=True), **flags, **launch_options(tiles, early),
     )  # fmt: skip
     if tiles.splits > 1:
         _join_turned[(count, flags["HEADS"] + 2 * flags["KEY_HEADS"])](
-            part, bias, ready.norm, *where, count, per_lane, ready.epsilon, *where.strides,
+            part, bias, ready.norm, *where, count, per_seq, ready.epsilon, *where.strides,
             K=k, BLOCK=triton.next_power_of_2(flags["HALF"]), SPLITS=tiles.splits, BLOCKS=ready.blocks,
             **flags, num_warps=1, **early_launch(early),
         )  # fmt: skip

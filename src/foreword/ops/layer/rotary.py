@@ -29,8 +29,8 @@ def _turn(
     take_turn(EARLY)
     line = tl.program_id(0)
     head = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[:, None]
-    lane, row = line // rows, line % rows
-    place = place_of(places, lane, row, head, rows, KEY_HEADS)
+    seq, row = line // rows, line % rows
+    place = place_of(places, seq, row, head, rows, KEY_HEADS)
     at = tl.arange(0, BLOCK)[None, :]
     here = (at < HALF) & (head < HEADS + 2 * KEY_HEADS)
     source = qkv + (line.to(tl.int64) * (HEADS + 2 * KEY_HEADS) + head) * (2 * HALF) + at
@@ -41,7 +41,7 @@ def _turn(
         low, high = _normed(low, high, asks, q_norm, q_epsilon, at, HALF)
     if K_NORMED:
         low, high = _normed(low, high, is_key, k_norm, k_epsilon, at, HALF)
-    angle = angles(cosine, sine, lane * c_batch + row * c_row, lane * s_batch + row * s_row, at, at < HALF, HALF)
+    angle = angles(cosine, sine, seq * c_batch + row * c_row, seq * s_batch + row * s_row, at, at < HALF, HALF)
     turned_low, turned_high = turned(low, high, angle)
     low, high = tl.where(asks | is_key, turned_low, low), tl.where(asks | is_key, turned_high, high)
     _put(out, line.to(tl.int64) * HEADS + head, low, high, at, here & asks, HALF)
@@ -59,12 +59,12 @@ def _normed(low, high, those, weight, epsilon, at, HALF: tl.constexpr):
 
 
 @triton.jit
-def place_of(places, lane, row, head, rows, KEY_HEADS: tl.constexpr):
+def place_of(places, seq, row, head, rows, KEY_HEADS: tl.constexpr):
     """Where a head of a row lies in the cache. Heads are a multiple of key heads.
 
     Queries have no place, but whoever asks only once it knows would make keys and values wait.
     """
-    return tl.load(places + (lane * KEY_HEADS + head % KEY_HEADS) * rows + row)
+    return tl.load(places + (seq * KEY_HEADS + head % KEY_HEADS) * rows + row)
 
 
 @triton.jit

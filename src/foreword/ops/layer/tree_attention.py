@@ -218,9 +218,9 @@ def _attend(
 ):  # fmt: skip
     """Attention of one block of queries over one share of the keys."""
     head, split = tl.program_id(0) % heads, tl.program_id(2)
-    lane = (tl.program_id(0) // heads).to(tl.int64)
-    slot = tl.load(slots + lane)
-    length = tl.load(base + lane).to(tl.int32)
+    seq = (tl.program_id(0) // heads).to(tl.int64)
+    slot = tl.load(slots + seq)
+    length = tl.load(base + seq).to(tl.int32)
     at = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     group, row, real = at // rows, at % rows, at < queries
     wide, block = tl.arange(0, WIDTH), _numbers(BLOCK_K, SHARES)
@@ -233,7 +233,7 @@ def _attend(
         return  # a text too short for so many shares; whoever joins them knows
     nearest = row
     if WINDOW > 0:
-        nearest = tl.load(depth + lane * d_batch + row) - (WINDOW - 1)
+        nearest = tl.load(depth + seq * d_batch + row) - (WINDOW - 1)
     stop, seen_by_all, first_row = prefix_stop, prefix_stop, scratch - rows
     if split == splits - 1:
         stop, seen_by_all = _stops(tl.program_id(1) * BLOCK_Q, length, rows, scratch, cached, BLOCK_Q, CHAIN, CAUSAL)
@@ -245,14 +245,14 @@ def _attend(
     old, young = at_key < prefix_stop, (at_key >= length) & (at_key < stop)
     key = tl.load(key_at + first * c_row + tile, mask=old, other=0.0)
     value = tl.load(value_at + first * c_row + tile, mask=old, other=0.0)
-    sees += lane * s_batch
+    sees += seq * s_batch
     away = tl.expand_dims(first + block, last - 1) - length
     seen = _open(sees, real, row, away, nearest, first_row, stop - length, s_row, s_column, CHAIN, WINDOW)
     take_turn(EARLY)
     new_key = tl.load(key_at + first * c_row + tile, mask=young, other=0.0)
     new_value = tl.load(value_at + first * c_row + tile, mask=young, other=0.0)
     q_at = (head * GROUPS + group) * q_head + row * q_row
-    q = tl.load(query + lane * q_batch + q_at[:, None] + wide[None, :], mask=real[:, None], other=0.0)
+    q = tl.load(query + seq * q_batch + q_at[:, None] + wide[None, :], mask=real[:, None], other=0.0)
     key, value = tl.where(young, new_key, key), tl.where(young, new_value, value)
     if SHARES > 1:
         q = tl.broadcast_to(q[None, :, :], (SHARES, BLOCK_Q, WIDTH))
@@ -266,7 +266,7 @@ def _attend(
         )  # fmt: skip
     total, mixed = _of_all(total, mixed, BLOCK_Q, WIDTH, SHARES)
 
-    place = split.to(tl.int64) * o_split + lane * o_batch + row * o_row + (head * GROUPS + group) * o_head
+    place = split.to(tl.int64) * o_split + seq * o_batch + row * o_row + (head * GROUPS + group) * o_head
     _put(out, peaks, totals, place, best, total, mixed, real, WIDTH, JOINED)
 
 
@@ -333,7 +333,7 @@ def attend_tree(
     inner, factor = (2 * LOG2E * scaling / softcap, LOG2E * softcap) if softcap else (0.0, LOG2E * scaling)
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
         query, keys, values, slots, base, sees.view(torch.uint8), placed, parts, peaks, totals, inner, factor,
-        *query.stride()[:3], *keys.stride()[:3], _per_lane(sees), *sees.stride()[1:], _per_lane(placed), *parts.stride()[:4],
+        *query.stride()[:3], *keys.stride()[:3], _per_seq(sees), *sees.stride()[1:], _per_seq(placed), *parts.stride()[:4],
         rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits, tiles.least,
         WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SHARES=tiles.shares, CHAIN=chain,
         CAUSAL=causal, WINDOW=window, CAPPED=softcap > 0, JOINED=joined, EARLY=early,
@@ -350,6 +350,6 @@ def attend_tree(
     return out
 
 
-def _per_lane(tensor: Tensor) -> int:
+def _per_seq(tensor: Tensor) -> int:
     """The stride from one sequence to the next; 0 where all share one."""
     return tensor.stride(0) if tensor.shape[0] > 1 else 0

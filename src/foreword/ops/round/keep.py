@@ -21,11 +21,11 @@ def _move(
 ) -> None:  # fmt: skip
     """One head of one layer of one sequence."""
     take_turn(EARLY)
-    layer, head, lane = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
-    slot = tl.load(slots + lane)
+    layer, head, seq = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
+    slot = tl.load(slots + seq)
     place, wide = tl.arange(0, WAY), tl.arange(0, BLOCK)
-    stays = (place < tl.load(count + lane)) & (place < PLACES)
-    source = tl.load(path + lane * PLACES + place, mask=stays, other=0)
+    stays = (place < tl.load(count + seq)) & (place < PLACES)
+    source = tl.load(path + seq * PLACES + place, mask=stays, other=0)
     moves = (stays & (source != place))[:, None] & (wide < WIDTH)[None, :]
     first = ((layer.to(tl.int64) * all_slots + slot) * heads + head) * rows + tl.load(lengths + slot)
     found = tl.load(held + (first + source)[:, None] * WIDTH + wide[None, :], mask=moves)
@@ -50,9 +50,9 @@ def advance(lengths: Tensor, slots: Tensor, count: Tensor) -> None:
 def keep_rows(held: Tensor, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:
     """In `held` [2, layers, B, heads, rows, width]: scratch rows `path[:, :count]` [b, n] to just behind `lengths` [B]."""
     pairs, layers, all_slots, heads, rows, width = held.shape
-    lanes, places = path.shape
+    batch, places = path.shape
     assert held.is_contiguous()
-    _move[(pairs * layers * heads, lanes)](
+    _move[(pairs * layers * heads, batch)](
         held, slots, lengths, path.contiguous(), count, all_slots, heads, rows,
         WIDTH=width, PLACES=places, WAY=triton.next_power_of_2(places), BLOCK=triton.next_power_of_2(width),
         **launched(held.device, 1 if places * width <= 1024 else 4),

@@ -17,54 +17,54 @@ from foreword.ops.rounds import CandidateRows, Columns, Decision
 
 @triton.jit
 def _fit(
-    tokens, depth, size, slots, roots, alive, speculates, fitted, kept, t_lane, t_row, d_lane, d_row,
+    tokens, depth, size, slots, roots, alive, speculates, fitted, kept, t_seq, t_row, d_seq, d_row,
     NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + lane)
+    seq = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + seq)
     row = tl.arange(0, BLOCK)
     real = row < NODES
     guesses = (tl.load(alive + slot) != 0) & (tl.load(speculates + slot) != 0)
-    rows = tl.where(guesses, tl.load(size + lane), 1)
-    guessed = (row < rows) & (tl.load(depth + lane * d_lane + row * d_row, mask=real, other=0) > 0)
-    token = tl.load(tokens + lane * t_lane + row * t_row, mask=real, other=0)
-    tl.store(fitted + lane * NODES + row, tl.where(guessed, token, tl.load(roots + slot)), mask=real)
-    tl.store(kept + lane, rows)
+    rows = tl.where(guesses, tl.load(size + seq), 1)
+    guessed = (row < rows) & (tl.load(depth + seq * d_seq + row * d_row, mask=real, other=0) > 0)
+    token = tl.load(tokens + seq * t_seq + row * t_row, mask=real, other=0)
+    tl.store(fitted + seq * NODES + row, tl.where(guessed, token, tl.load(roots + slot)), mask=real)
+    tl.store(kept + seq, rows)
 
 
 @triton.jit
 def _decide(
     choice, guessed, parent, ancestors, depth, size, peak, slots, lengths, limits, alive, heeds_ends, ends,
     path, tokens, count, last, drafted, ended, broken,
-    p_lane, p_row, a_lane, a_row, a_column, d_lane, d_row, k_lane, k_row, k_token,
+    p_seq, p_row, a_seq, a_row, a_column, d_seq, d_row, k_seq, k_row, k_token,
     NODES: tl.constexpr, PLACES: tl.constexpr, ENDS: tl.constexpr,
     BLOCK: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + lane)
+    seq = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + seq)
     row, place = tl.arange(0, BLOCK), tl.arange(0, WAY)
     real = row < NODES
-    rows = tl.load(size + lane)
-    above = tl.load(parent + lane * p_lane + row * p_row, mask=real, other=0)
-    deep = tl.load(depth + lane * d_lane + row * d_row, mask=real, other=0)
-    wanted = tl.load(choice + lane * NODES + above, mask=real, other=0)
-    token = tl.load(guessed + lane * NODES + row, mask=real, other=0)
+    rows = tl.load(size + seq)
+    above = tl.load(parent + seq * p_seq + row * p_row, mask=real, other=0)
+    deep = tl.load(depth + seq * d_seq + row * d_row, mask=real, other=0)
+    wanted = tl.load(choice + seq * NODES + above, mask=real, other=0)
+    token = tl.load(guessed + seq * NODES + row, mask=real, other=0)
     matches = ((token == wanted) & (row < rows)) | (row == 0)
     # A row lives if no row on its way fails; rows of the matrix are rows of the tree.
     both = real[:, None] & real[None, :]
-    sees = ancestors + lane * a_lane + row[:, None] * a_row + row[None, :] * a_column
+    sees = ancestors + seq * a_seq + row[:, None] * a_row + row[None, :] * a_column
     fails = tl.load(sees, mask=both, other=0).to(tl.int32) * (1 - matches.to(tl.int32))[None, :]
     lives = (tl.max(fails, 1) == 0) & real
     # The deepest, and of those the first.
     rank = tl.where(lives, deep.to(tl.int32) * BLOCK + (BLOCK - 1 - row), -1)
     best = BLOCK - 1 - (tl.max(rank, 0) % BLOCK)
-    on_way = tl.load(ancestors + lane * a_lane + best * a_row + row * a_column, mask=real, other=0) != 0
+    on_way = tl.load(ancestors + seq * a_seq + best * a_row + row * a_column, mask=real, other=0) != 0
     found = tl.sum(on_way.to(tl.int64), 0)
     here = on_way[None, :] & (deep[None, :] == place[:, None])
     way = tl.sum(tl.where(here, row[None, :], 0), 1).to(tl.int64)
-    text = tl.load(choice + lane * NODES + way)
+    text = tl.load(choice + seq * NODES + way)
 
     is_end = place < 0
     for i in tl.static_range(ENDS):
@@ -78,17 +78,17 @@ def _decide(
     found = tl.where(runs, found, 0)
 
     kept = (place < found) & (place < PLACES)
-    score = tl.load(peak + lane * k_lane + way * k_row + text * k_token, mask=kept, other=0.0)
+    score = tl.load(peak + seq * k_seq + way * k_row + text * k_token, mask=kept, other=0.0)
     spoiled = tl.max((score != score).to(tl.int32), 0) > 0
     found = tl.where(spoiled, 0, found)
     final = tl.maximum(found - 1, 0)
-    tl.store(path + lane * PLACES + place, way, mask=place < PLACES)
-    tl.store(tokens + lane * PLACES + place, text, mask=place < PLACES)
-    tl.store(count + lane, found)
-    tl.store(last + lane, tl.sum(tl.where(place == final, text, 0), 0))
-    tl.store(drafted + lane, tl.where(runs, rows - 1, 0))
-    tl.store(ended + lane, tl.where(spoiled, 0, ends_here.to(tl.int32)).to(tl.uint8))
-    tl.store(broken + lane, spoiled.to(tl.uint8))
+    tl.store(path + seq * PLACES + place, way, mask=place < PLACES)
+    tl.store(tokens + seq * PLACES + place, text, mask=place < PLACES)
+    tl.store(count + seq, found)
+    tl.store(last + seq, tl.sum(tl.where(place == final, text, 0), 0))
+    tl.store(drafted + seq, tl.where(runs, rows - 1, 0))
+    tl.store(ended + seq, tl.where(spoiled, 0, ends_here.to(tl.int32)).to(tl.uint8))
+    tl.store(broken + seq, spoiled.to(tl.uint8))
 
 
 @triton.jit
@@ -97,22 +97,22 @@ def _write(
     PLACES: tl.constexpr, WAY: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + lane)
+    seq = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + seq)
     place = tl.arange(0, WAY)
-    decided = tl.load(count + lane)
+    decided = tl.load(count + seq)
     kept = (place < decided) & (place < PLACES)
-    token = tl.load(new + lane * PLACES + place, mask=kept, other=0)
+    token = tl.load(new + seq * PLACES + place, mask=kept, other=0)
     tl.store(text + slot * t_slot + tl.load(lengths + slot) + 1 + place, token, mask=kept)
-    tl.store(roots + slot, tl.load(last + lane), mask=decided > 0)
-    tl.store(alive + slot, 0, mask=tl.load(ended + lane) != 0)
+    tl.store(roots + slot, tl.load(last + seq), mask=decided > 0)
+    tl.store(alive + slot, 0, mask=tl.load(ended + seq) != 0)
 
 
 def fitted(state: Columns, tokens: Tensor, depth: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """`fit` of ops/rounds.py."""
-    lanes, nodes = tokens.shape
-    kept, out = torch.empty_like(state.slots), torch.empty(lanes, nodes, dtype=tokens.dtype, device=tokens.device)
-    _fit[(lanes,)](
+    batch, nodes = tokens.shape
+    kept, out = torch.empty_like(state.slots), torch.empty(batch, nodes, dtype=tokens.dtype, device=tokens.device)
+    _fit[(batch,)](
         tokens, depth, size.contiguous(), state.slots, state.roots, _bytes(state.alive_slots), _bytes(state.speculates),
         out, kept,
         *tokens.stride(), *_strides(depth),
@@ -124,11 +124,11 @@ def fitted(state: Columns, tokens: Tensor, depth: Tensor, size: Tensor) -> tuple
 def decided(state: Columns, draft: CandidateRows, choice: Tensor, peak: Tensor, decision: Decision) -> tuple[Tensor, Tensor]:
     """`decide` of ops/rounds.py."""
     parent, ancestors, depth, ends = draft.tree.parent, draft.tree.ancestors, draft.tree.depth, state.ends
-    (lanes, nodes), places = choice.shape, decision.tokens.shape[1]
+    (batch, nodes), places = choice.shape, decision.tokens.shape[1]
     path, last = torch.empty_like(decision.tokens), torch.empty_like(decision.count)
     shared = peak.shape[2] == 1
     block = triton.next_power_of_2(nodes)
-    _decide[(lanes,)](
+    _decide[(batch,)](
         choice.contiguous(), draft.tokens.contiguous(), parent, _bytes(ancestors), depth, draft.size.contiguous(), peak,
         state.slots, state.lengths, state.limits, _bytes(state.alive_slots), _bytes(state.heeds_ends), ends,
         path, decision.tokens, decision.count, last, decision.drafted, _bytes(decision.ended), _bytes(decision.broken),
@@ -142,8 +142,8 @@ def decided(state: Columns, draft: CandidateRows, choice: Tensor, peak: Tensor, 
 
 def written(state: Columns, tokens: Tensor, count: Tensor, last: Tensor, ended: Tensor) -> None:
     """`write` of ops/rounds.py."""
-    lanes, places = tokens.shape
-    _write[(lanes,)](
+    batch, places = tokens.shape
+    _write[(batch,)](
         state.slots, state.lengths, state.roots, state.tokens, _bytes(state.alive_slots), tokens.contiguous(), count,
         last, _bytes(ended), state.tokens.stride(0),
         PLACES=places, WAY=triton.next_power_of_2(places), **launched(tokens.device, 1),

@@ -19,16 +19,16 @@ ONE_WARP = 64  # rows of a tree whose parents one warp hands around
 
 @triton.jit
 def _climb(
-    parent, ancestors, depth, p_lane, p_row,
+    parent, ancestors, depth, p_seq, p_row,
     NODES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """All of the rows step up together, until the last has come to the root. All parents are read at once: where one row
     goes is then a look at what is there, and no wait."""
     take_turn(EARLY)
-    lane = tl.program_id(0).to(tl.int64)
+    seq = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    above = tl.load(parent + lane * p_lane + column * p_row, mask=column < NODES, other=0).to(tl.int32)
+    above = tl.load(parent + seq * p_seq + column * p_row, mask=column < NODES, other=0).to(tl.int32)
     real = row < NODES
     at = tl.where(real, row, 0)
     met = (column[None, :] == at[:, None]).to(tl.int32)
@@ -39,19 +39,19 @@ def _climb(
         at = tl.gather(above, at, 0)
         met |= (column[None, :] == at[:, None]).to(tl.int32)
         taken += 1
-    place = (lane * NODES + row)[:, None] * NODES + column[None, :]
+    place = (seq * NODES + row)[:, None] * NODES + column[None, :]
     tl.store(ancestors + place, met.to(tl.uint8), mask=real[:, None] & (column < NODES)[None, :])
-    tl.store(depth + lane * NODES + row, steps, mask=real)
+    tl.store(depth + seq * NODES + row, steps, mask=real)
 
 
 def lineage(parent: Tensor) -> tuple[Tensor, Tensor]:
     """Ancestors [b or 1, N, N] bool and depth [b or 1, N] of trees [b or 1, N]."""
-    lanes, nodes = parent.shape
-    ancestors = torch.empty(lanes, nodes, nodes, dtype=torch.bool, device=parent.device)
-    depth = torch.empty(lanes, nodes, dtype=torch.long, device=parent.device)
+    batch, nodes = parent.shape
+    ancestors = torch.empty(batch, nodes, nodes, dtype=torch.bool, device=parent.device)
+    depth = torch.empty(batch, nodes, dtype=torch.long, device=parent.device)
     block = triton.next_power_of_2(nodes)
-    if lanes:
-        _climb[(lanes, triton.cdiv(nodes, ROWS))](
+    if batch:
+        _climb[(batch, triton.cdiv(nodes, ROWS))](
             parent, ancestors.view(torch.uint8), depth, *parent.stride(),
             NODES=nodes, ROWS=ROWS, BLOCK=block, **launched(parent.device, 1 if block <= ONE_WARP else 4),
         )  # fmt: skip
@@ -60,24 +60,24 @@ def lineage(parent: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _hang(
-    sees, parent, out, s_lane, s_row, s_column, p_lane, p_row, rows, width,
+    sees, parent, out, s_seq, s_row, s_column, p_seq, p_row, rows, width,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row: what its parent sees, and itself."""
     take_turn(EARLY)
-    lane, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
-    above = tl.load(parent + lane * p_lane + row * p_row)
-    seen = tl.load(sees + lane * s_lane + above * s_row + column * s_column, mask=column < rows, other=0)
+    above = tl.load(parent + seq * p_seq + row * p_row)
+    seen = tl.load(sees + seq * s_seq + above * s_row + column * s_column, mask=column < rows, other=0)
     seen = tl.where(column == rows + row, 1, seen)
-    tl.store(out + (lane * width + row) * (rows + width) + column, seen.to(tl.uint8), mask=column < rows + width)
+    tl.store(out + (seq * width + row) * (rows + width) + column, seen.to(tl.uint8), mask=column < rows + width)
 
 
 def hang(sees: Tensor, parent: Tensor) -> Tensor:
     """`next_level` of ops/trees.py."""
-    (lanes, width), rows = parent.shape, sees.shape[2]
-    out = torch.empty(lanes, width, rows + width, dtype=torch.bool, device=sees.device)
-    _hang[(lanes, width)](
+    (batch, width), rows = parent.shape, sees.shape[2]
+    out = torch.empty(batch, width, rows + width, dtype=torch.bool, device=sees.device)
+    _hang[(batch, width)](
         sees.view(torch.uint8), parent, out.view(torch.uint8),
         sees.stride(0) if sees.shape[0] > 1 else 0, *sees.stride()[1:], *parent.stride(), rows, width,
         BLOCK=triton.next_power_of_2(rows + width), **launched(sees.device, 1),

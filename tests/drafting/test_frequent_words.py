@@ -48,7 +48,7 @@ def test_only_words_are_drafted_and_the_text_is_the_truth(name: str, sampling: s
     found = []
     for bits in (None, packed(WORDS)):
         one: Any = drafter(name, model)
-        one.words.choose(bits)
+        one.vocabulary.choose(bits)
         recorder = Recorder(one)
         assert written(engine(recorder, model), asked) == texts
         found.append(drafted(recorder))
@@ -64,15 +64,15 @@ def test_a_folder_keeps_the_words(name: str, stored: Stored, tmp_path: Path) -> 
     saved.save(one, tmp_path, model, stored)
     bare = load_file(tmp_path / saved.WEIGHTS)
     assert "words" not in saved.read_config(tmp_path) and saved.words_of(tmp_path) is None
-    one.words.choose(packed(WORDS))
+    one.vocabulary.choose(packed(WORDS))
     saved.save(one, tmp_path, model, stored)
     held = load_file(tmp_path / saved.WEIGHTS)
     assert held.pop("words").tolist() == packed(WORDS).tolist() and saved.read_config(tmp_path)["words"] == WORDS.sum()
     again: Any = saved.restore(tmp_path, model)
-    assert again.words.tokens.tolist() == WORDS.nonzero().flatten().tolist()
+    assert again.vocabulary.tokens.tolist() == WORDS.nonzero().flatten().tolist()
     saved.save(taught(name, model, **TRAINED[name]), tmp_path, model, stored)
     saved.load_into(again, tmp_path, model)
-    assert again.words.tokens is None, "a folder without words is one of all"
+    assert again.vocabulary.tokens is None, "a folder without words is one of all"
     assert all(torch.equal(bare[tensor], held[tensor]) for tensor in bare) and bare.keys() == held.keys()
 
 
@@ -105,7 +105,7 @@ def test_words_do_not_change_with_width(name: str, tmp_path: Path) -> None:
     grown = Model(wide, "grown", grown=WidenedFrom(2, Fingerprint.of(original), 1))
     taught_as = trained_as(name)
     one = taught(taught_as, original, **TRAINED[taught_as])
-    one.words.choose(packed(WORDS))
+    one.vocabulary.choose(packed(WORDS))
     saved.save(one, tmp_path, original)
     asked = requests(3, ignore_eos=True)
     found = []

@@ -121,7 +121,7 @@ def test_captured_drafts_among_words_are_the_written_ones(method: str) -> None:
     for graph in (False, True):
         model = Model(on_gpu("llama"))
         one: Any = drafter(method, model)
-        one.words.choose(packed(torch.arange(VOCABULARY) % 3 != 1))
+        one.vocabulary.choose(packed(torch.arange(VOCABULARY) % 3 != 1))
         steps = Engine(model, one, slots=2, max_context=200, chunk=7, graph=graph)
         rounds.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
     assert rounds[0] == rounds[1]

@@ -35,7 +35,7 @@ class Drafter:
     works on the host. "check": everything after `propose`. Then `propose`, `read` and `decided` may work on the host, and
     `observe` may not; the draft is copied to where the graph reads it. "nothing": `observe` works on the host too."""
 
-    words: DraftVocabulary | None = None
+    vocabulary: DraftVocabulary | None = None
     """The draft vocabulary: the tokens it proposes, where it asks the target's head for candidates. None: all tokens."""
 
     needs: Needs = Needs()

@@ -32,7 +32,7 @@ class Trainable(Protocol):
     needs: Needs  # hidden, taps, logits it wants of the target
     module: nn.Module  # the weights; build(target) makes them once, on the target's device
     wide: Mapping[str, Any]  # how the weights follow a target that was widened
-    words: DraftVocabulary | None  # tokens that it proposes; it learns from all
+    vocabulary: DraftVocabulary | None  # tokens that it proposes; it learns from all
     config: dict[str, Any]  # what rebuilds the same module (sizes, options); JSON
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:

@@ -49,8 +49,8 @@ def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = drafter.module.state_dict()
-    if drafter.words is not None and drafter.words.bits is not None:
-        weights[WORDS] = drafter.words.bits
+    if drafter.vocabulary is not None and drafter.vocabulary.bits is not None:
+        weights[WORDS] = drafter.vocabulary.bits
     write_weights(weights, folder / WEIGHTS, dtype)
     write_config(drafter, folder, target, dtype)
 
@@ -58,8 +58,8 @@ def save(drafter: Trainable, folder: str | Path, target: Model, dtype: Stored = 
 def write_config(drafter: Trainable, folder: Path, target: Model, dtype: Stored) -> None:
     about: dict[str, Any] = {"method": method_of(drafter), "config": drafter.config, "dtype": dtype}
     about |= {"target": Fingerprint.of(target).to_dict()}
-    if drafter.words is not None and drafter.words.bits is not None:
-        about |= {WORDS: drafter.words.count}
+    if drafter.vocabulary is not None and drafter.vocabulary.bits is not None:
+        about |= {WORDS: drafter.vocabulary.count}
     _write_json(folder, about)
 
 
@@ -157,8 +157,8 @@ def restore(
     if target.grown is None or not find(method or read_config(folder)["method"]).takes_models:
         return _filled(drafter, folder, target)
     drafter = outline(folder, rows, method, model=_second(folder, target), **options)
-    if drafter.words is not None:
-        drafter.words.choose(words_of(folder))
+    if drafter.vocabulary is not None:
+        drafter.vocabulary.choose(words_of(folder))
     drafter.prepare(target, 1)
     return drafter
 
@@ -250,8 +250,8 @@ def _fill(drafter: Trainable, weights: dict[str, Tensor], folder: str | Path, ta
         wide, times, hidden = drafter.wide, grown.times, target.hidden_size // grown.times
         weights = {name: widened(name, one.to(target.device), wide, times, hidden) for name, one in weights.items()}
     _check_shapes(Path(folder) / WEIGHTS, weights, places)
-    if drafter.words is not None:
-        drafter.words.choose(words)
+    if drafter.vocabulary is not None:
+        drafter.vocabulary.choose(words)
     for name, place in places.items():
         place.copy_(weights[name])
 

@@ -12,7 +12,7 @@ import re
 from typing import Any, NamedTuple
 
 _OPTION = re.compile(r":(?=[a-z_]+=)")  # a folder may have a colon in it, but hardly one before such a thing
-# Words: a comma before a name or a folder, and not one before a number, as in taps=8,16
+# VocabularyHead: a comma before a name or a folder, and not one before a number, as in taps=8,16
 _BETWEEN = re.compile(r",(?=\s*(?:[A-Za-z~/]|\.{1,2}/))")
 _ITSELF = "auto"  # a folder alone says itself of which method it is
 

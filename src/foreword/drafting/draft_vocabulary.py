@@ -20,7 +20,7 @@ from foreword.errors import DrafterError
 LEAST = 16  # tokens: by default no tree has more candidates after a node
 
 
-class Words:
+class VocabularyHead:
     """The draft vocabulary of one drafter."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from foreword.core.draft import Tree
 from foreword.core.sampling_table import SamplingRows
 from foreword.core.state import Batch, State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import norm_like
 from foreword.drafting.trees import LEVEL_KERNELS
 from foreword.errors import DrafterError, InputError
@@ -49,7 +49,7 @@ class Guesser:
         if layers < 1:
             raise InputError(f"{method}: layers is {layers}; a model has at least 1")
         self.method, self.layers, self.other = method, layers, other
-        self.words = Words()
+        self.vocabulary = VocabularyHead()
 
     def build(self, target: Target) -> None:
         """Copy the target's first layers, unless another model drafts."""
@@ -62,7 +62,7 @@ class Guesser:
         """Make a cache. `ahead`: how many draft tokens of a round may be accepted, and so how far the sequence may run ahead
         of the cache. `scratch`: how many rows the draft tokens of a round may have."""
         self.target, self.ahead = target, ahead
-        self.words.bind(target if self.other is None else self.other)
+        self.vocabulary.bind(target if self.other is None else self.other)
         if self.other is not None:
             check_other(self.method, self.other, target)
             self.stack = self.other.layer_stack
@@ -73,7 +73,7 @@ class Guesser:
         if self.other is not None:
             return target.part(sum(weight.numel() for weight in self.other.hf.parameters()))
         head = target.part(target.vocab_size * target.hidden_size)
-        return self.words.part(target) + (1 - head) * self.layers / target.layers
+        return self.vocabulary.part(target) + (1 - head) * self.layers / target.layers
 
     @property
     def level_kernels(self) -> int:
@@ -94,9 +94,9 @@ class Guesser:
         return self.module.norm(rows) if self.other is None else self.other.norm(rows)
 
     def guesses(self, rows: Tensor, position: Tensor | None, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
-        """`Words.guesses`. If another model's vocabulary has more padding, it is cut to the target's."""
-        logits = self.words.head(rows)[..., : self.target.vocab_size]
-        return guesses(logits, position, sampling, k, self.words.tokens)
+        """`VocabularyHead.guesses`. If another model's vocabulary has more padding, it is cut to the target's."""
+        logits = self.vocabulary.head(rows)[..., : self.target.vocab_size]
+        return guesses(logits, position, sampling, k, self.vocabulary.tokens)
 
     def begin(self, state: State) -> None:
         """Admit sequences. If a slot is reused, its last few rows may not be cached; they are read with the prompt."""

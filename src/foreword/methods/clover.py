@@ -21,7 +21,7 @@ from foreword.core.needs import Needs, Skip
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import (
     CosineAttention,
     ResBlock,
@@ -82,7 +82,7 @@ class Clover(Drafter):
         **layers_at("block"),
     }
     module: CloverWeights
-    words: Words
+    vocabulary: VocabularyHead
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Clover(Drafter):
             raise InputError(f"clover: block is {block!r}; choose from {', '.join(get_args(Block))}")
         check_labels("clover", labels)
         self.wants_cost = rows is None
-        self.words = Words()
+        self.vocabulary = VocabularyHead()
         self.heads, self.block, self.regressive, self.attention, self.labels = heads, block, regressive, attention, labels
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, top_p, floor)
         self.plan.check("clover")
@@ -120,10 +120,10 @@ class Clover(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
-        self.words.bind(target)
+        self.vocabulary.bind(target)
         if self.stack is not None:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads, self.words.part(target), LEVEL_KERNELS)
+        self.growth = self.plan.on(target, self.heads, self.vocabulary.part(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -145,7 +145,7 @@ class Clover(Drafter):
             else:
                 known = self.module.cell(*carried_and_embedded(known, origin, self.embedding, tokens))
             rows = self.module.heads[level - 1](known)
-            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
+            return self.vocabulary.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

@@ -22,7 +22,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import (
     CosineAttention,
     SideBySideLinear,
@@ -122,7 +122,7 @@ class Clover2(Drafter):
         **layers_at("block"),
     }
     module: Clover2Weights
-    words: Words
+    vocabulary: VocabularyHead
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Clover2(Drafter):
             raise InputError(f"clover2: fuse is {fuse!r}; choose from {', '.join(get_args(Fuse))}")
         check_labels("clover2", labels)
         self.wants_cost = rows is None
-        self.words = Words()
+        self.vocabulary = VocabularyHead()
         self.heads, self.fuse, self.labels, self.regression = heads, fuse, labels, regression
         self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", follower=True)
         template = level_paths(COUNTS, USUAL_RATES) if paths is None else paths
@@ -167,9 +167,9 @@ class Clover2(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
-        self.words.bind(target)
+        self.vocabulary.bind(target)
         self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads, self.words.part(target), LEVEL_KERNELS)
+        self.growth = self.plan.on(target, self.heads, self.vocabulary.part(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -189,7 +189,7 @@ class Clover2(Drafter):
                 rows = self.module.guess_first(known)
             else:
                 known, rows = self._step(*carried_and_embedded(known, origin, self.embedding, tokens))
-            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch, self.module.last_norm)
+            return self.vocabulary.guesses(rows, state.ahead(level), state.sampling, self.growth.branch, self.module.last_norm)
 
         return self.growth.draft(state, guess)
 

@@ -20,7 +20,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.guesser import FirstLayers, Guesser
 from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
 from foreword.drafting.trees import USUAL_RATES, TreeKind, TreePlan
@@ -34,7 +34,7 @@ class DraftModel(Drafter):
     needs = Needs(hidden=True, prompt="all")
     wide = {"norm": NORM, **layers_at("layers")}
     module: FirstLayers
-    words: Words
+    vocabulary: VocabularyHead
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DraftModel(Drafter):
         self.wants_cost = rows is None
         self.depth, self.labels = depth, labels
         self.guesser = Guesser("draft_model", layers, model)
-        self.words = self.guesser.words
+        self.vocabulary = self.guesser.vocabulary
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, stop=stop)
         self.plan.check("draft_model")
         self.config: dict[str, Any] = {"layers": layers}

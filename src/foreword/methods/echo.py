@@ -19,7 +19,7 @@ from foreword.core.drafter import Drafter
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.joining import hang, joined
 from foreword.drafting.trees import MOST_NODES, TreeKind, chain_lengths
 from foreword.errors import InputError
@@ -62,8 +62,8 @@ class Echo(Drafter):
         return self.trees.module
 
     @property
-    def words(self) -> Words:  # type: ignore[override]
-        return self.trees.words
+    def vocabulary(self) -> VocabularyHead:  # type: ignore[override]
+        return self.trees.vocabulary
 
     def build(self, target: Target) -> None:
         self.trees.build(target)

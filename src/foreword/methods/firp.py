@@ -22,7 +22,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import remember
 from foreword.drafting.transfer import Source, Transfer, behind, told
 from foreword.drafting.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
@@ -31,7 +31,7 @@ from foreword.drafting.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unco
 class Firp(Drafter):
     paper = "FIRP, arXiv 2410.20488"
     module: nn.ModuleList
-    words: Words
+    vocabulary: VocabularyHead
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Firp(Drafter):
         self.options = Transfer(steps, layers, source, bias, squeeze, norm, told)
         self.options.check("firp")
         self.wants_cost = rows is None
-        self.words = Words()
+        self.vocabulary = VocabularyHead()
         self.plan = TreePlan(tree, rows, width, rates, paths)
         self.plan.check("firp")
         self.wide = self.options.wide
@@ -72,7 +72,7 @@ class Firp(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
-        self.words.bind(target)
+        self.vocabulary.bind(target)
         self.growth = self.plan.on(target, self.options.steps)
         self.shape = self.growth.shape
         self.needs = Needs(taps=tuple(sorted(set(self.layers))), prompt="last")
@@ -93,7 +93,7 @@ class Firp(Drafter):
         walked = self.target.norm(self.target.onward(state.batch, first, layers[0], later))  # [b, depth, H]
         rows = told(self.module, walked, state.root, self.embedding)
         position = state.ahead(self.number[:depth])
-        tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)
+        tokens, chances = self.vocabulary.guesses(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

@@ -21,7 +21,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.graphs import DraftGraph, sketch
 from foreword.drafting.guesser import Branches, FirstLayers, Guesser
 from foreword.drafting.trees import USUAL_RATES, BestFirst, RowCosts, TreePlan
@@ -39,7 +39,7 @@ class Gsd(Drafter):
     needs = Needs(prompt="all")
     wide = {"norm": NORM, **layers_at("layers")}
     module: FirstLayers
-    words: Words
+    vocabulary: VocabularyHead
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Gsd(Drafter):
         self.wants_cost = rows is None
         self.depth, self.rule = depth, Rule(branch, repeat, siblings, sure, width)
         self.guesser = Guesser("gsd", layers, model)
-        self.words = self.guesser.words
+        self.vocabulary = self.guesser.vocabulary
         self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES)
         self.config: dict[str, Any] = {"layers": layers}
 
@@ -83,7 +83,7 @@ class Gsd(Drafter):
         self.costs = RowCosts(target, growth.shape.nodes, level) if on_cpu and self.wants_cost else None
         self.shape = growth.shape
         self.guesser.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
-        self.growth = replace(growth, branch=min(self.rule.branch, self.words.count, target.vocab_size))
+        self.growth = replace(growth, branch=min(self.rule.branch, self.vocabulary.count, target.vocab_size))
         self.last: tuple[DraftGraph, Tensor] | None = None  # for `sketch` alone
         self.counts = torch.zeros(2, dtype=torch.long, device=target.device)
 

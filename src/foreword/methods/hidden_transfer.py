@@ -25,7 +25,7 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.drafting.allotment import Allotment, Ways, best_allotment, paying_allotment
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.lessons import Labels
 from foreword.drafting.transfer import Source, Transfer, ahead, behind, learn, right_by_rank, told
 from foreword.drafting.trees import BRANCH, MOST_NODES, USUAL_RATES, Path, Rates, TreePlan, choose, greedy_paths, promise
@@ -39,7 +39,7 @@ CANDIDATES = 256  # paths that the likeliest are chosen from
 class HiddenTransfer(Drafter):
     paper = "Hidden Transfer, arXiv 2404.12022"
     module: nn.ModuleList
-    words: Words
+    vocabulary: VocabularyHead
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class HiddenTransfer(Drafter):
                 raise InputError(f"hidden_transfer: {name} is {value!r}; choose from {', '.join(known)}")
         TreePlan(tree, rows, 1, rates).check("hidden_transfer")
         self.wants_cost = rows is None
-        self.words = Words()
+        self.vocabulary = VocabularyHead()
         self.rows, self.tree, self.carry, self.rates = rows, tree, carry, rates
         self.wide = self.options.wide
 
@@ -85,7 +85,7 @@ class HiddenTransfer(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
-        self.words.bind(target)
+        self.vocabulary.bind(target)
         branch = min(BRANCH, target.vocab_size)
         rates = [tuple(row[:branch]) for row in self.rates]
         allotted = self._allot(rates, target, slots)
@@ -153,7 +153,7 @@ class HiddenTransfer(Drafter):
         if not self.shape.depth:
             return Draft.nothing(state.root)
         rows = told(self.module, self.target.norm(state.batch.take(self.states)), state.root, self.embedding)
-        tokens, chances = self.words.guesses(rows, state.ahead(self.number), state.sampling, self.paths.branch)
+        tokens, chances = self.vocabulary.guesses(rows, state.ahead(self.number), state.sampling, self.paths.branch)
         return self.paths.draft(state, tokens, chances, self.have, self.shape.nodes)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

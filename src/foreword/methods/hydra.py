@@ -21,7 +21,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import ResBlock, linear, near_identity, norm_like, remember
 from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
 from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, Rates, TreeKind, TreePlan
@@ -67,7 +67,7 @@ class Hydra(Drafter):
         **layers_at("prefix"),
     }
     module: HydraWeights
-    words: Words
+    vocabulary: VocabularyHead
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Hydra(Drafter):
             raise InputError(f"hydra: needs at least one head of one layer, got heads={heads} and layers={layers}")
         check_labels("hydra", labels)
         self.wants_cost = rows is None
-        self.words = Words()
+        self.vocabulary = VocabularyHead()
         self.heads, self.layers, self.prefix, self.labels = heads, layers, prefix, labels
         self.needs = Needs(hidden=True, prompt="all" if prefix else "last")
         self.plan = TreePlan(tree, rows, width, rates, paths)
@@ -100,10 +100,10 @@ class Hydra(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
-        self.words.bind(target)
+        self.vocabulary.bind(target)
         if self.stack is not None:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads, self.words.part(target), LEVEL_KERNELS)
+        self.growth = self.plan.on(target, self.heads, self.vocabulary.part(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
 
@@ -121,7 +121,7 @@ class Hydra(Drafter):
             nonlocal known
             known = torch.cat([carried(known, origin), at_one(self.target.embed(tokens))], dim=-1)
             rows = self.module.heads[level - 1](known)
-            return self.words.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
+            return self.vocabulary.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 

@@ -20,7 +20,7 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.draft_vocabulary import Words
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import ResBlock, remember
 from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels, losses, rank_rates
 from foreword.drafting.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
@@ -35,7 +35,7 @@ class Medusa(Drafter):
     needs = Needs(hidden=True, prompt="last")
     wide = {"*.linear": WITHIN}
     module: nn.ModuleList
-    words: Words
+    vocabulary: VocabularyHead
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Medusa(Drafter):
             raise InputError(f"medusa: needs at least one head of one layer, got heads={heads} and layers={layers}")
         check_labels("medusa", labels)
         self.wants_cost = rows is None
-        self.words = Words()
+        self.vocabulary = VocabularyHead()
         self.heads, self.layers, self.labels = heads, layers, labels
         self.plan = TreePlan(tree, rows, width, rates, paths)
         self.plan.check("medusa")
@@ -68,7 +68,7 @@ class Medusa(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
-        self.words.bind(target)
+        self.vocabulary.bind(target)
         self.growth = self.plan.on(target, self.heads)
         self.shape = self.growth.shape
         self.number = torch.arange(1, self.heads + 1, device=target.device)
@@ -82,7 +82,7 @@ class Medusa(Drafter):
             return Draft.nothing(state.root)
         rows = self._heads(self.target.norm(state.batch.take(self.hidden)))  # [b, K, H]
         position = state.ahead(self.number)
-        tokens, chances = self.words.guesses(rows, position, state.sampling, self.growth.branch)
+        tokens, chances = self.vocabulary.guesses(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

@@ -73,10 +73,10 @@ class TokenRecycling(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.target = target
-        self.vocabulary = target.vocab_size
+        self.vocab_size = target.vocab_size
         tables, device = 1 if self.mode == "shared" else slots, target.device
         # One row past the vocabulary takes the writes that must not count.
-        self.tokens = torch.zeros(tables, self.vocabulary + 1, CANDIDATES, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(tables, self.vocab_size + 1, CANDIDATES, dtype=torch.int32, device=device)
         self.chances = torch.full(self.tokens.shape, -math.inf, dtype=torch.float32, device=device)
         depth = self.bind_template(device)
         # A GPU checks as many rows each time, used or not: as many as pay at its batch size, and never more than these.
@@ -172,11 +172,11 @@ class TokenRecycling(Drafter):
             when = when + torch.zeros_like(when).scatter_add(1, accepted.path, accepted.kept * draft.nodes)
         chances = chances.where(chances.isfinite(), -math.inf)  # a NaN would be drafted before the root
         table = self._tables(state).expand_as(tokens)
-        row = torch.where(counts, table * (self.vocabulary + 1) + tokens, -1).flatten()
+        row = torch.where(counts, table * (self.vocab_size + 1) + tokens, -1).flatten()
         sequence = torch.arange(tokens.shape[0], device=tokens.device).unsqueeze(1)
         time = (when * tokens.shape[0] + sequence).flatten()
         beaten = ((row.unsqueeze(1) == row) & (time.unsqueeze(1) < time)).any(1)
-        waste = self.vocabulary
+        waste = self.vocab_size
         row = torch.where(beaten | (row < 0), waste, row)
         self.tokens.view(-1, CANDIDATES).index_copy_(0, row, candidates.reshape(-1, CANDIDATES).int())
         self.chances.view(-1, CANDIDATES).index_copy_(0, row, chances.reshape(-1, CANDIDATES).float())

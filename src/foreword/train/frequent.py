@@ -78,8 +78,8 @@ def among(bits: Tensor | None, make: Callable[..., Drafter]) -> Callable[..., Dr
 
     def made(**options: Any) -> Drafter:
         drafter = make(**options)
-        if drafter.words is not None:
-            drafter.words.choose(bits)
+        if drafter.vocabulary is not None:
+            drafter.vocabulary.choose(bits)
         return drafter
 
     return made

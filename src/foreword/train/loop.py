@@ -92,7 +92,7 @@ class Training:
         self.stepper = Stepper(self.module, settings.clip, settings.weight_decay)
         told: dict[str, Any] = {"method": method_of(self.drafter), "config": self.drafter.config, "store": stored}
         told |= {"target": Fingerprint.of(model).to_dict(), "settings": asdict(settings), "trials": told_of(trials)}
-        told |= {"words": told_of_words(words, counts)} if self.drafter.words is not None else {}
+        told |= {"words": told_of_words(words, counts)} if self.drafter.vocabulary is not None else {}
         if self.group.is_main_process:
             settings.warn_of_warm_up(self.order.steps)
             if "words" in told:

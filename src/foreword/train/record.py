@@ -131,7 +131,7 @@ def _write_both(folder: Path, record: dict[str, Any]) -> None:
 
 
 def note_words(folder: Path, told: dict[str, Any]) -> None:
-    """Words that were chosen after training, in the record and the card, where a run left these."""
+    """VocabularyHead that were chosen after training, in the record and the card, where a run left these."""
     file = folder / "record.json"
     if not file.is_file():
         return

@@ -36,7 +36,7 @@ def test_words_are_chosen_and_given_up_again(run: Any, drafter: Path, tiny_model
     assert "It guesses among 128 of the 280 tokens" in (drafter / "README.md").read_text()
     with load(tiny_model, drafter=drafter, rows=4, device="cpu") as llm:
         held: Any = llm.engine.drafter
-        assert held.words.tokens.tolist() == chosen.nonzero().flatten().tolist()
+        assert held.vocabulary.tokens.tolist() == chosen.nonzero().flatten().tolist()
     told = json.loads(run(*given, "--cover", 1, "--json").stdout)
     assert told == {"count": 280, "of": 280, "covered": 1.0}
     assert {file.name: file.read_bytes() for file in drafter.iterdir() if file.is_file()} == before

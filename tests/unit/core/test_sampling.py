@@ -246,7 +246,7 @@ def test_bias_and_output_penalties_by_hand() -> None:
 
 
 def test_bad_words_bar_their_last_token_where_the_others_stand() -> None:
-    """Words of one, two, three and five tokens; two words end alike, and one of them is not completed."""
+    """VocabularyHead of one, two, three and five tokens; two words end alike, and one of them is not completed."""
     words = ((1,), (2, 3), (0, 2, 3), (2, 2, 2, 2, 0))
     rows = table_rows(Sampling(seed=1, bad_word_ids=words), Sampling(seed=1))
     last = torch.tensor([[NO_TOKEN] * 14 + [2], [NO_TOKEN] * 13 + [0, 2], [*[NO_TOKEN] * 11, 2, 2, 2, 2], [0] * 15])

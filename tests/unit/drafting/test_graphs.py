@@ -17,8 +17,8 @@ from foreword.drafting.trees import BestFirst
 from foreword.ops.graphs import Rule, TorchGraph
 from foreword.ops.rows import carried
 
-Words = tuple[int, ...]
-Answers = dict[Words, list[tuple[int, float]]]
+VocabularyHead = tuple[int, ...]
+Answers = dict[VocabularyHead, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Speaker:
     words: int = 6
     told: Answers = field(default_factory=dict)
 
-    def behind(self, words: Words) -> list[tuple[int, float]]:
+    def behind(self, vocabulary: VocabularyHead) -> list[tuple[int, float]]:
         if words in self.told:
             return [(token, math.log(chance)) for token, chance in self.told[words]]
         draw = random.Random(hash((self.seed, words)))
-        tokens = draw.sample(range(10, 10 + self.words), self.branch)
+        tokens = draw.sample(range(10, 10 + self.vocabulary), self.branch)
         weights = sorted((math.exp(1.5 * draw.gauss(0, 1)) for _ in tokens), reverse=True)
         return [(token, math.log(weight / sum(weights) / 1.05)) for token, weight in zip(tokens, weights, strict=True)]
 
@@ -52,7 +52,7 @@ def grown(rule: Rule, speaker: Speaker, roots: list[int], depth: int) -> TorchGr
     return graph
 
 
-Edges = dict[Words, list[tuple[int, Words]]]
+Edges = dict[VocabularyHead, list[tuple[int, VocabularyHead]]]
 """Who hangs on whom: nodes are called by the words on their way through the tree."""
 
 
@@ -61,7 +61,7 @@ def edges_of(graph: TorchGraph, index: int, root: int) -> Edges:
     goal, read = known.goal[index].tolist(), known.read[index].tolist()
     tokens = known.tokens[index].tolist()
     node_of = {0: (root,)} | {number: () for number in read if number >= 0}
-    names: dict[int, Words] = {}
+    names: dict[int, VocabularyHead] = {}
     for guess, number in enumerate(goal):
         if number == guess:
             names[guess] = (*node_of[guess // branch], tokens[guess])
@@ -77,17 +77,17 @@ def edges_of(graph: TorchGraph, index: int, root: int) -> Edges:
 # Slow ----------------------------------------------------------------------------------------------------------------
 
 
-def ending(words: Words, repeat: int) -> tuple[int | None, ...]:
+def ending(vocabulary: VocabularyHead, repeat: int) -> tuple[int | None, ...]:
     return ((None,) * (repeat + 1) + words)[-repeat - 1 :]
 
 
-def leads(edges: Edges, start: Words, goal: Words) -> bool:
+def leads(edges: Edges, start: VocabularyHead, goal: VocabularyHead) -> bool:
     return start == goal or any(leads(edges, below, goal) for _, below in edges.get(start, []))
 
 
 def slow(rule: Rule, speaker: Speaker, root: int, depth: int) -> Edges:
     edges: Edges = {}
-    older: list[Words] = []
+    older: list[VocabularyHead] = []
     front = [((root,), 0.0)]
     for _ in range(depth):
         said = [
@@ -95,7 +95,7 @@ def slow(rule: Rule, speaker: Speaker, root: int, depth: int) -> Edges:
         ]
         places = [words for words, _ in front]
         merged = older_ones(rule, edges, older, said, places) if rule.repeat >= 0 else {}
-        fresh: dict[tuple[int | None, ...], Words] = {}
+        fresh: dict[tuple[int | None, ...], VocabularyHead] = {}
         made, added = [], {}
         for number, (_, words, chance, token, likely) in enumerate(said):
             name, end = (*words, token), ending((*words, token), rule.repeat)
@@ -112,15 +112,15 @@ def slow(rule: Rule, speaker: Speaker, root: int, depth: int) -> Edges:
     return edges
 
 
-def counting(rule: Rule, speaker: Speaker, words: Words) -> list[tuple[int, float]]:
+def counting(rule: Rule, speaker: Speaker, vocabulary: VocabularyHead) -> list[tuple[int, float]]:
     said = speaker.behind(words)
     return [one for one in said if rule.siblings == 0 or one[1] >= said[0][1] + math.log(rule.siblings)]
 
 
-def older_ones(rule: Rule, edges: Edges, older: list[Words], said: list, places: list[Words]) -> dict[int, Words]:  # type: ignore[type-arg]
+def older_ones(rule: Rule, edges: Edges, older: list[VocabularyHead], said: list, places: list[VocabularyHead]) -> dict[int, VocabularyHead]:  # type: ignore[type-arg]
     """For each guess the first older node that ends like it and does not lead back to it; of those that would close a loop
     together, the ones that lead to a later node."""
-    found: dict[int, Words] = {}
+    found: dict[int, VocabularyHead] = {}
     for number, (_, words, _, token, _) in enumerate(said):
         same = [w for w in older if ending(w, rule.repeat) == ending((*words, token), rule.repeat)]
         allowed = [w for w in same if not leads(edges, w, words)]
@@ -155,7 +155,7 @@ def test_the_graph_is_the_slow_one(rule: Rule, seed: int, depth: int) -> None:
         assert edges_of(graph, index, root) == slow(rule, speaker, root, depth)
 
 
-def longest_walk(edges: Edges, start: Words, below: tuple[Words, ...] = ()) -> int:
+def longest_walk(edges: Edges, start: VocabularyHead, below: tuple[VocabularyHead, ...] = ()) -> int:
     assert start not in below, "a way leads back"
     return 1 + max((longest_walk(edges, goal, (*below, start)) for _, goal in edges.get(start, [])), default=0)
 
@@ -220,7 +220,7 @@ def test_a_guess_that_is_no_number_is_not_in_it() -> None:
 # Unrolled --------------------------------------------------------------------------------------------------------------
 
 
-def paths_of(draft: Draft, index: int) -> set[Words]:
+def paths_of(draft: Draft, index: int) -> set[VocabularyHead]:
     parent = draft.tree.parent[index].tolist()
     rows = range(int(draft.size[index]))
     return {tuple(int(draft.tokens[index, node]) for node in path_to(parent, row)) for row in rows}
@@ -231,7 +231,7 @@ def unrolled(graph: TorchGraph, state: State, shape: Shape) -> Draft:
     return Draft(tokens, Tree(parent), size)
 
 
-def all_walks(edges: Edges, speaker: Speaker, start: Words, most: int) -> dict[Words, float]:
+def all_walks(edges: Edges, speaker: Speaker, start: VocabularyHead, most: int) -> dict[VocabularyHead, float]:
     """Tokens of every walk, and how likely it is as the nodes on it say."""
     found, waiting = {}, [(start, start, 0.0)]
     while waiting:

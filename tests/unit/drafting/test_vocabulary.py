@@ -9,7 +9,7 @@ from doubles import END, VOCABULARY, target
 from foreword.core.choosing import guesses
 from foreword.core.sampling import Sampling
 from foreword.core.sampling_table import SamplingTable
-from foreword.drafting.draft_vocabulary import Words, packed, unpacked
+from foreword.drafting.draft_vocabulary import VocabularyHead, packed, unpacked
 from foreword.errors import DrafterError
 from foreword.model.model import Model
 
@@ -17,8 +17,8 @@ SOME = torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(4)) < 0.6
 ROWS = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def bound(model: Model, chosen: torch.Tensor = SOME) -> Words:
-    words = Words()
+def bound(model: Model, chosen: torch.Tensor = SOME) -> VocabularyHead:
+    words = VocabularyHead()
     words.choose(packed(chosen))
     words.bind(model)
     return words
@@ -42,7 +42,7 @@ def test_the_first_token_is_the_lowest_bit() -> None:
     ids=["fewer tokens", "more tokens", "no bytes", "no row"],
 )
 def test_words_of_another_vocabulary_are_refused(bits: torch.Tensor) -> None:
-    words = Words()
+    words = VocabularyHead()
     words.choose(bits)
     with pytest.raises(DrafterError, match="6 bytes|5 bytes|7 bytes") as refused:
         words.bind(target())
@@ -90,7 +90,7 @@ def test_guesses_are_those_of_a_vocabulary_without_the_rest(heat: float) -> None
 
 
 def test_without_a_choice_all_tokens_are_words() -> None:
-    model, words = target(), Words()
+    model, words = target(), VocabularyHead()
     words.bind(model)
     assert words.tokens is None and words.count == VOCABULARY
     assert torch.equal(words.head(ROWS), model.draft_head(ROWS))

@@ -105,7 +105,7 @@ def test_training_chooses_words_measures_with_them_and_keeps_them(tmp_path: Path
 
     with pytest.warns(ForewordWarning, match="the draft vocabulary has 128 of 600 tokens, chosen from"):
         run = Training(model, make, texts, TextList(texts.texts[:6]), trials_of(texts, 3, 40), settings, tmp_path)
-    assert run.measure.drafter.words is not None and run.measure.drafter.words.count == TOGETHER
+    assert run.measure.drafter.vocabulary is not None and run.measure.drafter.vocabulary.count == TOGETHER
     record = run.run()
     chosen = unpacked(load_file(tmp_path / "model.safetensors")["words"], 600, "tiny")
     counts = counts_of(texts, 600)

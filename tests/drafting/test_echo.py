@@ -27,7 +27,7 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
 def test_the_draft_is_that_of_both(sampling: str, links: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Round by round on a text that repeats itself. The alone ones write it too, as far as they guess; drafts depend on the
     text, so those behind the same text are compared. Of the chain's six rows all pay, or three."""
-    monkeypatch.setattr(BestFirst, "beside", lambda *_: links)
+    monkeypatch.setattr(BestFirst, "chain_rows", lambda *_: links)
     model = target()
     asked = [*requests(2, SAMPLINGS[sampling], max_new_tokens=30, ignore_eos=True)]
     both = taught("echo", model, rows=24, chain=6, **OPTIONS)

@@ -104,7 +104,7 @@ def contender(
 def apart(names: Sequence[str], device: torch.device, gpus: int) -> list[str]:
     """Who should be timed in a run of its own: a draft that is written beside the target, on the one GPU there is, changes
     the pace of others' rounds in the same process (decision 24)."""
-    return [name for name in names if METHODS[name].beside] if device.type == "cuda" and gpus == 1 else []
+    return [name for name in names if METHODS[name].drafts_alongside] if device.type == "cuda" and gpus == 1 else []
 
 
 def unable(name: str, error: Exception) -> Contender:

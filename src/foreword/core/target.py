@@ -61,7 +61,7 @@ class Target(Protocol):
         """Run rows [b, n, H] through the layers after `layer`, as a chain after the committed sequence, with the rows that
         are grafted onto them: [b, n + R, H], before the final norm. They write scratch rows of the cache only."""
 
-    def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
+    def alongside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
         """Run whole sequences [b, n, H] through the layers after `layer`, without a cache or gradients, and alongside them
         the rows that join at their anchors [b, A], with gradients. Gives both after each layer, first before any."""
 

@@ -226,7 +226,7 @@ class Walk(NamedTuple):
 def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Target) -> Walk:
     """Continue sequences from the first join, with the steps. They were read up to the tapped layers before."""
     first = joins[0].layer
-    for found in target.beside(scores.taps[first], first, anchors.place, joins):
+    for found in target.alongside(scores.taps[first], first, anchors.place, joins):
         last = found
     return Walk(tuple(target.norm(one) for one in last.rows), last.texts)
 

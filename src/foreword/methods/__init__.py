@@ -35,7 +35,7 @@ class Method:
     trained: bool = False
     trained_as: str = ""  # of which method its drafters are, where not of its own
     takes_models: bool = False  # in place of a trained drafter it takes any model with the target's vocabulary
-    beside: bool = False  # it drafts while the target checks
+    drafts_alongside: bool = False  # it drafts while the target checks
     kind: type[Drafter] | None = None  # the class itself, where another package brought it
 
     def load(self) -> type[Drafter]:
@@ -123,7 +123,7 @@ METHODS: dict[str, Method] = {
         trained=True,
         trained_as="draft_model",
         takes_models=True,
-        beside=True,
+        drafts_alongside=True,
     ),
 }
 

@@ -189,7 +189,9 @@ class Clover2(Drafter):
                 rows = self.module.guess_first(known)
             else:
                 known, rows = self._step(*carried_and_embedded(known, origin, self.embedding, tokens))
-            return self.vocabulary.guesses(rows, state.ahead(level), state.sampling, self.growth.branch, self.module.last_norm)
+            return self.vocabulary.guesses(
+                rows, state.ahead(level), state.sampling, self.growth.branch, self.module.last_norm
+            )
 
         return self.growth.draft(state, guess)
 

@@ -50,7 +50,7 @@ class Echo(Drafter):
         self.wants_cost = rows is None
         self.chain = min(chain, ((rows or MOST_NODES) - 1) // 2)
         self.trees = Clover2(rows, heads, taps, fuse, tree, width)
-        self.trees.plan = replace(self.trees.plan, beside=self.chain)
+        self.trees.plan = replace(self.trees.plan, chain=self.chain)
         self.needs = self.trees.needs
 
     @property
@@ -88,7 +88,7 @@ class Echo(Drafter):
 
     def propose(self, state: State) -> Draft:
         batch, growth = len(state.batch.ids), self.trees.growth
-        tree, rows = self.trees.propose(state), growth.beside(batch, self.chain)
+        tree, rows = self.trees.propose(state), growth.chain_rows(batch, self.chain)
         if not rows:
             return tree
         levels, chain = growth.depth(batch), self.lookups[rows].propose(state).head(rows + 1)

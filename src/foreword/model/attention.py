@@ -70,7 +70,7 @@ class Pass(NamedTuple):
     places: Tensor | None = None  # of the n rows, flat
     reach: int = 0  # how many rows of the cache are looked at
     held: Held | None = None  # without a cache: where the rows of a text leave keys and values
-    beside: Held | None = None  # or where rows beside it find them
+    alongside: Held | None = None  # or where rows that run alongside it find them
 
 
 @dataclass
@@ -132,8 +132,8 @@ def tree_attention(
         key, value = view.cached.view(view.batch, view.reach)
     if view.held is not None:
         view.held.keys, view.held.values = key, value
-    if view.beside is not None:
-        key, value = view.beside.joined(key, value)
+    if view.alongside is not None:
+        key, value = view.alongside.joined(key, value)
     if view.mask is None:
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
         return mixed.transpose(1, 2), None

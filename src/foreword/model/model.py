@@ -220,9 +220,9 @@ class Model:
         rows = Rows.behind(batch.take(self.cache.length), hidden.shape[1], batch)
         return self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts).rows
 
-    def beside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
+    def alongside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
         attention.route(self.hf)
-        return self._reader.beside(hidden, layer, anchor, joins)
+        return self._reader.alongside(hidden, layer, anchor, joins)
 
 
 def _end_tokens(hf: PreTrainedModel) -> list[int]:

@@ -61,7 +61,7 @@ class Rows:
         return Rows(base, chain.depth, chain.ancestors, batch, chain=True)
 
     @staticmethod
-    def beside(length: int, anchor: Tensor, joins: Sequence[Join]) -> Rows:
+    def alongside(length: int, anchor: Tensor, joins: Sequence[Join]) -> Rows:
         """Those that joined texts of `length` rows behind the anchors [b, A], join by join."""
         count, device = anchor.shape[1], anchor.device
         place = torch.arange(length, device=device)
@@ -217,7 +217,7 @@ class Stack:
                 hidden = self._layer(layer, hidden, views[hidden.shape[1]], skip)
         return Walked(hidden, real, kept)
 
-    def beside(self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
+    def alongside(self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
         """Whole texts [b, n, H] from after layer `start` on, without gradients, and the rows that join behind the anchors
         [b, A], with them: as they leave every layer."""
         held, count = Held(), anchor.shape[1]
@@ -234,8 +234,8 @@ class Stack:
                 hidden = self._layer(layer, hidden, text, None)
             if rows:
                 if side is None:
-                    side = self._view(Rows.beside(hidden.shape[1], anchor, joins[: len(rows)]), hidden.dtype)
-                    side = replace(side, shared=side.shared._replace(beside=held))
+                    side = self._view(Rows.alongside(hidden.shape[1], anchor, joins[: len(rows)]), hidden.dtype)
+                    side = replace(side, shared=side.shared._replace(alongside=held))
                 rows = self._layer(layer, torch.cat(rows, dim=1), side, None).split(count, dim=1)
 
     def _layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:

@@ -173,7 +173,7 @@ class Sweep:
         for part in self._apart():
             with self._read(part, joins[0].layer, steps, at_random=False) as (anchors, scores):
                 first = joins[0].layer
-                for found in self.model.beside(scores.taps[first], first, anchors.place, joins):
+                for found in self.model.alongside(scores.taps[first], first, anchors.place, joins):
                     for step, rows in enumerate(found.rows):
                         real = anchors.teacher(step + 1, found.texts).view(rows.shape)
                         near = functional.cosine_similarity(rows.float(), real.float(), dim=-1)

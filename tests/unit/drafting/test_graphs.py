@@ -117,7 +117,9 @@ def counting(rule: Rule, speaker: Speaker, vocabulary: VocabularyHead) -> list[t
     return [one for one in said if rule.siblings == 0 or one[1] >= said[0][1] + math.log(rule.siblings)]
 
 
-def older_ones(rule: Rule, edges: Edges, older: list[VocabularyHead], said: list, places: list[VocabularyHead]) -> dict[int, VocabularyHead]:  # type: ignore[type-arg]
+def older_ones(
+    rule: Rule, edges: Edges, older: list[VocabularyHead], said: list, places: list[VocabularyHead]
+) -> dict[int, VocabularyHead]:  # type: ignore[type-arg]
     """For each guess the first older node that ends like it and does not lead back to it; of those that would close a loop
     together, the ones that lead to a later node."""
     found: dict[int, VocabularyHead] = {}

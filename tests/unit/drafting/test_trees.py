@@ -268,18 +268,18 @@ def test_small_trees_are_worth_drafting_for_many_texts() -> None:
     assert Clover2().plan.gain == GAIN > USUAL_GAIN
 
 
-def test_rows_beside_a_tree_are_the_first_to_go() -> None:
-    """With more texts first the rows beside the tree are dropped, then the tree."""
+def test_chain_rows_a_tree_are_the_first_to_go() -> None:
+    """With more texts first the rows chains the tree are dropped, then the tree."""
     model = target()
     model.curve = CostCurve((1, 64, 1024), (1e-3, 1.4e-3, 12e-3))
-    shared, alone = (FixedRows(model, Shape(49, 4), beside=beside) for beside in (15, 0))
+    shared, alone = (FixedRows(model, Shape(49, 4), chain=chain) for chain in (15, 0))
     batches = (1, 2, 4, 8, 16, 32, 64, 128)
-    beside, depths = [shared.rows_beside(batch) for batch in batches], [shared.shape(batch).depth for batch in batches]
-    assert beside[0] == 15 and beside[-1] == 0 and beside == sorted(beside, reverse=True) and {*beside} & {3, 7}
-    assert any(depth and not also for depth, also in zip(depths, beside, strict=True)) and depths[-1] == 0
-    assert not any(alone.rows_beside(batch) for batch in batches)
+    chains, depths = [shared.chain_rows(batch) for batch in batches], [shared.shape(batch).depth for batch in batches]
+    assert chains[0] == 15 and chains[-1] == 0 and chains == sorted(chains, reverse=True) and {*chains} & {3, 7}
+    assert any(depth and not also for depth, also in zip(depths, chains, strict=True)) and depths[-1] == 0
+    assert not any(alone.chain_rows(batch) for batch in batches)
     for batch in batches:
-        if not shared.rows_beside(batch):
+        if not shared.chain_rows(batch):
             assert shared.shape(batch) == alone.shape(batch)
 
 
@@ -289,8 +289,8 @@ def test_a_short_chain_pays_before_a_long_one() -> None:
     model, eight = target(), {8: 4.32, 32: 4.33, 64: 4.66, 128: 4.88, 256: 7.49, 512: 12.86}
     batch = CostCurve(tuple(eight), tuple(each * 1e-3 for each in eight.values()), texts=8)
     model.curve = CostCurve((1, 16, 64, 79), (4.04e-3, 4.22e-3, 4.8e-3, 5.17e-3), batches=(batch,))
-    fixed = FixedRows(model, Shape(49, 6), GAIN, level=0.01, beside=15)
-    assert [(fixed.shape(batch).nodes, fixed.rows_beside(batch)) for batch in (1, 8)] == [(32, 15), (8, 7)]
+    fixed = FixedRows(model, Shape(49, 6), GAIN, level=0.01, chain=15)
+    assert [(fixed.shape(batch).nodes, fixed.chain_rows(batch)) for batch in (1, 8)] == [(32, 15), (8, 7)]
 
 
 def test_levels_that_are_settled_beforehand_follow_their_cost() -> None:

@@ -244,7 +244,7 @@ def test_rows_beside_a_text_are_those_grafted_onto_it(family: str) -> None:
         Join(layer, i + 1, lambda rows, _, i=i: rows @ matrices[i], tuple(range(i))) for i, layer in enumerate((1, 1, 3))
     ]
     hidden = [own_hidden(model.hf, text) for text in texts]
-    found = list(model.beside(torch.stack([one[1] for one in hidden]), 1, anchor, joins))
+    found = list(model.alongside(torch.stack([one[1] for one in hidden]), 1, anchor, joins))
     assert [(one.layer, len(one.rows)) for one in found] == [(1, 2), (2, 2), (3, 3), (4, 3)]
     for one in found:
         close(one.texts, torch.stack([layers[one.layer] for layers in hidden]))
@@ -266,7 +266,7 @@ def test_a_joined_row_sees_those_that_it_names() -> None:
 
     def last(*sees: tuple[int, ...]) -> Tensor:
         joins = [Join(1, i + 1, lambda rows, _, i=i: rows / (i + 1), seen) for i, seen in enumerate(sees)]
-        return list(model.beside(hidden, 1, anchor, joins))[-1].rows[-1]
+        return list(model.alongside(hidden, 1, anchor, joins))[-1].rows[-1]
 
     assert not torch.allclose(last((), (0,)), last((), ()))
     close(last((), (), ()), last((), (0,), ()))
@@ -277,7 +277,7 @@ def test_only_joined_rows_carry_gradients() -> None:
     model, projection = target(), nn.Linear(32, 32).double()
     hidden = own_hidden(model.hf, [5, 9, 31, 8])[1].unsqueeze(0)
     joins = [Join(2, 1, lambda rows, _: projection(rows))]
-    found = list(model.beside(hidden, 1, torch.tensor([[0, 2]]), joins))
+    found = list(model.alongside(hidden, 1, torch.tensor([[0, 2]]), joins))
     assert not any(one.texts.requires_grad for one in found)
     found[-1].rows[0].sum().backward()
     assert projection.weight.grad is not None and projection.weight.grad.abs().sum() > 0

@@ -284,7 +284,7 @@ def test_rows_beside_whole_texts_are_the_same(family: str) -> None:
     for hf in (stock, rebuilt):
         matrix = torch.eye(32).requires_grad_()
         joins = [Join(1, 1, lambda rows, _, m=matrix: rows @ m), Join(2, 2, lambda rows, _, m=matrix: rows @ m, (0,))]
-        last = list(Model(hf).beside(hidden, 1, torch.tensor([[0, 4], [3, 8]]), joins))[-1]
+        last = list(Model(hf).alongside(hidden, 1, torch.tensor([[0, 4], [3, 8]]), joins))[-1]
         sum(one.sum() for one in last.rows).backward()
         found.append((last.texts, *(one.detach() for one in last.rows), matrix.grad))
     for one, other in zip(*found, strict=True):

@@ -64,8 +64,8 @@ class GrownTree:
     def depth(self, batch: int) -> int:
         return self.shape_at(batch).depth
 
-    def beside(self, batch: int, most: int) -> int:
-        return most if self.fixed is None else self.fixed.rows_beside(batch)
+    def chain_rows(self, batch: int, most: int) -> int:
+        return most if self.fixed is None else self.fixed.chain_rows(batch)
 
     def cost(self, batch: int) -> Tensor | None:
         """[rows]: what a pass costs by its rows, where rows that do not pay off are cut."""
@@ -138,7 +138,7 @@ class Chain:
     def depth(self, batch: int) -> int:
         return self.shape.depth
 
-    def beside(self, batch: int, most: int) -> int:
+    def chain_rows(self, batch: int, most: int) -> int:
         return most
 
     def draft(self, state: State, guess: Guess) -> Draft:

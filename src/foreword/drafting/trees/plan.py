@@ -34,7 +34,7 @@ class Growth(Protocol):
     def depth(self, batch: int) -> int:
         """How many levels are drafted at this batch size; 0 if no row pays off."""
 
-    def beside(self, batch: int, most: int) -> int:
+    def chain_rows(self, batch: int, most: int) -> int:
         """How many of the `most` rows that another drafter adds to the tree pay off at this batch size."""
 
     def draft(self, state: State, guess: Guess) -> Draft: ...
@@ -53,7 +53,7 @@ class TreePlan:
     floor: float = 0.25
     stop: float = 0.0  # a chain ends before a candidate that is less likely than this
     levels: int | None = None  # at most, whatever the drafter could draft
-    beside: int = 0  # of `rows`, those that another drafter adds in the same pass
+    chain: int = 0  # of `rows`, those that another drafter adds in the same pass
     gain: float = USUAL_GAIN
 
     def check(self, method: str) -> None:
@@ -80,7 +80,7 @@ class TreePlan:
         rows are fixed before and empty rows save nothing, so the batch size alone decides how many rows and levels there
         are.
         """
-        nodes, is_fixed = (self.rows or MOST_NODES) - self.beside, fixes_shapes(target.device)
+        nodes, is_fixed = (self.rows or MOST_NODES) - self.chain, fixes_shapes(target.device)
         depth, branch = min(depth, self.levels or depth, nodes - 1), min(BRANCH, target.vocab_size)
         if self.kind == "static":
             return self._template(target, nodes, depth, branch)
@@ -90,7 +90,7 @@ class TreePlan:
         fixed = None
         if is_fixed and not self.rows:
             level = max(level, target.launches(kernels))
-            fixed = FixedRows(target, Shape(nodes, depth), self.gain, level=level, beside=self.beside)
+            fixed = FixedRows(target, Shape(nodes, depth), self.gain, level=level, chain=self.chain)
         if self.kind == "best":
             return BestFirst(Shape(nodes, depth), self.width, branch, costs, fixed)
         return Budgeted(Shape(nodes, depth), self.width, branch, costs, fixed, self.top_p, self.floor)

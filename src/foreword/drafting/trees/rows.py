@@ -20,7 +20,7 @@ USUAL_GAIN = 1.5  # tokens beyond the target's own that a tree of MOST_NODES bri
 GUESSING = 0.15  # passes over one row: what drafting costs besides its levels, such as two layers of thirty that read along
 LEVEL_KERNELS = 8  # of a level: the state, the head, the best candidates, and which of them are continued
 GOES_ON = 0.45  # of the trees that are right at one level, how many are at the next
-GAIN_BESIDE = 0.75  # tokens that an endless chain of lookups adds to a tree: results/bench_cuda_7b, both tables
+GAIN_CHAIN = 0.75  # tokens that an endless chain of lookups adds to a tree: results/bench_cuda_7b, both tables
 LOOKS_ON = 0.87  # of those, what every row leaves to the next ones: between these results and results/trees_cpu
 TRAINED_BEND = 0.67  # of `share_of_gain`, as trained drafters have it: results/trees_cpu, rows_*.json
 
@@ -91,7 +91,7 @@ class FixedRows:
 
     Every row and level of a tree brings tokens, each fewer than the one before. A row costs what the target measured. A
     level costs what the drafter needs for it. Drafting at all has a cost of its own. In a large batch rows are expensive,
-    and in the end none pays off. Rows that another drafter adds next to the tree (`beside`) are the first to go.
+    and in the end none pays off. Rows that another drafter adds next to the tree (`chain`) are the first to go.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class FixedRows:
         bend: float = TRAINED_BEND,
         guessing: float = GUESSING,
         level: float = 0.0,
-        beside: int = 0,
+        chain: int = 0,
     ) -> None:
         self.target, self.most, self.gain, self.bend = target, most, gain, bend
-        self.guessing, self.level, self.beside = guessing, level, beside
+        self.guessing, self.level, self.chain = guessing, level, chain
         self._known: dict[int, tuple[Shape, int]] = {}
 
     def shape(self, batch: int) -> Shape:
         return self._settled(batch)[0]
 
-    def rows_beside(self, batch: int) -> int:
+    def chain_rows(self, batch: int) -> int:
         """How many rows of the other drafter pay off too."""
         return self._settled(batch)[1]
 
@@ -120,17 +120,17 @@ class FixedRows:
         if batch not in self._known:
             counts = [*(1 << power for power in range((self.most.nodes - 1).bit_length())), self.most.nodes]
             shapes = [Shape(rows, depth) for rows in counts for depth in range(min(self.most.depth, rows - 1) + 1)]
-            ways = [(one, beside) for one in shapes for beside in chain_lengths(self.beside)]
-            sound = [(one, beside) for one, beside in ways if one.depth or (one.nodes, beside) == (1, 0)]
+            ways = [(one, chain) for one in shapes for chain in chain_lengths(self.chain)]
+            sound = [(one, chain) for one, chain in ways if one.depth or (one.nodes, chain) == (1, 0)]
             self._known[batch] = max(sound, key=lambda way: (self._speed(batch, *way), way[0].depth))
         return self._known[batch]
 
-    def _speed(self, batch: int, shape: Shape, beside: int) -> float:
+    def _speed(self, batch: int, shape: Shape, chain: int) -> float:
         """Tokens per cost. Levels of a large batch are more expensive, as its passes are."""
         if shape.nodes == 1:
             return 1 / self.target.cost(batch, batch)
         usual = min((shape.nodes - 1).bit_length(), self.most.depth)  # levels that a tree of this size can use
         rows, levels = share_of_gain(shape.nodes, MOST_NODES, self.bend), share_of_levels(shape.depth, usual)
-        gain = self.gain * rows * levels + GAIN_BESIDE * (1 - LOOKS_ON**beside)
+        gain = self.gain * rows * levels + GAIN_CHAIN * (1 - LOOKS_ON**chain)
         guessing = self.guessing + self.level * shape.depth * self.target.cost(batch, batch)
-        return (1 + gain) / (self.target.cost(batch * (shape.nodes + beside), batch) + guessing)
+        return (1 + gain) / (self.target.cost(batch * (shape.nodes + chain), batch) + guessing)

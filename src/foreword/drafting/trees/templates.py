@@ -150,7 +150,7 @@ class StaticTree:
     def depth(self, batch: int) -> int:
         return self.template(batch).depth
 
-    def beside(self, batch: int, most: int) -> int:
+    def chain_rows(self, batch: int, most: int) -> int:
         return most
 
     def draft(self, state: State, guess: Guess) -> Draft:

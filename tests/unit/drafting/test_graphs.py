@@ -17,8 +17,8 @@ from foreword.drafting.trees import BestFirst
 from foreword.ops.graphs import Rule, TorchGraph
 from foreword.ops.rows import carried
 
-VocabularyHead = tuple[int, ...]
-Answers = dict[VocabularyHead, list[tuple[int, float]]]
+Words = tuple[int, ...]
+Answers = dict[Words, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Speaker:
     words: int = 6
     told: Answers = field(default_factory=dict)
 
-    def behind(self, vocabulary: VocabularyHead) -> list[tuple[int, float]]:
+    def behind(self, words: Words) -> list[tuple[int, float]]:
         if words in self.told:
             return [(token, math.log(chance)) for token, chance in self.told[words]]
         draw = random.Random(hash((self.seed, words)))
-        tokens = draw.sample(range(10, 10 + self.vocabulary), self.branch)
+        tokens = draw.sample(range(10, 10 + self.words), self.branch)
         weights = sorted((math.exp(1.5 * draw.gauss(0, 1)) for _ in tokens), reverse=True)
         return [(token, math.log(weight / sum(weights) / 1.05)) for token, weight in zip(tokens, weights, strict=True)]
 
@@ -52,16 +52,16 @@ def grown(rule: Rule, speaker: Speaker, roots: list[int], depth: int) -> TorchGr
     return graph
 
 
-Edges = dict[VocabularyHead, list[tuple[int, VocabularyHead]]]
+Edges = dict[Words, list[tuple[int, Words]]]
 """Who hangs on whom: nodes are called by the words on their way through the tree."""
 
 
-def edges_of(graph: TorchGraph, index: int, root: int) -> Edges:
+def edges_of(graph: TorchGraph, lane: int, root: int) -> Edges:
     known, branch = graph.guesses, graph.rule.branch
-    goal, read = known.goal[index].tolist(), known.read[index].tolist()
-    tokens = known.tokens[index].tolist()
+    goal, read = known.goal[lane].tolist(), known.read[lane].tolist()
+    tokens = known.tokens[lane].tolist()
     node_of = {0: (root,)} | {number: () for number in read if number >= 0}
-    names: dict[int, VocabularyHead] = {}
+    names: dict[int, Words] = {}
     for guess, number in enumerate(goal):
         if number == guess:
             names[guess] = (*node_of[guess // branch], tokens[guess])
@@ -77,17 +77,17 @@ def edges_of(graph: TorchGraph, index: int, root: int) -> Edges:
 # Slow ----------------------------------------------------------------------------------------------------------------
 
 
-def ending(vocabulary: VocabularyHead, repeat: int) -> tuple[int | None, ...]:
+def ending(words: Words, repeat: int) -> tuple[int | None, ...]:
     return ((None,) * (repeat + 1) + words)[-repeat - 1 :]
 
 
-def leads(edges: Edges, start: VocabularyHead, goal: VocabularyHead) -> bool:
+def leads(edges: Edges, start: Words, goal: Words) -> bool:
     return start == goal or any(leads(edges, below, goal) for _, below in edges.get(start, []))
 
 
 def slow(rule: Rule, speaker: Speaker, root: int, depth: int) -> Edges:
     edges: Edges = {}
-    older: list[VocabularyHead] = []
+    older: list[Words] = []
     front = [((root,), 0.0)]
     for _ in range(depth):
         said = [
@@ -95,7 +95,7 @@ def slow(rule: Rule, speaker: Speaker, root: int, depth: int) -> Edges:
         ]
         places = [words for words, _ in front]
         merged = older_ones(rule, edges, older, said, places) if rule.repeat >= 0 else {}
-        fresh: dict[tuple[int | None, ...], VocabularyHead] = {}
+        fresh: dict[tuple[int | None, ...], Words] = {}
         made, added = [], {}
         for number, (_, words, chance, token, likely) in enumerate(said):
             name, end = (*words, token), ending((*words, token), rule.repeat)
@@ -112,17 +112,15 @@ def slow(rule: Rule, speaker: Speaker, root: int, depth: int) -> Edges:
     return edges
 
 
-def counting(rule: Rule, speaker: Speaker, vocabulary: VocabularyHead) -> list[tuple[int, float]]:
+def counting(rule: Rule, speaker: Speaker, words: Words) -> list[tuple[int, float]]:
     said = speaker.behind(words)
     return [one for one in said if rule.siblings == 0 or one[1] >= said[0][1] + math.log(rule.siblings)]
 
 
-def older_ones(
-    rule: Rule, edges: Edges, older: list[VocabularyHead], said: list, places: list[VocabularyHead]
-) -> dict[int, VocabularyHead]:  # type: ignore[type-arg]
+def older_ones(rule: Rule, edges: Edges, older: list[Words], said: list, places: list[Words]) -> dict[int, Words]:  # type: ignore[type-arg]
     """For each guess the first older node that ends like it and does not lead back to it; of those that would close a loop
     together, the ones that lead to a later node."""
-    found: dict[int, VocabularyHead] = {}
+    found: dict[int, Words] = {}
     for number, (_, words, _, token, _) in enumerate(said):
         same = [w for w in older if ending(w, rule.repeat) == ending((*words, token), rule.repeat)]
         allowed = [w for w in same if not leads(edges, w, words)]
@@ -153,11 +151,11 @@ rules = st.builds(
 def test_the_graph_is_the_slow_one(rule: Rule, seed: int, depth: int) -> None:
     speaker, roots = Speaker(seed, rule.branch), [1, 2, 11]
     graph = grown(rule, speaker, roots, depth)
-    for index, root in enumerate(roots):
-        assert edges_of(graph, index, root) == slow(rule, speaker, root, depth)
+    for lane, root in enumerate(roots):
+        assert edges_of(graph, lane, root) == slow(rule, speaker, root, depth)
 
 
-def longest_walk(edges: Edges, start: VocabularyHead, below: tuple[VocabularyHead, ...] = ()) -> int:
+def longest_walk(edges: Edges, start: Words, below: tuple[Words, ...] = ()) -> int:
     assert start not in below, "a way leads back"
     return 1 + max((longest_walk(edges, goal, (*below, start)) for _, goal in edges.get(start, [])), default=0)
 
@@ -168,8 +166,8 @@ def test_every_walk_ends(seed: int, depth: int, branch: int) -> None:
     """Of three words and by the last one alone, nearly everything is merged."""
     rule = Rule(branch, 0, 0.0, 0.0, 8)
     graph = grown(rule, Speaker(seed, branch, words=3), [1, 10], depth)
-    for index, root in enumerate((1, 10)):
-        assert longest_walk(edges_of(graph, index, root), (root,)) > depth
+    for lane, root in enumerate((1, 10)):
+        assert longest_walk(edges_of(graph, lane, root), (root,)) > depth
 
 
 def test_two_aliases_that_would_close_a_loop() -> None:
@@ -222,10 +220,10 @@ def test_a_guess_that_is_no_number_is_not_in_it() -> None:
 # Unrolled --------------------------------------------------------------------------------------------------------------
 
 
-def paths_of(draft: Draft, index: int) -> set[VocabularyHead]:
-    parent = draft.tree.parent[index].tolist()
-    rows = range(int(draft.size[index]))
-    return {tuple(int(draft.tokens[index, node]) for node in path_to(parent, row)) for row in rows}
+def paths_of(draft: Draft, lane: int) -> set[Words]:
+    parent = draft.tree.parent[lane].tolist()
+    rows = range(int(draft.size[lane]))
+    return {tuple(int(draft.tokens[lane, node]) for node in path_to(parent, row)) for row in rows}
 
 
 def unrolled(graph: TorchGraph, state: State, shape: Shape) -> Draft:
@@ -233,7 +231,7 @@ def unrolled(graph: TorchGraph, state: State, shape: Shape) -> Draft:
     return Draft(tokens, Tree(parent), size)
 
 
-def all_walks(edges: Edges, speaker: Speaker, start: VocabularyHead, most: int) -> dict[VocabularyHead, float]:
+def all_walks(edges: Edges, speaker: Speaker, start: Words, most: int) -> dict[Words, float]:
     """Tokens of every walk, and how likely it is as the nodes on it say."""
     found, waiting = {}, [(start, start, 0.0)]
     while waiting:
@@ -252,9 +250,9 @@ def test_what_is_unrolled_are_the_likeliest_walks(rule: Rule, seed: int, depth: 
     graph = grown(rule, speaker, roots, depth)
     shape = Shape(nodes, min(depth + 2, nodes - 1))
     draft = unrolled(graph, state_of([[5, root] for root in roots]), shape)
-    for index, root in enumerate(roots):
-        walks = all_walks(edges_of(graph, index, root), speaker, (root,), shape.depth)
-        assert paths_of(draft, index) == set(sorted(walks, key=lambda words: -walks[words])[:nodes])
+    for lane, root in enumerate(roots):
+        walks = all_walks(edges_of(graph, lane, root), speaker, (root,), shape.depth)
+        assert paths_of(draft, lane) == set(sorted(walks, key=lambda words: -walks[words])[:nodes])
 
 
 @pytest.mark.parametrize("width", [1, 4, 16])
@@ -272,4 +270,4 @@ def test_without_merging_it_is_an_ordinary_tree(width: int) -> None:
 
     tree = BestFirst(shape, width, 4, None).draft(state, guess)
     walks = unrolled(graph, state, shape)
-    assert [paths_of(walks, index) for index in range(2)] == [paths_of(tree, index) for index in range(2)]
+    assert [paths_of(walks, lane) for lane in range(2)] == [paths_of(tree, lane) for lane in range(2)]

@@ -1,0 +1,89 @@
+"""Small real objects for the tests. Import them from here: `from doubles import target, truth, Liar`.
+
+`models`: tiny random models. `reference`: what plain decoding must generate. `text`: a tokenizer. `engines`: requests and
+engines. `states`, `trees`, `attention`: parts of a round. `methods`: every method with small options. `drafters`: drafters
+that lie or know the truth. `recording`: a drafter that records calls. `training`: a trainable drafter and its data.
+"""
+
+from doubles.attention import AttentionCase
+from doubles.drafters import LastHidden, Liar, Oracle, Plan, Playback, continuation
+from doubles.engines import SAMPLINGS, engine, prompts, requests, rerunning, run_to_end, written
+from doubles.methods import TRAINABLE, TRAINED, WITHOUT_WEIGHTS, drafter, with_random_weights
+from doubles.models import (
+    CONTEXT,
+    END,
+    EVERY_FAMILY,
+    FAMILIES,
+    POISON,
+    STOCK_ATTENTION,
+    VOCABULARY,
+    WIDENABLE_KINDS,
+    fresh,
+    poisoned_model,
+    target,
+    tiny,
+    widened_pair,
+)
+from doubles.recording import Recorder, Seen, check_yield, drafts_of
+from doubles.reference import forget_truth, full_sequence, hf_cache, hf_hidden, hf_logits, hf_window, truth
+from doubles.states import prefilled, sequence_of, sequences_of, state_of
+from doubles.text import tokenizer
+from doubles.training import SequenceList, TwoHeads
+from doubles.trees import chain, path_to, paths_of, random_tree
+
+__all__ = [
+    "forget_truth",
+    "AttentionCase",
+    "CONTEXT",
+    "END",
+    "EVERY_FAMILY",
+    "FAMILIES",
+    "LastHidden",
+    "Liar",
+    "Oracle",
+    "POISON",
+    "Plan",
+    "Playback",
+    "Recorder",
+    "SAMPLINGS",
+    "STOCK_ATTENTION",
+    "Seen",
+    "SequenceList",
+    "TRAINABLE",
+    "TRAINED",
+    "TwoHeads",
+    "VOCABULARY",
+    "WIDENABLE_KINDS",
+    "WITHOUT_WEIGHTS",
+    "chain",
+    "check_yield",
+    "continuation",
+    "drafter",
+    "drafts_of",
+    "engine",
+    "fresh",
+    "full_sequence",
+    "hf_cache",
+    "hf_hidden",
+    "hf_logits",
+    "hf_window",
+    "path_to",
+    "paths_of",
+    "poisoned_model",
+    "prefilled",
+    "prompts",
+    "random_tree",
+    "requests",
+    "rerunning",
+    "run_to_end",
+    "sequence_of",
+    "sequences_of",
+    "state_of",
+    "target",
+    "tiny",
+    "tokenizer",
+    "truth",
+    "widened_pair",
+    "with_random_weights",
+    "written",
+]

@@ -1,6 +1,6 @@
 """Rows of a key-value cache: where they lie, and how accepted ones move to the front of the scratch rows.
 
-In: a cache as one tensor `held` [2, layers, slots, heads, rows, width], and for each sequence the scratch rows that stay.
+In: a `cache` as one tensor [2, layers, slots, heads, rows, width], and for each sequence the scratch rows that stay.
 Committed rows and slots outside the round are never written.
 """
 
@@ -22,15 +22,15 @@ def flat_places(slots: Tensor, rows: Tensor, heads: int, all_rows: int) -> Tenso
 
 
 @accelerated("round.keep:keep_rows")
-def keep_rows(held: Tensor, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:
+def keep_rows(cache: Tensor, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:
     """Move scratch rows `path[:, :count]` [b, n] to just after the committed `lengths` [slots], in all layers and heads."""
-    pairs, layers, _, heads, all_rows, width = held.shape
+    pairs, layers, _, heads, all_rows, width = cache.shape
     base = lengths[slots].unsqueeze(1)
     order = torch.arange(path.shape[1], device=path.device)
     # Entries past `count` copy a row onto itself, so that the shape stays fixed.
     chosen = torch.where(order < count.unsqueeze(1), path, order)
     source, goal = (flat_places(slots, base + which, heads, all_rows) for which in (chosen, order))
-    flat = held.view(pairs * layers, -1, width)
+    flat = cache.view(pairs * layers, -1, width)
     flat.index_copy_(1, goal, flat.index_select(1, source))
 
 

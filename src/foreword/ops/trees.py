@@ -22,7 +22,7 @@ def lineage(parent: Tensor) -> tuple[Tensor, Tensor]:
     return reach, reach.sum(-1) - 1
 
 
-@accelerated("round.tree:hang")
+@accelerated("round.tree:next_level")
 def next_level(sees: Tensor, parent: Tensor) -> Tensor:
     """Ancestors of one more level of a tree: [b, w, m + w].
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from doubles import SAMPLINGS, VOCABULARY, chain, engine, own_logits, random_tree, state_of, target
+from doubles import SAMPLINGS, VOCABULARY, chain, engine, hf_logits, random_tree, state_of, target
 from foreword.core.draft import Draft
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Scores
@@ -44,8 +44,8 @@ def taught(seed: int = 0, **options: object) -> TokenRecycling:
 
 def rows_of(drafter: TokenRecycling, table: int = 0) -> Table:
     """What is known: for each token its candidates, best first."""
-    known = (drafter.chances[table, :VOCABULARY] > -math.inf).all(-1)
-    return {token: drafter.tokens[table, token].tolist() for token in range(VOCABULARY) if known[token]}
+    known = (drafter.table.chances[table, :VOCABULARY] > -math.inf).all(-1)
+    return {token: drafter.table.tokens[table, token].tolist() for token in range(VOCABULARY) if known[token]}
 
 
 def accepted_rows(paths: list[list[int]], width: int) -> Accepted:
@@ -99,7 +99,7 @@ def test_remembered_chances_are_log_probabilities() -> None:
     drafter, logits = bound(), random_logits(1, 3)
     drafter.read(state_of([[1]]), chain([[5, 6, 7]]), Scores(logits))
     best = logits[0].log_softmax(-1).topk(8).values
-    torch.testing.assert_close(drafter.chances[0, 5:8].double(), best, atol=1e-5, rtol=0)
+    torch.testing.assert_close(drafter.table.chances[0, 5:8].double(), best, atol=1e-5, rtol=0)
 
 
 def test_padding_teaches_nothing() -> None:
@@ -118,7 +118,7 @@ def test_a_prompt_teaches() -> None:
     steps = engine(drafter, model, slots=1)
     steps.add(Request(prompt, SAMPLINGS["greedy"]))
     assert steps.step() == []
-    own = own_logits(model.hf, prompt).topk(8).indices.tolist()
+    own = hf_logits(model.hf, prompt).topk(8).indices.tolist()
     assert rows_of(drafter) == dict(zip(prompt[:5], own[:5], strict=True))
 
 
@@ -140,7 +140,7 @@ def test_a_shared_table_serves_all() -> None:
     drafter.end([0])
     drafter.begin(window(state, 0))
     draft = drafter.propose(state)
-    assert drafter.tokens.shape[0] == 1 and int(draft.size[0]) == int(draft.size[1]) > 1
+    assert drafter.table.tokens.shape[0] == 1 and int(draft.size[0]) == int(draft.size[1]) > 1
 
 
 @pytest.mark.parametrize("mode", ["slot", "session", "reset"])
@@ -199,8 +199,8 @@ def slow_walk(drafter: TokenRecycling, root: int, fade: float) -> list[tuple[int
     found: dict[tuple[int, ...], tuple[int, float]] = {(): (root, 0.0)}
     for path in template()[1:]:
         token, chance = found[path[:-1]]
-        step = float(drafter.chances[0, token, path[-1]])
-        found[path] = (int(drafter.tokens[0, token, path[-1]]), chance + step)
+        step = float(drafter.table.chances[0, token, path[-1]])
+        found[path] = (int(drafter.table.tokens[0, token, path[-1]]), chance + step)
     return [(token, chance + len(path) * math.log(fade)) for path, (token, chance) in found.items()]
 
 
@@ -231,7 +231,7 @@ def test_at_a_temperature_candidates_are_ranked_with_the_target_s_noise() -> Non
     """First level: the eight candidates of the root, ordered by remembered chance / T plus the noise of their place."""
     sampling = Sampling(temperature=0.8, seed=11)
     drafter, state = taught(), state_of([[5, 6, 7]], sampling)
-    candidates, chances = drafter.tokens[0, 7].long(), drafter.chances[0, 7]
+    candidates, chances = drafter.table.tokens[0, 7].long(), drafter.table.chances[0, 7]
     noise = gumbel(state.sampling.key, torch.tensor([[3]]), candidates.view(1, 1, -1)).view(-1)
     ranked = candidates[(chances / 0.8 + noise).argsort(descending=True)].tolist()
     assert ranked != candidates.tolist()
@@ -256,4 +256,4 @@ def test_what_cannot_be_is_refused(options: dict[str, object], named: str) -> No
 
 def test_the_table_is_small() -> None:
     drafter = bound(slots=1)
-    assert drafter.tokens.dtype == torch.int32 and drafter.tokens.shape == (1, VOCABULARY + 1, CANDIDATES)
+    assert drafter.table.tokens.dtype == torch.int32 and drafter.table.tokens.shape == (1, VOCABULARY + 1, CANDIDATES)

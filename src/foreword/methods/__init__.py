@@ -1,8 +1,8 @@
 """The table of methods: name -> where it lives. File name = method name = CLI name = docs page.
 
-Reading the table imports no method and no torch, so it also says what a listing of the methods needs; the paper stands on
-the method's class too, and a test holds the two together. Methods of other packages join the table by `register`, or by
-the entry-point group `foreword.methods`, which is looked up when a name is not in the table or all names are asked for.
+Reading the table imports no method and no torch, so it holds what a listing needs. The paper is also named on the method's
+class, and a test compares the two. Methods of other packages join the table by `register`, or by the entry-point group
+`foreword.methods`, which is searched when a name is not in the table or when all names are listed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foreword.core.drafter import Drafter
 
 MethodLike: TypeAlias = "str | os.PathLike[str] | Drafter | type[Drafter]"
-"""How a method is given: by its name, as the folder of a trained drafter, as a drafter, or as its class."""
+"""How a user names a method: its name, the folder of a trained drafter, a drafter, or its class."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Method:
     summary: str
     paper: str
     trained: bool = False
-    trained_as: str = ""  # of which method its drafters are, where not of its own
-    takes_models: bool = False  # in place of a trained drafter it takes any model with the target's vocabulary
-    drafts_alongside: bool = False  # it drafts while the target checks
-    kind: type[Drafter] | None = None  # the class itself, where another package brought it
+    trained_as: str = ""  # the method whose trained drafters it uses, if not its own
+    takes_models: bool = False  # it also takes any model with the target's vocabulary in place of a trained drafter
+    drafts_alongside: bool = False  # it drafts while the target verifies
+    kind: type[Drafter] | None = None  # the class itself, for a method of another package
 
     def load(self) -> type[Drafter]:
         if self.kind is not None:
@@ -46,10 +46,10 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "plain": Method("plain:Plain", "no speculation: one token a round, the baseline of every figure", paper="-"),
+    "plain": Method("plain:Plain", "no speculation: one token per round, the baseline of every figure", paper="-"),
     "prompt_lookup": Method(
         "prompt_lookup:PromptLookup",
-        "repeats what followed the same words earlier in the text",
+        "repeats what followed the same tokens earlier in the sequence",
         paper="Prompt Lookup Decoding, Saxena 2023; LLMA, arXiv 2304.04487",
     ),
     "token_recycling": Method(
@@ -59,58 +59,58 @@ METHODS: dict[str, Method] = {
     ),
     "medusa": Method(
         "medusa:Medusa",
-        "heads on the last state guess the tokens ahead, each for itself",
+        "independent heads on the last state draft the tokens ahead",
         paper="Medusa, arXiv 2401.10774",
         trained=True,
     ),
     "hydra": Method(
         "hydra:Hydra",
-        "heads that are told the tokens guessed before them",
+        "heads that are conditioned on the tokens drafted before them",
         paper="Hydra, arXiv 2402.05109",
         trained=True,
     ),
     "clover": Method(
         "clover:Clover",
-        "a layer reads the text, a small recurrent cell goes on from it",
+        "a layer reads the sequence, a small recurrent cell continues",
         paper="Clover, arXiv 2405.00263",
         trained=True,
     ),
     "clover2": Method(
         "clover2:Clover2",
-        "two layers read the text with each row's next token, a cell goes on",
+        "two layers read each row with its next token, a cell continues",
         paper="Clover-2, arXiv 2408.00264",
         trained=True,
     ),
     "echo": Method(
         "echo:Echo",
-        "what the text said before, in one tree with the guesses of clover2",
+        "prompt lookup and the tree of clover2 in one draft",
         paper="-",
         trained=True,
         trained_as="clover2",
     ),
     "hidden_transfer": Method(
         "hidden_transfer:HiddenTransfer",
-        "tree nodes carry states of later tokens through the checking pass",
+        "tree nodes carry states of later tokens through the verifying pass",
         paper="Hidden Transfer, arXiv 2404.12022",
         trained=True,
     ),
     "firp": Method(
         "firp:Firp",
-        "middle states of later tokens, walked through the upper layers",
+        "middle states of later tokens, run through the upper layers",
         paper="FIRP, arXiv 2410.20488",
         trained=True,
         trained_as="hidden_transfer",
     ),
     "draft_model": Method(
         "draft_model:DraftModel",
-        "a second, smaller model writes on, and the target checks",
+        "a second, smaller model drafts, and the target verifies",
         paper="Speculative decoding, arXiv 2211.17192; sampling, arXiv 2302.01318",
         trained=True,
         takes_models=True,
     ),
     "gsd": Method(
         "gsd:Gsd",
-        "a draft model whose guesses form a graph: what comes back is drafted once",
+        "a draft model whose candidates form a graph: repeats are drafted once",
         paper="GSD, arXiv 2407.16207",
         trained=True,
         trained_as="draft_model",
@@ -118,7 +118,7 @@ METHODS: dict[str, Method] = {
     ),
     "amusd": Method(
         "amusd.drafter:Amusd",
-        "a draft model on a device of its own writes on while the target checks",
+        "a draft model on its own device drafts while the target verifies",
         paper="AMUSD, arXiv 2410.17375",
         trained=True,
         trained_as="draft_model",
@@ -130,29 +130,29 @@ METHODS: dict[str, Method] = {
 ENTRY_POINTS = "foreword.methods"  # the group in which a package names its methods: name = "module:Class"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")  # the command line gives "=", ":" and "," a meaning
 
-# What is expected to be fastest on the machine at hand: drafters/auto.py.
+# The method that is expected to be fastest on this machine: drafters/auto.py.
 AUTO = "auto"
 DEFAULT_METHOD = AUTO
 
-# What an option may be where it is declared so: True is no whole number, and 2.5 heads fail only when they are built.
+# What an option of a declared type may be. True is not a whole number, and 2.5 heads would fail only when they are built.
 PLAIN_TYPES: dict[object, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     bool: ((bool,), "True or False"),
 }
 
-# How much of a name must be right for another to be suggested: "favourites" and "amusd" have 0.40 in common, "lookup" and
-# "prompt_lookup" 0.63.
+# How similar two names must be for one to be suggested: "favourites" and "amusd" score 0.40, "lookup" and "prompt_lookup"
+# 0.63.
 NEAR = 0.6
 
-# A tree knows who sees whom, which is rows x rows; past this no machine gains from another row.
+# The attention mask of a tree is rows x rows. Past this no machine gains from another row.
 MOST_ROWS = 1024
 
 
 def register(name: str, kind: type[Drafter]) -> None:
     """Add a method to the table, so that its name works wherever a method is named.
 
-    The first line of the class's docstring is what `foreword methods` says of it, next to its `paper`.
+    `foreword methods` shows the first line of the class's docstring and its `paper`.
     """
     from foreword.core.drafter import Drafter  # noqa: PLC0415  imports torch, which reading the table does not
 
@@ -186,8 +186,8 @@ def _discover() -> None:
         try:
             register(entry.name, entry.load())
         except Exception as error:  # whatever a plugin raises, other methods work
-            told = f"the method {entry.name!r} of {_package(entry)} cannot be used ({type(error).__name__}: {error})"
-            warnings.warn(f"{told}; update or remove that package", ForewordWarning, stacklevel=3)
+            problem = f"the method {entry.name!r} of {_package(entry)} cannot be used ({type(error).__name__}: {error})"
+            warnings.warn(f"{problem}; update or remove that package", ForewordWarning, stacklevel=3)
 
 
 def _package(entry: EntryPoint) -> str:
@@ -195,7 +195,7 @@ def _package(entry: EntryPoint) -> str:
 
 
 def name_of(kind: type[Drafter]) -> str | None:
-    """What a class is called in the table."""
+    """The name of a class in the table."""
     return next((name for name, method in all_methods().items() if method.kind is kind), None)
 
 
@@ -210,13 +210,13 @@ def find(name: str) -> Method:
 
 
 def trained_as(name: str) -> str:
-    """The method whose trained drafters a method takes: mostly its own."""
+    """The method whose trained drafters a method uses: usually itself."""
     return find(name).trained_as or name
 
 
 def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
-    """A drafter without weights by its name, ready to serve. `rows` bounds the rows of a pass, the root included; None:
-    what pays here."""
+    """Make a drafter that needs no trained weights. `rows` bounds the rows of a pass, the root included; None: as many as
+    pay off on this machine."""
     drafter = untrained(name, rows, **options)
     if METHODS[name].trained:
         raise DrafterError(
@@ -232,12 +232,12 @@ def check_rows(rows: int | None) -> None:
 
 
 def untrained(name: str, /, rows: int | None = None, **options: Any) -> Drafter:
-    """The same with no weights read: a trained method is as it starts, for the training loop to bind and teach."""
+    """Make a drafter without reading weights. A trained method is as it is before training, for the training loop."""
     return construct(name, find(name).load(), rows, options)
 
 
 def construct(name: str, kind: type[Drafter], rows: int | None, options: dict[str, Any]) -> Drafter:
-    """A drafter of a class, called `name` in messages. A class that takes no `rows` decides itself how many it needs."""
+    """Make a drafter of a class, called `name` in messages. A class without a `rows` parameter decides its rows itself."""
     check_rows(rows)
     known = signature(kind, eval_str=True).parameters
     if rows is not None and "rows" not in known:

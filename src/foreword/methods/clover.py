@@ -1,9 +1,9 @@
-"""DRAFT: heads that know what was guessed before them. One decoder layer behind the target's last reads the whole text; from
-its newest row a small recurrent cell goes on, token by token, and each step's state makes one guess.
+"""DRAFT: heads that are conditioned on the tokens drafted before them. One decoder layer after the target's last reads the
+whole sequence. From its newest row a small recurrent cell continues, token by token; each state gives candidates.
 
-The cell (Attention Decoder) lets the state look at the embedding of the token just chosen (Regressive Connection); the layer
-(Augmenting Block) has a cache of its own over committed rows. Each of the three can be left out. The target's own head,
-frozen, makes logits; the tree follows Clover's running budget.
+In the cell (Attention Decoder) the state attends to the embedding of the token just chosen (Regressive Connection). The
+layer (Augmenting Block) has a cache of its own over committed rows. Each of the three can be left out. The target's own
+head, frozen, makes the logits.
 Paper: Clover (arXiv 2405.00263).
 """
 
@@ -34,7 +34,7 @@ from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
 from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan
 from foreword.errors import InputError
 from foreword.model.widening import NORM, SEVERAL, WITHIN, layers_at
-from foreword.ops.rows import at_one, carried, carried_and_embedded, counted
+from foreword.ops.rows import carried, carried_and_embedded, counted, unit_rms
 
 Block = Literal["full", "attention", "mlp", "none"]
 HALVES = {"full": Skip(), "attention": Skip.of(mlp=(0,)), "mlp": Skip.of(attention=(0,))}
@@ -42,7 +42,7 @@ DECAY = 0.8
 
 
 class Cell(nn.Module):
-    """h + SiLU(what the state sees in the chosen token). With `attention` off, an MLP over both side by side."""
+    """h + SiLU(attention of the state to the chosen token). With `attention` off, a linear over both, concatenated."""
 
     def __init__(self, target: Target, attention: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class CloverWeights(nn.Module):
     def __init__(self, target: Target, heads: int, layers: nn.ModuleList | None, regressive: bool, attention: bool) -> None:
         super().__init__()
         self.block = layers
-        self.norm = norm_like(target)  # what the block gives has no norm behind it yet
+        self.norm = norm_like(target)  # the block's output is not normalised yet
         self.cell = Cell(target, attention) if regressive else None
         self.heads = nn.ModuleList(ResBlock(target) for _ in range(heads))
 
@@ -98,9 +98,10 @@ class Clover(Drafter):
         floor: float = 0.25,
         labels: Labels = "soft",
     ) -> None:
-        """`block`: all of the Augmenting Block, its attention or its MLP alone, or none. `attention` off: the cell is an MLP
-        over state and embedding; `regressive` off: there is no cell, and heads do not know what was guessed. `tree`: the
-        likeliest paths; "budget", the paper's rule with `top_p` and `floor`, whose tree of 4 is `rows=5`; or "static"."""
+        """`block`: the "full" Augmenting Block, only its "attention" or its "mlp", or "none". `attention` off: the cell is a
+        linear over state and embedding. `regressive` off: no cell, so that heads are not conditioned on earlier draft
+        tokens. `tree`: the likeliest paths ("best"); "budget", the paper's rule with `top_p` and `floor`, whose tree of 4
+        draft tokens is `rows=5`; or "static"."""
         if heads < 1:
             raise InputError(f"clover: needs at least one head, got heads={heads}")
         if block not in get_args(Block):
@@ -123,7 +124,7 @@ class Clover(Drafter):
         self.vocabulary.bind(target)
         if self.stack is not None:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads, self.vocabulary.part(target), LEVEL_KERNELS)
+        self.growth = self.plan.on(target, self.heads, self.vocabulary.read_cost(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -145,7 +146,7 @@ class Clover(Drafter):
             else:
                 known = self.module.cell(*carried_and_embedded(known, origin, self.embedding, tokens))
             rows = self.module.heads[level - 1](known)
-            return self.vocabulary.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
+            return self.vocabulary.candidates(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 
@@ -155,17 +156,17 @@ class Clover(Drafter):
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
         marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
-        walked = hidden if self.stack is None else self.stack.over(hidden, HALVES[self.block])
+        walked = hidden if self.stack is None else self.stack.walk_sequences(hidden, HALVES[self.block])
         known = self.module.norm(marks.lesson.of_rows(walked))
         for number, head in enumerate(self.module.heads, start=1):
             if self.module.cell is not None:
-                known = self.module.cell(known, at_one(self.embedding[marks.lesson.token(number)]))
+                known = self.module.cell(known, unit_rms(self.embedding[marks.lesson.token(number)]))
             marks.add(number, head(known), DECAY**number)
         return marks.result
 
     def _follow(self, state: State, hidden: Tensor, count: Tensor, path: Tensor | None = None) -> None:
-        """Of rows [b, n, H], along a path if there is one, the first `count` were committed: the block reads them, and the
-        last is what is known."""
+        """Let the block read the committed rows, and keep the last. Of rows [b, n, H], along a path if there is one, the
+        first `count` were committed."""
         if self.stack is not None:
             hidden = self.stack.read(counted(hidden, count, path), state.batch, count, HALVES[self.block])
             path = None

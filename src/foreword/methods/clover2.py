@@ -1,9 +1,9 @@
-"""DRAFT: Clover with the next token told earlier. Every committed row is fused with the token that follows it before two
-decoder layers read the text; from their newest row, which so knows the root, a light recurrent cell goes on.
+"""DRAFT: Clover, conditioned on the next token earlier. Each committed row is fused with the token that follows it, then two
+decoder layers read the sequence. Their newest row has seen the root; a light recurrent cell continues from it.
 
-The layers run once a round, over what was accepted, with a cache of their own; the cell runs once a level. States after some
-of the target's layers (taps) may be added to the last one. The target's own head, frozen, makes logits. What is learned is
-the target's distribution, and the state that it comes from.
+The layers run once per round over the accepted rows, with a cache of their own. The cell runs once per level. States after
+some of the target's layers (taps) can be added to the last state. The target's own head, frozen, makes the logits. Training
+fits the target's distribution, and optionally its states.
 Paper: Clover-2 (arXiv 2408.00264).
 """
 
@@ -37,27 +37,22 @@ from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePl
 from foreword.errors import DrafterError, InputError
 from foreword.model.draft_linears import DraftLinears
 from foreword.model.widening import NORM, SEVERAL, WITHIN, layers_at
-from foreword.ops.rows import at_one, carried_and_embedded, counted, size_of
+from foreword.ops.rows import carried_and_embedded, conditioned, conditioned_on_next, unit_rms
 
 Fuse = Literal["attention", "linear"]
 LAYERS = 2
 DECAY = 0.7
 COUNTS = (4, 8, 8, 3, 2)  # nodes at each depth of the paper's static tree
-GAIN = 2.05  # tokens beyond the target's own that a tree of 64 rows brings: results/trees_cpu/rows_clover2.json
+GAIN = 2.05  # draft tokens per round that a tree of 64 rows gets accepted: results/trees_cpu/rows_clover2.json
 
 
-class Told(NamedTuple):
-    """Rows of the target, and what is told of them: all brought to one size."""
+class FusionInputs(NamedTuple):
+    """Rows of the target and what they are fused with, each normalised to a root mean square of 1."""
 
-    taps: Tensor  # [.., T H] what it held further down
+    taps: Tensor  # [.., T H]: states of lower layers
     state: Tensor  # [.., H]
-    following: Tensor  # [.., H] embeddings of the tokens behind them
-    size: Tensor  # [.., 1] of the rows as they were
-
-    @staticmethod
-    def of(hidden: Tensor, taps: Sequence[Tensor], following: Tensor) -> Told:
-        lower = torch.cat([at_one(tap) for tap in taps], dim=-1) if taps else hidden[..., :0]
-        return Told(lower, at_one(hidden), at_one(following), size_of(hidden))
+    following: Tensor  # [.., H]: embeddings of the tokens after the rows
+    size: Tensor  # [.., 1]: the root mean square that the rows had
 
 
 class Clover2Weights(nn.Module):
@@ -70,13 +65,13 @@ class Clover2Weights(nn.Module):
         self.block, self.norm = layers, norm_like(target)
         self.first, self.later = linear(target, size, size), linear(target, 2 * size, size)
         self.last_norm = plain_norm(target)
-        self._rough_taps = None if self.taps is None else DraftLinears(self.taps)
-        self._rough_first, self._rough_later = DraftLinears(self.first), DraftLinears(self.later)
+        self._draft_taps = None if self.taps is None else DraftLinears(self.taps)
+        self._draft_first, self._draft_later = DraftLinears(self.first), DraftLinears(self.later)
         self._start()
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Everything passes what it is given through, but for a little noise."""
+        """Start near the identity, with a little noise."""
         if self.taps is not None:
             self.taps.weight.zero_()
         for look in (part for part in (self.fuse, self.step) if isinstance(part, CosineAttention)):
@@ -86,20 +81,21 @@ class Clover2Weights(nn.Module):
         for product in (self.first, self.later):
             near_identity(product.weight, _little(product.weight))
             product.bias.zero_()
-        # Rows come here as the final norm leaves them; at that size they are to stay.
+        # Rows arrive at the size that the final norm gives them, and should keep it.
         self.last_norm.weight.fill_(self.norm.weight.square().mean().sqrt())
 
-    def fused(self, told: Told) -> Tensor:
-        """What the layers read of rows, at the size that these had, at which the layers know them: [.., H]."""
-        state = told.state if self._rough_taps is None else self._rough_taps.onto(told.state, told.taps)
-        return self.fuse.onto(state, told.following, times=told.size)
+    def fused(self, inputs: FusionInputs) -> Tensor:
+        """What the layers read [.., H]: rows fused with what follows, at the size that the rows had."""
+        state = inputs.state if self._draft_taps is None else self._draft_taps.onto(inputs.state, inputs.taps)
+        return self.fuse.onto(state, inputs.following, times=inputs.size)
 
     def guess_first(self, state: Tensor) -> Tensor:
-        """What a guess is read from, before `last_norm`."""
-        return self._rough_first(state)
+        """The row that the first level's candidates come from, before `last_norm`."""
+        return self._draft_first(state)
 
     def guess_later(self, state: Tensor, embedding: Tensor) -> Tensor:
-        return self._rough_later(state, embedding)
+        """The same for later levels, from the state and the embedding of the chosen token."""
+        return self._draft_later(state, embedding)
 
 
 def _little(weight: Tensor) -> Tensor:
@@ -136,10 +132,10 @@ class Clover2(Drafter):
         labels: Labels = "soft",
         regression: float = 0.0,
     ) -> None:
-        """`heads` guess that many tokens ahead. `taps`: layers of the target whose states are added. `fuse`: how a row is
-        told the token after it, by Clover's attention or by one product over both. `tree`: the likeliest paths, or
-        "static", the paper's 25 nodes unless `paths` names others. `labels` and `regression`: learn the target's
-        distribution or its tokens, and with which weight its states."""
+        """`heads`: how many tokens ahead it drafts. `taps`: layers of the target whose states are added. `fuse`: how a row
+        is conditioned on the token after it: by Clover's "attention", or by one "linear" over both. `tree`: the likeliest
+        paths ("best"), or "static", the paper's 25 nodes unless `paths` names others. `labels`: learn the target's
+        distribution or its tokens. `regression`: the weight of learning its states too."""
         if heads < 1:
             raise InputError(f"clover2: needs at least one head, got heads={heads}")
         if not all(type(layer) is int for layer in taps):
@@ -169,7 +165,7 @@ class Clover2(Drafter):
         self.target = target
         self.vocabulary.bind(target)
         self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads, self.vocabulary.part(target), LEVEL_KERNELS)
+        self.growth = self.plan.on(target, self.heads, self.vocabulary.read_cost(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -185,11 +181,11 @@ class Clover2(Drafter):
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
-            if level == 1:  # about the root, which is known already
+            if level == 1:  # the state is conditioned on the root already
                 rows = self.module.guess_first(known)
             else:
                 known, rows = self._step(*carried_and_embedded(known, origin, self.embedding, tokens))
-            return self.vocabulary.guesses(
+            return self.vocabulary.candidates(
                 rows, state.ahead(level), state.sampling, self.growth.branch, self.module.last_norm
             )
 
@@ -202,37 +198,28 @@ class Clover2(Drafter):
         hidden = scores.require_hidden()
         marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden, self.regression)
         following = self.embedding[functional.pad(tokens[:, 1:], (0, 1))]
-        walked = self.stack.over(self.module.fused(Told.of(hidden, self._taps(scores), following)))
+        inputs = FusionInputs(*conditioned(hidden, self._taps(scores), following))
+        walked = self.stack.walk_sequences(self.module.fused(inputs))
         known = self.module.norm(marks.lesson.of_rows(walked))
         rows = self.module.guess_first(known)
         for number in range(1, self.heads + 1):
             if number > 1:
-                known, rows = self._step(known, at_one(self.embedding[marks.lesson.token(number)]))
+                known, rows = self._step(known, unit_rms(self.embedding[marks.lesson.token(number)]))
             marks.add(number, self.module.last_norm(rows), DECAY ** (number - 1))
         return marks.result
 
     def _follow(self, state: State, scores: Scores, accepted: Accepted | None, count: Tensor) -> None:
-        """Rows were committed, those accepted or else the first `count` of all: the layers read them, the last is known."""
+        """Let the layers read the rows that were committed, those accepted or else the first `count`, and keep the last."""
         path = None if accepted is None else accepted.path
-        walked = self.stack.read(self.module.fused(self._told(state, scores, path, count)), state.batch, count)
-        remember(self.state, state.slots, walked, count, norm=self.module.norm)
-
-    def _told(self, state: State, scores: Scores, path: Tensor | None, count: Tensor) -> Told:
-        """Of the rows along a path [b, n], or all. Past the first `count` they are 0, and so is what is made of them."""
         hidden, taps, cached = scores.require_hidden(), self._taps(scores), self.stack.cache.length
-        if hidden.is_cuda:
-            from foreword.ops.round import gather  # noqa: PLC0415  Triton is there only where CUDA is
-
-            return Told(*gather.told(hidden, taps, path, count, self.embedding, state, cached))
-        hidden, *taps = (counted(rows, count, path) for rows in (hidden, *taps))
-        column = cached[state.slots].unsqueeze(1) + 1 + torch.arange(hidden.shape[1], device=hidden.device)
-        following = state.tokens[state.slots.unsqueeze(1), column.clamp(max=state.tokens.shape[1] - 1)]
-        return Told.of(hidden, taps, self.embedding[following])
+        inputs = FusionInputs(*conditioned_on_next(hidden, taps, path, count, self.embedding, state, cached))
+        walked = self.stack.read(self.module.fused(inputs), state.batch, count)
+        remember(self.state, state.slots, walked, count, norm=self.module.norm)
 
     def _taps(self, scores: Scores) -> list[Tensor]:
         return [scores.taps[layer] for layer in self.needs.taps]
 
     def _step(self, known: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """The state once a token is chosen, and what its guess is read from."""
+        """The state after a token is chosen, and the row that its candidates come from."""
         known = self.module.step.onto(known, embedding)
         return known, self.module.guess_later(known, embedding)

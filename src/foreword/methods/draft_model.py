@@ -1,9 +1,9 @@
-"""DRAFT: a second, smaller model writes on, and its guesses are the draft: a tree of the likeliest, or a chain that ends
-where it is no longer sure.
+"""DRAFT: what a second, smaller model generates: a tree of its likeliest paths, or a chain that ends where it is no longer
+sure.
 
-The small model is the target's own first layers, copied and trained on what the target writes, between the target's
-embedding and its head, both frozen; or any other model with the same vocabulary. It reads the text along with the target
-into a cache of its own; a tree's levels are read one after the other into scratch rows.
+The small model is a copy of the target's first layers, trained on what the target generates, between the target's embedding
+and head, both frozen. Or it is any other model with the same vocabulary. It has a cache of its own and reads every committed
+token. The levels of a tree are read one after the other into scratch rows.
 Papers: Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318).
 """
 
@@ -21,8 +21,8 @@ from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
-from foreword.drafting.guesser import FirstLayers, Guesser
 from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
+from foreword.drafting.small_model import FirstLayers, SmallModel
 from foreword.drafting.trees import USUAL_RATES, TreeKind, TreePlan
 from foreword.errors import InputError
 from foreword.model.model import Model
@@ -48,52 +48,52 @@ class DraftModel(Drafter):
         labels: Labels = "soft",
         model: Model | None = None,
     ) -> None:
-        """`layers` of the target, from its first on, are the small model. It guesses `depth` tokens ahead. `tree`: the
-        likeliest paths; "chain", one guess behind the other, which ends before one that is less likely than `stop`;
-        "static", a template; or Clover's budget. `labels`: learn the target's distribution or its tokens. `model`: another
-        model to guess with, in place of layers of the target."""
+        """The first `layers` of the target are the small model. It drafts `depth` tokens ahead. `tree`: the likeliest paths
+        ("best"); "chain", one candidate after the other, which ends before one that is less likely than `stop`; "static",
+        a template; or Clover's "budget". `labels`: learn the target's distribution ("soft") or its tokens ("hard").
+        `model`: another model to draft with, in place of the target's first layers."""
         if depth < 1:
-            raise InputError(f"draft_model: depth is {depth}; at least 1 token is guessed")
+            raise InputError(f"draft_model: depth is {depth}; it must be at least 1")
         check_labels("draft_model", labels)
         self.wants_cost = rows is None
         self.depth, self.labels = depth, labels
-        self.guesser = Guesser("draft_model", layers, model)
-        self.vocabulary = self.guesser.vocabulary
+        self.small_model = SmallModel("draft_model", layers, model)
+        self.vocabulary = self.small_model.vocabulary
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths, stop=stop)
         self.plan.check("draft_model")
         self.config: dict[str, Any] = {"layers": layers}
 
     def build(self, target: Target) -> None:
-        self.guesser.build(target)
-        if self.guesser.other is None:
-            self.module = self.guesser.module
+        self.small_model.build(target)
+        if self.small_model.other is None:
+            self.module = self.small_model.module
 
     def bind(self, target: Target, slots: int) -> None:
-        self.growth = self.plan.on(target, self.depth, self.guesser.level_part(target), self.guesser.level_kernels)
+        self.growth = self.plan.on(target, self.depth, self.small_model.level_cost(target), self.small_model.level_kernels)
         self.shape = self.growth.shape
         scratch = max(self.shape.nodes, 2 + self.shape.depth * self.plan.width)
-        self.guesser.bind(target, slots, self.shape.depth, scratch)
+        self.small_model.bind(target, slots, self.shape.depth, scratch)
 
     def begin(self, state: State) -> None:
-        self.guesser.begin(state)
+        self.small_model.begin(state)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        self.guesser.read(state, chunk.nodes)
+        self.small_model.read(state, chunk.nodes)
 
     def propose(self, state: State) -> Draft:
         if self.growth.depth(len(state.batch.ids)) == 0:
-            self.guesser.follow(state)
+            self.small_model.follow(state)
             return Draft.nothing(state.root)
-        branches = self.guesser.root(state)
+        branches = self.small_model.root(state)
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             rows = branches.rows if level == 1 else branches.read(tokens, origin)
-            return self.guesser.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
+            return self.small_model.candidates(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         marks = HeadLosses(Lesson.of(tokens, mask, 1), target, self.labels, scores.require_hidden())
-        # It knows the root, so it stands where its teacher does: one row later than a head on the target's state.
-        marks.add(1, self.module.norm(marks.lesson.teacher(self.guesser.over(tokens))), 1.0)
+        # It has read the root, so its rows align with the target's: one row later than a head on the target's state.
+        marks.add(1, self.module.norm(marks.lesson.teacher(self.small_model.over(tokens))), 1.0)
         return marks.result

@@ -1,9 +1,9 @@
-"""DRAFT: what a text has said before, said again, beside what trained layers expect of it. The tree of `clover2` and the
-chain of `prompt_lookup` are one draft: as far as they agree they share rows, and where they part both ways are checked.
+"""DRAFT: the tree of `clover2` and the chain of `prompt_lookup` in one draft. Where the two agree they share rows. Where
+they diverge, the target verifies both.
 
-A lookup is right for long where a text repeats itself or its prompt, and wrong elsewhere; trained guesses are right
-everywhere, but not far ahead. Neither knows beforehand which of them will be right, and rows are cheaper than that question.
-The drafters are those of `clover2`. Ours; no paper joins these two.
+A lookup is right for long where a sequence repeats itself or its prompt, and wrong elsewhere. Trained layers are often right
+everywhere, but not far ahead. Which of them will be right is not known before, and verifying both costs few rows.
+The trained drafters are those of `clover2`. Our own method; no paper joins these two.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
-from foreword.drafting.joining import hang, joined
+from foreword.drafting.joining import attach, joined
 from foreword.drafting.trees import MOST_NODES, TreeKind, chain_lengths
 from foreword.errors import InputError
 from foreword.methods.clover2 import Clover2, Fuse
 from foreword.methods.prompt_lookup import PromptLookup
+from foreword.ops.device import fixes_shapes
 
-CHAIN = 15  # with the root as many rows as a matrix unit takes, which is what Clover-2's layers then read of a round
+CHAIN = 15  # with the root 16 rows, as many as a matrix unit takes; Clover-2's layers read as many per round
 
 
 class Echo(Drafter):
@@ -43,10 +44,10 @@ class Echo(Drafter):
         tree: TreeKind = "best",
         width: int = 8,
     ) -> None:
-        """Of the rows of a pass at most `chain`, and fewer than half, repeat what stands earlier in the text. The others are
-        clover2's, and so are the other options."""
+        """`chain`: at most this many rows of a pass, and fewer than half, are looked up earlier in the sequence. The other
+        rows are clover2's, and so are the other options."""
         if not 0 <= chain <= CHAIN:
-            raise InputError(f"echo: chain is {chain}; so many tokens are looked up, from 0 to {CHAIN}")
+            raise InputError(f"echo: chain is {chain}; it must be from 0 to {CHAIN}")
         self.wants_cost = rows is None
         self.chain = min(chain, ((rows or MOST_NODES) - 1) // 2)
         self.trees = Clover2(rows, heads, taps, fuse, tree, width)
@@ -70,15 +71,15 @@ class Echo(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.trees.bind(target, slots)
-        # A GPU checks as many rows each time, used or not, so that every match may be followed to the end. Where rows cost,
-        # a chain is as long as pays, and followed only if the tree expects its first token too.
-        self.frugal = target.device.type == "cpu" and self.wants_cost
+        # Where shapes are fixed, unused rows cost the same, so every match is followed to the end. Elsewhere a chain is as
+        # long as pays off, and it is drafted only if the tree proposes its first token too.
+        self.frugal = self.wants_cost and not fixes_shapes(target.device)
         lengths = [rows for rows in chain_lengths(self.chain) if rows]
         self.lookups = {rows: PromptLookup(None if self.frugal else rows + 1) for rows in lengths}
         for lookup in self.lookups.values():
             lookup.bind(target, slots)
-        grown = self.trees.shape
-        self.shape = Shape(grown.nodes + self.chain, max(grown.depth, self.chain))
+        tree = self.trees.shape
+        self.shape = Shape(tree.nodes + self.chain, max(tree.depth, self.chain))
 
     def begin(self, state: State) -> None:
         self.trees.begin(state)
@@ -92,7 +93,7 @@ class Echo(Drafter):
         if not rows:
             return tree
         levels, chain = growth.depth(batch), self.lookups[rows].propose(state).head(rows + 1)
-        return hang(tree, chain, levels, agreed=True) if self.frugal else joined(tree, chain, levels)
+        return attach(tree, chain, levels, agreed=True) if self.frugal else joined(tree, chain, levels)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         self.trees.observe(state, draft, scores, accepted)

@@ -1,9 +1,9 @@
-"""DRAFT: states of tokens to come, guessed in the middle of the target and walked through its upper layers once the round is
-decided. What is kept of a sequence is the middle states of its last row; a small matrix a step moves them ahead.
+"""DRAFT: predict middle states of coming tokens, and run them through the target's upper layers before each round. The
+middle states of each sequence's last row are kept; one small matrix per step projects them ahead.
 
-Rows made so see the whole text and the steps before them; the target's own head reads guesses off them. They are scratch:
-the pass that checks the guesses writes over them. The price is a second sweep of the upper layers, over few rows.
-The matrices are those of `hidden_transfer`, which walks the same rows inside the checking pass.
+The projected rows attend to the whole sequence and to the steps before them; the target's own head turns them into
+candidates. They are scratch rows, which the verifying pass overwrites. The price is a second pass through the upper layers,
+over few rows. The matrices are those of `hidden_transfer`, which runs the same rows inside the verifying pass.
 Paper: FIRP (arXiv 2410.20488).
 """
 
@@ -24,7 +24,7 @@ from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import remember
-from foreword.drafting.transfer import Source, Transfer, behind, told
+from foreword.drafting.transfer import Source, Transfer, conditioned_steps, steps_after
 from foreword.drafting.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 
 
@@ -48,10 +48,10 @@ class Firp(Drafter):
         paths: Sequence[Sequence[int]] | None = None,
         rates: Rates = USUAL_RATES,
     ) -> None:
-        """`steps` tokens are guessed ahead, each by a row that joins after one of `layers`. `source`: a step is made of the
-        last row's state ("anchor") or of the step before ("chain"). `squeeze`: matrices of a lower rank. `told`: rows
-        hear of the token before them once it is decided. `tree`: a template built from `rates` or made of `paths`; the
-        likeliest paths ("best"); or Clover's budget."""
+        """`steps`: how many tokens ahead it drafts, each from a row that joins after one of `layers`. `source`: a step is
+        projected from the last row's state ("anchor") or from the step before ("chain"). `squeeze`: divides the rank of
+        the matrices. `told`: rows are conditioned on the token before them once it is decided. `tree`: "static", a template
+        built from `rates` or made of `paths`; the likeliest paths ("best"); or Clover's "budget"."""
         layers = None if layers is None else tuple(layers)
         self.options = Transfer(steps, layers, source, bias, squeeze, norm, told)
         self.options.check("firp")
@@ -89,11 +89,11 @@ class Firp(Drafter):
         if depth == 0:
             return Draft.nothing(state.root)
         layers = self.layers[:depth]
-        first, later = behind(self.module, layers, self.options.source, state.batch.take(self.known))
+        first, later = steps_after(self.module, layers, self.options.source, state.batch.take(self.known))
         walked = self.target.norm(self.target.onward(state.batch, first, layers[0], later))  # [b, depth, H]
-        rows = told(self.module, walked, state.root, self.embedding)
+        rows = conditioned_steps(self.module, walked, state.root, self.embedding)
         position = state.ahead(self.number[:depth])
-        tokens, chances = self.vocabulary.guesses(rows, position, state.sampling, self.growth.branch)
+        tokens, chances = self.vocabulary.candidates(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:

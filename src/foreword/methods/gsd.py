@@ -1,9 +1,9 @@
-"""DRAFT: a draft model whose guesses form a graph. A continuation that comes back, behind other words, is drafted once and
-shared; for the target the graph is unrolled into a tree, the likeliest paths first.
+"""DRAFT: a draft model whose candidates form a graph. A continuation that comes up again after other tokens is drafted once
+and shared. For the target, the graph is unrolled into a tree, likeliest paths first.
 
-The small model and its weights are those of `draft_model`. Each round it reads the root, then `width` nodes of a level at a
-time, whose keys and values stay behind the text until the round is over; a guess that ends like an older node is not read.
-The target checks every path by itself, so a merged guess that does not fit costs acceptance and never the text.
+The small model and its weights are those of `draft_model`. Each round it reads the root, then `width` nodes per level. Their
+keys and values stay after the sequence in its cache until the round ends. A candidate whose last tokens equal those of an
+older node is not read again. The target verifies every path, so a wrong merge costs acceptance and never the output.
 Paper: GSD (arXiv 2407.16207).
 """
 
@@ -23,15 +23,16 @@ from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.graphs import DraftGraph, sketch
-from foreword.drafting.guesser import Branches, FirstLayers, Guesser
+from foreword.drafting.small_model import Branches, FirstLayers, SmallModel
 from foreword.drafting.trees import USUAL_RATES, BestFirst, RowCosts, TreePlan
 from foreword.errors import InputError
 from foreword.model.model import Model
 from foreword.model.widening import NORM, layers_at
-from foreword.ops.graphs import Rule
+from foreword.ops.candidate_graphs import Rule
+from foreword.ops.device import fixes_shapes
 
-FURTHER = 2  # levels that a path may be longer than the graph is deep: an alias may lead to a node further up
-UNROLLED = 16  # nodes of a level that a tree goes on from, at least: a shared node comes several times
+FURTHER = 2  # how many levels a path may be longer than the graph is deep: an alias may lead to a node further up
+UNROLLED = 16  # at least this many nodes of a level are continued in the tree: a shared node occurs several times
 
 
 class Gsd(Drafter):
@@ -53,10 +54,10 @@ class Gsd(Drafter):
         sure: float = 0.005,
         model: Model | None = None,
     ) -> None:
-        """`layers` and `model`: as of draft_model. The graph has `depth` levels, of which `width` nodes each are read, and
-        `branch` guesses behind each of these. `repeat`: merged is what has the same token and as many before it; -1: nothing
-        is. `siblings`: a guess counts if it has this share of its best sibling's chance. `sure`: one less likely than this
-        is drafted, but has nothing behind it."""
+        """`layers` and `model`: as in draft_model. The graph has `depth` levels. Of each level `width` nodes are read, and
+        each gets `branch` candidates. `repeat`: nodes are merged if their tokens and this many tokens before are equal; -1
+        merges nothing. `siblings`: a candidate counts if it has at least this share of its best sibling's probability.
+        `sure`: a candidate less likely than this is drafted, but not continued."""
         if depth < 1 or width < 1 or branch < 1:
             raise InputError(f"gsd: depth, width and branch are 1 at least, got {depth}, {width} and {branch}")
         if repeat < -1:
@@ -65,67 +66,67 @@ class Gsd(Drafter):
             raise InputError(f"gsd: siblings is {siblings} and sure is {sure}; both are shares, from 0 to 1")
         self.wants_cost = rows is None
         self.depth, self.rule = depth, Rule(branch, repeat, siblings, sure, width)
-        self.guesser = Guesser("gsd", layers, model)
-        self.vocabulary = self.guesser.vocabulary
+        self.small_model = SmallModel("gsd", layers, model)
+        self.vocabulary = self.small_model.vocabulary
         self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES)
         self.config: dict[str, Any] = {"layers": layers}
 
     def build(self, target: Target) -> None:
-        self.guesser.build(target)
-        if self.guesser.other is None:
-            self.module = self.guesser.module
+        self.small_model.build(target)
+        if self.small_model.other is None:
+            self.module = self.small_model.module
 
     def bind(self, target: Target, slots: int) -> None:
-        level, kernels = self.guesser.level_part(target), self.guesser.level_kernels
-        on_cpu = target.device.type == "cpu"
-        # On a CPU levels are settled while they are read, and what is unrolled of them costs nothing more.
-        growth = cast(BestFirst, self.plan.on(target, self.depth + FURTHER, 0.0 if on_cpu else level, kernels))
-        self.costs = RowCosts(target, growth.shape.nodes, level) if on_cpu and self.wants_cost else None
+        level, kernels = self.small_model.level_cost(target), self.small_model.level_kernels
+        adapts = not fixes_shapes(target.device)
+        # Where shapes adapt, the number of levels is decided while they are read, and unrolling them costs nothing more.
+        growth = cast(BestFirst, self.plan.on(target, self.depth + FURTHER, 0.0 if adapts else level, kernels))
+        self.costs = RowCosts(target, growth.shape.nodes, level) if adapts and self.wants_cost else None
         self.shape = growth.shape
-        self.guesser.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
+        self.small_model.bind(target, slots, self.shape.depth, 1 + self.depth * self.rule.width + FURTHER)
         self.growth = replace(growth, branch=min(self.rule.branch, self.vocabulary.count, target.vocab_size))
-        self.last: tuple[DraftGraph, Tensor] | None = None  # for `sketch` alone
+        self.last: tuple[DraftGraph, Tensor] | None = None  # only for `sketch`
         self.counts = torch.zeros(2, dtype=torch.long, device=target.device)
 
     def begin(self, state: State) -> None:
-        self.guesser.begin(state)
+        self.small_model.begin(state)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
-        self.guesser.read(state, chunk.nodes)
+        self.small_model.read(state, chunk.nodes)
 
     def propose(self, state: State) -> Draft:
         depth = min(self.depth, self.growth.depth(len(state.batch.ids)))
         if depth == 0:
             self.last = None
-            self.guesser.follow(state)
+            self.small_model.follow(state)
             return Draft.nothing(state.root)
-        branches, root = self.guesser.root(state), state.root
+        branches, root = self.small_model.root(state), state.root
         graph = DraftGraph(replace(self.rule, branch=self.growth.branch), root, depth)
         self._drafted(graph, state, branches, depth)
         self.last = graph, root
         return graph.draft(state, self.growth)
 
     def _drafted(self, graph: DraftGraph, state: State, branches: Branches, depth: int) -> None:
-        """The graph, read level by level; what the last level guesses is not read."""
+        """Read the graph level by level. The candidates of the last level are not read."""
         rows = branches.rows
         for level in range(1, depth + 1):
-            nodes = graph.add(*self.guesser.guesses(rows, state.ahead(level), state.sampling, self.growth.branch))
+            nodes = graph.add(*self.small_model.candidates(rows, state.ahead(level), state.sampling, self.growth.branch))
             if level == depth or not self._goes_on(graph, level):
                 break
             rows = branches.read(*nodes)
         self.counts += (graph.counts * state.alive).sum(1)
 
     def _goes_on(self, graph: DraftGraph, levels: int) -> bool:
-        """Whether one level more is expected to pay, where that is not settled beforehand."""
+        """Whether one more level is expected to pay off, where that was not decided before."""
         return self.costs is None or graph.pays(self.costs, levels)
 
     def sketch(self, row: int) -> dict[str, Any]:
         if self.last is None:
             return {}
         graph, roots = self.last
-        return sketch(graph.guesses, self.growth.branch, int(roots[row]), row)
+        return sketch(graph.candidates, self.growth.branch, int(roots[row]), row)
 
     def counters(self) -> dict[str, int]:
-        """Since it was bound: rows that the small model read of roots and guesses, and those that it did not have to read,
-        since they were merged. Asks the device, so not for the loop."""
+        """Since it was bound: how many rows the small model read, roots included, and how many merging saved. It reads from
+        the device, so it must not be called in the loop."""
         return dict(zip(("rows_read", "rows_saved"), self.counts.tolist(), strict=True))

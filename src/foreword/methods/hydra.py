@@ -1,8 +1,8 @@
-"""DRAFT: Medusa's heads, told what was guessed. Head i reads the target's last state and the input embeddings of the root
-and of the i - 1 tokens chosen behind it, side by side.
+"""DRAFT: Medusa's heads, conditioned on the tokens drafted before them. Head i reads the target's last state, the input
+embedding of the root and those of the i - 1 tokens chosen after it, concatenated.
 
-With `prefix` (Hydra++) a decoder layer over the whole text, with a cache of its own, stands between the target's state and
-the heads. The target's own head, frozen, makes logits. What is learned is the target's distribution.
+With `prefix` (Hydra++), a decoder layer over the whole sequence, with a cache of its own, stands between the target's state
+and the heads. The target's own head, frozen, makes the logits. Training fits the target's distribution.
 Paper: Hydra (arXiv 2402.05109).
 """
 
@@ -28,11 +28,11 @@ from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, Rates, TreeKind,
 from foreword.errors import InputError
 from foreword.model.draft_linears import DraftLinears
 from foreword.model.widening import NORM, SEVERAL, WITHIN, layers_at
-from foreword.ops.rows import at_one, carried, counted
+from foreword.ops.rows import carried, counted, unit_rms
 
 
 class Head(nn.Module):
-    """R c + SiLU(W c) over `parts` states side by side, then residual blocks. R starts as the first of them, W at 0."""
+    """R c + SiLU(W c) over `parts` concatenated states, then residual blocks. R starts as the first state, W as 0."""
 
     def __init__(self, target: Target, parts: int, layers: int) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class Head(nn.Module):
         nn.init.zeros_(self.bent.weight)
         nn.init.zeros_(self.bent.bias)
         self.blocks = nn.Sequential(*(ResBlock(target) for _ in range(layers - 1)))
-        self._rough = DraftLinears(self.through, self.bent)
+        self._draft_linears = DraftLinears(self.through, self.bent)
 
     def forward(self, rows: Tensor) -> Tensor:
-        through, bent = self._rough(rows).chunk(2, dim=-1)
+        through, bent = self._draft_linears(rows).chunk(2, dim=-1)
         return self.blocks(through + functional.silu(bent))
 
 
@@ -81,8 +81,8 @@ class Hydra(Drafter):
         rates: Rates = USUAL_RATES,
         labels: Labels = "soft",
     ) -> None:
-        """`heads` of `layers` layers each. `prefix`: a decoder layer over the text before them. `tree`: the likeliest paths;
-        "static", a template built from `rates` or made of `paths`; or Clover's budget."""
+        """`heads` of `layers` layers each. `prefix`: a decoder layer over the sequence comes before them. `tree`: the
+        likeliest paths ("best"); "static", a template built from `rates` or made of `paths`; or Clover's "budget"."""
         if heads < 1 or layers < 1:
             raise InputError(f"hydra: needs at least one head of one layer, got heads={heads} and layers={layers}")
         check_labels("hydra", labels)
@@ -103,7 +103,7 @@ class Hydra(Drafter):
         self.vocabulary.bind(target)
         if self.stack is not None:
             self.stack.allocate(slots, target.context)
-        self.growth = self.plan.on(target, self.heads, self.vocabulary.part(target), LEVEL_KERNELS)
+        self.growth = self.plan.on(target, self.heads, self.vocabulary.read_cost(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
 
@@ -115,13 +115,13 @@ class Hydra(Drafter):
         self._follow(state, scores.require_hidden(), chunk.size)
 
     def propose(self, state: State) -> Draft:
-        known = state.batch.take(self.state).unsqueeze(1)  # [b, 1, H], and at each level one part more
+        known = state.batch.take(self.state).unsqueeze(1)  # [b, 1, H]; each level appends one embedding
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal known
-            known = torch.cat([carried(known, origin), at_one(self.target.embed(tokens))], dim=-1)
+            known = torch.cat([carried(known, origin), unit_rms(self.target.embed(tokens))], dim=-1)
             rows = self.module.heads[level - 1](known)
-            return self.vocabulary.guesses(rows, state.ahead(level), state.sampling, self.growth.branch)
+            return self.vocabulary.candidates(rows, state.ahead(level), state.sampling, self.growth.branch)
 
         return self.growth.draft(state, guess)
 
@@ -131,15 +131,15 @@ class Hydra(Drafter):
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
         marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
-        walked = hidden if self.stack is None else self.stack.over(hidden)
+        walked = hidden if self.stack is None else self.stack.walk_sequences(hidden)
         known = self._normed(marks.lesson.of_rows(walked))
         for number, head in enumerate(self.module.heads, start=1):
-            known = torch.cat([known, at_one(target.embed(marks.lesson.token(number)))], dim=-1)
+            known = torch.cat([known, unit_rms(target.embed(marks.lesson.token(number)))], dim=-1)
             marks.add(number, head(known), 1.0)
         return marks.result
 
     def _follow(self, state: State, hidden: Tensor, count: Tensor, path: Tensor | None = None) -> None:
-        """Of rows [b, n, H], along a path if there is one, the first `count` were committed; the last is what is known."""
+        """Keep the last committed row. Of rows [b, n, H], along a path if there is one, the first `count` were committed."""
         if self.stack is not None:
             hidden = self.stack.read(counted(hidden, count, path), state.batch, count)
             path = None

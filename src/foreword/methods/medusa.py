@@ -1,8 +1,8 @@
-"""DRAFT: K heads on the target's last state. Head k guesses, from the row before the root, the token k places behind it.
+"""DRAFT: K heads on the target's last state. From the row before the root, head k drafts the token k places after the root.
 
-The heads do not know each other's guesses, so one product answers all of them, and every node of a level shares them. Each
-head is a residual block or a few; the target's own head, frozen, makes logits of it (Medusa-1). An untrained head guesses
-what the target's head says. What is kept of a sequence is one hidden state.
+The heads are independent of each other, so they all run at once, and all nodes of a level share their candidates. Each head
+is one residual block or a few; the target's own head, frozen, makes the logits (Medusa-1). An untrained head proposes what
+the target's head says. Only one hidden state is kept per sequence.
 Paper: Medusa (arXiv 2401.10774).
 """
 
@@ -48,9 +48,9 @@ class Medusa(Drafter):
         rates: Rates = USUAL_RATES,
         labels: Labels = "hard",
     ) -> None:
-        """`heads` of `layers` residual blocks each. `tree`: a template built from `rates`, which `calibrate` measures, or
-        made of `paths`; the likeliest paths ("best"); or Clover's budget. `labels`: learn the target's tokens or its
-        distribution."""
+        """`heads` of `layers` residual blocks each. `tree`: "static", a template built from `rates`, which `calibrate`
+        measures, or made of `paths`; the likeliest paths ("best"); or Clover's "budget". `labels`: learn the target's
+        tokens ("hard") or its distribution ("soft")."""
         if heads < 1 or layers < 1:
             raise InputError(f"medusa: needs at least one head of one layer, got heads={heads} and layers={layers}")
         check_labels("medusa", labels)
@@ -82,7 +82,7 @@ class Medusa(Drafter):
             return Draft.nothing(state.root)
         rows = self._heads(self.target.norm(state.batch.take(self.hidden)))  # [b, K, H]
         position = state.ahead(self.number)
-        tokens, chances = self.vocabulary.guesses(rows, position, state.sampling, self.growth.branch)
+        tokens, chances = self.vocabulary.candidates(rows, position, state.sampling, self.growth.branch)
         return unconditional(self.growth, state, tokens, chances)
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
@@ -98,12 +98,12 @@ class Medusa(Drafter):
 
     @torch.no_grad()
     def calibrate(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> Rates:
-        """How often the guesses of each head are right by rank, on text kept apart: the `rates` of a better template."""
+        """How often the candidates of each head are right, by rank, on held-out sequences: `rates` for a better template."""
         lesson = Lesson.of(tokens, mask, self.heads)
         rows = self._heads(target.norm(lesson.of_rows(scores.require_hidden())))
-        asked = [lesson.asked(number, rows[:, number - 1]) for number in range(1, self.heads + 1)]
-        found = losses(asked, target.head, target.dtype)
-        return [rank_rates(places, one.counts, BRANCH) for one, (_, places) in zip(asked, found, strict=True)]
+        outputs = [lesson.outputs(number, rows[:, number - 1]) for number in range(1, self.heads + 1)]
+        found = losses(outputs, target.head, target.dtype)
+        return [rank_rates(ranks, one.counts, BRANCH) for one, (_, ranks) in zip(outputs, found, strict=True)]
 
     def _heads(self, state: Tensor) -> Tensor:
         """[b, H] -> [b, K, H]."""

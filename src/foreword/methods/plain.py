@@ -1,6 +1,6 @@
-"""DRAFT: nothing. Plain decoding is the drafter that proposes the root alone; it runs the same code as every method.
+"""DRAFT: nothing. Plain decoding is a drafter that proposes the root alone, so it runs the same code as every method.
 
-It is the baseline of every figure, and the truth that every other method is proved against.
+It is the baseline of every speed-up and the reference that every other method is compared with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Plain(Drafter):
     paper = "-"
 
     def __init__(self, rows: int | None = None) -> None:
-        """`rows` is taken and not needed: a round has one row."""
+        """`rows` is accepted and not used: a round has one row."""
 
     def propose(self, state: State) -> Draft:
         return Draft.nothing(state.root)

@@ -24,12 +24,12 @@ from foreword.core.needs import Needs
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.guesser import FirstLayers, check_layers, check_other
-from foreword.drafting.small import small_model
+from foreword.drafting.small_model import FirstLayers, check_layers, check_other
+from foreword.drafting.standalone import standalone_model
 from foreword.errors import ForewordWarning, InputError
 from foreword.methods.amusd.epochs import News, Teller
 from foreword.methods.amusd.writer import Place, Worker, alone, in_a_process, in_a_thread
-from foreword.model.cores import LeftTo
+from foreword.model.cores import ReservedCores
 from foreword.model.loading import choose_device
 from foreword.model.model import Model
 from foreword.model.widening import NORM, layers_at
@@ -137,7 +137,7 @@ class Amusd(Drafter):
             check_other("amusd", self.other, target)
         self.place = Place(str(self._device()), slots, target.context, target.vocab_size, self.threads)
         here = self.place.device == "cpu" == target.device.type and self.kind != "thread"
-        self.cores = LeftTo(self.threads if here else 0)  # while the target is away
+        self.cores = ReservedCores(self.threads if here else 0)  # while the target is away
         self.lost = False
         self.behind = target.device.type == "cuda"  # a round has only been launched when the host goes on
         self.teller = Teller(slots, self.ahead, target.context)
@@ -166,7 +166,7 @@ class Amusd(Drafter):
         if kind == "auto":
             kind = "thread" if device == self.target.device and device.type == "cuda" else "process"
         here = device if kind == "thread" else torch.device("cpu")  # a process loads it to where it belongs
-        small = small_model(self.target, self.module, here) if self.other is None else alone(self.other).to(here)
+        small = standalone_model(self.target, self.module, here) if self.other is None else alone(self.other).to(here)
         worker = in_a_thread(small, self.place) if kind == "thread" else in_a_process(small, self.place)
         worker.wait()
         self.worker = worker
@@ -207,12 +207,12 @@ class Amusd(Drafter):
         self.clock.part(time.monotonic())
         self.set_out = _event(state.slots.device)
         if self.writing:
-            self.cores.leave()
+            self.cores.reserve()
         return draft
 
     def decided(self, state: State, emission: Emission) -> None:
         """On CUDA it is told when the next draft is wanted: by then the device has come this far, or is waited for."""
-        self.cores.take_back()
+        self.cores.release()
         if self.worker is None:
             return
         waiting = {slot: index for index, slot in enumerate(state.batch.ids) if slot in self.writing}
@@ -228,7 +228,7 @@ class Amusd(Drafter):
             if slot in self.writing:
                 self.writing.remove(slot)
                 self._say(self.teller.grew(slot, [], write=False)[0])
-        self.cores.take_back()  # should a round have broken
+        self.cores.release()  # should a round have broken
 
     def _settle(self) -> None:
         """What the round before decided, if it was not told yet. On CUDA this waits for it, once a round."""

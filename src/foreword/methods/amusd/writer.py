@@ -37,9 +37,9 @@ from foreword.hub.temporary import TemporaryFolder
 from foreword.methods.amusd.epochs import ALONE, GREEDY, Draw, Follower, Job
 from foreword.methods.amusd.line import Line, SocketLine, ThreadLine
 from foreword.model.linears import rebuild, unpacked
-from foreword.model.loading import DTYPES, load_weights, without_bars
+from foreword.model.loading import DTYPES, load_weights, without_progress_bars
 from foreword.model.model import Model
-from foreword.ops.graph import RecordedCall, record
+from foreword.ops.cuda_graph import RecordedCall, record
 
 CHUNK = 64  # rows of a pass
 WIDTHS = (1, ALONE, CHUNK)  # of those that are captured: a text goes on, or was refused, or is read
@@ -270,7 +270,7 @@ def _kept(model: PreTrainedModel, place: Place) -> TemporaryFolder:
     kept = None
     try:
         kept = TemporaryFolder("foreword-draft")
-        with without_bars():
+        with without_progress_bars():
             model.save_pretrained(kept.path)
         (kept.path / "place.json").write_text(json.dumps(about), encoding="utf-8")
     except OSError as error:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from doubles import VOCABULARY, Liar, Oracle, Recorder, drafter, engine, full_text, prompts, target
+from doubles import VOCABULARY, Liar, Oracle, Recorder, drafter, engine, full_sequence, prompts, target
 from foreword.core import choosing
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Graft, Needs
@@ -38,7 +38,7 @@ WHOLE_FILES = [
 ]
 # In these files only what a round calls is hot.
 ENTRIES = {
-    SOURCE / "core" / "choosing.py": {"pick", "rank", "guesses"},
+    SOURCE / "core" / "choosing.py": {"pick", "rank", "candidates"},
     SOURCE / "core" / "sampling_table.py": {"column", "temperature", "floor", "key"},
     SOURCE / "ops" / "noise.py": {"under", "gumbel", "column", "all_tokens"},
     SOURCE / "ops" / "filters.py": {"survivors", "lowest"},
@@ -54,35 +54,35 @@ ENTRIES = {
     SOURCE / "drafting" / "trees" / "growth.py": {"draft", "choose"},
     SOURCE / "drafting" / "trees" / "templates.py": {"draft", "filled", "tokens"},
     SOURCE / "drafting" / "graphs.py": {"add", "draft"},
-    SOURCE / "drafting" / "joining.py": {"joined", "hang"},
+    SOURCE / "drafting" / "joining.py": {"joined", "attach"},
     SOURCE / "drafting" / "heads.py": {"forward", "onto", "remember"},
-    SOURCE / "drafting" / "transfer.py": {"forward", "ahead", "behind"},
+    SOURCE / "drafting" / "transfer.py": {"forward", "append_step", "steps_after"},
     SOURCE / "ops" / "growth.py": {"add", "chosen", "likeliest", "filled", "sureness"},
-    SOURCE / "ops" / "graphs.py": {"add", "unrolled", "walks"},
+    SOURCE / "ops" / "candidate_graphs.py": {"add", "unrolled", "walks"},
     SOURCE / "ops" / "chains.py": {"with_chain", "attached"},
     SOURCE / "ops" / "rows.py": {
-        "at_one",
-        "size_of",
+        "unit_rms",
+        "rms_of",
         "carried",
         "carried_and_embedded",
-        "embedded_at_one",
+        "unit_rms_embeddings",
         "counted",
         "remember",
-        "looked",
+        "add_cosine_attention",
         "cosine_attention",
     },
-    SOURCE / "ops" / "pseudo_rows.py": {"projected", "joined_ahead"},
+    SOURCE / "ops" / "pseudo_rows.py": {"projected", "with_pseudo_rows"},
     SOURCE / "ops" / "unread.py": {"unread"},
     SOURCE / "model" / "draft_linears.py": {"__call__", "onto"},
-    SOURCE / "drafting" / "draft_vocabulary.py": {"head", "guesses"},
+    SOURCE / "drafting" / "draft_vocabulary.py": {"head", "candidates"},
     SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing"},
     SOURCE / "ops" / "trees.py": {"lineage", "next_level"},
     SOURCE / "ops" / "cached_rows.py": {"flat_places", "keep_rows", "advance"},
     SOURCE / "ops" / "norms.py": {"rms_normed"},
     SOURCE / "ops" / "embeddings.py": {"embedding_rows"},
-    SOURCE / "engine" / "prefill.py": {"_passed", "_hand_over"},
+    SOURCE / "engine" / "prefill.py": {"_score", "_show_drafter"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
-    SOURCE / "drafting" / "guesser.py": {"root", "read", "embed", "norm", "guesses"},
+    SOURCE / "drafting" / "small_model.py": {"root", "read", "embed", "norm", "candidates"},
     SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "draft_head"},
     **{
         SOURCE / "methods" / f"{name}.py": {"read", "propose", "observe"}
@@ -191,7 +191,7 @@ def test_a_round_asks_the_device_nothing(kind: str, monkeypatch: pytest.MonkeyPa
     asked = [
         Request(prompt, way, max_new_tokens=30, min_new_tokens=4) for prompt, way in zip(prompts(3), SAMPLINGS, strict=True)
     ]
-    texts = [full_text(model.hf, request) for request in asked]
+    texts = [full_sequence(model.hf, request) for request in asked]
     steps = engine(drafter(kind, model) if kind in METHODS else drafters(kind, texts), model, slots=3)
     for request in asked:
         steps.add(request)

@@ -186,6 +186,70 @@ def test_importing_needs_no_optional_package() -> None:
     assert done.returncode == 0, done.stderr
 
 
+# Core and the loop
+
+
+def core_names() -> set[str]:
+    """Classes, functions, methods and fields that core defines, private ones left out."""
+    found = set()
+    for file in FILES:
+        if room_of(file) == "core":
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    found.add(node.name)
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    found.add(node.target.id)
+    return {name for name in found if not name.startswith("_")}
+
+
+def names_used(file: Path) -> set[str]:
+    """Every identifier that a file reads: names, attributes, keywords and imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            found.add(node.arg)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_core_has_nothing_that_only_one_method_uses() -> None:
+    """A method's folder counts as one. Core itself counts as a user: what it needs itself is nobody's private affair."""
+    users: dict[str, set[str]] = {name: set() for name in core_names()}
+    assert {"propose", "Draft", "grafts", "captures"} <= set(users)
+    for file in FILES:
+        parts = name_of(file).split("/")
+        user = "/".join(parts[:2]).removesuffix(".py") if parts[0] == "methods" else parts[0]
+        for name in names_used(file) & set(users):
+            users[name].add(user)
+    lonely = {name: found for name, found in users.items() if len(found) == 1 and next(iter(found)).startswith("methods/")}
+    assert not lonely
+
+
+def calls_of(function: str) -> dict[str, list[ast.Call]]:
+    """Calls of a builtin, by file."""
+    found: dict[str, list[ast.Call]] = {}
+    for file in FILES:
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        found[name_of(file)] = [call for call in calls if ast.unparse(call.func) == function]
+    return found
+
+
+def test_nobody_asks_for_the_kind_of_a_loop() -> None:
+    for name, calls in calls_of("isinstance").items():
+        assert not [call for call in calls if ast.unparse(call.args[0]).split(".")[-1] == "loop"], name
+
+
+def test_nobody_asks_whether_it_is_built() -> None:
+    """`build` makes a drafter's weights before `bind`, so that nothing has to look for them."""
+    for name, calls in calls_of("hasattr").items():
+        assert not [call for call in calls if ast.unparse(call.args[0]) == "self"], name
+
+
 # Names and sizes
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from foreword.core.drafter import Drafter
 from foreword.drafters.keywords import options_of_method, renamed
-from foreword.drafters.resolve import Wanted
-from foreword.engine.ctrl_c import HeldBack
+from foreword.drafters.resolve import DrafterRequest
+from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.driver import Driver
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
@@ -27,7 +27,7 @@ from foreword.methods import DEFAULT_METHOD, MethodLike
 from foreword.model.adapters import fetch_base, tokenizer_folder
 from foreword.model.generation import sampling_defaults
 from foreword.model.loading import check_wrapped, choose_device, choose_dtype, load_weights
-from foreword.model.measured import anew
+from foreword.model.measured import remeasuring
 from foreword.model.model import Model
 from foreword.requests import EACH, Prompt, Settings, build, is_single, listed
 from foreword.results import Piece, Result
@@ -60,11 +60,11 @@ def wrap(
     `generation_config`: where a request says nothing, the model's `generation_config` says how tokens are sampled.
     """
     cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
-    wanted = Wanted.of(method, drafter, rows, **options_of_method(wrap, method, options))
+    wanted = DrafterRequest.of(method, drafter, rows, **options_of_method(wrap, method, options))
     hf, words = check_wrapped(model), Tokenizer(tokenizer)
     target = Model(hf)
-    target.rehearse()
-    with anew() if remeasure else nullcontext():
+    target.dry_run()
+    with remeasuring() if remeasure else nullcontext():
         defaults = sampling_defaults(hf) if generation_config else {}
         return LLM.of(target, words, wanted, slots, max_context, cuda_graphs, defaults=defaults)
 
@@ -108,7 +108,7 @@ class LLM:
         """
         fused_layers = renamed(options, "fused_layers", fused_layers)
         cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
-        wanted = Wanted.of(method, drafter, rows, **options_of_method(load, method, options))
+        wanted = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
         if threads is not None:
             _set_threads(threads)
         place = choose_device(device)
@@ -117,7 +117,7 @@ class LLM:
         fetch_base(folder, token)
         # Weights of ours stay as they are, and in half precision a near-tie may tip: rows of another pass round otherwise.
         reuses = precision.itemsize >= 4
-        with anew() if remeasure else nullcontext():
+        with remeasuring() if remeasure else nullcontext():
             hf = load_weights(folder, place, precision, rebuild=fused_layers)
             target = Model(hf, str(model) if model is not None else folder.name)
             words = Tokenizer.load(tokenizer_folder(folder))
@@ -131,7 +131,7 @@ class LLM:
         cls,
         model: Model,
         tokenizer: Tokenizer,
-        wanted: Wanted,
+        wanted: DrafterRequest,
         slots: int,
         max_context: int | None,
         cuda_graphs: bool = True,
@@ -148,7 +148,7 @@ class LLM:
         self,
         model: Model,
         tokenizer: Tokenizer,
-        wanted: Wanted,
+        wanted: DrafterRequest,
         slots: int,
         max_context: int | None,
         cuda_graphs: bool,
@@ -161,7 +161,7 @@ class LLM:
         self._capacity = (slots, max_context)
         self._graph, self._reuses = cuda_graphs, reuses
         try:
-            self.method, drafter = wanted.on(model)
+            self.method, drafter = wanted.resolve(model)
             self._driver = Driver(self._engine_of(drafter))
         except BaseException:
             model.release()  # the caller never gets an LLM to close
@@ -176,11 +176,11 @@ class LLM:
         **options: Any,
     ) -> Self:
         """Go on with another method on the same weights. What was being written is given up."""
-        wanted = Wanted.of(method, drafter, rows, **options_of_method(LLM.use, method, options))
+        wanted = DrafterRequest.of(method, drafter, rows, **options_of_method(LLM.use, method, options))
         with self._driver.claimed() as engine:
             self._check_open()
-            found, drafting = wanted.on(self.model)  # all that can be refused is, before the engine at work gives way
-            with HeldBack():  # an engine and its cache come together
+            found, drafting = wanted.resolve(self.model)  # all that can be refused is, before the engine at work gives way
+            with DelayedCtrlC():  # an engine and its cache come together
                 self._driver.give_up()
                 engine.drafter.close()
                 self.method, self._driver.engine = found, self._engine_of(drafting)
@@ -205,7 +205,7 @@ class LLM:
             drafter = engine.drafter
             inner = drafter.inner if isinstance(drafter, Traced) else drafter
             traced = Traced(inner, Path(os.path.expanduser(file)), lambda token: self.tokenizer.decode([token], False))
-            with HeldBack():
+            with DelayedCtrlC():
                 self._driver.give_up()
                 self._driver.engine = self._engine_of(traced)
         return self
@@ -327,7 +327,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the cache and give the model its own attention back. What was being written is given up."""
-        with self._driver.claimed() as engine, HeldBack():
+        with self._driver.claimed() as engine, DelayedCtrlC():
             self._driver.give_up()
             self._driver.closed = True
             engine.drafter.close()
@@ -346,7 +346,7 @@ class LLM:
     def _requests(self, prompts: list[Prompt], settings: Mapping[str, Any], n: int | None = None) -> list[Request]:
         self._check_open()
         given = {"reuse": self._reuses, **settings}
-        return build(self.tokenizer, self.engine.room, prompts, given, n, self.sampling_defaults)
+        return build(self.tokenizer, self.engine.limits, prompts, given, n, self.sampling_defaults)
 
 
 def _result(run: Running, index: int, count: int, names: tuple[str, str]) -> Result:

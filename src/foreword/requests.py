@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, SupportsIndex, TypedDict
 
 from foreword.core.sampling import LONGEST_BAD_WORD, OPTIONS, Sampling
-from foreword.engine.request import Request, Room
+from foreword.engine.request import Request, EngineLimits
 from foreword.errors import InputError, PromptError
 from foreword.text import ChatOptions, Message, TextStream, Tokenizer
 
@@ -117,7 +117,7 @@ def listed(prompt: Any) -> list[Prompt]:
 
 def build(
     tokenizer: Tokenizer,
-    room: Room,
+    limits: EngineLimits,
     prompts: list[Prompt],
     settings: Mapping[str, Any],
     n: int | None = None,
@@ -130,8 +130,8 @@ def build(
     requests = []
     for place, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
         with _named("prompts", place, len(prompts)):
-            ids = _encoded(tokenizer, room, prompt, asked)
-            room.check_prompt(ids)
+            ids = _encoded(tokenizer, limits, prompt, asked)
+            limits.check_prompt(ids)
         requests += [asked.request(tokenizer, ids, place * samples, sample) for sample in range(samples)]
     return requests
 
@@ -162,7 +162,7 @@ def _named(what: str, place: int, count: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptSettings:
     """The settings of one prompt, checked and sorted by who needs them."""
 
     sampling: Sampling
@@ -176,8 +176,8 @@ class Asked:
     has_own_seed: bool = False
 
     @staticmethod
-    def of(settings: dict[str, Any], defaults: Mapping[str, Any]) -> Asked:
-        return Asked(
+    def of(settings: dict[str, Any], defaults: Mapping[str, Any]) -> PromptSettings:
+        return PromptSettings(
             sampling=Sampling(**{**defaults, **_part(settings, SAMPLING)}),
             model_defaults=tuple(name for name in defaults if name not in settings),
             limits=_part(settings, LIMITS) | _ids_part(settings, "stop_token_ids"),
@@ -199,10 +199,10 @@ class Asked:
         return Request(ids, sampling, stream=stream, model_defaults=self.model_defaults, **self.limits)
 
 
-def _asked(settings: Mapping[str, Any], prompts: int, defaults: Mapping[str, Any]) -> list[Asked]:
+def _asked(settings: Mapping[str, Any], prompts: int, defaults: Mapping[str, Any]) -> list[PromptSettings]:
     """What is asked of each prompt: what was said for all of them, and what was said for it alone, which counts more."""
     common = _known({name: value for name, value in settings.items() if name != EACH})
-    asked = Asked.of(common, defaults)
+    asked = PromptSettings.of(common, defaults)
     asked = replace(asked, sampling=asked.sampling.seeded())
     own = settings.get(EACH)
     if own is None:
@@ -217,16 +217,16 @@ def _asked(settings: Mapping[str, Any], prompts: int, defaults: Mapping[str, Any
     return found
 
 
-def _asked_of_one(own: Any, common: dict[str, Any], defaults: Mapping[str, Any]) -> Asked:
+def _asked_of_one(own: Any, common: dict[str, Any], defaults: Mapping[str, Any]) -> PromptSettings:
     if not isinstance(own, dict):
         raise InputError(f"a dict of settings is needed, got {own!r}")
     own = _known(own)
     has_seed = own.get("seed") is not None
     seed = own["seed"] if has_seed else common["seed"]
-    return replace(Asked.of({**common, **own, "seed": seed}, defaults), has_own_seed=has_seed)
+    return replace(PromptSettings.of({**common, **own, "seed": seed}, defaults), has_own_seed=has_seed)
 
 
-def _with_bad_words(tokenizer: Tokenizer, each: list[Asked]) -> list[Asked]:
+def _with_bad_words(tokenizer: Tokenizer, each: list[PromptSettings]) -> list[PromptSettings]:
     """The same, with the token sequences of bad words. Prompts mostly share them, so each list is encoded once."""
     encoded: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
     found = []
@@ -325,29 +325,29 @@ def _keep_last(count: Any) -> int | None:
 # Prompts ---------------------------------------------------------------------------------------------------------------
 
 
-def _encoded(tokenizer: Tokenizer, room: Room, prompt: Prompt, asked: Asked) -> tuple[int, ...]:
+def _encoded(tokenizer: Tokenizer, limits: EngineLimits, prompt: Prompt, asked: PromptSettings) -> tuple[int, ...]:
     """Token ids of a prompt. One that cannot fit is refused before it is encoded, which takes long."""
     if _is_ids(prompt):
-        return _ids(room, prompt, asked)
-    if isinstance(prompt, list) and len(prompt) > room.context:
-        raise PromptError(room.too_long(f"{len(prompt)} messages"))
+        return _ids(limits, prompt, asked)
+    if isinstance(prompt, list) and len(prompt) > limits.context:
+        raise PromptError(limits.too_long(f"{len(prompt)} messages"))
     text = tokenizer.written(prompt, asked.chat, asked.chat_options, asked.sanitize)  # type: ignore[arg-type]
     if asked.keep_last is not None:
         text = text.last(asked.keep_last + SPARE, tokenizer.longest_piece)
         return tuple(tokenizer.ids(text)[-asked.keep_last :])
-    if not text.fits(room.context, tokenizer.longest_piece):
-        raise PromptError(room.too_long(f"{text.characters} characters"))
+    if not text.fits(limits.context, tokenizer.longest_piece):
+        raise PromptError(limits.too_long(f"{text.characters} characters"))
     return tuple(tokenizer.ids(text))
 
 
-def _ids(room: Room, prompt: Any, asked: Asked) -> tuple[int, ...]:
+def _ids(limits: EngineLimits, prompt: Any, asked: PromptSettings) -> tuple[int, ...]:
     if asked.chat_options.given:
         raise PromptError(
             f"{asked.chat_options.given[0]} is for a chat template, and this prompt is token ids; leave it out"
         )
     kept = prompt if asked.keep_last is None else prompt[-asked.keep_last :]
-    if len(kept) >= room.context:
-        raise PromptError(room.too_long(f"{len(kept)} tokens"))
+    if len(kept) >= limits.context:
+        raise PromptError(limits.too_long(f"{len(kept)} tokens"))
     for token in kept:
         if isinstance(token, bool) or not isinstance(token, SupportsIndex):
             raise PromptError(f"a prompt of token ids holds {token!r}; all of them must be whole numbers")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import END, VOCABULARY, Liar, Oracle, drafter, engine, fresh, full_text, own_logits, requests, target, truth
+from doubles import END, VOCABULARY, Liar, Oracle, drafter, engine, fresh, full_sequence, hf_logits, requests, target, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
@@ -33,7 +33,7 @@ COMPANY: list[dict[str, Any]] = [
 
 
 def drafting(name: str, model: Model, asked: list[Request]) -> Drafter:
-    texts = [full_text(model.hf, request) for request in asked]
+    texts = [full_sequence(model.hf, request) for request in asked]
     return {"liar": Liar(), "oracle": Oracle(texts, lies=2)}.get(name) or drafter(name, model)
 
 
@@ -60,7 +60,7 @@ def alone(model: Model, request: Request) -> list[int]:
     text, barred = list(request.prompt), torch.ones(VOCABULARY, dtype=torch.bool)
     barred[list(request.sampling.allowed_token_ids or ())] = False
     while len(text) < len(request.prompt) + request.max_new_tokens and text[-1] != END:
-        text.append(int(own_logits(model.hf, text)[-1].masked_fill(barred, -math.inf).argmax()))
+        text.append(int(hf_logits(model.hf, text)[-1].masked_fill(barred, -math.inf).argmax()))
     return text[len(request.prompt) :]
 
 
@@ -69,7 +69,7 @@ def alone(model: Model, request: Request) -> list[int]:
 def test_a_mask_alone_in_its_batch_and_in_company(way: str, late: bool) -> None:
     (request,) = requests(2, WAYS[way], max_new_tokens=10)[1:]
     others = [replace(one, **options) for one, options in zip(requests(4, seed=9), COMPANY, strict=True)]
-    texts = [full_text(target().hf, one) for one in (request, *others)]
+    texts = [full_sequence(target().hf, one) for one in (request, *others)]
     (lonely,) = engine(Oracle(texts), late=late).generate([request])
     together, *_ = engine(Oracle(texts), slots=5, late=late).generate([request, *others])
     assert lonely.tokens == together.tokens == truth(target().hf, request)

@@ -13,7 +13,7 @@ from doubles import (
     Recorder,
     check_yield,
     engine,
-    full_text,
+    full_sequence,
     requests,
     target,
     truth,
@@ -33,7 +33,7 @@ PLANS = st.builds(Plan, st.lists(NODES, max_size=8).map(tuple), st.integers(1, 9
 def test_any_draft_gives_the_truth(sampling: str, plans: list[Plan], slots: int) -> None:
     """And nothing of it that is right is lost."""
     model, asked = target(), requests(3, SAMPLINGS[sampling], max_new_tokens=8)
-    playback = Recorder(Playback(plans, [full_text(model.hf, request) for request in asked]))
+    playback = Recorder(Playback(plans, [full_sequence(model.hf, request) for request in asked]))
     assert written(engine(playback, model, slots), asked) == [truth(model.hf, request) for request in asked]
     check_yield(playback, model.hf, asked)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_text, requests, run_to_end, target, truth
+from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, requests, run_to_end, target, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Emission
@@ -20,7 +20,7 @@ Maker = Callable[[Model, list[Request]], Drafter]
 DRAFTERS: dict[str, Maker] = {
     **{name: lambda model, asked, name=name: drafter(name, model) for name in METHODS},
     "liar": lambda model, asked: Liar(),
-    "oracle": lambda model, asked: Oracle([full_text(model.hf, request) for request in asked]),
+    "oracle": lambda model, asked: Oracle([full_sequence(model.hf, request) for request in asked]),
 }
 COMPANY: list[dict[str, Any]] = [
     {"sampling": Sampling(seed=1)},
@@ -93,7 +93,7 @@ def test_free_slots_that_pad_a_round_do_not_matter(make: Maker, late: bool) -> N
     sizes, launch = [], steps.loop.round
 
     def watched(state: State) -> Emission:
-        if set(steps.slots.left) - set(state.batch.ids):
+        if set(steps.slots.free) - set(state.batch.ids):
             sizes.append(len(state.batch.ids))
         return launch(state)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import CONTEXT, END, SAMPLINGS, Oracle, engine, fresh, full_text, prompts, requests, target, truth, written
+from doubles import CONTEXT, END, SAMPLINGS, Oracle, engine, fresh, full_sequence, prompts, requests, target, truth, written
 from foreword.core.drafter import Drafter
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
@@ -15,7 +15,7 @@ LONG = {"max_new_tokens": 24}
 
 
 def oracle_engine(model: Model, asked: list[Request], slots: int = 2) -> Engine:
-    return engine(Oracle([full_text(model.hf, request) for request in asked], lies=3), model, slots)
+    return engine(Oracle([full_sequence(model.hf, request) for request in asked], lies=3), model, slots)
 
 
 def ending_requests(sampling: str) -> list[Request]:
@@ -96,7 +96,7 @@ def test_the_context_limit_inside_a_draft(context: int) -> None:
 def test_a_prompt_that_leaves_room_for_one_token(kind: str) -> None:
     model, prompt = target(), tuple(prompts(40, longest=CONTEXT)[1] * 40)[: CONTEXT - 1]
     asked = [Request(prompt, SAMPLINGS["greedy"], max_new_tokens=9)]
-    drafter: Drafter = Oracle([full_text(model.hf, asked[0])]) if kind == "oracle" else make(kind)
+    drafter: Drafter = Oracle([full_sequence(model.hf, asked[0])]) if kind == "oracle" else make(kind)
     (run,) = engine(drafter, model).generate(asked)
     assert run.tokens == truth(model.hf, asked[0]) and len(run.tokens) == 1
 

@@ -11,7 +11,7 @@ from doubles import (
     Oracle,
     drafter,
     engine,
-    full_text,
+    full_sequence,
     requests,
     target,
     truth,
@@ -47,7 +47,7 @@ def test_lies_change_nothing(sampling: str, family: str, slots: int) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_truth_hidden_among_lies_is_found(sampling: str, family: str, slots: int) -> None:
     model, asked = target(family), requests(6, SAMPLINGS[sampling])
-    oracle = Oracle([full_text(model.hf, request) for request in asked])
+    oracle = Oracle([full_sequence(model.hf, request) for request in asked])
     runs = engine(oracle, model, slots).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
     assert all(count > oracle.depth for run in runs for count in run.accepted[:-1])
@@ -60,7 +60,7 @@ def test_texts_that_grow_past_a_step_of_keys(name: str) -> None:
     drawn = torch.randint(3, VOCABULARY, (3, 64), generator=torch.Generator().manual_seed(0)).tolist()
     sizes = zip(drawn, (50, 57, 62), strict=True)
     asked = [Request(tuple(text[:size]), SAMPLINGS["greedy"], 14, ignore_eos=True) for text, size in sizes]
-    oracle = Oracle([full_text(model.hf, request) for request in asked])
+    oracle = Oracle([full_sequence(model.hf, request) for request in asked])
     made = engine(oracle if name == "oracle" else drafter(name, model), model, context=context)
     assert written(made, asked) == [truth(model.hf, request, context) for request in asked]
 

@@ -92,7 +92,7 @@ def ctrl_c_before(line: Line, steps: Engine) -> bool:
         interrupted = True
     run_to_end(steps)
     assert fourth.tokens == expected()[3], line
-    assert len(steps.slots.left) == steps.slots.count, line
+    assert len(steps.slots.free) == steps.slots.count, line
     assert written(steps, AGAIN) == expected(), line
     return interrupted
 
@@ -126,5 +126,5 @@ def test_a_step_that_breaks_before_any_line_gives_everybody_up() -> None:
             steps.generate(ASKED[:3])
         run_to_end(steps)
         assert fourth.finish_reason == "abort" or fourth.tokens == expected()[3], line
-        assert len(steps.slots.left) == steps.slots.count, line
+        assert len(steps.slots.free) == steps.slots.count, line
         assert written(steps, AGAIN) == expected(), line

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, drafter, engine, full_text, own_cache, requests, target
+from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, hf_cache, requests, target
 from foreword.core.drafter import Drafter
 from foreword.core.state import Batch
 from foreword.engine.engine import Engine
@@ -22,7 +22,7 @@ def drafter_of(kind: str, texts: list[list[int]], model: Model) -> Drafter:
 def texts_in(steps: Engine) -> dict[int, list[int]]:
     """What each slot's cache ought to hold."""
     inside = {s: [*run.request.prompt, *run.tokens][: run.length] for s, run in steps.slots.running.items()}
-    return inside | {slot: list(text) for slot, text in steps.slots.left.items()}
+    return inside | {slot: list(text) for slot, text in steps.slots.free.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,7 +30,7 @@ def texts_in(steps: Engine) -> dict[int, list[int]]:
 def test_the_cache_equals_a_fresh_prefill(kind: str, family: str) -> None:
     """Of running and of left slots: a left one may still be built upon."""
     model, asked = target(family), requests(4, SAMPLINGS["T=0.8"], max_new_tokens=9)
-    steps = engine(drafter_of(kind, [full_text(model.hf, request) for request in asked], model), model, slots=3)
+    steps = engine(drafter_of(kind, [full_sequence(model.hf, request) for request in asked], model), model, slots=3)
     for request in asked:
         steps.add(request)
     while steps.busy:
@@ -38,7 +38,7 @@ def test_the_cache_equals_a_fresh_prefill(kind: str, family: str) -> None:
         for slot, text in texts_in(steps).items():
             if slot in steps.slots.running:
                 assert model.cache.length[slot] == len(text)
-            for layer, (keys, values) in enumerate(own_cache(model.hf, text) if text else []):
+            for layer, (keys, values) in enumerate(hf_cache(model.hf, text) if text else []):
                 torch.testing.assert_close(model.cache.keys[layer][slot, :, : len(text)], keys, atol=1e-10, rtol=0)
                 torch.testing.assert_close(model.cache.values[layer][slot, :, : len(text)], values, atol=1e-10, rtol=0)
 
@@ -58,7 +58,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_a_slot_that_is_not_in_the_round_is_not_touched(kind: str) -> None:
     """Slot 1 is left early; what it held stays, bit for bit, while its neighbours write."""
     model, asked = target(), requests(3, max_new_tokens=30, ignore_eos=True)
-    steps = engine(drafter_of(kind, [full_text(model.hf, request) for request in asked], model), model, slots=3)
+    steps = engine(drafter_of(kind, [full_sequence(model.hf, request) for request in asked], model), model, slots=3)
     runs = [steps.add(request) for request in asked]
     for _ in range(3):
         steps.step()
@@ -72,7 +72,7 @@ def test_a_slot_that_is_not_in_the_round_is_not_touched(kind: str) -> None:
 def test_a_frozen_slot_commits_nothing(kind: str) -> None:
     """A slot that is in the round but no longer alive keeps its length, root, text and committed rows."""
     model, asked = target(), requests(3, max_new_tokens=30, ignore_eos=True)
-    chosen = drafter_of(kind, [full_text(model.hf, request) for request in asked], model)
+    chosen = drafter_of(kind, [full_sequence(model.hf, request) for request in asked], model)
     steps = engine(chosen, model, slots=3)
     runs = [steps.add(request) for request in asked]
     while not all(run.ready and run.tokens for run in runs):
@@ -92,7 +92,7 @@ def test_a_frozen_slot_commits_nothing(kind: str) -> None:
 
 def test_the_text_in_the_state_is_the_text_that_was_written() -> None:
     model, asked = target(), requests(4, SAMPLINGS["T=0.8"])
-    steps = engine(Oracle([full_text(model.hf, request) for request in asked]), model, slots=2)
+    steps = engine(Oracle([full_sequence(model.hf, request) for request in asked]), model, slots=2)
     for request in asked:
         steps.add(request)
     while steps.busy:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import SAMPLINGS, Oracle, drafter, engine, full_text, requests, run_to_end, target, truth
+from doubles import SAMPLINGS, Oracle, drafter, engine, full_sequence, requests, run_to_end, target, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
@@ -18,7 +18,7 @@ def late(drafter: Drafter, model: Model, slots: int = 2) -> Engine:
 
 
 def knowing(model: Model, asked: list[Request]) -> Drafter:
-    return Oracle([full_text(model.hf, request) for request in asked], lies=3)
+    return Oracle([full_sequence(model.hf, request) for request in asked], lies=3)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from doubles import Oracle, engine, full_text, own_logits, prompts, target, truth
+from doubles import Oracle, engine, full_sequence, hf_logits, prompts, target, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request, Running
@@ -17,7 +17,7 @@ ASKED = [
 
 
 def runs_of(kind: str) -> list[Running]:
-    texts = [full_text(target().hf, request) for request in ASKED]
+    texts = [full_sequence(target().hf, request) for request in ASKED]
     drafter: Drafter = Oracle(texts) if kind == "oracle" else make(kind)
     return engine(drafter, slots=4).generate(ASKED)
 
@@ -27,7 +27,7 @@ def test_logprobs_are_the_model_s_own(kind: str) -> None:
     for run in runs_of(kind)[:3]:
         prompt, top = run.request.prompt, run.request.sampling.logprobs
         assert run.tokens == truth(target().hf, run.request)
-        own = own_logits(target().hf, [*prompt, *run.tokens[:-1]])[len(prompt) - 1 :].log_softmax(-1)
+        own = hf_logits(target().hf, [*prompt, *run.tokens[:-1]])[len(prompt) - 1 :].log_softmax(-1)
         assert [entry.token for entry in run.logprobs] == run.tokens
         for entry, row in zip(run.logprobs, own, strict=True):
             best = row.topk(top)

@@ -15,15 +15,15 @@ from doubles import (
     Playback,
     engine,
     fresh,
-    full_text,
+    full_sequence,
     poisoned_model,
     requests,
     run_to_end,
     target,
-    taught,
     tiny,
     tokenizer,
     truth,
+    with_random_weights,
     written,
 )
 from foreword.core.sampling import Sampling
@@ -107,7 +107,7 @@ def test_a_slot_left_with_nan_serves_the_next(after: int) -> None:
 
 def guessing(token: int) -> Playback:
     """Drafts the truth and, on another branch, one token; the text is written with both in the pass."""
-    return Playback([Plan(((0, None), (1, None), (0, token)), 4)], [full_text(tiny("qwen3"), HEALTHY)])
+    return Playback([Plan(((0, None), (1, None), (0, token)), 4)], [full_sequence(tiny("qwen3"), HEALTHY)])
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "penalty"])  # with it the true text has the token
@@ -127,7 +127,7 @@ def test_a_nan_in_a_guess_does_not_reach_the_text(late: bool, way: str) -> None:
 def test_a_drafter_of_nan_does_not_reach_the_text(name: str) -> None:
     """What it says lies beside the text in the target's own cache, for some: no text may end for that."""
     model, asked = target("qwen3"), requests(4, max_new_tokens=8)
-    drafter = taught(name, model)
+    drafter = with_random_weights(name, model)
     for weight in drafter.module.parameters():
         weight.data.fill_(math.nan)
     assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
@@ -138,7 +138,7 @@ def test_what_a_sick_text_left_to_a_drafter_does_not_reach_the_next() -> None:
     """The next one has a single token, so that nothing is read which would replace it."""
     hf, after = poisoned_model(), replace(HEALTHY, prompt=(9,))
     model = Model(hf)
-    steps = engine(taught("firp", model), model, slots=1)
+    steps = engine(with_random_weights("firp", model), model, slots=1)
     with pytest.raises(NumericsError):
         steps.generate([SICK])
     (run,) = steps.generate([after])
@@ -148,7 +148,7 @@ def test_what_a_sick_text_left_to_a_drafter_does_not_reach_the_next() -> None:
 def test_a_round_that_was_under_way_is_not_the_text_s_fault() -> None:
     """It was launched before the scratch was wiped, drafts nothing, and answers NaN all the same."""
     hf, bad, nothing = poisoned_model(), Plan(((0, None), (1, None), (0, POISON)), 4), Plan((), 1)
-    steps = engine(Playback([bad, nothing, nothing], [full_text(tiny("qwen3"), HEALTHY)]), Model(hf), slots=1, late=True)
+    steps = engine(Playback([bad, nothing, nothing], [full_sequence(tiny("qwen3"), HEALTHY)]), Model(hf), slots=1, late=True)
     with pytest.warns(ForewordWarning):
         (run,) = steps.generate([HEALTHY])
     assert run.tokens == truth(hf, HEALTHY)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import Oracle, drafter, engine, full_text, own_logits, prompts, requests, target, tokenizer, truth
+from doubles import Oracle, drafter, engine, full_sequence, hf_logits, prompts, requests, target, tokenizer, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine import prefill
@@ -28,7 +28,7 @@ def check(runs: list[Running]) -> None:
         told = [] if top is None else run.prompt_logprobs
         assert run.prompt_logprobs == told and [one.token for one in told] == list(run.request.prompt[1:])[: len(told)]
         assert len(told) == (0 if top is None else len(run.request.prompt) - 1)
-        rows = own_logits(target().hf, run.request.prompt).log_softmax(-1)
+        rows = hf_logits(target().hf, run.request.prompt).log_softmax(-1)
         for one, row in zip(told, rows[:-1], strict=False):
             likely = row.topk(min(top or 0, len(row)))
             assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-8)
@@ -41,10 +41,10 @@ def check(runs: list[Running]) -> None:
 def test_they_are_the_model_s_own(name: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that are read one by one, and all at once as on a GPU; the head is asked about two rows at a time."""
     monkeypatch.setattr(prefill, "LOGPROB_ROWS", 2)
-    texts = [full_text(target().hf, request) for request in ASKED]
+    texts = [full_sequence(target().hf, request) for request in ASKED]
     drafting: Drafter = Oracle(texts) if name == "oracle" else drafter(name, target())
     steps = engine(drafting, slots=4)
-    steps.together = together
+    steps.joins_prompts = together
     check(steps.generate(ASKED))
 
 

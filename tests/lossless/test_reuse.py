@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_text, prompts, requests, target, truth
+from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, prompts, requests, target, truth
 from foreword.core.drafter import Drafter
 from foreword.engine.request import Request
 from foreword.methods import METHODS
@@ -34,7 +34,7 @@ def test_a_second_turn_is_the_same_as_a_fresh_one(kind: str, way: str) -> None:
     model = target()
     text = (*FIRST.prompt, *truth(model.hf, FIRST))
     turn = Request(NEXT[way](text), SAMPLINGS["T=0.8"], max_new_tokens=9, reuse=True)
-    steps = engine(drafter_of(kind, model, [full_text(model.hf, r) for r in (FIRST, turn)]), model, slots=2)
+    steps = engine(drafter_of(kind, model, [full_sequence(model.hf, r) for r in (FIRST, turn)]), model, slots=2)
     steps.generate([FIRST])
     (run,) = steps.generate([turn])
     assert run.tokens == truth(model.hf, turn)
@@ -82,7 +82,7 @@ def test_a_penalty_counts_the_reused_text_too(kind: str) -> None:
     model = target()
     text = (*FIRST.prompt, *truth(model.hf, FIRST))
     turn = Request((*text, *MORE), replace(SAMPLINGS["greedy"], repetition_penalty=2.0), max_new_tokens=9, reuse=True)
-    steps = engine(drafter_of(kind, model, [full_text(model.hf, r) for r in (FIRST, turn)]), model, slots=2)
+    steps = engine(drafter_of(kind, model, [full_sequence(model.hf, r) for r in (FIRST, turn)]), model, slots=2)
     steps.generate([FIRST])
     (run,) = steps.generate([turn])
     assert run.reused > 0 and run.tokens == truth(model.hf, turn)

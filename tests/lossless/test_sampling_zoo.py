@@ -10,8 +10,8 @@ from doubles import (
     Oracle,
     drafter,
     engine,
-    full_text,
-    own_logits,
+    full_sequence,
+    hf_logits,
     prompts,
     requests,
     rerunning,
@@ -52,7 +52,7 @@ def zoo_requests() -> list[Request]:
 
 
 def drafters() -> dict[str, Drafter]:
-    texts = [full_text(target().hf, request) for request in zoo_requests()]
+    texts = [full_sequence(target().hf, request) for request in zoo_requests()]
     return {"plain": make("plain"), "token_recycling": make("token_recycling"), "liar": Liar(), "oracle": Oracle(texts)}
 
 
@@ -137,9 +137,9 @@ def test_bad_words_and_penalties_are_lossless_whoever_drafts(name: str, sampling
         {"frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.3},
     ]
     asked = [replace(one, sampling=replace(one.sampling, **way)) for one, way in zip(free, ways, strict=True)]
-    whole = [full_text(model.hf, request) for request in asked]
+    whole = [full_sequence(model.hf, request) for request in asked]
     # An oracle of the free texts drafts the bad words themselves, and one of the true texts drafts past them.
-    drafts = {"liar": Liar(), "oracle": Oracle([*(full_text(model.hf, one) for one in free), *whole], lies=2)}
+    drafts = {"liar": Liar(), "oracle": Oracle([*(full_sequence(model.hf, one) for one in free), *whole], lies=2)}
     runs = engine(drafts.get(name) or drafter(name, model), model, slots=3).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
     for run in runs:
@@ -157,7 +157,7 @@ def test_penalties_follow_the_rule_of_the_output_alone() -> None:
     sampling = replace(request.sampling, presence_penalty=1.2, frequency_penalty=0.6, logit_bias={5: 1.5})
     text: list[int] = []
     for _ in range(12):
-        logits = own_logits(model.hf, [*request.prompt, *text])[-1].tolist()
+        logits = hf_logits(model.hf, [*request.prompt, *text])[-1].tolist()
         for token in range(len(logits)):
             logits[token] -= 0.6 * text.count(token) + 1.2 * (token in text) - 1.5 * (token == 5)
         text.append(max(range(len(logits)), key=lambda token: logits[token]))

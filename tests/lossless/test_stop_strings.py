@@ -2,7 +2,7 @@
 
 import pytest
 
-from doubles import END, SAMPLINGS, Oracle, engine, full_text, requests, target, tokenizer, truth
+from doubles import END, SAMPLINGS, Oracle, engine, full_sequence, requests, target, tokenizer, truth
 from foreword.core.drafter import Drafter
 from foreword.engine.request import Request, Running
 from foreword.methods import make
@@ -39,7 +39,7 @@ def stop_at(request: Request, place: int) -> str:
 def test_a_stop_string_inside_a_draft(seed: int, place: int) -> None:
     stop = stop_at(asked(seed), place)
     expected = slow(asked(seed), stop)
-    oracle = Oracle([full_text(target().hf, asked(seed))], lies=2)
+    oracle = Oracle([full_sequence(target().hf, asked(seed))], lies=2)
     for drafter, late in ((make("plain"), False), (oracle, False), (oracle, True)):
         running = run(drafter, asked(seed, (stop,)), late)
         assert (running.tokens, running.text, running.finish_reason) == expected
@@ -47,14 +47,14 @@ def test_a_stop_string_inside_a_draft(seed: int, place: int) -> None:
 
 
 def test_no_stop_string_gives_all_the_text() -> None:
-    running = run(Oracle([full_text(target().hf, asked(2))]), asked(2, ("zzz",)))
+    running = run(Oracle([full_sequence(target().hf, asked(2))]), asked(2, ("zzz",)))
     assert (running.tokens, running.text, running.finish_reason) == slow(asked(2), "zzz")
     assert running.text == tokenizer().decode(running.tokens)
 
 
 def test_the_string_that_is_complete_first_wins() -> None:
     late, early = stop_at(asked(1), 7), stop_at(asked(1), 4)
-    running = run(Oracle([full_text(target().hf, asked(1))]), asked(1, (late, early)))
+    running = run(Oracle([full_sequence(target().hf, asked(1))]), asked(1, (late, early)))
     assert (running.tokens, running.text, running.finish_reason) == slow(asked(1), early)
 
 
@@ -65,6 +65,6 @@ def test_a_stop_string_before_an_end_token_of_the_same_round() -> None:
     stop = tokenizer().decode(tokens[-2:-1])
     expected = slow(request, stop)
     with_stop = Request(request.prompt, request.sampling, 30, stream=TextStream(tokenizer(), (stop,)))
-    running = run(Oracle([full_text(target().hf, request)]), with_stop)
+    running = run(Oracle([full_sequence(target().hf, request)]), with_stop)
     assert (running.tokens, running.text, running.finish_reason) == expected
     assert END not in running.tokens

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import CONTEXT, END, SAMPLINGS, Liar, Oracle, drafter, engine, full_text, requests, target, tokenizer, truth
+from doubles import CONTEXT, END, SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, requests, target, tokenizer, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request, Running
@@ -43,7 +43,7 @@ def check(runs: list[Running]) -> None:
 def test_a_stop_token_ends_the_output(name: str, sampling: str) -> None:
     """Nine with stop tokens of their own among three slots."""
     model, asked = target(), stopping(9, SAMPLINGS[sampling])
-    texts = [full_text(model.hf, request) for request in asked]
+    texts = [full_sequence(model.hf, request) for request in asked]
     doubles: dict[str, Drafter] = {"liar": Liar(), "oracle": Oracle(texts, lies=2)}
     runs = engine(doubles.get(name) or drafter(name, model), model).generate(asked)
     check(runs)
@@ -57,7 +57,7 @@ def test_rounds_that_are_read_together_or_late(late: bool, rounds: int) -> None:
     asked = stopping(8, SAMPLINGS["T=0.8"])
     asked[2] = replace(asked[2], stream=TextStream(tokenizer()))
     asked[5] = replace(asked[5], stop_token_ids=())
-    steps = engine(Oracle([full_text(target().hf, request) for request in asked]), target(), slots=2, late=late)
+    steps = engine(Oracle([full_sequence(target().hf, request) for request in asked]), target(), slots=2, late=late)
     runs = [steps.add(request) for request in asked]
     while steps.busy:
         steps.step_for((), rounds)
@@ -68,7 +68,7 @@ def test_stop_tokens_count_where_end_tokens_do_not() -> None:
     plain = [r for r in requests(16, max_new_tokens=24) if truth(target().hf, r)[-1] == END][:3]
     asked = [replace(request, ignore_eos=True, stop_token_ids=(END,)) for request in plain]
     asked += [replace(request, stop_token_ids=(END,)) for request in plain]
-    runs = engine(Oracle([full_text(target().hf, request) for request in plain]), slots=3).generate(asked)
+    runs = engine(Oracle([full_sequence(target().hf, request) for request in plain]), slots=3).generate(asked)
     check(runs)
     assert [run.stop_reason for run in runs] == [END] * 3 + [None] * 3
 
@@ -78,7 +78,7 @@ def test_stop_tokens_count_where_end_tokens_do_not() -> None:
 def test_the_text_ends_before_the_stop_token_unless_it_is_asked_for(include: bool, kind: str) -> None:
     (request,) = stopping(2, SAMPLINGS["greedy"], ignore_eos=True)[1:]
     stream = TextStream(tokenizer(), include_stop=include)
-    drafting = Oracle([full_text(target().hf, request)]) if kind == "oracle" else make("plain")
+    drafting = Oracle([full_sequence(target().hf, request)]) if kind == "oracle" else make("plain")
     (run,) = engine(drafting).generate([replace(request, stream=stream)])
     tokens, stop = slow(request)
     assert (run.tokens, run.stop_reason) == (tokens, stop)
@@ -94,7 +94,7 @@ def test_a_stop_string_and_a_stop_token_of_one_round(kind: str) -> None:
     first, second = tokenizer().decode(tokens[2:3]), tokenizer().decode(tokens[4:5])
     for string, stop, expected in [(first, tokens[3], (3, first)), (second, tokens[3], (4, tokens[3]))]:
         asked = replace(request, stop_token_ids=(stop,), stream=TextStream(tokenizer(), string))
-        drafting = Oracle([full_text(target().hf, request)]) if kind == "oracle" else make("plain")
+        drafting = Oracle([full_sequence(target().hf, request)]) if kind == "oracle" else make("plain")
         (run,) = engine(drafting).generate([asked])
         assert (len(run.tokens), run.stop_reason) == expected and run.finish_reason == "stop"
 

@@ -6,7 +6,7 @@ import pytest
 
 from foreword import requests as building
 from foreword.core.sampling import Sampling
-from foreword.engine.request import Request, Room
+from foreword.engine.request import EngineLimits, Request
 from foreword.errors import ForewordError, InputError, PromptError
 from foreword.requests import Prompt, build, is_single, listed
 from foreword.text import Tokenizer
@@ -22,16 +22,16 @@ def tokenizer(hf_tokenizer: Any) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def room(tokenizer: Tokenizer) -> Room:
-    return Room(CONTEXT, CONTEXT, tokenizer.vocab_size)
+def limits(tokenizer: Tokenizer) -> EngineLimits:
+    return EngineLimits(CONTEXT, CONTEXT, tokenizer.vocab_size)
 
 
 @pytest.fixture
-def asked(tokenizer: Tokenizer, room: Room) -> Any:
+def asked(tokenizer: Tokenizer, limits: EngineLimits) -> Any:
     """Requests of prompts: asked("hello", temperature=1.0)."""
 
     def ask(prompt: Any, n: int | None = None, **settings: Any) -> list[Request]:
-        return build(tokenizer, room, listed(prompt), {"seed": 3} | settings, n)
+        return build(tokenizer, limits, listed(prompt), {"seed": 3} | settings, n)
 
     return ask
 
@@ -73,7 +73,7 @@ def test_prompts_are_refused_with_their_place_in_the_list(asked: Any, prompt: An
 @pytest.mark.parametrize(("trained", "advised"), [(CONTEXT, False), (2 * CONTEXT, True)])
 def test_a_larger_context_is_advised_only_where_the_model_has_one(tokenizer: Tokenizer, trained: int, advised: bool) -> None:
     with pytest.raises(PromptError, match="shorten.*truncate_prompt_tokens") as error:
-        build(tokenizer, Room(CONTEXT, trained, 999), ["x" * CONTEXT], {})
+        build(tokenizer, EngineLimits(CONTEXT, trained, 999), ["x" * CONTEXT], {})
     assert ("larger max_context, up to 1024" in str(error.value)) is advised
 
 
@@ -232,15 +232,15 @@ def test_whatever_is_no_prompt_is_refused_as_one(asked: Any, prompt: Prompt) -> 
 # Sampling as one object --------------------------------------------------------------------------------------------------
 
 
-def test_sampling_is_given_as_one_object(asked: Any, tokenizer: Tokenizer, room: Room) -> None:
+def test_sampling_is_given_as_one_object(asked: Any, tokenizer: Tokenizer, limits: EngineLimits) -> None:
     whole = Sampling(temperature=0.5, top_k=3, seed=9, allowed_token_ids=(5, 6))
     (request,) = build(
-        tokenizer, room, [ASK], {"sampling": whole, "max_tokens": 7}, None, {"temperature": 0.9, "top_p": 0.5}
+        tokenizer, limits, [ASK], {"sampling": whole, "max_tokens": 7}, None, {"temperature": 0.9, "top_p": 0.5}
     )
     assert (request.sampling, request.max_new_tokens, request.model_defaults) == (whole, 7, ())
-    first, second = build(tokenizer, room, [ASK] * 2, {"sampling": whole, "settings": [{}, {"temperature": 0.0}]})
+    first, second = build(tokenizer, limits, [ASK] * 2, {"sampling": whole, "settings": [{}, {"temperature": 0.0}]})
     assert (first.sampling, second.sampling.temperature, second.sampling.top_k) == (whole, 0.0, 3)
-    third, fourth = build(tokenizer, room, [ASK] * 2, {"temperature": 0.7, "settings": [{"sampling": whole}, {}]})
+    third, fourth = build(tokenizer, limits, [ASK] * 2, {"temperature": 0.7, "settings": [{"sampling": whole}, {}]})
     assert (third.sampling, fourth.sampling.temperature) == (whole, 0.7)
 
 
@@ -252,11 +252,11 @@ def test_sampling_is_given_as_one_object(asked: Any, tokenizer: Tokenizer, room:
         ({"sampling": {"temperature": 1.0}}, r"give a foreword.Sampling\(\.\.\.\)"),
     ],
 )
-def test_two_forms_of_one_thing_are_refused(tokenizer: Tokenizer, room: Room, settings: Any, told: str) -> None:
+def test_two_forms_of_one_thing_are_refused(tokenizer: Tokenizer, limits: EngineLimits, settings: Any, told: str) -> None:
     with pytest.raises(InputError, match=told):
-        build(tokenizer, room, [ASK], settings)
+        build(tokenizer, limits, [ASK], settings)
 
 
-def test_no_sampling_object_is_none(tokenizer: Tokenizer, room: Room) -> None:
-    (request,) = build(tokenizer, room, [ASK], {"sampling": None, "temperature": 0.5, "seed": 1})
+def test_no_sampling_object_is_none(tokenizer: Tokenizer, limits: EngineLimits) -> None:
+    (request,) = build(tokenizer, limits, [ASK], {"sampling": None, "temperature": 0.5, "seed": 1})
     assert request.sampling == Sampling(temperature=0.5, seed=1)

@@ -1,7 +1,7 @@
 """`method="auto"`: what is expected to be fastest for one text at a time, on this target and this machine.
 
 Expected speed-up over plain decoding = tokens per round / what a round costs in passes of one row. The tokens are measured
-figures, by rows: of a shipped drafter its record's, of a method that has no record of its own those in `YIELDS`. The cost is
+figures, by rows: of a shipped drafter its record's, of a method that has no record of its own those in `TOKENS_PER_ROUND`. The cost is
 this machine's: a pass over so many rows, and the drafter's own work next to it. Costs are kept, and so is the choice: where
 two methods are about as fast it stays, whatever a later measurement says. Texts differ: `foreword bench` measures yours.
 """
@@ -28,11 +28,11 @@ from foreword.model.measured import file_of, keep, read_kept
 from foreword.model.model import Model
 from foreword.ops.device import fixes_shapes
 
-AS_FAST = 0.05  # of a speed-up: measurements of a quiet machine differ by as much
+SAME_SPEED = 0.05  # of a speed-up: measurements of a quiet machine differ by as much
 
 
 @dataclass(frozen=True)
-class Yield:
+class TokensPerRound:
     """Tokens that a round decides where so many rows are checked."""
 
     rows: int
@@ -42,17 +42,17 @@ class Yield:
 
 # Of the default model on 48 prompts of Spec-Bench, greedy. A CPU checks as many rows as pay: where a further one costs much
 # about 3 (results/bench_cpu, results/prove_cpu), where it costs little those that results/bench_cpu_48 had in the mean.
-YIELDS: dict[str, tuple[Yield, ...]] = {
+TOKENS_PER_ROUND: dict[str, tuple[TokensPerRound, ...]] = {
     "prompt_lookup": (
-        Yield(3, 1.70, "results/bench_cpu"),
-        Yield(6, 1.85, "results/bench_cpu_48"),
-        Yield(16, 1.94, "results/bench_cuda_48"),
+        TokensPerRound(3, 1.70, "results/bench_cpu"),
+        TokensPerRound(6, 1.85, "results/bench_cpu_48"),
+        TokensPerRound(16, 1.94, "results/bench_cuda_48"),
     ),
-    "echo": (Yield(10, 2.90, "results/bench_cpu_48"), Yield(64, 3.92, "results/bench_cuda_48")),
+    "echo": (TokensPerRound(10, 2.90, "results/bench_cpu_48"), TokensPerRound(64, 3.92, "results/bench_cuda_48")),
     "token_recycling": (
-        Yield(3, 1.47, "results/bench_cpu"),
-        Yield(5, 1.72, "results/bench_cpu_48"),
-        Yield(64, 2.56, "results/bench_cuda_48"),
+        TokensPerRound(3, 1.47, "results/bench_cpu"),
+        TokensPerRound(5, 1.72, "results/bench_cpu_48"),
+        TokensPerRound(64, 2.56, "results/bench_cuda_48"),
     ),
 }
 
@@ -74,7 +74,7 @@ class Expected:
 PLAIN = Expected("plain", 1, 1.0, 1.0, "by definition")
 
 
-def fitting(model: Model) -> dict[str, Path]:
+def shipped_for(model: Model) -> dict[str, Path]:
     """The shipped drafters that were trained for this model: method -> folder."""
     there = shipped()
     found = Fingerprint.of_function(model) if there else None
@@ -86,14 +86,16 @@ def expectations(model: Model, rows: int | None = None) -> list[Expected]:
     curve = model.curve or curve_for(model)
     model.use_costs(curve)
     found = [PLAIN]
-    for method, known in YIELDS.items():
+    for method, known in TOKENS_PER_ROUND.items():
         if not METHODS[method].trained and (usable := _usable(known, rows, model)):
             own = draft_cost(model, _mark(method, rows), partial(make, method, rows))
             found.append(_best(method, usable, curve, own))
-    for method, folder in fitting(model).items():
+    for method, folder in shipped_for(model).items():
         # What stands in the record was measured with its own method's trees; on a GPU too they check as many rows as pay.
         own_trees = trained_as(method) == method
-        usable = _allowed(recorded(folder), rows) if own_trees else _usable(YIELDS.get(method, ()), rows, model)
+        usable = (
+            _allowed(recorded_tokens(folder), rows) if own_trees else _usable(TOKENS_PER_ROUND.get(method, ()), rows, model)
+        )
         if usable:
             about = read_config(folder)
             mark = _mark(method, rows, [about["config"], about.get("words")])
@@ -125,7 +127,7 @@ def choose(model: Model, expected: list[Expected], rows: int | None = None) -> C
     before = read_kept(file, Choice.read)
     if before is not None and before.method in by_name:
         known = by_name[before.method]
-        if best.speedup <= known.speedup * (1 + AS_FAST) or (before.steady and not steady):
+        if best.speedup <= known.speedup * (1 + SAME_SPEED) or (before.steady and not steady):
             if before.steady:
                 return before
             best = known
@@ -135,10 +137,10 @@ def choose(model: Model, expected: list[Expected], rows: int | None = None) -> C
     return chosen
 
 
-def recorded(folder: Path) -> tuple[Yield, ...]:
+def recorded_tokens(folder: Path) -> tuple[TokensPerRound, ...]:
     """What a trained drafter's record promises, for fewer rows than it was measured with too.
 
-    The drafters that ship have figures of the prompts that `YIELDS` are of, with the weights as they are stored; training
+    The drafters that ship have figures of the prompts that `TOKENS_PER_ROUND` are of, with the weights as they are stored; training
     leaves those of prompts kept apart, which are easier by up to a tenth. Clover-2 on the default model has 2.19, 2.74 and
     3.16 tokens per round with 5, 16 and 64 rows (results/trees_cuda, before it guessed among fewer tokens), the rule 2.13,
     2.65 and 3.02.
@@ -158,7 +160,7 @@ def recorded(folder: Path) -> tuple[Yield, ...]:
     # The gain is the rule's times a factor that is known at a few numbers of rows.
     factors = [(rows, (tokens - 1) / share_of_gain(rows, most, TRAINED_BEND)) for rows, tokens in known]
     gains = [_between(factors, count) * share_of_gain(count, most, TRAINED_BEND) for count in counts]
-    return tuple(Yield(count, 1 + gain, "record.json") for count, gain in zip(counts, gains, strict=True))
+    return tuple(TokensPerRound(count, 1 + gain, "record.json") for count, gain in zip(counts, gains, strict=True))
 
 
 def _figures(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -175,20 +177,20 @@ def _between(points: list[tuple[int, float]], place: int) -> float:
     return points[0][1] if place < points[0][0] else points[-1][1]
 
 
-def _allowed(known: tuple[Yield, ...], rows: int | None) -> tuple[Yield, ...]:
+def _allowed(known: tuple[TokensPerRound, ...], rows: int | None) -> tuple[TokensPerRound, ...]:
     return tuple(one for one in known if rows is None or one.rows <= rows)
 
 
-def _usable(known: tuple[Yield, ...], rows: int | None, model: Model) -> tuple[Yield, ...]:
+def _usable(known: tuple[TokensPerRound, ...], rows: int | None, model: Model) -> tuple[TokensPerRound, ...]:
     """A CPU may check fewer rows than a method could; on a GPU only the most rows were measured."""
     allowed = _allowed(known, rows)
     return allowed[-1:] if fixes_shapes(model.device) else allowed
 
 
-def _best(method: str, usable: tuple[Yield, ...], curve: CostCurve, own: CostCurve) -> Expected:
+def _best(method: str, usable: tuple[TokensPerRound, ...], curve: CostCurve, own: CostCurve) -> Expected:
     steady = curve.steady and own.steady
 
-    def at(one: Yield) -> Expected:
+    def at(one: TokensPerRound) -> Expected:
         return Expected(method, one.rows, one.tokens, (curve.at(one.rows) + own.at(1)) / curve.at(1), one.source, steady)
 
     return max(map(at, usable), key=lambda one: one.speedup)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foreword.errors import DrafterError, StorageError
-from foreword.model.draft_linears import in_eight_bits
+from foreword.model.draft_linears import int8_codes
 
 Stored = Literal["bfloat16", "int8"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -29,7 +29,7 @@ def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> N
     for name, weight in weights.items():
         weight = weight.detach().cpu()
         if dtype == "int8" and weight.is_floating_point() and weight.dim() > 1:
-            held[name], held[name + SCALE] = in_eight_bits(weight)
+            held[name], held[name + SCALE] = int8_codes(weight)
         else:
             held[name] = weight.bfloat16().contiguous() if weight.is_floating_point() else weight.contiguous()
     _write(held, file)

@@ -19,7 +19,7 @@ from foreword.errors import DrafterError
 from foreword.hub.resolve import resolve
 from foreword.hub.storage import check_empty, fill_empty
 from foreword.model.adapters import tokenizer_folder
-from foreword.model.loading import choose_dtype, load_stock, without_bars
+from foreword.model.loading import choose_dtype, load_stock, without_progress_bars
 from foreword.model.model import Model
 from foreword.text import Tokenizer
 
@@ -54,7 +54,7 @@ def export(
     small.generation_config.eos_token_id = target.ends.tolist() or None  # of the model's other wishes none is a draft's
 
     def fill(building: Path) -> None:
-        with without_bars():
+        with without_progress_bars():
             small.save_pretrained(building)
             words.hf.save_pretrained(building)
 

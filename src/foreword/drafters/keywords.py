@@ -13,7 +13,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 from foreword.core.drafter import Drafter
-from foreword.drafters.spec import read_word
+from foreword.drafters.spec import parse_spec
 from foreword.errors import ForewordWarning, InputError
 from foreword.methods import AUTO, NEAR, MethodLike, all_methods
 
@@ -21,7 +21,7 @@ _ONE_DEVICE = "a model runs on one device; choose it with device='cuda:1'"
 _QUANTISED = "`load` reads no quantised weights but GGUF files; `wrap` takes models whose weights alone are quantised"
 
 # What other libraries know and Foreword does not have.
-REASONS = {
+UNSUPPORTED = {
     "trust_remote_code": "Foreword runs no code that comes with a model, only families that it knows (docs/models.md)",
     "tensor_parallel_size": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
     "pipeline_parallel_size": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
@@ -37,7 +37,7 @@ REASONS = {
 }
 
 # The same under the name that another library gave it.
-MEANT = {
+OTHER_NAMES = {
     "torch_dtype": "dtype",
     "max_model_len": "max_context",
     "max_seq_len": "max_context",
@@ -68,8 +68,8 @@ def options_of_method(call: Callable[..., Any], method: MethodLike, given: dict[
     name_of_method, known = _known_options(method) if given else ("", None)
     options = {name: value for name, value in given.items() if not _asks_for_nothing(name, value)}
     for name, value in options.items():
-        if name in REASONS:
-            raise InputError(f"{name}={value!r}: {REASONS[name]}")
+        if name in UNSUPPORTED:
+            raise InputError(f"{name}={value!r}: {UNSUPPORTED[name]}")
         if known is not None and name not in known:
             raise InputError(_unknown(call, name_of_method, known, name))
         if name_of_method == AUTO and not any(name in _options(one.load()) for one in all_methods().values()):
@@ -80,7 +80,7 @@ def options_of_method(call: Callable[..., Any], method: MethodLike, given: dict[
 def _asks_for_nothing(name: str, value: object) -> bool:
     """Of what Foreword does not have, that it is not wanted."""
     one = name.endswith("_parallel_size") and value == 1
-    return name in REASONS and (value is None or value is False or one)
+    return name in UNSUPPORTED and (value is None or value is False or one)
 
 
 def _known_options(method: MethodLike) -> tuple[str, list[str] | None]:
@@ -88,7 +88,7 @@ def _known_options(method: MethodLike) -> tuple[str, list[str] | None]:
     drafter says whose options count, or where a drafter is made already and takes none."""
     if isinstance(method, type) and issubclass(method, Drafter):
         return method.__name__, _options(method)
-    name = read_word(method).name if isinstance(method, str) else ""
+    name = parse_spec(method).name if isinstance(method, str) else ""
     table = all_methods()
     return name, _options(table[name].load()) if name in table else None
 
@@ -100,7 +100,7 @@ def _options(kind: type[Drafter]) -> list[str]:
 def _unknown(call: Callable[..., Any], method: str, options: list[str] | None, name: str) -> str:
     own = [one.name for one in signature(call).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
     known = list(dict.fromkeys([*own, *(options or ())]))
-    meant = MEANT.get(name)
+    meant = OTHER_NAMES.get(name)
     near = [meant] if meant in known else get_close_matches(name, known, n=2, cutoff=NEAR)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     if options is None:

@@ -1,6 +1,6 @@
 """What a user asks for, a method or a trained drafter or neither, on its way to a Drafter that serves.
 
-`Wanted.of` refuses what can be refused before a model is loaded; `on` gives the drafter for the loaded target, with its
+`DrafterRequest.of` refuses what can be refused before a model is loaded; `on` gives the drafter for the loaded target, with its
 weights. A trained method without a folder takes the drafter that ships for the target; "auto" what is expected fastest.
 """
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from foreword.core.drafter import Drafter
-from foreword.drafters.auto import choose, expectations, fitting
+from foreword.drafters.auto import choose, expectations, shipped_for
 from foreword.drafters.saved import holds_model, outline, read_config, restore
 from foreword.drafters.shipped import model_of, shipped
-from foreword.drafters.spec import Word, read_word
-from foreword.drafting.guesser import check_vocabulary
+from foreword.drafters.spec import MethodSpec, parse_spec
+from foreword.drafting.small_model import check_vocabulary
 from foreword.errors import DrafterError, InputError
 from foreword.methods import (
     AUTO,
@@ -42,7 +42,7 @@ APART = {"rows": "give it by itself (--rows)", "model": "name its folder: NAME=F
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DrafterRequest:
     method: str
     folder: Path | None = None
     rows: int | None = None
@@ -56,21 +56,21 @@ class Wanted:
         drafter: str | os.PathLike[str] | None = None,
         rows: int | None = None,
         **options: Any,
-    ) -> Wanted:
+    ) -> DrafterRequest:
         """`method` may be NAME=FOLDER, which is both in one word, with options after it (`spec.py`). A folder alone says
         itself whose drafter it holds."""
         if not isinstance(method, str | os.PathLike):
             name_or_own = _from_object(method, drafter, rows, options)
-            if isinstance(name_or_own, Wanted):
+            if isinstance(name_or_own, DrafterRequest):
                 return name_or_own
             method = name_or_own
-        word = read_word(method) if isinstance(method, str) else Word(AUTO, os.fspath(method), {})
-        return Wanted._of_word(str(method), word, drafter, rows, options)
+        word = parse_spec(method) if isinstance(method, str) else MethodSpec(AUTO, os.fspath(method), {})
+        return DrafterRequest._of_word(str(method), word, drafter, rows, options)
 
     @staticmethod
     def _of_word(
-        method: str, word: Word, drafter: str | os.PathLike[str] | None, rows: int | None, options: dict[str, Any]
-    ) -> Wanted:
+        method: str, word: MethodSpec, drafter: str | os.PathLike[str] | None, rows: int | None, options: dict[str, Any]
+    ) -> DrafterRequest:
         name, folder, more = word
         if twice := sorted(more.keys() & options.keys()):
             raise InputError(f"method {method!r} says {twice[0]}, and it is given too; say it once")
@@ -86,23 +86,23 @@ class Wanted:
         if name == AUTO:
             if options:
                 raise InputError(f"{', '.join(options)}: an option belongs to one method; name the method too")
-            return Wanted(AUTO, None, rows)
+            return DrafterRequest(AUTO, None, rows)
         untrained(name, rows, **options)
         if not find(name).trained:
-            return Wanted(name, None, rows, options)
+            return DrafterRequest(name, None, rows, options)
         if name not in shipped():
             raise _none_shipped(name, "this model")
         outline(shipped()[name], rows, name, **options)
-        return Wanted(name, shipped()[name], rows, options, ships=True)
+        return DrafterRequest(name, shipped()[name], rows, options, ships=True)
 
-    def on(self, model: Model) -> tuple[str, Drafter]:
+    def resolve(self, model: Model) -> tuple[str, Drafter]:
         """The method's name, and the drafter."""
         if self.own is not None:
             return self.method, _with_cost(self.own(), model)
         if self.method == AUTO:
             best = choose(model, expectations(model, self.rows), self.rows).method
-            return Wanted(best, shipped().get(best), self.rows).on(model)
-        if self.ships and self.folder is not None and self.method not in fitting(model):
+            return DrafterRequest(best, shipped().get(best), self.rows).resolve(model)
+        if self.ships and self.folder is not None and self.method not in shipped_for(model):
             raise _none_shipped(self.method, f"{model.name} (there is one for {model_of(self.folder)})")
         if self.folder is None:
             drafter = make(self.method, self.rows, **self.options)
@@ -121,7 +121,7 @@ def _with_cost(drafter: Drafter, model: Model) -> Drafter:
 
 def _from_object(
     method: object, drafter: str | os.PathLike[str] | None, rows: int | None, options: dict[str, Any]
-) -> Wanted | str:
+) -> DrafterRequest | str:
     """A drafter, or its class, as it was given; the name of a class that is in the table."""
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, Drafter):
@@ -137,15 +137,15 @@ def _from_object(
         raise InputError(f"{told}: the folder of a drafter goes with a method's name; register the class, or leave it out")
     if isinstance(method, type):
         construct(kind.__name__, kind, rows, options)  # what is wrong with an option is said before a model is loaded
-        return Wanted(kind.__name__, rows=rows, own=partial(construct, kind.__name__, kind, rows, options))
+        return DrafterRequest(kind.__name__, rows=rows, own=partial(construct, kind.__name__, kind, rows, options))
     given = {name: value for name, value in {"rows": rows, **options}.items() if value is not None}
     if given:
         told = f"method is a drafter that is made already, and {', '.join(given)} is given too"
         raise InputError(f"{told}; give it to {kind.__name__}(...), or give the class as the method")
-    return Wanted(name or kind.__name__, own=lambda: cast(Drafter, method))
+    return DrafterRequest(name or kind.__name__, own=lambda: cast(Drafter, method))
 
 
-def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
+def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> DrafterRequest:
     if name != AUTO and not find(name).trained:
         raise DrafterError(f"{name} has no weights of its own, so it takes no drafter; leave {folder} out")
     if holds_model(folder):
@@ -155,10 +155,10 @@ def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, A
         raise DrafterError(f"{folder} holds a drafter of {held}, not of {name}; choose {held}, or leave the method out")
     method = held if name == AUTO else name
     outline(folder, rows, method, **options)
-    return Wanted(method, folder, rows, options)
+    return DrafterRequest(method, folder, rows, options)
 
 
-def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> Wanted:
+def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> DrafterRequest:
     """A model as transformers keeps it, to guess with."""
     if not METHODS[name].takes_models:
         known = ", ".join(other for other, method in METHODS.items() if method.takes_models)
@@ -168,7 +168,7 @@ def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, An
             f"{name}: layers are those of a trained drafter, but {folder} holds a whole model; leave layers out"
         )
     untrained(name, rows, **options)
-    return Wanted(name, folder, rows, options)
+    return DrafterRequest(name, folder, rows, options)
 
 
 def _second(method: str, folder: Path, target: Model) -> Model:

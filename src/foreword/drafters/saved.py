@@ -19,20 +19,20 @@ from torch import Tensor
 from foreword.core.drafter import Drafter
 from foreword.core.trainable import Trainable
 from foreword.drafters.checkpoint import FLOATS, Stored, kind, read_weights, replace_tensor, write_weights
-from foreword.drafting.guesser import FirstLayers
-from foreword.drafting.small import small_model
+from foreword.drafting.small_model import FirstLayers
+from foreword.drafting.standalone import standalone_model
 from foreword.errors import DrafterError, InputError
 from foreword.files import read_json
 from foreword.methods import METHODS, all_methods, find, name_of, trained_as, untrained
 from foreword.model import linears as pack
-from foreword.model.building import TooMuchBuilt, at_most
+from foreword.model.parameter_limit import TooManyParameters, at_most_parameters
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
-from foreword.model.widened import shrink
+from foreword.model.widened_model import narrow_model
 from foreword.model.widening import widened
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-UNSAID = {"hidden_transfer": {"told": False}}  # what it meant that a config of before has no such option
+EARLIER_DEFAULTS = {"hidden_transfer": {"told": False}}  # what it meant that a config of before has no such option
 SLACK = 2  # times what a file holds: a drafter that lacks a tensor is built, and the tensor named
 WORDS = "words"  # beside the weights: a bitmap of the tokens that are guessed among, where these are not all
 
@@ -67,12 +67,12 @@ def _write_json(folder: Path, about: dict[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
 
 
-def words_of(folder: str | Path) -> Tensor | None:
+def read_draft_vocabulary(folder: str | Path) -> Tensor | None:
     """The bitmap of the tokens that a saved drafter guesses among; None where these are all."""
     return read_weights(Path(folder) / WEIGHTS).get(WORDS)
 
 
-def put_words(folder: str | Path, bits: Tensor | None, count: int) -> None:
+def write_draft_vocabulary(folder: str | Path, bits: Tensor | None, count: int) -> None:
     """Give a saved drafter `count` words, or all; its weights stay as they were stored."""
     about = read_config(folder)
     replace_tensor(Path(folder) / WEIGHTS, WORDS, bits)
@@ -122,7 +122,7 @@ def outline(folder: str | Path, rows: int | None = None, method: str | None = No
         raise DrafterError(f"{folder} holds a drafter of {held!r}, which this version of Foreword does not train")
     method = method or held
     try:
-        config = UNSAID.get(held, {}) | about["config"]
+        config = EARLIER_DEFAULTS.get(held, {}) | about["config"]
         _check_options(held, config)
         untrained(method, **config)
     except (InputError, TypeError) as error:
@@ -154,11 +154,11 @@ def restore(
 ) -> Drafter:
     """The drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
     drafter = outline(folder, rows, method, **options)
-    if target.grown is None or not find(method or read_config(folder)["method"]).takes_models:
+    if target.widened_from is None or not find(method or read_config(folder)["method"]).takes_models:
         return _filled(drafter, folder, target)
     drafter = outline(folder, rows, method, model=_second(folder, target), **options)
     if drafter.vocabulary is not None:
-        drafter.vocabulary.choose(words_of(folder))
+        drafter.vocabulary.choose(read_draft_vocabulary(folder))
     drafter.prepare(target, 1)
     return drafter
 
@@ -168,8 +168,8 @@ def as_model(folder: str | Path, target: Model) -> Any:
     head; where the target was grown, as wide as before, with the embedding and head of before."""
     check_draft_model(folder)
     module = cast(FirstLayers, cast(Trainable, _filled(outline(folder), folder, target)).module)
-    small = small_model(target, module, target.device)
-    return small if target.grown is None else shrink(small, target.grown.times)
+    small = standalone_model(target, module, target.device)
+    return small if target.widened_from is None else narrow_model(small, target.widened_from.times)
 
 
 def check_draft_model(folder: str | Path) -> None:
@@ -199,11 +199,11 @@ def _filled(drafter: Drafter, folder: str | Path, target: Model) -> Drafter:
 
 def _build(drafter: Drafter, folder: str | Path, target: Model, held: int) -> None:
     """Prepare a drafter, and build no more for it than its file could fill. `_fill` then names the wrong tensors."""
-    wider = 1 if target.grown is None else target.grown.times**2
+    wider = 1 if target.widened_from is None else target.widened_from.times**2
     try:
-        with at_most(SLACK * wider * held):
+        with at_most_parameters(SLACK * wider * held):
             drafter.prepare(target, 1)
-    except TooMuchBuilt as error:
+    except TooManyParameters as error:
         told = f"{Path(folder) / CONFIG} asks for far more weights than the {held} numbers that {WEIGHTS} holds"
         raise DrafterError(f"{told}; copy or train the drafter again") from error
     except InputError as error:
@@ -246,7 +246,7 @@ def _fill(drafter: Trainable, weights: dict[str, Tensor], folder: str | Path, ta
     places, words = drafter.module.state_dict(), weights.pop(WORDS, None)
     _check_names(Path(folder) / WEIGHTS, weights, places)
     _check_kinds(Path(folder) / WEIGHTS, weights, places)
-    if grown := target.grown:
+    if grown := target.widened_from:
         wide, times, hidden = drafter.wide, grown.times, target.hidden_size // grown.times
         weights = {name: widened(name, one.to(target.device), wide, times, hidden) for name, one in weights.items()}
     _check_shapes(Path(folder) / WEIGHTS, weights, places)

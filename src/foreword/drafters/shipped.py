@@ -1,7 +1,7 @@
 """Trained drafters that come with Foreword: `weights/<method>/`, a folder each, as training left them.
 
 Read without torch, so that a listing of the methods answers at once. Whether one serves a target at hand is for
-its fingerprint to say: `auto.fitting`.
+its fingerprint to say: `auto.shipped_for`.
 """
 
 from __future__ import annotations

@@ -17,27 +17,27 @@ _BETWEEN = re.compile(r",(?=\s*(?:[A-Za-z~/]|\.{1,2}/))")
 _ITSELF = "auto"  # a folder alone says itself of which method it is
 
 
-class Word(NamedTuple):
+class MethodSpec(NamedTuple):
     name: str
     folder: str | None
     options: dict[str, Any]
 
 
-def split_words(text: str) -> list[str]:
+def split_specs(text: str) -> list[str]:
     return [word.strip() for word in _BETWEEN.split(text)]
 
 
-def read_word(text: str) -> Word:
+def parse_spec(text: str) -> MethodSpec:
     what, *texts = _OPTION.split(text)
     pairs = (option.partition("=") for option in texts)
-    options = {key: read_value(value) for key, _, value in pairs}
+    options = {key: parse_value(value) for key, _, value in pairs}
     name, both, folder = what.partition("=")
     if os.sep in name or name.startswith("~"):
-        return Word(_ITSELF, what, options)
-    return Word(name, folder if both else None, options)
+        return MethodSpec(_ITSELF, what, options)
+    return MethodSpec(name, folder if both else None, options)
 
 
-def read_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     if text in ("true", "false"):
         return text == "true"
     try:

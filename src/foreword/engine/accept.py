@@ -1,8 +1,9 @@
 """ACCEPT: Scores -> Accepted. The one lossless rule, for any tree, in tensors.
 
-At every row the target's own token is picked. A row matches if its token is the pick at its parent. A row is accepted if all
-its ancestors match, and the deepest such row wins. The picks along that path are emitted: exactly what the target would
-generate alone, whatever was drafted. An end token inside the draft cuts the path there. A NaN on the path decides nothing.
+The target picks its own token at every row. A row matches if its token is the pick at its parent. A row is accepted if it
+and all its ancestors match, and the deepest accepted row wins. The picks along that path are emitted: exactly what the
+target would generate alone, whatever was drafted. An end token inside the draft cuts the path. After a NaN on the path the
+round decides nothing.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from foreword.ops.rounds import decide
 
 
 def accept(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Accepted, Emission]:
-    """Decide what a round emits. `depth` bounds the tree, so that a path has `depth + 1` places."""
+    """Decide what a round emits. `depth` bounds the depth of the tree, so a path has at most `depth + 1` rows."""
     logits = scores.require_logits()
     kind, places = state.sampling.kind, min(draft.nodes, depth + 1)
     choice = _choices(state, draft, logits)  # [b, N]
-    # A NaN beats every number in a maximum, so the chosen logit shows it, unless it was dropped: then look again.
+    # A NaN beats every number in a maximum, so the chosen logit shows it. A filter may have dropped it: then look again.
     peak = logits.amax(-1, keepdim=True) if kind.drops else logits
     accepted, emission = settle(state, draft, choice, peak, places)
     return accepted, replace(emission, **_logprobs(logits, accepted, emission.tokens, kind.logprobs))
 
 
 def _choices(state: State, draft: Draft, logits: Tensor) -> Tensor:
-    """[b, N]: the target's own token after each row."""
+    """Pick the target's own token after each row: [b, N]."""
     kind, position = state.sampling.kind, draft.tree.depth
     if not kind.is_greedy:
         position = state.length.unsqueeze(1) + position + 1
@@ -40,14 +41,15 @@ def _choices(state: State, draft: Draft, logits: Tensor) -> Tensor:
 
 
 def settle(state: State, draft: Draft, choice: Tensor, peak: Tensor, places: int) -> tuple[Accepted, Emission]:
-    """What a round decides if the target chose `choice` [b, N]. A NaN in `peak` [b, N, V or 1] decides nothing."""
+    """Accept the rows that agree with the target's `choice` [b, N]. If `peak` [b, N, V or 1] has a NaN on the path, decide
+    nothing."""
     emission = Emission.in_a_block(choice.shape[0], places, choice.device)
     path, last = decide(state, draft, choice, peak, emission)
     return Accepted(path, emission.count, last), emission
 
 
 def history(state: State, draft: Draft) -> History:
-    """What comes before the place that each row decides, as far as the round's stages need it."""
+    """Return what precedes the token that each row decides, as far as the round's stages need it."""
     kind = state.sampling.kind
     return History(
         seen=count_seen(state, draft, state.seen) if kind.repetition else None,
@@ -57,8 +59,10 @@ def history(state: State, draft: Draft) -> History:
 
 
 def count_seen(state: State, draft: Draft, counts: Tensor) -> Tensor:
-    """[b, N, V]: how often each token occurs before the place that a row decides, by the counts [B, V] of committed tokens,
-    the root among them."""
+    """Count how often each token occurs before the token that a row decides: [b, N, V].
+
+    counts [B, V]: the counts of the committed tokens, root included.
+    """
     seen = counts[state.slots].unsqueeze(1).repeat(1, draft.nodes, 1)
     on_way = draft.tree.ancestors.expand(seen.shape[0], -1, -1).clone()
     on_way[:, :, 0] = False
@@ -66,8 +70,8 @@ def count_seen(state: State, draft: Draft, counts: Tensor) -> Tensor:
 
 
 def last_tokens(state: State, draft: Draft, count: int) -> Tensor:
-    """[b, N, count]: the last tokens before the place that each row decides: the row's own and its ancestors', then those
-    that are committed."""
+    """Return the last tokens before the one that each row decides, [b, N, count]: committed tokens, then those of the row's
+    ancestors and its own."""
     parent = draft.tree.parent.expand_as(draft.tokens)
     committed = state.tokens[state.slots]
     depth = draft.tree.depth.expand_as(parent)

@@ -1,4 +1,4 @@
-"""COMMIT: Accepted -> cache and columns. Accepted rows move to the front of the scratch; the last token is the new root."""
+"""COMMIT: Accepted -> cache and columns. Accepted rows move to the front of the scratch; the last token becomes the root."""
 
 from __future__ import annotations
 

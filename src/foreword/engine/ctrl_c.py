@@ -1,4 +1,4 @@
-"""Hold Ctrl-C back while something has to complete: mostly a step, which changes the state of sequences in many places."""
+"""Delay Ctrl-C while something has to complete: mostly an engine step, which changes sequences in many places."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from threading import current_thread, main_thread
 from types import FrameType
 
 
-class HeldBack:
-    """A block that Ctrl-C does not interrupt: it arrives when the block has ended. A second Ctrl-C does not wait."""
+class DelayedCtrlC:
+    """A block that Ctrl-C does not interrupt: the signal arrives when the block has ended. A second Ctrl-C does not wait."""
 
     def __enter__(self) -> None:
-        self.came = False
-        # Signals come to the main thread alone; and a handler that Python did not set could not be put back.
-        self.before = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
-        if self.before is not None:
+        self.pressed = False
+        # Only the main thread receives signals, and a handler that Python did not set could not be restored.
+        self.previous = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
+        if self.previous is not None:
             signal.signal(signal.SIGINT, self._note)
 
     def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            self._let_go()
+        if self.previous is not None:
+            self._deliver()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again, self.came = self.came, True
+        again, self.pressed = self.pressed, True
         if again:
-            self._let_go()
+            self._deliver()
 
-    def _let_go(self) -> None:
-        signal.signal(signal.SIGINT, self.before)
-        came, self.came = self.came, False
-        if came:
+    def _deliver(self) -> None:
+        """Restore the handler, and raise the signal again if it came."""
+        signal.signal(signal.SIGINT, self.previous)
+        pressed, self.pressed = self.pressed, False
+        if pressed:
             signal.raise_signal(signal.SIGINT)

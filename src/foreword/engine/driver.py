@@ -1,8 +1,8 @@
 """Driver: the one thread that steps an engine, for callers in any number of threads and event loops.
 
-Callers submit requests and wait; the driver's thread admits what arrived, steps the engine, and wakes whoever has what it
-waited for. All callers share the batch. The engine runs only while somebody waits: a stream that nobody reads costs nothing.
-Whoever else touches the engine, to abort a request or to change the method, claims it between two steps (`claimed`).
+Callers submit requests and wait. The driver's thread admits new requests, steps the engine, and wakes the callers whose
+condition holds. All callers share the batch. The engine runs only while a caller waits: a stream that nobody reads costs
+nothing. To abort a request or to change the method, a caller claims the engine between two steps (`claimed`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from threading import Condition, Event, Thread, current_thread
 from weakref import finalize
 
-from foreword.engine.ctrl_c import HeldBack
+from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.engine import Engine
 from foreword.engine.request import Running
 from foreword.errors import InputError, QueueFull
@@ -27,35 +27,37 @@ MOST_WAITING = 65_536  # requests without a slot, of all callers together
 
 @dataclass(eq=False)
 class Waiter:
-    """A caller that waits until something has come true. `wake` is called once then, in whichever thread finds out."""
+    """A caller that waits until `is_ready` holds. Then `wake` is called once, in whichever thread finds out."""
 
     is_ready: Callable[[], bool]
     wake: Callable[[], None] = lambda: None
 
 
 class Driver:
+    """Steps an engine in one thread of its own. All methods may be called from any thread."""
+
     def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING) -> None:
         self.engine = engine
         self.most_waiting = most_waiting
         self.closed = False
         self._lock = Condition()  # guards everything below, and the engine between its steps
         self._arrived: deque[Running] = deque()
-        self._leaving: deque[Running] = deque()  # aborted by those who may not wait for a step
+        self._leaving: deque[Running] = deque()  # aborted by callers that may not wait for a step
         self._waiters: list[Waiter] = []
-        self._claims = 0  # callers that want the engine for themselves before its next step
+        self._claims = 0  # callers that want exclusive use of the engine before its next step
         self._stepping = self._driving = False
         self._thread: Thread | None = None
-        # An idle thread knows this queue alone, so it keeps no model alive.
+        # An idle thread holds only this queue, so it keeps no model alive.
         self._work: SimpleQueue[Driver | None] = SimpleQueue()
         finalize(self, self._work.put, None)
 
     def submit(self, runs: Sequence[Running]) -> None:
-        """Queue requests that the engine has checked; they enter the batch when a slot is free and somebody waits."""
+        """Queue requests that the engine has checked. They enter the batch when a slot is free and a caller waits."""
         with self._lock:
             if self.closed:
                 raise InputError("this LLM is closed; load or wrap the model again")
             queued = len(self._arrived) + len(self.engine.waiting)
-            # A list longer than the queue may still be served, alone.
+            # A list longer than the queue may hold is still served if nothing else waits.
             if queued and queued + len(runs) > self.most_waiting:
                 raise QueueFull(
                     f"{queued} requests wait for a slot and {len(runs)} more do not fit: at most {self.most_waiting} may "
@@ -64,9 +66,9 @@ class Driver:
             self._arrived.extend(runs)
 
     def run(self, runs: Sequence[Running]) -> Iterator[Running]:
-        """Submit requests, and give each when it has finished, in their order. Leaving early aborts the rest.
+        """Submit requests, and yield each when it has finished, in their order. Leaving early aborts the rest.
 
-        The engine goes on with all of them while the caller looks at the first."""
+        The engine continues with all of them while the caller handles the first."""
         remaining = deque(runs)
         self.submit(runs)
         try:
@@ -78,18 +80,18 @@ class Driver:
             self.abort(*runs)
 
     def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Sleep until `is_ready`, which is asked between steps and must be quick."""
+        """Sleep until `is_ready()`, which is called between steps and must be quick."""
         woken = Event()
         with self._waiting(Waiter(is_ready, woken.set)):
             woken.wait()
 
     async def ready(self, is_ready: Callable[[], bool]) -> None:
-        """The same for a task of an event loop: no thread sleeps for it."""
+        """Wait until `is_ready()` in a task of an event loop: no thread sleeps for it."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed, and nobody waits any more
+            with suppress(RuntimeError):  # the loop was closed, so no task waits any more
                 loop.call_soon_threadsafe(woken.set)
 
         with self._waiting(Waiter(is_ready, wake)):
@@ -106,7 +108,7 @@ class Driver:
 
     @contextmanager
     def _waiting(self, waiter: Waiter) -> Iterator[Waiter]:
-        """The engine steps for this waiter until it has what it waits for."""
+        """Let the engine step until this waiter is ready."""
         try:
             with self._lock:
                 if not self._woke(waiter):
@@ -119,18 +121,18 @@ class Driver:
                     self._waiters.remove(waiter)
 
     def abort(self, *runs: Running) -> None:
-        """Give requests up, wherever they stand. Returns when the engine has let go of them."""
+        """Abort requests, queued or running. Return when the engine has released them."""
         going = [run for run in runs if not run.done]
         if not going:
             return
         if current_thread() is self._thread:  # the garbage collector dropped a stream in the middle of a step
             self._leaving.extend(going)
             return
-        with HeldBack(), self.claimed() as engine:
+        with DelayedCtrlC(), self.claimed() as engine:
             self._drop(engine, going)
 
     def leave(self, *runs: Running) -> None:
-        """Give requests up without waiting for the step at hand: the driver's thread lets go of them after it."""
+        """Abort requests without waiting for the current step: the driver's thread releases them after it."""
         going = [run for run in runs if not run.done]
         if going:
             with self._lock:
@@ -139,7 +141,7 @@ class Driver:
 
     @contextmanager
     def claimed(self) -> Iterator[Engine]:
-        """The engine for oneself, between two steps; other callers wait meanwhile."""
+        """Get exclusive use of the engine, between two steps; other callers wait."""
         with self._lock:
             self._claims += 1
             try:
@@ -152,7 +154,7 @@ class Driver:
                 self._lock.notify_all()
 
     def give_up(self) -> None:
-        """Abort everything, of all callers. For whoever has claimed the engine."""
+        """Abort all requests of all callers. The caller must have claimed the engine."""
         self._drop(self.engine, [*self._arrived])
         self.engine.give_up()
 
@@ -163,7 +165,7 @@ class Driver:
         engine.abort(*runs)
 
     def _start(self) -> None:
-        """Wake the thread, or make it; a forked child has none."""
+        """Wake the thread, or create it; a forked child has none."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = Thread(target=_serve, args=(self._work,), name="foreword-engine", daemon=True)
             self._thread.start()
@@ -173,12 +175,12 @@ class Driver:
             self._work.put(self)
 
     def _drive(self) -> None:
-        """Step until nobody waits."""
+        """Step until no caller waits."""
         while (arriving := self._prepare()) is not None:
             try:
                 self.engine.queue(arriving)
                 self.engine.advance()
-            except BaseException as error:  # everybody with a request in this step hears of it
+            except BaseException as error:  # every caller with a request in this step gets it
                 self._fail(arriving, error)
             with self._lock:
                 self._stepping = False
@@ -186,7 +188,8 @@ class Driver:
                     self._lock.notify_all()
 
     def _prepare(self) -> list[Running] | None:
-        """Wake those who have what they waited for. If somebody still waits, a step begins: who arrived for it."""
+        """Wake the waiters that are ready. If some still wait, begin a step and return the requests that arrived for it;
+        otherwise return None."""
         with self._lock:
             self._lock.wait_for(lambda: not self._claims)
             self._drop(self.engine, [*self._leaving])
@@ -207,7 +210,7 @@ class Driver:
         return is_ready
 
     def _fail(self, arriving: list[Running], error: BaseException) -> None:
-        """A step broke. The engine gave up whom it had; who was about to enter goes with them."""
+        """Abort the arriving requests after a step broke. The engine has already aborted those it had."""
         unfinished = [run for run in arriving if not run.done]
         self.engine.abort(*unfinished)
         for run in unfinished:
@@ -215,14 +218,14 @@ class Driver:
 
 
 def _all_done(remaining: deque[Running]) -> bool:
-    """Whether all have finished; those that have are looked at no more."""
+    """Return whether all have finished. Finished requests are removed from the front and not checked again."""
     while remaining and remaining[0].done:
         remaining.popleft()
     return not remaining
 
 
 def _serve(work: SimpleQueue[Driver | None]) -> None:
-    """The life of the thread. It ends when its driver is collected."""
+    """Run the driver's thread. It ends when its driver is garbage-collected."""
     while (driver := work.get()) is not None:
         driver._drive()
         del driver

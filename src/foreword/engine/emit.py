@@ -1,8 +1,8 @@
 """EMIT: tokens to the host, stop strings, finished sequences. The only file that reads from the device.
 
-On a GPU, rounds are read while the next ones run. A sequence that the host then finds finished may have continued in those;
-that output is dropped. Hundreds of sequences run at a time, so a request that has only tokens to report costs the host
-three appends per round, and no event is made of it unless somebody asks.
+On a GPU, the host reads rounds while the next ones run. A sequence that it then finds finished may have continued in those
+rounds; that output is dropped. Hundreds of sequences run at a time, so a request that has only tokens to report costs the
+host three appends per round, and gets an event only if a caller asks for one.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ from foreword.ops.device import mark
 
 
 class Launched:
-    """Rounds that run, or have run: whom they are for, and what they decided, on its way to the host."""
+    """Launched rounds: the requests they serve, and their emissions, which are on their way to the host."""
 
     def __init__(self, runs: list[Running]) -> None:
         self.runs = runs
-        self.alone = [run.spoiled for run in runs]  # launched without guesses, on a scratch that was wiped
+        self.without_draft = [run.draft_was_nan for run in runs]  # launched without a draft, on wiped scratch rows
         self.emissions: list[Emission] = []
         self.arrived: torch.cuda.Event | None = None
 
     def take(self, emission: Emission) -> None:
-        """One more round."""
+        """Add a round."""
         self.emissions.append(emission.fetched())
         self.arrived = mark(emission.count.device)
 
     def wait(self) -> list[Emission]:
+        """Wait until the emissions are on the host, and return them."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.emissions
 
 
 def emit(launched: Launched, ends: set[int]) -> dict[Running, Event]:
-    """Hand every text its tokens. Returns the events of those who end, fail, stream or want logprobs.
+    """Append the new tokens to every request. Return the events of the requests that end, fail, stream or want logprobs.
 
-    Where the target answered NaN to the text alone, it is given up.
+    A request is aborted if the target answered NaN to its sequence without a draft.
     """
     rounds = launched.wait()
-    if len(rounds) > 1 and all(run.quiet for run in launched.runs) and not any(one.broken.any() for one in rounds):
+    if len(rounds) > 1 and all(run.tokens_only for run in launched.runs) and not any(one.broken.any() for one in rounds):
         return _emit_together(launched.runs, rounds, ends)
-    told: dict[Running, Event] = {}
+    events: dict[Running, Event] = {}
     for one in rounds:
-        told |= _emit_round(launched, one, ends)
-    return told
+        events |= _emit_round(launched, one, ends)
+    return events
 
 
 def _emit_together(runs: list[Running], rounds: list[Emission], ends: set[int]) -> dict[Running, Event]:
-    """Several rounds in which there is nothing to tell of but tokens and ends: everybody is visited once."""
+    """Emit several rounds that bring only tokens and ends, visiting each request once."""
     count = np.stack([one.count.numpy() for one in rounds], 1)  # [b, rounds], as the next two
     drafted = np.stack([one.drafted.numpy() for one in rounds], 1)
     ended = np.stack([one.ended.numpy() for one in rounds], 1)
@@ -61,7 +62,7 @@ def _emit_together(runs: list[Running], rounds: list[Emission], ends: set[int]) 
     tokens = np.concatenate([one.tokens.numpy() for one in rounds], 1)
     found = tokens[np.concatenate([_kept(one) for one in rounds], 1)].tolist()
     columns: list[Any] = [column.tolist() for column in (count.sum(1), count, drafted, ended.any(1), lasted)]
-    told, stop = {}, 0
+    events, stop = {}, 0
     for running, new, accepted, checked, at_end, last in zip(runs, *columns, strict=False):
         start, stop = stop, stop + new
         if running.finish_reason is not None:
@@ -69,61 +70,62 @@ def _emit_together(runs: list[Running], rounds: list[Emission], ends: set[int]) 
         running.accepted += accepted[:last]
         running.drafted += checked[:last]
         if at_end:
-            told[running] = _write(running, found[start:stop], True, ends)
+            events[running] = _write(running, found[start:stop], True, ends)
         else:
             running.tokens += found[start:stop]
-    return told
+    return events
 
 
 def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[Running, Event]:
     columns = (column.tolist() for column in (emission.count, emission.drafted, emission.ended, emission.broken))
-    tokens, told, stop = _in_a_row(emission), {}, 0
+    tokens, events, stop = _new_tokens(emission), {}, 0
     for index, (running, count, drafted, ended, broken) in enumerate(zip(launched.runs, *columns, strict=False)):
         start, stop = stop, stop + count
         if running.finish_reason is not None:  # found finished after this round was launched
             continue
         if broken:
-            told[running] = _fail(running, drafted > 0, launched.alone[index])
+            events[running] = _fail(running, drafted > 0, launched.without_draft[index])
             continue
         running.accepted.append(count)
         running.drafted.append(drafted)
-        if running.quiet and not ended:
+        if running.tokens_only and not ended:
             running.tokens += tokens[start:stop]
             continue
-        event = told[running] = _write(running, tokens[start:stop], ended, ends)
+        event = events[running] = _write(running, tokens[start:stop], ended, ends)
         if running.request.sampling.logprobs is not None:
             running.logprobs += _logprobs(emission, index, event.tokens, running.request)
-    return told
+    return events
 
 
-def all_events(launched: Launched, told: dict[Running, Event]) -> list[Event]:
-    """What a round brought, for everybody it was read for; `told` is what `emit` had to say of it."""
-    served = (running for running in launched.runs if running in told or not running.done)
-    return [told.get(running) or _tokens_alone(running) for running in served]
+def all_events(launched: Launched, events: dict[Running, Event]) -> list[Event]:
+    """Return one event per request that the round served. `events`: those that `emit` returned."""
+    served = (running for running in launched.runs if running in events or not running.done)
+    return [events.get(running) or _tokens_event(running) for running in served]
 
 
-def _tokens_alone(running: Running) -> Event:
+def _tokens_event(running: Running) -> Event:
+    """Return the event of a request that only got tokens in its last round."""
     return Event(running, running.tokens[len(running.tokens) - running.accepted[-1] :], "")
 
 
-def _in_a_row(emission: Emission) -> list[int]:
-    """The new tokens of all batch rows, one batch row behind the other."""
+def _new_tokens(emission: Emission) -> list[int]:
+    """Return the new tokens of all batch rows, one batch row after the other."""
     found: list[int] = emission.tokens.numpy()[_kept(emission)].tolist()
     return found
 
 
 def _kept(emission: Emission) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """[b, D+1]: which tokens are new text."""
+    """Return which tokens are new output: [b, D+1] bool."""
     return np.arange(emission.tokens.shape[1]) < emission.count.numpy()[:, None]
 
 
-def _fail(running: Running, drafted: bool, alone: bool) -> Event:
-    """NaN, and whose fault it is: a masked row counts 0 times its value, so a NaN in any guess spoils the rows beside it.
-    A text with guesses gets another round without them."""
+def _fail(running: Running, drafted: bool, without_draft: bool) -> Event:
+    """Handle a NaN. A masked row counts 0 times its value, so a NaN in any draft row makes its neighbours NaN too. So a
+    request that had a draft gets another round without one; a request without a draft is aborted."""
     running.accepted.append(0)
     running.drafted.append(0)
-    if drafted or (not alone and (running.spoiled or any(running.drafted))):
-        running.spoiled = True
+    if drafted or (not without_draft and (running.draft_was_nan or any(running.drafted))):
+        running.draft_was_nan = True
     else:
         running.finish_reason = "abort"
         running.error = NumericsError(
@@ -134,11 +136,11 @@ def _fail(running: Running, drafted: bool, alone: bool) -> Event:
 
 
 def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Event:
-    """Append a round's tokens, cut where a stop string is complete or a stop token stands."""
+    """Append a round's tokens, up to a completed stop string or a stop token."""
     stream, text = running.request.stream, ""
     new, final = _cut(running, new, ended, ends)
     if stream is not None:
-        left_out = int(final and not stream.include_stop)  # the token that ends a text is not part of it
+        left_out = int(final and not stream.include_stop)  # the token that ends the output is not part of its text
         pushed = stream.push(new[: len(new) - left_out])
         text = pushed.text
         if pushed.stopped:
@@ -152,18 +154,18 @@ def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Eve
         running.stop_reason = "context" if len(running.tokens) < running.request.max_new_tokens else None
     if running.done and stream is not None:
         text += stream.flush()
-        if stream.stopped:  # the last held-back text may complete a stop string
+        if stream.stopped:  # the text that was held back may complete a stop string
             running.finish_reason, running.stop_reason = "stop", stream.stop_string
     running.text += text
     event = Event(running, new, text)
-    if stream is not None:  # kept for nobody, hundreds of texts side by side would be the garbage collector's work
+    if stream is not None:  # without a stream nobody reads them, and with hundreds of requests they would burden the GC
         running.events.append(event)
     return event
 
 
 def _cut(running: Running, new: list[int], ended: bool, ends: set[int]) -> tuple[list[int], bool]:
-    """A round's tokens up to the one that ends the text, and whether there is such a token."""
-    stop = next((place for place, token in enumerate(new) if token in running.stops), None) if running.stops else None
+    """Return a round's tokens up to the one that ends the output, and whether there is such a token."""
+    stop = next((index for index, token in enumerate(new) if token in running.stops), None) if running.stops else None
     if stop is not None:
         return new[: stop + 1], True
     return new, ended and bool(new) and _is_end(running, new[-1], ends)
@@ -176,14 +178,14 @@ def _is_end(running: Running, token: int, ends: set[int]) -> bool:
 def _logprobs(emission: Emission, index: int, tokens: list[int], request: Request) -> list[Logprob]:
     assert emission.logprobs is not None and emission.top_tokens is not None and emission.top_logprobs is not None
     chosen = emission.logprobs[index, : len(tokens)].tolist()
-    best = (part[index, : len(tokens), : request.sampling.logprobs] for part in (emission.top_tokens, emission.top_logprobs))
-    return told_logprobs(request, tokens, chosen, *(part.tolist() for part in best))
+    best = (top[index, : len(tokens), : request.sampling.logprobs] for top in (emission.top_tokens, emission.top_logprobs))
+    return logprob_entries(request, tokens, chosen, *(top.tolist() for top in best))
 
 
-def told_logprobs(
+def logprob_entries(
     request: Request, tokens: list[int], chosen: list[float], ids: list[list[int]], values: list[list[float]]
 ) -> list[Logprob]:
-    """What a caller is told of tokens: their log-probabilities, and `ids` and `values` of the likeliest at each place."""
+    """Make one `Logprob` per token: its log-probability, and `ids` and `values` of the likeliest tokens at its position."""
     text = request.stream.token_text if request.stream is not None else lambda token: ""
     rows = zip(tokens, chosen, ids, values, strict=True)
     return [

@@ -1,4 +1,4 @@
-"""Engine: requests in, tokens out. Sequences enter and leave at any round; each has its own slot, length and sampling."""
+"""Engine: requests in, tokens out. Requests enter and leave at any round; each has its own slot, length and sampling."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from foreword.core.loop import Loop
 from foreword.core.sampling import Sampling
 from foreword.core.state import Batch, State
 from foreword.engine.admit import Slots, admit
-from foreword.engine.ctrl_c import HeldBack
+from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.emit import Launched, all_events, emit
 from foreword.engine.graph import graphed
 from foreword.engine.lockstep import Lockstep
-from foreword.engine.prefill import parted, prefill
-from foreword.engine.request import Event, Request, Room, Running
+from foreword.engine.prefill import prefill, prompt_groups
+from foreword.engine.request import EngineLimits, Event, Request, Running
 from foreword.engine.warm_up import capture_rounds
 from foreword.errors import ForewordWarning, InputError
 from foreword.model.model import Model
@@ -40,16 +40,16 @@ class Engine:
         graph: bool = True,
         late: bool | None = None,
     ) -> None:
-        """The drafter is bound first: its shape says how many scratch rows the cache needs.
+        """Bind the drafter, whose shape decides how many scratch rows the cache needs, then allocate the cache.
 
-        `graph`: replay rounds on a CUDA device as captured graphs. `late`: read a round while the next one runs, which
-        is what a GPU wants; a CPU has nothing to do meanwhile.
+        `chunk`: the most prompt rows per sequence and pass. `graph`: replay rounds on a CUDA device as captured graphs.
+        `late`: read a round while the next one runs, which keeps a GPU busy; on a CPU nothing could run meanwhile.
         """
         self.target, self.drafter = target, drafter
         self.max_context = _checked_context(max_context, target)
         self.chunk = prefill_chunk(target.device) if chunk is None else chunk
         _check_positive(slots=slots, chunk=self.chunk)
-        self.room = Room(self.max_context, target.max_context, target.vocab_size, frozenset(target.ends.tolist()))
+        self.limits = EngineLimits(self.max_context, target.max_context, target.vocab_size, frozenset(target.ends.tolist()))
         target.limit_context(self.max_context)
         drafter.prepare(target, slots)
         scratch = drafter.shape.nodes + drafter.needs.grafted_rows
@@ -58,43 +58,46 @@ class Engine:
         if graph and replays_graphs(target.device):
             self.loop = graphed(self.loop, drafter.captures)
         self.late = reads_late(target.device) if late is None else late
-        self.together = joins_prompts(target.device)
+        self.joins_prompts = joins_prompts(target.device)
         self.unread: Launched | None = None
         needs = drafter.needs
-        self.slots = Slots(slots, pads=self.loop.captured, unsure=int(needs.follower), reread=int(needs.prompt != "none"))
+        self.slots = Slots(
+            slots, pads=self.loop.captured, untrusted=int(needs.follower), always_read=int(needs.prompt != "none")
+        )
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends, target.vocab_size)
-        self.clock = 0.0  # seconds spent in rounds, which is what texts are timed by
+        self.clock = 0.0  # seconds spent in rounds; requests are timed by it
         self._ends = set(target.ends.tolist())
 
     def add(self, request: Request) -> Running:
-        """Queue a request; it enters when a slot is free."""
+        """Queue a request. It enters when a slot is free."""
         running = self.checked(request)
         self.queue([running])
         return running
 
     def checked(self, request: Request) -> Running:
-        """A request that this engine can serve, not queued yet. Any thread may ask: nothing of the engine changes."""
-        self.room.check(request)
+        """Check that this engine can serve a request, without queueing it. Any thread may call this: the engine does not
+        change."""
+        self.limits.check(request)
         return Running(replace(request, sampling=request.sampling.seeded()))
 
     def queue(self, runs: Iterable[Running]) -> None:
-        """Queue what `checked` gave."""
+        """Queue requests that `checked` returned."""
         for running in runs:
             if running.request.sampling.repetition_penalty != 1:
                 self._count_tokens()
             self.waiting.append(running)
 
     def _count_tokens(self) -> None:
-        """Make room for how often each token stands in each sequence, which only penalties need."""
+        """Allocate the counts of each token in each sequence, which only penalties need."""
         if self.state.seen.shape[1] == 0:
             counts = torch.zeros(self.slots.count, self.target.vocab_size, dtype=torch.int32, device=self.target.device)
             self.state = replace(self.state, seen=counts)
 
     def abort(self, *given: Running) -> None:
-        """Give requests up, wherever they stand."""
-        gone = dict.fromkeys(given)  # once, though a step that broke may have left one waiting and seated
-        with HeldBack():
+        """Abort requests, waiting or running."""
+        gone = dict.fromkeys(given)  # each once, though a broken step may have left one both waiting and in a slot
+        with DelayedCtrlC():
             for running in gone:
                 if not running.done:
                     running.finish_reason = "abort"
@@ -103,17 +106,17 @@ class Engine:
             self._release([running for running in gone if self.slots.running.get(running.slot) is running])
 
     def warm_up(self, shortest: int = 2, longest: int | None = None, sampling: Sampling | None = None) -> None:
-        """Record on CUDA what sequences of `shortest` to `longest` tokens will need, so that the first of them waits for
-        nothing; None: up to the whole context. It takes seconds to minutes. Elsewhere there is nothing to record."""
+        """Record on CUDA the graphs that sequences of `shortest` to `longest` tokens need, so that no request waits for a
+        recording. None: up to the whole context. It takes seconds to minutes. Other devices record nothing."""
         capture_rounds(self, shortest, longest or self.max_context, sampling)
 
     def give_up(self) -> None:
-        """Abort everything, before the cache goes away or to another engine."""
+        """Abort all requests, before the cache is freed or passed to another engine."""
         self.abort(*self.waiting, *self.slots.running.values())
 
-    def take_berth(self) -> None:
-        """Where its cache lies in memory that engines share: before it writes again, when another may have written there."""
-        assert not self.busy, "texts under way would be lost"
+    def claim_cache(self) -> None:
+        """Claim the shared cache memory; forget what free slots hold if another engine used it."""
+        assert not self.busy, "running requests would be lost"
         if self.target.cache.claim():
             self.slots.forget()
 
@@ -122,47 +125,47 @@ class Engine:
         return bool(self.waiting or self.slots.running)
 
     def step(self) -> list[Event]:
-        """Admit, read a chunk or two of each new prompt, then one round for everybody whose prompt is read.
+        """Admit requests, read a chunk or two of each new prompt, then run one round for all whose prompt is read.
 
-        A request that fails has its event too, with the reason in `running.error`; the others go on."""
+        A request that fails has an event too, with the reason in `running.error`; the others continue."""
         if self.unread is not None and len(self.unread.emissions) > 1:
             raise InputError("rounds that step_for launched together are read by step_for; call it once more before step")
-        read, told = self.advance()
-        return [] if read is None else all_events(read, told)
+        read, events = self.advance()
+        return [] if read is None else all_events(read, events)
 
-    def step_for(self, wanted: Iterable[Running], rounds: int = 1) -> list[Running]:
-        """A step on behalf of some requests; returns whoever it ended. What breaks another request than the wanted ones is
-        raised for those who wait for that. Of several `rounds` the host reads all at once, which with hundreds of texts is
-        what it has time for; who ends in one of them rests in the others."""
-        _, told = self.advance(rounds)
-        for one in wanted:
+    def step_for(self, awaited: Iterable[Running], rounds: int = 1) -> list[Running]:
+        """Run a step on behalf of some requests, and return all that it ended. An error is raised only if it is of an
+        awaited request. With several `rounds` the host reads all of them at once, to save its time when hundreds of requests
+        run; a request that ends in one of them stays idle in the rest."""
+        _, events = self.advance(rounds)
+        for one in awaited:
             if one.error:
                 raise one.error
-        return [running for running in told if running.done]
+        return [running for running in events if running.done]
 
     @torch.inference_mode()
     def advance(self, rounds: int = 1) -> tuple[Launched | None, dict[Running, Event]]:
-        """The step itself, with that many rounds. Gives the rounds that the host read, and the events that they brought;
-        errors are in the requests."""
-        with HeldBack():
-            return self._completed(rounds)
+        """Run a step with that many rounds. Return the rounds that the host read, and their events; errors are in the
+        requests."""
+        with DelayedCtrlC():
+            return self._complete_step(rounds)
 
-    def _completed(self, rounds: int) -> tuple[Launched | None, dict[Running, Event]]:
-        """A step that completes, or gives all requests up. Ctrl-C is held back around it, in a function of its own: a line
-        between the two could break off with Ctrl-C still held back."""
+    def _complete_step(self, rounds: int) -> tuple[Launched | None, dict[Running, Event]]:
+        """Complete a step, or abort all requests. It is a function of its own, so that no line lies between `DelayedCtrlC`
+        and the `try`: an interrupt in such a line could leave Ctrl-C delayed."""
         try:
             self._admit()
             self._prefill()
             return self._round(rounds)
         except BaseException as error:
-            self._break_off(error)
+            self._abort_all(error)
             raise
 
-    def _break_off(self, error: BaseException) -> None:
-        """A step broke half-way, for want of memory perhaps: how far a text has come nobody can tell, nor what of a round is
-        captured."""
+    def _abort_all(self, error: BaseException) -> None:
+        """Abort all requests after a step broke half-way, for lack of memory perhaps: their lengths are unknown, and a graph
+        may be half recorded."""
         for running in (*self.slots.running.values(), *self.waiting):
-            running.finish_reason, running.error = "abort", error  # of one that had just ended, not all may have been told
+            running.finish_reason, running.error = "abort", error  # even one that just ended: its output may be incomplete
         try:
             self.give_up()
         finally:
@@ -177,8 +180,8 @@ class Engine:
             self.loop.begin(self.state.at(Batch.of(taken, self._span(taken), self.target.device)))
 
     def generate(self, requests: Iterable[Request]) -> list[Running]:
-        """Run requests to their ends, in their order."""
-        running = [self.checked(request) for request in requests]  # all or nothing: what waits is written by the next call
+        """Run requests until all are done, and return them in their order."""
+        running = [self.checked(request) for request in requests]  # check all before any is queued
         try:
             self.queue(running)
             for one in running:
@@ -189,21 +192,21 @@ class Engine:
         return running
 
     def _prefill(self) -> None:
-        """A chunk of each new prompt. Where rounds are captured, another behind it: one that is missing from a round, and
-        that no free slot stands in for, makes it a round of a size that was not captured."""
+        """Read a chunk of each new prompt. If rounds are captured, read a second one: a request that is missing from a
+        round, with no free slot to pad it, would make a round of a size that was not captured."""
         for _ in range(2 if self.slots.pads else 1):
             entering = self.slots.group(ready=False).runs
             if not entering:
                 return
-            for part in parted(entering, self.loop, self.chunk, self.together):
-                self._read(part)
+            for group in prompt_groups(entering, self.loop, self.chunk, self.joins_prompts):
+                self._read(group)
 
-    def _read(self, part: list[Running]) -> None:
-        ids = [running.slot for running in part]
+    def _read(self, group: list[Running]) -> None:
+        ids = [running.slot for running in group]
         started = time.perf_counter()
         state = self.state.at(Batch.of(ids, self._span(ids), self.target.device))
-        prefill(self.target, self.loop, self.drafter.needs, state, part, self.chunk)
-        for running in part:
+        prefill(self.target, self.loop, self.drafter.needs, state, group, self.chunk)
+        for running in group:
             running.prefill_s += time.perf_counter() - started
             running.began = self.clock
 
@@ -211,26 +214,26 @@ class Engine:
         started = time.perf_counter()
         launched = self._launch(rounds)
         read, self.unread = (self.unread, launched) if self.late else (launched, None)
-        told = emit(read, self._ends) if read is not None else {}  # EMIT
+        events = emit(read, self._ends) if read is not None else {}  # EMIT
         self.clock += time.perf_counter() - started
-        self._release([running for running in told if running.done], 1 if read is None else len(read.emissions))
-        for running in told:
-            if not running.done and running.spoiled and self.state.speculates[running.slot]:
-                self._go_on_alone(running)
-        return read, told
+        self._release([running for running in events if running.done], 1 if read is None else len(read.emissions))
+        for running in events:
+            if not running.done and running.draft_was_nan and self.state.speculates[running.slot]:
+                self._stop_speculating(running)
+        return read, events
 
-    def _go_on_alone(self, running: Running) -> None:
-        """A guess made the target answer NaN. The text must not depend on guesses, so it goes on without them."""
+    def _stop_speculating(self, running: Running) -> None:
+        """Continue a request without drafts after the target answered NaN to one: its output must not depend on drafts."""
         self.state.speculates[running.slot] = False
         self.target.cache.wipe_scratch(running.slot)
         warnings.warn(
-            f"{self.target.name} answered NaN to a draft; this text goes on without speculation. A wider dtype helps",
+            f"{self.target.name} answered NaN to a draft; this request continues without speculation. A wider dtype helps",
             ForewordWarning,
             stacklevel=2,
         )
 
     def _launch(self, rounds: int) -> Launched | None:
-        """Rounds of everybody whose prompt is read."""
+        """Launch rounds for all requests whose prompt is read."""
         batch = self.slots.batch(self.target.device, self._unread)
         if batch is None:
             return None
@@ -242,45 +245,47 @@ class Engine:
 
     @property
     def _unread(self) -> int:
-        """How many tokens a text may be longer than the host knows."""
+        """By how many tokens a sequence on the device may be longer than the host knows."""
         return 0 if self.unread is None else len(self.unread.emissions) * self._most
 
     @property
     def _most(self) -> int:
-        """Tokens that a round may bring a text."""
+        """The most tokens that a round may append to a sequence."""
         return self.drafter.shape.depth + 1
 
     def _release(self, finished: list[Running], read: int = 1) -> None:
-        """Free slots, after so many rounds were read at once, in any of which a text may have ended. One that was given up
-        may have left NaN in its rows, which must not reach the next."""
+        """Free the slots of finished requests. `read`: the number of rounds that were read at once; a request may have ended
+        in any of them. An aborted request may have left NaN in its rows, which must not reach the next one."""
         if not finished:
             return
         sound = [False] * len(finished)
         try:
-            sound = self._let_go(finished, (read - 1) * self._most + self._unread)
-        finally:  # also where the device had no memory left to look at them
+            sound = self._free_rows(finished, (read - 1) * self._most + self._unread)
+        finally:  # also if the device had no memory left to check the rows
             for running, fine in zip(finished, sound, strict=True):
                 running.decode_s = self.clock - running.began if running.ready else 0.0
                 self.state.table.forget(running.slot)
                 self.slots.leave(running.slot, keep=fine)
 
-    def _let_go(self, finished: list[Running], beyond: int) -> list[bool]:
-        """Of each text whether what the cache holds may stay. On the device they may be so many tokens longer."""
+    def _free_rows(self, finished: list[Running], beyond: int) -> list[bool]:
+        """Freeze finished sequences, and return of each whether its cached rows may be reused. On the device a sequence may
+        be `beyond` tokens longer than the host knows."""
         ids = [running.slot for running in finished]
         slots = sent(ids, self.target.device)
         self.state.alive_slots.index_fill_(0, slots, False)
         self.loop.end(ids)
         sound = [self._clear(running, beyond) for running in finished]
-        if self.slots.pads:  # what a padding row writes must not touch what is kept, nor look beyond it
+        if self.slots.pads:  # a padding row must not overwrite the rows that are kept, nor attend to rows after them
             kept = [running.length * fine for running, fine in zip(finished, sound, strict=True)]
             self.state.lengths.index_copy_(0, slots, sent(kept, self.target.device))
         return sound
 
     def _clear(self, running: Running, beyond: int) -> bool:
-        """Whether what the cache holds of a text may stay, which on the device may be so many tokens longer."""
+        """Wipe the rows of a sequence that must not be reused, up to `beyond` tokens after its end. Return whether the
+        others may be."""
         cache = self.target.cache
         scratch, ahead = cache.rows - cache.context, running.length + beyond
-        if beyond:  # rounds behind its end, read or under way, write what nobody will read, NaN too
+        if beyond:  # rounds after its end, read or still running, write rows that nobody will read, NaN too
             cache.wipe(running.slot, running.length, ahead + scratch)
         sound = running.finish_reason != "abort" or cache.is_sound(running.slot, ahead + max(self.chunk, scratch))
         if not sound:
@@ -291,15 +296,15 @@ class Engine:
         return max(self.slots.running[slot].length for slot in ids)
 
 
-def _checked_context(wanted: int | None, target: Model) -> int:
-    if wanted is None:
+def _checked_context(max_context: int | None, target: Model) -> int:
+    if max_context is None:
         return min(target.max_context, 4096)
-    _check_positive(max_context=wanted)
-    if wanted > target.max_context:
+    _check_positive(max_context=max_context)
+    if max_context > target.max_context:
         raise InputError(
-            f"max_context is {wanted}, but {target.name} was trained for {target.max_context} positions; ask for no more"
+            f"max_context is {max_context}, but {target.name} was trained for {target.max_context} positions; give no more"
         )
-    return wanted
+    return max_context
 
 
 def _check_positive(**values: int) -> None:

@@ -1,7 +1,7 @@
 """FIT, between DRAFT and VERIFY: choose how many rows this round's pass has.
 
 In: a draft. Out: the draft that the target verifies. On a GPU the shape stays as it was bound, and unused rows are masked.
-On a CPU every row costs, and reading a tensor costs nothing, so rows that no sequence uses are cut off.
+On a CPU every row costs time, and reading a tensor costs nothing, so rows that no sequence uses are cut off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from foreword.ops.device import fixes_shapes
 
 
 def fit(draft: Draft, state: State, needs: Needs) -> Draft:
-    """The rows of a draft that go through the pass."""
+    """Return the rows of a draft that go through the pass."""
     # Grafted rows hang on fixed nodes, so those nodes must stay.
     if not needs.grafts and not fixes_shapes(draft.size.device):
         draft = draft.head(int(rounds.rows_that_count(state, draft.size).max()))

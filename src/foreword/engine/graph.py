@@ -18,12 +18,12 @@ from foreword.core.loop import InTurns, Loop
 from foreword.core.sampling_table import SamplingStages
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import Batch, State
+from foreword.ops.cuda_graph import RecordedCall
 from foreword.ops.device import synchronize
-from foreword.ops.graph import RecordedCall
 
 LEAST_SPAN = 256
 FEWEST_ROWS = 64  # rows of a recorded prompt pass
-MOST_TEXTS = 4  # prompts in a recorded pass
+MOST_PROMPTS = 4  # prompts in a recorded pass
 MOST_BUCKETS = 256  # of rounds, and as many of prompt passes
 
 Bucket = tuple[int, int, SamplingStages, int]
@@ -42,25 +42,25 @@ class GraphBucket(Generic[Answer]):
 
 
 class GraphedLoop:
-    """Satisfies `core.Loop`: replays another loop's rounds, and passes over prompts."""
+    """Implements `core.Loop`: replays the rounds and prompt passes of another loop."""
 
     captured = True
     reads_after = False
 
     def __init__(self, loop: Loop, most: int = MOST_BUCKETS) -> None:
-        """`most`: how many buckets are kept, of rounds and of prompt passes each."""
+        """`most`: the number of buckets that are kept, of rounds and of prompt passes each."""
         self.loop, self.most = loop, most
-        # Both in the order of their last use, the most recent last.
+        # Both are in the order of their last use, the most recent last.
         self.buckets: dict[Any, GraphBucket[Emission]] = {}  # by Bucket, and by the rows of a draft made on the host
         self.chunks: dict[PromptBucket, GraphBucket[Scores | None]] = {}
         self.pool: Any = None  # memory that all graphs share
 
     def forget(self) -> None:
-        """Drop what was recorded: rounds run eagerly before they are recorded again. Needed when weights have changed: what
-        is derived from them, int8 weights for example, is derived again in an eager round and not in a replay."""
+        """Drop all graphs: each bucket runs eagerly once, then is recorded again. Needed when weights have changed: what is
+        derived from them, int8 weights for example, is derived again in an eager round and not in a replay."""
         self.buckets.clear()
         self.chunks.clear()
-        self.pool = None  # it went with the last graph that used it
+        self.pool = None  # it was freed with the last graph that used it
 
     def begin(self, state: State) -> None:
         self.loop.begin(state)
@@ -75,26 +75,27 @@ class GraphedLoop:
         key = _bucket(state)
         bucket = _used(self.buckets, key)
         if bucket is None:
-            bucket = self._begun(self.buckets, key, GraphBucket(_fixed_batch(state.batch, key[1])))
+            bucket = self._add(self.buckets, key, GraphBucket(_fixed_batch(state.batch, key[1])))
             return self.loop.round(state.at(bucket.batch))
         return self._replayed(bucket, state, self.loop.round)
 
     def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
-        """`read(state, chunk)`. Its answer is valid until the next replay: any graph may write to the same memory."""
+        """Run or replay `read(state, chunk)`. Its answer is valid until the next replay: any graph may write to the same
+        memory."""
         key = prompt_bucket(len(state.batch.ids), state.batch.span, chunk.nodes)
-        return self._given(self.chunks, key, state, chunk, read)
+        return self._with_draft(self.chunks, key, state, chunk, read)
 
     def has_pass(self, sequences: int, before: int, rows: int) -> bool:
         key = prompt_bucket(sequences, before, rows)
         return key in self.chunks and self.chunks[key].graph is not None
 
     def recorded(self, sequences: int, length: int) -> RecordedCall[Emission] | None:
-        """Replaying it again and again decides new tokens each time, as rounds do."""
+        """The graph of a round for `sequences` sequences of up to `length` tokens. Each replay decides new tokens."""
         known = [one for one in self.buckets.values() if one.graph and len(one.batch.ids) == sequences]
         fitting = [one for one in known if one.batch.span >= length]
         return min(fitting, key=lambda one: one.batch.span).graph if fitting else None
 
-    def _given(
+    def _with_draft(
         self,
         known: dict[Any, GraphBucket[Answer]],
         key: tuple[Any, ...],
@@ -102,10 +103,11 @@ class GraphedLoop:
         draft: Draft,
         call: Callable[[State, Draft], Answer],
     ) -> Answer:
-        """`call(state, draft)` for a draft from outside the graph: it is copied to where the graph reads it."""
+        """Run or replay `call(state, draft)` for a draft from outside the graph: it is copied to where the graph reads
+        it."""
         bucket = _used(known, key)
         if bucket is None:
-            bucket = self._begun(known, key, GraphBucket(_fixed_batch(state.batch, key[1]), draft=draft))
+            bucket = self._add(known, key, GraphBucket(_fixed_batch(state.batch, key[1]), draft=draft))
             return call(state.at(bucket.batch), draft)
         fixed = bucket.draft
         assert fixed is not None
@@ -113,8 +115,8 @@ class GraphedLoop:
         fixed.size.copy_(draft.size)
         return self._replayed(bucket, state, lambda at: call(at, fixed))
 
-    def _begun(self, known: dict[Any, GraphBucket[Answer]], key: Any, bucket: GraphBucket[Answer]) -> GraphBucket[Answer]:
-        """Add a bucket; others may have to go for it."""
+    def _add(self, known: dict[Any, GraphBucket[Answer]], key: Any, bucket: GraphBucket[Answer]) -> GraphBucket[Answer]:
+        """Add a bucket, and drop the oldest ones if there are too many."""
         while len(known) >= self.most:
             self._drop(known)
         known[key] = bucket
@@ -128,7 +130,7 @@ class GraphedLoop:
             synchronize(oldest.batch.slots.device)
             left: list[GraphBucket[Any]] = [*self.buckets.values(), *self.chunks.values()]
             if all(one.graph is None for one in left):
-                self.pool = None  # it goes with the last graph that uses it
+                self.pool = None  # it is freed with the last graph that uses it
 
     def _replayed(self, bucket: GraphBucket[Answer], state: State, call: Callable[[State], Answer]) -> Answer:
         if bucket.ids != state.batch.ids:
@@ -149,42 +151,42 @@ class GraphedLoop:
 
 
 class GraphedCheck(GraphedLoop):
-    """The same for drafts that are made on the host: what comes after `propose` is replayed."""
+    """The same for drafts that are made on the host: everything after `propose` is replayed."""
 
     reads_after = True
     loop: InTurns
 
     def round(self, state: State) -> Emission:
         draft = self.loop.propose(state)
-        emission = self._given(self.buckets, (*_bucket(state), draft.nodes), state, draft, self.loop.check)
+        emission = self._with_draft(self.buckets, (*_bucket(state), draft.nodes), state, draft, self.loop.check)
         self.loop.decided(state, emission)
         return emission
 
 
-def graphed(loop: Loop, part: Literal["round", "check", "nothing"]) -> Loop:
-    """A loop whose rounds are replayed, as far as its drafter allows: see `Drafter.captures`."""
-    if part == "check":
+def graphed(loop: Loop, captures: Literal["round", "check", "nothing"]) -> Loop:
+    """Wrap a loop so that its rounds are replayed, as far as its drafter allows: see `Drafter.captures`."""
+    if captures == "check":
         return GraphedCheck(cast(InTurns, loop))
-    return GraphedLoop(loop) if part == "round" else loop
+    return GraphedLoop(loop) if captures == "round" else loop
 
 
 def padded_rows(rows: int, chunk: int) -> int:
-    """The number of rows that a recorded prompt pass is padded to: one of few."""
+    """Return the number of rows that a recorded prompt pass is padded to: one of a few sizes."""
     return min(max(1 << (rows - 1).bit_length(), FEWEST_ROWS), chunk)
 
 
 def reach(span: int) -> int:
-    """How far attention looks in a round that is recorded for sequences of that length."""
+    """Return how far attention looks in a round that is recorded for sequences of `span` tokens."""
     return max(1 << (span - 1).bit_length(), LEAST_SPAN) if span else 0
 
 
 def prompt_bucket(sequences: int, before: int, rows: int) -> PromptBucket:
-    """The bucket of a pass over `rows` rows of each prompt, after `before` cached tokens."""
+    """Return the bucket of a pass over `rows` rows of each prompt, after `before` cached tokens."""
     return sequences, reach(before), rows
 
 
 def _used(known: dict[Any, GraphBucket[Answer]], key: Any) -> GraphBucket[Answer] | None:
-    """The bucket of a key, which becomes the most recently used one."""
+    """Return the bucket of a key, and make it the most recently used one."""
     bucket = known.pop(key, None)
     if bucket is not None:
         known[key] = bucket
@@ -196,5 +198,5 @@ def _bucket(state: State) -> Bucket:
 
 
 def _fixed_batch(batch: Batch, span: int) -> Batch:
-    """The same slots in a buffer of their own, which later rounds of the bucket overwrite with theirs."""
+    """Copy the slots to a buffer of their own, which later rounds of the bucket overwrite with theirs."""
     return Batch(batch.slots.clone(), batch.ids, span, changes=True)

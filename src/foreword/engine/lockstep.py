@@ -18,7 +18,7 @@ from foreword.model.model import Model
 
 
 class Lockstep:
-    """Satisfies `core.InTurns`. Nothing is recorded."""
+    """Implements `core.InTurns`, and records nothing."""
 
     captured = False
     reads_after = False

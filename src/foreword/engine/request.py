@@ -1,4 +1,4 @@
-"""Requests, and what the host keeps of each while it runs."""
+"""Request: one sequence to generate. Running: what the host knows of a request while it runs."""
 
 from __future__ import annotations
 
@@ -15,30 +15,41 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate. `stream` makes text of it and looks for stop strings; without one there are only tokens."""
+    """One sequence to generate."""
 
     prompt: tuple[int, ...]
+    """Token ids, at least one."""
+
     sampling: Sampling = Sampling()
     max_new_tokens: int = 128
     min_new_tokens: int = 0
+    """End tokens and stop tokens are not sampled before the output is that long."""
+
     ignore_eos: bool = False
+    """Continue after an end token."""
+
     speculate: bool = True
+    """Draft for this request; without, it is decoded plainly, with the same output."""
+
     reuse: bool = False
-    """Start from the longest beginning of the prompt that a free slot still holds, as a chat does."""
+    """Start from the longest prefix of the prompt that a free slot still holds, as a chat does."""
 
     cache_salt: str = ""
-    """Whose cache it is: a prompt starts only from what a request with the same salt left there."""
+    """A prompt reuses only cached rows of requests with the same salt. Give users who must not affect each other's response
+    times different salts."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output as an end token does, also with `ignore_eos`."""
 
     prompt_logprobs: int | None = None
-    """Report how likely the prompt's own tokens are, and so many of the likeliest at each place. Nothing is reused then."""
+    """Report the log-probability of each prompt token, and those of this many likeliest tokens at each position. The prompt
+    then reuses no cached rows. None: off."""
 
     model_defaults: tuple[str, ...] = ()
-    """Which settings of `sampling` the model's generation config gave; for the result to tell."""
+    """The settings in `sampling` that come from the model's generation config; the result reports them."""
 
     stream: TextStream | None = None
+    """Turns tokens into text and looks for stop strings; None: the output is tokens only."""
 
     def __post_init__(self) -> None:
         kinds = {"max_new_tokens": int, "min_new_tokens": int, "cache_salt": str}
@@ -63,13 +74,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Room:
-    """What an engine has room for."""
+class EngineLimits:
+    """What an engine can serve, and the check of requests against it."""
 
-    context: int  # tokens of a sequence, prompt included
-    trained: int  # the same as the model was trained for
+    context: int  # the most tokens of a sequence, prompt included
+    trained: int  # the most tokens that the model was trained for
     vocabulary: int
-    ends: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()  # ids of the end tokens
 
     def check(self, request: Request) -> None:
         """Refuse a request that cannot be served."""
@@ -81,22 +92,22 @@ class Room:
         free = set(range(self.vocabulary) if allowed is None else allowed) - held
         if not free:
             raise InputError(
-                f"min_new_tokens is {request.min_new_tokens}, but every token that is allowed would end the output: "
-                "allow others, or set it to 0"
+                f"min_new_tokens is {request.min_new_tokens}, but every allowed token would end the output; "
+                "allow others, or set min_new_tokens to 0"
             )
         self._check_bias_and_bad_words(request.sampling, free)
 
     def _check_bias_and_bad_words(self, sampling: Sampling, free: set[int]) -> None:
-        """`free`: the tokens that may be chosen at every place, but for bad words."""
+        """Check logit_bias and bad words. `free`: the tokens that may be sampled at every position, bad words aside."""
         self._check_ids("logit_bias", tuple(token for token, _ in sampling.biases))
         words = sampling.bad_word_ids or ()
         if sampling.bad_words and not words:
-            raise InputError("bad_words needs a tokenizer; give the token ids of each as bad_word_ids")
+            raise InputError("bad_words needs a tokenizer; give the token ids of each word as bad_word_ids")
         for word in words:
             self._check_ids("bad_word_ids", word)
         if not free - {word[-1] for word in words}:
             raise InputError(
-                "every token that may be chosen is the last one of a bad word, so that none might be left: allow others, or "
+                "every token that may be sampled is the last one of a bad word, so none might be left; allow others, or "
                 "leave bad words out"
             )
 
@@ -106,6 +117,7 @@ class Room:
                 raise InputError(f"{name} holds {token}, which is outside the model's vocabulary of {self.vocabulary}")
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Refuse a prompt that is empty, too long, or has ids outside the vocabulary."""
         if not prompt:
             raise PromptError("the prompt is empty; it needs at least one token")
         if len(prompt) >= self.context:
@@ -115,7 +127,7 @@ class Room:
             raise PromptError(f"token id {outside} is outside the model's vocabulary of {self.vocabulary}")
 
     def too_long(self, size: str) -> str:
-        """What to say of a prompt of that size, and what to do."""
+        """Return the error message for a prompt of that size, with what to do."""
         holds = f"the prompt has {size}, the context holds {self.context} tokens and must leave room for one more"
         if self.context < self.trained:
             return (
@@ -130,43 +142,43 @@ class Room:
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely a token was to the model itself, before penalties, temperature and filters."""
+    """The log-probability of a token under the model itself, before penalties, temperature and filters."""
 
-    token: int
+    token: int  # its id
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # ids and values of the likeliest
-    text: str = ""
-    top_texts: tuple[str, ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # (id, log-probability) of the likeliest tokens, best first
+    text: str = ""  # the token as text
+    top_texts: tuple[str, ...] = ()  # the same for each token of `top`
 
 
 @dataclass(eq=False)
 class Running:
-    """A request that runs: its output so far, and what it cost."""
+    """A queued, running or finished request: its output so far, and what it cost."""
 
     request: Request
-    slot: int = -1
+    slot: int = -1  # -1: none yet
     prefilled: int = 0  # prompt tokens in the cache
-    reused: int = 0  # of those, taken over from the slot's earlier text
+    reused: int = 0  # how many of those the slot held already
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    events: list[Event] = field(default_factory=list)  # what each round brought, kept where the request has a stream
+    events: list[Event] = field(default_factory=list)  # one per round, kept if the request has a stream
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of all but the first token
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or stop token that ended it; "context" where that was full
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it; "context" if the context was full
     error: BaseException | None = None  # why it was aborted: NaN, or a step that broke
-    spoiled: bool = False  # the target answered NaN to a draft: from then on it is asked about the text alone
+    draft_was_nan: bool = False  # the target answered NaN to a draft: from then on the request runs without drafts
     accepted: list[int] = field(default_factory=list)  # tokens decided in each round, the target's own included
     drafted: list[int] = field(default_factory=list)  # candidates checked in each round
     prefill_s: float = 0.0
-    decode_s: float = 0.0  # known once it has left
-    began: float = 0.0  # where the engine's clock stood before its first round
+    decode_s: float = 0.0  # set when the request leaves its slot
+    began: float = 0.0  # the engine's clock before its first round
 
     def __post_init__(self) -> None:
-        self.rows = len(self.request.prompt) - 1  # of the prompt that are cached
+        self.rows = len(self.request.prompt) - 1  # prompt rows that are cached
         self.stops = frozenset(self.request.stop_token_ids)
         watched = self.request.stream is not None or self.request.sampling.logprobs is not None or self.stops
-        self.quiet = not watched  # tokens are all there is, and the device knows where they end
+        self.tokens_only = not watched  # the host need not look at the tokens: the device knows where the output ends
 
     @property
     def done(self) -> bool:
@@ -174,18 +186,19 @@ class Running:
 
     @property
     def ready(self) -> bool:
-        """All of the prompt but its last token, the first root, is cached."""
+        """Whether the whole prompt is cached, except its last token, which is the first root."""
         return self.prefilled == self.rows
 
     @property
     def length(self) -> int:
-        """Committed rows in the cache."""
+        """The number of committed rows in the cache."""
         return self.prefilled + len(self.tokens)
 
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """What a step brought for one request. Not frozen: making one, for every text in every round, would cost twice."""
+    """The output of one step for one request. Not frozen, since creating a frozen one takes twice as long, and there is one
+    per request and round."""
 
     running: Running
     tokens: list[int]

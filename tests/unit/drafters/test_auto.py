@@ -11,16 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import foreword
-from doubles import LEARNERS
+from doubles import TRAINABLE
 from foreword.bench.report import read_results
 from foreword.drafters import auto
-from foreword.drafters.auto import Expected, Yield, choose, expectations, fitting, recorded
-from foreword.drafters.resolve import Wanted
+from foreword.drafters.auto import Expected, TokensPerRound, choose, expectations, recorded_tokens, shipped_for
+from foreword.drafters.resolve import DrafterRequest
 from foreword.errors import DrafterError
 from foreword.methods import METHODS
 from foreword.model import cost
 from foreword.model import linears as pack
-from foreword.model.cost import CostCurve, Tries
+from foreword.model.cost import CostCurve, PassTimings
 from foreword.model.model import Model
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +52,7 @@ def test_where_rows_are_free_the_most_tokens_win(
     hf: Any, trained: dict[str, Path], ship: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ship(trained["clover"])
-    monkeypatch.setattr(auto, "YIELDS", {"prompt_lookup": (Yield(16, 1.8, ""),), "token_recycling": (Yield(64, 1.9, ""),)})
+    monkeypatch.setattr(auto, "TOKENS_PER_ROUND", {"prompt_lookup": (TokensPerRound(16, 1.8, ""),), "token_recycling": (TokensPerRound(64, 1.9, ""),)})
     found = expectations(Model(hf, curve=CHEAP))
     assert names(found) == ["clover", "token_recycling", "prompt_lookup", "plain"]
     assert found[0] == Expected("clover", 64, 2.5, 1.0, "record.json") and found[0].speedup == 2.5
@@ -79,7 +79,7 @@ def test_a_gpu_checks_all_rows_of_a_shape() -> None:
     class Loaded:
         device = torch.device("cuda")
 
-    known = (Yield(3, 1.7, ""), Yield(16, 1.8, ""))
+    known = (TokensPerRound(3, 1.7, ""), TokensPerRound(16, 1.8, ""))
     assert auto._usable(known, None, Loaded) == known[1:]  # type: ignore[arg-type]
     assert auto._usable(known, 8, Loaded) == known[:1]  # type: ignore[arg-type]
 
@@ -88,13 +88,13 @@ def test_the_drafters_own_work_counts(hf: Any, monkeypatch: pytest.MonkeyPatch) 
     own = {"prompt_lookup": 0.5, "token_recycling": 4.0}
     monkeypatch.setattr(auto, "draft_cost", lambda model, name, make: CostCurve((1,), (own[name.partition("-")[0]],)))
     found = {one.method: one for one in expectations(Model(hf, curve=CostCurve((1, 64), (2.0, 2.0))))}
-    tokens = auto.YIELDS["prompt_lookup"][-1].tokens
+    tokens = auto.TOKENS_PER_ROUND["prompt_lookup"][-1].tokens
     assert found["prompt_lookup"].round_cost == 1.25 and found["prompt_lookup"].speedup == pytest.approx(tokens / 1.25)
     assert list(found) == ["prompt_lookup", "plain", "token_recycling"]
 
 
 def test_fewer_rows_bring_fewer_tokens(trained: dict[str, Path]) -> None:
-    by_rows = {one.rows: one.tokens for one in recorded(trained["clover"])}
+    by_rows = {one.rows: one.tokens for one in recorded_tokens(trained["clover"])}
     assert by_rows[64] == 2.5 and by_rows[8] == pytest.approx(1 + 1.5 * 0.5 * (1 + 0.67 * 0.5))
     assert list(by_rows) == sorted(by_rows) and list(by_rows.values()) == sorted(by_rows.values())
 
@@ -116,15 +116,15 @@ def test_fewer_rows_bring_fewer_tokens(trained: dict[str, Path]) -> None:
 def test_a_record_that_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(DrafterError, match="does not say how many tokens a round brings"):
-        recorded(tmp_path)
+        recorded_tokens(tmp_path)
 
 
 def test_only_drafters_of_this_model_fit(
     hf: Any, talking: Any, trained: dict[str, Path], ship: Callable[[Path], Path]
 ) -> None:
     folder = ship(trained["medusa"])
-    assert fitting(Model(hf)) == {"medusa": folder}
-    assert fitting(Model(talking("llama", seed=1))) == {}
+    assert shipped_for(Model(hf)) == {"medusa": folder}
+    assert shipped_for(Model(talking("llama", seed=1))) == {}
 
 
 @pytest.fixture
@@ -133,24 +133,24 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     timed: list[str] = []
     measure = cost.measure_draft
 
-    def watched(model: Model, drafter: Any) -> Tries:
+    def watched(model: Model, drafter: Any) -> PassTimings:
         timed.append(type(drafter).__name__)
         return measure(model, drafter)
 
     monkeypatch.setattr(cost, "measure_draft", watched)
-    monkeypatch.setattr(Tries, "steady", True)
+    monkeypatch.setattr(PassTimings, "steady", True)
     yield timed
 
 
 def test_costs_are_measured_once(
     hf: Any, trained: dict[str, Path], ship: Callable[[Path], Path], counted: list[str]
 ) -> None:
-    for method in LEARNERS:
+    for method in TRAINABLE:
         ship(trained[method])
     first = expectations(Model(hf))
-    assert sorted(counted) == sorted(METHODS[name].load().__name__ for name in [*auto.YIELDS, *LEARNERS])
+    assert sorted(counted) == sorted(METHODS[name].load().__name__ for name in [*auto.TOKENS_PER_ROUND, *TRAINABLE])
     assert all(one.round_cost > 1 for one in first if one.method != "plain")
-    assert expectations(Model(hf)) == first and len(counted) == len(auto.YIELDS) + len(LEARNERS)
+    assert expectations(Model(hf)) == first and len(counted) == len(auto.TOKENS_PER_ROUND) + len(TRAINABLE)
 
 
 def test_measuring_leaves_an_engine_at_work_alone(folders: dict[str, Path]) -> None:
@@ -173,13 +173,13 @@ def test_auto_takes_the_fastest(
         assert llm.method == fastest
         text = llm.generate("the words", max_new_tokens=8)
         assert text.method == fastest and text.tokens == llm.use("plain").generate("the words", max_new_tokens=8).tokens
-    assert Wanted.of().method == "auto"
+    assert DrafterRequest.of().method == "auto"
 
 
 def test_auto_writes_what_plain_writes(folders: dict[str, Path]) -> None:
     """With what this machine really shows."""
     with foreword.load(folders["llama"]) as llm:
-        assert llm.method in ("plain", *auto.YIELDS)
+        assert llm.method in ("plain", *auto.TOKENS_PER_ROUND)
         text = llm.generate("the words", max_new_tokens=12)
         assert text.tokens == llm.use("plain").generate("the words", max_new_tokens=12).tokens
 
@@ -191,12 +191,12 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which every measurement shows something else, and which linear is the quicker one too."""
     coming = itertools.cycle([1.02, 1.4, 1.02, 3.0, 1.1])
 
-    def measure(model: Model) -> Tries:
+    def measure(model: Model) -> PassTimings:
         more = next(coming)
-        return Tries((1, 4, 64), [[0.001] * 3, [0.001 * more] * 3, [0.003 * more] * 3])
+        return PassTimings((1, 4, 64), [[0.001] * 3, [0.001 * more] * 3, [0.003 * more] * 3])
 
-    def measure_draft(model: Model, drafter: Any) -> Tries:
-        return Tries((1,), [[0.0002 * next(coming)] * 3])
+    def measure_draft(model: Model, drafter: Any) -> PassTimings:
+        return PassTimings((1,), [[0.0002 * next(coming)] * 3])
 
     monkeypatch.setattr(cost, "measure", measure)
     monkeypatch.setattr(cost, "measure_draft", measure_draft)
@@ -206,7 +206,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_a_new_process() -> None:
-    pack.rows_quicker_stock.cache_clear()
+    pack.max_stock_rows.cache_clear()
 
 
 def test_four_loads_take_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_a_choice_that_cannot_be_read_is_made_again(hf: Any, tmp_path: Path) -> 
 def test_the_records_that_ship_have_the_figures_of_the_results() -> None:
     for method in ("medusa", "clover", "clover2", "draft_model", "hidden_transfer"):
         folder = auto.shipped()[method]
-        by_rows = {one.rows: one.tokens for one in recorded(folder)}
+        by_rows = {one.rows: one.tokens for one in recorded_tokens(folder)}
         for one in json.loads((folder / "record.json").read_text())["benchmark"]:
             rows, tokens = measured_in(ROOT / one["source"], method, one["rows"])
             assert (one["rows"], one["tokens_per_round"]) == (rows, round(tokens, 3)), (method, one)
@@ -316,7 +316,7 @@ def measured_in(source: Path, method: str, rows: int) -> tuple[int, float]:
 
 def test_no_more_is_expected_of_clover2_than_was_measured() -> None:
     """Of all its trees: those with few rows on a CPU, and those before it guessed among fewer tokens."""
-    by_rows = {one.rows: one.tokens for one in recorded(auto.shipped()["clover2"])}
+    by_rows = {one.rows: one.tokens for one in recorded_tokens(auto.shipped()["clover2"])}
     files = ("trees_cuda/clover.json", "trees_cpu/rows_few.json", "trees_cpu/rows_clover2.json")
     trees = [json.loads((ROOT / "results" / file).read_text())["trees"] for file in files]
     found = [
@@ -329,7 +329,7 @@ def test_no_more_is_expected_of_clover2_than_was_measured() -> None:
 
 
 def test_the_figures_are_those_of_the_results() -> None:
-    for method, known in auto.YIELDS.items():
+    for method, known in auto.TOKENS_PER_ROUND.items():
         for one in known:
             rows = read_results(ROOT / one.source)["tables"]["overall"]
             (found,) = [row["tokens_per_round"] for row in rows if row["contender"] == method]

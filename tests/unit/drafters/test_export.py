@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import foreword
-from doubles import own_logits
+from doubles import hf_logits
 from foreword.drafters.export import export
 from foreword.drafters.saved import as_model, restore
 from foreword.errors import DrafterError, InputError, ModelNotFound, StorageError
@@ -32,9 +32,9 @@ def test_it_answers_what_the_drafter_guesses(exported: Path, folders: dict[str, 
     target = Model(AutoModelForCausalLM.from_pretrained(folders["llama"]))
     drafter: Any = restore(trained["draft_model"], target)
     with torch.no_grad():
-        wanted = target.head(drafter.module.norm(drafter.guesser.over(torch.tensor([TEXT]))))[0]
+        wanted = target.head(drafter.module.norm(drafter.small_model.over(torch.tensor([TEXT]))))[0]
     model = AutoModelForCausalLM.from_pretrained(exported)
-    torch.testing.assert_close(own_logits(model, TEXT), wanted.double(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hf_logits(model, TEXT), wanted.double(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import foreword
-from foreword.drafters.keywords import MEANT, REASONS, options_of_method
+from foreword.drafters.keywords import OTHER_NAMES, UNSUPPORTED, options_of_method
 from foreword.errors import DrafterError, InputError, UnknownMethod
 
 
@@ -17,7 +17,7 @@ def refused(match: str, *words: str, **given: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "plain", "medusa"])
-@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_foreword_does_not_have_is_refused_with_the_reason(name: str, method: str) -> None:
     refused(f"^{name}=2: .*", method, **{name: 2})
 
@@ -35,7 +35,7 @@ def test_what_asks_for_nothing_is_no_fault(given: dict[str, Any]) -> None:
     assert options_of_method(foreword.load, "auto", given) == {}
 
 
-@pytest.mark.parametrize(("name", "meant"), [*MEANT.items(), ("revison", "revision"), ("max_contex", "max_context")])
+@pytest.mark.parametrize(("name", "meant"), [*OTHER_NAMES.items(), ("revison", "revision"), ("max_contex", "max_context")])
 @pytest.mark.parametrize("method", ["auto", "plain"])
 def test_the_nearest_name_is_suggested(name: str, meant: str, method: str) -> None:
     refused(f"{name!r}; did you mean '{meant}'.*drafter, rows, slots, max_context, device, dtype", method, **{name: "x"})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword.drafters.auto import recorded
+from foreword.drafters.auto import recorded_tokens
 from foreword.drafters.checkpoint import read_weights
 from foreword.drafters.saved import outline
 from foreword.drafters.shipped import WEIGHTS, model_of, shipped
@@ -24,7 +24,7 @@ def test_what_ships_is_complete() -> None:
         assert {"config.json", "model.safetensors", "record.json", "README.md"} <= {file.name for file in folder.iterdir()}
         assert model_of(folder) == DEFAULT.name
         assert type(outline(folder, method=method)).__module__.split(".")[:3] == ["foreword", "methods", method]
-        assert recorded(folder)[-1].tokens > 1
+        assert recorded_tokens(folder)[-1].tokens > 1
 
 
 def test_the_weights_that_ship_can_be_read() -> None:

@@ -1,4 +1,4 @@
-"""ACCEPT against slow walks: the deepest row that agrees, the cut at an end, and the counts that a penalty needs."""
+"""ACCEPT against slow walks over the tree: the deepest agreeing row, the cut at an end, and the counts for penalties."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ NODES = 7
 
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
-    """Trees with tokens from so few ids that siblings meet, and the target's choice at every row."""
+    """Trees with tokens from only three ids, so that siblings are often equal, and the target's choice at every row."""
     batch = draw(st.integers(1, 3))
     ids = st.lists(st.integers(0, 2), min_size=NODES, max_size=NODES)
     parents = [[0, *(draw(st.integers(0, i)) for i in range(NODES - 1))] for _ in range(batch)]
@@ -28,15 +28,15 @@ def rounds(draw: st.DrawFn) -> tuple[Draft, list[list[int]]]:
 
 
 def agreeing(draft: Draft, choice: list[list[int]], index: int) -> list[list[int]]:
-    """All paths from the root on which every row carries what was chosen at the row above."""
+    """All paths from the root on which every row has the token that was chosen at its parent."""
     parent, tokens = draft.tree.parent[index].tolist(), draft.tokens[index].tolist()
     paths = [path_to(parent, node) for node in range(int(draft.size[index]))]
     return [path for path in paths if all(tokens[row] == choice[index][parent[row]] for row in path[1:])]
 
 
 @given(rounds())
-def test_the_deepest_agreeing_row_wins(drawn: tuple[Draft, list[list[int]]]) -> None:
-    draft, choice = drawn
+def test_the_deepest_agreeing_row_wins(example: tuple[Draft, list[list[int]]]) -> None:
+    draft, choice = example
     path, count = longest_path(draft, torch.tensor(choice), NODES)
     for index in range(len(choice)):
         found = path[index, : int(count[index])].tolist()
@@ -45,7 +45,7 @@ def test_the_deepest_agreeing_row_wins(drawn: tuple[Draft, list[list[int]]]) -> 
 
 
 def test_padding_is_never_accepted() -> None:
-    """The row behind `size` carries the very token that the target chose."""
+    """The row after `size` has the very token that the target chose."""
     draft = Draft(torch.tensor([[1, 5, 6]]), Tree.chain(3), torch.tensor([2]))
     path, count = longest_path(draft, torch.tensor([[5, 6, 7]]), 3)
     assert count.tolist() == [2] and path[0, :2].tolist() == [0, 1]
@@ -72,21 +72,21 @@ def test_a_frozen_slot_gets_nothing() -> None:
 
 
 @given(rounds())
-def test_seen_tokens_are_counted_along_the_way(drawn: tuple[Draft, list[list[int]]]) -> None:
-    """Text and ancestors, itself included; the root is part of the text already."""
-    draft, choice = drawn
-    texts = [[4, 5, 4, int(draft.tokens[index, 0])] for index in range(len(choice))]
-    state = state_of(texts)
-    counts = torch.stack([torch.tensor(text).bincount(minlength=6) for text in texts])
+def test_seen_tokens_are_counted_along_the_path(example: tuple[Draft, list[list[int]]]) -> None:
+    """Committed tokens, ancestors and the row itself; the root is committed already."""
+    draft, choice = example
+    sequences = [[4, 5, 4, int(draft.tokens[index, 0])] for index in range(len(choice))]
+    state = state_of(sequences)
+    counts = torch.stack([torch.tensor(sequence).bincount(minlength=6) for sequence in sequences])
     seen = count_seen(state, draft, counts.to(torch.int32))
-    for index, text in enumerate(texts):
+    for index, sequence in enumerate(sequences):
         for node in range(NODES):
-            way = [int(draft.tokens[index, row]) for row in path_to(draft.tree.parent[index].tolist(), node)[1:]]
-            assert seen[index, node].tolist() == torch.tensor(text + way).bincount(minlength=6).tolist()
+            path = [int(draft.tokens[index, row]) for row in path_to(draft.tree.parent[index].tolist(), node)[1:]]
+            assert seen[index, node].tolist() == torch.tensor(sequence + path).bincount(minlength=6).tolist()
 
 
-def test_a_round_tells_what_it_decided() -> None:
-    """By hand: root 9, its child 4 agrees, the child of that does not; the target's own token comes behind."""
+def test_a_round_reports_what_it_decided() -> None:
+    """By hand: root 9, its child 4 agrees, the child of that does not; the target's own token comes after it."""
     state = state_of([[3, 9]])
     draft = Draft(torch.tensor([[9, 4, 5, 7]]), Tree.of((0, 0, 1, 0)), torch.tensor([4]))
     logits = torch.full((1, 4, 12), -1.0)
@@ -99,8 +99,8 @@ def test_a_round_tells_what_it_decided() -> None:
     assert accepted.path.shape == (1, 3) and emission.logprobs is None
 
 
-def test_noise_is_that_of_the_place_of_each_token() -> None:
-    """Two rows at one depth with equal logits draw the same token; rows at other depths draw their own."""
+def test_noise_depends_on_the_position_of_each_token() -> None:
+    """Rows at one depth with equal logits sample the same token; rows at other depths sample others."""
     state = state_of([[3, 9]], Sampling(temperature=1.0, seed=5))
     draft = Draft(torch.zeros(1, 24, dtype=torch.long), Tree.of((0, *[0] * 3, *range(3, 23))), torch.tensor([24]))
     logits = torch.zeros(1, 24, 40)
@@ -109,12 +109,12 @@ def test_noise_is_that_of_the_place_of_each_token() -> None:
     assert choice[1] == choice[2] == choice[3] and len(set(choice)) > 10
 
 
-@pytest.mark.parametrize(("wanted", "brought"), [(0, 0), (2, 16)])
-def test_logprobs_only_where_asked(wanted: int, brought: int) -> None:
-    """A round brings alternatives in few sizes; whoever hands them out cuts them."""
-    state = state_of([[3, 9]], Sampling(seed=1, logprobs=wanted))
+@pytest.mark.parametrize(("requested", "returned"), [(0, 0), (2, 16)])
+def test_logprobs_only_if_requested(requested: int, returned: int) -> None:
+    """A round returns alternatives in a few sizes; `emit` cuts them to what was requested."""
+    state = state_of([[3, 9]], Sampling(seed=1, logprobs=requested))
     logits = torch.randn(1, 1, 40)
     _, emission = accept(state, Draft.nothing(torch.tensor([9])), Scores(logits), depth=0)
     assert emission.logprobs is not None and emission.top_tokens is not None
-    assert emission.top_tokens.tolist() == logits.topk(brought).indices.tolist()
+    assert emission.top_tokens.tolist() == logits.topk(returned).indices.tolist()
     assert torch.allclose(emission.logprobs[0, 0], logits[0, 0].log_softmax(-1).max())

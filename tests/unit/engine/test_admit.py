@@ -1,4 +1,5 @@
-"""Who sits where: free slots, left texts, and the columns that an entering request overwrites."""
+"""Which request gets which slot: free slots, the sequences they still hold, and the columns that a new request
+overwrites."""
 
 from collections import deque
 
@@ -18,16 +19,17 @@ def running(prompt: tuple[int, ...], **options: object) -> Running:
     return Running(Request(prompt, SAMPLINGS["greedy"], **options))  # type: ignore[arg-type]
 
 
-def left_slots(*texts: tuple[int, ...]) -> Slots:
-    slots = Slots(len(texts))
-    slots.left = dict(enumerate(texts))
+def free_slots(*held: tuple[int, ...]) -> Slots:
+    """Slots that are all free and still hold these tokens."""
+    slots = Slots(len(held))
+    slots.free = dict(enumerate(held))
     return slots
 
 
 def test_an_empty_slot_is_taken_first_then_the_oldest() -> None:
-    slots = left_slots((5, 6), (), (7,))
+    slots = free_slots((5, 6), (), (7,))
     assert [slots.take(running((5, 6, 7))) for _ in range(3)] == [1, 0, 2]
-    assert slots.left == {}
+    assert slots.free == {}
 
 
 def test_the_slot_left_longest_ago_is_the_oldest() -> None:
@@ -37,12 +39,12 @@ def test_the_slot_left_longest_ago_is_the_oldest() -> None:
     slots.leave(1)
     slots.leave(0)
     first.prefilled = second.prefilled = 1
-    slots.left = {1: (5,), 0: (3,)}
+    slots.free = {1: (5,), 0: (3,)}
     assert slots.take(running((9,))) == 1
 
 
 def test_without_reuse_nothing_is_reused() -> None:
-    slots, entering = left_slots((5, 6, 7)), running((5, 6, 7, 8))
+    slots, entering = free_slots((5, 6, 7)), running((5, 6, 7, 8))
     slots.take(entering)
     assert entering.reused == entering.prefilled == 0
 
@@ -52,14 +54,15 @@ def test_without_reuse_nothing_is_reused() -> None:
     [((5, 6, 7, 8), 0, 3), ((5, 6, 9, 8), 0, 2), ((4, 4, 4), 1, 2), ((4, 4), 1, 1), ((4,), 2, 0), ((8, 8), 2, 0)],
 )
 def test_reuse_takes_the_slot_that_helps_most(prompt: tuple[int, ...], slot: int, reused: int) -> None:
-    """Never the prompt's last token: that is the root, and stays out of the cache. An empty slot where none helps."""
-    slots, entering = left_slots((5, 6, 7), (4, 4, 4), ()), running(prompt, reuse=True)
+    """The prompt's last token is never reused: it is the root, and stays out of the cache. If no slot helps, an empty
+    one."""
+    slots, entering = free_slots((5, 6, 7), (4, 4, 4), ()), running(prompt, reuse=True)
     assert slots.take(entering) == slot and entering.slot == slot
     assert entering.reused == entering.prefilled == reused
 
 
-def test_a_left_slot_remembers_what_its_cache_holds() -> None:
-    """All of prompt and text but the last token; of a prompt that was not read to its end, what was read."""
+def test_a_free_slot_remembers_what_its_cache_holds() -> None:
+    """Prompt and output without the last token; of a prompt that was not completely read, the tokens that were."""
     slots = Slots(2)
     done, cut = running((5, 6, 7)), running((1, 2, 3, 4))
     assert (slots.take(done), slots.take(cut)) == (0, 1)
@@ -67,14 +70,14 @@ def test_a_left_slot_remembers_what_its_cache_holds() -> None:
     cut.prefilled = 2
     slots.leave(0)
     slots.leave(1)
-    assert slots.left == {0: (5, 6, 7, 8), 1: (1, 2)} and slots.running == {}
+    assert slots.free == {0: (5, 6, 7, 8), 1: (1, 2)} and slots.running == {}
 
 
-def test_rows_that_are_read_in_any_case() -> None:
+def test_rows_that_are_always_read() -> None:
     """A drafter that wants to see the row before the root sees it, though the slot holds it already."""
     for prompt, reused in (((5, 6, 7, 8), 2), ((5, 6, 9, 8), 2), ((5, 6), 0), ((5,), 0)):
-        slots, entering = left_slots((5, 6, 7)), running(prompt, reuse=True)
-        slots.reread = 1
+        slots, entering = free_slots((5, 6, 7)), running(prompt, reuse=True)
+        slots.always_read = 1
         slots.take(entering)
         assert entering.reused == entering.prefilled == reused
 
@@ -84,10 +87,10 @@ def test_a_spoilt_slot_is_not_built_upon() -> None:
     slots.take(sick)
     sick.prefilled = 2
     slots.leave(0, keep=False)
-    assert slots.left == {0: ()}
+    assert slots.free == {0: ()}
 
 
-def test_lanes_are_those_who_are_ready_or_not() -> None:
+def test_groups_are_the_requests_that_are_ready_and_the_others() -> None:
     slots = Slots(4)
     for prompt, prefilled in (((5,), 0), ((5, 6, 7), 1), ((5, 6, 7), 2), ((5, 6), 0)):
         entering = running(prompt)
@@ -100,7 +103,7 @@ def test_lanes_are_those_who_are_ready_or_not() -> None:
     assert Slots(2).batch(CPU) is None
 
 
-def test_lanes_follow_who_leaves_enters_and_is_ready() -> None:
+def test_groups_follow_requests_that_enter_leave_and_become_ready() -> None:
     slots = Slots(2)
     first, second = running((5, 6)), running((5, 6, 7))
     slots.take(first)
@@ -142,7 +145,7 @@ def test_an_entering_request_overwrites_its_columns_and_no_others() -> None:
     columns = (state.tokens, state.roots, state.lengths, state.limits, state.heeds_ends, state.speculates)
     for column in columns:
         column.fill_(1)
-    slots.left = {1: ()}
+    slots.free = {1: ()}
     asked = Request((5, 6, 7), Sampling(0.5, seed=3), max_new_tokens=9, ignore_eos=True, speculate=False)
     admit(deque([Running(asked)]), slots, state)
     assert state.tokens[1, :3].tolist() == [5, 6, 7] and int(state.roots[1]) == 7 and int(state.lengths[1]) == 0
@@ -152,7 +155,7 @@ def test_an_entering_request_overwrites_its_columns_and_no_others() -> None:
     assert state.table.columns["temperature"].tolist() == [0.0, 0.5, 0.0]
 
 
-def test_the_context_bounds_the_text() -> None:
+def test_the_context_bounds_the_sequence() -> None:
     state, slots = empty_state(), Slots(1)
     admit(deque([running((5, 6, 7), max_new_tokens=10**6)]), slots, state)
     assert int(state.limits[0]) == CONTEXT

@@ -1,4 +1,4 @@
-"""Ctrl-C that is held back: it comes once, when the block has ended, to whoever would have heard it."""
+"""Delayed Ctrl-C: it arrives once, when the block has ended, at the handler that was set before."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foreword.engine.ctrl_c import HeldBack
+from foreword.engine.ctrl_c import DelayedCtrlC
 
 
 @pytest.fixture(autouse=True)
@@ -25,23 +25,23 @@ def ctrl_c() -> None:
 def test_it_comes_when_the_block_has_ended() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with HeldBack():
+        with DelayedCtrlC():
             ctrl_c()
             done.append("the rest")
         done.append("what follows")
     assert done == ["the rest"]
 
 
-def test_nothing_comes_where_nothing_came() -> None:
-    with HeldBack():
+def test_without_ctrl_c_nothing_is_raised() -> None:
+    with DelayedCtrlC():
         pass
-    with pytest.raises(ValueError, match="its own"), HeldBack():
+    with pytest.raises(ValueError, match="its own"), DelayedCtrlC():
         raise ValueError("its own")
 
 
 def test_a_second_one_does_not_wait() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), HeldBack():
+    with pytest.raises(KeyboardInterrupt), DelayedCtrlC():
         ctrl_c()
         done.append("the first waits")
         ctrl_c()
@@ -51,41 +51,41 @@ def test_a_second_one_does_not_wait() -> None:
 
 def test_blocks_within_blocks() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), HeldBack():
-        with HeldBack():
+    with pytest.raises(KeyboardInterrupt), DelayedCtrlC():
+        with DelayedCtrlC():
             ctrl_c()
             done.append("inner")
         done.append("outer")
     assert done == ["inner", "outer"]
 
 
-def test_a_handler_of_somebody_else_hears_it_once() -> None:
-    heard: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+def test_another_handler_is_called_once() -> None:
+    calls: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: calls.append(number))
     try:
-        with HeldBack():
+        with DelayedCtrlC():
             ctrl_c()
-            assert heard == []
-        assert heard == [signal.SIGINT]
+            assert calls == []
+        assert calls == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_where_it_is_ignored_it_stays_ignored() -> None:
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with HeldBack():
+        with DelayedCtrlC():
             ctrl_c()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_in_another_thread_there_is_nothing_to_hold_back() -> None:
+def test_another_thread_changes_no_handler() -> None:
     done = []
 
     def work() -> None:
-        with HeldBack():
+        with DelayedCtrlC():
             done.append(signal.getsignal(signal.SIGINT))
 
     thread = Thread(target=work)

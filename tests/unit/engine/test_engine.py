@@ -1,4 +1,4 @@
-"""The engine's own affairs: what it refuses, whom it admits when, what a step brings, and that the loop can be another."""
+"""The engine: what it refuses, when it admits requests, what a step returns, and that another loop can be used."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from doubles import CONTEXT, SAMPLINGS, Liar, Oracle, Recorder, engine, full_text, requests, target, tokenizer, truth
+from doubles import CONTEXT, SAMPLINGS, Liar, Oracle, Recorder, engine, full_sequence, requests, target, tokenizer, truth
 from foreword.core.draft import Draft
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Emission, Scores
@@ -50,7 +50,7 @@ def test_a_context_longer_than_the_model_was_trained_for() -> None:
         Engine(target(), make("plain"), max_context=257)
 
 
-def test_without_a_word_the_context_is_the_model_s() -> None:
+def test_by_default_the_context_is_the_model_s() -> None:
     assert Engine(target(), make("plain")).max_context == 256
 
 
@@ -72,7 +72,7 @@ def test_requests_enter_in_their_order_as_slots_fall_free() -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_the_others() -> None:
-    """It is read a chunk a step; whoever is ready writes meanwhile."""
+    """It is read one chunk per step; meanwhile requests that are ready generate."""
     steps = engine(make("plain"), slots=2)
     long = steps.add(Request(tuple(range(3, 33)), SAMPLINGS["greedy"], 4))
     short = steps.add(Request((7,), SAMPLINGS["greedy"], 4, ignore_eos=True))
@@ -83,9 +83,9 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     assert short.done and not long.ready
 
 
-def test_events_are_the_text_piece_by_piece() -> None:
+def test_events_are_the_output_piece_by_piece() -> None:
     model, asked = target(), requests(4)
-    steps = engine(Oracle([full_text(model.hf, request) for request in asked]), model, slots=2)
+    steps = engine(Oracle([full_sequence(model.hf, request) for request in asked]), model, slots=2)
     runs = [steps.add(request) for request in asked]
     pieces: dict[int, list[int]] = {id(run): [] for run in runs}
     while steps.busy:
@@ -97,7 +97,7 @@ def test_events_are_the_text_piece_by_piece() -> None:
     assert all(run.prefill_s >= 0 and run.decode_s > 0 for run in runs)
 
 
-def test_a_step_for_somebody_says_who_ended() -> None:
+def test_step_for_returns_the_requests_that_ended() -> None:
     steps = engine(make("plain"), slots=3)
     runs = [steps.add(Request((7,), SAMPLINGS["greedy"], tokens, ignore_eos=True)) for tokens in (3, 1, 3)]
     ended: list[list[Running]] = []
@@ -126,7 +126,7 @@ def test_rounds_that_are_read_together_bring_what_they_bring_one_by_one(method: 
 
 
 class FarEnough(Lockstep):
-    """Sees to it that the host knows a bound on every length."""
+    """Asserts that the host knows a bound on every length."""
 
     def round(self, state: State) -> Emission:
         assert int(state.length.max()) <= state.batch.span <= CONTEXT
@@ -136,7 +136,7 @@ class FarEnough(Lockstep):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize("method", ["plain", "token_recycling"])
-def test_attention_is_told_to_look_as_far_as_unread_rounds_may_reach(method: str, rounds: int, late: bool) -> None:
+def test_attention_looks_as_far_as_unread_rounds_may_reach(method: str, rounds: int, late: bool) -> None:
     model, drafter = target(), make(method)
     steps = Engine(model, drafter, slots=3, max_context=CONTEXT, chunk=5, late=late, loop=FarEnough(model, drafter))
     runs = [steps.add(request) for request in requests(8, max_new_tokens=30)]
@@ -147,8 +147,8 @@ def test_attention_is_told_to_look_as_far_as_unread_rounds_may_reach(method: str
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
-def test_streams_stops_logprobs_and_those_given_up_among_rounds_that_are_read_together(method: str, late: bool) -> None:
-    def told(rounds: int) -> list[tuple[object, ...]]:
+def test_streams_stops_logprobs_and_aborts_in_rounds_that_are_read_together(method: str, late: bool) -> None:
+    def outputs(rounds: int) -> list[tuple[object, ...]]:
         steps, asked = engine(make(method), slots=3, late=late), requests(9, SAMPLINGS["T=0.8"], max_new_tokens=20)
         asked[::3] = [replace(one, stream=TextStream(tokenizer(), ("a", "e"))) for one in asked[::3]]
         asked[1::3] = [replace(one, sampling=replace(one.sampling, logprobs=2)) for one in asked[1::3]]
@@ -163,11 +163,11 @@ def test_streams_stops_logprobs_and_those_given_up_among_rounds_that_are_read_to
         marks = [[(one.token, pytest.approx(one.logprob)) for one in run.logprobs] for run in runs]
         return [(run.tokens, run.text, run.finish_reason, *more) for run, *more in zip(runs, pieces, marks, strict=True)]
 
-    assert told(4) == told(1)
+    assert outputs(4) == outputs(1)
 
 
 def test_events_are_not_made_of_rounds_that_are_read_together() -> None:
-    """An event is what one round brought."""
+    """An event is the output of one round."""
     steps = engine(make("plain"), late=True)
     steps.add(Request((7,), SAMPLINGS["greedy"], 9, ignore_eos=True))
     steps.step_for((), 3)
@@ -177,8 +177,8 @@ def test_events_are_not_made_of_rounds_that_are_read_together() -> None:
     assert steps.step()[0].tokens
 
 
-def test_a_text_is_timed_by_the_rounds_it_is_in() -> None:
-    """Not by those that go by while its prompt is read, nor by those after its end."""
+def test_a_request_is_timed_by_the_rounds_it_is_in() -> None:
+    """Not by those that run while its prompt is read, nor by those after its end."""
     steps = engine(make("plain"), slots=2)
     long = steps.add(Request(tuple(range(3, 33)), SAMPLINGS["greedy"], 4, ignore_eos=True))
     short = steps.add(Request((7,), SAMPLINGS["greedy"], 20, ignore_eos=True))
@@ -197,13 +197,13 @@ def test_a_text_is_timed_by_the_rounds_it_is_in() -> None:
     assert gone.decode_s == 0 and short.decode_s == pytest.approx(steps.clock)
 
 
-def test_a_step_without_requests_brings_nothing() -> None:
+def test_a_step_without_requests_returns_nothing() -> None:
     steps = engine(make("plain"))
     assert steps.step() == [] and not steps.busy
 
 
 def test_generate_answers_in_order_and_leaves_others_alone() -> None:
-    """A request that was there before is written along, and is not given up with the rest."""
+    """A request that was queued before runs alongside, and is not aborted with the rest."""
     model, asked = target(), requests(4)
     steps = engine(make("plain"), model, slots=1)
     first = steps.add(replace(asked[0], max_new_tokens=3, ignore_eos=True))
@@ -213,7 +213,7 @@ def test_generate_answers_in_order_and_leaves_others_alone() -> None:
 
 
 def test_two_equal_requests_are_two() -> None:
-    """Giving one of them up leaves the other waiting."""
+    """Aborting one of them leaves the others waiting."""
     steps = engine(make("plain"), slots=1)
     asked = requests(2)[1]
     runs = [steps.add(asked) for _ in range(4)]
@@ -224,8 +224,8 @@ def test_two_equal_requests_are_two() -> None:
 
 
 @pytest.mark.parametrize("ending", ["length", "abort"])
-def test_who_leaves_is_no_longer_alive(ending: str) -> None:
-    """A round over fixed batch rows has the slot in it still, and must not write there."""
+def test_a_finished_sequence_is_no_longer_alive(ending: str) -> None:
+    """A round over fixed batch rows still includes the slot, and must not write there."""
     steps = engine(make("plain"), slots=2)
     runs = [steps.add(replace(request, max_new_tokens=2, ignore_eos=True)) for request in requests(2)]
     steps.step()
@@ -244,7 +244,7 @@ def test_a_seed_is_settled_on_entry() -> None:
 
 
 class Parrot(Lockstep):
-    """A loop of its own: every round says 7 twice, and the text ends after the third. Writes down whom it served."""
+    """Another loop: every round emits 7 twice, and the output ends after the third. Records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[int, ...]]] = []

@@ -1,4 +1,4 @@
-"""Between draft and verify: rows that nobody uses are cut off, and who refuses drafts gets the root alone."""
+"""FIT, between draft and verify: unused rows are cut off, and sequences that do not speculate get the root alone."""
 
 import torch
 
@@ -18,7 +18,7 @@ def test_rows_that_no_sequence_uses_are_cut_off() -> None:
     assert fitted.nodes == 4 and fitted.size.tolist() == [2, 4, 1] and fitted.tree.nodes == 4
 
 
-def test_who_refuses_drafts_gets_the_root_alone() -> None:
+def test_sequences_that_do_not_speculate_get_the_root_alone() -> None:
     state = state_of([[1]] * 3)
     state.speculates[1], state.alive_slots[2] = False, False
     fitted = fit(draft_of([3, 6, 6]), state, Needs())
@@ -38,6 +38,6 @@ def test_a_tree_s_head_is_a_tree() -> None:
 
 
 def test_the_root_is_the_state_s_and_padding_repeats_it() -> None:
-    """What a drafter leaves behind its own size goes through the target too, and may be anything."""
+    """The tokens that a drafter leaves after its own size go through the target too, and may be anything."""
     fitted = fit(draft_of([2, 4, 1]), state_of([[7], [8], [9]]), Needs())
     assert fitted.tokens.tolist() == [[7, 2, 7, 7], [8, 2, 3, 4], [9, 9, 9, 9]]

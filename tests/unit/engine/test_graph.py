@@ -1,6 +1,6 @@
 """Graphs: which rounds and prompt passes share a captured graph, and what they are captured with.
 
-The graphs themselves need a GPU. Here a replay runs what was captured once more, on the very buffers of the capture.
+The graphs themselves need a GPU. Here a replay runs the captured function once more, on the buffers of the capture.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,18 +21,18 @@ from foreword.core.state import Batch, State
 from foreword.engine import graph
 from foreword.engine.admit import admit
 from foreword.engine.engine import Engine
-from foreword.engine.graph import MOST_TEXTS, GraphBucket, GraphedCheck, GraphedLoop, graphed, padded_rows
+from foreword.engine.graph import MOST_PROMPTS, GraphBucket, GraphedCheck, GraphedLoop, graphed, padded_rows
 from foreword.engine.prefill import prefill
 from foreword.engine.request import Request, Running
 from foreword.methods import METHODS
 from foreword.methods.amusd.drafter import Amusd
 from foreword.model.model import Model
 
-GREEDY, DRAWN = Sampling(seed=1), Sampling(temperature=0.8, seed=2)
+GREEDY, SAMPLED = Sampling(seed=1), Sampling(temperature=0.8, seed=2)
 
 
 class Spy:
-    """A loop that writes down what its rounds were about."""
+    """A loop that records the slots, span and sampling of its rounds."""
 
     captured = reads_after = False
 
@@ -68,7 +68,7 @@ def captures(graph: Any, pool: Any = None, stream: Any = None, capture_error_mod
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is captured runs once, as written; replays are only counted."""
+    """A captured call runs once, eagerly; replays are only counted."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", captures)
     Graph.replays = 0
@@ -97,11 +97,11 @@ def test_the_first_round_runs_the_second_is_captured_and_the_third_replayed(repl
         assert (len(rounds(replay)), Graph.replays) == (ran, replays)
 
 
-@pytest.mark.parametrize("other", ["more sequences", "a longer text", "another way of choosing"])
+@pytest.mark.parametrize("other", ["more sequences", "a longer sequence", "another sampling"])
 def test_other_rounds_have_graphs_of_their_own(replay: GraphedLoop, other: str) -> None:
-    given = state(GREEDY, GREEDY, DRAWN)
+    given = state(GREEDY, GREEDY, SAMPLED)
     replay.round(given.at(Batch.of([0, 1], 10)))
-    change = {"more sequences": ([0, 1, 2], 10), "a longer text": ([0, 1], 300), "another way of choosing": ([0, 2], 10)}
+    change = {"more sequences": ([0, 1, 2], 10), "a longer sequence": ([0, 1], 300), "another sampling": ([0, 2], 10)}
     replay.round(given.at(Batch.of(*change[other])))
     assert len(replay.buckets) == 2 and Graph.replays == 0
 
@@ -121,10 +121,10 @@ def test_attention_looks_as_far_as_any_round_of_the_bucket_needs(replay: Graphed
     assert rounds(replay)[0][1] == 256
 
 
-@pytest.mark.parametrize(("now", "meanwhile"), [(DRAWN, GREEDY), (GREEDY, DRAWN)], ids=["drawn", "greedy"])
-def test_a_round_is_captured_for_those_who_are_in_it(replay: GraphedLoop, now: Sampling, meanwhile: Sampling) -> None:
-    """Between the first round and the capture slot 1 went to somebody who chooses otherwise, and slot 2 came in. The
-    graph must choose as slots 0 and 2 do: else a drawn text would be captured greedy."""
+@pytest.mark.parametrize(("now", "meanwhile"), [(SAMPLED, GREEDY), (GREEDY, SAMPLED)], ids=["sampled", "greedy"])
+def test_a_round_is_captured_for_the_sequences_in_it(replay: GraphedLoop, now: Sampling, meanwhile: Sampling) -> None:
+    """Between the first round and the capture, slot 1 goes to a request with another sampling, and slot 2 enters. The graph
+    must sample as slots 0 and 2 do: otherwise a sampled sequence would be captured as greedy."""
     given = state(GREEDY, now, now)
     replay.round(given.at(Batch.of([0, 1], 10)))
     given.table.set(1, meanwhile)
@@ -135,7 +135,7 @@ def test_a_round_is_captured_for_those_who_are_in_it(replay: GraphedLoop, now: S
 
 
 def test_numbers_that_users_choose_share_graphs(replay: GraphedLoop) -> None:
-    """300 requests, each with numbers of its own, and each in two rounds."""
+    """300 requests, each with its own top_k and logprobs, and each in two rounds."""
     for number in range(1, 301):
         given = state(Sampling(0.8, top_k=number, seed=number, logprobs=number % 101))
         replay.round(given)
@@ -166,10 +166,10 @@ def test_the_bucket_that_was_used_least_recently_makes_room(settled: list[str]) 
     assert spans(replay) == [256, 1024] and settled == ["cpu"], "its graph may still be running"
     ran = len(rounds(replay))
     replay.round(short)
-    assert len(rounds(replay)) == ran, "the one that stayed is replayed as before"
+    assert len(rounds(replay)) == ran, "the bucket that was kept is replayed as before"
     replay.round(middle)
-    assert spans(replay) == [256, 512] and len(rounds(replay)) == ran + 1, "the one that went begins again"
-    assert settled == ["cpu"], "what went this time was not captured yet"
+    assert spans(replay) == [256, 512] and len(rounds(replay)) == ran + 1, "the bucket that was dropped begins again"
+    assert settled == ["cpu"], "the bucket dropped this time was not captured yet"
 
 
 @pytest.mark.usefixtures("counted", "settled")
@@ -194,11 +194,11 @@ def test_prompt_passes_are_bounded_too(replay: GraphedLoop, settled: list[str]) 
 
 
 class InTurns(Spy):
-    """Drafts on the host, of as many rows as is asked for; writes down what was checked, and what came back."""
+    """Drafts on the host, with `rows` rows; records the drafts that were checked, and counts the calls of `decided`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows, self.proposed, self.told = 3, 0, 0
+        self.rows, self.proposed, self.decisions = 3, 0, 0
         self.checked: list[Draft] = []
 
     def propose(self, state: State) -> Draft:
@@ -212,20 +212,20 @@ class InTurns(Spy):
 
     def decided(self, state: State, emission: Emission) -> None:
         assert emission.count.tolist() == [1] * len(state.batch.ids)
-        self.told += 1
+        self.decisions += 1
 
 
 @pytest.mark.usefixtures("counted")
 def test_a_draft_of_the_host_is_copied_to_where_the_graph_looks() -> None:
-    """Proposed and told of every time; checked by a graph from the second time on, which reads the first draft's place."""
+    """`propose` and `decided` run every time; from the second time on a graph checks, and reads the first draft's
+    buffers."""
     spy = InTurns()
     replay, given = graphed(spy, "check"), state(GREEDY, GREEDY)
     for ran, replays in ((1, 0), (2, 1), (2, 2)):
         replay.round(given)
         assert (len(spy.checked), Graph.replays) == (ran, replays)
-        assert (
-            spy.proposed == spy.told == spy.checked[-1].tokens[0, 0] == spy.checked[-1].size[1] == ran + replays - (ran > 1)
-        )
+        last = spy.checked[-1]
+        assert spy.proposed == spy.decisions == last.tokens[0, 0] == last.size[1] == ran + replays - (ran > 1)
     first, fixed = spy.checked
     assert first.tokens is fixed.tokens and first.size is fixed.size and first.tree is fixed.tree
 
@@ -239,9 +239,9 @@ def test_wider_drafts_have_a_graph_of_their_own() -> None:
     assert [draft.nodes for draft in spy.checked] == [3, 5, 3, 5] and len(replay.buckets) == Graph.replays == 2
 
 
-def test_what_is_replayed_is_the_drafter_s_word() -> None:
+def test_the_drafter_says_what_is_replayed() -> None:
     spy = InTurns()
-    assert [type(graphed(spy, part)) for part in ("round", "check", "nothing")] == [GraphedLoop, GraphedCheck, InTurns]
+    assert [type(graphed(spy, what)) for what in ("round", "check", "nothing")] == [GraphedLoop, GraphedCheck, InTurns]
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def history(runs: list[Running]) -> list[Any]:
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("method", METHODS)
 def test_padded_and_replayed_prompts_are_read_as_written_ones(method: str) -> None:
-    """The same texts, and the same drafts in every round: what a drafter reads along is the same too."""
+    """The same output, and the same drafts in every round: the prompt rows that a drafter reads are the same too."""
     plain, captured = (engine(drafter(method, model := target()), model, captured) for captured in (False, True))
     expected = plain.generate(asked(10))
     assert history(captured.generate(asked(10))) == history(expected)
@@ -286,10 +286,10 @@ def test_padded_and_replayed_prompts_are_read_as_written_ones(method: str) -> No
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("method", ["plain", "token_recycling", "medusa", "draft_model", "amusd"])
 def test_prompts_of_one_size_are_read_together(method: str) -> None:
-    """As on a GPU: texts enter as others leave, some begin with what a slot holds, and chunks stand at other places."""
+    """As on a GPU: requests enter as others leave, some reuse what a slot holds, and chunks begin at different positions."""
     model = target()
     made = engine(drafter(method, model), model, captured=True, slots=5)
-    made.together = True
+    made.joins_prompts = True
     requests = [*asked(12), *asked(12, reuse=True)]
     assert [run.tokens for run in made.generate(requests)] == [truth(model.hf, request) for request in requests]
     assert isinstance(made.loop, GraphedLoop)
@@ -298,20 +298,20 @@ def test_prompts_of_one_size_are_read_together(method: str) -> None:
 
 @pytest.mark.usefixtures("small_passes")
 def test_ctrl_c_in_a_replay_forgets_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes where a bucket's slots are told on the device and not yet noted on the host; the next text has those that
-    the host knows of."""
+    """It comes when a bucket's slots are written on the device but not yet noted on the host. The next request has the slots
+    that the host knows."""
     model, (request,) = target(), asked(1)
     made = engine(drafter("plain", model), model, captured=True, slots=2)
 
     def written_in(slot: int) -> list[int]:
-        made.slots.left = {slot: (), 1 - slot: ()}
+        made.slots.free = {slot: (), 1 - slot: ()}
         return made.generate([request])[0].tokens
 
     assert written_in(0) == written_in(0) == truth(model.hf, request)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(GraphBucket, "__setattr__", _interrupt)
         written_in(1)
-    assert isinstance(made.loop, GraphedLoop) and not made.loop.buckets  # else the next text is written in the other's slot
+    assert isinstance(made.loop, GraphedLoop) and not made.loop.buckets  # else the next request uses the other's slot
     assert written_in(0) == truth(model.hf, request)
 
 
@@ -333,8 +333,8 @@ UNLIKE = [
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 @pytest.mark.parametrize("most", [1, 2, 5])
 @pytest.mark.parametrize("method", ["plain", "clover2", "amusd"])
-def test_graphs_that_come_and_go_change_no_text(method: str, most: int, late: bool) -> None:
-    """Six ways of choosing, one and two at a time, in more buckets than are kept: some go while a round is unread."""
+def test_graphs_that_come_and_go_change_no_output(method: str, most: int, late: bool) -> None:
+    """Six samplings, one and two at a time, in more buckets than are kept: some are dropped while a round is unread."""
     model = target()
     made = engine(drafter(method, model), model, captured=True, slots=2)
     assert isinstance(made.loop, GraphedLoop)
@@ -348,25 +348,25 @@ def test_graphs_that_come_and_go_change_no_text(method: str, most: int, late: bo
 
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("method", METHODS)
-def test_prompt_passes_serve_texts_of_any_sampling(method: str) -> None:
-    """Those that were captured for greedy texts are replayed for drawn ones."""
+def test_prompt_passes_serve_requests_of_any_sampling(method: str) -> None:
+    """Passes that were captured for greedy requests are replayed for sampled ones."""
     plain, captured = (engine(drafter(method, model := target()), model, captured) for captured in (False, True))
-    drawn = [replace(request, sampling=Sampling(temperature=0.9, seed=3)) for request in asked(10)]
+    sampled = [replace(request, sampling=Sampling(temperature=0.9, seed=3)) for request in asked(10)]
     for made in (plain, captured):
         made.generate(asked(10))
     assert isinstance(captured.loop, GraphedLoop)
     passes = len(captured.loop.chunks)
     ready = [bucket for bucket in captured.loop.chunks if captured.loop.has_pass(*bucket)]
     assert ready == [bucket for bucket, one in captured.loop.chunks.items() if one.graph] != []
-    assert not captured.loop.has_pass(MOST_TEXTS + 1, 0, 4)
-    assert history(captured.generate(drawn)) == history(plain.generate(drawn))
+    assert not captured.loop.has_pass(MOST_PROMPTS + 1, 0, 4)
+    assert history(captured.generate(sampled)) == history(plain.generate(sampled))
     assert passes and len(captured.loop.chunks) == passes
 
 
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("method", ["plain", "token_recycling", "medusa", "clover2", "amusd"])
 def test_several_prompts_in_one_pass(method: str) -> None:
-    """As a GPU reads them: of different lengths, and some are done before others."""
+    """As a GPU reads them: prompts of different lengths, some complete before others."""
     model = target()
     made = engine(drafter(method, model), model, captured=True, slots=3)
     for requests in (asked()[:3], asked()[3:6], asked()[1:4]):
@@ -383,7 +383,7 @@ def test_several_prompts_in_one_pass(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["plain", "clover2"])
-def test_padding_may_lie_behind_the_last_row_of_the_cache(method: str) -> None:
+def test_padding_may_lie_after_the_last_row_of_the_cache(method: str) -> None:
     """A prompt that nearly fills the context and begins with what the slot holds: one token is read, in sixteen rows."""
     model = target()
     made = engine(drafter(method, model), model, captured=True)
@@ -397,7 +397,7 @@ def test_padding_may_lie_behind_the_last_row_of_the_cache(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["plain", "amusd"])
-@pytest.mark.parametrize("count", [MOST_TEXTS, MOST_TEXTS + 1])
+@pytest.mark.parametrize("count", [MOST_PROMPTS, MOST_PROMPTS + 1])
 def test_many_prompts_at_once_are_read_as_written(count: int, method: str) -> None:
     model, requests = target(), asked(count + 1)[1:]
     made = engine(drafter(method, model), model, captured=True, slots=count)
@@ -408,7 +408,7 @@ def test_many_prompts_at_once_are_read_as_written(count: int, method: str) -> No
         prefill(model, made.loop, made.drafter.needs, made.state.at(batch), runs, made.chunk)
     if isinstance(made.drafter, Amusd):
         assert made.drafter.teller.texts == [[*request.prompt[:-1][:16]] for request in requests], "it has read along"
-    assert isinstance(made.loop, GraphedLoop) and len(made.loop.chunks) == (count == MOST_TEXTS)
+    assert isinstance(made.loop, GraphedLoop) and len(made.loop.chunks) == (count == MOST_PROMPTS)
 
 
 def test_sizes_of_prompt_passes() -> None:

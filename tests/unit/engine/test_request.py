@@ -1,4 +1,4 @@
-"""What a request may ask, and how far it has come."""
+"""What a request may ask for, and how far a running one has come."""
 
 import pytest
 

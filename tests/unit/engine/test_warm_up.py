@@ -1,4 +1,4 @@
-"""Capturing before the clock runs: every bucket that a benchmark can meet has been met, and nothing else has changed."""
+"""Warm-up: every bucket that requests can need is recorded before they come, and nothing else has changed."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ STEP = 16
 
 
 class Counting(GraphedLoop):
-    """Rounds and prompt passes run as they are written, and buckets are counted: what a GPU would have captured."""
+    """Rounds and prompt passes run eagerly, and buckets are counted: what a GPU would have captured."""
 
     def __init__(self, loop: Any) -> None:
         super().__init__(loop)
@@ -50,7 +50,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def counting(method: str, slots: int, chunk: int = 256) -> tuple[Any, Counting]:
     model = target()
     made = Engine(model, drafter(method, model), slots=slots, max_context=CONTEXT, chunk=chunk)
-    made.together = True  # as on a GPU
+    made.joins_prompts = True  # as on a GPU
     made.loop = Counting(made.loop)
     made.slots.pads = True
     return made, made.loop
@@ -60,13 +60,13 @@ def counting(method: str, slots: int, chunk: int = 256) -> tuple[Any, Counting]:
 @pytest.mark.parametrize("slots", [1, 3, 8])
 @pytest.mark.parametrize(("shortest", "longest"), [(2, 30), (11, 16), (20, 40)])
 def test_every_pass_over_prompts_is_captured(method: str, slots: int, shortest: int, longest: int) -> None:
-    """Of prompts that are all longer than a chunk, or two, the full passes too; in all numbers that are read together."""
+    """For prompts longer than a chunk, or two, the full passes too; for every number of prompts that are read together."""
     made, loop = counting(method, slots, chunk=8)
     capture_rounds(made, shortest, longest)
     for length in range(shortest, longest + 1):
         ends = [*range(9, length, 8), length]  # of its passes
         for begin, rows in (warm._last_pass(end, 8) for end in ends):
-            for count in range(1, min(slots, graph.MOST_TEXTS) + 1):
+            for count in range(1, min(slots, graph.MOST_PROMPTS) + 1):
                 assert loop.has_pass(count, begin, rows), (length, count, begin, rows)
 
 
@@ -85,35 +85,35 @@ def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:
 
 
 def test_a_prompt_of_two_passes_makes_no_round_of_another_size() -> None:
-    """Texts end one by one, and others enter whose prompts are one pass or two: the round beside them has everybody."""
+    """Requests end one by one, and others enter whose prompts take one pass or two: every round has all of them."""
     made, loop = counting("plain", 8, chunk=8)
     prompts = [tuple(range(20, 20 + (6 if i % 3 else 15))) for i in range(20)]
     made.generate([Request(one, max_new_tokens=3 + i % 7, ignore_eos=True) for i, one in enumerate(prompts)])
     assert {bucket[0] for bucket in loop.met if len(bucket) == 4} == {*sizes(8)}
 
 
-def test_prompts_are_read_once_for_all_ways_of_choosing() -> None:
+def test_prompts_are_read_once_for_all_samplings() -> None:
     made, loop = counting("plain", 3)
     capture_rounds(made, 2, 40)
     passes = {bucket: times for bucket, times in loop.met.items() if len(bucket) == 3}
     rounds = {bucket for bucket in loop.met if len(bucket) == 4}
     capture_rounds(made, 2, 40, Sampling(temperature=0.8, seed=1))
     again = sum(times - passes[bucket] for bucket, times in loop.met.items() if len(bucket) == 3)
-    assert 0 < again < sum(passes.values()) / 2  # those before rounds alone, which need a text
+    assert 0 < again < sum(passes.values()) / 2  # only those before rounds, which need a prompt
     assert len({bucket for bucket in loop.met if len(bucket) == 4}) == 2 * len(rounds) > 0
 
 
-def test_what_noise_taught_is_forgotten() -> None:
+def test_what_a_drafter_learned_in_warm_up_is_undone() -> None:
     made, loop = counting("token_recycling", 2)
-    before = {name: value.clone() for name, value in vars(made.drafter).items() if isinstance(value, torch.Tensor)}
+    before = {names: value.clone() for names, value in warm._tensors(made.drafter).items()}
     capture_rounds(made, 2, 40)
-    assert loop.met and before
-    assert all(torch.equal(value, getattr(made.drafter, name)) for name, value in before.items())
+    assert loop.met and {("table", "tokens"), ("table", "chances")} <= before.keys()
+    assert all(torch.equal(value, before[names]) for names, value in warm._tensors(made.drafter).items())
 
 
 def test_an_engine_that_captures_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(make("plain"))
-    monkeypatch.setattr(made, "generate", lambda *_: pytest.fail("nothing was to be written"))
+    monkeypatch.setattr(made, "generate", lambda *_: pytest.fail("nothing was to be generated"))
     capture_rounds(made, 2, 40)
 
 
@@ -130,5 +130,5 @@ def test_prompt_lengths_end_in_every_size_of_pass() -> None:
     assert prompt_lengths(1, 1, 16) == []
 
 
-def test_sizes_are_those_that_rounds_are_filled_up_to() -> None:
+def test_sizes_are_those_that_rounds_are_padded_to() -> None:
     assert sizes(1) == [1] and sizes(6) == [1, 2, 4, 6] and sizes(32) == [1, 2, 4, 8, 16, 32]

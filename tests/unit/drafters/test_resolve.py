@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from doubles import TRAINED, taught
+from doubles import TRAINED, with_random_weights
 from foreword.core.trainable import Trainable
 from foreword.drafters.checkpoint import read_weights
-from foreword.drafters.resolve import Wanted
+from foreword.drafters.resolve import DrafterRequest
 from foreword.drafters.saved import restore, save
 from foreword.errors import DrafterError, InputError, UnknownMethod
 from foreword.methods import trained_as
@@ -53,13 +53,13 @@ def change(folder: Path, **fields: Any) -> Path:
 def test_a_folder_decides_method_and_options(method: str, trained: dict[str, Path], model: Model) -> None:
     """Named or not, in one word or in two; the weights are those of the file."""
     held = load_file(trained[method] / "model.safetensors")
-    assert Wanted.of(drafter=trained[method]).method == trained_as(method)
+    assert DrafterRequest.of(drafter=trained[method]).method == trained_as(method)
     for wanted in (
-        Wanted.of(drafter=trained[method], rows=8),
-        Wanted.of(method, str(trained[method]), 8),
-        Wanted.of(f"{method}={trained[method]}", rows=8),
+        DrafterRequest.of(drafter=trained[method], rows=8),
+        DrafterRequest.of(method, str(trained[method]), 8),
+        DrafterRequest.of(f"{method}={trained[method]}", rows=8),
     ):
-        name, drafter = wanted.on(model)
+        name, drafter = wanted.resolve(model)
         found: Any = drafter
         assert (name, found.shape.nodes + found.needs.grafted_rows) == (wanted.method, 8)
         asked = {option: list(value) if isinstance(value, tuple) else value for option, value in TRAINED[method].items()}
@@ -69,12 +69,12 @@ def test_a_folder_decides_method_and_options(method: str, trained: dict[str, Pat
 
 
 def test_options_that_are_not_trained_can_be_given(trained: dict[str, Path], model: Model) -> None:
-    _, drafter = Wanted.of("clover", trained["clover"], rows=8, tree="best", width=2, heads=3).on(model)
+    _, drafter = DrafterRequest.of("clover", trained["clover"], rows=8, tree="best", width=2, heads=3).resolve(model)
     assert type(drafter.growth).__name__ == "BestFirst"  # type: ignore[attr-defined]
 
 
 def test_taps_are_the_same_in_any_order(trained: dict[str, Path], model: Model) -> None:
-    _, drafter = Wanted.of("clover2", trained["clover2"], rows=8, taps=(2, 0)).on(model)
+    _, drafter = DrafterRequest.of("clover2", trained["clover2"], rows=8, taps=(2, 0)).resolve(model)
     assert drafter.needs.taps == (0, 2)
 
 
@@ -89,7 +89,7 @@ def test_taps_are_the_same_in_any_order(trained: dict[str, Path], model: Model) 
 )
 def test_options_that_contradict_the_folder(options: dict[str, Any], said: str, trained: dict[str, Path]) -> None:
     with pytest.raises(InputError, match=said):
-        Wanted.of("clover", trained["clover"], **options)
+        DrafterRequest.of("clover", trained["clover"], **options)
 
 
 # What is refused before a model is there ----------------------------------------------------------------------------------
@@ -97,20 +97,20 @@ def test_options_that_contradict_the_folder(options: dict[str, Any], said: str, 
 
 def test_another_method_than_the_folders(trained: dict[str, Path]) -> None:
     with pytest.raises(DrafterError, match="medusa holds a drafter of medusa, not of clover; choose medusa"):
-        Wanted.of("clover", trained["medusa"])
+        DrafterRequest.of("clover", trained["medusa"])
     with pytest.raises(DrafterError, match="prompt_lookup has no weights of its own"):
-        Wanted.of("prompt_lookup", trained["medusa"])
+        DrafterRequest.of("prompt_lookup", trained["medusa"])
     with pytest.raises(UnknownMethod, match="'clover'"):
-        Wanted.of("clovr", trained["clover"])
+        DrafterRequest.of("clovr", trained["clover"])
     with pytest.raises(InputError, match="give one of them"):
-        Wanted.of(f"clover={trained['clover']}", trained["clover"])
+        DrafterRequest.of(f"clover={trained['clover']}", trained["clover"])
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, said in (("none", "the folder .*none is missing"), (".", "config.json is missing"), ("file", "file")):
         with pytest.raises(DrafterError, match=said):
-            Wanted.of(drafter=tmp_path / folder)
+            DrafterRequest.of(drafter=tmp_path / folder)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 def test_a_damaged_description(text: str, said: str, clover: Path) -> None:
     (clover / "config.json").write_text(text)
     with pytest.raises(DrafterError, match=said):
-        Wanted.of(drafter=clover)
+        DrafterRequest.of(drafter=clover)
 
 
 def test_an_option_without_its_method() -> None:
     with pytest.raises(InputError, match="table: an option belongs to one method"):
-        Wanted.of(table="reset")
+        DrafterRequest.of(table="reset")
 
 
 # What is refused once it is there -----------------------------------------------------------------------------------------
@@ -150,12 +150,12 @@ def test_an_option_without_its_method() -> None:
 def test_another_target_is_refused_with_both_names(trained: dict[str, Path], other: Model, folders: dict[str, Path]) -> None:
     name = folders["llama"].name
     with pytest.raises(DrafterError, match=f"clover: trained for {name} .*, but the target is another .*train one"):
-        Wanted.of(drafter=trained["clover"]).on(other)
+        DrafterRequest.of(drafter=trained["clover"]).resolve(other)
 
 
 def test_a_folder_that_does_not_say_whose_it_is(clover: Path, model: Model) -> None:
     with pytest.raises(DrafterError, match="does not say which model it was trained for"):
-        Wanted.of(drafter=change(clover, target={"name": "x"})).on(model)
+        DrafterRequest.of(drafter=change(clover, target={"name": "x"})).resolve(model)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_folder_that_does_not_say_whose_it_is(clover: Path, model: Model) -> N
 def test_a_fingerprint_that_is_none(changed: dict[str, Any], clover: Path, model: Model) -> None:
     target = json.loads((clover / "config.json").read_text())["target"]
     with pytest.raises(DrafterError, match="does not say which model it was trained for"):
-        Wanted.of(drafter=change(clover, target=target | changed)).on(model)
+        DrafterRequest.of(drafter=change(clover, target=target | changed)).resolve(model)
 
 
 @pytest.mark.parametrize(
@@ -186,16 +186,16 @@ def test_a_config_that_asks_for_more_than_the_weights_hold(
     folder = Path(shutil.copytree(trained[method], tmp_path / method))
     config = json.loads((folder / "config.json").read_text())["config"]
     with pytest.raises(DrafterError, match="config.json asks for far more weights than the .* copy or train"):
-        Wanted.of(drafter=change(folder, config=config | changed)).on(model)
+        DrafterRequest.of(drafter=change(folder, config=config | changed)).resolve(model)
 
 
 def test_a_config_that_asks_for_more_of_the_targets_layers(trained: dict[str, Path], talking: Any, tmp_path: Path) -> None:
     """Copies of the target's layers are counted as what is new is."""
     deep = Model(talking("llama", num_hidden_layers=6), name="deep")
     folder = tmp_path / "small"
-    save(cast(Trainable, taught("draft_model", deep, layers=1)), folder, deep)
+    save(cast(Trainable, with_random_weights("draft_model", deep, layers=1)), folder, deep)
     with pytest.raises(DrafterError, match="asks for far more weights"):
-        Wanted.of(drafter=change(folder, config={"layers": 6})).on(deep)
+        DrafterRequest.of(drafter=change(folder, config={"layers": 6})).resolve(deep)
 
 
 def test_int8_weights_come_with_their_scales(trained: dict[str, Path], model: Model, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_int8_weights_come_with_their_scales(trained: dict[str, Path], model: Mo
         ({norm: held[norm].to(torch.int8)}, f"{norm} is int8 .*needed are floats"),
         ({norm: held[norm].sum()}, rf"{norm} is bfloat16 of shape \(\), .*in 1 dimensions"),
         ({"more.scale": held[scale]}, "more.scale belongs to an int8 matrix, but the file has no tensor more"),
-        ({"words": held[norm]}, "its words are 32 bytes of a bitmap"),
+        ({"words": held[norm]}, "its draft vocabulary is a bitmap of 32 bytes"),
     ):
         save_file({name: one.contiguous().clone() for name, one in (held | spoilt).items()}, file)
         with pytest.raises(DrafterError, match=said):
@@ -249,10 +249,10 @@ def test_weights_whose_header_lies(header: bytes, clover: Path, model: Model) ->
 def test_damaged_weights(clover: Path, model: Model) -> None:
     file = clover / "model.safetensors"
     whole, held = file.read_bytes(), {name: weight.clone() for name, weight in load_file(file).items()}
-    wanted = Wanted.of(drafter=clover)
+    wanted = DrafterRequest.of(drafter=clover)
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DrafterError, match="model.safetensors cannot be read"):
-        wanted.on(model)
+        wanted.resolve(model)
     name = "norm.weight"
     for spoilt, said in (
         ({**held, name: held[name][:3].clone()}, rf"{name} has shape \(3,\), needed is \(32,\)"),
@@ -261,7 +261,7 @@ def test_damaged_weights(clover: Path, model: Model) -> None:
     ):
         save_file(spoilt, file)
         with pytest.raises(DrafterError, match=said):
-            wanted.on(model)
+            wanted.resolve(model)
     file.unlink()
     with pytest.raises(DrafterError, match="model.safetensors is missing"):
         restore(clover, model)
@@ -273,20 +273,20 @@ def test_damaged_weights(clover: Path, model: Model) -> None:
 def test_a_draft_model_serves_gsd_too(trained: dict[str, Path], ship: Callable[[Path], Path], model: Model) -> None:
     """By its folder, or because it ships; a folder alone is of the method that it was trained as."""
     folder = trained["draft_model"]
-    for wanted in (Wanted.of("gsd", folder, rows=8, repeat=-1), Wanted.of(f"gsd={folder}", rows=8)):
-        name, drafter = wanted.on(model)
+    for wanted in (DrafterRequest.of("gsd", folder, rows=8, repeat=-1), DrafterRequest.of(f"gsd={folder}", rows=8)):
+        name, drafter = wanted.resolve(model)
         assert name == "gsd" and type(drafter).__name__ == "Gsd"
-    assert Wanted.of(drafter=folder).method == "draft_model"
+    assert DrafterRequest.of(drafter=folder).method == "draft_model"
     with pytest.raises(DrafterError, match="holds a drafter of draft_model, not of clover"):
-        Wanted.of("clover", folder)
+        DrafterRequest.of("clover", folder)
     with pytest.raises(DrafterError, match="holds a drafter of medusa, not of gsd"):
-        Wanted.of("gsd", trained["medusa"])
+        DrafterRequest.of("gsd", trained["medusa"])
     with pytest.raises(DrafterError, match="gsd has weights.*`foreword train draft_model`"):
-        Wanted.of("gsd")
+        DrafterRequest.of("gsd")
     ship(folder)
-    assert Wanted.of("gsd", rows=8).on(model)[0] == "gsd"
+    assert DrafterRequest.of("gsd", rows=8).resolve(model)[0] == "gsd"
     with pytest.raises(InputError, match="gsd: layers=1 is given, but .* trained with layers=2"):
-        Wanted.of("gsd", layers=1)
+        DrafterRequest.of("gsd", layers=1)
 
 
 # Shipped ------------------------------------------------------------------------------------------------------------------
@@ -296,18 +296,18 @@ def test_a_method_takes_the_drafter_that_ships_for_the_model(
     trained: dict[str, Path], ship: Callable[[Path], Path], model: Model
 ) -> None:
     ship(trained["medusa"])
-    name, drafter = Wanted.of("medusa", rows=8).on(model)
+    name, drafter = DrafterRequest.of("medusa", rows=8).resolve(model)
     assert name == "medusa" and drafter.heads == 3  # type: ignore[attr-defined]
     with pytest.raises(InputError, match="heads=5 is given"):
-        Wanted.of("medusa", heads=5)
+        DrafterRequest.of("medusa", heads=5)
 
 
 def test_none_ships_for_the_model(
     trained: dict[str, Path], ship: Callable[[Path], Path], other: Model, folders: dict[str, Path]
 ) -> None:
     with pytest.raises(DrafterError, match="no drafter of it ships.*`foreword train medusa`.*--drafter FOLDER"):
-        Wanted.of("medusa")
+        DrafterRequest.of("medusa")
     ship(trained["medusa"])
     said = f"no drafter of it ships for another \\(there is one for {folders['llama'].name}\\)"
     with pytest.raises(DrafterError, match=said):
-        Wanted.of("medusa").on(other)
+        DrafterRequest.of("medusa").resolve(other)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from foreword.drafters.resolve import Wanted
-from foreword.drafters.spec import read_word, split_words
+from foreword.drafters.resolve import DrafterRequest
+from foreword.drafters.spec import parse_spec, split_specs
 from foreword.errors import InputError
 
 
@@ -19,7 +19,7 @@ from foreword.errors import InputError
     ],
 )
 def test_a_word_is_taken_apart(text: str, name: str, folder: str | None, options: dict[str, object]) -> None:
-    assert read_word(text) == (name, folder, options)
+    assert parse_spec(text) == (name, folder, options)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_a_word_is_taken_apart(text: str, name: str, folder: str | None, options
     ],
 )
 def test_words_are_told_apart(text: str, words: list[str]) -> None:
-    assert split_words(text) == words
+    assert split_specs(text) == words
 
 
 def test_options_of_a_word_are_the_methods() -> None:
-    assert Wanted.of("token_recycling:table=reset").options == {"table": "reset"}
-    assert Wanted.of("token_recycling:table=reset", rows=8).rows == 8
+    assert DrafterRequest.of("token_recycling:table=reset").options == {"table": "reset"}
+    assert DrafterRequest.of("token_recycling:table=reset", rows=8).rows == 8
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_options_of_a_word_are_the_methods() -> None:
 )
 def test_what_cannot_be_meant_is_refused(word: str, given: dict[str, int], told: str) -> None:
     with pytest.raises(InputError, match=told):
-        Wanted.of(word, **given)
+        DrafterRequest.of(word, **given)

@@ -1,8 +1,8 @@
-"""Adapters that peft saved (LoRA and its relatives): the model that an adapter names, with the adapter merged into it.
+"""Adapters that peft saved (LoRA and its relatives): load the base model and merge the adapter into it.
 
-In: the folder of an adapter, as `hub.resolve` gives it. Out: its base model's folder, its tokenizer's, and a model of
-transformers without any adapter in it, which is then as fast as any other. Weights are merged in float32, whatever the model
-runs in, so that the merged weights do not depend on that.
+In: the folder of an adapter, as `hub.resolve` gives it. Out: the folders of its base model and its tokenizer, and a plain
+transformers model with the adapter merged, as fast as any other. Weights are merged in float32, whatever the model's dtype,
+so that the merged weights do not depend on it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ BASE = "base_model_name_or_path"
 
 
 def fetch_base(folder: Path, token: str | bool | None) -> None:
-    """Of an adapter's folder, the model that it is for: should it lie on the hub, `token` may be needed once."""
+    """Fetch the base model of an adapter's folder. If it is on the hub, `token` may be needed once."""
     if is_adapter(folder):
         base_folder(folder, token)
 
 
 def base_folder(folder: Path, token: str | bool | None = None) -> Path:
-    """The folder of the model that an adapter was trained on. What was fetched before is not asked for again."""
+    """Return the folder of the model that an adapter was trained on. What was fetched before is not fetched again."""
     config = _config(folder)
     base, revision = config[BASE], config.get("revision")
     try:
         found = resolve(base) if os.path.exists(base) else _fetched(base, revision) or resolve(base, revision, token)
     except ModelNotFound as error:
-        told = f"{folder} is an adapter for {base}, which was not found ({error})"
-        raise ModelNotFound(f"{told}; put the right place into {BASE} of its {ADAPTER}") from error
+        problem = f"{folder} is an adapter for {base}, which was not found ({error})"
+        raise ModelNotFound(f"{problem}; put the right place into {BASE} of its {ADAPTER}") from error
     if is_adapter(found):
         raise ModelUnsupported(f"{folder} is an adapter for {base}, which is an adapter itself; merge that one first")
     return found
 
 
 def _fetched(base: str, revision: str | None) -> Path | None:
-    """Without the hub, so without its token."""
+    """Return the folder of a model in the local hub cache, or None. It needs no token."""
     try:
         return from_hub(base, revision, local_files_only=True)
     except ModelNotFound:
@@ -50,28 +50,30 @@ def _fetched(base: str, revision: str | None) -> Path | None:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Where the tokenizer of a model folder lies: that of an adapter may have one of its own."""
+    """Return the folder with the tokenizer of a model folder: an adapter may have its own, or uses its base model's."""
     own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
     return base_folder(folder) if is_adapter(folder) and not own else folder
 
 
 def merged(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The base model with the adapter's weights added to its own."""
+    """Return the base model with the adapter merged into its weights."""
     peft = _peft(folder)
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
         refuse_virtual_tokens(str(folder), config)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")  # a hole that peft fills with zeros
+            warnings.filterwarnings("error", message="Found missing adapter keys")  # peft would fill them with zeros
             model = peft.PeftModel.from_pretrained(base, str(folder), config=config, is_trainable=False)
         whole: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     except ModelUnsupported:
         raise
-    except Exception as error:  # peft, safetensors and torch each have their own words for what does not fit
-        said = " ".join(str(error).split("\n")[:2])[:300]  # torch lists every tensor
-        told = f"the adapter in {folder} cannot be merged into {base.config.name_or_path}: {said}"
-        raise ModelCorrupt(f"{told}; save it again, or load both with peft and hand the model to foreword.wrap") from error
-    whole.config.name_or_path = str(folder)  # the weights of the base alone are not these
+    except Exception as error:  # peft, safetensors and torch each raise errors of their own for what does not fit
+        first_lines = " ".join(str(error).split("\n")[:2])[:300]  # torch lists every tensor
+        problem = f"the adapter in {folder} cannot be merged into {base.config.name_or_path}: {first_lines}"
+        raise ModelCorrupt(
+            f"{problem}; save it again, or load both with peft and hand the model to foreword.wrap"
+        ) from error
+    whole.config.name_or_path = str(folder)  # these are not the weights of the base
     return whole.eval().requires_grad_(False)
 
 
@@ -79,7 +81,7 @@ def refuse_virtual_tokens(name: str, adapter: Any) -> None:
     if getattr(adapter, "is_prompt_learning", False):
         raise ModelUnsupported(
             f"peft adapter {name!r} ({adapter.peft_type}) adds virtual tokens to the prompt, which Foreword does not "
-            "carry; use a weight adapter such as LoRA, or merge it"
+            "support; use a weight adapter such as LoRA, or merge it"
         )
 
 
@@ -87,9 +89,7 @@ def _peft(folder: Path) -> Any:
     try:
         import peft  # noqa: PLC0415  optional
     except ImportError as error:
-        raise InputError(
-            f"{folder} is an adapter, and the package peft reads those: pip install 'foreword[lora]'"
-        ) from error
+        raise InputError(f"{folder} is an adapter, which needs the package peft: pip install 'foreword[lora]'") from error
     return peft
 
 

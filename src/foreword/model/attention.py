@@ -1,8 +1,8 @@
-"""Tree attention, registered with transformers: rows see the cached prefix and those scratch rows that `sees` allows.
+"""Tree attention, registered with transformers: rows attend to the cached prefix and to the scratch rows that `sees` allows.
 
 A decoder layer of transformers computes queries, keys and values and calls the attention function that its config names.
-Ours finds a `Pass` among the arguments, stores the new keys and values in our cache and attends over what the pass may
-see. Without a `Pass` it hands over to the function the model had before, so the model's own `generate` still works.
+Ours finds a `LayerPass` among the arguments, stores the new keys and values in our cache and attends to what the pass
+allows. Without a `LayerPass` it calls the model's original function, so the model's own `generate` still works.
 """
 
 from __future__ import annotations
@@ -25,155 +25,156 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from foreword.core.state import Batch
 from foreword.errors import ModelUnsupported
 from foreword.model.cache import SlotCache
-from foreword.model.families import Sight
+from foreword.model.families import AttentionSpec
 from foreword.model.layer_cache import KVRows
 from foreword.ops.device import has_half_precision_kernels
 from foreword.ops.dispatch import kernels
 
 PREFIX = "foreword_"
-# What transformers hands to an attention function and ours may leave alone: a served model has no dropout, rows are rotated
-# to their positions before, and what is cached and returned changes no row. `scaling` we heed.
-HARMLESS = frozenset({"scaling", "dropout", "position_ids", "cache_position", "use_cache", "output_attentions"})
-IN_SIGHT = {"sliding_window": "window", "softcap": "softcap"}  # an option of transformers -> where a `Sight` says the same
-KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # of a head, that our kernel is made for
+# Options of transformers that cannot change a row here. A served model has no dropout, rows are rotated to their positions
+# before, and what is cached or returned changes no row. `scaling` is used, the others are ignored.
+SAFE_OPTIONS = frozenset({"scaling", "dropout", "position_ids", "cache_position", "use_cache", "output_attentions"})
+SPEC_FIELDS = {"sliding_window": "window", "softcap": "softcap"}  # option of transformers -> field of `AttentionSpec`
+KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # head widths that our kernel supports
 
 
 @dataclass
-class Held:
-    """Keys and values [b, key heads, n, width] that the rows of a text had in the layer at hand, for the rows beside it."""
+class SequenceKV:
+    """Keys and values [b, key heads, n, width] of whole sequences in the current layer, for the rows that join them."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
 
-    def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """With those of the rows beside it behind them."""
+    def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return them with those of the joined rows appended."""
         assert self.keys is not None and self.values is not None
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
 
-class Pass(NamedTuple):
-    """One layer's view of a pass: where its rows are stored and what they see.
+class LayerPass(NamedTuple):
+    """A pass as one layer gets it: where its rows are stored and what they attend to.
 
-    Without a cache the rows see one another only: that is how a stack is trained. Without a mask either, they are those of
-    whole texts.
+    Without a cache the rows attend only to each other, as in training. Without a cache and a mask they are those of whole
+    sequences with causal attention.
     """
 
-    base: Tensor  # [b] committed rows before
-    depth: Tensor  # [b or 1, m] of the m scratch rows behind them; the n rows of the pass are the last
-    sees: Tensor  # [b or 1, n, m] which of the m scratch rows each row looks at
-    chain: bool = False  # every row sees all before it
-    causal: bool = True  # no row sees a later one
-    sight: Sight = Sight()
-    mask: Tensor | None = None  # the same for all keys, where attention is torch's own: see `mask_of`
-    cached: KVRows | None = None  # the layer's own cache
+    base: Tensor  # [b] committed rows before the scratch rows
+    depth: Tensor  # [b or 1, m] of the m scratch rows; the n rows of the pass are the last of them
+    sees: Tensor  # [b or 1, n, m] the scratch rows that each row attends to
+    chain: bool = False  # every row attends to all rows before it
+    causal: bool = True  # no row attends to a later one
+    spec: AttentionSpec = AttentionSpec()
+    mask: Tensor | None = None  # `sees` as a mask over all keys, if torch computes attention: see `mask_of`
+    cache: KVRows | None = None  # of this layer
     batch: Batch | None = None
-    places: Tensor | None = None  # of the n rows, flat
-    reach: int = 0  # how many rows of the cache are looked at
-    held: Held | None = None  # without a cache: where the rows of a text leave keys and values
-    alongside: Held | None = None  # or where rows that run alongside it find them
+    places: Tensor | None = None  # flat cache places of the n rows
+    key_rows: int = 0  # rows of the cache that attention reads, if torch computes it
+    kv_out: SequenceKV | None = None  # without a cache: where whole sequences leave their keys and values
+    kv_in: SequenceKV | None = None  # without a cache: where the rows that join sequences find theirs
 
 
 @dataclass
-class Loan:
-    """How many walk a transformers model, and whether it was in training when the first of them came."""
+class Installation:
+    """How many `Model`s use a transformers model, and whether it was in training mode before the first of them."""
 
     users: int
     was_training: bool
 
 
-_LOANS: WeakKeyDictionary[PreTrainedModel, Loan] = WeakKeyDictionary()
+_INSTALLATIONS: WeakKeyDictionary[PreTrainedModel, Installation] = WeakKeyDictionary()
 
 
 def install(model: PreTrainedModel) -> None:
-    """Route the model's attention through ours, on top of what it used before, and switch dropout off."""
-    loan = _LOANS.setdefault(model, Loan(0, model.training))
-    loan.users += 1
+    """Route the model's attention through ours, on top of its original one, and switch dropout off."""
+    installed = _INSTALLATIONS.setdefault(model, Installation(0, model.training))
+    installed.users += 1
     model.eval()
     route(model)
 
 
 def route(model: PreTrainedModel) -> None:
-    """Again at every pass: whoever calls `set_attn_implementation` on a wrapped model takes our attention out."""
-    before = model.config._attn_implementation
-    if before.startswith(PREFIX):
+    """Select our attention function. It is called before every pass, because `set_attn_implementation` on a wrapped model
+    deselects it."""
+    original = model.config._attn_implementation
+    if original.startswith(PREFIX):
         return
-    name = PREFIX + before
-    AttentionInterface.register(name, partial(tree_attention, before))
-    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(before)
+    name = PREFIX + original
+    AttentionInterface.register(name, partial(tree_attention, original))
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(original)
     if mask is not None:
         AttentionMaskInterface.register(name, mask)
     model.config._attn_implementation = name
 
 
 def remove(model: PreTrainedModel) -> None:
-    """Undo `install`, once the last of those who called it is gone."""
-    loan = _LOANS[model]
-    loan.users -= 1
-    if not loan.users:
-        del _LOANS[model]
+    """Undo `install` once its last user is gone."""
+    installed = _INSTALLATIONS[model]
+    installed.users -= 1
+    if not installed.users:
+        del _INSTALLATIONS[model]
         model.config._attn_implementation = model.config._attn_implementation.removeprefix(PREFIX)
-        if loan.was_training:
+        if installed.was_training:
             model.train()
 
 
 def tree_attention(
-    before: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    original: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: query [b, heads, n, width], key and value [b, key heads, n, width]."""
-    view: Pass | None = options.pop("foreword_pass", None)
+    """Compute attention as transformers calls it: query [b, heads, n, width], key and value [b, key heads, n, width]."""
+    view: LayerPass | None = options.pop("foreword_pass", None)
     if view is None:
-        return _original(before, module)(module, query, key, value, mask, **options)
-    check_options(module, view.sight, options)
-    if view.cached is not None:
+        return _original_attention(original, module)(module, query, key, value, mask, **options)
+    check_options(module, view.spec, options)
+    if view.cache is not None:
         assert view.batch is not None and view.places is not None
-        view.cached.store(view.places, key, value)
+        view.cache.store(view.places, key, value)
         if view.mask is None:
             return attend_by_kernel(query, view, options["scaling"]), None
-        key, value = view.cached.view(view.batch, view.reach)
-    if view.held is not None:
-        view.held.keys, view.held.values = key, value
-    if view.alongside is not None:
-        key, value = view.alongside.joined(key, value)
+        key, value = view.cache.view(view.batch, view.key_rows)
+    if view.kv_out is not None:
+        view.kv_out.keys, view.kv_out.values = key, value
+    if view.kv_in is not None:
+        key, value = view.kv_in.extended(key, value)
     if view.mask is None:
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
         return mixed.transpose(1, 2), None
-    return attend(query, key, value, view.mask, options["scaling"], view.sight.softcap), None
+    return attend(query, key, value, view.mask, options["scaling"], view.spec.softcap), None
 
 
-def check_options(module: nn.Module, sight: Sight, options: dict[str, Any]) -> None:
-    """Refuse what a layer asks of its attention and ours would leave out: the outputs would be wrong without a word."""
+def check_options(module: nn.Module, spec: AttentionSpec, options: dict[str, Any]) -> None:
+    """Refuse options of a layer's attention that ours would ignore: the outputs would be wrong without any sign of it."""
     for name, value in options.items():
-        if name in HARMLESS or value is None:
+        if name in SAFE_OPTIONS or value is None:
             continue
-        if name not in IN_SIGHT:
+        if name not in SPEC_FIELDS:
             raise ModelUnsupported(
                 f"{type(module).__name__} passes {name!r} to its attention, which Foreword does not support; "
-                f"supported: {', '.join(sorted(HARMLESS | IN_SIGHT.keys()))}"
+                f"supported: {', '.join(sorted(SAFE_OPTIONS | SPEC_FIELDS.keys()))}"
             )
-        known = getattr(sight, IN_SIGHT[name])
-        if value != known:
+        configured = getattr(spec, SPEC_FIELDS[name])
+        if value != configured:
             raise ModelUnsupported(
-                f"{type(module).__name__} passes {name}={value!r} to its attention, but its config says {known or None!r}; "
-                "load the model again with the config that it is to have"
+                f"{type(module).__name__} passes {name}={value!r} to its attention, but its config says "
+                f"{configured or None!r}; load the model again with the config that it is to have"
             )
 
 
 def has_kernel(cache: SlotCache) -> bool:
-    """Whether attention over this cache goes by our kernel: half precision on CUDA, where it is faster than a mask."""
+    """Whether our kernel computes attention over this cache: in half precision on CUDA it is faster than a mask."""
     return has_half_precision_kernels(cache.length.device, cache.shape.dtype) and cache.shape.width in KERNEL_WIDTHS
 
 
-def attend_by_kernel(query: Tensor, view: Pass, scaling: float) -> Tensor:
-    """query [b, heads, n, width] over what its layer has cached: [b, n, heads, width]."""
-    assert view.cached is not None and view.batch is not None
+def attend_by_kernel(query: Tensor, view: LayerPass, scaling: float) -> Tensor:
+    """Return the attention of query [b, heads, n, width] over the layer's cache: [b, n, heads, width]."""
+    assert view.cache is not None and view.batch is not None
     depth = view.depth[:, -query.shape[2] :]
-    where = view.batch.slots, view.base, view.sees, view.batch.span, scaling, depth, view.sight.window, view.sight.softcap
+    where = view.batch.slots, view.base, view.sees, view.batch.span, scaling, depth, view.spec.window, view.spec.softcap
     attend_tree: Callable[..., Tensor] = kernels("layer.tree_attention").attend_tree
-    return attend_tree(query, view.cached.keys, view.cached.values, *where, chain=view.chain, causal=view.causal)
+    return attend_tree(query, view.cache.keys, view.cache.values, *where, chain=view.chain, causal=view.causal)
 
 
-def within(sees: Tensor, depth: Tensor, window: int) -> Tensor:
-    """`sees` [b or 1, n, m] with the scratch rows closed that lie outside a row's window; `depth` [b or 1, m] is theirs."""
+def within_window(sees: Tensor, depth: Tensor, window: int) -> Tensor:
+    """Return `sees` [b or 1, n, m] without the scratch rows outside each row's window; `depth` [b or 1, m] is theirs."""
     if not window:
         return sees
     far = depth[:, -sees.shape[1] :].unsqueeze(2) - depth.unsqueeze(1) >= window
@@ -181,7 +182,7 @@ def within(sees: Tensor, depth: Tensor, window: int) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:
-    """Masked attention; the queries that share a key head are laid side by side, so keys are never repeated."""
+    """Return masked attention. Queries that share a key head are concatenated, so keys are never repeated."""
     batch, heads, rows, width = query.shape
     shared = key.shape[1]
     grouped = query.reshape(batch, shared, heads // shared * rows, width)
@@ -193,7 +194,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: flo
 
 
 def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    """The same by hand, since torch's own attention has no place for a cap between the scores and their softmax."""
+    """Return the same with capped scores: torch's own attention cannot cap them before the softmax."""
     scores = query @ key.transpose(-1, -2) * scaling
     capped = (scores / softcap).tanh() * softcap + mask
     weights = capped.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
@@ -209,11 +210,11 @@ def mask_of(
     window: int = 0,
     depth: Tensor | None = None,
 ) -> Tensor:
-    """Additive mask [b, 1, groups * n, keys]: open for the prefix and for the scratch rows that a row sees.
+    """Return an additive mask [b, 1, groups * n, keys], open for the prefix and for the scratch rows that a row sees.
 
-    `base` [b] counts the committed rows; `sees` [b or 1, n, m] is over the m scratch rows behind them. A window closes
-    keys that lie too far back by position, which in a tree is not the order of the rows: it wants the `depth` [b or 1, m]
-    of the scratch rows, the last n of which are those of the pass.
+    base [b]: committed rows. sees [b or 1, n, m]: over the m scratch rows after them. A window closes keys that lie too far
+    back by position, which in a tree is not the order of the rows. So it needs `depth` [b or 1, m] of the scratch rows; the
+    n rows of the pass are the last of them.
     """
     batch, rows, scratch = base.shape[0], sees.shape[1], sees.shape[2]
     away = torch.arange(keys, device=base.device) - base.unsqueeze(1)  # [b, keys] from the first scratch row
@@ -222,12 +223,12 @@ def mask_of(
     open_ = (away < 0).unsqueeze(1) | (seen & (away < scratch).unsqueeze(1))
     if window:
         assert depth is not None
-        behind_base = torch.where(away < 0, away, depth.expand(batch, -1).gather(1, column))
-        open_ &= behind_base.unsqueeze(1) > depth[:, scratch - rows :].unsqueeze(2) - window
+        from_base = torch.where(away < 0, away, depth.expand(batch, -1).gather(1, column))
+        open_ &= from_base.unsqueeze(1) > depth[:, scratch - rows :].unsqueeze(2) - window
     mask = torch.zeros(open_.shape, dtype=dtype, device=base.device).masked_fill_(~open_, -math.inf)
     return mask.repeat(1, groups, 1).unsqueeze(1)
 
 
-def _original(before: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _original_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(before, eager)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)

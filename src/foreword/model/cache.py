@@ -1,8 +1,8 @@
 """SlotCache: the layer caches of a stack, for B sequences, each with a length of its own. Rows past `length` are scratch.
 
 A pass may write scratch rows freely, at `length` and after. Only `keep` moves accepted rows to the front of the scratch
-and advances `length`; `rewind` drops rows by assigning a smaller one. The last row of every slot is waste: padding is
-written there, and nothing ever reads it.
+rows and advances `length`. `rewind` drops rows by assigning a smaller length. The last row of every slot is a waste row:
+padding is written there, and nothing ever reads it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from foreword.model.layer_cache import KVRows
 from foreword.ops import cached_rows
 from foreword.ops.device import free_memory
 
-SPARE = 128  # rows: no method has passes that much larger than plain decoding
+SPARE = 128  # rows per slot: no method's passes exceed those of plain decoding by more
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a cache holds per row, and so what it costs."""
+    """What a cache holds per row."""
 
     layers: int
     heads: int
@@ -37,7 +37,7 @@ class CacheShape:
 
 
 class SharedCacheMemory:
-    """Memory in which the caches of several engines lie. One of them writes at a time.
+    """Memory that the caches of several engines share. One of them writes at a time.
 
     It is allocated for the first cache, with SPARE more rows per slot if there is room, for engines whose passes are larger.
     A cache that needs more than that gets a new allocation.
@@ -56,7 +56,7 @@ class SharedCacheMemory:
         return self._numbers[:numbers].view(cache.size)
 
     def claim(self, cache: SlotCache) -> bool:
-        """Whether another cache used the memory since this one did."""
+        """Claim the memory for a cache. Return whether another cache claimed it in between."""
         before, self._claimed_by = self._claimed_by, cache
         return before is not cache
 
@@ -64,8 +64,8 @@ class SharedCacheMemory:
 class SlotCache:
     """One layer cache per layer of a stack, and the lengths that all of them share.
 
-    Today every layer is a `KVRows`. They lie in one allocation, `held`, so that `keep` moves the rows of all layers in one
-    launch. A stack whose layers are of several kinds would have one such call per kind.
+    Today every layer is a `KVRows`. They share one allocation, `held`, so that `keep` moves the rows of all layers in one
+    launch. A stack with layers of several kinds would need one such call per kind.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class SlotCache:
         device: torch.device | str,
         memory: SharedCacheMemory | None = None,
     ) -> None:
-        """`context` rows per slot, and after them room for a pass of `scratch` rows. With `memory` the cache has to
-        `claim` it before it is used."""
+        """`context` rows per slot, and after them room for a pass of `scratch` rows. A cache in shared `memory` must call
+        `claim` before it is used."""
         self.shape = shape
         self.context, self.scratch = context, scratch
         self.rows = -(-(context + scratch + 1) // 8) * 8  # masks over all rows stay aligned
         self.size = (2, shape.layers, slots, shape.heads, self.rows, shape.width)
         self.memory, device = memory, torch.device(device)
         self.held = _zeros(self.size, self, device) if memory is None else memory.lend(self, device)
-        # Indexed one by one: torch lets nobody write to tensors that iterating gives.
+        # Indexed one by one: torch does not allow writing to tensors that iteration returns.
         self.layers = [KVRows(self.held[0][layer], self.held[1][layer]) for layer in range(shape.layers)]
         self.length = torch.zeros(slots, dtype=torch.long, device=device)
 
     def claim(self) -> bool:
-        """Claim the shared memory; clear it if another engine used it. Whether it was cleared: then no slot has any rows."""
+        """Claim the shared memory; clear it if another engine used it. Return whether it was: then no slot has rows."""
         if self.memory is None or not self.memory.claim(self):
             return False
         self.held.zero_()
@@ -107,17 +107,17 @@ class SlotCache:
 
     @property
     def keys(self) -> list[Tensor]:
-        """Of every layer."""
+        """The keys of every layer."""
         return [layer.keys for layer in self.layers]
 
     @property
     def values(self) -> list[Tensor]:
-        """Of every layer."""
+        """The values of every layer."""
         return [layer.values for layer in self.layers]
 
     def check_room(self, rows: int) -> None:
-        """Refuse a tree of more rows than the cache has scratch for: near the end of the context they would all be written
-        to the waste row. A prompt chunk is no tree: it ends with the context, and only its padding lies beyond."""
+        """Refuse a tree with more rows than the cache has scratch rows: near the end of the context the others would all be
+        written to the waste row. A prompt chunk is exempt: it ends with the context, and only its padding lies beyond."""
         if rows > self.scratch:
             raise CapacityError(
                 f"a pass over {rows} tree rows needs as many scratch rows, the cache was allocated with {self.scratch}; "
@@ -125,16 +125,16 @@ class SlotCache:
             )
 
     def places(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Where rows [b, n] of each slot lie when (slot, head, row) is one flat axis: [b * heads * n]."""
+        """Return the places of rows [b, n] of each slot on the flat axis (slot, head, row): [b * heads * n]."""
         return cached_rows.flat_places(batch.slots, rows, self.shape.heads, self.rows)
 
     def keep(self, batch: Batch, path: Tensor, count: Tensor) -> None:
-        """Commit scratch rows `path[:, :count]` [b, n] in their order, in all layers; the rest of the scratch is dropped."""
+        """Commit scratch rows `path[:, :count]` [b, n] in their order, in all layers; the other scratch rows are dropped."""
         cached_rows.keep_rows(self.held, batch.slots, self.length, path, count)
         self.advance(batch, count)
 
     def advance(self, batch: Batch, count: Tensor) -> None:
-        """Commit the first `count` scratch rows where they lie."""
+        """Commit the first `count` [b] scratch rows without moving them."""
         cached_rows.advance(self.length, batch.slots, count)
 
     def rewind(self, batch: Batch, length: Tensor) -> None:
@@ -145,25 +145,25 @@ class SlotCache:
 
     @property
     def reusable(self) -> bool:
-        """Whether the first rows of a slot serve any sequence that begins with the same tokens."""
+        """Whether another sequence that begins with the same tokens can reuse the first rows of a slot."""
         return all(layer.reusable for layer in self.layers)
 
     def is_sound(self, slot: int, rows: int) -> bool:
-        """Whether all of a slot's first rows are finite. It asks the device, so it is not for the loop."""
+        """Whether all of a slot's first rows are finite. It waits for the device, so the loop must not call it."""
         return bool(self.held[:, :, slot, :, :rows].isfinite().all())
 
     def wipe(self, slot: int, first: int = 0, stop: int | None = None) -> None:
-        """Clear rows that may not be finite: a masked row counts 0 times its value, and 0 x NaN is NaN."""
+        """Clear rows that may not be finite: a masked row has weight 0, and 0 x NaN is NaN."""
         self.held[:, :, slot, :, first:stop] = 0
 
     def wipe_scratch(self, slot: int) -> None:
-        """Clear what is not committed, by the device's own count: a round may be under way."""
+        """Clear the rows that are not committed, by the length on the device: a round may be in progress."""
         scratch = torch.arange(self.rows, device=self.length.device) >= self.length[slot]
         self.held[:, :, slot].masked_fill_(scratch.unsqueeze(1), 0)
 
 
 def _zeros(size: tuple[int, ...], cache: SlotCache, device: torch.device) -> Tensor:
-    """Numbers of a cache, if the device has room for them."""
+    """Allocate the memory of a cache, or raise CapacityError if the device has no room for it."""
     needed, free, slots = prod(size) * cache.shape.dtype.itemsize, free_memory(device), cache.size[2]
     if free is not None and needed > free:
         raise CapacityError(

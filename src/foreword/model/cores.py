@@ -1,4 +1,4 @@
-"""CPU cores: what they are called, how many there are for this process, and leaving some to another while both work."""
+"""CPU cores: their name, how many this process may use, and how to keep some of them free for another process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def cores() -> int:
-    """Those this process may use, not those the machine has."""
+    """Return how many cores this process may use, not how many the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -22,21 +22,22 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-class LeftTo:
-    """So many cores, left to another process: threads that wait for each other are slow where one of them has no core. What
-    is left is taken back by the same thread, since torch counts threads for each thread that calls it."""
+class ReservedCores:
+    """Cores that are kept free for another process, by lowering torch's number of threads. Threads that wait for each other
+    are slow if one of them has no core. `release` must be called by the thread that called `reserve`, since torch keeps its
+    number of threads per calling thread."""
 
-    def __init__(self, others: int) -> None:
-        self.others = others
-        self._before: int | None = None  # threads that we had
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._before: int | None = None  # torch's number of threads before `reserve`
 
-    def leave(self) -> None:
-        threads, most = torch.get_num_threads(), max(cores() - self.others, 1)
-        if self.others and self._before is None and most < threads:
+    def reserve(self) -> None:
+        threads, most = torch.get_num_threads(), max(cores() - self.count, 1)
+        if self.count and self._before is None and most < threads:
             self._before = threads
             torch.set_num_threads(most)
 
-    def take_back(self) -> None:
+    def release(self) -> None:
         if self._before is not None:
             torch.set_num_threads(self._before)
             self._before = None

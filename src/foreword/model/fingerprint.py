@@ -1,8 +1,8 @@
-"""Which model made this: a name for people, and hashes that tell two models apart whatever they are called.
+"""Fingerprint: which model made a file. It has a name for people, and hashes that distinguish models whatever their names.
 
-In: a Model as it lies in memory, rebuilt for speed or not. Out: a Fingerprint, which travels in manifests and beside
-trained drafters. Equal weights match in float32, bfloat16 and float16, on CPU and GPU: the hash is of what the first two
-have in common; float16 rounds otherwise, so there a few weights are compared.
+In: a Model in memory, rebuilt for speed or not. Out: a Fingerprint, which is stored in manifests and with trained drafters.
+Equal weights match in float32, bfloat16 and float16, on CPU and GPU. The hash is of the weights rounded to bfloat16; float16
+rounds differently, so a few of its weights are compared instead.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from foreword.model.model import Model
 from foreword.model.plain_linears import is_plain_tensor
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
-FEW = 4  # of each tensor that are kept
-CLOSE = 2.0**-8, 2.0**-24  # relative and absolute: what rounding to bfloat16 and to float16 may do, and nothing more
+FEW = 4  # values of each tensor that are stored
+CLOSE = 2.0**-8, 2.0**-24  # relative and absolute error of rounding to bfloat16 and to float16
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
+    """What identifies a model. Manifests and drafter folders store its fields under these names."""
+
     name: str
     config: str
     vocab_size: int
@@ -38,18 +40,20 @@ class Fingerprint:
     def of(model: Model) -> Fingerprint:
         shape = {name: getattr(model.hf.config, name, None) for name in SHAPE}
         config = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
-        parts = _parts(model)
-        few = " ".join(f"{value:.5g}" for part in parts for value in _spaced(part, FEW)[:FEW].tolist())
-        return Fingerprint(model.name, config, model.vocab_size, _hash(parts), str(model.dtype).removeprefix("torch."), few)
+        tensors = _tensors(model)
+        few = " ".join(f"{value:.5g}" for tensor in tensors for value in _spaced(tensor, FEW)[:FEW].tolist())
+        return Fingerprint(
+            model.name, config, model.vocab_size, _hash(tensors), str(model.dtype).removeprefix("torch."), few
+        )
 
     @staticmethod
     def of_function(model: Model) -> Fingerprint:
-        """Of the model, or of the one that it was grown from, which computes the same: whose drafters serve it."""
-        return Fingerprint.of(model) if model.grown is None else model.grown.original
+        """Return that of the model, or, if it was widened, that of its original: they share their drafters."""
+        return Fingerprint.of(model) if model.widened_from is None else model.widened_from.original
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> Fingerprint:
-        """From what `to_dict` made of one; TypeError or ValueError where it could not have made that."""
+        """Read what `to_dict` made. Raises TypeError or ValueError for anything else."""
         found = Fingerprint(**fields)
         for name, value in asdict(found).items():
             if type(value) is not (int if name == "vocab_size" else str):
@@ -61,7 +65,7 @@ class Fingerprint:
         return asdict(self)
 
     def matches(self, other: Fingerprint) -> bool:
-        """The same model, under this name or another."""
+        """Whether both are of the same model, whatever its name."""
         if (self.config, self.vocab_size) != (other.config, other.vocab_size):
             return False
         return self.weights == other.weights or ("float16" in (self.dtype, other.dtype) and self._is_close(other))
@@ -78,35 +82,35 @@ class Fingerprint:
 
 
 @torch.no_grad()
-def _parts(model: Model) -> list[Tensor]:
-    """The embedding, and one layer in the middle, which any training moves."""
+def _tensors(model: Model) -> list[Tensor]:
+    """Return the embedding and the weights of one layer in the middle, which any training changes."""
     layers = model.layer_stack.layers
     middle = layers[len(layers) // 2]
-    middle = unpacked(middle) if is_rebuilt(middle) else middle  # what others quantised can not always be copied
-    held = sorted([*middle.named_parameters(), *middle.named_buffers()], key=lambda one: one[0])
-    parts = [model.hf.get_input_embeddings().weight, *(part for _, part in held)]
-    return [piece for part in parts for piece in _pieces(part.detach())]
+    middle = unpacked(middle) if is_rebuilt(middle) else middle  # a layer quantised by a library cannot always be copied
+    named = sorted([*middle.named_parameters(), *middle.named_buffers()], key=lambda one: one[0])
+    weights = [model.hf.get_input_embeddings().weight, *(weight for _, weight in named)]
+    return [tensor for weight in weights for tensor in _plain_tensors(weight.detach())]
 
 
-def _pieces(part: Any) -> list[Tensor]:
-    """A weight as ordinary tensors: one of a library's own class is made of several, such as codes and scales."""
-    if is_plain_tensor(part):
-        return [part]
-    if not hasattr(part, "__tensor_flatten__"):
-        return [part.as_subclass(Tensor)]
-    names, _ = part.__tensor_flatten__()
-    return [piece for name in names for piece in _pieces(getattr(part, name))]
+def _plain_tensors(weight: Any) -> list[Tensor]:
+    """Return a weight as ordinary tensors: a library's own class may consist of several, such as codes and scales."""
+    if is_plain_tensor(weight):
+        return [weight]
+    if not hasattr(weight, "__tensor_flatten__"):
+        return [weight.as_subclass(Tensor)]
+    names, _ = weight.__tensor_flatten__()
+    return [tensor for name in names for tensor in _plain_tensors(getattr(weight, name))]
 
 
-def _hash(parts: list[Tensor]) -> str:
-    """Rounded to bfloat16: what a model loaded in float32 and the same one in bfloat16 have in common."""
+def _hash(tensors: list[Tensor]) -> str:
+    """Return the hash of tensors rounded to bfloat16, so that float32 and bfloat16 of the same model agree."""
     digest = hashlib.sha256()
-    for part in parts:
-        digest.update(_spaced(part, SAMPLED).to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    for tensor in tensors:
+        digest.update(_spaced(tensor, SAMPLED).to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _spaced(part: Tensor, count: int) -> Tensor:
-    """About `count` values of a tensor, evenly spaced."""
-    flat = part.flatten()
+def _spaced(tensor: Tensor, count: int) -> Tensor:
+    """Return about `count` values of a tensor, evenly spaced."""
+    flat = tensor.flatten()
     return flat[:: max(1, flat.numel() // count)]

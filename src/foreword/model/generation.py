@@ -1,7 +1,7 @@
-"""What a model's generation_config.json says about sampling: the defaults that apply where a request says nothing.
+"""Sampling defaults from a model's generation_config.json, for options that a request does not set.
 
-The rule is vLLM's: temperature, top_k, top_p, min_p and repetition_penalty count if the file sets them. `do_sample: false`
-is greedy, and `do_sample: true` without a temperature is a temperature of 1, as in transformers.
+The rule is vLLM's: temperature, top_k, top_p, min_p and repetition_penalty are used if the file sets them. `do_sample:
+false` is greedy, and `do_sample: true` without a temperature is a temperature of 1, as in transformers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from foreword.core.sampling import Sampling
 from foreword.errors import ForewordWarning, InputError
 
-TAKEN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# What would change the output and is not computed here, by the values that change nothing.
-LEFT_OUT: dict[str, tuple[Any, ...]] = {
+USED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Options that would change the output and are not supported here, with the values that change nothing.
+IGNORED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "no_repeat_ngram_size": (0,),
     "typical_p": (1, 0),
@@ -36,12 +36,12 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 
 
 def sampling_defaults(hf: Any) -> dict[str, Any]:
-    """By the names of `Sampling`. What cannot be used, or is not computed here, is left out with a warning."""
-    said = getattr(hf, "generation_config", None)
-    values = {name: getattr(said, name, None) for name in (*TAKEN, *LEFT_OUT, "do_sample")}
-    ignored = {name: values[name] for name, neutral in LEFT_OUT.items() if values[name] not in (None, *neutral)}
+    """Return the defaults by the names of `Sampling`. Invalid and unsupported options are ignored with a warning."""
+    config = getattr(hf, "generation_config", None)
+    values = {name: getattr(config, name, None) for name in (*USED, *IGNORED, "do_sample")}
+    ignored = {name: values[name] for name, neutral in IGNORED.items() if values[name] not in (None, *neutral)}
     found: dict[str, Any] = {}
-    for name in TAKEN:
+    for name in USED:
         value: Any = 0 if name == "top_k" and values[name] == -1 else values[name]
         if value is None:
             continue
@@ -55,10 +55,10 @@ def sampling_defaults(hf: Any) -> dict[str, Any]:
     elif values["do_sample"] is True:
         found.setdefault("temperature", 1.0)
     if ignored:
-        told = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
+        options = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
         warnings.warn(
-            f"the model's generation_config.json asks for {told:.200}, which Foreword does not compute: outputs may differ "
-            "from transformers'",
+            f"the model's generation_config.json asks for {options:.200}, which Foreword does not support: outputs may "
+            "differ from transformers'",
             ForewordWarning,
             stacklevel=3,
         )

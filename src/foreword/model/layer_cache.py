@@ -1,6 +1,6 @@
-"""LayerCache: what one decoder layer remembers of B sequences, one per slot. `KVRows`, keys and values, is the kind in use.
+"""LayerCache: what one decoder layer keeps of B sequences, one per slot. `KVRows`, keys and values, is the kind in use.
 
-A pass stores scratch rows after the committed ones and views both. What was stored counts only once it is kept.
+A pass stores scratch rows after the committed ones and views both. Stored rows are committed only by `keep`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foreword.ops.cached_rows import keep_rows
 
 
 class LayerCache(Protocol):
-    """What a stack asks of the cache of each of its layers.
+    """What a stack needs from the cache of each of its layers.
 
     A recurrent layer has one state per slot instead of rows. Its cache would `store` a state for every node of the tree,
     `keep` the one of the last accepted node, and `rewind` to a state that it saved at that length. It would not be
@@ -23,13 +23,13 @@ class LayerCache(Protocol):
     """
 
     reusable: bool
-    """Whether the first rows of a slot serve any sequence that begins with the same tokens."""
+    """Whether another sequence that begins with the same tokens can reuse the first rows of a slot."""
 
     def store(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write what the rows of a pass leave, at the flat places that `SlotCache.places` names."""
+        """Write the keys and values of a pass at the flat places that `SlotCache.places` gives."""
 
     def view(self, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
-        """What the slots of a pass hold in their first `rows` rows."""
+        """Return the first `rows` rows of the slots of a pass."""
 
     def keep(self, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:
         """Move scratch rows `path[:, :count]` [b, n] to just after the committed `lengths` [B]."""
@@ -38,10 +38,10 @@ class LayerCache(Protocol):
         """Forget all but the first `lengths` [b] rows of slots [b]."""
 
     def wipe(self, slot: int, first: int = 0, stop: int | None = None) -> None:
-        """Set rows of a slot to zero. A masked row counts 0 times its value, and 0 x NaN is NaN."""
+        """Set rows of a slot to zero. A masked row has weight 0, and 0 x NaN is NaN."""
 
     def snapshot(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
-        """A copy of what a slot holds in its first `rows` rows."""
+        """Return a copy of the first `rows` rows of a slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +53,21 @@ class KVRows:
     reusable: ClassVar[bool] = True
 
     def store(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values: [b, key heads, n, width]."""
+        """Store keys and values [b, key heads, n, width]."""
         _write(self.keys, places, keys)
         _write(self.values, places, values)
 
     def view(self, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
-        """Views where the slots are neighbours, copies where they are not."""
+        """Return views if the slots are adjacent, copies if they are not."""
         return _first(self.keys, batch, rows), _first(self.values, batch, rows)
 
     def keep(self, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:
-        """The rows of this layer alone. `SlotCache.keep` moves those of all layers at once."""
+        """Move the rows of this layer alone. `SlotCache.keep` moves those of all layers at once."""
         for part in (self.keys, self.values):
             keep_rows(part[None, None], slots, lengths, path, count)
 
     def rewind(self, slots: Tensor, lengths: Tensor) -> None:
-        """Nothing to do: rows past a sequence's length are scratch."""
+        """Do nothing: rows past a sequence's length are scratch."""
 
     def wipe(self, slot: int, first: int = 0, stop: int | None = None) -> None:
         for part in (self.keys, self.values):

@@ -1,9 +1,9 @@
-"""Faster linears for models that we loaded: fused ones on CUDA; on the CPU packed and fused, and norms in one operation.
+"""Faster linears for models that we load: fused on CUDA, packed and fused on the CPU. Norms become one operation.
 
-Linears that read the same rows (q, k, v; gate, up) are one product. On some CPUs a stock linear reads its weights at full
-speed for up to three rows, and badly for more; on others badly for any. In the block layout of oneDNN more rows stay cheap,
-which is what makes a tree of candidates worth checking. Which CPU this is, is measured. The numbers are in
-docs/performance.md. A model rebuilt so cannot be trained.
+Linears that read the same rows (q, k, v; gate, up) become one product. On some CPUs a stock linear reads its weights at full
+speed for up to three rows and slowly for more; on others it is always slow. In the block layout of oneDNN more rows stay
+cheap, which makes it worthwhile to check a tree of candidates. We measure which kind of CPU this is. The numbers are in
+docs/performance.md. A rebuilt model cannot be trained.
 """
 
 from __future__ import annotations
@@ -21,100 +21,102 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foreword.model.busy import Waits
-from foreword.model.measured import Figure, is_anew, machine_facts, recall
+from foreword.model.measured import Figure, is_remeasuring, machine_facts, recall
 from foreword.model.plain_linears import is_plain_linear
 from foreword.ops.device import has_half_precision_kernels, has_packed_linears
 from foreword.ops.norms import rms_normed
 
-# oneDNN picks the layout for the number of rows it is told to expect; this one serves 4 to 64 rows well.
+# oneDNN chooses the layout for an expected number of rows; this number is good for 4 to 64 rows.
 _ROWS_EXPECTED = 16
-MOST_STOCK = 3  # rows; for more of them the packed layout is the quicker one everywhere
-_TRIED_BYTES, _TRIED_SHAPE, _TRIALS = 64 * 2**20, (3072, 576), 5
-# Keeping the stock layout beside the packed one doubles the weights; larger models run packed only.
+MAX_STOCK_ROWS = 3  # for more rows the packed layout is faster on every CPU
+_TIMED_BYTES, _TIMED_SHAPE, _REPEATS = 64 * 2**20, (3072, 576), 5
+# Keeping the stock layout next to the packed one doubles the weights; larger models run packed only.
 _KEEP_BOTH_BYTES = 2 * 2**30
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Buffer(NamedTuple):
-    """The same numbers for torch and for Numba."""
+    """The same memory for torch and for Numba."""
 
     tensor: Tensor
     array: np.ndarray
 
     @staticmethod
     def of(*shape: int) -> Buffer:
-        with torch.inference_mode(False):  # a tensor born in inference mode cannot be written to outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
             tensor = torch.zeros(shape)
         return Buffer(tensor, tensor.numpy())
 
 
 class PackedLinear(nn.Module):
+    """A linear whose weight is in oneDNN's block layout, and in the stock layout as well if `keep_stock`."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None, keep_stock: bool) -> None:
         super().__init__()
         self.weight = weight if keep_stock else None
         self.bias = bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_EXPECTED)
         self.columns_out, self.columns_in = weight.shape
-        self._by_columns = weight.t() if keep_stock else None
-        self.rows_stock = rows_quicker_stock(torch.get_num_threads()) if keep_stock else 0
+        self._transposed = weight.t() if keep_stock else None
+        self.stock_rows = max_stock_rows(torch.get_num_threads()) if keep_stock else 0
 
     def forward(self, rows: Tensor) -> Tensor:
-        if self.weight is not None and rows.numel() <= self.rows_stock * rows.shape[-1]:
+        if self.weight is not None and rows.numel() <= self.stock_rows * rows.shape[-1]:
             return functional.linear(rows, self.weight, self.bias)
         count = rows.numel() // rows.shape[-1]
-        if (size := one_of_few(count)) == count:
+        if (size := padded_row_count(count)) == count:
             return _packed_product(rows, self.packed, self.bias)
-        more = rows.new_zeros(size, rows.shape[-1])
-        more[:count] = rows.reshape(count, -1)
-        return _packed_product(more, self.packed, self.bias)[:count].view(*rows.shape[:-1], -1)
+        padded = rows.new_zeros(size, rows.shape[-1])
+        padded[:count] = rows.reshape(count, -1)
+        return _packed_product(padded, self.packed, self.bias)[:count].view(*rows.shape[:-1], -1)
 
     def into(self, rows: Tensor, out: Buffer) -> np.ndarray:
-        """The product of rows [m, K], in `out` where torch lets it be put there."""
-        if self._by_columns is None or rows.shape[0] > self.rows_stock:
+        """Return the product of rows [m, K], written to `out` if torch can do that."""
+        if self._transposed is None or rows.shape[0] > self.stock_rows:
             return self(rows).numpy()
         if self.bias is None:
-            torch.mm(rows, self._by_columns, out=out.tensor)
+            torch.mm(rows, self._transposed, out=out.tensor)
         else:
-            torch.addmm(self.bias, rows, self._by_columns, out=out.tensor)
+            torch.addmm(self.bias, rows, self._transposed, out=out.tensor)
         return out.array
 
     def stock(self, columns: slice = slice(None)) -> nn.Linear:
-        """The linear that was packed, or some of its outputs, as a copy that can be trained."""
+        """Return the linear that was packed, or some of its outputs, as a copy that can be trained."""
         return _stock(self.packed.to_dense()[columns], None if self.bias is None else self.bias[columns])
 
 
-def one_of_few(rows: int) -> int:
-    """As many rows or some more: the next of 16 numbers between a power of two and the next.
+def padded_row_count(rows: int) -> int:
+    """Return the number of rows rounded up to one of 16 steps between a power of two and the next.
 
-    oneDNN compiles a product for every number of rows, 0.6 MB each, and keeps a thousand of them. So prompts of all lengths
-    would take hundreds of megabytes. Few rows, whose number decides what a round costs, stay as they are."""
+    oneDNN compiles a product for every row count, 0.6 MB each, and keeps a thousand of them. So prompts of all lengths would
+    take hundreds of megabytes. Counts up to 32 are not rounded, since there every row adds to the cost of a round."""
     step = 1 << max(0, (rows - 1).bit_length() - 5)
     return -(-rows // step) * step
 
 
 @cache
-def rows_quicker_stock(threads: int) -> int:
-    """Up to how many rows a stock linear is quicker than a packed one on this machine, with so many threads: measured once
-    and kept, so that every load computes alike."""
+def max_stock_rows(threads: int) -> int:
+    """Return up to how many rows a stock linear is faster than a packed one on this machine, with `threads` threads. It is
+    measured once and kept, so that every load computes the same."""
 
     def measure(_: Figure | None) -> Figure:
         with Waits() as waits:
-            rows = _rows_tried()
+            rows = _measure_max_stock_rows()
         return Figure(rows, not waits.doubt, waits.doubt)
 
     facts = machine_facts(torch.device("cpu")) | {"threads": threads}
     return int(recall("linears", facts, measure, Figure.read).value)
 
 
-def _rows_tried() -> int:
-    weights = [torch.full(_TRIED_SHAPE, 0.01) for _ in range(_TRIED_BYTES // (4 * math.prod(_TRIED_SHAPE)))]
+def _measure_max_stock_rows() -> int:
+    weights = [torch.full(_TIMED_SHAPE, 0.01) for _ in range(_TIMED_BYTES // (4 * math.prod(_TIMED_SHAPE)))]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_EXPECTED) for weight in weights]
-    for count in range(1, MOST_STOCK + 1):
-        rows = torch.full((count, _TRIED_SHAPE[1]), 0.01)
+    for count in range(1, MAX_STOCK_ROWS + 1):
+        rows = torch.full((count, _TIMED_SHAPE[1]), 0.01)
         if _seconds(functional.linear, rows, weights) > _seconds(_packed_product, rows, packed):
             return count - 1
-    return MOST_STOCK
+    return MAX_STOCK_ROWS
 
 
 def _packed_product(rows: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -123,19 +125,19 @@ def _packed_product(rows: Tensor, packed: Tensor, bias: Tensor | None = None) ->
 
 @torch.inference_mode()
 def _seconds(product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: list[Tensor]) -> float:
-    """For all weights one after the other, as in a model: of each the quickest of a few times. One alone is read between the
-    turns of other programs, all together are not."""
+    """Return the seconds of the product with all weights in sequence, as in a model: the sum of each one's fastest timing. A
+    single product can run while no other program interferes; all of them together cannot."""
     best = [math.inf] * len(weights)
-    for _ in range(_TRIALS):
-        for place, weight in enumerate(weights):
+    for _ in range(_REPEATS):
+        for index, weight in enumerate(weights):
             started = perf_counter()
             product(rows, weight)
-            best[place] = min(best[place], perf_counter() - started)
+            best[index] = min(best[index], perf_counter() - started)
     return sum(best)
 
 
 class JointLinear(nn.Module):
-    """Several linears on top of one another."""
+    """Several linears with their outputs concatenated, as one product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -145,12 +147,12 @@ class JointLinear(nn.Module):
         return functional.linear(rows, self.weight, self.bias)
 
     def stock(self, columns: slice) -> nn.Linear:
-        """One of them, as a copy that can be trained."""
+        """Return one of them as a copy that can be trained."""
         return _stock(self.weight[columns], None if self.bias is None else self.bias[columns])
 
 
 class Fusion:
-    """One product for several linears that read the same rows; the first to be asked computes it for all."""
+    """One product for several linears that read the same rows. The first of them to be called computes it for all."""
 
     def __init__(self, linear: PackedLinear | JointLinear, parts: int) -> None:
         self.linear, self.parts = linear, parts
@@ -163,12 +165,12 @@ class Fusion:
             self._rows, self._out, self._served = rows, self.linear(rows), 0
         out, self._served = self._out, self._served + 1
         if self._served == self.parts:
-            self._rows = self._out = None  # nothing of a pass outlives it
+            self._rows = self._out = None  # keep nothing after the pass
         return out
 
 
 class FusedPart(nn.Module):
-    """Stands where one of the fused linears stood: its columns of the common product."""
+    """Replaces one of the fused linears: returns its columns of the joint product."""
 
     def __init__(self, fusion: Fusion, columns: slice) -> None:
         super().__init__()
@@ -182,7 +184,7 @@ class FusedPart(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm as one kernel; in float32 the same numbers as the five steps of transformers."""
+    """RMSNorm as one kernel; in float32 it gives the same values as the five steps of transformers."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -192,9 +194,9 @@ class FusedRMSNorm(nn.Module):
         return rms_normed(rows, self.weight, self.variance_epsilon)
 
 
-def some_of(linear: Any, columns: Tensor) -> nn.Module:
-    """A copy of some of a linear's outputs, as fast as the linear is."""
-    whole = linear.stock() if linear.weight is None else linear  # a packed one may have given its weight up
+def select_outputs(linear: Any, columns: Tensor) -> nn.Module:
+    """Return a copy of some of a linear's outputs, in the same layout as the linear."""
+    whole = linear.stock() if linear.weight is None else linear  # a packed linear may keep no stock weight
     weight, bias = whole.weight.detach()[columns], None if linear.bias is None else linear.bias.detach()[columns]
     if isinstance(linear, PackedLinear):
         return PackedLinear(weight, bias, linear.weight is not None)
@@ -231,16 +233,16 @@ def fuse(model: nn.Module) -> None:
     _fuse_norms(model)
 
 
-def lay_together(model: nn.Module) -> None:
-    """Weights that could be one product lie one behind the other in memory: `joint` finds them, and they can be trained."""
+def make_adjacent(model: nn.Module) -> None:
+    """Make weights that could be one product adjacent in memory: `joint` finds them, and they can still be trained."""
     for module in _parents(model):
         for names in FUSED:
             linears: list[Any] = [getattr(module, name, None) for name in names]
             if all(map(is_plain_linear, linears)):
-                _lay_together(linears)
+                _make_adjacent(linears)
 
 
-def _lay_together(linears: list[nn.Linear]) -> None:
+def _make_adjacent(linears: list[nn.Linear]) -> None:
     sizes = [linear.out_features for linear in linears]
     for whole, name in zip(_weights(linears), ("weight", "bias"), strict=True):
         for linear, part in zip(linears, () if whole is None else whole.split(sizes), strict=False):
@@ -248,38 +250,38 @@ def _lay_together(linears: list[nn.Linear]) -> None:
 
 
 def joint(module: Any, names: tuple[str, ...]) -> PackedLinear | JointLinear | None:
-    """The one product that several linears of a module are, or None where they are several."""
+    """Return the one product for several linears of a module, or None if their weights are separate."""
     parts: list[Any] = [getattr(module, name, None) for name in names]
     if all(isinstance(part, FusedPart) for part in parts):
         linear: PackedLinear | JointLinear = parts[0].fusion.linear
         return linear
     if not all(map(is_plain_linear, parts)):
         return None
-    weight = _behind_one_another([part.weight for part in parts])
-    bias = _behind_one_another([part.bias for part in parts]) if parts[0].bias is not None else None
+    weight = _as_one_tensor([part.weight for part in parts])
+    bias = _as_one_tensor([part.bias for part in parts]) if parts[0].bias is not None else None
     return None if weight is None or (bias is None) != (parts[0].bias is None) else JointLinear(weight, bias)
 
 
-def _behind_one_another(parts: list[Tensor]) -> Tensor | None:
-    """Tensors that lie one behind the other in memory, as one, or None."""
+def _as_one_tensor(parts: list[Tensor]) -> Tensor | None:
+    """Return tensors that are adjacent in memory as one view, or None if they are not."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != end or not part.is_contiguous():
             return None
         end += part.numel() * part.itemsize
     if (end - first.data_ptr()) > first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize:
-        return None  # neighbours by chance
+        return None  # adjacent by chance, in different allocations
     rows = sum(part.shape[0] for part in parts)
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _parents(model: nn.Module) -> list[nn.Module]:
-    """Every module but the linears: holding those would keep all their weights until the last of them is replaced."""
+    """Return every module except the linears: a list of those would keep all their weights alive until the end."""
     return [module for module in model.modules() if type(module) is not nn.Linear]
 
 
 def kinds(model: nn.Module) -> list[str]:
-    """What its linears are: passes over the same shapes cost otherwise with others."""
+    """Return the kinds of a model's linears: passes over the same shapes cost something else with other kinds."""
     found = (type(one.fusion.linear) if isinstance(one, FusedPart) else type(one) for one in model.modules())
     names = {f"{kind.__module__}.{kind.__name__}" for kind in found if "linear" in kind.__name__.lower()}
     packed = any(isinstance(one, PackedLinear) and one.weight is None for one in model.modules())
@@ -288,10 +290,11 @@ def kinds(model: nn.Module) -> list[str]:
 
 
 def read_bytes(model: nn.Module) -> int:
-    """Bytes of weights that a pass reads: every linear once, the head among them. Of an embedding a pass reads few rows."""
+    """Return the bytes of weights that a pass reads: every linear once, including the head. An embedding is not counted: a
+    pass reads few of its rows."""
     found = [module.fusion.linear if isinstance(module, FusedPart) else module for module in model.modules()]
     linears = {id(module): module for module in found if isinstance(module, nn.Linear | JointLinear | PackedLinear)}
-    held = (*model.parameters(), *model.buffers())  # all there is to go by where every linear is of an unknown kind
+    held = (*model.parameters(), *model.buffers())  # the fallback if every linear is of an unknown kind
     return sum(_bytes(linear) for linear in linears.values()) or sum(one.numel() * one.itemsize for one in held)
 
 
@@ -302,17 +305,17 @@ def _bytes(linear: nn.Linear | JointLinear | PackedLinear) -> int:
 
 
 def rebuild(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Whatever makes a model faster on its device and in its dtype."""
+    """Rebuild a model's linears and norms for speed on its device and in its dtype, if there is a way."""
     if has_packed_linears(device, dtype):
-        if is_anew():
-            rows_quicker_stock.cache_clear()
+        if is_remeasuring():
+            max_stock_rows.cache_clear()
         pack(model)
     if has_half_precision_kernels(device, dtype):
         fuse(model)
 
 
 def is_plain_norm(norm: Any) -> bool:
-    """Whether it is the RMSNorm that `functional.rms_norm` computes; some families add 1 to the weight, or norm by group."""
+    """Whether a norm is the RMSNorm of `functional.rms_norm`; some families add 1 to the weight, or normalise by group."""
     plain = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
     return isinstance(norm, FusedRMSNorm) or type(norm).__name__ in plain
 
@@ -322,18 +325,18 @@ def is_rebuilt(layer: nn.Module) -> bool:
 
 
 def unpacked(layer: nn.Module) -> nn.Module:
-    """A copy of a layer that can be trained, with stock linears in place of packed and fused ones; what one product was on
-    CUDA still lies together."""
+    """Return a copy of a layer that can be trained, with stock linears in place of packed and fused ones. Weights that were
+    one product on CUDA stay adjacent in memory."""
     rebuilt = [module for module in layer.modules() if isinstance(module, PackedLinear | FusedPart)]
-    # What deepcopy finds in its memo it takes for copied already.
+    # deepcopy takes what it finds in its memo as already copied.
     stock = copy.deepcopy(layer, {id(module): module.stock() for module in rebuilt})
     if any(isinstance(module, FusedPart) and isinstance(module.fusion.linear, JointLinear) for module in rebuilt):
-        lay_together(stock)
+        make_adjacent(stock)
     return stock
 
 
 def _replace(module: nn.Module, names: tuple[str, ...], make: Callable[[Tensor, Tensor | None], Any]) -> None:
-    """One product in place of the linears that `names` names."""
+    """Replace the linears called `names` by one product."""
     linears = [getattr(module, name) for name in names]
     fusion, first = Fusion(make(*_weights(linears)), len(linears)), 0
     for name, linear in zip(names, linears, strict=True):
@@ -350,7 +353,7 @@ def _stock(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _weights(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of linears on top of one another."""
+    """Return the concatenated weights and biases of linears."""
     weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears)), "linears that are fused have all a bias or none"

@@ -1,7 +1,7 @@
-"""From a folder, or from the caller's hands, to a transformers model that Foreword supports.
+"""Load a transformers model from a folder, or check one that the caller hands over.
 
 Models that we load ourselves may be rebuilt for speed (packed linears on the CPU, fused ones on CUDA). A model that the
-caller hands over is only looked at: what is not supported is refused here, by name.
+caller hands over is only checked. What is not supported is refused here, by name.
 """
 
 from __future__ import annotations
@@ -19,54 +19,56 @@ from transformers.utils import logging
 from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
 from foreword.files import read_json
 from foreword.hub.resolve import is_adapter
-from foreword.model import linears as pack
+from foreword.model import linears
 from foreword.model.adapters import base_folder, merged, refuse_virtual_tokens
-from foreword.model.building import TooMuchBuilt, at_most
 from foreword.model.families import family_of
 from foreword.model.linear_check import check_linears, unknown_linears
+from foreword.model.parameter_limit import TooManyParameters, at_most_parameters
 
 MOST_LAYERS = 10_000
 WEIGHTS = (".safetensors", ".bin")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(wanted: str | torch.device | None) -> torch.device:
-    """The device asked for, checked; else CUDA where there is one."""
-    if wanted is None:
+def choose_device(requested: str | torch.device | None) -> torch.device:
+    """Return the requested device, checked, or by default CUDA if there is a GPU."""
+    if requested is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(wanted)
+        device = torch.device(requested)
     except RuntimeError as error:
-        raise InputError(f"device is {wanted!r}; use 'cpu' or 'cuda'") from error
+        raise InputError(f"device is {requested!r}; use 'cpu' or 'cuda'") from error
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device is {wanted!r}; Foreword runs on 'cpu' and 'cuda'")
+        raise InputError(f"device is {requested!r}; Foreword runs on 'cpu' and 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError("device is 'cuda', but torch sees no CUDA device here; use device='cpu'")
     return device
 
 
-def choose_dtype(wanted: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """float32 on the CPU, where texts are then equal token for token; bfloat16 on a GPU, which is made for it."""
-    if wanted is None:
+def choose_dtype(requested: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the requested dtype, checked. The default on the CPU is float32, in which outputs equal those of plain decoding
+    token for token; on a GPU it is bfloat16, for which GPUs are built."""
+    if requested is None:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if isinstance(wanted, str):
-        wanted = DTYPES.get(wanted.removeprefix("torch."), wanted)
-    if wanted not in DTYPES.values():
-        raise InputError(f"dtype is {wanted!r}; choose from {', '.join(DTYPES)}")
-    assert isinstance(wanted, torch.dtype)
-    return wanted
+    if isinstance(requested, str):
+        requested = DTYPES.get(requested.removeprefix("torch."), requested)
+    if requested not in DTYPES.values():
+        raise InputError(f"dtype is {requested!r}; choose from {', '.join(DTYPES)}")
+    assert isinstance(requested, torch.dtype)
+    return requested
 
 
 def load_weights(folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool = True) -> PreTrainedModel:
-    """The model in `folder`, ours to rebuild for speed."""
+    """Load the model in `folder`, and rebuild it for speed unless `rebuild` is False."""
     model = load_stock(folder, device, dtype)
     if rebuild:
-        pack.rebuild(model, device, dtype)
+        linears.rebuild(model, device, dtype)
     return model
 
 
 def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in `folder` as transformers makes it. In an adapter's folder that is the model it is for, with it merged."""
+    """Load the model in `folder` as transformers makes it. For an adapter's folder that is its base model with the adapter
+    merged."""
     if is_adapter(folder):
         base = load_stock(base_folder(folder), torch.device("cpu"), torch.float32)
         whole: Any = merged(base, folder)
@@ -80,7 +82,7 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     )
     held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
     try:
-        with without_bars(), at_most(held):  # every number takes a byte at least
+        with without_progress_bars(), at_most_parameters(held):  # a parameter takes at least a byte
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -89,12 +91,12 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except TooMuchBuilt as error:
-        told = f"the weights in {folder} cannot be read: config.json asks for more than their {held} bytes can hold"
-        raise ModelCorrupt(f"{told}; fetch or save the model again") from error
-    except Exception as error:  # safetensors, json and torch each have their own words for a damaged file
+    except TooManyParameters as error:
+        problem = f"the weights in {folder} cannot be read: config.json asks for more than their {held} bytes can hold"
+        raise ModelCorrupt(f"{problem}; fetch or save the model again") from error
+    except Exception as error:  # safetensors, json and torch each raise errors of their own for a damaged file
         raise ModelCorrupt(f"the weights in {folder} cannot be read: {error}; fetch or save the model again") from error
-    if missing := sorted(report["missing_keys"]):  # transformers makes them up and only warns
+    if missing := sorted(report["missing_keys"]):  # transformers initialises them at random and only warns
         raise ModelCorrupt(
             f"the weights in {folder} lack {len(missing)} tensors, {missing[0]} first; fetch or save the model again"
         )
@@ -102,8 +104,8 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Transformers says nothing of its progress meanwhile."""
+def without_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers inside this block."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -116,25 +118,25 @@ def without_bars() -> Iterator[None]:
 def _config(folder: Path) -> Any:
     try:
         layers = read_json(folder / "config.json").get("num_hidden_layers")
-        if isinstance(layers, int) and layers > MOST_LAYERS:  # some configs make a list of them
-            raise ValueError(f"it says that there are {layers} layers")
+        if isinstance(layers, int) and layers > MOST_LAYERS:  # some configs make a list with an entry per layer
+            raise ValueError(f"it asks for {layers} layers")
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # an unknown model type and a damaged file are both ValueErrors of many kinds
+    except Exception as error:  # an unknown model type and a damaged file raise ValueErrors and others
         raise ModelUnsupported(f"{folder}/config.json cannot be used: {error}") from error
 
 
 def check_wrapped(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside what the caller gave, or an error that names what stands in the way."""
+    """Return the transformers model inside what the caller gave, or raise an error that says why it cannot be used."""
     model = _without_adapter(model)
     if not isinstance(model, PreTrainedModel):
         raise ModelUnsupported(
             f"wrap takes a transformers causal language model, got {type(model).__module__}.{type(model).__name__}"
         )
-    _refuse_spread(model)
+    _refuse_several_devices(model)
     family = family_of(model.config)
     if not hasattr(model, "lm_head"):
         raise ModelUnsupported(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
-    if family.softcap(model.config) and model.config._attn_implementation == "sdpa":  # transformers leaves the cap out
+    if family.softcap(model.config) and model.config._attn_implementation == "sdpa":  # transformers ignores the cap there
         raise ModelUnsupported(
             f"{family.name}: the model's attention is 'sdpa', which does not cap scores as its config asks "
             f"({family.softcap(model.config)}); load it with attn_implementation='eager'"
@@ -144,7 +146,7 @@ def check_wrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:
-    """A peft model with weight adapters is served as it stands; one that adds virtual tokens is refused."""
+    """Return the model inside a peft model, with its weight adapters active. One that adds virtual tokens is refused."""
     adapters = getattr(model, "peft_config", None)
     if adapters is None or not hasattr(model, "get_base_model"):
         return model
@@ -156,26 +158,26 @@ def _without_adapter(model: nn.Module) -> nn.Module:
 def _refuse_quantised(config: Any, what_to_do: str) -> None:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
-        told = quantised if isinstance(quantised, dict) else vars(quantised)
-        # The first quantised folders did not say by what: there was only bitsandbytes.
-        method = told.get("quant_method") or "bitsandbytes"
+        fields = quantised if isinstance(quantised, dict) else vars(quantised)
+        # The first quantised folders named no method: there was only bitsandbytes.
+        method = fields.get("quant_method") or "bitsandbytes"
         raise ModelUnsupported(f"the model is quantised ({getattr(method, 'value', method)}), {what_to_do}")
 
 
 def _check_linears(model: PreTrainedModel) -> None:
-    """What others quantised in memory is measured, and not believed: neither config nor class says how rows are treated."""
+    """Check linears that another library quantised by running them: neither config nor class says how they treat rows."""
     unknown = unknown_linears(model)
     if not unknown:
         _refuse_quantised(
             model.config,
-            "says its config, but none of its linears is of a kind that could be checked; set config.quantization_config to "
-            "None if the weights are ordinary ones, or load it in float32, bfloat16 or float16",
+            "according to its config, but none of its linears can be checked; set config.quantization_config to None if the "
+            "weights are not quantised, or load it in float32, bfloat16 or float16",
         )
     check_linears(model, unknown)
 
 
-def _refuse_spread(model: PreTrainedModel) -> None:
-    """One model, one device: rows and cache must meet."""
+def _refuse_several_devices(model: PreTrainedModel) -> None:
+    """Refuse a model on several devices: its rows and its cache must be on the same one."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     places |= {str(parameter.device) for parameter in model.parameters()}
     used = {"cuda:" + place if place.isdigit() else place for place in places}

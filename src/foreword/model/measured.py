@@ -1,8 +1,8 @@
-"""What was measured on this machine, kept under `place()`: measured once, and the same at every load.
+"""Measurements of this machine, kept under `place()`: each is taken once, and every load finds it again.
 
-In: facts that are the same at every load, and a function that measures. Out: what it gave, now or earlier. What may be of a
-busy machine (`steady` is false) is kept for an hour, and never in place of something that is not. Of several processes one
-measures at a time: they would take each other for a busy machine. Inside `anew()` nothing that was kept is believed.
+In: facts that are the same at every load, and a function that measures. Out: what it returned, now or earlier. A measurement
+of a machine that may have been busy (`steady` is false) is kept for an hour and never replaces a steady one. One process at
+a time measures, since two would each find the machine busy. Inside `remeasuring()`, stored measurements are not used.
 """
 
 from __future__ import annotations
@@ -29,87 +29,92 @@ from foreword.hub.storage import home, place
 from foreword.model.cores import cores, cpu_name
 from foreword.ops.device import name_of
 
-FORMAT = 2  # of what is kept, and of how it is measured: another one is measured anew
-SUSPECT_S = 3600.0  # how long that is trusted which may be of a busy machine
-OTHERS_S = 120.0  # how long another process may measure before we do so next to it
+FORMAT = 2  # of the files and of how their content is measured; with another number everything is measured again
+SUSPECT_S = 3600.0  # how long a measurement of a machine that may have been busy is used
+LOCK_WAIT_S = 120.0  # how long to wait for another process that measures, before measuring at the same time
 
 Facts = dict[str, object]
 
 
 class Measured(Protocol):
-    """A dataclass of what JSON has."""
+    """The result of a measurement."""
 
     @property
     def steady(self) -> bool: ...
     @property
     def suspect(self) -> str: ...
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+
 
 Found = TypeVar("Found", bound=Measured)
+Stored = TypeVar("Stored")
 Read = Callable[[dict[str, Any]], Found]
 
 
 @dataclass
-class Anew:
-    """What was measured since somebody asked for it, and what speaks against it."""
+class Remeasurement:
+    """The files measured again inside a `remeasuring()` block, and the reasons to doubt them."""
 
     files: set[Path] = field(default_factory=set)
     doubts: list[str] = field(default_factory=list)
 
 
-_anew: ContextVar[Anew | None] = ContextVar("_anew", default=None)
+_remeasurement: ContextVar[Remeasurement | None] = ContextVar("_remeasurement", default=None)
 _measuring: ContextVar[bool] = ContextVar("_measuring", default=False)
 
 
 @contextmanager
-def anew() -> Iterator[None]:
-    """Measure everything that is asked for in this block once more, and replace what was kept. Within another such block
+def remeasuring() -> Iterator[None]:
+    """Measure everything that is needed in this block once more, and replace what was stored. Inside another such block
     nothing is measured twice."""
-    if is_anew():
+    if is_remeasuring():
         yield
         return
-    asked = Anew()
-    token = _anew.set(asked)
+    current = Remeasurement()
+    token = _remeasurement.set(current)
     try:
         yield
     finally:
-        _anew.reset(token)
-    if asked.doubts:
-        _complain(
-            f"the machine seems to be busy: {asked.doubts[0]}. Costs that were kept of a quiet machine stay, what was "
-            "measured now is kept for an hour; remeasure when the machine is quiet"
+        _remeasurement.reset(token)
+    if current.doubts:
+        _warn(
+            f"the machine seems to be busy: {current.doubts[0]}. Costs measured on a quiet machine stay; what was measured "
+            "now is kept for an hour; remeasure when the machine is quiet"
         )
 
 
-def is_anew() -> bool:
-    return _anew.get() is not None
+def is_remeasuring() -> bool:
+    return _remeasurement.get() is not None
 
 
 def recall(
     folder: str, facts: Facts, measure: Callable[[Found | None], Found], read: Read[Found], quiet: bool = False
 ) -> Found:
-    """What was measured under these facts, else what `measure` gives; it is handed what was kept and is not believed.
-    `quiet`: what may be of a busy machine is not believed, however recent it is."""
+    """Return what was measured under these facts, or measure it now. `measure` gets the stored result if it is
+    not trusted. `quiet`: do not trust a measurement of a machine that may have been busy, however recent it is."""
     file = file_of(folder, facts)
-    if (found := _believed(file, read, quiet)) is not None:
+    if (found := _trusted(file, read, quiet)) is not None:
         return found
-    with _alone():
-        if (found := _believed(file, read, quiet)) is not None:  # another process measured while we waited
+    with _measuring_alone():
+        if (found := _trusted(file, read, quiet)) is not None:  # another process measured while we waited
             return found
         kept = read_kept(file, read)
         found = measure(kept)
-        if asked := _anew.get():
-            asked.files.add(file)
-            asked.doubts += [found.suspect] if not found.steady else []
+        if current := _remeasurement.get():
+            current.files.add(file)
+            current.doubts += [found.suspect] if not found.steady else []
         if kept is not None and kept.steady and not found.steady:
             return kept
-        keep(file, {"what": facts, **asdict(found)})  # type: ignore[call-overload]
+        keep(file, {"what": facts, **found.to_dict()})
         return found
 
 
-def _believed(file: Path, read: Read[Found], quiet: bool) -> Found | None:
-    asked = _anew.get()
-    if asked is not None and file not in asked.files:
+def _trusted(file: Path, read: Read[Found], quiet: bool) -> Found | None:
+    """Return what a file holds if it may be used now, or None."""
+    current = _remeasurement.get()
+    if current is not None and file not in current.files:
         return None
     kept = read_kept(file, read)
     if kept is None or kept.steady:
@@ -120,8 +125,8 @@ def _believed(file: Path, read: Read[Found], quiet: bool) -> Found | None:
     return None
 
 
-def read_kept(file: Path, read: Read[Found]) -> Found | None:
-    """What a file holds, whether or not it is to be believed; None where it holds nothing that can be used."""
+def read_kept(file: Path, read: Callable[[dict[str, Any]], Stored]) -> Stored | None:
+    """Return what a file holds, trusted or not, or None if it holds nothing that can be read."""
     try:
         return read(read_json(file))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -129,13 +134,13 @@ def read_kept(file: Path, read: Read[Found]) -> Found | None:
 
 
 def file_of(folder: str, facts: Facts) -> Path:
-    mark = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return place() / folder / f"{mark}.json"
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return place() / folder / f"{digest}.json"
 
 
 def machine_facts(device: torch.device) -> Facts:
-    """What is the same at every load on this machine with this many threads. Not the host's name: a container has another
-    one each time."""
+    """Return what is the same at every load on this machine with this many threads. The host's name is not among it: a
+    container gets another one each time."""
     return {
         "device": [device.type, name_of(device) or cpu_name(), cores()],
         "threads": torch.get_num_threads(),
@@ -145,7 +150,7 @@ def machine_facts(device: torch.device) -> Facts:
 
 
 def keep(file: Path, content: dict[str, Any]) -> None:
-    """For the next load. Where nothing can be written what is in hand is as good, so that is no error."""
+    """Store a measurement for the next load. If it cannot be written, the caller still has it, so that is only a warning."""
     written = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
         home()
@@ -153,19 +158,19 @@ def keep(file: Path, content: dict[str, Any]) -> None:
         written.write_text(json.dumps(content, indent=1), encoding="utf-8")
         os.replace(written, file)
     except (OSError, StorageError) as error:
-        _complain(f"costs are measured at every load: {error}")
+        _warn(f"costs are measured at every load: {error}")
         with suppress(OSError):
             written.unlink()
 
 
-def _complain(words: str) -> None:
-    warnings.warn(words, ForewordWarning, stacklevel=1)  # one place, so that the same words are shown once
+def _warn(message: str) -> None:
+    warnings.warn(message, ForewordWarning, stacklevel=1)  # from one line, so that the same message is shown once
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """While no other process measures under the same home, where that can be told. Who measures may ask for something else
-    that has to be measured first."""
+def _measuring_alone() -> Iterator[None]:
+    """Hold the lock that keeps other processes with the same home from measuring, if it can be had. A measurement may need
+    another one first, which then shares the lock."""
     token = _measuring.set(True)
     try:
         with nullcontext() if token.old_value is True else _lock():
@@ -178,14 +183,14 @@ def _lock() -> AbstractContextManager[object]:
     try:
         locks = home() / "locks"
         locks.mkdir(exist_ok=True)
-        return FileLock(locks / "measuring.lock").acquire(timeout=OTHERS_S)
+        return FileLock(locks / "measuring.lock").acquire(timeout=LOCK_WAIT_S)
     except (OSError, StorageError, Timeout, NotImplementedError):  # the last: a file system without locks
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A single number."""
+    """A measured number."""
 
     value: float
     steady: bool = True
@@ -195,7 +200,10 @@ class Figure:
         if not self.value >= 0:
             raise ValueError(f"no figure: {self.value}")
 
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
     @staticmethod
     def read(kept: dict[str, Any]) -> Figure:
-        """From what `asdict` made of one, by way of JSON."""
+        """Read what `to_dict` made, from JSON."""
         return Figure(kept["value"], kept["steady"], kept["suspect"])

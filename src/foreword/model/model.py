@@ -1,7 +1,7 @@
 """Model: embedding, Stack, norm and head of a transformers causal language model. The target is one, a draft model another.
 
-In: a Draft and the slots it is for. Out: Scores for every row. The model's cache holds what comes before the root; a pass
-writes scratch rows only, and the engine commits.
+In: a Draft and the slots it is for. Out: Scores for every row. The model's cache holds the rows before the root. A pass
+writes scratch rows only; the engine commits them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from foreword.core.scores import Scores
 from foreword.core.state import Batch
 from foreword.core.target import DraftHead
 from foreword.errors import ForewordWarning
-from foreword.model import attention
-from foreword.model import linears as pack
+from foreword.model import attention, linears
 from foreword.model.cache import SharedCacheMemory, SlotCache
 from foreword.model.cost import CostCurve
 from foreword.model.draft_linears import DraftLinears
 from foreword.model.families import family_of
 from foreword.model.stack import Rows, Stack
 
-KERNEL_S = 3e-6  # of a small kernel in a captured round, as a trace on an H200 shows it
+KERNEL_S = 3e-6  # seconds of a small kernel in a captured round, from a trace on an H200
 
 if TYPE_CHECKING:
     from foreword.model.fingerprint import Fingerprint
@@ -39,34 +38,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WidenedFrom:
-    """Of a model that is another one made wider, its function unchanged: how many times, and who the other one is."""
+    """Where a widened model comes from, which computes the same function as its original."""
 
-    times: int
+    times: int  # how many times as wide
     original: Fingerprint
-    parameters: int  # of the wide one, counted as transformers does
+    parameters: int  # of the widened model, counted as transformers does
 
 
 class Model:
-    """Satisfies `core.Target`."""
+    """A `core.Target` on a transformers model."""
 
     def __init__(
         self,
         hf: PreTrainedModel,
         name: str | None = None,
         curve: CostCurve | None = None,
-        grown: WidenedFrom | None = None,
+        widened_from: WidenedFrom | None = None,
         cache_memory: SharedCacheMemory | None = None,
     ) -> None:
-        """With `cache_memory` the caches lie there, and those of other models may, too."""
+        """With `cache_memory`, the caches are placed there; other models may share it."""
         self.hf = hf
-        self.device, self.dtype = hf.device, hf.dtype  # kept: transformers looks through the modules for them, every time
+        self.device, self.dtype = hf.device, hf.dtype  # kept: transformers searches the modules for them each time
         self.family = family_of(hf.config)
         attention.install(hf)
-        self._give_back = finalize(self, attention.remove, hf)  # also when nobody calls `release`
-        self._give_back.atexit = False
+        self._restore = finalize(self, attention.remove, hf)  # also if `release` is never called
+        self._restore.atexit = False
         self.name = name or hf.config.name_or_path or hf.config.model_type
         self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
-        self._reader = Stack(hf, self.family, self.family.layers(hf))  # the same layers, and never a cache
+        self._uncached = Stack(hf, self.family, self.family.layers(hf))  # the same layers without a cache
         self._draft_linears = DraftLinears(hf.lm_head)
         self.hidden_size: int = hf.config.hidden_size
         self.vocab_size: int = hf.config.vocab_size
@@ -76,20 +75,20 @@ class Model:
         self.max_context: int = hf.config.max_position_embeddings
         self.context = self.max_context
         self.curve = curve
-        self.grown = grown
+        self.widened_from = widened_from
         self.cache_memory = cache_memory
         self.pieces: Callable[[], Sequence[str]] | None = None
 
     def use_costs(self, curve: CostCurve | None) -> None:
-        """Take what passes cost on this machine; None where that is not known, and every pass then counts 1.0."""
+        """Set what passes cost on this machine. If it is None, every pass costs 1.0."""
         self.curve = curve
 
     def use_pieces(self, pieces: Callable[[], Sequence[str]]) -> None:
-        """Take how the tokenizer spells every token, for drafters that ask for it. It is called only when they do."""
+        """Set how the tokenizer spells every token, for drafters that need it. `pieces` is called only when they do."""
         self.pieces = pieces
 
     def limit_context(self, context: int) -> None:
-        """Say how many tokens a sequence may have. Drafters size their own caches by it, before `allocate`."""
+        """Set how many tokens a sequence may have. Drafters size their own caches by it before `allocate`."""
         self.context = context
 
     @property
@@ -102,29 +101,29 @@ class Model:
         return self.layer_stack.allocate(slots, context, scratch, self.cache_memory)
 
     @contextmanager
-    def aside(self, slots: int, context: int, scratch: int) -> Iterator[SlotCache]:
-        """Another cache for a while, in memory of its own; the engine's is back in its place afterwards."""
+    def temporary_cache(self, slots: int, context: int, scratch: int) -> Iterator[SlotCache]:
+        """Use another cache inside this block, in memory of its own, and put the engine's back afterwards."""
         stack, before = self.layer_stack, (self.context, self.cache_memory)
-        held = stack.cache, stack.fused, stack.turns  # the very ones: a captured round knows where they lie
+        held = stack.cache, stack.fused, stack.rotary_tables  # the same objects: a captured round knows their addresses
         try:
             self.cache_memory = None
             yield self.allocate(slots, context, scratch)
         finally:
-            stack.cache, stack.fused, stack.turns = held
+            stack.cache, stack.fused, stack.rotary_tables = held
             self.context, self.cache_memory = before
 
-    def again(self, cache_memory: SharedCacheMemory | None = None) -> Model:
-        """Another on the same weights, with a cache of its own."""
-        return Model(self.hf, self.name, self.curve, self.grown, cache_memory)
+    def with_own_cache(self, cache_memory: SharedCacheMemory | None = None) -> Model:
+        """Return another Model on the same weights, with a cache of its own."""
+        return Model(self.hf, self.name, self.curve, self.widened_from, cache_memory)
 
     def release(self) -> None:
-        """Give up the cache, and give the model back as it was: its own attention, and in training if it was."""
+        """Free the cache and restore the transformers model: its own attention, and its training mode."""
         self.layer_stack.free()
         self.cache_memory = None
-        self._give_back()
+        self._restore()
 
-    def rehearse(self) -> None:
-        """Read one token, so that a layer which asks for what is not supported is refused now and not amid a request."""
+    def dry_run(self) -> None:
+        """Read one token, so that a layer with unsupported options is refused now and not during a request."""
         try:
             self.read(torch.zeros(1, 1, dtype=torch.long, device=self.device), Needs(logits=True))
         except BaseException:
@@ -144,24 +143,26 @@ class Model:
         return self.family.after_head(self.hf, self._draft_linears(hidden, norm=norm))
 
     def draft_head_of(self, tokens: Tensor) -> DraftHead:
-        some = DraftLinears(pack.some_of(self.hf.lm_head, tokens))
+        linear = DraftLinears(linears.select_outputs(self.hf.lm_head, tokens))
 
         def head(hidden: Tensor, norm: nn.RMSNorm | None = None, /) -> Tensor:
-            return self.family.after_head(self.hf, some(hidden, norm=norm))
+            return self.family.after_head(self.hf, linear(hidden, norm=norm))
 
         return head
 
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head
-        return (head.stock().weight if head.weight is None else head.weight).detach()  # a packed one may have given it up
+        return (
+            head.stock().weight if head.weight is None else head.weight
+        ).detach()  # a packed head may keep no stock weight
 
-    def cost(self, rows: int, texts: int = 1) -> float:
-        return 1.0 if self.curve is None else self.curve.relative(rows, texts)
+    def cost(self, rows: int, sequences: int = 1) -> float:
+        return 1.0 if self.curve is None else self.curve.relative(rows, sequences)
 
-    def part(self, numbers: int) -> float:
-        return numbers * self.dtype.itemsize / pack.read_bytes(self.hf)
+    def read_cost(self, weights: int) -> float:
+        return weights * self.dtype.itemsize / linears.read_bytes(self.hf)
 
-    def launches(self, kernels: int) -> float:
+    def launch_cost(self, kernels: int) -> float:
         return 0.0 if self.curve is None else kernels * KERNEL_S / self.curve.at(1)
 
     def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Stack:
@@ -179,22 +180,22 @@ class Model:
         rows: range | None = None,
         logits: Literal["all", "none"] = "all",
     ) -> Scores:
-        """One pass over a tree, or over some rows of it with the scratch rows before them kept."""
+        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept."""
         attention.route(self.hf)
         rows = range(draft.nodes) if rows is None else rows
-        part = slice(rows.start, rows.stop)
-        where = Rows(
+        scored = slice(rows.start, rows.stop)
+        of_pass = Rows(
             base=batch.take(self.cache.length),
             depth=draft.tree.depth[:, : rows.stop],
-            sees=draft.tree.ancestors[:, part, : rows.stop],
+            sees=draft.tree.ancestors[:, scored, : rows.stop],
             batch=batch,
             chain=draft.tree.is_chain,
         )
         walked = self.layer_stack.walk(
-            self.embed(draft.tokens[:, part]), where, skip=skip, grafts=needs.grafts, taps=needs.taps
+            self.embed(draft.tokens[:, scored]), of_pass, skip=skip, grafts=needs.grafts, taps=needs.taps
         )
         return Scores(
-            # As they are: to compare them, which is all that a greedy round does, they need not be any wider.
+            # In the model's dtype: a greedy round only compares them, which needs no wider dtype.
             logits=self.head(self.norm(walked.hidden)) if logits == "all" else None,
             hidden=walked.hidden if needs.hidden else None,
             taps=walked.taps,
@@ -203,31 +204,31 @@ class Model:
 
     @torch.no_grad()
     def read(self, tokens: Tensor, needs: Needs) -> Scores:
-        """A causal pass over texts [b, n], without a cache, as far up as is asked for. Padding stands behind a text, where
-        no row of it looks.
+        """Run a causal pass over sequences [b, n], without a cache, up to the last layer that `needs` asks for. Padding
+        comes after a sequence, where none of its rows attend.
 
-        The logits of all rows are large: a caller that wants those of some rows asks `head` itself.
+        The logits of all rows are large: a caller that needs those of a few rows should call `head` itself.
         """
         attention.route(self.hf)
         rows = Rows.whole_sequences(tokens.shape[1], self.device)
         stop = None if needs.hidden or needs.logits else max(needs.taps, default=0)
-        walked = self._reader.walk(self.embed(tokens), rows, stop=stop, taps=needs.taps)
+        walked = self._uncached.walk(self.embed(tokens), rows, stop=stop, taps=needs.taps)
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
         return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
 
     def onward(self, batch: Batch, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         attention.route(self.hf)
-        rows = Rows.behind(batch.take(self.cache.length), hidden.shape[1], batch)
+        rows = Rows.chain_after(batch.take(self.cache.length), hidden.shape[1], batch)
         return self.layer_stack.walk(hidden, rows, start=layer, grafts=grafts).rows
 
     def alongside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
         attention.route(self.hf)
-        return self._reader.alongside(hidden, layer, anchor, joins)
+        return self._uncached.alongside(hidden, layer, anchor, joins)
 
 
 def _end_tokens(hf: PreTrainedModel) -> list[int]:
-    """Ids that end a sequence: generation_config.json names one or a list; config.json is the older place. What is no id of
-    the vocabulary is dropped with a warning: the model cannot write it, and the rest of the model is fine."""
+    """Return the ids that end a sequence. generation_config.json names one or a list; config.json is the older place. Ids
+    outside the vocabulary are dropped with a warning: the model cannot write them, and is fine otherwise."""
     generation = getattr(hf, "generation_config", None)
     places = {"generation_config.json": getattr(generation, "eos_token_id", None), "config.json": hf.config.eos_token_id}
 

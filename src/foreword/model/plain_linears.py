@@ -1,7 +1,7 @@
-"""Which linears are ordinary ones, whose weights can be read, joined and rounded as any tensor.
+"""Which linears are ordinary ones, with weights that can be read, concatenated and rounded like any tensor.
 
-Libraries that quantise a model in memory put classes of their own in the place of linears, or leave the linear and put a
-tensor class of their own in the place of its weight. Such a linear can be called, and no more than that is known of it.
+Libraries that quantise a model in memory replace linears by classes of their own, or keep the linear and replace its weight
+by a tensor class of their own. Such a linear can be called; nothing else is known about it.
 """
 
 from __future__ import annotations

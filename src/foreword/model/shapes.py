@@ -1,7 +1,7 @@
-"""Models of known shapes with random weights, made where they run: for timing, which asks for sizes and not for sense.
+"""Models of known shapes with random weights, for timing, where sizes matter and outputs do not.
 
-In: the name of a shape, a device and a dtype. Out: a llama of transformers, rebuilt for speed like one that was loaded.
-Nothing is downloaded, and no weight passes through the memory of the host.
+In: the name of a shape, a device and a dtype. Out: a llama of transformers, rebuilt for speed like a loaded one. Nothing is
+downloaded, and the weights are made on the device, without passing through host memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foreword.errors import InputError
-from foreword.model import linears as pack
+from foreword.model import linears
 
 _CONTEXT = 8192
 
@@ -41,14 +41,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype, rebuild: bool = True) -> PreTrainedModel:
-    """A llama of a shape in `SHAPES`, its weights drawn from a normal distribution of width 0.02."""
+    """Return a llama of a shape in `SHAPES`, with weights sampled from a normal distribution of standard deviation 0.02."""
     if shape not in SHAPES:
-        raise InputError(f"no shapes are called {shape!r}; there are: {', '.join(SHAPES)}")
+        raise InputError(f"unknown shape {shape!r}; choose from {', '.join(SHAPES)}")
     config = AutoConfig.for_model("llama", max_position_embeddings=_CONTEXT, initializer_range=0.02, **SHAPES[shape])
     torch.manual_seed(0)
     with device, torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.eval().requires_grad_(False).to(device)
     if rebuild:
-        pack.rebuild(model, device, dtype)
+        linears.rebuild(model, device, dtype)
     return model

@@ -1,9 +1,9 @@
-"""Stack: decoder layers with a cache of their own, walked whole or in part. The target has one; so may a drafter.
+"""Stack: decoder layers with a cache of their own, run as a whole or in part. The target has one; a drafter may have one.
 
-In: hidden rows, and `Rows`, which says where they stand and whom they see. Out: the rows after the last layer walked, with
-taps and grafted rows where asked. The layers are those of transformers, called one by one, or fused ones that compute the
-same. With a cache, the keys and values of the rows land in its scratch; without, rows see each other only, and gradients
-flow.
+In: hidden rows, and `Rows`, which gives their positions and which rows each attends to. Out: the rows after the last layer
+run, with taps and grafted rows if asked for. The layers are those of transformers, called one by one, or fused layers that
+compute the same. With a cache, the keys and values of the rows are written to its scratch rows. Without one, rows attend
+only to each other, and gradients flow.
 """
 
 from __future__ import annotations
@@ -19,60 +19,60 @@ from transformers import PreTrainedModel
 from foreword.core.draft import Tree
 from foreword.core.needs import Graft, Join, Joined, Skip, on_device
 from foreword.core.state import Batch
-from foreword.model.attention import Held, Pass, has_kernel, mask_of, within
+from foreword.model.attention import LayerPass, SequenceKV, has_kernel, mask_of, within_window
 from foreword.model.cache import CacheShape, SharedCacheMemory, SlotCache
-from foreword.model.families import Family, Sight
+from foreword.model.families import AttentionSpec, Family
 from foreword.model.fused.cuda import CudaLayer
 from foreword.model.fused.layers import fused_layers
 from foreword.model.linears import unpacked
 from foreword.ops.dispatch import kernels
 
-# Attention reads keys up to a multiple of this, so that shapes repeat from round to round.
+# Attention reads a multiple of this many keys, so that shapes repeat from round to round.
 SPAN_STEP = 64
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The n rows of a pass: `base` [b] committed rows before them, `depth` [b or 1, m] behind base, and `sees`.
+    """The n rows of a pass, and the m scratch rows that they may attend to. The n rows are the last of the m.
 
-    `sees` [b or 1, n, m] says which of the m scratch rows each row may look at; the rows themselves are the last n of
-    those m, so a pass over part of a tree leaves the scratch rows before it in place. `depth` is that of all m: a layer
-    with a window asks how far away a scratch row is.
+    base [b]: committed rows before the scratch rows. depth [b or 1, m]: distance of each scratch row from `base`; a layer
+    with a window needs that of all m. sees [b or 1, n, m]: the scratch rows that each row attends to. A pass over part of a
+    tree leaves the scratch rows before its own in place.
     """
 
     base: Tensor
     depth: Tensor
     sees: Tensor
     batch: Batch | None = None
-    chain: bool = False  # every row sees itself and all before it
-    causal: bool = True  # no row sees a later one; a block whose rows see each other has to say that it is not
+    chain: bool = False  # every row attends to itself and to all rows before it
+    causal: bool = True  # no row attends to a later one; set it to False for a block whose rows attend to each other
 
     @staticmethod
     def whole_sequences(count: int, device: torch.device) -> Rows:
-        """Whole texts from their first token on: every row sees itself and those before it, in all texts alike."""
+        """Return the rows of whole sequences of `count` tokens, with causal attention, the same for every sequence."""
         sees = torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
         depth = torch.arange(count, device=device).unsqueeze(0)
         return Rows(torch.zeros(1, dtype=torch.long, device=device), depth, sees, chain=True)
 
     @staticmethod
-    def behind(base: Tensor, count: int, batch: Batch) -> Rows:
-        """A chain of so many rows behind the committed ones."""
+    def chain_after(base: Tensor, count: int, batch: Batch) -> Rows:
+        """Return a chain of `count` rows after the committed ones."""
         chain = Tree.chain(count, base.device)
         return Rows(base, chain.depth, chain.ancestors, batch, chain=True)
 
     @staticmethod
     def alongside(length: int, anchor: Tensor, joins: Sequence[Join]) -> Rows:
-        """Those that joined texts of `length` rows behind the anchors [b, A], join by join."""
+        """Return the rows that join sequences of `length` rows at the anchors [b, A], join by join."""
         count, device = anchor.shape[1], anchor.device
-        place = torch.arange(length, device=device)
+        position = torch.arange(length, device=device)
         ahead = [anchor + join.offset for join in joins]
-        known = tuple(int(i == j or j in one.sees) for i, one in enumerate(joins) for j in range(len(joins)))
-        same = torch.eye(count, dtype=torch.bool, device=device)
-        whose = on_device(known, device).bool().view(len(joins), 1, -1, 1)
-        own = (whose & same.view(1, count, 1, -1)).flatten(2).flatten(0, 1)
-        text = (place <= anchor.unsqueeze(2)).repeat(1, len(joins), 1)
-        sees = torch.cat([text, own.expand(anchor.shape[0], -1, -1)], dim=2)
-        depth = torch.cat([place.expand(anchor.shape[0], -1), *ahead], dim=1)
+        visible = tuple(int(i == j or j in one.sees) for i, one in enumerate(joins) for j in range(len(joins)))
+        same_anchor = torch.eye(count, dtype=torch.bool, device=device)
+        join_sees = on_device(visible, device).bool().view(len(joins), 1, -1, 1)
+        joined = (join_sees & same_anchor.view(1, count, 1, -1)).flatten(2).flatten(0, 1)
+        sequence = (position <= anchor.unsqueeze(2)).repeat(1, len(joins), 1)
+        sees = torch.cat([sequence, joined.expand(anchor.shape[0], -1, -1)], dim=2)
+        depth = torch.cat([position.expand(anchor.shape[0], -1), *ahead], dim=1)
         return Rows(torch.zeros(anchor.shape[0], dtype=torch.long, device=device), depth, sees)
 
     @property
@@ -81,11 +81,12 @@ class Rows:
 
     @property
     def first(self) -> int:
+        """The index of the pass's first row among the scratch rows."""
         return self.sees.shape[2] - self.count
 
     @property
-    def sight(self) -> Tensor:
-        """`sees`, without what a causal pass does not see whatever `sees` says: the same for a mask as for the kernel."""
+    def visible(self) -> Tensor:
+        """`sees`, without later rows if the pass is causal. So a mask excludes what the kernel never reads."""
         return self.sees.tril(self.first) if self.causal and not self.chain else self.sees
 
     @property
@@ -93,20 +94,20 @@ class Rows:
         return self.base.unsqueeze(1) + self.depth[:, self.first :]
 
     def grafted(self, grafts: Sequence[Graft]) -> Rows:
-        """These rows with those of all grafts behind them. Real rows see none of them; a grafted one sees what its anchor
-        sees, its elders and itself."""
+        """Return these rows with those of all grafts after them. Real rows attend to no grafted row. A grafted row attends
+        to what its anchor does, to the earlier rows of the same anchor, and to itself."""
         if not grafts:
             return self
-        anchor, offset = _hung(grafts, self.base.device)
+        anchor, offset = anchors_and_offsets(grafts, self.base.device)
         depth = torch.cat([self.depth, self.depth[:, self.first + anchor] + offset], dim=1)
         batch, count, _ = self.sees.shape
-        elders = (anchor.unsqueeze(1) == anchor).tril().expand(batch, -1, -1)
+        earlier = (anchor.unsqueeze(1) == anchor).tril().expand(batch, -1, -1)
         top = torch.cat([self.sees, self.sees.new_zeros(batch, count, len(anchor))], dim=2)
-        bottom = torch.cat([self.sees[:, anchor], elders], dim=2)
+        bottom = torch.cat([self.sees[:, anchor], earlier], dim=2)
         return Rows(self.base, depth, torch.cat([top, bottom], dim=1), self.batch, causal=self.causal)
 
     def head(self, count: int) -> Rows:
-        """The first `count` of them, which see none of the rest."""
+        """Return the first `count` rows, which attend to none of the others."""
         if count == self.count:
             return self
         scratch = self.first + count
@@ -115,7 +116,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Walked:
-    rows: Tensor  # [b, n + R, H]: those that were given, then those that were grafted
+    """What a walk gives."""
+
+    rows: Tensor  # [b, n + R, H]: the n rows of the pass, then the R grafted ones
     real: int  # n
     taps: dict[int, Tensor] = field(default_factory=dict)
 
@@ -129,38 +132,42 @@ class Walked:
 
 
 class Stack:
+    """Decoder layers and, once allocated, their cache."""
+
     def __init__(self, model: PreTrainedModel, family: Family, layers: nn.ModuleList) -> None:
         self.model = model
         self.family = family
         self.layers = layers
         self.cache: SlotCache | None = None
-        self.sights = [family.sight(layer) for layer in layers]
-        self.windows, self.tables = ({getattr(sight, name) for sight in self.sights} for name in ("window", "table"))
+        self.attention_specs = [family.attention_spec(layer) for layer in layers]
+        self.windows, self.rotary_names = (
+            {getattr(spec, name) for spec in self.attention_specs} for name in ("window", "rotary_table")
+        )
         self.fused = fused_layers(layers) if family.fused else None
-        self.turns: dict[str, Any] = {}  # rotary angles of every row a text may have, by table
+        self.rotary_tables: dict[str, Any] = {}  # cosine and sine at every position, by table
 
     @staticmethod
     def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None) -> Stack:
-        """New layers of the same kind: copies of layer `init`, or of several in their order, or freshly initialised as the
-        family does it."""
-        places = init if isinstance(init, range) else [-1 if init is None else init] * layers
-        assert len(places) == layers, "a range names a layer for each"
-        fresh = nn.ModuleList(unpacked(family.layers(model)[place]) for place in places).requires_grad_(True)
+        """Return a stack of new layers of the model's kind: copies of layer `init`, copies of a range of layers, or, if it
+        is None, layers initialised as transformers does."""
+        indices = init if isinstance(init, range) else [-1 if init is None else init] * layers
+        assert len(indices) == layers, "a range names a layer for each"
+        fresh = nn.ModuleList(unpacked(family.layers(model)[index]) for index in indices).requires_grad_(True)
         if init is None:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)
 
     def allocate(self, slots: int, context: int, scratch: int = 64, memory: SharedCacheMemory | None = None) -> SlotCache:
-        """Give the stack a cache. The bytes are checked before any is taken; if they do not fit, the old one stays."""
+        """Give the stack a cache. Memory is checked before it is allocated; if the cache does not fit, the old one stays."""
         device = next(self.model.parameters()).device
         self.cache = SlotCache(self.cache_shape(), slots, context, scratch, device, memory)
-        self.fused = fused_layers(self.layers) if self.family.fused else None  # new ones: the old look at the old cache
-        self.turns = self._positions(torch.arange(self.cache.rows, device=self.cache.length.device).unsqueeze(0))
+        self.fused = fused_layers(self.layers) if self.family.fused else None  # new ones: the old ones view the old cache
+        self.rotary_tables = self._rotary(torch.arange(self.cache.rows, device=self.cache.length.device).unsqueeze(0))
         return self.cache
 
     def free(self) -> None:
         self.cache = self.fused = None
-        self.turns = {}
+        self.rotary_tables = {}
 
     def cache_shape(self) -> CacheShape:
         config = self.model.config
@@ -168,24 +175,24 @@ class Stack:
         return CacheShape(len(self.layers), config.num_key_value_heads, width, self.model.dtype)
 
     def read(self, hidden: Tensor, batch: Batch, count: Tensor, skip: Skip | None = None) -> Tensor:
-        """Rows [b, n, H] of a text, behind those that are cached: walked as a chain, and the first `count` [b] committed."""
+        """Run rows [b, n, H] of a sequence as a chain after the cached ones, and commit the first `count` [b] of them."""
         assert self.cache is not None
-        rows = Rows.behind(batch.take(self.cache.length), hidden.shape[1], batch)
+        rows = Rows.chain_after(batch.take(self.cache.length), hidden.shape[1], batch)
         walked = self.walk(hidden, rows, skip=skip).hidden
         self.cache.advance(batch, count)
         return walked
 
     def restart(self, batch: Batch, length: Tensor) -> None:
-        """Sequences enter whose slots hold their first `length` [b] rows. What lies behind is cleared: it may be NaN."""
+        """Start sequences whose slots hold their first `length` [b] rows. Later rows are cleared: they may be NaN."""
         assert self.cache is not None
         self.cache.rewind(batch, length)
         for slot in batch.ids:
             self.cache.wipe_scratch(slot)
 
-    def over(self, hidden: Tensor, skip: Skip | None = None) -> Tensor:
-        """Whole texts [b, n, H] from their first row on, without a cache: how the layers are trained."""
-        alone = Stack(self.model, self.family, self.layers)
-        return alone.walk(hidden, Rows.whole_sequences(hidden.shape[1], hidden.device), skip=skip).hidden
+    def walk_sequences(self, hidden: Tensor, skip: Skip | None = None) -> Tensor:
+        """Run whole sequences [b, n, H] from their first row on, without a cache. This is how the layers are trained."""
+        uncached = Stack(self.model, self.family, self.layers)
+        return uncached.walk(hidden, Rows.whole_sequences(hidden.shape[1], hidden.device), skip=skip).hidden
 
     def walk(
         self,
@@ -197,11 +204,11 @@ class Stack:
         grafts: tuple[Graft, ...] = (),
         taps: tuple[int, ...] = (),
     ) -> Walked:
-        """Take rows [b, n, H] from after layer `start` to after layer `stop`."""
+        """Run rows [b, n, H] through the layers after `start` up to and including `stop`."""
         stop = len(self.layers) if stop is None else stop
-        real, kept = rows.count, {}
-        # A tensor of its own, for which no earlier walk handed anything on: so a norm is launched between the kernel that
-        # says where rows stand and the product that asks for it before its turn.
+        real, tapped = rows.count, {}
+        # A new tensor object, for which no earlier walk handed on a norm. So a norm is launched between the kernel that
+        # computes positions and the product that reads them before its turn.
         hidden = hidden[:]
         counts = {real + sum(graft.rows for graft in grafts if graft.layer <= layer) for layer in range(start, stop)}
         if self.cache is not None and not rows.chain:
@@ -209,44 +216,45 @@ class Stack:
         views = self._views(rows, grafts, tuple(sorted(counts)), hidden.dtype)
         for layer in range(start, stop + 1):
             if layer in taps:
-                kept[layer] = hidden[:, :real]
+                tapped[layer] = hidden[:, :real]
             for graft in grafts:
                 if graft.layer == layer:
                     hidden = graft.onto(hidden, real)
             if layer < stop:
-                hidden = self._layer(layer, hidden, views[hidden.shape[1]], skip)
-        return Walked(hidden, real, kept)
+                hidden = self._run_layer(layer, hidden, views[hidden.shape[1]], skip)
+        return Walked(hidden, real, tapped)
 
     def alongside(self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
-        """Whole texts [b, n, H] from after layer `start` on, without gradients, and the rows that join behind the anchors
-        [b, A], with them: as they leave every layer."""
-        held, count = Held(), anchor.shape[1]
-        text, side = self._view(Rows.whole_sequences(hidden.shape[1], hidden.device), hidden.dtype), None
-        text = replace(text, shared=text.shared._replace(held=held))
+        """Run whole sequences [b, n, H] through the layers after `start`, without gradients, and the rows that join at the
+        anchors [b, A], with gradients. Yield both as they leave each layer."""
+        kv, count = SequenceKV(), anchor.shape[1]
+        whole, joined = self._view(Rows.whole_sequences(hidden.shape[1], hidden.device), hidden.dtype), None
+        whole = replace(whole, shared=whole.shared._replace(kv_out=kv))
         rows: tuple[Tensor, ...] = ()
         for layer in range(start, len(self.layers) + 1):
             for join in (join for join in joins if join.layer == layer):
-                rows, side = (*rows, join.make(hidden.gather(1, _across(anchor, hidden)), rows)), None
+                rows, joined = (*rows, join.make(hidden.gather(1, _row_index(anchor, hidden)), rows)), None
             yield Joined(layer, hidden, rows)
             if layer == len(self.layers):
                 return
             with torch.no_grad():
-                hidden = self._layer(layer, hidden, text, None)
+                hidden = self._run_layer(layer, hidden, whole, None)
             if rows:
-                if side is None:
-                    side = self._view(Rows.alongside(hidden.shape[1], anchor, joins[: len(rows)]), hidden.dtype)
-                    side = replace(side, shared=side.shared._replace(alongside=held))
-                rows = self._layer(layer, torch.cat(rows, dim=1), side, None).split(count, dim=1)
+                if joined is None:
+                    joined = self._view(Rows.alongside(hidden.shape[1], anchor, joins[: len(rows)]), hidden.dtype)
+                    joined = replace(joined, shared=joined.shared._replace(kv_in=kv))
+                rows = self._run_layer(layer, torch.cat(rows, dim=1), joined, None).split(count, dim=1)
 
-    def _layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
+    def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
         layer = self.layers[index]
         skip = skip or Skip()
         if index not in skip.attention and index not in skip.mlp:
             fused = None if self.fused is None else self.fused[index]
             if fused is not None and self.cache is not None:
-                return fused(hidden, view.tables[self.sights[index].table], view.own(index))
+                return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
             if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
-                return fused.whole(hidden, view.tables[self.sights[index].table], view.shared.held)
+                table = view.rotary[self.attention_specs[index].rotary_table]
+                return fused.whole_sequences(hidden, table, view.shared.kv_out)
             return layer(hidden, attention_mask=None, **view.options(index))
         if index not in skip.attention:
             hidden = self.family.attention_half(layer, hidden, **view.options(index))
@@ -255,96 +263,104 @@ class Stack:
         return hidden
 
     def _views(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...], dtype: torch.dtype) -> dict[int, _View]:
-        """What layers share that are walked with equally many rows, by how many these are."""
+        """Return what layers share, by how many rows they run: the layers between two grafts have the same number."""
         if counts and self.cache is not None and has_kernel(self.cache):
             return self._views_by_kernel(rows, grafts, counts)
         whole = rows.grafted(grafts)
         return {count: self._view(whole.head(count), dtype) for count in counts}
 
     def _view(self, rows: Rows, dtype: torch.dtype) -> _View:
-        """Positions, sights, places in the cache."""
-        rows = replace(rows, sees=rows.sight)
-        seen = {window: within(rows.sees, rows.depth, window) for window in self.windows}
+        """Return the positions, masks and cache places of rows."""
+        rows = replace(rows, sees=rows.visible)
+        seen = {window: within_window(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
-            tables = self._positions(rows.position)
-            causal = rows.chain and not any(sight.window or sight.softcap for sight in self.sights)
-            alone = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], dtype)
-            return _View(self.sights, tables, rows, seen, alone, Pass(rows.base, rows.depth, rows.sees), causal=causal)
+            causal = rows.chain and not any(spec.window or spec.softcap for spec in self.attention_specs)
+            masks = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], dtype)
+            shared = LayerPass(rows.base, rows.depth, rows.sees)
+            return _View(self.attention_specs, self._rotary(rows.position), rows, seen, masks, shared, causal=causal)
         assert rows.batch is not None
-        tables, places = self._standing(rows)
-        reach = min(-(-(rows.batch.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
-        shared = Pass(rows.base, rows.depth, rows.sees, batch=rows.batch, places=places, reach=reach)
-        return _View(self.sights, tables, rows, seen, self._masks(rows.base, rows, reach, dtype), shared, self.cache)
+        rotary, places = self._rotary_and_places(rows)
+        key_rows = min(-(-(rows.batch.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
+        shared = LayerPass(rows.base, rows.depth, rows.sees, batch=rows.batch, places=places, key_rows=key_rows)
+        masks = self._masks(rows.base, rows, key_rows, dtype)
+        return _View(self.attention_specs, rotary, rows, seen, masks, shared, self.cache)
 
-    def _standing(self, rows: Rows) -> tuple[dict[str, Any], Tensor]:
-        """How rows are turned, by table, and where their keys and values go."""
+    def _rotary_and_places(self, rows: Rows) -> tuple[dict[str, Any], Tensor]:
+        """Return the rotary angles of rows, by table, and where their keys and values are stored."""
         assert self.cache is not None and rows.batch is not None
-        known = rows.position.clamp(max=self.cache.rows - 1)  # padding may lie beyond
-        tables = {name: tuple(part[0, known] for part in turn) for name, turn in self.turns.items()}
-        order = torch.arange(rows.first, rows.sees.shape[2], device=known.device)
-        return tables, self.cache.places(rows.batch, rows.base.unsqueeze(1) + order)
+        position = rows.position.clamp(max=self.cache.rows - 1)  # padding may lie beyond
+        rotary = {name: tuple(part[0, position] for part in table) for name, table in self.rotary_tables.items()}
+        order = torch.arange(rows.first, rows.sees.shape[2], device=position.device)
+        return rotary, self.cache.places(rows.batch, rows.base.unsqueeze(1) + order)
 
     def _views_by_kernel(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...]) -> dict[int, _View]:
         assert self.cache is not None and rows.batch is not None
-        by_kernel = kernels("layer.standing")
+        by_kernel = kernels("layer.row_positions")
         device, heads = rows.base.device, self.cache.shape.heads
-        grafted = by_kernel.Grafted(*_hung(grafts, device), on_device(counts, device), counts) if grafts else None
+        grafted = (
+            by_kernel.GraftedRows(*anchors_and_offsets(grafts, device), on_device(counts, device), counts)
+            if grafts
+            else None
+        )
         where = rows.base, rows.depth, rows.sees, rows.batch.slots, heads, grafted
-        found = {name: by_kernel.standing(turn, *where) for name, turn in self.turns.items()}
-        one = next(iter(found.values()))
+        found = {name: by_kernel.row_positions(table, *where) for name, table in self.rotary_tables.items()}
+        first = next(iter(found.values()))
         views = {}
-        for count, places in zip(counts, one.places, strict=True):
-            part = replace(rows, depth=one.depth, sees=one.sees).head(count)
-            seen = {window: within(part.sees, part.depth, window) for window in self.windows}
-            tables = {name: (stood.cosine[:, :count], stood.sine[:, :count]) for name, stood in found.items()}
+        for count, places in zip(counts, first.places, strict=True):
+            part = replace(rows, depth=first.depth, sees=first.sees).head(count)
+            seen = {window: within_window(part.sees, part.depth, window) for window in self.windows}
+            rotary = {name: (one.cosine[:, :count], one.sine[:, :count]) for name, one in found.items()}
             chain = rows.chain and not grafts
-            shared = Pass(part.base, part.depth, part.sees, chain, rows.causal, batch=part.batch, places=places)
-            views[count] = _View(self.sights, tables, part, seen, {}, shared, self.cache)
+            shared = LayerPass(part.base, part.depth, part.sees, chain, rows.causal, batch=part.batch, places=places)
+            views[count] = _View(self.attention_specs, rotary, part, seen, {}, shared, self.cache)
         return views
 
-    def _positions(self, position: Tensor) -> dict[str, Any]:
-        """What each rotary table says of positions [b, n]."""
+    def _rotary(self, position: Tensor) -> dict[str, Any]:
+        """Return the rotary angles of positions [b, n], by table."""
         like = torch.empty(0, dtype=self.model.dtype, device=position.device)
-        return {table: self.family.positions(self.model, like, position, table) for table in self.tables}
+        return {table: self.family.positions(self.model, like, position, table) for table in self.rotary_names}
 
-    def _masks(self, base: Tensor, rows: Rows, reach: int, dtype: torch.dtype) -> dict[int, Tensor]:
-        """A mask for each window among the layers."""
+    def _masks(self, base: Tensor, rows: Rows, key_rows: int, dtype: torch.dtype) -> dict[int, Tensor]:
+        """Return a mask for each window among the layers."""
         config = self.model.config
         groups = config.num_attention_heads // config.num_key_value_heads
-        return {window: mask_of(base, rows.sees, reach, groups, dtype, window, rows.depth) for window in self.windows}
+        return {window: mask_of(base, rows.sees, key_rows, groups, dtype, window, rows.depth) for window in self.windows}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.layers.parameters()
 
 
-def _hung(grafts: Sequence[Graft], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Anchors and offsets of the rows of all grafts."""
+def anchors_and_offsets(grafts: Sequence[Graft], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the anchors [R] and offsets [R] of the rows of all grafts."""
     anchor, offset = (tuple(one for graft in grafts for one in getattr(graft, name)) for name in ("anchor", "offset"))
     return on_device(anchor, device), on_device(offset, device)
 
 
-def _across(places: Tensor, rows: Tensor) -> Tensor:
-    """Places [b, A] as an index that gathers whole rows."""
+def _row_index(places: Tensor, rows: Tensor) -> Tensor:
+    """Return places [b, A] as an index that gathers whole rows."""
     return places.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
 
 
 @dataclass(frozen=True)
 class _View:
-    sights: list[Sight]
-    tables: dict[str, Any]  # rotary positions, by `Sight.table`
-    rows: Rows
-    seen: dict[int, Tensor]  # which scratch rows, by `Sight.window`
-    masks: dict[int, Tensor]  # the same as masks over all keys, where attention is torch's own
-    shared: Pass
-    cache: SlotCache | None = None
-    causal: bool = False  # rows see one another as in whole texts, and no mask says so
+    """What layers that run the same rows share, and what each of them gets of it."""
 
-    def own(self, layer: int) -> Pass:
-        sight, cache = self.sights[layer], self.cache
+    specs: list[AttentionSpec]  # by layer
+    rotary: dict[str, Any]  # angles of the rows, by `AttentionSpec.rotary_table`
+    rows: Rows
+    seen: dict[int, Tensor]  # scratch rows that each row attends to, by `AttentionSpec.window`
+    masks: dict[int, Tensor]  # the same as masks over all keys, by window, if torch computes attention
+    shared: LayerPass
+    cache: SlotCache | None = None
+    causal: bool = False  # whole sequences with plain causal attention, which needs no mask
+
+    def for_layer(self, layer: int) -> LayerPass:
+        spec, cache = self.specs[layer], self.cache
         cached = None if cache is None else cache.layers[layer]
-        seen, mask = self.seen[sight.window], self.masks.get(sight.window)
-        return self.shared._replace(sight=sight, sees=seen, mask=mask, cached=cached)
+        seen, mask = self.seen[spec.window], self.masks.get(spec.window)
+        return self.shared._replace(spec=spec, sees=seen, mask=mask, cache=cached)
 
     def options(self, layer: int) -> dict[str, Any]:
-        table = self.tables[self.sights[layer].table]
-        return {"position_embeddings": table, "position_ids": self.rows.position, "foreword_pass": self.own(layer)}
+        """Return the keyword arguments for a layer of transformers."""
+        angles = self.rotary[self.specs[layer].rotary_table]
+        return {"position_embeddings": angles, "position_ids": self.rows.position, "foreword_pass": self.for_layer(layer)}

@@ -1,9 +1,9 @@
 """How weights for hidden size H become weights for r H that compute the same: those of a target, and those of its drafters.
 
-A wide row is r copies of a narrow one, end to end, in one of two sizes: what a norm gives is copied as it is; the stream
-that layers add to, which the embedding begins, is divided by r, so that a head tied to the embedding sums r copies to what
-it was. A weight says what it reads and writes, and the rest follows. With r a power of two nothing is rounded, so that a
-weight made wide can be made narrow again, to the bit.
+A wide row is r copies of a narrow row, concatenated, in one of two scales. The output of a norm is copied unchanged. The
+residual stream, which begins with the embedding, is divided by r, so that a head tied to the embedding sums r copies to the
+original value. Each weight declares what it reads and writes; the rest follows. If r is a power of two, nothing is rounded,
+so a widened weight can be narrowed again to the same bits.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from torch import Tensor
 
 from foreword.errors import InputError
 
-Size = Literal["normed", "stream"]
+Scale = Literal["normed", "stream"]
 
 
 @dataclass(frozen=True)
 class Wide:
-    """What a linear, its bias included, or the weight of a norm, which reads whatever it is given, has to do with rows.
+    """The scales of the rows that a linear (with its bias) or a norm reads and writes. What a norm reads does not matter.
 
-    `reads` is a row of any width, or several of hidden size side by side; where there are more, they are like the last.
+    `reads` is one row of any width, or a tuple for several concatenated rows of hidden size; further rows are like the last.
     """
 
-    writes: Size
-    reads: Size | tuple[Size, ...] = "normed"
+    writes: Scale
+    reads: Scale | tuple[Scale, ...] = "normed"
 
     def widened(self, weight: Tensor, times: int, hidden: int) -> Tensor:
-        """A weight [out, in], bias or norm for rows `times` as wide; `hidden` is the narrow hidden size."""
+        """Return a weight [out, in], bias or norm for rows `times` as wide; `hidden` is the narrow hidden size."""
         if weight.dim() == 1:
-            return (weight * _size(self.writes, times)).repeat(times)
+            return (weight * _factor(self.writes, times)).repeat(times)
         scaled = [part * scale for part, scale in self._parts(weight, times, hidden)]
         return torch.cat([part.repeat(1, times) for part in scaled], dim=1).repeat(times, 1)
 
     def narrowed(self, weight: Tensor, times: int, hidden: int) -> Tensor:
-        """What `widened` made such a weight of: of each row that it reads or writes the first copy, in its own size."""
+        """Return the weight that `widened` was given: the first copy of each row that it reads or writes, rescaled."""
         written = weight[: weight.shape[0] // times]
         if weight.dim() == 1:
-            return written / _size(self.writes, times)
+            return written / _factor(self.writes, times)
         parts = self._parts(written, times, hidden * times)
         return torch.cat([part[:, : part.shape[1] // times] / scale for part, scale in parts], dim=1)
 
     def _parts(self, weight: Tensor, times: int, hidden: int) -> list[tuple[Tensor, float]]:
-        """What of a weight [out, in] reads a row each, and what widening multiplies it by."""
+        """Return the parts of a weight [out, in] that each read one row, and the factor of each part when widened."""
         reads = (self.reads,) if isinstance(self.reads, str) else self.reads
         parts = [weight] if isinstance(self.reads, str) else weight.split(hidden, dim=1)
-        sizes = [_size(reads[min(place, len(reads) - 1)], times) for place in range(len(parts))]
-        return [(part, _size(self.writes, times) / read / times) for part, read in zip(parts, sizes, strict=True)]
+        factors = [_factor(reads[min(index, len(reads) - 1)], times) for index in range(len(parts))]
+        return [(part, _factor(self.writes, times) / read / times) for part, read in zip(parts, factors, strict=True)]
 
 
-def _size(of: Size, times: int) -> float:
-    return 1 / times if of == "stream" else 1.0
+def _factor(scale: Scale, times: int) -> float:
+    return 1 / times if scale == "stream" else 1.0
 
 
 NORM = Wide("normed")
 WITHIN = Wide("normed", "normed")
-SEVERAL = Wide("normed", ("normed",))  # reads several rows side by side
+SEVERAL = Wide("normed", ("normed",))  # reads several concatenated rows
 INTO_STREAM = Wide("stream", "normed")
 
 LAYER = {
@@ -71,10 +71,10 @@ LAYER = {
     "mlp.down_proj": INTO_STREAM,
     "*_layernorm": NORM,
 }
-"""A decoder layer with a norm before each half, and rotary positions: its heads are copied, and stay as wide as they are."""
+"""A decoder layer with pre-norms and rotary positions. Its heads are copied and keep their width."""
 
 Table = Mapping[str, Wide]
-"""Names of modules, `*` for any part of a name, and how their weights widen."""
+"""Names of modules, `*` for any part of a name, and the rule for their weights."""
 
 
 def layers_at(place: str) -> dict[str, Wide]:
@@ -82,32 +82,34 @@ def layers_at(place: str) -> dict[str, Wide]:
 
 
 def widened(name: str, weight: Tensor, table: Table, times: int, hidden: int) -> Tensor:
-    """The weight called `name`, such as `block.0.mlp.up_proj.weight`, for rows `times` as wide."""
+    """Return the weight called `name`, such as `block.0.mlp.up_proj.weight`, for rows `times` as wide."""
     return _rule(name, table).widened(weight, times, hidden)
 
 
 def narrowed(name: str, weight: Tensor, table: Table, times: int, hidden: int) -> Tensor:
-    """The weight of which `widened` made this one; `hidden` is the narrow hidden size."""
+    """Return the weight that `widened` was given for this one; `hidden` is the narrow hidden size."""
     return _rule(name, table).narrowed(weight, times, hidden)
 
 
 def _rule(name: str, table: Table) -> Wide:
     found = {wide for pattern, wide in table.items() if fnmatchcase(name.rpartition(".")[0], pattern)}
     if len(found) != 1:
-        raise InputError(f"nothing says how {name} widens, or two things do; its table knows {', '.join(table)}")
+        raise InputError(f"no rule, or several, for widening {name}; the table has {', '.join(table)}")
     return found.pop()
 
 
 def per_token(weight: Tensor, times: int) -> Tensor:
-    """An embedding or a head [V, H]: its rows belong to tokens and are as many as before."""
+    """Widen an embedding or a head [V, H]. It keeps one row per token."""
     return (weight / times).repeat(1, times)
 
 
 def per_token_narrowed(weight: Tensor, times: int) -> Tensor:
-    """The embedding or head of which `per_token` made this one."""
+    """Return the embedding or head that `per_token` was given for this one."""
     return weight[:, : weight.shape[1] // times] * times
 
 
 def check_times(times: int) -> None:
     if type(times) is not int or times < 1 or times & (times - 1):
-        raise InputError(f"a model grows by a power of two, which rounds nothing, got {times!r}; use 2, 4, 8 or 16")
+        raise InputError(
+            f"a model is widened by a power of two, so that nothing is rounded, got {times!r}; use 2, 4, 8 or 16"
+        )

@@ -19,9 +19,9 @@ from foreword.methods import METHODS, make, untrained
 from foreword.model import cost
 from foreword.model import linears as pack_module
 from foreword.model import measured as measured_module
-from foreword.model.cost import CostCurve, Tries, curve_for, draft_cost, facts_of, measure, measure_draft
+from foreword.model.cost import CostCurve, PassTimings, curve_for, draft_cost, facts_of, measure, measure_draft
 from foreword.model.linears import fuse
-from foreword.model.measured import anew
+from foreword.model.measured import remeasuring
 from foreword.model.model import Model
 
 CURVE = CostCurve((1, 4, 8), (2.0, 5.0, 6.0))
@@ -66,10 +66,10 @@ def test_passes_over_several_texts_are_measured(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("error", [CapacityError("no room"), torch.OutOfMemoryError("no room")], ids=repr)
 def test_batches_that_find_no_memory_are_left_out(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(model: Model, texts: int, rows: tuple[int, ...]) -> Tries:
+    def full(model: Model, texts: int, rows: tuple[int, ...]) -> PassTimings:
         if texts > 2:
             raise error
-        return Tries(tuple(texts * count for count in rows), [[1.0] for _ in rows], texts)
+        return PassTimings(tuple(texts * count for count in rows), [[1.0] for _ in rows], texts)
 
     monkeypatch.setattr(cost, "_tried", full)
     curve = measure(target(), rows=(1, 3), batches={2: (1, 4), 3: (1,)}).curve()
@@ -77,13 +77,13 @@ def test_batches_that_find_no_memory_are_left_out(error: Exception, monkeypatch:
 
 
 def test_a_measured_curve_never_falls() -> None:
-    curve = Tries((1, 2, 4, 8), [[3.0, 2.0], [1.5, 9.0], [5.0, 5.5], [99.0, 17.0]]).curve()
+    curve = PassTimings((1, 2, 4, 8), [[3.0, 2.0], [1.5, 9.0], [5.0, 5.5], [99.0, 17.0]]).curve()
     assert curve == CostCurve((1, 2, 4, 8), (1.5, 1.5, 5.0, 12.0), steady=False)
 
 
 def test_a_busy_machine_is_noticed() -> None:
-    assert Tries((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.1, 9.0]]).steady
-    assert not Tries((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.9, 9.0]]).steady
+    assert PassTimings((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.1, 9.0]]).steady
+    assert not PassTimings((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.9, 9.0]]).steady
 
 
 @pytest.mark.parametrize(("seconds", "tries"), [(0.1, cost.REPEATS), (0.8, 3), (60.0, cost.FEWEST)])
@@ -98,10 +98,10 @@ def test_slow_passes_are_tried_less_often(seconds: float, tries: int, monkeypatc
 
 
 def test_an_evenly_busy_machine_is_noticed_by_what_our_threads_waited_for() -> None:
-    even = Tries((1, 2), [[1.0, 1.1, 1.0], [2.0, 2.1, 2.0]], waited="a thread waited for a core half of the time")
+    even = PassTimings((1, 2), [[1.0, 1.1, 1.0], [2.0, 2.1, 2.0]], waited="a thread waited for a core half of the time")
     assert not even.steady and even.curve().suspect == even.waited
-    batch = Tries((8,), [[1.0, 1.0]], texts=8, waited="a thread waited")
-    assert not Tries((1,), [[1.0, 1.0]], batches=(batch,)).steady
+    batch = PassTimings((8,), [[1.0, 1.0]], texts=8, waited="a thread waited")
+    assert not PassTimings((1,), [[1.0, 1.0]], batches=(batch,)).steady
 
 
 def test_what_our_threads_wait_for_is_watched_while_passes_and_drafts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,25 +115,25 @@ def test_what_our_threads_wait_for_is_watched_while_passes_and_drafts_are_timed(
     assert cost._on_cpu(model, Held()) == "", "the host of a GPU may come late"
 
 
-STEADY, SHAKY = Tries((1, 4), [[1.0, 1.0], [2.0, 2.1]]), Tries((1, 4), [[1.0, 9.0], [2.0, 9.0]])
+STEADY, SHAKY = PassTimings((1, 4), [[1.0, 1.0], [2.0, 2.1]]), PassTimings((1, 4), [[1.0, 9.0], [2.0, 9.0]])
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tries]:
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PassTimings]:
     """What the machine will show, one entry for each time it is measured; nothing is left when it is measured too often."""
-    coming: list[Tries] = []
+    coming: list[PassTimings] = []
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(cost, "measure", lambda model: coming.pop(0))
     monkeypatch.setattr(cost, "read_speed", lambda device: 1.0)  # bytes a second: no pass is too slow for this machine
     return coming
 
 
-def test_a_curve_is_measured_once_and_kept(measured: list[Tries]) -> None:
+def test_a_curve_is_measured_once_and_kept(measured: list[PassTimings]) -> None:
     measured.append(STEADY)
     assert curve_for(target()) == curve_for(target()) == STEADY.curve()
 
 
-def test_what_a_busy_machine_shows_is_trusted_for_a_while(measured: list[Tries], tmp_path: Path) -> None:
+def test_what_a_busy_machine_shows_is_trusted_for_a_while(measured: list[PassTimings], tmp_path: Path) -> None:
     measured += [SHAKY, STEADY]
     assert curve_for(target()) == curve_for(target()) == SHAKY.curve()
     (file,) = (tmp_path / "costs").glob("*.json")
@@ -142,7 +142,7 @@ def test_what_a_busy_machine_shows_is_trusted_for_a_while(measured: list[Tries],
         assert curve_for(target()) == shown.curve()
 
 
-def test_who_times_for_others_believes_no_busy_machine(measured: list[Tries]) -> None:
+def test_who_times_for_others_believes_no_busy_machine(measured: list[PassTimings]) -> None:
     """Not even for a while; and what it measures instead is everybody's."""
     measured += [SHAKY, SHAKY, STEADY]
     assert not curve_for(target()).steady
@@ -151,31 +151,31 @@ def test_who_times_for_others_believes_no_busy_machine(measured: list[Tries]) ->
     assert curve_for(target(), quiet=True).steady
 
 
-EVENLY_BUSY = Tries((1, 4), [[0.27, 0.27], [0.54, 0.54]])
+EVENLY_BUSY = PassTimings((1, 4), [[0.27, 0.27], [0.54, 0.54]])
 
 
 def test_a_pass_that_takes_many_times_what_reading_does_is_suspect(
-    measured: list[Tries], monkeypatch: pytest.MonkeyPatch
+    measured: list[PassTimings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """270 ms, one time like the other, of a pass that has some kilobytes to read."""
-    measured += [EVENLY_BUSY, Tries((1, 4), [[0.0003, 0.0003], [0.0006, 0.0006]])]
+    measured += [EVENLY_BUSY, PassTimings((1, 4), [[0.0003, 0.0003], [0.0006, 0.0006]])]
     monkeypatch.setattr(cost, "read_speed", lambda device: 10e9)
     busy = curve_for(target())
     assert not busy.steady and "270 ms" in busy.suspect
     assert curve_for(target(), quiet=True).steady and measured == []
 
 
-def test_a_large_model_may_take_long(measured: list[Tries], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_may_take_long(measured: list[PassTimings], monkeypatch: pytest.MonkeyPatch) -> None:
     measured.append(EVENLY_BUSY)
     monkeypatch.setattr(cost, "read_speed", lambda device: 10e9)
     monkeypatch.setattr(cost.pack, "read_bytes", lambda model: 10**9)
     assert curve_for(target()).steady
 
 
-def test_what_was_once_quicker_is_not_replaced_for_good(measured: list[Tries], tmp_path: Path) -> None:
+def test_what_was_once_quicker_is_not_replaced_for_good(measured: list[PassTimings], tmp_path: Path) -> None:
     """Busy and uneven first, then evenly busy: the earlier figure tells, and stays."""
-    uneven = Tries((1, 4), [[0.04, 0.9], [0.05, 0.9]])
-    measured += [uneven, EVENLY_BUSY, EVENLY_BUSY, Tries((1, 4), [[0.033, 0.033], [0.04, 0.04]])]
+    uneven = PassTimings((1, 4), [[0.04, 0.9], [0.05, 0.9]])
+    measured += [uneven, EVENLY_BUSY, EVENLY_BUSY, PassTimings((1, 4), [[0.033, 0.033], [0.04, 0.04]])]
     assert not curve_for(target()).steady
     for _ in range(2):
         again = curve_for(target(), quiet=True)
@@ -183,11 +183,11 @@ def test_what_was_once_quicker_is_not_replaced_for_good(measured: list[Tries], t
     assert curve_for(target(), quiet=True).at(1) == curve_for(target()).at(1) == 0.033
 
 
-def test_a_slower_machine_may_be_measured_anew(measured: list[Tries]) -> None:
+def test_a_slower_machine_may_be_measured_anew(measured: list[PassTimings]) -> None:
     """Where nothing but the earlier figure speaks against it."""
-    measured += [Tries((1, 4), [[0.033, 0.033], [0.04, 0.04]]), EVENLY_BUSY]
+    measured += [PassTimings((1, 4), [[0.033, 0.033], [0.04, 0.04]]), EVENLY_BUSY]
     assert curve_for(target()).at(1) == 0.033
-    with anew():
+    with remeasuring():
         assert curve_for(target()).at(1) == 0.27
     assert curve_for(target()).steady and curve_for(target()).at(1) == 0.27
 
@@ -196,7 +196,7 @@ def test_the_key_is_the_same_at_every_load(monkeypatch: pytest.MonkeyPatch) -> N
     """Whichever way of computing few rows a measurement found the quicker one."""
     keys = []
     for rows in (0, 1, 3):
-        monkeypatch.setattr(pack_module, "rows_quicker_stock", lambda _, rows=rows: rows)
+        monkeypatch.setattr(pack_module, "max_stock_rows", lambda _, rows=rows: rows)
         hf = fresh("llama", torch.float32, head_dim=16)
         pack_module.rebuild(hf, hf.device, hf.dtype)
         keys.append(facts_of(Model(hf)))
@@ -214,9 +214,9 @@ def test_the_key_knows_device_and_threads(monkeypatch: pytest.MonkeyPatch) -> No
     assert facts_of(model) != first
 
 
-def test_another_number_of_threads_has_another_curve(measured: list[Tries], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_threads_has_another_curve(measured: list[PassTimings], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is measured once and kept, whichever comes between."""
-    measured += [STEADY, Tries((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
+    measured += [STEADY, PassTimings((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
     one = curve_for(target())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 77)
@@ -237,14 +237,14 @@ def test_linears_of_another_kind_have_another_key() -> None:
     assert len(set(map(tuple, kinds))) == 4
 
 
-def test_another_kind_of_model_has_another_curve(measured: list[Tries]) -> None:
-    measured += [STEADY, Tries((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
+def test_another_kind_of_model_has_another_curve(measured: list[PassTimings]) -> None:
+    measured += [STEADY, PassTimings((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
     assert curve_for(target("llama")) != curve_for(target("qwen3"))
 
 
-def test_other_layers_have_another_curve(measured: list[Tries]) -> None:
+def test_other_layers_have_another_curve(measured: list[PassTimings]) -> None:
     """The same model, rebuilt: its passes cost otherwise."""
-    measured += [STEADY, Tries((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
+    measured += [STEADY, PassTimings((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
     stock, rebuilt = (Model(fresh("llama", torch.float32, head_dim=16)) for _ in range(2))
     fuse(rebuilt.hf)
     assert curve_for(stock) != curve_for(Model(rebuilt.hf))
@@ -253,7 +253,7 @@ def test_other_layers_have_another_curve(measured: list[Tries]) -> None:
 @pytest.mark.parametrize(
     "damaged", ["{", "[" * 100_000, '{"steady": ' + "1" * 5000 + "}", "\xff"], ids=["cut", "nested", "digits", "bytes"]
 )
-def test_a_damaged_file_is_measured_anew(damaged: str, measured: list[Tries], tmp_path: Path) -> None:
+def test_a_damaged_file_is_measured_anew(damaged: str, measured: list[PassTimings], tmp_path: Path) -> None:
     measured += [STEADY, STEADY]
     curve_for(target())
     (file,) = (tmp_path / "costs").glob("*.json")
@@ -284,7 +284,7 @@ def test_measuring_times_every_number_of_rows() -> None:
     ],
     ids=str,
 )
-def test_a_file_that_holds_no_curve_is_measured_anew(kept: object, measured: list[Tries], tmp_path: Path) -> None:
+def test_a_file_that_holds_no_curve_is_measured_anew(kept: object, measured: list[PassTimings], tmp_path: Path) -> None:
     measured += [STEADY, STEADY]
     curve_for(target())
     (file,) = (tmp_path / "costs").glob("*.json")
@@ -294,7 +294,7 @@ def test_a_file_that_holds_no_curve_is_measured_anew(kept: object, measured: lis
 
 @pytest.mark.parametrize("blocked", ["", "costs"])
 def test_a_curve_that_cannot_be_kept_is_used_all_the_same(
-    blocked: str, measured: list[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    blocked: str, measured: list[PassTimings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file stands where the folder should be, so that not even the superuser can write."""
     (tmp_path / "home" / blocked).parent.mkdir(exist_ok=True)
@@ -305,7 +305,7 @@ def test_a_curve_that_cannot_be_kept_is_used_all_the_same(
         assert curve_for(target()) == STEADY.curve()
 
 
-def test_nothing_half_written_is_left(measured: list[Tries], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_half_written_is_left(measured: list[PassTimings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -354,7 +354,7 @@ def test_every_drafter_can_be_timed(name: str) -> None:
 
 def test_what_a_draft_costs_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
-    monkeypatch.setattr(Tries, "steady", True)
+    monkeypatch.setattr(PassTimings, "steady", True)
     first = draft_cost(target(), "slow", Slow)
     assert draft_cost(target(), "slow", lambda: pytest.fail("measured again")) == first
     assert draft_cost(target(), "quick", LastHidden).at(1) < first.at(1)

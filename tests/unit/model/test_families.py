@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from doubles import EVERY_FAMILY, chain, fresh, own_hidden, own_logits, own_window, prefilled, target
+from doubles import EVERY_FAMILY, chain, fresh, hf_hidden, hf_logits, hf_window, prefilled, target
 from foreword.core.needs import Needs
 from foreword.errors import ModelUnsupported
 from foreword.model.families import FAMILIES, family_of
@@ -56,13 +56,13 @@ def test_the_cache_holds_what_the_layers_write(family: str) -> None:
 def test_windows_and_caps_are_those_of_the_layers(family: str) -> None:
     """Also in a stack whose layers are copies of one in the middle."""
     model = target(family)
-    windows = [own_window(model.hf, layer) or 0 for layer in range(4)]
+    windows = [hf_window(model.hf, layer) or 0 for layer in range(4)]
     cap = 2.0 if family == "gemma2" else 0.0
-    assert [sight.window for sight in model.layer_stack.sights] == windows
-    assert all(sight.softcap == cap for sight in model.layer_stack.sights)
+    assert [spec.window for spec in model.layer_stack.attention_specs] == windows
+    assert all(spec.softcap == cap for spec in model.layer_stack.attention_specs)
     model.allocate(1, 64, 16)
     for layer in range(4):
-        assert [sight.window for sight in model.stack(1, layers=2, init=layer).sights] == [windows[layer]] * 2
+        assert [spec.window for spec in model.stack(1, layers=2, init=layer).attention_specs] == [windows[layer]] * 2
 
 
 @every_family
@@ -70,9 +70,9 @@ def test_windows_and_caps_are_those_of_the_layers(family: str) -> None:
 def test_the_halves_of_a_layer_are_the_layer(family: str) -> None:
     """Attention, then MLP, as transformers calls the layer on the same rows; the layers' own mask lets all rows see all."""
     model = target(family)
-    hf, hidden = model.hf, own_hidden(model.hf, TEXT)[1].unsqueeze(0)
-    for layer, sight in zip(hf.model.layers, model.layer_stack.sights, strict=True):
-        turn = model.family.positions(hf, hidden, torch.arange(len(TEXT)).unsqueeze(0), sight.table)
+    hf, hidden = model.hf, hf_hidden(model.hf, TEXT)[1].unsqueeze(0)
+    for layer, spec in zip(hf.model.layers, model.layer_stack.attention_specs, strict=True):
+        turn = model.family.positions(hf, hidden, torch.arange(len(TEXT)).unsqueeze(0), spec.rotary_table)
         halfway = model.family.attention_half(layer, hidden, position_embeddings=turn)
         whole = layer(hidden, attention_mask=None, position_embeddings=turn)
         torch.testing.assert_close(model.family.mlp_half(layer, halfway), whole, atol=1e-10, rtol=0)
@@ -118,8 +118,8 @@ def test_a_difference_shows_and_is_followed(family: str, fields: dict[str, Any])
     usual = fresh(family)
     other = changed(usual, **fields)
     logits = answers(other)
-    assert (logits - own_logits(usual, TEXT)).abs().max() > 1e-3
-    torch.testing.assert_close(logits, own_logits(other, TEXT), atol=1e-10, rtol=0)
+    assert (logits - hf_logits(usual, TEXT)).abs().max() > 1e-3
+    torch.testing.assert_close(logits, hf_logits(other, TEXT), atol=1e-10, rtol=0)
 
 
 def answers(hf: PreTrainedModel) -> Tensor:
@@ -184,4 +184,4 @@ def test_layers_that_are_not_walked_are_refused(config: Any, named: str) -> None
 def test_a_window_may_be_left_out() -> None:
     assert family_of(MistralConfig(sliding_window=None)).name == "mistral"
     model = Model(fresh("mistral", sliding_window=None))
-    assert {sight.window for sight in model.layer_stack.sights} == {0}
+    assert {spec.window for spec in model.layer_stack.attention_specs} == {0}

@@ -8,7 +8,7 @@ import pytest
 from transformers import GenerationConfig
 
 from foreword.errors import ForewordWarning
-from foreword.model.generation import LEFT_OUT, sampling_defaults
+from foreword.model.generation import IGNORED, sampling_defaults
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 
@@ -69,4 +69,4 @@ def test_top_k_may_be_switched_off_in_two_ways() -> None:
 
 def test_what_is_left_out_are_attributes_of_a_generation_config() -> None:
     known = vars(GenerationConfig())
-    assert {name for name in LEFT_OUT if name not in known} <= {"penalty_alpha"}
+    assert {name for name in IGNORED if name not in known} <= {"penalty_alpha"}

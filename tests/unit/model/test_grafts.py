@@ -12,9 +12,9 @@ from doubles import (
     Recorder,
     chain,
     engine,
-    own_cache,
-    own_hidden,
-    own_window,
+    hf_cache,
+    hf_hidden,
+    hf_window,
     path_to,
     prefilled,
     requests,
@@ -71,7 +71,7 @@ def test_a_grafted_token_is_a_token_of_the_text(family: str) -> None:
     scores, *_ = score(model, grafts)
     texts = [[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 41], [*PREFIX, 7, 12, 30, 40, 42]]
     for row, text in enumerate(texts):
-        close(scores.grafted[0, row], own_hidden(model.hf, text)[-1][-1])
+        close(scores.grafted[0, row], hf_hidden(model.hf, text)[-1][-1])
 
 
 @every_family
@@ -86,7 +86,7 @@ def test_a_graft_on_part_of_a_tree(family: str) -> None:
     scores = model.score(batch, draft, Needs(grafts=(graft,)), rows=range(2, 4))
     assert scores.grafted is not None
     for row, text in enumerate([[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 12, 22, 41]]):
-        close(scores.grafted[0, row], own_hidden(model.hf, text)[-1][-1])
+        close(scores.grafted[0, row], hf_hidden(model.hf, text)[-1][-1])
 
 
 @every_family
@@ -95,8 +95,8 @@ def test_rows_of_one_anchor_see_each_other_across_grafts(family: str) -> None:
     model = target(family)
     grafts = (tokens_graft(model, (2, 1), (1, 1), [40, 41]), tokens_graft(model, (2,), (2,), [42]))
     scores, *_ = score(model, grafts)
-    close(scores.grafted[0, 2], own_hidden(model.hf, [*PREFIX, 7, 12, 30, 40, 42])[-1][-1])
-    close(scores.grafted[0, 1], own_hidden(model.hf, [*PREFIX, 7, 12, 41])[-1][-1])
+    close(scores.grafted[0, 2], hf_hidden(model.hf, [*PREFIX, 7, 12, 30, 40, 42])[-1][-1])
+    close(scores.grafted[0, 1], hf_hidden(model.hf, [*PREFIX, 7, 12, 41])[-1][-1])
 
 
 @every_family
@@ -131,7 +131,7 @@ def slow_walk(
                 positions.append(positions[len(prefix) + anchor] + offset)
                 anchors.append(anchor)
         if layer < model.layers:
-            beyond = [p - (own_window(hf, layer) or 999) for p in positions]
+            beyond = [p - (hf_window(hf, layer) or 999) for p in positions]
             allowed = torch.tensor(
                 [
                     [key in row and positions[key] > edge for key in range(len(sees))]
@@ -185,11 +185,11 @@ def test_nothing_of_a_graft_is_committed(grafts: tuple[Graft, ...]) -> None:
     _, batch, draft = score(model, grafts)
     model.cache.keep(batch, torch.tensor([[0, 1, 3]]), torch.tensor([3]))
     text = [*PREFIX, 7, 12, 22]
-    for layer, (keys, values) in enumerate(own_cache(model.hf, text)):
+    for layer, (keys, values) in enumerate(hf_cache(model.hf, text)):
         close(model.cache.keys[layer][0, :, :7], keys)
         close(model.cache.values[layer][0, :, :7], values)
     after = model.score(Batch.of([0], 7), chain([[9]]), Needs(hidden=True))
-    close(after.require_hidden()[0, 0], own_hidden(model.hf, [*text, 9])[-1][-1])
+    close(after.require_hidden()[0, 0], hf_hidden(model.hf, [*text, 9])[-1][-1])
 
 
 @every_family
@@ -203,7 +203,7 @@ def test_a_drafter_with_grafts_changes_nothing_and_gets_its_rows(family: str) ->
     assert found == [truth(model.hf, request) for request in asked]
     for before, seen in zip(recorder.proposed, recorder.observed, strict=True):
         assert seen.scores.grafted is not None and seen.scores.grafted.shape == (len(seen.slots), 3, 32)
-        for index, text in enumerate(before.texts):
+        for index, text in enumerate(before.sequences):
             tree, parent = seen.draft.tokens[index].tolist(), seen.draft.tree.parent[index].tolist()
             real, grafted = slow_walk(model, text[:-1], grafts, tree, parent)
             close(seen.scores.require_hidden()[index], real)
@@ -226,7 +226,7 @@ def test_gradients_reach_a_graft_s_projection() -> None:
     walked.grafted.pow(2).sum().backward()
     gradient = projection.weight.grad
     assert gradient is not None and gradient.isfinite().all() and gradient.abs().sum() > 0
-    close(walked.hidden[0].detach(), own_hidden(model.hf, PREFIX)[-1])
+    close(walked.hidden[0].detach(), hf_hidden(model.hf, PREFIX)[-1])
 
 
 # Beside whole texts ------------------------------------------------------------------------------------------------------
@@ -243,11 +243,11 @@ def test_rows_beside_a_text_are_those_grafted_onto_it(family: str) -> None:
     joins = [
         Join(layer, i + 1, lambda rows, _, i=i: rows @ matrices[i], tuple(range(i))) for i, layer in enumerate((1, 1, 3))
     ]
-    hidden = [own_hidden(model.hf, text) for text in texts]
+    hidden = [hf_hidden(model.hf, text) for text in texts]
     found = list(model.alongside(torch.stack([one[1] for one in hidden]), 1, anchor, joins))
     assert [(one.layer, len(one.rows)) for one in found] == [(1, 2), (2, 2), (3, 3), (4, 3)]
     for one in found:
-        close(one.texts, torch.stack([layers[one.layer] for layers in hidden]))
+        close(one.sequences, torch.stack([layers[one.layer] for layers in hidden]))
     for index, text in enumerate(texts):
         places = tuple(anchor[index].tolist())
         grafts = tuple(
@@ -262,7 +262,7 @@ def test_rows_beside_a_text_are_those_grafted_onto_it(family: str) -> None:
 def test_a_joined_row_sees_those_that_it_names() -> None:
     """The second step, told of the first or not; a third that is told of neither is as if it were alone."""
     model = target()
-    anchor, hidden = torch.tensor([[2, 5]]), own_hidden(model.hf, [5, 9, 31, 8, 7, 12, 30])[1].unsqueeze(0)
+    anchor, hidden = torch.tensor([[2, 5]]), hf_hidden(model.hf, [5, 9, 31, 8, 7, 12, 30])[1].unsqueeze(0)
 
     def last(*sees: tuple[int, ...]) -> Tensor:
         joins = [Join(1, i + 1, lambda rows, _, i=i: rows / (i + 1), seen) for i, seen in enumerate(sees)]
@@ -275,10 +275,10 @@ def test_a_joined_row_sees_those_that_it_names() -> None:
 
 def test_only_joined_rows_carry_gradients() -> None:
     model, projection = target(), nn.Linear(32, 32).double()
-    hidden = own_hidden(model.hf, [5, 9, 31, 8])[1].unsqueeze(0)
+    hidden = hf_hidden(model.hf, [5, 9, 31, 8])[1].unsqueeze(0)
     joins = [Join(2, 1, lambda rows, _: projection(rows))]
     found = list(model.alongside(hidden, 1, torch.tensor([[0, 2]]), joins))
-    assert not any(one.texts.requires_grad for one in found)
+    assert not any(one.sequences.requires_grad for one in found)
     found[-1].rows[0].sum().backward()
     assert projection.weight.grad is not None and projection.weight.grad.abs().sum() > 0
 
@@ -287,7 +287,7 @@ def test_only_joined_rows_carry_gradients() -> None:
 def test_rows_go_on_behind_the_committed_text() -> None:
     """From a layer's own states on: what the whole text has of them at the end; a grafted row is the one behind."""
     model, text = target("qwen3"), [5, 9, 31, 8, 7, 12]
-    own = own_hidden(model.hf, text)
+    own = hf_hidden(model.hf, text)
     batch = prefilled(model, {2: text[:3]})
     later = Graft.of(3, (1,), (1,), lambda real, _: own[3][5:].unsqueeze(0))
     close(model.onward(batch, own[2][3:5].unsqueeze(0), 2, (later,))[0], own[4][3:])

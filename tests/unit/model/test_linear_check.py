@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from doubles import fresh
 from foreword.errors import ModelUnsupported
-from foreword.model.draft_linears import in_eight_bits
+from foreword.model.draft_linears import int8_codes
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.linear_check import check_linears, unknown_linears
 from foreword.model.linears import kinds, pack
@@ -28,7 +28,7 @@ def eighths(rows: Tensor, dims: tuple[int, ...]) -> Tensor:
 class WeightOnly(nn.Linear):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
-        whole, scale = in_eight_bits(linear.weight.detach())
+        whole, scale = int8_codes(linear.weight.detach())
         self.weight, self.bias = nn.Parameter((whole * scale).to(linear.weight.dtype)), linear.bias
 
 
@@ -115,7 +115,7 @@ def test_linears_whose_scales_span_all_rows_are_refused(make: Any, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 def test_linears_that_round_rows_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ModelUnsupported, match=r"q_proj \(.*ScaledByRow\) rounds the rows.*weights alone"):
+    with pytest.raises(ModelUnsupported, match=r"q_proj \(.*ScaledByRow\) rounds its input rows.*weights alone"):
         check(with_linears(ScaledByRow, dtype=dtype))
 
 
@@ -143,7 +143,7 @@ def test_ordinary_linears_with_other_weights() -> None:
     assert not any(map(is_plain_linear, hf.modules())) and unknown_linears(hf)
     check(hf)
     coded(hf.model.layers[3].mlp.up_proj, rounds_rows=True)
-    with pytest.raises(ModelUnsupported, match=r"layers\.3\.mlp\.up_proj \(.*\.Codes\) rounds the rows"):
+    with pytest.raises(ModelUnsupported, match=r"layers\.3\.mlp\.up_proj \(.*\.Codes\) rounds its input rows"):
         check(hf)
 
 

@@ -212,8 +212,8 @@ def test_a_damaged_config(content: str, folder: Path) -> None:
         ({"hidden_size": 1 << 20}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
         ({"intermediate_size": 1 << 40}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
         ({"vocab_size": 1 << 40}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
-        ({"num_hidden_layers": 100_000}, ModelUnsupported, "it says that there are 100000 layers"),
-        ({"num_hidden_layers": 10**20}, ModelUnsupported, "it says that there are 1000"),
+        ({"num_hidden_layers": 100_000}, ModelUnsupported, "it asks for 100000 layers"),
+        ({"num_hidden_layers": 10**20}, ModelUnsupported, "it asks for 1000"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ import torch
 
 from foreword.errors import ForewordWarning
 from foreword.model import measured
-from foreword.model.measured import Figure, anew, file_of, keep, machine_facts, read_kept, recall
+from foreword.model.measured import Figure, file_of, keep, machine_facts, read_kept, recall, remeasuring
 
 QUIET, BUSY = True, False
 
@@ -60,9 +60,9 @@ def test_what_a_busy_machine_shows_is_never_kept_for_good(own: Path) -> None:
 def test_anew_measures_everything_once_and_replaces_it() -> None:
     ask = shows((1.0, QUIET), (2.0, QUIET))
     assert ask() == 1.0
-    with anew():
+    with remeasuring():
         assert ask() == ask() == 2.0
-        with anew():
+        with remeasuring():
             assert ask() == 2.0
     assert ask() == 2.0
 
@@ -70,7 +70,7 @@ def test_anew_measures_everything_once_and_replaces_it() -> None:
 def test_a_busy_machine_replaces_nothing_of_a_quiet_one() -> None:
     ask = shows((1.0, QUIET), (9.0, BUSY))
     ask()
-    with pytest.warns(ForewordWarning, match="seems to be busy: others were at work"), anew():
+    with pytest.warns(ForewordWarning, match="seems to be busy: others were at work"), remeasuring():
         assert ask() == 1.0
     assert ask() == 1.0
 

@@ -13,9 +13,9 @@ from doubles import (
     chain,
     engine,
     fresh,
-    own_cache,
-    own_hidden,
-    own_logits,
+    hf_cache,
+    hf_hidden,
+    hf_logits,
     path_to,
     prefilled,
     random_tree,
@@ -58,7 +58,7 @@ def path_text(prefix: list[int], draft: Draft, index: int, node: int) -> list[in
 def test_a_whole_pass(family: str) -> None:
     model = target(family)
     batch = prefilled(model, {0: []})
-    close(model.score(batch, chain([TEXT]), Needs()).require_logits()[0], own_logits(model.hf, TEXT))
+    close(model.score(batch, chain([TEXT]), Needs()).require_logits()[0], hf_logits(model.hf, TEXT))
 
 
 @every_family
@@ -66,7 +66,7 @@ def test_a_whole_pass(family: str) -> None:
 def test_a_pass_behind_a_cached_prefix(family: str, cut: int) -> None:
     model = target(family)
     batch = prefilled(model, {1: TEXT[:cut]})
-    close(model.score(batch, chain([TEXT[cut:]]), Needs()).require_logits()[0], own_logits(model.hf, TEXT)[cut:])
+    close(model.score(batch, chain([TEXT[cut:]]), Needs()).require_logits()[0], hf_logits(model.hf, TEXT)[cut:])
 
 
 @every_family
@@ -80,7 +80,7 @@ def test_every_path_of_a_tree_is_a_text_of_its_own(family: str, order: list[int]
     logits = model.score(batch, draft, Needs()).require_logits()
     for index, slot in enumerate(order):
         for node in range(12):
-            close(logits[index, node], own_logits(model.hf, path_text(PREFIXES[slot], draft, index, node))[-1])
+            close(logits[index, node], hf_logits(model.hf, path_text(PREFIXES[slot], draft, index, node))[-1])
 
 
 def test_one_tree_for_all_of_a_batch() -> None:
@@ -91,7 +91,7 @@ def test_one_tree_for_all_of_a_batch() -> None:
     logits = model.score(Batch.of([3, 2], 9), draft, Needs()).require_logits()
     for index, slot in enumerate([3, 2]):
         for node in range(5):
-            close(logits[index, node], own_logits(model.hf, path_text(PREFIXES[slot], draft, index, node))[-1])
+            close(logits[index, node], hf_logits(model.hf, path_text(PREFIXES[slot], draft, index, node))[-1])
 
 
 def test_a_pass_writes_scratch_rows_only() -> None:
@@ -122,7 +122,7 @@ def test_an_accepted_path_leaves_the_cache_of_its_text(family: str) -> None:
     for index, slot in enumerate([0, 2]):
         text = path_text(PREFIXES[slot], draft, index, 11)
         assert int(model.cache.length[slot]) == len(text)
-        for layer, (keys, values) in enumerate(own_cache(model.hf, text)):
+        for layer, (keys, values) in enumerate(hf_cache(model.hf, text)):
             close(model.cache.keys[layer][slot, :, : len(text)], keys)
             close(model.cache.values[layer][slot, :, : len(text)], values)
 
@@ -167,7 +167,7 @@ def test_hidden_is_before_the_final_norm(family: str) -> None:
     model = target(family)
     batch = prefilled(model, {1: TEXT[:4]})
     scores = model.score(batch, chain([TEXT[4:]]), Needs(hidden=True))
-    close(scores.require_hidden()[0], own_hidden(model.hf, TEXT)[-1][4:])
+    close(scores.require_hidden()[0], hf_hidden(model.hf, TEXT)[-1][4:])
     close(model.head(model.norm(scores.require_hidden())), scores.require_logits())
 
 
@@ -190,7 +190,7 @@ def test_texts_are_read_no_further_than_is_asked() -> None:
         scores = model.read(tokens, needs)
         assert len(walked) == layers and (scores.hidden is None) is not needs.hidden
         for layer, rows in scores.taps.items():
-            close(rows[0], own_hidden(model.hf, TEXT)[layer])
+            close(rows[0], hf_hidden(model.hf, TEXT)[layer])
     for hook in hooks:
         hook.remove()
 
@@ -198,7 +198,7 @@ def test_texts_are_read_no_further_than_is_asked() -> None:
 @every_family
 def test_embed_is_the_model_s_own(family: str) -> None:
     model = target(family)
-    close(model.embed(torch.tensor(TEXT)), own_hidden(model.hf, TEXT)[0])
+    close(model.embed(torch.tensor(TEXT)), hf_hidden(model.hf, TEXT)[0])
 
 
 # Half-layers left out, and parts of the walk
@@ -221,7 +221,7 @@ def test_a_skipped_half_is_a_half_that_adds_nothing(family: str, attention: tupl
     first = model.score(batch, chain([TEXT[:4]]), Needs(), skip=skip)
     model.cache.advance(batch, torch.tensor([4]))
     second = model.score(Batch.of([0], 4), chain([TEXT[4:]]), Needs(), skip=skip)
-    own = own_logits(reduced, TEXT)
+    own = hf_logits(reduced, TEXT)
     close(torch.cat([first.require_logits(), second.require_logits()], dim=1)[0], own)
 
 
@@ -299,7 +299,7 @@ def test_half_precision_stays_near_the_model_s_own(family: str) -> None:
     """Masks, caps and angles in the dtype of the rows: nothing meets another dtype on the way."""
     model = target(family, torch.float16)
     logits = model.score(prefilled(model, {0: TEXT[:4]}), chain([TEXT[4:]]), Needs()).require_logits()[0]
-    torch.testing.assert_close(logits.double(), own_logits(model.hf, TEXT)[4:], atol=0.1, rtol=0)
+    torch.testing.assert_close(logits.double(), hf_logits(model.hf, TEXT)[4:], atol=0.1, rtol=0)
 
 
 def test_costs_come_from_the_curve() -> None:
@@ -309,7 +309,7 @@ def test_costs_come_from_the_curve() -> None:
 def test_a_cache_aside() -> None:
     model = target()
     held = model.allocate(2, 40, 4)
-    with pytest.raises(KeyError), model.aside(1, 16, 8) as other:
+    with pytest.raises(KeyError), model.temporary_cache(1, 16, 8) as other:
         assert model.cache is other is not held and (other.slots, model.context) == (1, 16)
         raise KeyError
     assert model.cache is held and model.context == 40

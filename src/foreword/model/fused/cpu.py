@@ -1,9 +1,9 @@
-"""A decoder layer in as few calls as it takes, for models that were packed for the CPU.
+"""A fused decoder layer with few calls, for models that were packed for the CPU.
 
-A small model's pass spends a third of its time between the products, and most of that on calling: behind a product that has
-swept the caches, every call into torch waits for its own code. So a layer is four products, one attention and five compiled
-loops (ops/layer/between.py), on buffers that all layers and passes use in turn, whatever their shapes. What a layer gives
-back is its own: taps may keep it.
+A small model's pass spends a third of its time between the products, and most of that on call overhead: a product evicts
+the CPU caches, so every call into torch after it waits for its own code. So a layer is four products, one attention and
+five compiled loops (ops/layer/cpu_loops.py). All layers and passes share one set of buffers, whatever their shapes. A layer
+returns a tensor that no other pass reuses, so taps may keep it.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foreword.hub.storage import place
-from foreword.model.attention import Pass
+from foreword.model.attention import LayerPass
 from foreword.model.layer_cache import KVRows
-from foreword.model.linears import MOST_STOCK, Buffer, one_of_few
+from foreword.model.linears import MAX_STOCK_ROWS, Buffer, padded_row_count
 from foreword.ops.dispatch import kernels
 
-KEPT_ROWS = 64  # passes of more rows are prompts, of any length: their views are made anew
+KEPT_ROWS = 64  # passes of more rows are prompts, of any length: their views are not kept
 _NO_NORM = np.empty(0, dtype=np.float32)
 
 
-class Memory:
-    """What the workspaces of a stack lie in: for each purpose a flat buffer for rounds, and one for prompts, as long as the
-    longest pass so far needed it."""
+class WorkspaceMemory:
+    """The memory of a stack's workspaces: for each purpose one flat buffer for rounds and one for prompts, as large as the
+    longest pass so far needed."""
 
     def __init__(self) -> None:
         self.rounds: dict[str, Buffer] = {}
         self.prompts: dict[str, Buffer] = {}
-        self.spaces: dict[tuple[int, int], Workspace] = {}  # of rounds: views of the former
+        self.spaces: dict[tuple[int, int], Workspace] = {}  # of rounds: views of `rounds`
 
     def of(self, purpose: str, rows: int, width: int, most: int = KEPT_ROWS) -> Buffer:
-        """[rows, width] of it: for torch with some rows after them, so that few numbers of rows occur. Rounds ask for `most`
-        rows or fewer."""
-        more, held = one_of_few(rows), self.rounds if rows <= KEPT_ROWS else self.prompts
-        if purpose not in held or len(held[purpose].array) < more * width:
-            held[purpose] = Buffer.of(max(more, most) * width)
-        tensor, array = held[purpose]
-        return Buffer(tensor[: more * width].view(more, width), array[: rows * width].reshape(rows, width))
+        """Return [rows, width] of a buffer. The tensor is padded with further rows, so that few row counts occur. Rounds
+        ask for `most` rows or fewer."""
+        padded, buffers = padded_row_count(rows), self.rounds if rows <= KEPT_ROWS else self.prompts
+        if purpose not in buffers or len(buffers[purpose].array) < padded * width:
+            buffers[purpose] = Buffer.of(max(padded, most) * width)
+        tensor, array = buffers[purpose]
+        return Buffer(tensor[: padded * width].view(padded, width), array[: rows * width].reshape(rows, width))
 
 
 class Workspace:
     """Buffers for passes of one shape."""
 
-    @torch.inference_mode(False)  # a view that is born in inference mode cannot be written to outside of it
-    def __init__(self, memory: Memory, layer: CpuLayer, batch: int, count: int, heads: int) -> None:
+    @torch.inference_mode(False)  # a view made in inference mode cannot be written to outside of it
+    def __init__(self, memory: WorkspaceMemory, layer: CpuLayer, batch: int, count: int, heads: int) -> None:
         rows, width = batch * count, layer.width
-        self.ready = memory.of("ready", rows, layer.qkv.columns_in)
+        self.normed = memory.of("normed", rows, layer.qkv.columns_in)
         self.gated = memory.of("gated", rows, layer.down.columns_in)
-        self.mixed = memory.of("mixed", rows, layer.q_size)
-        self.by_head = self.mixed.tensor[:rows].view(batch, count, -1, width)
-        few = min(rows, MOST_STOCK)  # of more rows a product makes its own tensor
-        self.qkv = memory.of("qkv", few, layer.qkv.columns_out, MOST_STOCK)
-        self.own = memory.of("own", few, layer.out.columns_out, MOST_STOCK)
-        self.both = memory.of("both", few, layer.gate_up.columns_out, MOST_STOCK)
+        self.attended = memory.of("attended", rows, layer.q_size)
+        self.by_head = self.attended.tensor[:rows].view(batch, count, -1, width)
+        few = min(rows, MAX_STOCK_ROWS)  # for more rows a product allocates its own result
+        self.qkv = memory.of("qkv", few, layer.qkv.columns_out, MAX_STOCK_ROWS)
+        self.out = memory.of("out", few, layer.out.columns_out, MAX_STOCK_ROWS)
+        self.gate_up = memory.of("gate_up", few, layer.gate_up.columns_out, MAX_STOCK_ROWS)
         query = memory.of("query", rows, layer.q_size)
         shape = batch, heads, layer.q_size // width // heads * count, width
         self.query = Buffer(query.tensor[:rows].view(shape), query.array.reshape(shape))
 
 
-class Looked(NamedTuple):
-    """What a layer looks at in its cache, made once for as long as it looks there."""
+class CachedView(NamedTuple):
+    """The keys and values that a layer reads in its cache. A view is kept while the layer reads the same rows."""
 
     key: tuple[KVRows, tuple[int, ...], int]
     keys: Tensor
@@ -73,11 +73,11 @@ class Looked(NamedTuple):
 
 
 class CpuLayer:
-    """Reads the weights of a packed layer; the layer itself stays as it is."""
+    """A packed layer, computed in few calls. It reads the layer's weights and changes nothing in it."""
 
-    def __init__(self, layer: Any, memory: Memory) -> None:
-        """`memory` is that of all layers of a stack."""
-        self.between, self.memory, self.spaces = _compiled_loops(), memory, memory.spaces
+    def __init__(self, layer: Any, memory: WorkspaceMemory) -> None:
+        """`memory` is shared by all layers of a stack."""
+        self.loops, self.memory, self.spaces = _compiled_loops(), memory, memory.spaces
         attention, mlp = layer.self_attn, layer.mlp
         self.width: int = attention.head_dim
         self.scaling: float = attention.scaling
@@ -87,60 +87,61 @@ class CpuLayer:
         self.q_norm, self.head_epsilon = _norm(getattr(attention, "q_norm", None))
         self.k_norm, _ = _norm(getattr(attention, "k_norm", None))
         self.q_size: int = attention.q_proj.columns.stop
-        self.looked: Looked | None = None
+        self.kept_view: CachedView | None = None
 
-    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        """Rows [b, n, H] through the layer; keys and values of the rows land in the view's cache."""
+    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        """Run rows [b, n, H] through the layer; their keys and values are stored in the view's cache."""
         batch, count, size = hidden.shape
-        assert view.cached is not None
+        assert view.cache is not None
         space = self.spaces.get((batch, count))
         if space is None:
-            space = Workspace(self.memory, self, batch, count, view.cached.keys.shape[1])
+            space = Workspace(self.memory, self, batch, count, view.cache.keys.shape[1])
             if batch * count <= KEPT_ROWS:
                 self.spaces[batch, count] = space
         rows = hidden.reshape(-1, size).numpy()
-        self.between.normed(rows, *self.before_attention, space.ready.array)
-        own = self.out.into(self._attend(space, positions, view), space.own)[: len(rows)]
-        self.between.added_and_normed(own, rows, *self.before_mlp, space.ready.array)
-        self.between.gated(self.gate_up.into(space.ready.tensor, space.both)[: len(rows)], space.gated.array)
+        self.loops.normed(rows, *self.before_attention, space.normed.array)
+        stream = self.out.into(self._attend(space, positions, view), space.out)[: len(rows)]
+        self.loops.added_and_normed(stream, rows, *self.before_mlp, space.normed.array)
+        self.loops.gated(self.gate_up.into(space.normed.tensor, space.gate_up)[: len(rows)], space.gated.array)
         result = self.down(space.gated.tensor)[: len(rows)]
-        self.between.added(result.numpy(), own)
+        self.loops.added(result.numpy(), stream)
         return result.view(batch, count, size)
 
-    def _attend(self, space: Workspace, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        """[b * n or some more, heads * width]: the values that each row's heads mix."""
-        assert view.cached is not None and view.places is not None
-        keys, values, places = view.cached.keys, view.cached.values, view.places
+    def _attend(self, space: Workspace, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        """Return the output of attention [b * n or more for padding, heads * width]."""
+        assert view.cache is not None and view.places is not None
+        keys, values, places = view.cache.keys, view.cache.values, view.places
         cosine, sine = (part.flatten(0, 1).numpy() for part in positions)
-        qkv = self.qkv.into(space.ready.tensor, space.qkv)[: len(cosine)]
-        self.between.turned_and_stored(
+        qkv = self.qkv.into(space.normed.tensor, space.qkv)[: len(cosine)]
+        self.loops.rotated_and_stored(
             qkv, cosine, sine, self.q_norm, self.k_norm, self.head_epsilon,
             places.numpy(), keys.view(-1, self.width).numpy(), values.view(-1, self.width).numpy(), space.query.array,
         )  # fmt: skip
-        seen = self._look(view)
-        mixed = scaled_dot_product_attention(space.query.tensor, *seen, attn_mask=view.mask, scale=self.scaling)
-        batch, heads, grouped, _ = mixed.shape
+        cached = self._cached(view)
+        attended = scaled_dot_product_attention(space.query.tensor, *cached, attn_mask=view.mask, scale=self.scaling)
+        batch, heads, grouped, _ = attended.shape
         count = grouped * heads * self.width // self.q_size
         if count == 1:
-            return mixed.reshape(batch, self.q_size)
-        space.by_head.copy_(mixed.view(batch, -1, count, self.width).transpose(1, 2))
-        return space.mixed.tensor
+            return attended.reshape(batch, self.q_size)
+        space.by_head.copy_(attended.view(batch, -1, count, self.width).transpose(1, 2))
+        return space.attended.tensor
 
-    def _look(self, view: Pass) -> tuple[Tensor, Tensor]:
-        assert view.cached is not None and view.batch is not None
-        if view.batch.run is None:  # copied, so never the same again
-            return view.cached.view(view.batch, view.reach)
-        key = view.cached, view.batch.ids, view.reach
-        if self.looked is None or self.looked.key[0] is not key[0] or self.looked.key[1:] != key[1:]:
-            self.looked = Looked(key, *view.cached.view(view.batch, view.reach))
-        return self.looked.keys, self.looked.values
+    def _cached(self, view: LayerPass) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the pass reads."""
+        assert view.cache is not None and view.batch is not None
+        if view.batch.run is None:  # a copy, which cannot be reused
+            return view.cache.view(view.batch, view.key_rows)
+        key = view.cache, view.batch.ids, view.key_rows
+        if self.kept_view is None or self.kept_view.key[0] is not key[0] or self.kept_view.key[1:] != key[1:]:
+            self.kept_view = CachedView(key, *view.cache.view(view.batch, view.key_rows))
+        return self.kept_view.keys, self.kept_view.values
 
 
 def _compiled_loops() -> ModuleType:
-    """Told where to keep machine code before the loops, which are compiled on import, are imported."""
+    """Import the loops, after setting where their machine code is kept: they are compiled on import."""
     compiled: Any = kernels("layer.compiled")
-    compiled.spare = place() / "numba"
-    return kernels("layer.between")
+    compiled.fallback_folder = place() / "numba"
+    return kernels("layer.cpu_loops")
 
 
 def _norm(norm: Any) -> tuple[np.ndarray, float]:

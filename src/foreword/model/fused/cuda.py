@@ -1,11 +1,10 @@
-"""A decoder layer as a few kernels of ours, for models that were fused for CUDA: what a pass of few rows needs, and no more.
+"""A fused decoder layer of a few kernels, for models that were fused for CUDA and for passes of few rows.
 
-The rows of a draft cost next to nothing; what costs is reading the weights, and starting kernels. So a layer is four
-products and attention, and what lies before and behind a product is part of it: norm, gate and residual
-(ops/layer/linear.py), rotation and the way into the cache (ops/layer/qkv.py; heads with norms of their own have a kernel
-for it, ops/layer/rotary.py). A product that ends in the residual stream hands on what the next norm needs, from layer to
-layer too: it is used if the next layer is given that very tensor, and not where rows were joined to it or a layer in
-between was left out.
+The rows of a draft cost almost nothing; reading the weights and launching kernels does. So a layer is four products and
+attention. Each product includes the steps before and after it: norm, gate and residual (ops/layer/linear.py), rotation and
+storing in the cache (ops/layer/qkv.py, or ops/layer/rotary.py if q and k have norms). A product that ends in the residual
+stream hands on what the next norm needs, also to the next layer. The next layer uses it only if it gets that same tensor:
+not if rows were joined to it or a layer in between was skipped.
 """
 
 from __future__ import annotations
@@ -16,28 +15,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from foreword.model.attention import Held, Pass, attend_by_kernel
+from foreword.model.attention import LayerPass, SequenceKV, attend_by_kernel
 from foreword.model.linears import FUSED, joint
 from foreword.ops.dispatch import kernels
 
 if TYPE_CHECKING:
-    from foreword.ops.layer.linear import Handed
+    from foreword.ops.layer.linear import Prescaled
 
 FEW_ROWS = 256
-LARGE = 2**26  # numbers in a layer's weights; its products then take 30 microseconds and more
+LARGE = 2**26  # weights of a layer; its products then take 30 microseconds or more
 
 Norm = tuple[Tensor, float]
 
 
 class CudaLayer:
-    """Reads the weights of a fused layer; the layer itself stays as it is."""
+    """A fused layer, computed by a few kernels. It reads the layer's weights and changes nothing in it."""
 
-    def __init__(self, layer: Any, after: CudaLayer | None) -> None:
-        """`after` is the layer that comes next."""
-        products, self.glue = kernels("layer.linear"), kernels("layer.glue")
-        self.few_rows_linear, self.linear_and_hand_on = products.few_rows_linear, products.linear_and_hand_on
-        self.linear_turn_and_store = kernels("layer.qkv").linear_turn_and_store
-        self.turn_and_store = kernels("layer.rotary").turn_and_store
+    def __init__(self, layer: Any, next_layer: CudaLayer | None) -> None:
+        products, self.norm_and_gate = kernels("layer.linear"), kernels("layer.norm_and_gate")
+        self.few_rows_linear, self.linear_and_prescale = products.few_rows_linear, products.linear_and_prescale
+        self.linear_rotate_and_store = kernels("layer.qkv").linear_rotate_and_store
+        self.rotate_and_store = kernels("layer.rotary").rotate_and_store
         attention, mlp = layer.self_attn, layer.mlp
         self.scaling: float = attention.scaling
         self.qkv: Any = joint(attention, FUSED[0])
@@ -48,72 +46,76 @@ class CudaLayer:
         self.width: int = attention.head_dim
         self.heads = self.out.weight.shape[1] // self.width
         self.before_attention, self.before_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.q_norm, self.k_norm = (None if norm is None else _norm(norm) for norm in own)
-        self.after = after
-        self.handed: Handed | None = None  # what the layer before left for this one
+        head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.q_norm, self.k_norm = (None if norm is None else _norm(norm) for norm in head_norms)
+        self.next_layer = next_layer
+        self.prescaled: Prescaled | None = None  # the previous layer's output, prescaled for this layer's norm
 
-    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        """Rows [b, n, H] through the layer; keys and values of the rows land in the view's cache."""
+    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        """Run rows [b, n, H] through the layer; their keys and values are stored in the view's cache."""
         rows = hidden.shape[0] * hidden.shape[1]
-        by_us = rows == 1 or (rows <= FEW_ROWS and not self.large)
-        return (self._by_us if by_us else self._by_library)(hidden, positions, view)
+        few = rows == 1 or (rows <= FEW_ROWS and not self.large)
+        return (self._by_our_products if few else self._by_torch_products)(hidden, positions, view)
 
-    def _by_us(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
+    def _by_our_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
         out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
-        handed, self.handed = self.handed, None
-        mixed = attend_by_kernel(self._query(hidden, handed, positions, view), view, self.scaling).flatten(2)
-        hidden, handed = self.linear_and_hand_on(mixed, out.weight, out.bias, hidden, norm[0])
-        gated = self.few_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=norm, handed=handed, gated=True)
-        if self.after is None:
+        prescaled, self.prescaled = self.prescaled, None
+        attended = attend_by_kernel(self._query(hidden, prescaled, positions, view), view, self.scaling).flatten(2)
+        hidden, prescaled = self.linear_and_prescale(attended, out.weight, out.bias, hidden, norm[0])
+        gated = self.few_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=norm, prescaled=prescaled, gated=True)
+        if self.next_layer is None:
             return self.few_rows_linear(gated, down.weight, down.bias, residual=hidden)
-        weight = self.after.before_attention[0]
-        hidden, self.after.handed = self.linear_and_hand_on(gated, down.weight, down.bias, hidden, weight)
+        weight = self.next_layer.before_attention[0]
+        hidden, self.next_layer.prescaled = self.linear_and_prescale(gated, down.weight, down.bias, hidden, weight)
         return hidden
 
-    def _query(self, hidden: Tensor, handed: Handed | None, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        """Queries [b, heads, n, width] of the rows; their keys and values go to the cache."""
+    def _query(
+        self, hidden: Tensor, prescaled: Prescaled | None, positions: tuple[Tensor, Tensor], view: LayerPass
+    ) -> Tensor:
+        """Return the queries [b, heads, n, width] of the rows, and store their keys and values in the cache."""
         weight, bias, norm = self.qkv.weight, self.qkv.bias, self.before_attention
         if self.q_norm is None and self.k_norm is None:
-            return self.linear_turn_and_store(hidden, weight, bias, norm, *positions, *_goal(view), handed=handed)
-        qkv = self.few_rows_linear(hidden, weight, bias, norm=norm, handed=handed)
-        return self.turn_and_store(qkv, *positions, *_goal(view), self.q_norm, self.k_norm)
+            return self.linear_rotate_and_store(
+                hidden, weight, bias, norm, *positions, *_destination(view), prescaled=prescaled
+            )
+        qkv = self.few_rows_linear(hidden, weight, bias, norm=norm, prescaled=prescaled)
+        return self.rotate_and_store(qkv, *positions, *_destination(view), self.q_norm, self.k_norm)
 
-    def _by_library(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: Pass) -> Tensor:
-        query = self.turn_and_store(self._qkv(hidden), *positions, *_goal(view), self.q_norm, self.k_norm)
-        return self._behind_attention(attend_by_kernel(query, view, self.scaling), hidden)
+    def _by_torch_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        query = self.rotate_and_store(self._qkv(hidden), *positions, *_destination(view), self.q_norm, self.k_norm)
+        return self._after_attention(attend_by_kernel(query, view, self.scaling), hidden)
 
-    def whole(self, hidden: Tensor, positions: tuple[Tensor, Tensor], held: Held | None = None) -> Tensor:
-        """Whole texts [b, n, H] from their first row on, without a cache: as training reads them. Knows no gradients. `held`
-        gets keys and values."""
+    def whole_sequences(self, hidden: Tensor, positions: tuple[Tensor, Tensor], kv_out: SequenceKV | None = None) -> Tensor:
+        """Run whole sequences [b, n, H] from their first row on, without a cache and without gradients: how training reads
+        them. `kv_out` gets their keys and values."""
         batch, rows, _ = hidden.shape
         qkv = self._qkv(hidden)
         keys, values = hidden.new_empty(2, batch, (qkv.shape[-1] // self.width - self.heads) // 2, rows, self.width)
         places = torch.arange(keys.numel() // self.width, device=hidden.device)
-        query = self.turn_and_store(qkv, *positions, keys, values, places, self.q_norm, self.k_norm)
-        if held is not None:
-            held.keys, held.values = keys, values
-        mixed = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=True)
-        return self._behind_attention(mixed.transpose(1, 2), hidden)
+        query = self.rotate_and_store(qkv, *positions, keys, values, places, self.q_norm, self.k_norm)
+        if kv_out is not None:
+            kv_out.keys, kv_out.values = keys, values
+        attended = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=True)
+        return self._after_attention(attended.transpose(1, 2), hidden)
 
     def _qkv(self, hidden: Tensor) -> Tensor:
-        """What queries, keys and values are made of, by torch's product: [b, n, all of them]."""
-        ready = self.glue.normed(hidden.flatten(0, 1), self.before_attention)
-        return linear(ready, *_weights(self.qkv)).unflatten(0, hidden.shape[:2])
+        """Return the joint q, k and v projection by torch's product: [b, n, columns of all three]."""
+        normed = self.norm_and_gate.normed(hidden.flatten(0, 1), self.before_attention)
+        return linear(normed, *_weights(self.qkv)).unflatten(0, hidden.shape[:2])
 
-    def _behind_attention(self, mixed: Tensor, hidden: Tensor) -> Tensor:
-        """From what attention gave [b, n, heads, width] to the layer's end, by torch's products."""
-        mixed, rows = mixed.flatten(0, 1).flatten(1), hidden.flatten(0, 1).contiguous()
-        rows, ready = self.glue.added_and_normed(rows, linear(mixed, *_weights(self.out)), self.before_mlp)
-        gated = self.glue.gated(linear(ready, *_weights(self.gate_up)))
-        rows.addmm_(gated, self.down.weight.t())  # rows that nobody else has seen
+    def _after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Compute the rest of the layer from the output of attention [b, n, heads, width], by torch's products."""
+        attended, rows = attended.flatten(0, 1).flatten(1), hidden.flatten(0, 1).contiguous()
+        rows, normed = self.norm_and_gate.added_and_normed(rows, linear(attended, *_weights(self.out)), self.before_mlp)
+        gated = self.norm_and_gate.gated(linear(normed, *_weights(self.gate_up)))
+        rows.addmm_(gated, self.down.weight.t())  # in place: a new tensor that nothing else refers to
         return (rows if self.down.bias is None else rows + self.down.bias).view(hidden.shape)
 
 
-def _goal(view: Pass) -> tuple[Tensor, Tensor, Tensor]:
-    """Where keys and values go."""
-    assert view.cached is not None and view.places is not None
-    return view.cached.keys, view.cached.values, view.places
+def _destination(view: LayerPass) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where keys and values are stored."""
+    assert view.cache is not None and view.places is not None
+    return view.cache.keys, view.cache.values, view.places
 
 
 def _weights(product: Any) -> tuple[Tensor, Tensor | None]:

@@ -20,7 +20,7 @@ from foreword.model.fused import cuda as lean_cuda
 from foreword.model.fused import layers as lean
 from foreword.model.fused.cpu import KEPT_ROWS, CpuLayer
 from foreword.model.fused.cuda import CudaLayer
-from foreword.model.linears import MOST_STOCK, JointLinear, fuse, pack
+from foreword.model.linears import MAX_STOCK_ROWS, JointLinear, fuse, pack
 from foreword.model.model import Model
 from foreword.model.stack import Rows
 from foreword.ops.layer import linear as kernel
@@ -119,7 +119,7 @@ def test_buffers_are_bounded_whatever_shapes_come(monkeypatch: pytest.MonkeyPatc
         model.score(Batch.of(list(range(batch)), 0), chain([[5] * count] * batch), Needs(), logits="none")
     assert len(compiled) == seen and all(layer.memory.prompts[name].array is array for name, array in held.items())
     rows = sum(linear.columns_in for linear in (layer.qkv, layer.out, layer.down)) + layer.q_size
-    stock = MOST_STOCK * sum(linear.columns_out for linear in (layer.qkv, layer.out, layer.gate_up))
+    stock = MAX_STOCK_ROWS * sum(linear.columns_out for linear in (layer.qkv, layer.out, layer.gate_up))
     numbers = sum(len(buffer.array) for one in (layer.memory.rounds, layer.memory.prompts) for buffer in one.values())
     assert numbers == (KEPT_ROWS + 256) * rows + stock
 
@@ -286,7 +286,7 @@ def test_rows_beside_whole_texts_are_the_same(family: str) -> None:
         joins = [Join(1, 1, lambda rows, _, m=matrix: rows @ m), Join(2, 2, lambda rows, _, m=matrix: rows @ m, (0,))]
         last = list(Model(hf).alongside(hidden, 1, torch.tensor([[0, 4], [3, 8]]), joins))[-1]
         sum(one.sum() for one in last.rows).backward()
-        found.append((last.texts, *(one.detach() for one in last.rows), matrix.grad))
+        found.append((last.sequences, *(one.detach() for one in last.rows), matrix.grad))
     for one, other in zip(*found, strict=True):
         close(other, one)
 
@@ -318,5 +318,5 @@ def test_layers_that_were_widened_one_by_one_are_not_lean() -> None:
     assert lean.fused_layers(stack.layers) is None
     rows = torch.randn(1, 3, 32)
     stack.layers.to(torch.float32)
-    stack.over(rows).sum().backward()
+    stack.walk_sequences(rows).sum().backward()
     assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in stack.parameters())

@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 from torch import nn
 
-from foreword.model.building import TooMuchBuilt, at_most
+from foreword.model.parameter_limit import TooManyParameters, at_most_parameters
 
 
 def stacked(count: int, made: list[int]) -> nn.Module:
@@ -18,29 +18,29 @@ def stacked(count: int, made: list[int]) -> nn.Module:
 
 
 def test_what_fits_is_built_and_what_does_not_ends_soon() -> None:
-    with at_most(9 * 4):
+    with at_most_parameters(9 * 4):
         stacked(4, [])
     made: list[int] = []
-    with pytest.raises(TooMuchBuilt), at_most(9 * 4):
+    with pytest.raises(TooManyParameters), at_most_parameters(9 * 4):
         stacked(100_000, made)
     assert len(made) == 5
     stacked(6, [])  # nothing is left behind
 
 
 def test_a_weight_in_two_places_counts_once() -> None:
-    with at_most(9):
+    with at_most_parameters(9):
         twice = nn.ModuleList([nn.Linear(3, 3, bias=False)])
         nn.ModuleList([twice, nn.ModuleList(twice)])
 
 
 def test_copies_count_as_what_is_new_does() -> None:
     layer = nn.Linear(3, 3, bias=False)
-    with pytest.raises(TooMuchBuilt), at_most(9 * 2):
+    with pytest.raises(TooManyParameters), at_most_parameters(9 * 2):
         nn.ModuleList(deepcopy(layer) for _ in range(3))
 
 
 def test_other_threads_build_what_they_like() -> None:
-    with at_most(1):
+    with at_most_parameters(1):
         other = Thread(target=stacked, args=(5, made := []))
         other.start()
         other.join()

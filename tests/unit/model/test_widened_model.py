@@ -5,31 +5,31 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import GROWING_KINDS, fresh, grown_pair, own_hidden, own_logits
+from doubles import WIDENABLE_KINDS, fresh, hf_hidden, hf_logits, widened_pair
 from foreword.errors import InputError, ModelUnsupported
 from foreword.model import linears as pack
-from foreword.model.widened import GROWS, grow, shrink
+from foreword.model.widened_model import WIDENABLE, narrow_model, widen_model
 from foreword.model.widening import SEVERAL, Wide
 
 TEXT = [5, 9, 17, 30, 41, 8, 8, 23, 3, 44, 12]
 
 
 @pytest.mark.parametrize("times", [1, 2, 4, 8])
-@pytest.mark.parametrize("kind", GROWING_KINDS)
+@pytest.mark.parametrize("kind", WIDENABLE_KINDS)
 def test_logits_are_those_of_the_original(kind: str, times: int) -> None:
-    model, wide = grown_pair(torch.float64, times, kind)
-    torch.testing.assert_close(own_logits(wide, TEXT), own_logits(model, TEXT), rtol=1e-10, atol=1e-10)
+    model, wide = widened_pair(torch.float64, times, kind)
+    torch.testing.assert_close(hf_logits(wide, TEXT), hf_logits(model, TEXT), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("times", [2, 8])
 def test_logits_in_single_precision(times: int) -> None:
-    model, wide = grown_pair(torch.float32, times)
+    model, wide = widened_pair(torch.float32, times)
     assert wide.dtype == torch.float32
-    torch.testing.assert_close(own_logits(wide, TEXT), own_logits(model, TEXT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hf_logits(wide, TEXT), hf_logits(model, TEXT), rtol=1e-4, atol=1e-4)
 
 
 def test_sizes_grow_and_a_tie_stays_one() -> None:
-    model, wide = grown_pair(torch.float64, 4)
+    model, wide = widened_pair(torch.float64, 4)
     assert wide.lm_head.weight is wide.model.embed_tokens.weight
     assert tuple(wide.lm_head.weight.shape) == (48, 4 * 32)
     assert wide.config.num_attention_heads == 16 and model.config.num_attention_heads == 4
@@ -39,46 +39,46 @@ def test_sizes_grow_and_a_tie_stays_one() -> None:
 
 
 def test_rows_before_the_last_norm_are_copies_divided() -> None:
-    model, wide = grown_pair(torch.float64, 4)
-    for narrow, grown in zip(own_hidden(model, TEXT), own_hidden(wide, TEXT), strict=True):
+    model, wide = widened_pair(torch.float64, 4)
+    for narrow, grown in zip(hf_hidden(model, TEXT), hf_hidden(wide, TEXT), strict=True):
         torch.testing.assert_close(grown, (narrow / 4).repeat(1, 4))
 
 
 def test_half_precision_rounds_no_weight() -> None:
     model = fresh("llama", torch.bfloat16).requires_grad_(False)
-    exact, wide = grow(model.double(), 8), grow(model.to(torch.bfloat16), 8)
+    exact, wide = widen_model(model.double(), 8), widen_model(model.to(torch.bfloat16), 8)
     for (name, one), other in zip(wide.named_parameters(), exact.parameters(), strict=True):
         assert torch.equal(one.double(), other), name
 
 
 def test_a_grown_model_is_rebuilt_like_any_other() -> None:
-    model, wide = grown_pair(torch.float32, 2)
-    before = own_logits(wide, TEXT)
+    model, wide = widened_pair(torch.float32, 2)
+    before = hf_logits(wide, TEXT)
     pack.fuse(wide)
-    torch.testing.assert_close(own_logits(wide, TEXT), before, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ModelUnsupported, match="grow it before it is rebuilt"):
-        grow(wide, 2)
+    torch.testing.assert_close(hf_logits(wide, TEXT), before, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ModelUnsupported, match="widen it before it is rebuilt"):
+        widen_model(wide, 2)
 
 
 def test_what_cannot_grow() -> None:
     for times in (0, 3, 6, -2, 2.0):
         with pytest.raises(InputError, match="power of two"):
-            grow(fresh("llama"), times)  # type: ignore[arg-type]
+            widen_model(fresh("llama"), times)  # type: ignore[arg-type]
     for family in ("qwen3", "gemma2", "olmo2", "granite"):
-        with pytest.raises(ModelUnsupported, match=f"'{family}' cannot be grown; those of {', '.join(GROWS)}"):
-            grow(fresh(family), 2)
+        with pytest.raises(ModelUnsupported, match=f"'{family}' cannot be widened; those of {', '.join(WIDENABLE)}"):
+            widen_model(fresh(family), 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", GROWING_KINDS)
+@pytest.mark.parametrize("kind", WIDENABLE_KINDS)
 def test_what_was_grown_is_made_narrow_again_to_the_bit(kind: str, dtype: torch.dtype) -> None:
-    model, wide = grown_pair(dtype, 8, kind)
-    narrow = shrink(wide, 8)
+    model, wide = widened_pair(dtype, 8, kind)
+    narrow = narrow_model(wide, 8)
     assert narrow.config.to_dict() == model.config.to_dict()
     before, after = dict(model.named_parameters()), dict(narrow.named_parameters())
     assert before.keys() == after.keys()  # a tie stays one
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert torch.equal(own_logits(narrow.float(), TEXT), own_logits(model.float(), TEXT))
+    assert torch.equal(hf_logits(narrow.float(), TEXT), hf_logits(model.float(), TEXT))
 
 
 @pytest.mark.parametrize("rule", [SEVERAL, Wide("stream", ("normed", "stream"))])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from doubles import EVERY_FAMILY, FAMILIES, Liar, chain, engine, fresh, own_logits, prefilled, requests, truth, written
+from doubles import EVERY_FAMILY, FAMILIES, Liar, chain, engine, fresh, hf_logits, prefilled, requests, truth, written
 from foreword.core.needs import Needs
 from foreword.model import linears as pack_module
-from foreword.model.linears import Buffer, PackedLinear, one_of_few, pack, rows_quicker_stock, some_of
+from foreword.model.linears import Buffer, PackedLinear, max_stock_rows, pack, padded_row_count, select_outputs
 from foreword.model.model import Model
 from foreword.ops.device import has_packed_linears
 
@@ -31,7 +31,7 @@ def test_a_packed_model_answers_the_same(family: str) -> None:
     for rows in (1, 2, 5):  # few rows go another way than many
         batch = prefilled(model, {0: TEXT[:-rows]})
         found = model.score(batch, chain([TEXT[-rows:]]), Needs()).require_logits()[0]
-        torch.testing.assert_close(found.double(), own_logits(stock, TEXT)[-rows:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.double(), hf_logits(stock, TEXT)[-rows:], atol=1e-4, rtol=1e-4)
 
 
 @needs_onednn
@@ -81,9 +81,9 @@ def test_few_rows_go_the_way_that_is_quicker_here(quicker: int, tmp_path: Path, 
         return 2.0 if product is torch.nn.functional.linear and len(rows) > quicker else 1.0
 
     monkeypatch.setattr(pack_module, "_seconds", seconds)
-    found = rows_quicker_stock.__wrapped__(2)
+    found = max_stock_rows.__wrapped__(2)
     assert found == quicker
-    monkeypatch.setattr(pack_module, "rows_quicker_stock", lambda _: found)
+    monkeypatch.setattr(pack_module, "max_stock_rows", lambda _: found)
     linear, ways = PackedLinear(torch.randn(20, 48), None, keep_stock=True), []
     product = pack_module._packed_product
     monkeypatch.setattr(pack_module, "_packed_product", lambda *given: ways.append("packed") or product(*given))
@@ -96,10 +96,10 @@ def test_few_rows_go_the_way_that_is_quicker_here(quicker: int, tmp_path: Path, 
 
 @needs_onednn
 def test_which_way_is_quicker_is_measured_once() -> None:
-    assert 0 <= rows_quicker_stock(1) <= 3
-    held = rows_quicker_stock.cache_info().hits
-    assert PackedLinear(torch.randn(20, 48), None, keep_stock=True).rows_stock == rows_quicker_stock(1)
-    assert rows_quicker_stock.cache_info().hits == held + 2
+    assert 0 <= max_stock_rows(1) <= 3
+    held = max_stock_rows.cache_info().hits
+    assert PackedLinear(torch.randn(20, 48), None, keep_stock=True).rows_stock == max_stock_rows(1)
+    assert max_stock_rows.cache_info().hits == held + 2
 
 
 @needs_onednn
@@ -137,7 +137,7 @@ def test_some_outputs_are_a_copy_in_the_same_layout(kind: str, bias: bool) -> No
     stock, columns = nn.Linear(64, 96, bias), torch.tensor([3, 4, 40, 95])
     weight, own = stock.weight.detach().clone(), None if stock.bias is None else stock.bias.detach().clone()
     whole = stock if kind == "stock" else PackedLinear(weight, own, keep_stock=kind == "packed")
-    some: Any = some_of(whole, columns)
+    some: Any = select_outputs(whole, columns)
     for rows in (torch.randn(1, 64), torch.randn(2, 8, 64)):
         torch.testing.assert_close(some(rows), stock(rows)[..., columns])
         assert not some(rows).requires_grad
@@ -149,7 +149,7 @@ def test_some_outputs_are_a_copy_in_the_same_layout(kind: str, bias: bool) -> No
 
 
 def test_numbers_of_rows_are_few_and_not_much_larger() -> None:
-    sizes = [one_of_few(rows) for rows in range(1, 1025)]
+    sizes = [padded_row_count(rows) for rows in range(1, 1025)]
     assert sizes[:32] == list(range(1, 33)) and sizes[-1] == 1024
     assert all(rows <= size <= rows * 17 / 16 for rows, size in enumerate(sizes, start=1))
     assert len(set(sizes)) == 32 + 5 * 16

@@ -85,24 +85,24 @@ def test_weights_that_are_held(kind: str, m: int, n: int, warps: int) -> None:
 @pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), slow(4096, 14336), slow(896, 1152)])
 def test_a_norm_inside_apart_and_handed_on_is_the_same(hidden: int, mlp: int, rows: int) -> None:
     """But for the order of sums: nearly all numbers to the last bit."""
-    from foreword.ops.layer.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415  needs triton
+    from foreword.ops.layer.linear import few_rows_linear, linear_and_prescale  # noqa: PLC0415  needs triton
 
     x, residual = drawn(rows, mlp, dtype=torch.bfloat16), drawn(rows, hidden, dtype=torch.bfloat16, seed=3)
     norm = (drawn(hidden, dtype=torch.bfloat16, seed=2), 1e-5)
     down = drawn(hidden, mlp, dtype=torch.bfloat16, seed=1) * mlp**-0.5
     up = drawn(2 * mlp, hidden, dtype=torch.bfloat16, seed=4) * hidden**-0.5
-    (out, handed), (same, again) = (linear_and_hand_on(x, down, None, residual, norm[0]) for _ in range(2))
+    (out, prescaled), (same, again) = (linear_and_prescale(x, down, None, residual, norm[0]) for _ in range(2))
     assert torch.equal(out, few_rows_linear(x, down, residual=residual)) and torch.equal(out, same)
-    assert (handed is None) == (again is None) == (rows <= 4)
-    if handed is not None and again is not None:
-        assert torch.equal(handed.rows, (out.float() * norm[0].float()).bfloat16())
-        assert torch.equal(handed.rows, again.rows) and torch.equal(handed.squares, again.squares)
+    assert (prescaled is None) == (again is None) == (rows <= 4)
+    if prescaled is not None and again is not None:
+        assert torch.equal(prescaled.rows, (out.float() * norm[0].float()).bfloat16())
+        assert torch.equal(prescaled.rows, again.rows) and torch.equal(prescaled.squares, again.squares)
     for gated in (False, True):
         alone = torch.cat([few_rows_linear(row, up, norm=norm, gated=gated) for row in out.split(1)])
-        for given in (handed, None):
-            found = few_rows_linear(out, up, norm=norm, handed=given, gated=gated)
+        for given in (prescaled, None):
+            found = few_rows_linear(out, up, norm=norm, prescaled=given, gated=gated)
             assert (found == alone).float().mean() > 0.95
-            assert torch.equal(found, few_rows_linear(out, up, norm=norm, handed=given, gated=gated))
+            assert torch.equal(found, few_rows_linear(out, up, norm=norm, prescaled=given, gated=gated))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=str)
@@ -116,8 +116,8 @@ def test_the_turned_product_is_product_and_rotation(
 ) -> None:
     """Nearly every number to the last bit, since both round in the same places."""
     from foreword.ops.layer.linear import few_rows_linear  # noqa: PLC0415  needs triton
-    from foreword.ops.layer.qkv import linear_turn_and_store  # noqa: PLC0415
-    from foreword.ops.layer.rotary import turn_and_store  # noqa: PLC0415
+    from foreword.ops.layer.qkv import linear_rotate_and_store  # noqa: PLC0415
+    from foreword.ops.layer.rotary import rotate_and_store  # noqa: PLC0415
 
     batch, count = rows
     columns = (heads + 2 * key_heads) * width
@@ -131,8 +131,8 @@ def test_the_turned_product_is_product_and_rotation(
 
     product = few_rows_linear(x, weight, bias, norm=norm)
     apart, found, again = cache(), cache(), cache()
-    expected = [turn_and_store(product, *turn, *apart, places), *apart]
-    query, same = (linear_turn_and_store(x, weight, bias, norm, *turn, *part, places) for part in (found, again))
+    expected = [rotate_and_store(product, *turn, *apart, places), *apart]
+    query, same = (linear_rotate_and_store(x, weight, bias, norm, *turn, *part, places) for part in (found, again))
     for one, other, exact in zip((query, *found), (same, *again), expected, strict=True):
         assert torch.equal(one, other) and error(one, exact.double()) < TOLERANCE[dtype]
         assert dtype == torch.float32 or (one == exact).float().mean() > 0.95
@@ -142,7 +142,7 @@ def test_the_turned_product_is_product_and_rotation(
 @pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), slow(4096, 14336)])
 def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> None:
     """Every product reads what the one before wrote: a kernel that starts early and does not wait gives other numbers."""
-    from foreword.ops.layer.linear import few_rows_linear, linear_and_hand_on  # noqa: PLC0415  needs triton
+    from foreword.ops.layer.linear import few_rows_linear, linear_and_prescale  # noqa: PLC0415  needs triton
 
     weights = [
         (drawn(2 * mlp, hidden, dtype=torch.bfloat16, seed=i) / hidden**0.5,
@@ -153,10 +153,10 @@ def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> 
     start = drawn(rows, hidden, dtype=torch.bfloat16)
 
     def chain(x: Tensor, wait: bool) -> Tensor:
-        handed = None
+        prescaled = None
         for up, down in weights:
-            gated = few_rows_linear(x, up, norm=norm, handed=handed, gated=True)
-            x, handed = linear_and_hand_on(gated, down, None, x, norm[0])
+            gated = few_rows_linear(x, up, norm=norm, prescaled=prescaled, gated=True)
+            x, prescaled = linear_and_prescale(gated, down, None, x, norm[0])
             if wait:
                 torch.cuda.synchronize()
         return x
@@ -179,7 +179,7 @@ def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> 
 def test_rotation_and_cache(
     heads: int, key_heads: int, width: int, batch: int, rows: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    from foreword.ops.layer.rotary import turn_and_store  # noqa: PLC0415  needs triton
+    from foreword.ops.layer.rotary import rotate_and_store  # noqa: PLC0415  needs triton
 
     qkv = drawn(batch, rows, (heads + 2 * key_heads) * width, dtype=dtype)
     cosine, sine = drawn(batch, rows, width, dtype=dtype, seed=1), drawn(batch, rows, width, dtype=dtype, seed=2)
@@ -190,7 +190,7 @@ def test_rotation_and_cache(
     )
     places = ((index + 1) * key_heads + head) * 128 + row + 40
 
-    query = turn_and_store(qkv, cosine, sine, keys, values, places.flatten(), norm, norm)
+    query = rotate_and_store(qkv, cosine, sine, keys, values, places.flatten(), norm, norm)
 
     q, k, v = qkv.double().view(batch, rows, -1, width).transpose(1, 2).split([heads, key_heads, key_heads], dim=1)
     if norm is not None:

@@ -26,7 +26,7 @@ RUN = """
 import sys, warnings
 from pathlib import Path
 from foreword.ops.layer import compiled
-compiled.spare = Path(sys.argv[1])
+compiled.fallback_folder = Path(sys.argv[1])
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     from foreword.ops.layer import small_loop

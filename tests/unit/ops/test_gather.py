@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from rounds import check_level, check_remember, check_take, check_told
+from rounds import check_conditioned_on_next, check_level, check_remember, check_take
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -24,7 +24,7 @@ def test_what_slots_hold(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("taps", [(), (1,), (0, 1, 2)])
 def test_what_is_told_of_rows_that_were_committed(taps: tuple[int, ...], pathed: bool) -> None:
     for seed in range(4):
-        check_told(seed, "cpu", taps, pathed)
+        check_conditioned_on_next(seed, "cpu", taps, pathed)
 
 
 @pytest.mark.parametrize("columns", [16, 20])

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, rms_norm, silu
 pytest.importorskip("triton")
 
 from foreword.ops.layer import linear as kernel
-from foreword.ops.layer.linear import Handed, few_rows_linear, linear_and_hand_on
+from foreword.ops.layer.linear import Prescaled, few_rows_linear, linear_and_prescale
 from foreword.ops.layer.tiles import Tiles
 
 SMALL = Tiles(16, 16, 32, warps=4, stages=2)
@@ -122,11 +122,11 @@ def test_long_rows_in_float16(tiles: Tiles) -> None:
     torch.testing.assert_close(found.float(), exact, rtol=1e-2, atol=3e-2)
 
 
-def handed_on(case: Case, tiles: Tiles, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Handed | None]:
+def linear_and_prescaled(case: Case, tiles: Tiles, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Prescaled | None]:
     """The rows of a case go through a product, back into the residual stream, and to the norm of another product."""
     weight, bias = (part.to(dtype) for part in (case.weight, case.bias))
     rows, residual = case.rows.to(dtype), case.residual.to(dtype)
-    return linear_and_hand_on(rows, weight, bias, residual, (1 + case.bias / 4).to(dtype), tiles=tiles)
+    return linear_and_prescale(rows, weight, bias, residual, (1 + case.bias / 4).to(dtype), tiles=tiles)
 
 
 @pytest.mark.parametrize("before", [SMALL, HELD, SHARED], ids=["few", "held", "shared"])
@@ -137,39 +137,39 @@ def test_what_is_handed_on_is_what_the_norm_would_make(
     """To the last bit in half precision, but for the sums of squares, of which there is one for every block of columns."""
     monkeypatch.setattr(kernel, "NORMED_FIRST", ())
     case = Case(rows, n, k)
-    out, handed = handed_on(case, before, torch.float16)
+    out, prescaled = linear_and_prescaled(case, before, torch.float16)
     plain = [part.half() for part in (case.rows, case.weight, case.bias)]
     assert torch.equal(out, few_rows_linear(*plain, residual=case.residual.half(), tiles=before))
-    assert handed is not None and handed.of is out
-    assert torch.equal(handed.rows, (out.float() * (1 + case.bias / 4).half().float()).half())
+    assert prescaled is not None and prescaled.source is out
+    assert torch.equal(prescaled.rows, (out.float() * (1 + case.bias / 4).half().float()).half())
     blocks = out.float().square().split(512 if before.splits > 1 else before.block_n, dim=1)
-    torch.testing.assert_close(handed.squares, torch.stack([block.sum(1) for block in blocks]))
+    torch.testing.assert_close(prescaled.squares, torch.stack([block.sum(1) for block in blocks]))
 
 
 @pytest.mark.parametrize("before", [SMALL, SHARED], ids=["few", "shared"])
 @pytest.mark.parametrize("behind", [SMALL, SHARED, ONE], ids=["few", "shared", "one"])
 def test_a_product_of_what_was_handed_on_is_norm_and_product(before: Tiles, behind: Tiles) -> None:
     case, second = Case(17, 72, 64), Case(17, 20, 72)
-    out, handed = handed_on(case, before)
+    out, prescaled = linear_and_prescaled(case, before)
     norm = (1 + case.bias / 4, 1e-3)
     for gated in (False, True) if behind.splits == 1 else (False,):
         found, apart = (
-            few_rows_linear(out, second.weight, norm=norm, handed=given, gated=gated, tiles=behind)
-            for given in (handed, None)
+            few_rows_linear(out, second.weight, norm=norm, prescaled=given, gated=gated, tiles=behind)
+            for given in (prescaled, None)
         )  # fmt: skip
         torch.testing.assert_close(found, apart, rtol=1e-6, atol=1e-6)
 
 
 def test_only_the_very_rows_that_it_is_of_use_what_was_handed_on() -> None:
     case, second = Case(9, 72, 64), Case(9, 20, 72)
-    out, handed = handed_on(case, SMALL)
-    assert handed is not None
-    spoilt = handed._replace(rows=handed.rows * float("nan"))
+    out, prescaled = linear_and_prescaled(case, SMALL)
+    assert prescaled is not None
+    spoilt = prescaled._replace(rows=prescaled.rows * float("nan"))
     for rows, used in ((out, True), (out[:], False), (out.clone(), False), (torch.cat([out, out]), False)):
-        found = few_rows_linear(rows, second.weight, norm=(1 + case.bias / 4, 1e-3), handed=spoilt, tiles=SMALL)
+        found = few_rows_linear(rows, second.weight, norm=(1 + case.bias / 4, 1e-3), prescaled=spoilt, tiles=SMALL)
         assert found.isnan().all().item() is used and found.isnan().any().item() is used
 
 
 def test_nothing_is_handed_on_where_norms_are_inside_or_first() -> None:
     case = Case(3, 40, 64)
-    assert handed_on(case, ONE)[1] is None and handed_on(case, SMALL, torch.float16)[1] is None
+    assert linear_and_prescaled(case, ONE)[1] is None and linear_and_prescaled(case, SMALL, torch.float16)[1] is None

@@ -15,9 +15,9 @@ from foreword.model.layer_cache import KVRows
 pytest.importorskip("triton")
 
 from foreword.ops.layer import linear as kernel
-from foreword.ops.layer.linear import Handed, few_rows_linear, linear_and_hand_on
-from foreword.ops.layer.qkv import linear_turn_and_store
-from foreword.ops.layer.rotary import turn_and_store
+from foreword.ops.layer.linear import Prescaled, few_rows_linear, linear_and_prescale
+from foreword.ops.layer.qkv import linear_rotate_and_store
+from foreword.ops.layer.rotary import rotate_and_store
 from foreword.ops.layer.tiles import Tiles
 
 ONE = Tiles(1, 16, 64, warps=4, stages=1)
@@ -49,7 +49,7 @@ class Case:
 
         batch, columns = len(slots), (heads + 2 * key_heads) * width
         self.heads, self.rows = heads, drawn(batch, rows, K)
-        self.handed: Handed | None = None
+        self.prescaled: Prescaled | None = None
         self.weight, self.bias, self.norm = drawn(columns, K) * K**-0.5, drawn(columns), (1 + drawn(K) / 4, 1e-3)
         self.turn = [drawn(batch if spread else 1, rows, width) for _ in range(2)]
         shape = CacheShape(1, key_heads, width, dtype)
@@ -62,8 +62,8 @@ class Case:
         keys, values = (torch.zeros_like(part) for part in (self.cache.keys[0], self.cache.values[0]))
         bias, norm = self.bias if biased else None, self.norm if normed else None
         goal = keys, values, self.places
-        query = linear_turn_and_store(
-            self.rows, self.weight, bias, norm, *self.turn, *goal, handed=self.handed, tiles=tiles
+        query = linear_rotate_and_store(
+            self.rows, self.weight, bias, norm, *self.turn, *goal, prescaled=self.prescaled, tiles=tiles
         )  # fmt: skip
         return query, keys, values
 
@@ -71,7 +71,7 @@ class Case:
         """The same by a product and a rotation."""
         keys, values = (torch.zeros_like(part) for part in (self.cache.keys[0], self.cache.values[0]))
         qkv = few_rows_linear(self.rows, self.weight, self.bias, norm=self.norm, tiles=tiles)
-        return turn_and_store(qkv, *self.turn, keys, values, self.places), keys, values
+        return rotate_and_store(qkv, *self.turn, keys, values, self.places), keys, values
 
     def exact(self, normed: bool, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
         rows = rms_norm(self.rows, (K,), *self.norm) if normed else self.rows
@@ -126,9 +126,9 @@ def test_it_rounds_where_the_two_kernels_do(tiles: Tiles, first: bool, monkeypat
 def test_rows_that_were_handed_on_are_those_of_the_norm(tiles: Tiles) -> None:
     case, before = Case(2, 1, 32, [0, 2], 9), Tiles(16, 16, 32, warps=4, stages=2)
     weight = torch.randn(K, K, generator=torch.Generator().manual_seed(1)) * K**-0.5
-    case.rows, case.handed = linear_and_hand_on(case.rows, weight, None, case.rows, case.norm[0], tiles=before)
-    assert case.handed is not None
+    case.rows, case.prescaled = linear_and_prescale(case.rows, weight, None, case.rows, case.norm[0], tiles=before)
+    assert case.prescaled is not None
     found = case.found(tiles)
-    case.handed = None
+    case.prescaled = None
     for one, other in zip(found, case.found(tiles), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -11,7 +11,7 @@ from foreword.model.cache import CacheShape, SlotCache
 
 pytest.importorskip("triton")
 
-from foreword.ops.layer.rotary import turn_and_store
+from foreword.ops.layer.rotary import rotate_and_store
 
 EPSILON = 1e-3
 
@@ -41,7 +41,7 @@ def test_it_is_norm_rotation_and_write(
     first = torch.arange(batch).view(-1, 1) * 4
     places = found.places(Batch.of(slots, 20), first + torch.arange(rows))
 
-    query = turn_and_store(qkv, cosine, sine, found.keys[0], found.values[0], places, norms.get("q"), norms.get("k"))
+    query = rotate_and_store(qkv, cosine, sine, found.keys[0], found.values[0], places, norms.get("q"), norms.get("k"))
 
     parts = qkv.view(batch, rows, -1, width).transpose(1, 2).split([heads, key_heads, key_heads], dim=1)
     q, k = (
@@ -60,5 +60,5 @@ def test_positions_may_be_shared_by_the_batch() -> None:
         cache = cache_of(1, 16)
         places = cache.places(Batch.of([0, 1], 20), torch.arange(3).expand(2, 3))
         turn = (cosine.repeat(2, 1, 1), sine.repeat(2, 1, 1)) if spread else (cosine, sine)
-        given.append((turn_and_store(qkv, *turn, cache.keys[0], cache.values[0], places), cache.keys[0]))
+        given.append((rotate_and_store(qkv, *turn, cache.keys[0], cache.values[0], places), cache.keys[0]))
     assert all(torch.equal(one, other) for one, other in zip(*given, strict=True))

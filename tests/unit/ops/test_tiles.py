@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from foreword.ops.layer.tiles import BUCKETS, TUNED, Kind, Tiles, fitting, tiles_for
+from foreword.ops.layer.tiles import BUCKETS, TUNED, Kind, Tiles, fit_to_dtype, tiles_for
 
 SMALL = Tiles(16, 16, 32, warps=4, stages=2)
 
@@ -55,5 +55,5 @@ def test_default_tiles_can_be_launched(kind: Kind) -> None:
 
 def test_long_numbers_are_not_held() -> None:
     held = Tiles(16, 16, 64, warps=4, stages=0)
-    assert fitting(held, torch.bfloat16) == held
-    assert fitting(held, torch.float32).stages > 0 and fitting(held, torch.float32).block_k == 32
+    assert fit_to_dtype(held, torch.bfloat16) == held
+    assert fit_to_dtype(held, torch.float32).stages > 0 and fit_to_dtype(held, torch.float32).block_k == 32

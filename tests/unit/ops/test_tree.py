@@ -11,7 +11,7 @@ from doubles import random_tree
 from foreword.core.draft import Tree
 from foreword.ops.round.tree import lineage
 from foreword.ops.trees import lineage as lineage_of
-from rounds import check_hang, same
+from rounds import check_next_level, same
 
 
 @settings(max_examples=30)
@@ -34,4 +34,4 @@ def test_a_view_of_a_longer_tree() -> None:
 
 @pytest.mark.parametrize("widths", [(1,), (4, 8, 8), (3, 1, 5)])
 def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
-    check_hang(len(widths), "cpu", widths)
+    check_next_level(len(widths), "cpu", widths)

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from doubles import Looks
+from doubles import AttentionCase
 from foreword.core.draft import Tree
 
 if sys.platform != "linux":
@@ -17,11 +17,11 @@ if sys.platform != "linux":
 
 from foreword.ops.layer import tree_attention
 from foreword.ops.layer.tree_attention import (
-    CROWD,
+    LEAST_SHARE,
+    MANY_UNITS,
     MOST_SHARES,
     PROGRAMS,
-    SHARE,
-    UNSHARED,
+    UNSPLIT,
     AttentionTiles,
     attend_tree,
     attention_tiles,
@@ -33,7 +33,7 @@ PRECISE = 2e-6
 
 
 def by_kernel(
-    looks: Looks, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0, chain: bool = False
+    looks: AttentionCase, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0, chain: bool = False
 ) -> Tensor:
     span, scaling = int(looks.base.max()), looks.query.shape[3] ** -0.5
     depth = looks.depth[:, -looks.sees.shape[1] :] if window else None
@@ -41,7 +41,9 @@ def by_kernel(
     return attend_tree(*seen, span, scaling, depth, window, softcap, chain, tiles)
 
 
-def error(looks: Looks, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0, chain: bool = False) -> float:
+def error(
+    looks: AttentionCase, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0, chain: bool = False
+) -> float:
     """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
     if window:
         looks = looks.within(window)
@@ -75,7 +77,7 @@ def test_any_tree_in_any_batch(
     softcap: float,
     seed: int,
 ) -> None:
-    looks = Looks.drawn(heads, 16, rows, lengths, before, shared, seed=seed)
+    looks = AttentionCase.random(heads, 16, rows, lengths, before, shared, seed=seed)
     assert error(looks, replace(tiles, splits=splits), window, softcap) < PRECISE
 
 
@@ -83,7 +85,7 @@ def test_any_tree_in_any_batch(
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48])
 def test_lengths_around_the_edges_of_blocks(length: int, splits: int, tiles: AttentionTiles) -> None:
-    looks = Looks.drawn((2, 1), 16, 3, [length], before=1)
+    looks = AttentionCase.random((2, 1), 16, 3, [length], before=1)
     assert error(looks, replace(tiles, splits=splits)) < PRECISE
 
 
@@ -96,7 +98,7 @@ def test_more_rows_than_a_block_of_keys(window: int, splits: int, tiles: Attenti
     block of queries has none of two heads. Which number of rows a case has is chosen so that any four of the five choices
     meet in every way."""
     rows = 48 if ((window > 0) + (splits > 1) + (tiles is BY_TWO) + known) % 2 else 40
-    looks, chain = Looks.drawn((2, 1), 16, rows, [0, 37]), Tree.chain(rows)
+    looks, chain = AttentionCase.random((2, 1), 16, rows, [0, 37]), Tree.chain(rows)
     looks = replace(looks, sees=chain.ancestors, depth=chain.depth)
     assert error(looks, replace(tiles, splits=splits), window, chain=known) < PRECISE
 
@@ -105,7 +107,7 @@ def test_more_rows_than_a_block_of_keys(window: int, splits: int, tiles: Attenti
 @pytest.mark.parametrize("rows", [4, 20, 32, 40])
 def test_rows_that_see_each_other(rows: int, splits: int) -> None:
     """A block without an order, as masked drafting has it, of more rows than a block of queries: see `causal`."""
-    looks = Looks.drawn((2, 1), 16, rows, [0, 37])
+    looks = AttentionCase.random((2, 1), 16, rows, [0, 37])
     looks = replace(looks, sees=torch.ones(1, rows, rows, dtype=torch.bool))
     tiles = replace(SMALL, splits=splits)
     seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
@@ -118,7 +120,7 @@ def test_rows_that_see_each_other(rows: int, splits: int) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_known_chain_is_not_looked_up(splits: int) -> None:
     """What rows see is neither read nor different, behind rows of an earlier pass either."""
-    looks, chain = Looks.drawn((4, 2), 16, 5, [20, 3], before=2), Tree.chain(7)
+    looks, chain = AttentionCase.random((4, 2), 16, 5, [20, 3], before=2), Tree.chain(7)
     looks = replace(looks, sees=chain.ancestors[:, 2:], depth=chain.depth)
     asked, tiles = by_kernel(looks, replace(SMALL, splits=splits)), replace(SMALL, splits=splits)
     blind = replace(looks, sees=torch.zeros_like(looks.sees))
@@ -128,7 +130,7 @@ def test_a_known_chain_is_not_looked_up(splits: int) -> None:
 @pytest.mark.parametrize("least", [0, 16, 48, 512])
 def test_short_texts_beside_a_long_one_leave_their_shares_empty(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote is not read: the room for the shares begins as NaN."""
-    looks, tiles = Looks.drawn((2, 1), 16, 3, [300, 0, 15, 17]), replace(SMALL, splits=9, least=least)
+    looks, tiles = AttentionCase.random((2, 1), 16, 3, [300, 0, 15, 17]), replace(SMALL, splits=9, least=least)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
     for window in (0, 50):
@@ -138,7 +140,7 @@ def test_short_texts_beside_a_long_one_leave_their_shares_empty(least: int, monk
 @pytest.mark.parametrize("splits", [1, 3])
 def test_padding_may_lie_behind_the_cache(splits: int) -> None:
     """Of eight rows the first two have a place in the cache; what lies behind it belongs to somebody else."""
-    whole = Looks.drawn((2, 1), 16, 8, [20, 6])
+    whole = AttentionCase.random((2, 1), 16, 8, [20, 6])
     chain = Tree.chain(8)
     whole = replace(whole, sees=chain.ancestors, depth=chain.depth)
     held = torch.full((2, *whole.keys.shape[:2], 30, 16), torch.nan)
@@ -151,25 +153,25 @@ def test_padding_may_lie_behind_the_cache(splits: int) -> None:
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 47])
 def test_windows_around_the_edges_of_blocks(window: int) -> None:
     """A tree deep enough that its last rows see none of the prefix where the window is short."""
-    assert error(Looks.drawn((2, 1), 16, 9, [40, 3]), replace(SMALL, splits=2), window) < PRECISE
+    assert error(AttentionCase.random((2, 1), 16, 9, [40, 3]), replace(SMALL, splits=2), window) < PRECISE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 def test_widths_and_precisions_with_tiles_of_their_own(width: int, dtype: torch.dtype) -> None:
     """25 rows of 3 heads are more than a block of queries."""
-    looks = Looks.drawn((3, 1), width, 25, [130], dtype=dtype)
+    looks = AttentionCase.random((3, 1), width, 25, [130], dtype=dtype)
     assert error(looks, None) < (PRECISE if dtype == torch.float32 else 4e-3)
 
 
 def test_sight_may_lie_in_any_order() -> None:
-    looks = Looks.drawn((2, 1), 16, 5, [20, 7])
+    looks = AttentionCase.random((2, 1), 16, 5, [20, 7])
     assert error(replace(looks, sees=looks.sees.mT.contiguous().mT), SMALL) < PRECISE
 
 
 def test_a_row_that_sees_nothing_gets_nothing() -> None:
     """Not a division by zero, which would spread from padding rows to the cache."""
-    looks = Looks.drawn((2, 1), 16, 3, [0])
+    looks = AttentionCase.random((2, 1), 16, 3, [0])
     blind = replace(looks, sees=torch.zeros_like(looks.sees))
     for tiles in (SMALL, BY_TWO):
         for splits in (1, 2):
@@ -177,7 +179,7 @@ def test_a_row_that_sees_nothing_gets_nothing() -> None:
 
 
 def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks.drawn((2, 1), 16, 3, [20])
+    looks = AttentionCase.random((2, 1), 16, 3, [20])
     monkeypatch.setattr(tree_attention, "_join", None)
     assert error(looks, SMALL) < PRECISE
     with pytest.raises(TypeError):
@@ -193,22 +195,22 @@ def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shares_are_few_and_not_short(queries: int, keys: int, units: int, width: int) -> None:
     tiles = attention_tiles(queries, keys, units, width)
     assert tiles.splits == 1 or 2 < tiles.splits <= MOST_SHARES + 1
-    assert tiles.least >= SHARE and tiles.least % tiles.block_k == 0
-    assert tiles.splits - 2 < keys / SHARE
-    assert tiles.splits == 1 or units < CROWD * keys / SHARE  # so many texts keep the machine busy by themselves
+    assert tiles.least >= LEAST_SHARE and tiles.least % tiles.block_k == 0
+    assert tiles.splits - 2 < keys / LEAST_SHARE
+    assert tiles.splits == 1 or units < MANY_UNITS * keys / LEAST_SHARE  # so many texts keep the machine busy by themselves
 
 
-@given(queries=st.integers(1, 300), keys=st.integers(1, UNSHARED), units=st.integers(PROGRAMS, 900))
+@given(queries=st.integers(1, 300), keys=st.integers(1, UNSPLIT), units=st.integers(PROGRAMS, 900))
 def test_units_that_keep_the_gpu_busy_have_one_share_each(queries: int, keys: int, units: int) -> None:
     tiles = attention_tiles(queries, keys, units, 64)
     assert tiles.splits == 1 and tiles.block_q == (16 if queries <= 16 else 64)
-    longer = attention_tiles(queries, UNSHARED + 1, units, 64)
-    assert (longer.splits > 1) == (units < CROWD * (UNSHARED + 64) // SHARE)  # or all would wait for a long text
+    longer = attention_tiles(queries, UNSPLIT + 1, units, 64)
+    assert (longer.splits > 1) == (units < MANY_UNITS * (UNSPLIT + 64) // LEAST_SHARE)  # or all would wait for a long text
 
 
 @pytest.mark.parametrize("rows", [3, 20])
 def test_units_that_keep_the_gpu_busy_see_what_others_see(rows: int) -> None:
-    assert error(Looks.drawn((PROGRAMS // 2, PROGRAMS // 2), 16, rows, [5, 130]), None) < PRECISE
+    assert error(AttentionCase.random((PROGRAMS // 2, PROGRAMS // 2), 16, rows, [5, 130]), None) < PRECISE
 
 
 def test_shares_are_whole_blocks() -> None:
@@ -225,7 +227,7 @@ def test_keys_are_cut_alike_for_any_number_of_queries(queries: int, keys: int, u
 def test_a_row_is_rounded_alike_alone_and_among_others() -> None:
     """In half precision: what the root gets is the same to the last bit, however many rows stand beside it."""
     for heads, rows, tiles in (((4, 2), 9, replace(SMALL, splits=3)), ((14, 2), 40, None)):
-        looks = Looks.drawn(heads, 16, rows, [150], dtype=torch.float16)
+        looks = AttentionCase.random(heads, 16, rows, [150], dtype=torch.float16)
         alone = replace(looks, query=looks.query[:, :, :1], sees=looks.sees[:, :1, :1], depth=looks.depth[:, :1])
         assert torch.equal(by_kernel(alone, tiles)[:, 0], by_kernel(looks, tiles)[:, 0])
 
@@ -233,14 +235,14 @@ def test_a_row_is_rounded_alike_alone_and_among_others() -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_nobody_reads_a_row_behind_its_own(splits: int) -> None:
     """Of three blocks of queries the last alone reads the last rows, which are not numbers."""
-    looks = Looks.drawn((2, 1), 16, 48, [20])
+    looks = AttentionCase.random((2, 1), 16, 48, [20])
     looks.keys[:, :, 20 + 32 :], looks.values[:, :, 20 + 32 :] = torch.nan, torch.nan
     found = by_kernel(looks, replace(SMALL, splits=splits))
     assert found[:, :32].isfinite().all() and not found[:, 40:].isfinite().all()
 
 
 def test_texts_may_be_longer_than_was_said() -> None:
-    looks = Looks.drawn((2, 1), 16, 3, [300, 40])
+    looks = AttentionCase.random((2, 1), 16, 3, [300, 40])
     seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
     found = attend_tree(*seen, 30, 0.25, tiles=replace(SMALL, splits=3))
     assert float((found.double() - looks.exact()).abs().max()) < PRECISE

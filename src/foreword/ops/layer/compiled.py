@@ -1,7 +1,7 @@
-"""Loops compiled by Numba, their machine code kept on disk, so that only the first load on a machine compiles.
+"""Loops compiled by Numba, with their machine code cached on disk, so that only the first load on a machine compiles.
 
-Numba keeps it next to the source or in the user's cache folder. In a read-only container it can write to neither: then the
-code goes to `spare`, and where that cannot be written either, every process compiles for itself.
+Numba caches it next to the source or in the user's cache folder. In a read-only container it can write to neither: then the
+code goes to `fallback_folder`. If that cannot be written either, every process compiles for itself.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from numba import config, njit
 
 from foreword.errors import ForewordWarning
 
-spare: Path | None = None  # set it before a module with loops is imported
+fallback_folder: Path | None = None  # set it before a module with loops is imported
 
-# Sums may go in any order, a division need not look for zero; infinities and NaN stay what they are.
+# Sums may be reordered, and divisions do not check for zero; infinities and NaN are kept.
 _FLAGS = dict(fastmath={"reassoc", "contract", "arcp", "nsz"}, error_model="numpy", nogil=True)
 
 
@@ -25,21 +25,21 @@ def loop(signature):
     """Compile a function for one signature."""
 
     def compiled(function):
-        for folder in (config.CACHE_DIR, str(spare or "")):
-            with _kept_in(folder):
+        for folder in (config.CACHE_DIR, str(fallback_folder or "")):
+            with _cache_folder(folder):
                 try:
                     return njit(signature, cache=True, **_FLAGS)(function)
-                except (RuntimeError, OSError):  # no place that can be written, or a disk that is full
+                except (RuntimeError, OSError):  # no writable folder, or a full disk
                     continue
-        _warn(spare)
+        _warn(fallback_folder)
         return njit(signature, **_FLAGS)(function)
 
     return compiled
 
 
 @contextmanager
-def _kept_in(folder):
-    """Let Numba try `folder` before its own places. It chooses when a function is decorated: no other's is touched."""
+def _cache_folder(folder):
+    """Let Numba try `folder` before its own. It chooses when a function is decorated: other functions are not affected."""
     before = config.CACHE_DIR
     config.CACHE_DIR = folder
     try:
@@ -51,8 +51,8 @@ def _kept_in(folder):
 @cache
 def _warn(folder):
     warnings.warn(
-        f"Numba's machine code cannot be kept ({folder} and Numba's own places cannot be written), so every process "
-        "compiles it anew, which takes seconds; set FOREWORD_HOME or NUMBA_CACHE_DIR to a folder that can be written",
+        f"Numba's machine code cannot be cached (neither {folder} nor Numba's own folders are writable), so every process "
+        "compiles it again, which takes seconds; set FOREWORD_HOME or NUMBA_CACHE_DIR to a writable folder",
         ForewordWarning,
         stacklevel=2,
     )

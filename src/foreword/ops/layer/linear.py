@@ -1,11 +1,10 @@
-"""Products of a few rows with a weight matrix, as a decoding pass makes them: every weight is read once.
+"""Linear layers for the 1 to about 256 rows of a decoding pass, with gate, bias, residual and RMSNorm in the kernel.
 
-In: 1 to about 256 rows. Gate, bias, residual and RMSNorm are part of the kernel: rows are multiplied by the norm's weight,
-rounded and summed, and the sums divided by the row's length at their end. With matrix units the product before hands on its
-rows multiplied, and their squares (`Handed`), or else a kernel of its own does. All round in the same places: a row comes
-out the same alone and among others, but for the order of sums, which is fixed. Safe to capture. Weights and residual, which
-must be older than the kernel before, are on their way while that still runs: into the L2 cache, or held at once. How a
-product is cut is measured (`studies/linear_tiles.py`, `studies/linear_tiles_in_passes.py`); tiles.py holds the result.
+A norm multiplies rows by its weight and rounds them; the sums are divided by the row's RMS at the end. With matrix units the
+previous product delivers rows multiplied already, and their squares (`Prescaled`); otherwise a separate kernel does. All
+variants round in the same places, so a row's result does not depend on other rows but for the order of sums, which is fixed.
+Weights and residual must be older than the previous kernel: they are loaded while it still runs. Safe to capture. tiles.py
+has the tile sizes, measured by `studies/linear_tiles.py` and `studies/linear_tiles_in_passes.py`.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.ops.layer.overlap import early_launch, overlaps, take_turn
-from foreword.ops.layer.sums import few_rows_sums, get_ready, joined, one_row_sums, scale_of, shared_out
-from foreword.ops.layer.tiles import Kind, Tiles, fitting, tiles_for
+from foreword.ops.layer.sums import columns_by_warp, few_rows_sums, load_early, norm_scale, one_row_sums, sum_splits
+from foreword.ops.layer.tiles import Kind, Tiles, fit_to_dtype, tiles_for
 
 Norm = tuple[Tensor, float]  # weight [K] and epsilon of an RMSNorm
 
-FETCHED = 2**15  # numbers that a program asks for while it waits: what it needs first, and no more than 16 requests a thread
+MOST_PREFETCHED = 2**15  # numbers that a waiting program prefetches: those it needs first, at most 16 requests per thread
 
-# A row times a norm's weight, before it is divided by its length, may be too large for these numbers or too small: rows are
-# normalised before they are rounded, and the norm is a kernel of its own, or reads its row twice. Nothing is handed on.
+# A row times a norm's weight may overflow or underflow these types before it is divided by its RMS. So rows are normalised
+# before they are rounded; the norm is a separate kernel, or reads its row twice; and no product prescales rows.
 NORMED_FIRST = (torch.float16,)
 
 
 @triton.jit
 def _store(
-    value, up, added, bias, out, row, column, here, columns, GATED: tl.constexpr, BIASED: tl.constexpr
+    value, up, added, bias, out, row, column, inside, columns, GATED: tl.constexpr, BIASED: tl.constexpr
 ):  # fmt: skip
-    """What comes after the product; `row` and `column` have the shape of `value`, or one that spreads to it. As stored."""
+    """Apply what follows the product, store, and return what was stored. `row` and `column` broadcast to `value`."""
     if BIASED:
         value += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
     if GATED:
@@ -42,127 +41,129 @@ def _store(
             up += tl.load(bias + columns + column, mask=column < columns, other=0.0).to(tl.float32)
         value = value * tl.sigmoid(value) * up
     value = (value + added).to(out.dtype.element_ty)
-    tl.store(out + row * columns + column, value, mask=here)
+    tl.store(out + row * columns + column, value, mask=inside)
     return value
 
 
 @triton.jit
-def _hand_on(stored, factor, ready, row, column, here, columns, AXIS: tl.constexpr):
-    """What was stored goes to `ready` times the weight of the norm that comes next. Its squares, summed over the columns."""
+def _store_prescaled(stored, factor, prescaled, row, column, inside, columns, AXIS: tl.constexpr):
+    """Store the result times the next norm's weight in `prescaled`; return its sums of squares over the columns."""
     wide = stored.to(tl.float32)
-    tl.store(ready + row * columns + column, (wide * factor).to(ready.dtype.element_ty), mask=here)
-    return tl.sum(tl.where(here, wide * wide, 0.0), AXIS)
+    tl.store(prescaled + row * columns + column, (wide * factor).to(prescaled.dtype.element_ty), mask=inside)
+    return tl.sum(tl.where(inside, wide * wide, 0.0), AXIS)
 
 
 @triton.jit
-def _residual(residual, row, column, here, columns, ADDED: tl.constexpr):
-    """Asked for before the kernel's turn: it is older than the rows. So it is there when the product is."""
-    return tl.load(residual + row * columns + column, mask=here, other=0.0).to(tl.float32) if ADDED else 0.0
+def _residual(residual, row, column, inside, columns, ADDED: tl.constexpr):
+    """Load the residual before the kernel's turn, since it is older than the rows: then it is ready when the product is."""
+    return tl.load(residual + row * columns + column, mask=inside, other=0.0).to(tl.float32) if ADDED else 0.0
 
 
 @triton.jit
 def _one_row(
     rows, weight, bias, residual, norm, out, columns, epsilon,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
+    PREFETCHED: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row times BLOCK_N columns."""
+    """Multiply one row by BLOCK_N columns."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    each: tl.constexpr = 2 if GATED else 1
-    taken, weight_of = shared_out(BLOCK_N, each, WARPS)
-    line = tl.minimum(tl.program_id(1) * BLOCK_N + taken, columns - 1) + weight_of * columns
-    lines = weight + line.to(tl.int64) * K
+    per_column: tl.constexpr = 2 if GATED else 1
+    column_in_block, which = columns_by_warp(BLOCK_N, per_column, WARPS)
+    weight_row = tl.minimum(tl.program_id(1) * BLOCK_N + column_in_block, columns - 1) + which * columns
+    weight_rows = weight + weight_row.to(tl.int64) * K
     added = _residual(residual, row, column, column < columns, columns, ADDED)
-    held = get_ready(lines, K, WARPS, AHEAD, EARLY)
+    preloaded = load_early(weight_rows, K, WARPS, PREFETCHED, EARLY)
     value, up = one_row_sums(
-        rows + row * K, lines, held, norm, epsilon, K, BLOCK_N, each, WARPS, BLOCK_K, STAGES, NORM
+        rows + row * K, weight_rows, preloaded, norm, epsilon, K, BLOCK_N, per_column, WARPS, BLOCK_K, STAGES, NORM
     )  # fmt: skip
     _store(value, up, added, bias, out, row, column, column < columns, columns, GATED, BIASED)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _few_rows(
-    rows, weight, bias, residual, norm, out, after, ready, squares, part, count, columns, epsilon,
+    rows, weight, bias, residual, norm, out, next_norm, prescaled, squares, partial, count, columns, epsilon,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, SHARES: tl.constexpr, GATED: tl.constexpr,
-    BLOCKS: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, HANDS: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCHED: tl.constexpr, SHARES: tl.constexpr, GATED: tl.constexpr,
+    BLOCKS: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, PRESCALES: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK_M rows times BLOCK_N columns, or one of SPLITS stretches of their sums, which goes to `part`."""
+    """Multiply BLOCK_M rows by BLOCK_N columns; with SPLITS > 1, store one of SPLITS partial sums in `partial`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(1)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
-    first = split * EACH
-    each: tl.constexpr = 2 if GATED else 1
-    wide = tl.arange(0, each * BLOCK_N)  # every column of the gate, and that of up behind it
-    line = tl.minimum(block * BLOCK_N + wide // each, columns - 1) + wide % each * columns
-    lines = weight + line.to(tl.int64) * K + first
-    factor = tl.load(after + tl.minimum(column, columns - 1)).to(tl.float32)[None, :] if HANDS and SPLITS == 1 else 0.0
+    first = split * SPLIT_K
+    per_column: tl.constexpr = 2 if GATED else 1
+    index = tl.arange(0, per_column * BLOCK_N)  # each column of the gate, followed by that of up
+    weight_row = tl.minimum(block * BLOCK_N + index // per_column, columns - 1) + index % per_column * columns
+    weight_rows = weight + weight_row.to(tl.int64) * K + first
+    factor = (
+        tl.load(next_norm + tl.minimum(column, columns - 1)).to(tl.float32)[None, :] if PRESCALES and SPLITS == 1 else 0.0
+    )
     inside = (row < count)[:, None] & (column < columns)[None, :]
     added = _residual(residual, row[:, None], column[None, :], inside, columns, ADDED and SPLITS == 1)
-    held = get_ready(lines, K, SHARES, AHEAD, EARLY)
+    preloaded = load_early(weight_rows, K, SHARES, PREFETCHED, EARLY)
     real = tl.minimum(row, count - 1)
     value, up = few_rows_sums(
-        rows + real * K + first, lines, held, norm, row, count, K - first, epsilon,
-        K, EACH, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SHARES, K != SPLITS * EACH, GATED, BLOCKS, PRECISION,
+        rows + real * K + first, weight_rows, preloaded, norm, row, count, K - first, epsilon,
+        K, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SHARES, K != SPLITS * SPLIT_K, GATED, BLOCKS, PRECISION,
     )  # fmt: skip
     if SPLITS > 1:
-        line = split * count + row
-        tl.store(part + line[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)
+        partial_row = split * count + row
+        tl.store(partial + partial_row[:, None].to(tl.int64) * columns + column[None, :], value, mask=inside)
     else:
         stored = _store(value, up, added, bias, out, row[:, None], column[None, :], inside, columns, GATED, BIASED)
-        if HANDS:
-            own = _hand_on(stored, factor, ready, row[:, None], column[None, :], inside, columns, 1)
-            tl.store(squares + block * count + row, own, mask=row < count)
+        if PRESCALES:
+            row_squares = _store_prescaled(stored, factor, prescaled, row[:, None], column[None, :], inside, columns, 1)
+            tl.store(squares + block * count + row, row_squares, mask=row < count)
 
 
 @triton.jit(do_not_specialize=["count"])
-def _join(
-    part, bias, residual, norm, out, after, ready, squares, count, columns, epsilon,
+def _finish_splits(
+    partial, bias, residual, norm, out, next_norm, prescaled, squares, count, columns, epsilon,
     K: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
-    BIASED: tl.constexpr, ADDED: tl.constexpr, HANDS: tl.constexpr, EARLY: tl.constexpr,
+    BIASED: tl.constexpr, ADDED: tl.constexpr, PRESCALES: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    here = column < columns
-    factor = tl.load(after + column, mask=here, other=0.0).to(tl.float32) if HANDS else 0.0
+    inside = column < columns
+    factor = tl.load(next_norm + column, mask=inside, other=0.0).to(tl.float32) if PRESCALES else 0.0
     take_turn(EARLY)
-    added = _residual(residual, row, column, here, columns, ADDED)
-    scale = scale_of(norm, row, count, epsilon, K, BLOCKS)
-    value = joined(part, row, column, here, count, columns, SPLITS) * scale
-    stored = _store(value, value, added, bias, out, row, column, here, columns, False, BIASED)
-    if HANDS:
-        tl.store(squares + block * count + row, _hand_on(stored, factor, ready, row, column, here, columns, 0))
+    added = _residual(residual, row, column, inside, columns, ADDED)
+    scale = norm_scale(norm, row, count, epsilon, K, BLOCKS)
+    value = sum_splits(partial, row, column, inside, count, columns, SPLITS) * scale
+    stored = _store(value, value, added, bias, out, row, column, inside, columns, False, BIASED)
+    if PRESCALES:
+        tl.store(squares + block * count + row, _store_prescaled(stored, factor, prescaled, row, column, inside, columns, 0))
 
 
 @triton.jit
 def _norm(
     rows, weight, out, squares, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr, FIRST: tl.constexpr, EARLY: tl.constexpr
 ) -> None:  # fmt: skip
-    """RMSNorm of one row: all of it where FIRST, or its weight alone, and the sum of squares that is still to divide it."""
-    at = tl.arange(0, BLOCK_K)
-    here = at < K
-    factor = tl.load(weight + at, mask=here, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    """RMSNorm of one row if FIRST; otherwise multiply by its weight only, and store the sum of squares for the division."""
+    index = tl.arange(0, BLOCK_K)
+    inside = index < K
+    factor = tl.load(weight + index, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
     take_turn(EARLY)
     row = tl.program_id(0)
-    x = tl.load(rows + row * K + at, mask=here, other=0.0).to(tl.float32)
-    length = tl.sum(x * x, 0)
+    x = tl.load(rows + row * K + index, mask=inside, other=0.0).to(tl.float32)
+    square_sum = tl.sum(x * x, 0)
     if FIRST:
-        factor *= tl.rsqrt(length / K + epsilon)
+        factor *= tl.rsqrt(square_sum / K + epsilon)
     else:
-        tl.store(squares + row, length)
-    tl.store(out + row * K + at, (x * factor).to(out.dtype.element_ty), mask=here)
+        tl.store(squares + row, square_sum)
+    tl.store(out + row * K + index, (x * factor).to(out.dtype.element_ty), mask=inside)
 
 
-class Handed(NamedTuple):
-    """Rows on their way through a norm: multiplied by its weight and rounded, to be divided when their length is known."""
+class Prescaled(NamedTuple):
+    """Rows halfway through an RMSNorm: multiplied by its weight and rounded, not yet divided by their RMS."""
 
-    of: Tensor  # [.., K] the rows as they were; whoever has others has no use for the rest
+    source: Tensor  # [.., K] the rows before the norm; the rest is valid for this very tensor only
     rows: Tensor  # [count, K]
-    squares: Tensor  # [blocks, count] of `of`, each the sum over a block of columns
+    squares: Tensor  # [blocks, count] sums of squares of `source`, each over a block of columns
 
 
 def few_rows_linear(
@@ -171,83 +172,83 @@ def few_rows_linear(
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
-    handed: Handed | None = None,
+    prescaled: Prescaled | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Rows [.., K] times weight [N, K]: norm(rows) @ weight.T + bias + residual, [.., N].
+    """Return norm(rows) @ weight.T + bias + residual: rows [.., K] and weight [N, K] give [.., N].
 
-    `gated`: the weight is [2N, K], gate above up, and what is given back is silu(gate) * up. `handed` saves the norm a
-    kernel if it was made for this norm `of` these very rows.
+    `gated`: the weight is [2N, K], gate above up, and the result is silu(gate) * up. `prescaled` saves the norm's kernel if
+    it was made for this norm from these very rows.
     """
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     tiles = _tiles(rows, weight, tiles, "gated" if gated else "plain")
     assert not (gated and tiles.splits > 1)
     out = torch.empty(*rows.shape[:-1], columns, dtype=rows.dtype, device=rows.device)
     if out.numel():
-        given = _Given.of(out, weight, bias, residual, None, None)
-        _launch(prepare(rows, norm, handed, tiles), given, tiles, gated)
+        operands = _Operands.of(out, weight, bias, residual, None, None)
+        _launch(prepare(rows, norm, prescaled, tiles), operands, tiles, gated)
     return out
 
 
-def linear_and_hand_on(
+def linear_and_prescale(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor,
-    after: Tensor,
+    next_norm: Tensor,
     *,
     tiles: Tiles | None = None,
-) -> tuple[Tensor, Handed | None]:
-    """rows @ weight.T + bias + residual, [.., N], and the same for a norm with weight `after` [N] that comes next.
+) -> tuple[Tensor, Prescaled | None]:
+    """Return rows @ weight.T + bias + residual [.., N], and the same prescaled for the next norm, of weight `next_norm` [N].
 
-    Nothing is handed on where that norm would have no use for it: by products of one row, and in float16.
+    Products of one row and in float16 return None for the latter: the norm would not use it.
     """
     tiles = _tiles(rows, weight, tiles, "plain")
     out = torch.empty(*rows.shape[:-1], weight.shape[0], dtype=rows.dtype, device=rows.device)
     if not out.numel():
         return out, None
-    hands = tiles.block_m > 1 and rows.dtype not in NORMED_FIRST
-    handed = _room_for(out, tiles) if hands else None
-    given = _Given.of(out, weight, bias, residual, after, handed)
-    _launch(prepare(rows, None, None, tiles), given, tiles, gated=False)
-    return out, handed
+    prescales = tiles.block_m > 1 and rows.dtype not in NORMED_FIRST
+    prescaled = _prescaled_buffers(out, tiles) if prescales else None
+    operands = _Operands.of(out, weight, bias, residual, next_norm, prescaled)
+    _launch(prepare(rows, None, None, tiles), operands, tiles, gated=False)
+    return out, prescaled
 
 
 def _tiles(rows: Tensor, weight: Tensor, tiles: Tiles | None, kind: Kind) -> Tiles:
     assert weight.is_contiguous()
     tall, k = weight.shape
-    return fitting(tiles or tiles_for(rows.numel() // k, tall // 2 if kind == "gated" else tall, k, kind), rows.dtype)
+    return fit_to_dtype(tiles or tiles_for(rows.numel() // k, tall // 2 if kind == "gated" else tall, k, kind), rows.dtype)
 
 
-def _room_for(out: Tensor, tiles: Tiles) -> Handed:
+def _prescaled_buffers(out: Tensor, tiles: Tiles) -> Prescaled:
     columns = out.shape[-1]
     count = out.numel() // columns
-    blocks = triton.cdiv(columns, _joined_at_once(columns) if tiles.splits > 1 else tiles.block_n)
+    blocks = triton.cdiv(columns, _summed_at_once(columns) if tiles.splits > 1 else tiles.block_n)
     squares = torch.empty(blocks, count, dtype=torch.float32, device=out.device)
-    return Handed(out, torch.empty(count, columns, dtype=out.dtype, device=out.device), squares)
+    return Prescaled(out, torch.empty(count, columns, dtype=out.dtype, device=out.device), squares)
 
 
-def _joined_at_once(columns: int) -> int:
+def _summed_at_once(columns: int) -> int:
     return min(512, triton.next_power_of_2(columns))
 
 
 class Prepared(NamedTuple):
-    """Rows [count, K] as a product reads them, and what is left of the norm for it to do: NORM of the one-row kernels."""
+    """Rows [count, K] as a product reads them, and the part of the norm that the product does."""
 
     rows: Tensor
-    norm: Tensor  # its weight; where the rows come multiplied by it, their squares [blocks, count]
+    norm: Tensor  # its weight; for prescaled rows their squares [blocks, count]
     epsilon: float
-    kind: Literal["", "first", "inside", "behind"]
+    kind: Literal["", "first", "inside", "prescaled"]  # NORM of the one-row kernels
 
     @property
     def blocks(self) -> int:
-        return self.norm.shape[0] if self.kind == "behind" else 0
+        return self.norm.shape[0] if self.kind == "prescaled" else 0
 
 
-def prepare(rows: Tensor, norm: Norm | None, handed: Handed | None, tiles: Tiles) -> Prepared:
-    """Launches the norm where it is a kernel of its own."""
+def prepare(rows: Tensor, norm: Norm | None, prescaled: Prescaled | None, tiles: Tiles) -> Prepared:
+    """Prepare rows for a product: launch the norm where it is a separate kernel."""
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     if norm is None:
         return Prepared(flat, flat, 0.0, "")
@@ -255,12 +256,12 @@ def prepare(rows: Tensor, norm: Norm | None, handed: Handed | None, tiles: Tiles
     first = rows.dtype in NORMED_FIRST
     if tiles.block_m == 1:
         return Prepared(flat, weight, epsilon, "first" if first else "inside")
-    if handed is None or handed.of is not rows:
-        handed = _normed(flat, weight, epsilon, first)
-    return Prepared(handed.rows, handed.squares, epsilon, "" if first else "behind")
+    if prescaled is None or prescaled.source is not rows:
+        prescaled = _normed(flat, weight, epsilon, first)
+    return Prepared(prescaled.rows, prescaled.squares, epsilon, "" if first else "prescaled")
 
 
-def _normed(rows: Tensor, weight: Tensor, epsilon: float, first: bool) -> Handed:
+def _normed(rows: Tensor, weight: Tensor, epsilon: float, first: bool) -> Prescaled:
     count, k = rows.shape
     out, early = torch.empty_like(rows), overlaps(rows.device)
     squares = torch.empty(1, count, dtype=torch.float32, device=rows.device)
@@ -268,18 +269,18 @@ def _normed(rows: Tensor, weight: Tensor, epsilon: float, first: bool) -> Handed
         rows, weight, out, squares, epsilon,
         K=k, BLOCK_K=triton.next_power_of_2(k), FIRST=first, EARLY=early, num_warps=4, **early_launch(early),
     )  # fmt: skip
-    return Handed(rows, out, squares)
+    return Prescaled(rows, out, squares)
 
 
-class _Given(NamedTuple):
-    """What a product reads and writes besides its rows; where there is none, `out` stands in and is not touched."""
+class _Operands(NamedTuple):
+    """The tensors that a product reads and writes besides its rows; `out` is a placeholder for those that are absent."""
 
     weight: Tensor
     bias: Tensor
     residual: Tensor
     out: Tensor
-    after: Tensor
-    ready: Tensor
+    next_norm: Tensor
+    prescaled: Tensor
     squares: Tensor
     flags: dict[str, bool]
 
@@ -289,78 +290,89 @@ class _Given(NamedTuple):
         weight: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
-        after: Tensor | None,
-        handed: Handed | None,
-    ) -> _Given:
+        next_norm: Tensor | None,
+        buffers: Prescaled | None,
+    ) -> _Operands:
         flags = {"BIASED": bias is not None, "ADDED": residual is not None, "EARLY": overlaps(out.device)}
-        hands = (out, out) if handed is None else (handed.rows, handed.squares)
-        given = [out if part is None else part.contiguous() for part in (bias, residual, after)]
-        return _Given(weight, given[0], given[1], out, given[2], *hands, flags | {"HANDS": handed is not None})
+        prescale_buffers = (out, out) if buffers is None else (buffers.rows, buffers.squares)
+        tensors = [out if tensor is None else tensor.contiguous() for tensor in (bias, residual, next_norm)]
+        return _Operands(
+            weight, tensors[0], tensors[1], out, tensors[2], *prescale_buffers, flags | {"PRESCALES": buffers is not None}
+        )
 
 
-def _launch(ready: Prepared, given: _Given, tiles: Tiles, gated: bool) -> None:
-    (_launch_one if tiles.block_m == 1 else _launch_few)(ready, given, tiles, gated)
+def _launch(prepared: Prepared, operands: _Operands, tiles: Tiles, gated: bool) -> None:
+    (_launch_one if tiles.block_m == 1 else _launch_few)(prepared, operands, tiles, gated)
 
 
-def _launch_one(ready: Prepared, given: _Given, tiles: Tiles, gated: bool) -> None:
-    (count, k), columns = ready.rows.shape, given.out.shape[-1]
-    flags = {name: given.flags[name] for name in ("BIASED", "ADDED", "EARLY")}
+def _launch_one(prepared: Prepared, operands: _Operands, tiles: Tiles, gated: bool) -> None:
+    (count, k), columns = prepared.rows.shape, operands.out.shape[-1]
+    flags = {name: operands.flags[name] for name in ("BIASED", "ADDED", "EARLY")}
     _one_row[(count, triton.cdiv(columns, tiles.block_n))](
-        ready.rows, given.weight, given.bias, given.residual, ready.norm, given.out, columns, ready.epsilon,
-        GATED=gated, NORM=ready.kind, **cut_for_one(k, tiles, gated), **flags, **launch_options(tiles, flags["EARLY"]),
+        prepared.rows, operands.weight, operands.bias, operands.residual, prepared.norm, operands.out, columns,
+        prepared.epsilon, GATED=gated, NORM=prepared.kind, **constants_for_one_row(k, tiles, gated), **flags,
+        **launch_options(tiles, flags["EARLY"]),
     )  # fmt: skip
 
 
-def _launch_few(ready: Prepared, given: _Given, tiles: Tiles, gated: bool) -> None:
-    (count, k), columns, flags = ready.rows.shape, given.out.shape[-1], given.flags
-    part = parts(ready, columns, tiles) if tiles.splits > 1 else given.out
-    behind = given.bias, given.residual, ready.norm, given.out, given.after, given.ready, given.squares
+def _launch_few(prepared: Prepared, operands: _Operands, tiles: Tiles, gated: bool) -> None:
+    (count, k), columns, flags = prepared.rows.shape, operands.out.shape[-1], operands.flags
+    partial = partial_sums(prepared, columns, tiles) if tiles.splits > 1 else operands.out
+    shared = (
+        operands.bias,
+        operands.residual,
+        prepared.norm,
+        operands.out,
+        operands.next_norm,
+        operands.prescaled,
+        operands.squares,
+    )
     blocks = triton.cdiv(count, tiles.block_m), triton.cdiv(columns, tiles.block_n), tiles.splits
     _few_rows[blocks](
-        ready.rows, given.weight, *behind, part, count, columns, ready.epsilon,
-        GATED=gated, **cut(ready, tiles, gated), **flags, **launch_options(tiles, flags["EARLY"]),
+        prepared.rows, operands.weight, *shared, partial, count, columns, prepared.epsilon,
+        GATED=gated, **constants(prepared, tiles, gated), **flags, **launch_options(tiles, flags["EARLY"]),
     )  # fmt: skip
     if tiles.splits > 1:
-        wide = _joined_at_once(columns)
-        _join[(count, triton.cdiv(columns, wide))](
-            part, *behind, count, columns, ready.epsilon,
-            K=k, BLOCK_N=wide, SPLITS=tiles.splits, BLOCKS=ready.blocks, **flags,
+        block = _summed_at_once(columns)
+        _finish_splits[(count, triton.cdiv(columns, block))](
+            partial, *shared, count, columns, prepared.epsilon,
+            K=k, BLOCK_N=block, SPLITS=tiles.splits, BLOCKS=prepared.blocks, **flags,
             num_warps=4, num_stages=1, **early_launch(flags["EARLY"]),
         )  # fmt: skip
 
 
-def parts(ready: Prepared, columns: int, tiles: Tiles) -> Tensor:
-    """Room for the sums of programs that share them."""
-    rows = ready.rows
+def partial_sums(prepared: Prepared, columns: int, tiles: Tiles) -> Tensor:
+    """Return a buffer for the partial sums of programs that share a sum."""
+    rows = prepared.rows
     return torch.empty(tiles.splits, rows.shape[0], columns, dtype=torch.float32, device=rows.device)
 
 
-def cut_for_one(k: int, tiles: Tiles, paired: bool) -> dict[str, Any]:
-    """What a product of one row has to be compiled for. Held weights are shared out to the warps by columns."""
+def constants_for_one_row(k: int, tiles: Tiles, paired: bool) -> dict[str, Any]:
+    """Return the compile-time constants of a one-row product. Preloaded weights are distributed to the warps by columns."""
     return {
         "K": k, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.stages,
-        "WARPS": tiles.warps if tiles.stages == 0 else 0, "AHEAD": ahead(k, tiles, paired),
+        "WARPS": tiles.warps if tiles.stages == 0 else 0, "PREFETCHED": prefetch_count(k, tiles, paired),
     }  # fmt: skip
 
 
-def cut(ready: Prepared, tiles: Tiles, paired: bool) -> dict[str, Any]:
-    """What a product by matrix units has to be compiled for. Where the sums are shared, whoever joins them scales them.
-    Held weights are shared out to the warps."""
-    k = ready.rows.shape[1]
-    each = triton.cdiv(k, tiles.block_k * tiles.splits) * tiles.block_k
-    last = k - each * (tiles.splits - 1)  # the shortest
+def constants(prepared: Prepared, tiles: Tiles, paired: bool) -> dict[str, Any]:
+    """Return the compile-time constants of a product on matrix units. If programs share sums, the kernel that adds them
+    scales them. Preloaded weights are distributed over the warps by shares of K."""
+    k = prepared.rows.shape[1]
+    split_k = triton.cdiv(k, tiles.block_k * tiles.splits) * tiles.block_k
+    last = k - split_k * (tiles.splits - 1)  # the shortest
     return {
         "SHARES": tiles.warps if tiles.stages == 0 else 0,
         "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.stages,
-        "SPLITS": tiles.splits, "EACH": each, "AHEAD": ahead(last, tiles, paired),
-        "BLOCKS": ready.blocks if tiles.splits == 1 else 0,
-        "PRECISION": "ieee" if ready.rows.dtype == torch.float32 else "tf32",
+        "SPLITS": tiles.splits, "SPLIT_K": split_k, "PREFETCHED": prefetch_count(last, tiles, paired),
+        "BLOCKS": prepared.blocks if tiles.splits == 1 else 0,
+        "PRECISION": "ieee" if prepared.rows.dtype == torch.float32 else "tf32",
     }  # fmt: skip
 
 
-def ahead(k: int, tiles: Tiles, paired: bool) -> int:
-    """How much of each of its weight rows a program asks for early, where it has `k` numbers of them."""
-    return max(0, min(k, FETCHED // (tiles.block_n * (2 if paired else 1))))
+def prefetch_count(k: int, tiles: Tiles, paired: bool) -> int:
+    """Return how many numbers of each weight row a program prefetches, if it reads `k` of each."""
+    return max(0, min(k, MOST_PREFETCHED // (tiles.block_n * (2 if paired else 1))))
 
 
 def launch_options(tiles: Tiles, early: bool) -> dict[str, Any]:

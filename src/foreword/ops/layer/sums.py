@@ -1,8 +1,8 @@
-"""The sums of products: rows times weights, for kernels that do something with them before they store them.
+"""Matrix products inside kernels: rows times weights, as sums that a kernel processes further before it stores them.
 
-In: pointers to the rows, and to the weights of a program's columns. Out: sums in float32, divided by the rows' length where
-they come from a norm. Weights must be older than the kernel before: they are on their way while that still runs, into the L2
-cache or, with 0 stages, to where they are held. linear.py says where numbers are rounded.
+In: pointers to the rows, and to the weights of a program's columns. Out: sums in float32, divided by the rows' RMS where
+they go through a norm. Weights must be older than the previous kernel: they are loaded while it still runs, into the L2
+cache or, with 0 stages, into registers. linear.py says where numbers are rounded.
 """
 
 from __future__ import annotations
@@ -10,164 +10,175 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foreword.ops.layer.held import at_whole, folded, hold, load, long_of, times, whole
-from foreword.ops.layer.overlap import fetch, take_turn
+from foreword.ops.layer.overlap import prefetch, take_turn
+from foreword.ops.layer.preload import (
+    add_product,
+    largest_power_of_two,
+    load,
+    load_pieces,
+    load_spans,
+    span_indices,
+    sum_shares,
+)
 
 
 @triton.jit
-def start_early(lines, AHEAD: tl.constexpr, EARLY: tl.constexpr) -> None:
-    """Ask for the weights at `lines` while the kernel before still runs."""
+def prefetch_early(weight_rows, PREFETCHED: tl.constexpr, EARLY: tl.constexpr) -> None:
+    """Prefetch the weights at `weight_rows` while the previous kernel still runs, then wait for the kernel's turn."""
     if EARLY:
-        fetch(lines, AHEAD)
+        prefetch(weight_rows, PREFETCHED)
         take_turn(EARLY)
 
 
 @triton.jit
-def shared_out(BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr):
-    """Which of BLOCK_N columns, and which of EACH weights of it, a program takes: both [WARPS, as many as each has], or
-    [all] with 0 warps, where all sum all of them."""
+def columns_by_warp(BLOCK_N: tl.constexpr, PER_COLUMN: tl.constexpr, WARPS: tl.constexpr):
+    """Return which of BLOCK_N columns, and which of its PER_COLUMN weights, each warp takes: both [WARPS, number per warp].
+    With 0 warps all warps share all sums: both [PER_COLUMN * BLOCK_N]."""
     if WARPS == 0:
-        every = tl.arange(0, EACH * BLOCK_N)
-        return every % BLOCK_N, every // BLOCK_N
+        index = tl.arange(0, PER_COLUMN * BLOCK_N)
+        return index % BLOCK_N, index // BLOCK_N
     else:
         per: tl.constexpr = BLOCK_N // WARPS
-        warp, own = tl.arange(0, WARPS)[:, None], tl.arange(0, EACH * per)[None, :]
+        warp, own = tl.arange(0, WARPS)[:, None], tl.arange(0, PER_COLUMN * per)[None, :]
         return warp * per + own % per, warp * 0 + own // per
 
 
 @triton.jit
-def _by_column(sums, BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr):
-    """Sums of what `shared_out` gave, by column: those of the first weight, and of the second, if there are two."""
-    if EACH == 1:
+def _by_column(sums, BLOCK_N: tl.constexpr, PER_COLUMN: tl.constexpr, WARPS: tl.constexpr):
+    """Order sums from `columns_by_warp` by column: those of the first weight, and of the second if there are two."""
+    if PER_COLUMN == 1:
         return tl.reshape(sums, (BLOCK_N,)), 0.0
     else:
         shares: tl.constexpr = max(WARPS, 1)
-        one, other = tl.split(tl.permute(tl.reshape(sums, (shares, EACH, BLOCK_N // shares)), (0, 2, 1)))
+        one, other = tl.split(tl.permute(tl.reshape(sums, (shares, PER_COLUMN, BLOCK_N // shares)), (0, 2, 1)))
         return tl.reshape(one, (BLOCK_N,)), tl.reshape(other, (BLOCK_N,))
 
 
 @triton.jit
-def hold_early(lines, K: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr):
-    """Weights are held. Their second piece is loaded once the first is there, so it is asked for before."""
+def preload_early(weight_rows, K: tl.constexpr, SHARES: tl.constexpr, EARLY: tl.constexpr):
+    """Preload weights into registers. Their second piece is loaded after the first has arrived, so prefetch it."""
     if EARLY:
-        fetch(lines + long_of(K), K - long_of(K))
-    return hold(lines, K, SHARES, "evict_first")
+        prefetch(weight_rows + largest_power_of_two(K), K - largest_power_of_two(K))
+    return load_pieces(weight_rows, K, SHARES, "evict_first")
 
 
 @triton.jit
-def get_ready(lines, K: tl.constexpr, SHARES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr):
-    """The weights at `lines` are on their way, then comes the kernel's turn. With SHARES > 0 they are held: by columns where
-    lines are shared out to warps, [SHARES, n], else a share of the numbers by each."""
+def load_early(weight_rows, K: tl.constexpr, SHARES: tl.constexpr, PREFETCHED: tl.constexpr, EARLY: tl.constexpr):
+    """Start loading the weights at `weight_rows`, then wait for the kernel's turn. With SHARES > 0 preload and return them:
+    each warp has its columns if `weight_rows` is [SHARES, n], else its share of K. Otherwise prefetch them and return 0."""
     if SHARES > 0:
-        if len(lines.shape) == 2:
-            held = at_whole(tl.expand_dims(lines, (2, 3)), whole(K)[None, None, :, :], K, "evict_first")
+        if len(weight_rows.shape) == 2:
+            preloaded = load_spans(tl.expand_dims(weight_rows, (2, 3)), span_indices(K)[None, None, :, :], K, "evict_first")
         else:
-            held = hold_early(lines, K, SHARES, EARLY)
+            preloaded = preload_early(weight_rows, K, SHARES, EARLY)
         take_turn(EARLY)
-        return held
+        return preloaded
     else:
-        start_early(lines, AHEAD, EARLY)
+        prefetch_early(weight_rows, PREFETCHED, EARLY)
         return 0
 
 
 @triton.jit
 def one_row_sums(
-    x_at, lines, held, norm, epsilon,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_at, weight_rows, preloaded, norm, epsilon,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, PER_COLUMN: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """A row times the weights at `lines`, as `shared_out` gave them, or with WARPS > 0 those that are held: [BLOCK_N] for
-    the first of EACH weights, and for the second.
+    """Multiply a row by the weights at `weight_rows`, ordered by `columns_by_warp`, or with WARPS > 0 by the preloaded ones:
+    [BLOCK_N] for the first of PER_COLUMN weights, and for the second.
 
-    NORM "inside": the row is multiplied by the norm's weight and rounded, and the sums are divided by its length. "first":
-    it is divided before it is rounded.
+    NORM "inside": the row is multiplied by the norm's weight and rounded, and the sums are divided by its RMS. "first": the
+    row is divided before it is rounded.
     """
     if WARPS > 0:
-        sums = _one_row_held(x_at, held, norm, epsilon, K, WARPS, NORM)
+        sums = _one_row_preloaded(x_at, preloaded, norm, epsilon, K, WARPS, NORM)
     else:
-        sums = _one_row_streamed(x_at, lines, norm, epsilon, K, BLOCK_K, STAGES, NORM)
-    return _by_column(sums, BLOCK_N, EACH, WARPS)
+        sums = _one_row_streamed(x_at, weight_rows, norm, epsilon, K, BLOCK_K, STAGES, NORM)
+    return _by_column(sums, BLOCK_N, PER_COLUMN, WARPS)
 
 
 @triton.jit
-def _one_row_held(x_at, held, norm, epsilon, K: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
-    """Every warp reads the row and has all weights of its columns: no sum goes from one to the other."""
-    at = whole(K)[None, None, :, :] + tl.zeros([WARPS, 1, 1, 1], tl.int32)
-    x = at_whole(x_at, at, K, "evict_last").to(tl.float32)
-    behind = 1.0
+def _one_row_preloaded(x_at, preloaded, norm, epsilon, K: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr):
+    """Every warp reads the row and has all weights of its columns, so warps exchange no sums."""
+    index = span_indices(K)[None, None, :, :] + tl.zeros([WARPS, 1, 1, 1], tl.int32)
+    x = load_spans(x_at, index, K, "evict_last").to(tl.float32)
+    scale_after = 1.0
     if NORM != "":
-        factor = at_whole(norm, at, K, "evict_last").to(tl.float32)
-        length = tl.rsqrt(tl.sum(tl.sum(x * x, 2), 2) / K + epsilon)  # [WARPS, 1]
+        factor = load_spans(norm, index, K, "evict_last").to(tl.float32)
+        inverse_rms = tl.rsqrt(tl.sum(tl.sum(x * x, 2), 2) / K + epsilon)  # [WARPS, 1]
         if NORM == "first":
-            factor *= length[:, :, None, None]
+            factor *= inverse_rms[:, :, None, None]
         else:
-            behind = length
+            scale_after = inverse_rms
         x = (x * factor).to(x_at.dtype.element_ty).to(tl.float32)
-    return tl.sum(tl.sum(held.to(tl.float32) * x, 2), 2) * behind
+    return tl.sum(tl.sum(preloaded.to(tl.float32) * x, 2), 2) * scale_after
 
 
 @triton.jit
 def _one_row_streamed(
-    x_at, lines, norm, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr
+    x_at, weight_rows, norm, epsilon, K: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
-    """BLOCK_K numbers at a time, summed where they lie, across at the end."""
+    """Multiply BLOCK_K numbers at a time; sum each position on its own, and across positions at the end."""
     masked: tl.constexpr = K % BLOCK_K != 0
-    wide = tl.arange(0, BLOCK_K)
+    offset = tl.arange(0, BLOCK_K)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    scale = 1.0
+    scale_before = 1.0
     if NORM == "first":
         for start in tl.range(0, K, BLOCK_K):
-            x = load(x_at + start + wide, start + wide < K, masked, "evict_last").to(tl.float32)
+            x = load(x_at + start + offset, start + offset < K, masked, "evict_last").to(tl.float32)
             squares += x * x
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
-    value = tl.zeros([lines.shape[0], BLOCK_K], tl.float32)
+        scale_before = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
+    value = tl.zeros([weight_rows.shape[0], BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        at = start + wide
-        here = at < K
-        w = load(lines[:, None] + at[None, :], here[None, :], masked, "evict_first").to(tl.float32)
-        x = load(x_at + at, here, masked, "evict_last").to(tl.float32)
+        index = start + offset
+        inside = index < K
+        w = load(weight_rows[:, None] + index[None, :], inside[None, :], masked, "evict_first").to(tl.float32)
+        x = load(x_at + index, inside, masked, "evict_last").to(tl.float32)
         if NORM == "inside":
             squares += x * x
         if NORM != "":
-            x *= scale * load(norm + at, here, masked, "evict_last").to(tl.float32)
+            x *= scale_before * load(norm + index, inside, masked, "evict_last").to(tl.float32)
             x = x.to(x_at.dtype.element_ty).to(tl.float32)
         value += w * x[None, :]
-    behind = 1.0
+    scale_after = 1.0
     if NORM == "inside":
-        behind = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
-    return tl.sum(value, 1) * behind
+        scale_after = tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
+    return tl.sum(value, 1) * scale_after
 
 
 @triton.jit
 def few_rows_sums(
-    x_at, lines, held, squares, row, count, left, epsilon,
-    K: tl.constexpr, EACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_at, weight_rows, preloaded, squares, row, count, remaining, epsilon,
+    K: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, SHARES: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr, BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `x_at` [BLOCK_M] times the weights at `lines` [BLOCK_N, or where PAIRED twice that], `left` numbers of each;
-    SHARES > 0: times those that are held, so that only the rows are waited for. Of pairs the first, and the second.
+    """Multiply rows at `x_at` [BLOCK_M] by the weights at `weight_rows` [BLOCK_N, or if PAIRED twice that], over `remaining`
+    numbers. SHARES > 0: by the preloaded weights, so that only the rows are waited for. Returns the sums of the first and of
+    the second weight of each pair.
 
-    BLOCKS > 0: the rows come multiplied by a norm's weight, and `squares` [BLOCKS, count] says how long they were.
+    BLOCKS > 0: the rows are multiplied by a norm's weight already; `squares` [BLOCKS, count] has their sums of squares.
     """
-    if BLOCKS > 0:  # asked for before the product and added behind it, so that nobody waits
+    if BLOCKS > 0:  # loaded before the product and used after it, so that nothing waits
         block = tl.arange(0, triton.next_power_of_2(BLOCKS))[:, None]
-        known = (block < BLOCKS) & (row < count)[None, :]
-        lengths = tl.load(squares + block * count + row[None, :], mask=known, other=0.0)
-    wide: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
+        inside_squares = (block < BLOCKS) & (row < count)[None, :]
+        row_squares = tl.load(squares + block * count + row[None, :], mask=inside_squares, other=0.0)
+    width: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
     if SHARES > 0:
-        sums = tl.zeros([SHARES, BLOCK_M, wide], tl.float32)
-        value = folded(times(hold(x_at, K, SHARES, "evict_last"), held, sums, K, PRECISION), BLOCK_M, wide, SHARES)
+        sums = tl.zeros([SHARES, BLOCK_M, width], tl.float32)
+        value = sum_shares(
+            add_product(load_pieces(x_at, K, SHARES, "evict_last"), preloaded, sums, K, PRECISION), BLOCK_M, width, SHARES
+        )
     else:
-        value = tl.zeros([BLOCK_M, wide], tl.float32)
-        for start in tl.range(0, EACH, BLOCK_K, num_stages=STAGES):
-            at = start + tl.arange(0, BLOCK_K)
-            here = at < left
-            x = load(x_at[:, None] + at[None, :], here[None, :], MASKED, "evict_last")
-            w = load(lines[:, None] + at[None, :], here[None, :], MASKED, "evict_first")
+        value = tl.zeros([BLOCK_M, width], tl.float32)
+        for start in tl.range(0, SPLIT_K, BLOCK_K, num_stages=STAGES):
+            index = start + tl.arange(0, BLOCK_K)
+            inside = index < remaining
+            x = load(x_at[:, None] + index[None, :], inside[None, :], MASKED, "evict_last")
+            w = load(weight_rows[:, None] + index[None, :], inside[None, :], MASKED, "evict_first")
             value = tl.dot(x, tl.trans(w), value, input_precision=PRECISION)
     if BLOCKS > 0:
-        value *= tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)[:, None]
+        value *= tl.rsqrt(tl.sum(row_squares, 0) / K + epsilon)[:, None]
     if PAIRED:
         return tl.split(tl.reshape(value, (BLOCK_M, BLOCK_N, 2)))
     else:
@@ -175,21 +186,21 @@ def few_rows_sums(
 
 
 @triton.jit
-def scale_of(squares, row, count, epsilon, K: tl.constexpr, BLOCKS: tl.constexpr):
-    """What the sums of one row are scaled by, where it comes from a norm."""
+def norm_scale(squares, row, count, epsilon, K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the factor of one row's sums: 1 / RMS if the row goes through a norm (BLOCKS > 0), else 1."""
     scale = 1.0
     if BLOCKS > 0:
         block = tl.arange(0, triton.next_power_of_2(BLOCKS))
-        lengths = tl.load(squares + block * count + row, mask=block < BLOCKS, other=0.0)
-        scale = tl.rsqrt(tl.sum(lengths, 0) / K + epsilon)
+        row_squares = tl.load(squares + block * count + row, mask=block < BLOCKS, other=0.0)
+        scale = tl.rsqrt(tl.sum(row_squares, 0) / K + epsilon)
     return scale
 
 
 @triton.jit
-def joined(part, row, column, here, count, columns, SPLITS: tl.constexpr):
-    """The parts of one row's sums, added in order."""
+def sum_splits(partial, row, column, inside, count, columns, SPLITS: tl.constexpr):
+    """Add the partial sums of one row, in order."""
     value = tl.zeros(column.shape, tl.float32)
     for split in tl.static_range(SPLITS):
-        line = split * count + row
-        value += tl.load(part + line.to(tl.int64) * columns + column, mask=here, other=0.0)
+        partial_row = split * count + row
+        value += tl.load(partial + partial_row.to(tl.int64) * columns + column, mask=inside, other=0.0)
     return value

@@ -1,7 +1,7 @@
-"""How a product of few rows is cut into programs, by its size and by what it is: measured where it was, guessed elsewhere.
+"""How a product of few rows is split into programs, by its size and kind: measured where possible, estimated elsewhere.
 
-`python studies/linear_tiles.py` measures on a CUDA device and prints lines for `TUNED`. A cut decides about speed and the
-order of sums, never about where numbers are rounded.
+`python studies/linear_tiles.py` measures on a CUDA device and prints lines for `TUNED`. Tiles decide speed and the order of
+sums, never where numbers are rounded.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import torch
 import triton
 
 Kind = Literal["plain", "gated", "turned", "coarse"]
-"""What is gated or turned takes columns in pairs: gate and up, or the halves of a head. Coarse: weights in eight bits."""
+"""Gated and turned products take columns in pairs: gate and up, or the two halves of a head. Turned: q, k and v with rotary
+embeddings. Coarse: int8 weights. Results of studies record these names."""
 
-PROGRAMS = 2 * 132  # two for every multiprocessor of a large GPU
-BUCKETS = (1, 2, 16, 32, 64)  # row counts that are measured; more rows than these run as several blocks
-ONE_BY_ONE = 2  # up to so many rows are quicker without matrix units: the weights come again from the L2 cache
+PROGRAMS = 2 * 132  # two per multiprocessor of a large GPU
+BUCKETS = (1, 2, 16, 32, 64)  # measured row counts; more rows run as several blocks
+ONE_BY_ONE = 2  # rows up to which no matrix units are faster: further rows read the weights from the L2 cache
 
 
 @dataclass(frozen=True)
 class Tiles:
     """A program takes `block_m` rows (1: no matrix unit) and `block_n` columns or pairs, `block_k` numbers at a time.
 
-    `stages` of them are on their way at once; with 0 stages a program holds all its weights, whatever `block_k` says, before
-    the rows are there. With `splits` > 1 that many programs share the sum, and a second kernel adds their parts in order:
-    for products with few columns and long sums.
+    `stages` of these blocks are in flight at once. With 0 stages a program preloads all its weights before the rows are
+    ready, whatever `block_k` is. With `splits` > 1 that many programs share the sum, and a second kernel adds their partial
+    sums in order: for products with few columns and long sums.
     """
 
     block_m: int
@@ -37,12 +38,12 @@ class Tiles:
     splits: int = 1
 
     def __post_init__(self) -> None:
-        assert self.stages or self.splits == 1, f"{self}: nobody holds a part of a sum"
-        assert self.stages or self.block_m > 1 or self.block_n >= self.warps, f"{self}: every warp holds columns of its own"
+        assert self.stages or self.splits == 1, f"{self}: preloaded weights (stages=0) need splits=1"
+        assert self.stages or self.block_m > 1 or self.block_n >= self.warps, f"{self}: every warp needs a column of its own"
 
 
-# (bucket, columns out, k, kind) -> what the sweep found on an H200 in bfloat16. The first nineteen are the default model's,
-# found inside whole passes but for the plain 960. The turned ones of 6144 columns follow from the plain ones.
+# (bucket, columns out, k, kind) -> the best tiles on an H200 in bfloat16. The first nineteen are the default model's,
+# measured inside whole passes except for the plain 960. The turned ones of 6144 columns follow from the plain ones.
 TUNED: dict[tuple[int, int, int, Kind], Tiles] = {
     (1, 960, 576, "plain"): Tiles(1, 8, 1024, warps=2, stages=1),
     (16, 960, 576, "plain"): Tiles(16, 16, 64, warps=4, stages=6),
@@ -96,21 +97,21 @@ TUNED: dict[tuple[int, int, int, Kind], Tiles] = {
 
 
 def tiles_for(rows: int, n: int, k: int, kind: Kind = "plain") -> Tiles:
-    """How to cut `rows` x `k` into `n` columns that come out."""
+    """Return the tiles of a product of `rows` x `k` with `n` output columns."""
     bucket = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
     tiles = TUNED.get((bucket, n, k, kind))
     if tiles is None and kind == "coarse":
         tiles = TUNED.get((16, n, k, kind)) or _tiles_for_coarse(n, k)
-    if tiles is None and bucket in (2, 32):  # as its neighbour, if that was measured
+    if tiles is None and bucket in (2, 32):  # like the neighbouring bucket, if that was measured
         tiles = TUNED.get((1 if bucket == ONE_BY_ONE else 64, n, k, kind))
     if tiles is None:
-        taken = n // 2 if kind == "turned" else n
-        tiles = _tiles_for_one(taken, k, kind) if bucket <= ONE_BY_ONE else _tiles_for_few(bucket, taken, k, kind)
+        columns = n // 2 if kind == "turned" else n
+        tiles = _tiles_for_one(columns, k, kind) if bucket <= ONE_BY_ONE else _tiles_for_few(bucket, columns, k, kind)
     return replace(tiles, block_m=min(tiles.block_m, max(16, triton.next_power_of_2(rows))))
 
 
 def _tiles_for_one(n: int, k: int, kind: Kind) -> Tiles:
-    """Many small programs; a short sum in one go, a long one in steps of 16 KiB."""
+    """Use many small programs; take a short sum in one step, a long one in steps of 16 KiB."""
     width = next((size for size in (16, 8, 4) if n // size >= PROGRAMS), 4)
     if k <= 2048:
         return Tiles(1, width, max(triton.next_power_of_2(k), 128), warps=4, stages=1)
@@ -120,8 +121,8 @@ def _tiles_for_one(n: int, k: int, kind: Kind) -> Tiles:
 
 
 def _tiles_for_coarse(n: int, k: int) -> Tiles:
-    """One way for all rows: wide programs for a vocabulary, many narrow ones for a small weight, and for a large one so many
-    shares of its sums that every multiprocessor has something to read."""
+    """Use the same tiles for any number of rows: wide programs for a vocabulary, many narrow ones for a small weight. Split
+    the sums of a large weight so that every multiprocessor has something to read."""
     if n >= 2**14:
         return Tiles(32, 64 if k >= 1024 else 128, 256 if k >= 1024 else 128, warps=4, stages=4)
     if n * k <= 2**22:
@@ -130,7 +131,7 @@ def _tiles_for_coarse(n: int, k: int) -> Tiles:
 
 
 def _tiles_for_few(bucket: int, n: int, k: int, kind: Kind) -> Tiles:
-    """Every program reads all of its rows, so a large product wants wide programs, and a small one few rows in each."""
+    """Every program reads all of its rows, so a large product needs wide programs, and a small one few rows in each."""
     depth = 128 if k >= 128 else max(16, triton.next_power_of_2(k))
     if n * k <= 2**22:
         return Tiles(16 if k > 1024 else min(bucket, 32), 16, depth, warps=4, stages=5)
@@ -140,6 +141,6 @@ def _tiles_for_few(bucket: int, n: int, k: int, kind: Kind) -> Tiles:
     return Tiles(bucket, width, depth, warps=4, stages=4 if bucket == 64 else 5, splits=max(1, splits))
 
 
-def fitting(tiles: Tiles, dtype: torch.dtype) -> Tiles:
-    """Tiles are meant for half precision; numbers twice as long come half as many at a time, and are not held."""
+def fit_to_dtype(tiles: Tiles, dtype: torch.dtype) -> Tiles:
+    """Tiles are meant for half precision: with longer numbers, halve `block_k` and do not preload weights."""
     return tiles if dtype.itemsize <= 2 else replace(tiles, block_k=max(16, tiles.block_k // 2), stages=tiles.stages or 5)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from foreword.ops.layer import between
+from foreword.ops.layer import cpu_loops
 
 EPSILON = 1e-3  # large enough to be seen
 
@@ -21,10 +21,10 @@ def rows(count: int, width: int) -> Tensor:
 def test_norms(count: int) -> None:
     x, more, weight = rows(count, 37), 3 * rows(count + 1, 37)[1:], rows(1, 37)[0]
     out = torch.empty_like(x)
-    between.normed(x.numpy(), weight.numpy(), EPSILON, out.numpy())
+    cpu_loops.normed(x.numpy(), weight.numpy(), EPSILON, out.numpy())
     torch.testing.assert_close(out, rms_norm(x, (37,), weight, EPSILON))
     total = x + more
-    between.added_and_normed(x.numpy(), more.numpy(), weight.numpy(), EPSILON, out.numpy())
+    cpu_loops.added_and_normed(x.numpy(), more.numpy(), weight.numpy(), EPSILON, out.numpy())
     assert torch.equal(x, total)
     torch.testing.assert_close(out, rms_norm(total, (37,), weight, EPSILON))
 
@@ -33,7 +33,7 @@ def test_norms(count: int) -> None:
 def test_gate(count: int) -> None:
     both, out = 20 * rows(count, 90), torch.empty(count, 45)
     both[0, :4] = torch.tensor([120.0, -120.0, 0.0, 1e-6])
-    between.gated(both.numpy(), out.numpy())
+    cpu_loops.gated(both.numpy(), out.numpy())
     gate, up = both.double().chunk(2, dim=1)
     torch.testing.assert_close(out, (silu(gate) * up).float(), rtol=1e-6, atol=1e-30)
 
@@ -43,9 +43,9 @@ def test_broken_rows_stay_broken(bad: float) -> None:
     x = rows(2, 16)
     x[1, 3] = bad
     out, half, ones = torch.empty_like(x), torch.empty(2, 8), np.ones(16, np.float32)
-    between.normed(x.numpy(), ones, EPSILON, out.numpy())
+    cpu_loops.normed(x.numpy(), ones, EPSILON, out.numpy())
     assert out[1, 3].isnan() and out[0].isfinite().all()
-    between.gated(x.numpy(), half.numpy())
+    cpu_loops.gated(x.numpy(), half.numpy())
     assert not half[1, 3].isfinite() and half[0].isfinite().all()
 
 
@@ -67,7 +67,7 @@ def test_turned_and_stored(batch: int, count: int, normed: bool) -> None:
     q, k = q * turn[0] + swap[0] * turn[1], k * turn[0] + swap[1] * turn[1]
 
     arrays = [part.numpy() for part in (qkv, cosine, sine, *norms)]
-    between.turned_and_stored(*arrays, EPSILON, places.numpy(), keys.numpy(), values.numpy(), query.numpy())
+    cpu_loops.rotated_and_stored(*arrays, EPSILON, places.numpy(), keys.numpy(), values.numpy(), query.numpy())
     torch.testing.assert_close(query, q.reshape(query.shape))
     torch.testing.assert_close(keys[places], k.reshape(-1, width))
     assert torch.equal(values[places], v.reshape(-1, width))

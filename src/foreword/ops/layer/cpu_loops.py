@@ -1,8 +1,8 @@
-"""What stands between a layer's products, on the CPU: norms, rotations, gates, each as one loop compiled by Numba.
+"""The steps between a layer's products on the CPU: norms, rotary embeddings and gates, each a loop compiled by Numba.
 
-As torch operations these are thirty calls a layer, and behind a product that has just swept the caches every call waits
-for its own code. Here they are five. Rows come in as float32 arrays that share memory with tensors. Nothing may flush a
-NaN: a broken model has to show. Compiled once per machine, then read from disk.
+As torch operations these are thirty calls per layer, and each waits for its own code, since a product has just evicted the
+caches. Here they are five calls. Inputs are float32 arrays that share memory with tensors. No loop may drop a NaN: a broken
+model has to show. The loops are compiled once per machine, then read from disk.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from foreword.ops.layer.compiled import loop
 
 @njit(inline="always", error_model="numpy")
 def _exp(x):
-    """e^x = 2^whole * e^part, the latter by a polynomial: within 4e-7, and the compiler can do 16 of them at once."""
+    """e^x = 2^whole * e^fraction, the latter by a polynomial: within 4e-7, and the compiler can vectorise it 16 wide."""
     x = float32(-87.0) if x < float32(-87.0) else x
     x = float32(88.0) if x > float32(88.0) else x
     whole = np.floor(x * float32(1.44269504) + float32(0.5))
-    part = x - whole * float32(0.693359375) - whole * float32(-2.12194440e-4)  # ln 2 in two pieces, the first exact
+    fraction = x - whole * float32(0.693359375) - whole * float32(-2.12194440e-4)  # ln 2 as a sum of two, the first exact
     value = float32(1.98756915e-4)
-    value = value * part + float32(1.39819995e-3)
-    value = value * part + float32(8.33345191e-3)
-    value = value * part + float32(4.16657959e-2)
-    value = value * part + float32(1.66666655e-1)
-    value = value * part + float32(5.00000012e-1)
-    value = value * part * part + part + float32(1.0)
+    value = value * fraction + float32(1.39819995e-3)
+    value = value * fraction + float32(8.33345191e-3)
+    value = value * fraction + float32(4.16657959e-2)
+    value = value * fraction + float32(1.66666655e-1)
+    value = value * fraction + float32(5.00000012e-1)
+    value = value * fraction * fraction + fraction + float32(1.0)
     return value * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
@@ -45,12 +45,12 @@ def normed(rows, weight, epsilon, out):
 
 
 @loop("void(float32[:, ::1], float32[:, ::1], float32[::1], float32, float32[:, ::1])")
-def added_and_normed(rows, more, weight, epsilon, out):
+def added_and_normed(rows, residual, weight, epsilon, out):
     """rows += more; out = RMSNorm(rows)."""
     for r in range(rows.shape[0]):
         total = float32(0)
         for i in range(rows.shape[1]):
-            value = rows[r, i] + more[r, i]
+            value = rows[r, i] + residual[r, i]
             rows[r, i] = value
             total += value * value
         scale = float32(1) / math.sqrt(total / float32(rows.shape[1]) + epsilon)
@@ -59,8 +59,8 @@ def added_and_normed(rows, more, weight, epsilon, out):
 
 
 @njit(inline="always", error_model="numpy")
-def _turn(head, cosine, sine, weight, epsilon, out):
-    """Rotate one head's row, after its norm where `weight` is not empty."""
+def _rotate(head, cosine, sine, weight, epsilon, out):
+    """Rotate one head of a row, after its norm if `weight` is not empty."""
     half = head.shape[0] // 2
     if weight.shape[0]:
         total = float32(0)
@@ -79,24 +79,26 @@ def _turn(head, cosine, sine, weight, epsilon, out):
     "void(float32[:, ::1], float32[:, ::1], float32[:, ::1], float32[::1], float32[::1], float32, int64[::1],"
     " float32[:, ::1], float32[:, ::1], float32[:, :, :, ::1])",
 )
-def turned_and_stored(qkv, cosine, sine, q_norm, k_norm, epsilon, places, keys, values, query):
-    """Rows of (q, k, v): q turned into `query` [b, key heads, groups * n, width], k turned and v into their places.
+def rotated_and_stored(qkv, cosine, sine, q_norm, k_norm, epsilon, places, keys, values, query):
+    """From rows of (q, k, v), write rotated q to `query` [b, key heads, groups * n, width], rotated k and v to the cache.
 
-    `keys` and `values` are a layer's cache with (slot, head, row) as one axis, `places` are those of (b, key head, n).
+    `keys` and `values` are a layer's cache with (slot, head, row) as one axis; `places` has the entries of (b, key head, n).
     """
     batch, heads, grouped, width = query.shape
     count = qkv.shape[0] // batch
     groups = grouped // count
     first_key, first_value = heads * groups * width, heads * (groups + 1) * width
     for r in range(qkv.shape[0]):
-        seq, j = r // count, r % count
+        seq, row = r // count, r % count
         for head in range(heads):
             for group in range(groups):
-                at = (head * groups + group) * width
-                _turn(qkv[r, at : at + width], cosine[r], sine[r], q_norm, epsilon, query[seq, head, group * count + j])
-            place = places[(seq * heads + head) * count + j]
-            at = first_key + head * width
-            _turn(qkv[r, at : at + width], cosine[r], sine[r], k_norm, epsilon, keys[place])
+                start = (head * groups + group) * width
+                _rotate(
+                    qkv[r, start : start + width], cosine[r], sine[r], q_norm, epsilon, query[seq, head, group * count + row]
+                )
+            place = places[(seq * heads + head) * count + row]
+            start = first_key + head * width
+            _rotate(qkv[r, start : start + width], cosine[r], sine[r], k_norm, epsilon, keys[place])
             for i in range(width):
                 values[place, i] = qkv[r, first_value + head * width + i]
 
@@ -112,8 +114,8 @@ def gated(both, out):
 
 
 @loop("void(float32[:, ::1], float32[:, ::1])")
-def added(rows, more):
+def added(rows, residual):
     """rows += more."""
     for r in range(rows.shape[0]):
         for i in range(rows.shape[1]):
-            rows[r, i] += more[r, i]
+            rows[r, i] += residual[r, i]

@@ -12,14 +12,14 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Needs
 from foreword.core.state import Batch
 from foreword.model.stack import Rows
-from rounds import check_standing, same
+from rounds import check_row_positions, same
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("count", "scratch"), [(1, 1), (3, 3), (4, 9)])
 def test_rows_stand_where_the_stack_says(count: int, scratch: int, shared: bool) -> None:
     for seed in range(4):
-        check_standing(seed, "cpu", count, scratch, shared)
+        check_row_positions(seed, "cpu", count, scratch, shared)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -31,7 +31,7 @@ def test_grafted_rows_stand_behind_their_anchors(count: int, scratch: int, share
         Graft.of(2, (3, 1, 0), (3, 1, 2), lambda real, _: real),
     ]
     for seed in range(4):
-        check_standing(seed, "cpu", count, scratch, shared, grafts[: 1 + seed % 2])
+        check_row_positions(seed, "cpu", count, scratch, shared, grafts[: 1 + seed % 2])
 
 
 def test_a_chain_is_known_as_one() -> None:
@@ -40,7 +40,7 @@ def test_a_chain_is_known_as_one() -> None:
     stack.allocate(4, 40, 16)
     batch, base = Batch.of([3], 30), torch.tensor([30])
     graft = Graft.of(1, (4,), (1,), lambda real, _: real)
-    chain = Rows.behind(base, 5, batch)
+    chain = Rows.chain_after(base, 5, batch)
     for rows, grafts, known in (
         (chain, (), True),
         (chain, (graft,), False),

@@ -1,1 +1,1 @@
-"""From what a user asks for to a drafter that serves: spec, resolve, saved folders, shipped ones, auto, export."""
+"""From what a user asks for to a drafter that is ready: spec, resolve, saved folders, shipped ones, auto, export."""

@@ -1,9 +1,9 @@
-"""`method="auto"`: what is expected to be fastest for one text at a time, on this target and this machine.
+"""`method="auto"`: choose the method that is expected to be fastest for one sequence at a time, on this target and machine.
 
-Expected speed-up over plain decoding = tokens per round / what a round costs in passes of one row. The tokens are measured
-figures, by rows: of a shipped drafter its record's, of a method that has no record of its own those in `TOKENS_PER_ROUND`. The cost is
-this machine's: a pass over so many rows, and the drafter's own work next to it. Costs are kept, and so is the choice: where
-two methods are about as fast it stays, whatever a later measurement says. Texts differ: `foreword bench` measures yours.
+Expected speed-up over plain decoding = tokens per round / cost of a round, in passes over one row. Tokens per round were
+measured, for several numbers of rows: a shipped drafter has them in its record, other methods in `TOKENS_PER_ROUND`. Costs
+are measured on this machine: a pass over that many rows, plus the drafter's own work. Costs and the choice are stored, and
+the choice stays while no method is clearly faster. Prompts differ: `foreword bench` measures yours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from foreword.drafters.saved import read_config, restore, trained_for
+from foreword.drafters.saved import VOCABULARY, read_config, restore, trained_for
 from foreword.drafters.shipped import shipped
 from foreword.drafting.trees import TRAINED_BEND, share_of_gain
 from foreword.errors import DrafterError
@@ -28,20 +28,20 @@ from foreword.model.measured import file_of, keep, read_kept
 from foreword.model.model import Model
 from foreword.ops.device import fixes_shapes
 
-SAME_SPEED = 0.05  # of a speed-up: measurements of a quiet machine differ by as much
+SAME_SPEED = 0.05  # relative difference of two speed-ups that counts as none: measurements vary as much on a quiet machine
 
 
 @dataclass(frozen=True)
 class TokensPerRound:
-    """Tokens that a round decides where so many rows are checked."""
+    """The mean number of tokens that a round decides if the target checks `rows` rows."""
 
     rows: int
     tokens: float
-    source: str
+    source: str  # the result that it was measured in
 
 
-# Of the default model on 48 prompts of Spec-Bench, greedy. A CPU checks as many rows as pay: where a further one costs much
-# about 3 (results/bench_cpu, results/prove_cpu), where it costs little those that results/bench_cpu_48 had in the mean.
+# Measured with the default model on 48 prompts of Spec-Bench, greedy. A CPU checks as many rows as pay off: about 3 if a
+# further row is expensive (results/bench_cpu, results/prove_cpu), otherwise the mean of results/bench_cpu_48.
 TOKENS_PER_ROUND: dict[str, tuple[TokensPerRound, ...]] = {
     "prompt_lookup": (
         TokensPerRound(3, 1.70, "results/bench_cpu"),
@@ -59,12 +59,14 @@ TOKENS_PER_ROUND: dict[str, tuple[TokensPerRound, ...]] = {
 
 @dataclass(frozen=True)
 class Expected:
+    """The expected speed of a method."""
+
     method: str
     rows: int
     tokens_per_round: float
-    round_cost: float  # one being a pass over one row, which is what plain decoding does
-    source: str
-    steady: bool = field(default=True, compare=False)  # nothing kept the machine busy when its costs were measured
+    round_cost: float  # 1.0 is a pass over one row, a round of plain decoding
+    source: str  # where `tokens_per_round` comes from
+    steady: bool = field(default=True, compare=False)  # nothing else kept the machine busy while its costs were measured
 
     @property
     def speedup(self) -> float:
@@ -75,14 +77,14 @@ PLAIN = Expected("plain", 1, 1.0, 1.0, "by definition")
 
 
 def shipped_for(model: Model) -> dict[str, Path]:
-    """The shipped drafters that were trained for this model: method -> folder."""
-    there = shipped()
-    found = Fingerprint.of_function(model) if there else None
-    return {method: folder for method, folder in there.items() if found and trained_for(folder).matches(found)}
+    """Return the shipped drafters that were trained for this model: method -> folder."""
+    folders = shipped()
+    found = Fingerprint.of_function(model) if folders else None
+    return {method: folder for method, folder in folders.items() if found and trained_for(folder).matches(found)}
 
 
 def expectations(model: Model, rows: int | None = None) -> list[Expected]:
-    """Of every method that can serve this model with at most `rows` rows, the fastest first."""
+    """Return the expected speed of every method that can serve this model with at most `rows` rows, the fastest first."""
     curve = model.curve or curve_for(model)
     model.use_costs(curve)
     found = [PLAIN]
@@ -91,14 +93,13 @@ def expectations(model: Model, rows: int | None = None) -> list[Expected]:
             own = draft_cost(model, _mark(method, rows), partial(make, method, rows))
             found.append(_best(method, usable, curve, own))
     for method, folder in shipped_for(model).items():
-        # What stands in the record was measured with its own method's trees; on a GPU too they check as many rows as pay.
+        # A record was measured with the trees of its own method; those check as many rows as pay off, on a GPU too.
         own_trees = trained_as(method) == method
-        usable = (
-            _allowed(recorded_tokens(folder), rows) if own_trees else _usable(TOKENS_PER_ROUND.get(method, ()), rows, model)
-        )
+        measured = TOKENS_PER_ROUND.get(method, ())
+        usable = _allowed(recorded_tokens(folder), rows) if own_trees else _usable(measured, rows, model)
         if usable:
             about = read_config(folder)
-            mark = _mark(method, rows, [about["config"], about.get("words")])
+            mark = _mark(method, rows, [about["config"], about.get(VOCABULARY)])
             own = draft_cost(model, mark, partial(restore, folder, model, rows, method))
             found.append(_best(method, usable, curve, own))
     return sorted(found, key=lambda one: -one.speedup)
@@ -106,12 +107,12 @@ def expectations(model: Model, rows: int | None = None) -> list[Expected]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was taken, and whether the costs it was taken by are of a quiet machine."""
+    """The chosen method, and whether its costs were measured on a quiet machine."""
 
     method: str
     steady: bool = True
-    suspect: str = ""
-    expected: dict[str, float] = field(default_factory=dict)  # speed-ups, at that time
+    suspect: str = ""  # why its costs are doubtful, if they are
+    expected: dict[str, float] = field(default_factory=dict)  # method -> expected speed-up when it was chosen
 
     @staticmethod
     def read(kept: dict[str, Any]) -> Choice:
@@ -119,8 +120,8 @@ class Choice:
 
 
 def choose(model: Model, expected: list[Expected], rows: int | None = None) -> Choice:
-    """What `auto` takes: the fastest, or what it took before on this machine where that is about as fast. What was decided
-    on a quiet machine stays when it is busy."""
+    """Choose the fastest method, or keep the earlier choice on this machine if it is about as fast. A choice made on a quiet
+    machine is kept while the machine is busy."""
     best, by_name = expected[0], {one.method: one for one in expected}
     steady = all(one.steady for one in expected)
     file = file_of("choices", facts_of(model) | {"rows": rows, "candidates": sorted(by_name)})
@@ -131,19 +132,19 @@ def choose(model: Model, expected: list[Expected], rows: int | None = None) -> C
             if before.steady:
                 return before
             best = known
-    doubt = "" if steady else "costs were measured while the machine was busy"
-    chosen = Choice(best.method, steady, doubt, {one.method: round(one.speedup, 3) for one in expected})
+    suspect = "" if steady else "costs were measured while the machine was busy"
+    chosen = Choice(best.method, steady, suspect, {one.method: round(one.speedup, 3) for one in expected})
     keep(file, asdict(chosen))
     return chosen
 
 
 def recorded_tokens(folder: Path) -> tuple[TokensPerRound, ...]:
-    """What a trained drafter's record promises, for fewer rows than it was measured with too.
+    """Return the tokens per round that a trained drafter's record promises, also for fewer rows than it was measured with.
 
-    The drafters that ship have figures of the prompts that `TOKENS_PER_ROUND` are of, with the weights as they are stored; training
-    leaves those of prompts kept apart, which are easier by up to a tenth. Clover-2 on the default model has 2.19, 2.74 and
-    3.16 tokens per round with 5, 16 and 64 rows (results/trees_cuda, before it guessed among fewer tokens), the rule 2.13,
-    2.65 and 3.02.
+    Shipped drafters have figures of the same prompts as `TOKENS_PER_ROUND`, measured with the stored weights. The figures
+    that training writes are of held-out prompts, which are up to a tenth easier. The rule for fewer rows, checked on
+    Clover-2 with the default model: measured 2.19, 2.74 and 3.16 tokens per round with 5, 16 and 64 rows
+    (results/trees_cuda, before it had a draft vocabulary), predicted 2.13, 2.65 and 3.02.
     """
     file = folder / "record.json"
     try:
@@ -154,27 +155,28 @@ def recorded_tokens(folder: Path) -> tuple[TokensPerRound, ...]:
                 raise ValueError(f"{tokens} tokens with {rows} rows")
         most = max(int(record["settings"]["rows"]), known[-1][0])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        told = f"{file} does not say how many tokens a round brings, and with how many rows ({error!r})"
-        raise DrafterError(f"{told}; train the drafter again") from error
+        reason = f"{file} does not say how many tokens a round decides, and with how many rows ({error!r})"
+        raise DrafterError(f"{reason}; train the drafter again") from error
     counts = [*(count for count in ROWS if 1 < count < most), most]
-    # The gain is the rule's times a factor that is known at a few numbers of rows.
+    # The gain is that of the rule times a factor, which is known at the measured numbers of rows.
     factors = [(rows, (tokens - 1) / share_of_gain(rows, most, TRAINED_BEND)) for rows, tokens in known]
-    gains = [_between(factors, count) * share_of_gain(count, most, TRAINED_BEND) for count in counts]
+    gains = [_interpolated(factors, count) * share_of_gain(count, most, TRAINED_BEND) for count in counts]
     return tuple(TokensPerRound(count, 1 + gain, "record.json") for count, gain in zip(counts, gains, strict=True))
 
 
 def _figures(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows and tokens per round: of a benchmark, else as the weights are stored, else as they were before that."""
+    """Return rows and tokens per round, of the first that exists: a benchmark, the stored weights, the weights before
+    that."""
     own = record.get("stored", record["best"])["tokens_per_round"]
     return record.get("benchmark") or [{"rows": record["settings"]["rows"], "tokens_per_round": own}]
 
 
-def _between(points: list[tuple[int, float]], place: int) -> float:
-    """On straight lines between points, and level beyond them."""
+def _interpolated(points: list[tuple[int, float]], at: int) -> float:
+    """Interpolate linearly between points, and stay constant outside them."""
     for (low, before), (high, after) in pairwise(points):
-        if low <= place <= high:
-            return before + (after - before) * (place - low) / (high - low)
-    return points[0][1] if place < points[0][0] else points[-1][1]
+        if low <= at <= high:
+            return before + (after - before) * (at - low) / (high - low)
+    return points[0][1] if at < points[0][0] else points[-1][1]
 
 
 def _allowed(known: tuple[TokensPerRound, ...], rows: int | None) -> tuple[TokensPerRound, ...]:
@@ -182,7 +184,8 @@ def _allowed(known: tuple[TokensPerRound, ...], rows: int | None) -> tuple[Token
 
 
 def _usable(known: tuple[TokensPerRound, ...], rows: int | None, model: Model) -> tuple[TokensPerRound, ...]:
-    """A CPU may check fewer rows than a method could; on a GPU only the most rows were measured."""
+    """Return the figures that hold on this device: a CPU may check fewer rows; a GPU was measured with the most rows
+    only."""
     allowed = _allowed(known, rows)
     return allowed[-1:] if fixes_shapes(model.device) else allowed
 
@@ -197,6 +200,6 @@ def _best(method: str, usable: tuple[TokensPerRound, ...], curve: CostCurve, own
 
 
 def _mark(method: str, rows: int | None, config: object = None) -> str:
-    """A name for the cost of a method as it is set up here."""
+    """Return the name under which the cost of a method with these options is stored."""
     about = json.dumps([rows, config], sort_keys=True)
     return f"{method}-{hashlib.sha256(about.encode()).hexdigest()[:8]}"

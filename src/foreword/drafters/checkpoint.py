@@ -1,7 +1,7 @@
-"""Weights of trained drafters in and out of a safetensors file, beside `drafters/saved.py`, which knows what they are for.
+"""Read and write the weights of trained drafters as safetensors files. `drafters/saved.py` knows what they are for.
 
-In: a module's tensors. Out: the same in bfloat16, or with every matrix as int8 and a scale for each of its rows, which
-halves the file again. What is read comes back as float tensors, whichever way it was written.
+In: a module's tensors. Out: the same in bfloat16, or with every matrix as int8 and one scale per row, which halves the file
+again. Reading gives float tensors, whichever way they were stored.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from foreword.errors import DrafterError, StorageError
 from foreword.model.draft_linears import int8_codes
 
-Stored = Literal["bfloat16", "int8"]
+StoredDtype = Literal["bfloat16", "int8"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SCALE = ".scale"  # behind the name of a matrix: the tensor that holds its rows' scales
+SCALE = ".scale"  # after the name of a matrix: the tensor with the scales of its rows
 
 
-def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> None:
-    """All at once or not at all: a run that is cut leaves the file of before."""
+def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: StoredDtype) -> None:
+    """Write all weights, or leave the earlier file as it was if the run is interrupted."""
     held: dict[str, Tensor] = {}
     for name, weight in weights.items():
         weight = weight.detach().cpu()
@@ -36,7 +36,7 @@ def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: Stored) -> N
 
 
 def replace_tensor(file: Path, name: str, tensor: Tensor | None) -> None:
-    """Put a tensor into a file as it is, or leave it out; all others stay as they are stored."""
+    """Put a tensor into a file unchanged, or remove it (None); all others stay as they are stored."""
     held = {other: one for other, one in _read(file).items() if other != name}
     _write(held if tensor is None else held | {name: tensor.cpu()}, file)
 
@@ -60,6 +60,7 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
+    """Read all tensors, and multiply int8 matrices by their scales."""
     held = _read(file)
     scales = {name.removesuffix(SCALE): held.pop(name) for name in list(held) if name.endswith(SCALE)}
     for name, scale in scales.items():
@@ -70,16 +71,16 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 def _check_scale(file: Path, name: str, weight: Tensor | None, scale: Tensor) -> None:
     found, again = f"{file}: {name + SCALE}", "copy or train the drafter again"
     if weight is None or weight.dtype != torch.int8:
-        stored = f"no tensor {name}" if weight is None else f"{name} as {kind(weight)}"
+        stored = f"no tensor {name}" if weight is None else f"{name} as {dtype_name(weight)}"
         raise DrafterError(f"{found} belongs to an int8 matrix, but the file has {stored}; {again}")
     needed = (*weight.shape[:-1], 1)
     if tuple(scale.shape) != needed or scale.dtype not in FLOATS:
-        raise DrafterError(f"{found} is {kind(scale)} {tuple(scale.shape)}, needed are floats {needed}; {again}")
+        raise DrafterError(f"{found} is {dtype_name(scale)} {tuple(scale.shape)}, but must be floats {needed}; {again}")
     if not bool((scale.isfinite() & (scale > 0)).all()):
         wrong = scale[~(scale.isfinite() & (scale > 0))][0].item()
-        raise DrafterError(f"{found} holds {wrong:.6g}; scales are above 0 and finite; {again}")
+        raise DrafterError(f"{found} holds {wrong:.6g}, but scales must be above 0 and finite; {again}")
 
 
-def kind(weight: Tensor) -> str:
-    """The name of a tensor's dtype."""
+def dtype_name(weight: Tensor) -> str:
+    """Return the name of a tensor's dtype, such as "bfloat16"."""
     return str(weight.dtype).removeprefix("torch.")

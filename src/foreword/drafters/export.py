@@ -1,8 +1,8 @@
-"""A trained drafter of draft_model becomes a model of its own, in a folder as transformers keeps models.
+"""Export a trained drafter of draft_model as a standalone model, in a folder that transformers can load.
 
-In: the drafter's folder, or none for the one that ships, and the model it was trained for, whose embedding and head it
-guesses between. Out: config.json, model.safetensors and the tokenizer's files: what `draft_model`, `gsd` and `amusd` take in
-place of a drafter, and other programs as a draft model. The folder is written whole or not at all.
+In: the drafter's folder, or none for the one that ships, and the model it was trained for, whose embedding and head it uses.
+Out: config.json, model.safetensors and the tokenizer's files. `draft_model`, `gsd` and `amusd` take this folder in place of
+a drafter, and other programs take it as a draft model. The folder is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from foreword.text import Tokenizer
 
 @dataclass(frozen=True)
 class Exported:
+    """What was exported: where to, for which target, and its size."""
+
     out: str
     target: str
     layers: int
@@ -40,23 +42,23 @@ def export(
     model: str | os.PathLike[str] | None = None,
     dtype: str = "bfloat16",
 ) -> Exported:
-    """`model` and `drafter` as of `foreword.load`; without a drafter the one that ships. What can be refused without the
-    model is refused before it is fetched or read."""
+    """Write the drafter as a model to the folder `out`. `drafter` and `model` are as in `foreword.load`; None takes the
+    shipped drafter and the default model. Whatever can be refused without the model is refused before it is loaded."""
     folder, source = Path(os.path.expanduser(out)), _drafter(drafter)
     cpu = torch.device("cpu")
     precision = choose_dtype(dtype, cpu)
     check_empty(folder)
     check_draft_model(source)
     place = resolve(model)
-    words = Tokenizer.load(tokenizer_folder(place))
+    tokenizer = Tokenizer.load(tokenizer_folder(place))
     target = Model(load_stock(place, cpu, precision), str(model) if model is not None else place.name)
     small = as_model(source, target)
-    small.generation_config.eos_token_id = target.ends.tolist() or None  # of the model's other wishes none is a draft's
+    small.generation_config.eos_token_id = target.ends.tolist() or None  # a draft model needs no other generation setting
 
     def fill(building: Path) -> None:
         with without_progress_bars():
             small.save_pretrained(building)
-            words.hf.save_pretrained(building)
+            tokenizer.hf.save_pretrained(building)
 
     fill_empty(folder, fill)
     size = sum(file.stat().st_size for file in folder.iterdir())

@@ -1,7 +1,7 @@
-"""Keywords that a call does not know: refused by name, with the reason, or with the nearest names that there are.
+"""Refuse unknown keywords by name, with the reason, or with the nearest known names.
 
-In: what was given to `load`, `wrap` or `use` beyond their own parameters. Out: the options that go to the method. Without
-this, a keyword of another library would be taken for an option of a method, and refused in words that mislead.
+In: the keywords of `load`, `wrap` or `use` beyond their own parameters. Out: the options that go to the method. Without
+this, a keyword of another library would be taken for an option of a method, and the error message would mislead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foreword.methods import AUTO, NEAR, MethodLike, all_methods
 _ONE_DEVICE = "a model runs on one device; choose it with device='cuda:1'"
 _QUANTISED = "`load` reads no quantised weights but GGUF files; `wrap` takes models whose weights alone are quantised"
 
-# What other libraries know and Foreword does not have.
+# Keywords of other libraries that Foreword does not support, and why.
 UNSUPPORTED = {
     "trust_remote_code": "Foreword runs no code that comes with a model, only families that it knows (docs/models.md)",
     "tensor_parallel_size": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
@@ -36,7 +36,7 @@ UNSUPPORTED = {
     "local_files_only": "set HF_HUB_OFFLINE=1 to ask the hub for nothing",
 }
 
-# The same under the name that another library gave it.
+# Keywords of other libraries, and what Foreword calls them.
 OTHER_NAMES = {
     "torch_dtype": "dtype",
     "max_model_len": "max_context",
@@ -48,12 +48,12 @@ OTHER_NAMES = {
 }
 
 
-# Parameters by the names they have now, and had in 0.1.
+# Parameters by their names now, and their names in 0.1.
 RENAMED = {"fused_layers": "compile", "cuda_graphs": "graph"}
 
 
 def renamed(options: dict[str, Any], name: str, value: bool) -> bool:
-    """What a parameter is, where it may have been given under its earlier name, among the options."""
+    """Return the value of a parameter, which may have been given under its earlier name, among the options."""
     before = RENAMED[name]
     if before not in options:
         return value
@@ -64,9 +64,9 @@ def renamed(options: dict[str, Any], name: str, value: bool) -> bool:
 
 
 def options_of_method(call: Callable[..., Any], method: MethodLike, given: dict[str, Any]) -> dict[str, Any]:
-    """What is left for the method, once all that is no option of any method has been refused."""
+    """Return the keywords that are options of the method, and refuse all others."""
     name_of_method, known = _known_options(method) if given else ("", None)
-    options = {name: value for name, value in given.items() if not _asks_for_nothing(name, value)}
+    options = {name: value for name, value in given.items() if not _is_off(name, value)}
     for name, value in options.items():
         if name in UNSUPPORTED:
             raise InputError(f"{name}={value!r}: {UNSUPPORTED[name]}")
@@ -77,15 +77,15 @@ def options_of_method(call: Callable[..., Any], method: MethodLike, given: dict[
     return options
 
 
-def _asks_for_nothing(name: str, value: object) -> bool:
-    """Of what Foreword does not have, that it is not wanted."""
+def _is_off(name: str, value: object) -> bool:
+    """Return whether a keyword turns an unsupported feature off, so that it can be ignored."""
     one = name.endswith("_parallel_size") and value == 1
     return name in UNSUPPORTED and (value is None or value is False or one)
 
 
 def _known_options(method: MethodLike) -> tuple[str, list[str] | None]:
-    """What a method is called, and its options: None where an unknown method is refused elsewhere, where the folder of a
-    drafter says whose options count, or where a drafter is made already and takes none."""
+    """Return the name of a method, and its options. They are None if they are checked elsewhere: for an unknown method, for
+    the folder of a drafter, which names its method, and for a drafter object, which takes none."""
     if isinstance(method, type) and issubclass(method, Drafter):
         return method.__name__, _options(method)
     name = parse_spec(method).name if isinstance(method, str) else ""
@@ -104,8 +104,8 @@ def _unknown(call: Callable[..., Any], method: str, options: list[str] | None, n
     near = [meant] if meant in known else get_close_matches(name, known, n=2, cutoff=NEAR)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     if options is None:
-        told = f"{call.__name__} takes no {name!r}; {hint}it takes: "
+        message = f"{call.__name__} takes no {name!r}; {hint}it takes: "
     else:
-        there = ", ".join(options)
-        told = f"{method}: no option is called {name!r}; {hint}there are: {there}; {call.__name__} itself takes: "
-    return told + ", ".join(own)
+        names = ", ".join(options)
+        message = f"{method}: no option is called {name!r}; {hint}there are: {names}; {call.__name__} itself takes: "
+    return message + ", ".join(own)

@@ -1,7 +1,8 @@
-"""What a user asks for, a method or a trained drafter or neither, on its way to a Drafter that serves.
+"""From what a user asks for, a method or a trained drafter or neither, to a Drafter that is ready.
 
-`DrafterRequest.of` refuses what can be refused before a model is loaded; `on` gives the drafter for the loaded target, with its
-weights. A trained method without a folder takes the drafter that ships for the target; "auto" what is expected fastest.
+`DrafterRequest.of` refuses whatever can be refused before a model is loaded. `resolve` gives the drafter for the loaded
+target, with its weights. A trained method without a folder uses the drafter that ships for the target; "auto" uses the
+method that is expected to be fastest.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ from foreword.model.loading import load_weights
 from foreword.model.model import Model
 from foreword.text import Tokenizer
 
-APART = {"rows": "give it by itself (--rows)", "model": "name its folder: NAME=FOLDER"}
+# Parameters that look like options of a method in a spec, and how to give them instead.
+NO_OPTIONS = {"rows": "give it by itself (--rows)", "model": "name its folder: NAME=FOLDER"}
 
 
 @dataclass(frozen=True)
 class DrafterRequest:
+    """What a user asked for, checked as far as possible without a model."""
+
     method: str
     folder: Path | None = None
     rows: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    ships: bool = False  # the folder is ours, not one that the user named
-    own: Callable[[], Drafter] | None = None  # gives a drafter whose class is in no table
+    ships: bool = False  # the folder ships with Foreword; the user did not name it
+    factory: Callable[[], Drafter] | None = None  # makes a drafter whose class is not registered
 
     @staticmethod
     def of(
@@ -57,25 +61,25 @@ class DrafterRequest:
         rows: int | None = None,
         **options: Any,
     ) -> DrafterRequest:
-        """`method` may be NAME=FOLDER, which is both in one word, with options after it (`spec.py`). A folder alone says
-        itself whose drafter it holds."""
+        """Check what a user asked for. `method` may be a spec such as NAME=FOLDER, with options after it (`spec.py`). A
+        folder alone needs no name: its config names the method."""
         if not isinstance(method, str | os.PathLike):
-            name_or_own = _from_object(method, drafter, rows, options)
-            if isinstance(name_or_own, DrafterRequest):
-                return name_or_own
-            method = name_or_own
-        word = parse_spec(method) if isinstance(method, str) else MethodSpec(AUTO, os.fspath(method), {})
-        return DrafterRequest._of_word(str(method), word, drafter, rows, options)
+            name_or_request = _from_object(method, drafter, rows, options)
+            if isinstance(name_or_request, DrafterRequest):
+                return name_or_request
+            method = name_or_request
+        spec = parse_spec(method) if isinstance(method, str) else MethodSpec(AUTO, os.fspath(method), {})
+        return DrafterRequest._of_spec(str(method), spec, drafter, rows, options)
 
     @staticmethod
-    def _of_word(
-        method: str, word: MethodSpec, drafter: str | os.PathLike[str] | None, rows: int | None, options: dict[str, Any]
+    def _of_spec(
+        method: str, spec: MethodSpec, drafter: str | os.PathLike[str] | None, rows: int | None, options: dict[str, Any]
     ) -> DrafterRequest:
-        name, folder, more = word
+        name, folder, more = spec
         if twice := sorted(more.keys() & options.keys()):
-            raise InputError(f"method {method!r} says {twice[0]}, and it is given too; say it once")
-        if apart := sorted(more.keys() & APART.keys()):
-            raise InputError(f"method {method!r} says {apart[0]}, which is no option of a method; {APART[apart[0]]}")
+            raise InputError(f"method {method!r} has the option {twice[0]}, and it is given as a keyword too; give it once")
+        if wrong := sorted(more.keys() & NO_OPTIONS.keys()):
+            raise InputError(f"method {method!r} says {wrong[0]}, which is no option of a method; {NO_OPTIONS[wrong[0]]}")
         options |= more
         if folder is not None and drafter is not None:
             raise InputError(f"method {method!r} names a drafter, and {str(drafter)!r} is given too; give one of them")
@@ -96,9 +100,9 @@ class DrafterRequest:
         return DrafterRequest(name, shipped()[name], rows, options, ships=True)
 
     def resolve(self, model: Model) -> tuple[str, Drafter]:
-        """The method's name, and the drafter."""
-        if self.own is not None:
-            return self.method, _with_cost(self.own(), model)
+        """Return the method's name, and the drafter for `model`."""
+        if self.factory is not None:
+            return self.method, _with_cost(self.factory(), model)
         if self.method == AUTO:
             best = choose(model, expectations(model, self.rows), self.rows).method
             return DrafterRequest(best, shipped().get(best), self.rows).resolve(model)
@@ -107,13 +111,15 @@ class DrafterRequest:
         if self.folder is None:
             drafter = make(self.method, self.rows, **self.options)
         elif holds_model(self.folder):
-            drafter = untrained(self.method, self.rows, model=_second(self.method, self.folder, model), **self.options)
+            small = _load_draft_model(self.method, self.folder, model)
+            drafter = untrained(self.method, self.rows, model=small, **self.options)
         else:
             drafter = restore(self.folder, model, self.rows, self.method, **self.options)
         return self.method, _with_cost(drafter, model)
 
 
 def _with_cost(drafter: Drafter, model: Model) -> Drafter:
+    """Measure what passes cost on this machine, if the drafter sizes its trees by that."""
     if drafter.wants_cost and model.curve is None:
         model.use_costs(curve_for(model))
     return drafter
@@ -122,7 +128,7 @@ def _with_cost(drafter: Drafter, model: Model) -> Drafter:
 def _from_object(
     method: object, drafter: str | os.PathLike[str] | None, rows: int | None, options: dict[str, Any]
 ) -> DrafterRequest | str:
-    """A drafter, or its class, as it was given; the name of a class that is in the table."""
+    """Check a drafter or a drafter class. A registered class gives its name, anything else a request."""
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, Drafter):
         raise InputError(
@@ -133,16 +139,16 @@ def _from_object(
     if isinstance(method, type) and name is not None:
         return name
     if drafter is not None:
-        told = f"method is {method!r} and drafter is {str(drafter)!r}"
-        raise InputError(f"{told}: the folder of a drafter goes with a method's name; register the class, or leave it out")
+        given = f"method is {method!r} and drafter is {str(drafter)!r}"
+        raise InputError(f"{given}: the folder of a drafter goes with a method's name; register the class, or leave it out")
     if isinstance(method, type):
-        construct(kind.__name__, kind, rows, options)  # what is wrong with an option is said before a model is loaded
-        return DrafterRequest(kind.__name__, rows=rows, own=partial(construct, kind.__name__, kind, rows, options))
-    given = {name: value for name, value in {"rows": rows, **options}.items() if value is not None}
-    if given:
-        told = f"method is a drafter that is made already, and {', '.join(given)} is given too"
-        raise InputError(f"{told}; give it to {kind.__name__}(...), or give the class as the method")
-    return DrafterRequest(name or kind.__name__, own=lambda: cast(Drafter, method))
+        construct(kind.__name__, kind, rows, options)  # refuse a wrong option before a model is loaded
+        return DrafterRequest(kind.__name__, rows=rows, factory=partial(construct, kind.__name__, kind, rows, options))
+    extra = {name: value for name, value in {"rows": rows, **options}.items() if value is not None}
+    if extra:
+        given = f"method is a drafter that is made already, and {', '.join(extra)} is given too"
+        raise InputError(f"{given}; give it to {kind.__name__}(...), or give the class as the method")
+    return DrafterRequest(name or kind.__name__, factory=lambda: cast(Drafter, method))
 
 
 def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> DrafterRequest:
@@ -159,10 +165,10 @@ def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, A
 
 
 def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> DrafterRequest:
-    """A model as transformers keeps it, to guess with."""
+    """Check a request for a draft model, in a folder that transformers wrote."""
     if not METHODS[name].takes_models:
         known = ", ".join(other for other, method in METHODS.items() if method.takes_models)
-        raise DrafterError(f"{folder} holds a whole model, which {name} does not guess with; {known} would")
+        raise DrafterError(f"{folder} holds a whole model, which {name} cannot draft with; use {known}")
     if "layers" in options:
         raise InputError(
             f"{name}: layers are those of a trained drafter, but {folder} holds a whole model; leave layers out"
@@ -171,11 +177,11 @@ def _from_model(name: str, folder: Path, rows: int | None, options: dict[str, An
     return DrafterRequest(name, folder, rows, options)
 
 
-def _second(method: str, folder: Path, target: Model) -> Model:
-    """The model of a folder, where the target lies and in its dtype."""
+def _load_draft_model(method: str, folder: Path, target: Model) -> Model:
+    """Load the draft model of a folder, on the target's device and in its dtype."""
     model = Model(load_weights(folder, target.device, target.dtype), folder.name)
-    words = Tokenizer.load(folder)
-    model.use_pieces(lambda: words.pieces)
+    tokenizer = Tokenizer.load(folder)
+    model.use_pieces(lambda: tokenizer.pieces)
     check_vocabulary(method, model, target)
     return model
 

@@ -1,7 +1,7 @@
-"""Trained drafters that come with Foreword: `weights/<method>/`, a folder each, as training left them.
+"""Trained drafters that ship with Foreword: one folder each, `weights/<method>/`, as training wrote it.
 
-Read without torch, so that a listing of the methods answers at once. Whether one serves a target at hand is for
-its fingerprint to say: `auto.shipped_for`.
+Read without torch, so that `foreword methods` answers at once. `auto.shipped_for` finds those that were trained for a
+target, by its fingerprint.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ WEIGHTS = Path(__file__).parents[1] / "weights"
 
 
 def shipped() -> dict[str, Path]:
-    """Method -> folder."""
+    """Return the folder of each method that ships with a trained drafter."""
     folders = {name: WEIGHTS / trained_as(name) for name, method in METHODS.items() if method.trained}
     return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
 
 
 def model_of(folder: Path) -> str:
-    """The name of the model that a drafter was trained for."""
+    """Return the name of the model that a drafter was trained for."""
     try:
         return str(read_json(folder / "config.json")["target"]["name"])
     except (OSError, ValueError, LookupError, TypeError) as error:

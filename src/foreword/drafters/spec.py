@@ -1,7 +1,7 @@
-"""How a method is asked for in one word: NAME, NAME=FOLDER or FOLDER, each perhaps with options, as in gsd:repeat=0:width=4.
+"""Method specs: a method as one string, NAME, NAME=FOLDER or FOLDER, optionally with options, as in gsd:repeat=0:width=4.
 
-In: the word, or several with commas between them, from a command line or a call. Out: its parts, with numbers, tuples, true
-and false read as such. Knows no method and imports no torch; what the parts mean is for `resolve.py` to say.
+In: a spec, or several separated by commas, from a command line or a call. Out: its parts; numbers, tuples, true and false
+are parsed. This file knows no method and does not import torch; `resolve.py` interprets the parts.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 import re
 from typing import Any, NamedTuple
 
-_OPTION = re.compile(r":(?=[a-z_]+=)")  # a folder may have a colon in it, but hardly one before such a thing
-# VocabularyHead: a comma before a name or a folder, and not one before a number, as in taps=8,16
-_BETWEEN = re.compile(r",(?=\s*(?:[A-Za-z~/]|\.{1,2}/))")
-_ITSELF = "auto"  # a folder alone says itself of which method it is
+_OPTION = re.compile(r":(?=[a-z_]+=)")  # a folder may contain a colon, but hardly one before `name=`
+# Specs are separated by a comma before a name or a folder. A comma before a number is part of an option, as in taps=8,16.
+_SEPARATOR = re.compile(r",(?=\s*(?:[A-Za-z~/]|\.{1,2}/))")
+_FROM_FOLDER = "auto"  # the method of a folder alone: its config names the method
 
 
 class MethodSpec(NamedTuple):
@@ -24,23 +24,26 @@ class MethodSpec(NamedTuple):
 
 
 def split_specs(text: str) -> list[str]:
-    return [word.strip() for word in _BETWEEN.split(text)]
+    """Split a comma-separated list of specs."""
+    return [spec.strip() for spec in _SEPARATOR.split(text)]
 
 
 def parse_spec(text: str) -> MethodSpec:
-    what, *texts = _OPTION.split(text)
-    pairs = (option.partition("=") for option in texts)
-    options = {key: parse_value(value) for key, _, value in pairs}
-    name, both, folder = what.partition("=")
+    """Parse one spec into the method's name, the folder of a drafter if there is one, and options."""
+    method, *options = _OPTION.split(text)
+    pairs = (option.partition("=") for option in options)
+    values = {key: parse_value(value) for key, _, value in pairs}
+    name, separator, folder = method.partition("=")
     if os.sep in name or name.startswith("~"):
-        return MethodSpec(_ITSELF, what, options)
-    return MethodSpec(name, folder if both else None, options)
+        return MethodSpec(_FROM_FOLDER, method, values)
+    return MethodSpec(name, folder if separator else None, values)
 
 
 def parse_value(text: str) -> Any:
+    """Parse the value of an option: true, false, a Python literal, or otherwise a string."""
     if text in ("true", "false"):
         return text == "true"
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):  # a word
+    except (ValueError, SyntaxError):
         return text

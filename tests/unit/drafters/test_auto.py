@@ -1,4 +1,5 @@
-"""What `auto` expects: figures and measured costs in, the fastest first out, and the same at every load."""
+"""What `auto` expects: tokens per round and measured costs in, the fastest method first, and the same choice at every
+load."""
 
 import itertools
 import json
@@ -25,7 +26,7 @@ from foreword.model.model import Model
 
 ROOT = Path(__file__).parents[3]
 CHEAP = CostCurve((1, 64), (1.0, 1.0))  # a large GPU: rows are free
-DEAR = CostCurve((1, 64), (1.0, 64.0))
+EXPENSIVE = CostCurve((1, 64), (1.0, 64.0))
 
 
 @pytest.fixture(autouse=True)
@@ -48,19 +49,20 @@ def names(found: list[Expected]) -> list[str]:
 
 
 @pytest.mark.usefixtures("free_drafts")
-def test_where_rows_are_free_the_most_tokens_win(
+def test_if_rows_cost_nothing_the_most_tokens_win(
     hf: Any, trained: dict[str, Path], ship: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ship(trained["clover"])
-    monkeypatch.setattr(auto, "TOKENS_PER_ROUND", {"prompt_lookup": (TokensPerRound(16, 1.8, ""),), "token_recycling": (TokensPerRound(64, 1.9, ""),)})
+    figures = {"prompt_lookup": (TokensPerRound(16, 1.8, ""),), "token_recycling": (TokensPerRound(64, 1.9, ""),)}
+    monkeypatch.setattr(auto, "TOKENS_PER_ROUND", figures)
     found = expectations(Model(hf, curve=CHEAP))
     assert names(found) == ["clover", "token_recycling", "prompt_lookup", "plain"]
     assert found[0] == Expected("clover", 64, 2.5, 1.0, "record.json") and found[0].speedup == 2.5
-    assert names(expectations(Model(hf, curve=DEAR)))[0] == "plain"
+    assert names(expectations(Model(hf, curve=EXPENSIVE)))[0] == "plain"
 
 
 @pytest.mark.usefixtures("free_drafts")
-def test_a_cpu_takes_the_rows_that_pay_and_no_more_than_allowed(
+def test_a_cpu_checks_the_rows_that_pay_off_and_no_more_than_allowed(
     hf: Any, trained: dict[str, Path], ship: Callable[[Path], Path]
 ) -> None:
     ship(trained["clover"])
@@ -93,7 +95,7 @@ def test_the_drafters_own_work_counts(hf: Any, monkeypatch: pytest.MonkeyPatch) 
     assert list(found) == ["prompt_lookup", "plain", "token_recycling"]
 
 
-def test_fewer_rows_bring_fewer_tokens(trained: dict[str, Path]) -> None:
+def test_fewer_rows_decide_fewer_tokens(trained: dict[str, Path]) -> None:
     by_rows = {one.rows: one.tokens for one in recorded_tokens(trained["clover"])}
     assert by_rows[64] == 2.5 and by_rows[8] == pytest.approx(1 + 1.5 * 0.5 * (1 + 0.67 * 0.5))
     assert list(by_rows) == sorted(by_rows) and list(by_rows.values()) == sorted(by_rows.values())
@@ -115,11 +117,11 @@ def test_fewer_rows_bring_fewer_tokens(trained: dict[str, Path]) -> None:
 )
 def test_a_record_that_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text(text)
-    with pytest.raises(DrafterError, match="does not say how many tokens a round brings"):
+    with pytest.raises(DrafterError, match="does not say how many tokens a round decides"):
         recorded_tokens(tmp_path)
 
 
-def test_only_drafters_of_this_model_fit(
+def test_only_drafters_of_this_model_are_found(
     hf: Any, talking: Any, trained: dict[str, Path], ship: Callable[[Path], Path]
 ) -> None:
     folder = ship(trained["medusa"])
@@ -176,8 +178,8 @@ def test_auto_takes_the_fastest(
     assert DrafterRequest.of().method == "auto"
 
 
-def test_auto_writes_what_plain_writes(folders: dict[str, Path]) -> None:
-    """With what this machine really shows."""
+def test_auto_generates_what_plain_generates(folders: dict[str, Path]) -> None:
+    """With the real costs of this machine."""
     with foreword.load(folders["llama"]) as llm:
         assert llm.method in ("plain", *auto.TOKENS_PER_ROUND)
         text = llm.generate("the words", max_new_tokens=12)
@@ -188,7 +190,7 @@ def test_auto_writes_what_plain_writes(folders: dict[str, Path]) -> None:
 
 
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which every measurement shows something else, and which linear is the quicker one too."""
+    """Make every measurement differ from the last, also the one that picks the faster linear."""
     coming = itertools.cycle([1.02, 1.4, 1.02, 3.0, 1.1])
 
     def measure(model: Model) -> PassTimings:
@@ -209,15 +211,15 @@ def as_a_new_process() -> None:
     pack.max_stock_rows.cache_clear()
 
 
-def test_four_loads_take_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_loads_choose_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     noisy(monkeypatch)
-    taken = []
+    chosen = []
     for _ in range(4):
         as_a_new_process()
         with foreword.load(folders["llama"]) as llm:
             assert llm.model.curve is not None
-            taken.append((llm.method, llm.model.curve.seconds, llm.model.hf.lm_head.rows_stock))
-    assert len(set(taken)) == 1
+            chosen.append((llm.method, llm.model.curve.seconds, llm.model.hf.lm_head.rows_stock))
+    assert len(set(chosen)) == 1
 
 
 def test_a_load_may_measure_anew(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +253,7 @@ QUIET, BUSY = True, False
 
 
 @pytest.mark.parametrize(
-    ("shown", "taken"),
+    ("measured", "chosen"),
     [
         ([({"clover": 1.50, "echo": 1.49}, QUIET), ({"clover": 1.49, "echo": 1.50}, QUIET)], ["clover", "clover"]),
         ([({"clover": 1.50, "echo": 1.49}, QUIET), ({"clover": 1.40, "echo": 1.50}, QUIET)], ["clover", "echo"]),
@@ -269,12 +271,12 @@ QUIET, BUSY = True, False
         ),
     ],
 )
-def test_what_was_taken_stays_while_it_is_about_as_fast(hf: Any, shown: Any, taken: list[str]) -> None:
+def test_a_choice_is_kept_while_it_is_about_as_fast(hf: Any, measured: Any, chosen: list[str]) -> None:
     model = Model(hf)
-    assert [choose(model, expected(*one)).method for one in shown] == taken
+    assert [choose(model, expected(*one)).method for one in measured] == chosen
 
 
-def test_what_was_taken_is_of_these_candidates_and_rows(hf: Any) -> None:
+def test_a_choice_is_kept_for_its_candidates_and_rows(hf: Any) -> None:
     model = Model(hf)
     assert choose(model, expected({"clover": 1.5, "plain": 1.0})).method == "clover"
     assert choose(model, expected({"prompt_lookup": 1.5, "plain": 1.0})).method == "prompt_lookup"
@@ -305,7 +307,7 @@ def test_the_records_that_ship_have_the_figures_of_the_results() -> None:
 
 
 def measured_in(source: Path, method: str, rows: int) -> tuple[int, float]:
-    """Rows of a pass and tokens per round, of a benchmark or of a count of trees."""
+    """Rows of a pass and tokens per round, from a benchmark or from a study of trees."""
     if source.is_dir():
         (row,) = [row for row in read_results(source)["tables"]["overall"] if row["contender"] == method]
         return round(row["draft_tokens_per_round"] + 1), row["tokens_per_round"]
@@ -315,7 +317,7 @@ def measured_in(source: Path, method: str, rows: int) -> tuple[int, float]:
 
 
 def test_no_more_is_expected_of_clover2_than_was_measured() -> None:
-    """Of all its trees: those with few rows on a CPU, and those before it guessed among fewer tokens."""
+    """For all its trees: those with few rows on a CPU, and those from before it had a draft vocabulary."""
     by_rows = {one.rows: one.tokens for one in recorded_tokens(auto.shipped()["clover2"])}
     files = ("trees_cuda/clover.json", "trees_cpu/rows_few.json", "trees_cpu/rows_clover2.json")
     trees = [json.loads((ROOT / "results" / file).read_text())["trees"] for file in files]

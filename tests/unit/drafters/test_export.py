@@ -1,4 +1,4 @@
-"""A drafter becomes a model: what it answers, what lies in the folder, who can use it, and what is refused."""
+"""Exporting a drafter as a model: its logits, the files in the folder, which methods can use it, and what is refused."""
 
 import json
 from pathlib import Path
@@ -28,20 +28,20 @@ def exported(folders: dict[str, Path], trained: dict[str, Path], tmp_path_factor
     return out
 
 
-def test_it_answers_what_the_drafter_guesses(exported: Path, folders: dict[str, Path], trained: dict[str, Path]) -> None:
+def test_it_has_the_logits_of_the_drafter(exported: Path, folders: dict[str, Path], trained: dict[str, Path]) -> None:
     target = Model(AutoModelForCausalLM.from_pretrained(folders["llama"]))
     drafter: Any = restore(trained["draft_model"], target)
     with torch.no_grad():
-        wanted = target.head(drafter.module.norm(drafter.small_model.over(torch.tensor([TEXT]))))[0]
+        expected = target.head(drafter.module.norm(drafter.small_model.over(torch.tensor([TEXT]))))[0]
     model = AutoModelForCausalLM.from_pretrained(exported)
-    torch.testing.assert_close(hf_logits(model, TEXT), wanted.double(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hf_logits(model, TEXT), expected.double(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_lies_in_the_folder(dtype: str, folders: dict[str, Path], trained: dict[str, Path], tmp_path: Path) -> None:
     done = export(tmp_path / "new" / "small", trained["draft_model"], folders["llama"], dtype)
     folder = Path(done.out)
-    assert [file.name for file in folder.parent.iterdir()] == ["small"]  # nothing of the work is left beside it
+    assert [file.name for file in folder.parent.iterdir()] == ["small"]  # no temporary file is left next to it
     weights = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     assert {str(weight.dtype) for weight in weights.values()} == {f"torch.{dtype}"} and config["dtype"] == dtype
@@ -50,11 +50,11 @@ def test_what_lies_in_the_folder(dtype: str, folders: dict[str, Path], trained: 
     assert done.bytes == sum(file.stat().st_size for file in folder.iterdir())
     assert str(folders["llama"]) not in (folder / "config.json").read_text()
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1]
-    own, words = (AutoTokenizer.from_pretrained(one) for one in (folders["llama"], folder))
-    assert own.get_vocab() == words.get_vocab() and own.chat_template == words.chat_template
+    own, written = (AutoTokenizer.from_pretrained(one) for one in (folders["llama"], folder))
+    assert own.get_vocab() == written.get_vocab() and own.chat_template == written.chat_template
 
 
-def test_a_tie_stays_one(talking: Any, hf_tokenizer: Any, keep_drafter: Any, tmp_path: Path) -> None:
+def test_a_tied_head_stays_tied(talking: Any, hf_tokenizer: Any, keep_drafter: Any, tmp_path: Path) -> None:
     for tied in (True, False):
         folder, drafter, out = (tmp_path / f"{name}-{tied}" for name in ("model", "drafter", "small"))
         talking("llama", tie_word_embeddings=tied).save_pretrained(folder)
@@ -66,7 +66,7 @@ def test_a_tie_stays_one(talking: Any, hf_tokenizer: Any, keep_drafter: Any, tmp
 
 
 @pytest.mark.parametrize("method", ["draft_model", "gsd", "amusd"])
-def test_it_guesses_as_the_drafter_does(
+def test_it_drafts_as_the_drafter_does(
     method: str, exported: Path, folders: dict[str, Path], trained: dict[str, Path]
 ) -> None:
     options: dict[str, Any] = {"rows": 4, "least": 3, "patience": 60.0, "worker": "thread"} if method == "amusd" else {}
@@ -93,7 +93,7 @@ def test_what_is_refused_before_the_model_is_read(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     own, other = trained["draft_model"], folders["llama"]
-    for out, drafter, dtype, error, said in (
+    for out, drafter, dtype, error, message in (
         ("full", own, "float32", InputError, "full is there already and holds other things; name a new or an empty folder"),
         ("full/file", own, "float32", InputError, "there already"),
         ("new", trained["medusa"], "float32", DrafterError, "a drafter of 'medusa'.*`foreword train draft_model`"),
@@ -102,7 +102,7 @@ def test_what_is_refused_before_the_model_is_read(
         ("new", own, "int8", InputError, "dtype is 'int8'"),
         ("new", own, "float32", ModelNotFound, "no such file or folder"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             export(tmp_path / out, drafter, tmp_path / "no model", dtype)
     assert not (tmp_path / "new").exists() and [file.name for file in tmp_path.iterdir()] == ["full"]
 

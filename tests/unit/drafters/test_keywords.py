@@ -1,4 +1,4 @@
-"""Keywords that no call knows: the reason, or the nearest names; what is meant for a method goes there."""
+"""Unknown keywords: refused with the reason or the nearest names; options of a method are passed on to it."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from foreword.drafters.keywords import OTHER_NAMES, UNSUPPORTED, options_of_meth
 from foreword.errors import DrafterError, InputError, UnknownMethod
 
 
-def refused(match: str, *words: str, **given: Any) -> None:
-    """Before the model is looked for, of which there is none."""
+def refused(match: str, *method: str, **given: Any) -> None:
+    """Assert that keywords are refused, before the model is looked for: there is none."""
     with pytest.raises(InputError, match=match) as caught:
-        foreword.load("no/such/model", *words, **given)
+        foreword.load("no/such/model", *method, **given)
     assert "belongs to one method" not in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["auto", "plain", "medusa"])
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_foreword_does_not_have_is_refused_with_the_reason(name: str, method: str) -> None:
+def test_unsupported_features_are_refused_with_the_reason(name: str, method: str) -> None:
     refused(f"^{name}=2: .*", method, **{name: 2})
 
 
@@ -31,7 +31,7 @@ def test_some_reasons() -> None:
 @pytest.mark.parametrize(
     "given", [{"trust_remote_code": False}, {"tensor_parallel_size": 1}, {"quantization_config": None}], ids=str
 )
-def test_what_asks_for_nothing_is_no_fault(given: dict[str, Any]) -> None:
+def test_unsupported_features_may_be_turned_off(given: dict[str, Any]) -> None:
     assert options_of_method(foreword.load, "auto", given) == {}
 
 
@@ -42,7 +42,9 @@ def test_the_nearest_name_is_suggested(name: str, meant: str, method: str) -> No
 
 
 def test_a_name_that_is_near_to_none() -> None:
-    refused(r"^load takes no 'colour'; it takes: drafter, rows, .*revision, token, generation_config$", colour="red")
+    refused(
+        r"^load takes no 'colour'; it takes: drafter, rows, .*revision, token, generation_config, warm_up$", colour="red"
+    )
     refused(
         r"^plain: no option is called 'colour'; there are: rows; load itself takes: drafter, rows", "plain", colour="red"
     )
@@ -58,7 +60,7 @@ def test_other_calls_name_their_own(call: Any) -> None:
         options_of_method(call, "auto", {"colour": 1})
 
 
-def test_an_option_of_some_method_wants_its_name() -> None:
+def test_an_option_of_some_method_needs_the_method_s_name() -> None:
     with pytest.raises(InputError, match="table: an option belongs to one method; name the method too"):
         foreword.load("no/such/model", table="none")
 

@@ -1,4 +1,4 @@
-"""From what a user asks for to a drafter that serves: folders that say what they are, and what is refused, and when."""
+"""From what a user asks for to a drafter that is ready: folders that name their method, and what is refused, and when."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def other(talking: Any) -> Model:
 
 @pytest.fixture
 def clover(trained: dict[str, Path], tmp_path: Path) -> Path:
-    """One to spoil."""
+    """A copy to damage."""
     return Path(shutil.copytree(trained["clover"], tmp_path / "clover"))
 
 
@@ -51,17 +51,17 @@ def change(folder: Path, **fields: Any) -> Path:
 
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_folder_decides_method_and_options(method: str, trained: dict[str, Path], model: Model) -> None:
-    """Named or not, in one word or in two; the weights are those of the file."""
+    """With the method named or not, in a spec or by keyword; the weights are those of the file."""
     held = load_file(trained[method] / "model.safetensors")
     assert DrafterRequest.of(drafter=trained[method]).method == trained_as(method)
-    for wanted in (
+    for request in (
         DrafterRequest.of(drafter=trained[method], rows=8),
         DrafterRequest.of(method, str(trained[method]), 8),
         DrafterRequest.of(f"{method}={trained[method]}", rows=8),
     ):
-        name, drafter = wanted.resolve(model)
+        name, drafter = request.resolve(model)
         found: Any = drafter
-        assert (name, found.shape.nodes + found.needs.grafted_rows) == (wanted.method, 8)
+        assert (name, found.shape.nodes + found.needs.grafted_rows) == (request.method, 8)
         asked = {option: list(value) if isinstance(value, tuple) else value for option, value in TRAINED[method].items()}
         assert found.config == {option: asked.get(option, value) for option, value in found.config.items()}
         for key, weight in found.module.state_dict().items():
@@ -79,7 +79,7 @@ def test_taps_are_the_same_in_any_order(trained: dict[str, Path], model: Model) 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"heads": 2}, "clover: heads=2 is given, but .*clover was trained with heads=3; leave heads out"),
         ({"block": "none"}, "block='none' is given.*block='full'"),
@@ -87,8 +87,8 @@ def test_taps_are_the_same_in_any_order(trained: dict[str, Path], model: Model) 
         ({"rows": 0}, "rows is 0"),
     ],
 )
-def test_options_that_contradict_the_folder(options: dict[str, Any], said: str, trained: dict[str, Path]) -> None:
-    with pytest.raises(InputError, match=said):
+def test_options_that_contradict_the_folder(options: dict[str, Any], message: str, trained: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match=message):
         DrafterRequest.of("clover", trained["clover"], **options)
 
 
@@ -108,13 +108,13 @@ def test_another_method_than_the_folders(trained: dict[str, Path]) -> None:
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for folder, said in (("none", "the folder .*none is missing"), (".", "config.json is missing"), ("file", "file")):
-        with pytest.raises(DrafterError, match=said):
+    for folder, message in (("none", "the folder .*none is missing"), (".", "config.json is missing"), ("file", "file")):
+        with pytest.raises(DrafterError, match=message):
             DrafterRequest.of(drafter=tmp_path / folder)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "cannot be read"),
         ("[]", "does not describe a drafter"),
@@ -133,9 +133,9 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     ],
     ids=lambda value: value[:60],
 )
-def test_a_damaged_description(text: str, said: str, clover: Path) -> None:
+def test_a_damaged_description(text: str, message: str, clover: Path) -> None:
     (clover / "config.json").write_text(text)
-    with pytest.raises(DrafterError, match=said):
+    with pytest.raises(DrafterError, match=message):
         DrafterRequest.of(drafter=clover)
 
 
@@ -182,7 +182,7 @@ def test_a_fingerprint_that_is_none(changed: dict[str, Any], clover: Path, model
 def test_a_config_that_asks_for_more_than_the_weights_hold(
     method: str, changed: dict[str, Any], trained: dict[str, Path], model: Model, tmp_path: Path
 ) -> None:
-    """Building stops at what the file could fill."""
+    """Building stops once there are more weights than the file could fill."""
     folder = Path(shutil.copytree(trained[method], tmp_path / method))
     config = json.loads((folder / "config.json").read_text())["config"]
     with pytest.raises(DrafterError, match="config.json asks for far more weights than the .* copy or train"):
@@ -190,7 +190,7 @@ def test_a_config_that_asks_for_more_than_the_weights_hold(
 
 
 def test_a_config_that_asks_for_more_of_the_targets_layers(trained: dict[str, Path], talking: Any, tmp_path: Path) -> None:
-    """Copies of the target's layers are counted as what is new is."""
+    """Copies of the target's layers count like new weights."""
     deep = Model(talking("llama", num_hidden_layers=6), name="deep")
     folder = tmp_path / "small"
     save(cast(Trainable, with_random_weights("draft_model", deep, layers=1)), folder, deep)
@@ -205,23 +205,23 @@ def test_int8_weights_come_with_their_scales(trained: dict[str, Path], model: Mo
     matrix, scale, norm = "heads.0.linear.weight", "heads.0.linear.weight.scale", "norm.weight"
     off = read_weights(file)[matrix] - cast(Trainable, restore(trained["clover"], model)).module.state_dict()[matrix]
     assert (off.abs() <= 0.51 * held[scale]).all(), "rounded to the nearest step"
-    for spoilt, said in (
-        ({scale: held[scale][:3]}, rf"{scale} is float32 \(3, 1\), needed are floats \(32, 1\)"),
+    for damaged, message in (
+        ({scale: held[scale][:3]}, rf"{scale} is float32 \(3, 1\), but must be floats \(32, 1\)"),
         ({scale: held[scale].squeeze(1)}, rf"{scale} is float32 \(32,\)"),
         ({scale: held[scale].long()}, f"{scale} is int64"),
-        ({scale: -held[scale]}, rf"{scale} holds -\S+; scales are above 0 and finite"),
-        ({scale: 0 * held[scale]}, f"{scale} holds 0; scales are above 0"),
-        ({scale: held[scale].index_fill(0, torch.tensor([5]), torch.nan)}, f"{scale} holds nan; scales are above 0"),
-        ({scale: held[scale].index_fill(0, torch.tensor([5]), torch.inf)}, f"{scale} holds inf; scales are above 0"),
+        ({scale: -held[scale]}, rf"{scale} holds -\S+, but scales must be above 0 and finite"),
+        ({scale: 0 * held[scale]}, f"{scale} holds 0, but scales must be above 0"),
+        ({scale: held[scale].index_fill(0, torch.tensor([5]), torch.nan)}, f"{scale} holds nan, but scales must be above 0"),
+        ({scale: held[scale].index_fill(0, torch.tensor([5]), torch.inf)}, f"{scale} holds inf, but scales must be above 0"),
         ({matrix: held[matrix].float()}, f"{scale} belongs to an int8 matrix, but the file has {matrix} as float32"),
-        ({norm: held[norm].long()}, f"{norm} is int64 .*needed are floats"),
-        ({norm: held[norm].to(torch.int8)}, f"{norm} is int8 .*needed are floats"),
+        ({norm: held[norm].long()}, f"{norm} is int64 .*must be floats"),
+        ({norm: held[norm].to(torch.int8)}, f"{norm} is int8 .*must be floats"),
         ({norm: held[norm].sum()}, rf"{norm} is bfloat16 of shape \(\), .*in 1 dimensions"),
         ({"more.scale": held[scale]}, "more.scale belongs to an int8 matrix, but the file has no tensor more"),
         ({"words": held[norm]}, "its draft vocabulary is a bitmap of 32 bytes"),
     ):
-        save_file({name: one.contiguous().clone() for name, one in (held | spoilt).items()}, file)
-        with pytest.raises(DrafterError, match=said):
+        save_file({name: one.contiguous().clone() for name, one in (held | damaged).items()}, file)
+        with pytest.raises(DrafterError, match=message):
             restore(tmp_path, model)
     save_file({name: one for name, one in held.items() if name != scale}, file)
     with pytest.raises(DrafterError, match=f"{matrix} is int8"):
@@ -249,19 +249,19 @@ def test_weights_whose_header_lies(header: bytes, clover: Path, model: Model) ->
 def test_damaged_weights(clover: Path, model: Model) -> None:
     file = clover / "model.safetensors"
     whole, held = file.read_bytes(), {name: weight.clone() for name, weight in load_file(file).items()}
-    wanted = DrafterRequest.of(drafter=clover)
+    request = DrafterRequest.of(drafter=clover)
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DrafterError, match="model.safetensors cannot be read"):
-        wanted.resolve(model)
+        request.resolve(model)
     name = "norm.weight"
-    for spoilt, said in (
-        ({**held, name: held[name][:3].clone()}, rf"{name} has shape \(3,\), needed is \(32,\)"),
+    for damaged, message in (
+        ({**held, name: held[name][:3].clone()}, rf"{name} has shape \(3,\), but needs \(32,\)"),
         ({key: value for key, value in held.items() if key != name}, f"lacks tensor '{name}'"),
         ({**held, "more": held[name].clone()}, "has an unknown tensor 'more'"),
     ):
-        save_file(spoilt, file)
-        with pytest.raises(DrafterError, match=said):
-            wanted.resolve(model)
+        save_file(damaged, file)
+        with pytest.raises(DrafterError, match=message):
+            request.resolve(model)
     file.unlink()
     with pytest.raises(DrafterError, match="model.safetensors is missing"):
         restore(clover, model)
@@ -271,10 +271,10 @@ def test_damaged_weights(clover: Path, model: Model) -> None:
 
 
 def test_a_draft_model_serves_gsd_too(trained: dict[str, Path], ship: Callable[[Path], Path], model: Model) -> None:
-    """By its folder, or because it ships; a folder alone is of the method that it was trained as."""
+    """By its folder, or because it ships; a folder alone gives the method that it was trained for."""
     folder = trained["draft_model"]
-    for wanted in (DrafterRequest.of("gsd", folder, rows=8, repeat=-1), DrafterRequest.of(f"gsd={folder}", rows=8)):
-        name, drafter = wanted.resolve(model)
+    for request in (DrafterRequest.of("gsd", folder, rows=8, repeat=-1), DrafterRequest.of(f"gsd={folder}", rows=8)):
+        name, drafter = request.resolve(model)
         assert name == "gsd" and type(drafter).__name__ == "Gsd"
     assert DrafterRequest.of(drafter=folder).method == "draft_model"
     with pytest.raises(DrafterError, match="holds a drafter of draft_model, not of clover"):
@@ -308,6 +308,6 @@ def test_none_ships_for_the_model(
     with pytest.raises(DrafterError, match="no drafter of it ships.*`foreword train medusa`.*--drafter FOLDER"):
         DrafterRequest.of("medusa")
     ship(trained["medusa"])
-    said = f"no drafter of it ships for another \\(there is one for {folders['llama'].name}\\)"
-    with pytest.raises(DrafterError, match=said):
+    message = f"no drafter of it ships for another \\(there is one for {folders['llama'].name}\\)"
+    with pytest.raises(DrafterError, match=message):
         DrafterRequest.of("medusa").resolve(other)

@@ -1,4 +1,4 @@
-"""A method in one word: its name, perhaps a folder, perhaps options."""
+"""Method specs: a name, optionally a folder, optionally options."""
 
 import pytest
 
@@ -18,12 +18,12 @@ from foreword.errors import InputError
         ("hydra=", "hydra", "", {}),
     ],
 )
-def test_a_word_is_taken_apart(text: str, name: str, folder: str | None, options: dict[str, object]) -> None:
+def test_a_spec_is_parsed(text: str, name: str, folder: str | None, options: dict[str, object]) -> None:
     assert parse_spec(text) == (name, folder, options)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "specs"),
     [
         ("gsd", ["gsd"]),
         ("gsd:width=4, clover=runs/a", ["gsd:width=4", "clover=runs/a"]),
@@ -31,24 +31,24 @@ def test_a_word_is_taken_apart(text: str, name: str, folder: str | None, options
         ("firp:paths=[[0],[0,1]],medusa=runs/a (1),hydra", ["firp:paths=[[0],[0,1]]", "medusa=runs/a (1)", "hydra"]),
     ],
 )
-def test_words_are_told_apart(text: str, words: list[str]) -> None:
-    assert split_specs(text) == words
+def test_specs_are_split(text: str, specs: list[str]) -> None:
+    assert split_specs(text) == specs
 
 
-def test_options_of_a_word_are_the_methods() -> None:
+def test_options_of_a_spec_go_to_the_method() -> None:
     assert DrafterRequest.of("token_recycling:table=reset").options == {"table": "reset"}
     assert DrafterRequest.of("token_recycling:table=reset", rows=8).rows == 8
 
 
 @pytest.mark.parametrize(
-    ("word", "given", "told"),
+    ("spec", "given", "message"),
     [
-        ("prompt_lookup:max_match=3", {"max_match": 2}, "say it once"),
+        ("prompt_lookup:max_match=3", {"max_match": 2}, "give it once"),
         ("prompt_lookup:rows=3", {}, "--rows"),
         ("draft_model:model=runs/a", {}, "NAME=FOLDER"),
         ("prompt_lookup:nothing=3", {}, "nothing"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(word: str, given: dict[str, int], told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        DrafterRequest.of(word, **given)
+def test_contradictions_are_refused(spec: str, given: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        DrafterRequest.of(spec, **given)

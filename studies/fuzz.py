@@ -213,7 +213,7 @@ class Given:
     name: str
     drafter: Drafter
 
-    def on(self, model: Model) -> tuple[str, Drafter]:
+    def resolve(self, model: Model) -> tuple[str, Drafter]:
         return self.name, self.drafter
 
 
@@ -241,7 +241,7 @@ class Trial:
                 raise Difference("a slot is still taken after all calls have ended")
         self.counts["requests"] += sum(len(one.prompts) for one in asked)
         self.counts["tokens"] += sum(len(result.tokens) for one in asked for result in one.expected)
-        doubles._TEXTS.clear()
+        doubles.forget_truth()
 
     def _drafter(self, model: Model, asked: list[Asked]) -> Drafter:
         if self.method == "liar":

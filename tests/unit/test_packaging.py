@@ -78,5 +78,5 @@ def test_a_wheel_holds_what_the_library_reads_and_nothing_else() -> None:
 
 def test_a_source_archive_can_be_tested() -> None:
     held = {file.distribution_path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
-    assert {"README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", "tests/doubles.py"} < held
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", "tests/doubles/__init__.py"} < held
     assert not [path for path in held if path.startswith((".venv/", ".git/"))]

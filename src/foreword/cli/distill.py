@@ -92,10 +92,10 @@ def distill(
     shards of token ids with a mask of what the model wrote, and manifest.json: docs/train.md has the format.
     """
     left_out: list[str] = []
-    wanted = recipe.recipe()
-    asked = _asked(prompts, limit, left_out)
+    checked = recipe.recipe()
+    asked = _prompts(prompts, limit, left_out)
     with model.load(MethodOptions(method="plain"), slots or SLOTS[_device(model)]) as llm:
-        done = _run(llm, asked, out, wanted)
+        done = _run(llm, asked, out, checked)
     if json:
         print_json(_facts(done, out, left_out))
     else:
@@ -104,7 +104,7 @@ def distill(
         complain(f"{len(left_out)} rows of {prompts} cannot be used; the first: {left_out[0]}", "warning", "yellow")
 
 
-def _asked(file: Path, limit: int | None, left_out: list[str]) -> list[Prompt]:
+def _prompts(file: Path, limit: int | None, left_out: list[str]) -> list[Prompt]:
     from foreword.text import read_prompts  # noqa: PLC0415  start-up time
 
     return read_prompts(file, limit, left_out)
@@ -121,22 +121,22 @@ def _run(llm: LLM, asked: list[Prompt], out: Path, recipe: Recipe) -> DistillPro
 
     with bar("prompts") as show:
 
-        def tell(progress: DistillProgress) -> None:
+        def report(progress: DistillProgress) -> None:
             loops = f", {progress.counts['loops']} loops dropped" if recipe.drop_loops is not None else ""
             what = f"{progress.tokens:,} tokens, {progress.tokens_per_second:,.0f}/s{loops}"
-            show(what, progress.done, progress.talks)
+            show(what, progress.done, progress.dialogues)
 
         try:
-            return run(llm, asked, out, recipe, command=shlex.join(["foreword", *sys.argv[1:]]), show=tell)
+            return run(llm, asked, out, recipe, command=shlex.join(["foreword", *sys.argv[1:]]), show=report)
         except KeyboardInterrupt:
-            note(f"stopped; {out} can be used as it is, and the same command goes on")
+            note(f"stopped; {out} can be used now, and the same command continues")
             raise
 
 
 def _facts(done: DistillProgress, out: Path, left_out: list[str]) -> dict[str, Any]:
     return {
         "out": str(out),
-        "talks": done.talks,
+        "talks": done.dialogues,
         "done": done.done,
         **{name: done.counts[name] for name in ("sequences", "tokens", "written", "answers", "loops")},
         "skipped": done.skipped,

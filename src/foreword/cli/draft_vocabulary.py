@@ -48,11 +48,11 @@ def draft_vocabulary(
     does this by itself.
     """
     from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
-    from foreword.train import give_words, open_data  # noqa: PLC0415  imports torch
+    from foreword.train import choose_draft_vocabulary, open_data  # noqa: PLC0415  imports torch
 
     with model.load(MethodOptions(method="plain"), slots=1) as llm, waiting("counting"):
-        told = give_words(drafter, llm.model, open_data(data, Fingerprint.of(llm.model)), cover)
+        found = choose_draft_vocabulary(drafter, llm.model, open_data(data, Fingerprint.of(llm.model)), cover)
     if json:
-        return print_json(told)
-    share = f"{100 * told['covered']:.2f} % of what {llm.model.name} wrote"
-    screen().print(f"{drafter}: {told['count']:,} of {told['of']:,} tokens, {share}", soft_wrap=True)
+        return print_json(found)
+    share = f"{100 * found['covered']:.2f} % of what {llm.model.name} wrote"
+    screen().print(f"{drafter}: {found['count']:,} of {found['of']:,} tokens, {share}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`foreword train`: folders that `foreword distill` wrote in, a trained drafter out."""
+"""`foreword train`: train a drafter on folders of `foreword distill`."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ class LearningOptions:
         settings = self.settings()
         return settings if self.max_length else replace(settings, max_length=min(settings.max_length, context))
 
-    def fitted(self, settings: TrainingSettings, texts: int, processes: int) -> TrainingSettings:
+    def fitted(self, settings: TrainingSettings, sequences: int, processes: int) -> TrainingSettings:
         """Return the settings for this many training sequences."""
         from foreword.train import batch_for  # noqa: PLC0415  imports torch
 
-        return settings if self.batch else replace(settings, batch=batch_for(texts, self.at_once, processes))
+        return settings if self.batch else replace(settings, batch=batch_for(sequences, self.at_once, processes))
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,13 @@ class MeasuringOptions:
         _of_measuring(min=1, metavar="N", help="Measure on about N prompts, spread evenly over the categories of the file."),
     ] = 48
 
-    def trials(self, apart: Sequences, llm: LLM, new_tokens: int) -> list[HeldOutPrompt]:
-        from foreword.train.evaluate import trials_in, trials_of  # noqa: PLC0415  imports torch
+    def evaluation_prompts(self, held_out: Sequences, llm: LLM, new_tokens: int) -> list[HeldOutPrompt]:
+        from foreword.train.evaluate import held_out_prompts, prompts_in_file  # noqa: PLC0415  imports torch
 
         longest = llm.engine.max_context - new_tokens
         if self.prompts is None:
-            return trials_of(apart, self.measured, longest)
-        return trials_in(self.prompts, self.measured, longest, llm.tokenizer)
+            return held_out_prompts(held_out, self.measured, longest)
+        return prompts_in_file(self.prompts, self.measured, longest, llm.tokenizer)
 
 
 def _trained(method: str) -> str:
@@ -221,7 +221,7 @@ def train(
     if sweep:
         _check_sweep(method, drafter, own, resume)
     make_folder(out)
-    group, model = _among_processes(model)
+    group, model = _with_processes(model)
     with model.load(MethodOptions(method="plain"), slots=1) as llm:
         if sweep:
             record = _sweep(llm, drafter, own, _split(llm, learning, measuring, data, group.num_processes), out)
@@ -259,55 +259,55 @@ class Split(NamedTuple):
     """The data, split into training and held-out sequences, and the settings that fit it."""
 
     data: list[Shards]
-    held_out: float
-    learn: Sequences
-    apart: Sequences
+    share: float
+    train: Sequences
+    held_out: Sequences
     settings: TrainingSettings
 
 
 def _split(llm: LLM, learning: LearningOptions, measuring: MeasuringOptions, folders: list[Path], processes: int) -> Split:
     from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
-    from foreword.train import open_data, share_apart, split_data  # noqa: PLC0415  imports torch
+    from foreword.train import held_out_share, open_data, split_data  # noqa: PLC0415  imports torch
 
     data = open_data(folders, Fingerprint.of(llm.model))
-    held_out = share_apart(data) if measuring.held_out is None else measuring.held_out
+    share = held_out_share(data) if measuring.held_out is None else measuring.held_out
     settings = learning.reaching(llm.model.max_context)
-    learn, apart = split_data(data, held_out, settings.max_length)
-    return Split(data, held_out, learn, apart, learning.fitted(settings, len(learn.lengths), processes))
+    train, held_out = split_data(data, share, settings.max_length)
+    return Split(data, share, train, held_out, learning.fitted(settings, len(train.lengths), processes))
 
 
 def _sweep(llm: LLM, drafter: Any, own: dict[str, Any], split: Split, out: Path) -> dict[str, Any]:
-    """sweep.json, and drawings of it."""
+    """Run the sweep. Write sweep.json and its charts."""
     from foreword.bench.report import facts  # noqa: PLC0415  imports torch
-    from foreword.bench.sweeps import draw  # noqa: PLC0415  beside what imports torch
-    from foreword.train import about_data  # noqa: PLC0415  imports torch
-    from foreword.train.record import says_why  # noqa: PLC0415  imports torch
+    from foreword.bench.sweeps import draw  # noqa: PLC0415  start-up time
+    from foreword.train import describe_data  # noqa: PLC0415  imports torch
+    from foreword.train.record import storage_errors  # noqa: PLC0415  imports torch
     from foreword.train.sweep import Sweep  # noqa: PLC0415  imports torch
 
     with bar("sweeping") as show:
-        found = Sweep(llm.model, drafter.options, split.learn, split.apart, split.settings, show).run()
+        found = Sweep(llm.model, drafter.options, split.train, split.held_out, split.settings, show).run()
     origin = {
         "options": own,
-        "data": about_data(split.data),
+        "data": describe_data(split.data),
         "run": facts(dtype=str(llm.model.dtype).removeprefix("torch.")),
     }
     record: dict[str, Any] = encoder.loads(encoder.dumps(found | origin))
-    with says_why(out):
+    with storage_errors(out):
         (out / "sweep.json").write_text(encoder.dumps(record, indent=1) + "\n")
         draw(record, out)
     return record
 
 
 def _swept(method: str, record: dict[str, Any], out: Path) -> Table:
-    """Accuracies by layer and step, in percent, and what to do with them."""
+    """Return a table of accuracies by layer and step, in percent, and the command that trains with the best layers."""
     accuracy, blind = record["accuracy"], record["step 2 without sight of step 1"]
     layers = ",".join(map(str, record["layers"]))
     chosen = record["options"] | {"layers": layers + "," * (len(record["layers"]) == 1)}  # a comma makes a list of one
     options = " ".join(f"--option {name}={value}" for name, value in chosen.items())
-    told = f"layers {layers} · {record['seconds']:.0f} s · {out}\nforeword train {method} {options} ..."
-    table = Table("layer", title="top-1 / top-5 of each step by the layer it joins after, %", caption=told)
+    caption = f"layers {layers} · {record['seconds']:.0f} s · {out}\nforeword train {method} {options} ..."
+    table = Table("layer", title="top-1 / top-5 of each step by the layer it joins after, %", caption=caption)
     columns = {f"step {step}": by_layer for step, by_layer in accuracy.items()}
-    columns |= {"step 2, blind to step 1": blind} if blind else {}
+    columns |= {"step 2 without step 1": blind} if blind else {}
     for name in columns:
         table.add_column(name, justify="right")
     for layer in sorted({layer for by_layer in columns.values() for layer in by_layer}, key=int):
@@ -317,8 +317,8 @@ def _swept(method: str, record: dict[str, Any], out: Path) -> Table:
     return table
 
 
-def _among_processes(model: ModelOptions) -> tuple[Any, ModelOptions]:
-    """accelerate's view, and the model where this process is to have it. Gradients do not flow through packed linears."""
+def _with_processes(model: ModelOptions) -> tuple[Any, ModelOptions]:
+    """Return accelerate's view, and the model options with this process's device. Packed linears have no gradients."""
     from foreword.model.loading import choose_device  # noqa: PLC0415  imports torch
     from foreword.train.loop import processes  # noqa: PLC0415  imports torch
 
@@ -341,26 +341,26 @@ def _training(
 ) -> Training:
     from foreword.bench.report import facts  # noqa: PLC0415  imports torch
     from foreword.methods import untrained  # noqa: PLC0415  imports torch
-    from foreword.train import Training, about_data  # noqa: PLC0415  imports torch
+    from foreword.train import Training, describe_data  # noqa: PLC0415  imports torch
 
-    data, held_out, learn, apart, settings = split
+    data, share, train, held_out, settings = split
 
     def make(**more: Any) -> Drafter:
         return untrained(method, rows=settings.rows, **own | more)
 
-    trials = measuring.trials(apart, llm, settings.new_tokens)
-    about = {"options": own, "held_out": held_out, "data": about_data(data)}
+    prompts = measuring.evaluation_prompts(held_out, llm, settings.new_tokens)
+    about = {"options": own, "held_out": share, "data": describe_data(data)}
     origin = {"run": facts(dtype=str(llm.model.dtype).removeprefix("torch."))}
-    return Training(llm.model, make, learn, apart, trials, settings, out, about, origin, stored, graph)
+    return Training(llm.model, make, train, held_out, prompts, settings, out, about, origin, stored, graph)
 
 
 def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, Any]:
-    from foreword.train.board import HOW, board  # noqa: PLC0415  beside what imports torch
+    from foreword.train.tensorboard import HINT, tensorboard_writer  # noqa: PLC0415  start-up time
 
-    write = board(out / "run") if shown else None
+    write = tensorboard_writer(out / "run") if shown else None
     if shown and write is None:
-        notes().print(f"[dim]{HOW}[/]", soft_wrap=True)
-    with bar("learning", shown) as show, _finishing(training):
+        notes().print(f"[dim]{HINT}[/]", soft_wrap=True)
+    with bar("training", shown) as show, _finishing(training):
         last: dict[str, float] = {}
 
         def watch(step: int, steps: int, figures: dict[str, float]) -> None:
@@ -377,20 +377,20 @@ def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, 
         except KeyboardInterrupt:
             if shown:
                 complain(
-                    f"stopped after step {training.progress.step}; the same command with --resume goes on", "note", "bold"
+                    f"stopped after step {training.progress.step}; the same command with --resume continues", "note", "bold"
                 )
             raise
 
 
 @contextmanager
 def _finishing(training: Training) -> Iterator[None]:
-    """The first Ctrl-C lets a step end; the second does not wait."""
+    """Let the first Ctrl-C end the current step; the second interrupts it."""
 
-    def heard(*_: object) -> None:
+    def interrupted(*_: object) -> None:
         training.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, heard)
+    before = signal.signal(signal.SIGINT, interrupted)
     try:
         yield
     finally:
@@ -406,15 +406,15 @@ def _line(figures: dict[str, float]) -> str:
 
 def _evaluation(figures: dict[str, float]) -> str:
     round_ = f"{figures['tokens_per_round']:.3f} tokens/round (best {figures['best']:.3f})"
-    parts = [round_, f"loss {figures['apart/loss']:.3f}", *_accuracies(figures, "apart/")]
+    parts = [round_, f"loss {figures['held_out/loss']:.3f}", *_accuracies(figures, "held_out/")]
     return " · ".join([*parts, f"{figures['tokens_per_second']:,.0f} tokens/s"])
 
 
-def _accuracies(figures: dict[str, float], place: str) -> list[str]:
-    """By head, in percent."""
+def _accuracies(figures: dict[str, float], prefix: str) -> list[str]:
+    """Return the accuracies by head, in percent."""
     found = []
     for kind, name in (("top1", "top-1"), ("top5", "top-5")):
-        values = [f"{100 * value:.0f}" for key, value in figures.items() if key.startswith(f"{place}{kind}/")]
+        values = [f"{100 * value:.0f}" for key, value in figures.items() if key.startswith(f"{prefix}{kind}/")]
         found += [f"{name} {' '.join(values)} %"] if values else []
     return found
 

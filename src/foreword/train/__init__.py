@@ -1,15 +1,15 @@
-"""The training room: what a target wrote becomes data, and data becomes drafters.
+"""Training: make data from a target's own output, and train drafters on it.
 
-`distill` has the target answer prompts through the engine; `Shards` reads what it wrote; `Training` teaches a drafter.
+`distill` lets the target answer prompts through the engine. `Shards` reads what it generated. `Training` trains a drafter.
 """
 
 from foreword.train.distill import DistillProgress, Recipe, distill
-from foreword.train.evaluate import HeldOutPrompt, trials_of
-from foreword.train.frequent import give_words
+from foreword.train.evaluate import HeldOutPrompt, held_out_prompts
+from foreword.train.frequent_tokens import choose_draft_vocabulary
 from foreword.train.loop import Training
 from foreword.train.schedule import TrainingSettings, batch_for
+from foreword.train.sequences import Sequences, describe_data, held_out_share, open_data, split_data
 from foreword.train.shards import Shards
-from foreword.train.texts import Sequences, about_data, open_data, share_apart, split_data
 
 __all__ = [
     "DistillProgress",
@@ -19,12 +19,12 @@ __all__ = [
     "Shards",
     "Training",
     "HeldOutPrompt",
-    "about_data",
     "batch_for",
+    "choose_draft_vocabulary",
+    "describe_data",
     "distill",
-    "give_words",
+    "held_out_prompts",
+    "held_out_share",
     "open_data",
-    "share_apart",
     "split_data",
-    "trials_of",
 ]

@@ -1,9 +1,9 @@
-"""DISTIL: prompts -> what the target writes when asked, as training data.
+"""Distil: let the target answer prompts, and keep its answers as training data.
 
-Talks (a prompt, and which of its answers) wait in windows sorted by length and enter the engine as slots fall free; a talk
-of several turns comes back with the target's own reply in it and finds its beginning still cached. Finished talks leave in
-the order of the prompt file, whoever was quicker: so the bytes depend on model, prompts and recipe alone, a cut run goes on
-after the last talk that was saved, and no prompt is answered twice.
+A dialogue is a prompt and the number of its answer. Dialogues are sorted by length within a window and enter the engine as
+slots become free. A dialogue of several turns returns with the target's own reply, and its prefix is still cached. Finished
+dialogues are stored in the order of the prompt file. So the bytes depend only on model, prompts and recipe, an interrupted
+run resumes after the last stored dialogue, and no prompt is answered twice.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from foreword.model.fingerprint import Fingerprint
 from foreword.text import Message, Prompt, Tokenizer, loop_share
 from foreword.train.shards import ShardWriter, key_of
 
-# A GPU reads many prompts in one pass, which is padded to the longest and costs about the same for one: so prompts of
-# WINDOW times the slots are sorted by length, and enter when a LOT-th of the slots is free. A CPU reads one at a time.
-# Nor need the host look at every round: it reads ROUNDS of them while the next ones run.
+# A GPU reads many prompts in one pass, which is padded to the longest and costs about as much as a pass over one. So WINDOW
+# times as many prompts as there are slots are sorted by length, and they enter once 1 / ADMIT of the slots is free. A CPU
+# reads one prompt at a time. The host need not see every round: it reads ROUNDS of them while the next ones run.
 WINDOW = {"cpu": 1, "cuda": 4}
-LOT = 8
+ADMIT = 8
 ROUNDS = {"cpu": 1, "cuda": 8}
-SAVE_S = 5.0  # seconds between two times that the work is saved
+SAVE_S = 5.0  # seconds between saves
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides which tokens are written. `drop_loops`: answers with a larger share of repetition are left out.
-    `tokens`: stop once the target has written so many."""
+    """The settings that decide which tokens are generated. `drop_loops`: drop answers with a larger share of repetition.
+    `tokens`: stop once the target has generated this many."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -56,21 +56,21 @@ class Recipe:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.drop_loops is not None and not 0 <= self.drop_loops < 1:
-            raise InputError(f"drop_loops is {self.drop_loops}; it is a share of an answer, from 0 to below 1")
+            raise InputError(f"drop_loops is {self.drop_loops}; it is a share of an answer, at least 0 and below 1")
         if self.answers > 1 and self.temperature == 0:
-            raise InputError(f"{self.answers} answers at temperature 0 would all be the same; set a temperature")
-        self.sampling(0)  # which checks the others
+            raise InputError(f"{self.answers} answers at temperature 0 would all be equal; set a temperature above 0")
+        self.sampling(0)  # checks the other fields
 
     def sampling(self, key: int) -> Sampling:
-        """Of one talk: its seed depends on the recipe's and on the talk's key, not on who is answered beside it."""
+        """Return the sampling of one dialogue. Its seed depends on the recipe's seed and on `key`, not on the batch."""
         return Sampling(self.temperature, top_p=self.top_p, seed=self.seed).derived(key)
 
 
 @dataclass
 class DistillProgress:
-    """How far a run is. `talks` are prompts times answers."""
+    """How far a run is. `dialogues`: prompts times answers."""
 
-    talks: int
+    dialogues: int
     done: int = 0
     written_now: int = 0  # by this run, dropped answers included
     seconds: float = 0.0
@@ -78,7 +78,7 @@ class DistillProgress:
 
     @property
     def tokens(self) -> int:
-        """What the target wrote and what was kept, earlier runs included."""
+        """Tokens that the target generated and that were kept, earlier runs included."""
         return self.counts["written"]
 
     @property
@@ -87,21 +87,21 @@ class DistillProgress:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Why some talks brought nothing, or less than was asked, and how many."""
+        """How many dialogues gave nothing, or less than asked, by reason."""
         known = ("sequences", "tokens", "written", "answers", "loops")
         return {reason: count for reason, count in self.counts.items() if reason not in known}
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a talk needs to know of the recipe and the model."""
+    """The recipe and the model, as a dialogue needs them."""
 
     recipe: Recipe
     tokenizer: Tokenizer
     context: int
 
     def refuses(self, ids: Sequence[int]) -> str | None:
-        """Every answer has all of its room, so that none is cut by the length of what was asked."""
+        """Return why a prompt cannot be used, or None. The context must have room for a whole answer."""
         if len(ids) + self.recipe.max_new_tokens > self.context:
             return "longer than the context allows"
         return None
@@ -109,14 +109,14 @@ class Rules:
 
 @dataclass(eq=False)
 class Dialogue:
-    """One prompt on its way through its turns, and what was written so far."""
+    """One prompt, its current turn, and the answers so far."""
 
     index: int
     prompt: Prompt
     answer: int
     rules: Rules
-    ids: tuple[int, ...] = ()  # what stands before the answer to come
-    said: list[Message] = field(default_factory=list)
+    ids: tuple[int, ...] = ()  # the prompt of the next answer
+    messages: list[Message] = field(default_factory=list)
     turn: int = 0
     sequences: list[tuple[list[int], list[tuple[int, int]]]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -125,8 +125,8 @@ class Dialogue:
         sampling = self.rules.recipe.sampling(key_of(f"{self.prompt.id}/{self.answer}"))
         return Request(self.ids, sampling, self.rules.recipe.max_new_tokens, reuse=self.turn > 0)
 
-    def hear(self, run: Running) -> bool:
-        """Take an answer down; True if another turn is to be answered."""
+    def take_answer(self, run: Running) -> bool:
+        """Store an answer. Return True if another turn follows."""
         if run.error is not None:
             self.counts["the target answered NaN"] += 1
             return False
@@ -140,21 +140,21 @@ class Dialogue:
         turns = script(self.prompt)
         if self.turn == len(turns):
             return False
-        self.said += [{"role": "assistant", "content": self.rules.tokenizer.decode(run.tokens)}, *turns[self.turn]]
+        self.messages += [{"role": "assistant", "content": self.rules.tokenizer.decode(run.tokens)}, *turns[self.turn]]
         return True
 
     def _keep(self, answer: list[int]) -> None:
-        """The text goes on in the sequence that it begins with; where the tokenizer reads the target's words otherwise
-        than the target wrote them, it is a sequence of its own, in which the earlier replies are not counted again."""
-        text, span = [*self.ids, *answer], (len(self.ids), len(self.ids) + len(answer))
+        """Append the answer to the last sequence if that is its prefix. If the tokenizer encodes an earlier reply otherwise
+        than the target generated it, start a new sequence, which does not count the earlier replies again."""
+        sequence, span = [*self.ids, *answer], (len(self.ids), len(self.ids) + len(answer))
         last = self.sequences[-1] if self.sequences else None
-        if last and text[: len(last[0])] == last[0]:
-            self.sequences[-1] = text, [*last[1], span]
+        if last and sequence[: len(last[0])] == last[0]:
+            self.sequences[-1] = sequence, [*last[1], span]
         else:
-            self.sequences.append((text, [span]))
+            self.sequences.append((sequence, [span]))
 
-    def asks(self, ids: list[int] | PromptError) -> bool:
-        """What was said so far, as tokens; False, with the reason counted, where that cannot be asked."""
+    def set_prompt(self, ids: list[int] | PromptError) -> bool:
+        """Set the prompt of the next answer. Return False, and count the reason, if it cannot be used."""
         turn = "later turns " if self.turn else ""
         if isinstance(ids, PromptError):
             self.counts[f"{turn}refused by the tokenizer"] += 1
@@ -177,20 +177,20 @@ def distill(
     command: str | None = None,
     show: Callable[[DistillProgress], None] | None = None,
 ) -> DistillProgress:
-    """Have the target answer `prompts`, and leave what it wrote in `folder`; goes on where an earlier run was cut."""
+    """Let the target answer `prompts`, and store its answers in `folder`. Resumes an interrupted run."""
     engine, recipe = llm.engine, recipe or Recipe()
     if recipe.max_new_tokens >= engine.max_context:
         raise InputError(
             f"max_new_tokens is {recipe.max_new_tokens}, which leaves no room for a prompt in a context of "
-            f"{engine.max_context}; ask for fewer, or load with a larger max_context"
+            f"{engine.max_context}; lower it, or load with a larger max_context"
         )
-    writer = ShardWriter(Path(folder), _about(llm, prompts, recipe, shard_tokens, command), shard_tokens)
+    writer = ShardWriter(Path(folder), _description(llm, prompts, recipe, shard_tokens, command), shard_tokens)
     try:
         progress = DistillProgress(len(prompts) * recipe.answers, writer.manifest["done"])
         progress.counts.update(writer.manifest["counts"])
         if not writer.complete:
             rules = Rules(recipe, llm.tokenizer, engine.max_context)
-            _write(llm, _talks(prompts, rules, progress.done), writer, recipe, progress, save_s, show)
+            _write(llm, _dialogues(prompts, rules, progress.done), writer, recipe, progress, save_s, show)
         return progress
     finally:
         engine.give_up()
@@ -199,7 +199,7 @@ def distill(
 
 def _write(
     llm: LLM,
-    talks: Iterator[Dialogue],
+    dialogues: Iterator[Dialogue],
     writer: ShardWriter,
     recipe: Recipe,
     progress: DistillProgress,
@@ -207,8 +207,8 @@ def _write(
     show: Callable[[DistillProgress], None] | None,
 ) -> None:
     started = saved = time.perf_counter()
-    for talk in _in_order(_answered(llm, _by_length(talks, llm), progress), progress.done):
-        _take_down(talk, writer, progress)
+    for dialogue in _in_order(_answered(llm, _by_length(dialogues, llm), progress), progress.done):
+        _store(dialogue, writer, progress)
         now = time.perf_counter()
         progress.seconds = now - started
         if show:
@@ -221,19 +221,19 @@ def _write(
             break
     if not progress.counts["sequences"]:
         reasons = "; ".join(f"{reason}: {count}" for reason, count in progress.counts.items() if count)
-        raise PromptError(f"none of {progress.done} prompts brought an answer that was kept ({reasons})")
+        raise PromptError(f"none of {progress.done} prompts gave an answer that was kept ({reasons})")
     writer.manifest["complete"] = True
     _save(writer, progress)
 
 
-def _take_down(talk: Dialogue, writer: ShardWriter, progress: DistillProgress) -> None:
-    for tokens, written in talk.sequences:
-        writer.add(tokens, written, key_of(talk.prompt.id))
-        talk.counts["sequences"] += 1
-        talk.counts["tokens"] += len(tokens)
-        talk.counts["written"] += sum(stop - start for start, stop in written)
+def _store(dialogue: Dialogue, writer: ShardWriter, progress: DistillProgress) -> None:
+    for tokens, written in dialogue.sequences:
+        writer.add(tokens, written, key_of(dialogue.prompt.id))
+        dialogue.counts["sequences"] += 1
+        dialogue.counts["tokens"] += len(tokens)
+        dialogue.counts["written"] += sum(stop - start for start, stop in written)
     progress.done += 1
-    progress.counts.update(talk.counts)
+    progress.counts.update(dialogue.counts)
 
 
 def _save(writer: ShardWriter, progress: DistillProgress) -> None:
@@ -241,11 +241,11 @@ def _save(writer: ShardWriter, progress: DistillProgress) -> None:
     writer.save()
 
 
-# Talks, in and out -----------------------------------------------------------------------------------------------------
+# Dialogues ------------------------------------------------------------------------------------------------------------
 
 
 def script(prompt: Prompt) -> list[list[Message]]:
-    """What is said before each answer. Replies that stand in the file give way to the target's own."""
+    """Return the messages before each answer. The target's own replies replace those in the file."""
     if prompt.messages is None:
         return [[{"role": "user", "content": turn}] for turn in prompt.turns]
     turns: list[list[Message]] = [[]]
@@ -257,82 +257,82 @@ def script(prompt: Prompt) -> list[list[Message]]:
     return turns[:-1]
 
 
-def _talks(prompts: Sequence[Prompt], rules: Rules, first: int) -> Iterator[Dialogue]:
+def _dialogues(prompts: Sequence[Prompt], rules: Rules, first: int) -> Iterator[Dialogue]:
     answers = rules.recipe.answers
     for index in range(first, len(prompts) * answers):
         prompt = prompts[index // answers]
-        yield Dialogue(index, prompt, index % answers, rules, said=list(script(prompt)[0]))
+        yield Dialogue(index, prompt, index % answers, rules, messages=list(script(prompt)[0]))
 
 
-def _by_length(talks: Iterator[Dialogue], llm: LLM) -> Iterator[Dialogue]:
-    """Window by window, tokenized, the short ones first: prompts that are read in one pass are about equally long."""
+def _by_length(dialogues: Iterator[Dialogue], llm: LLM) -> Iterator[Dialogue]:
+    """Tokenize window by window, and yield short prompts first, so that prompts read in one pass have similar lengths."""
     size = WINDOW[llm.model.device.type] * llm.engine.slots.count
-    while window := list(islice(talks, size)):
-        asked = {id(talk.prompt): _as_prompt(talk.said) for talk in window}  # once for all answers of a prompt
+    while window := list(islice(dialogues, size)):
+        asked = {id(one.prompt): _as_prompt(one.messages) for one in window}  # once for all answers of a prompt
         encoded = dict(zip(asked, llm.tokenizer.encode_all(list(asked.values())), strict=True))
-        for talk in window:
-            talk.asks(encoded[id(talk.prompt)])
-        yield from sorted(window, key=lambda talk: len(talk.ids))
+        for one in window:
+            one.set_prompt(encoded[id(one.prompt)])
+        yield from sorted(window, key=lambda dialogue: len(dialogue.ids))
 
 
-def _as_prompt(said: list[Message]) -> str | list[Message]:
-    """A string where it says as much: models without a chat template take one."""
-    return said[0]["content"] if len(said) == 1 else said
+def _as_prompt(messages: list[Message]) -> str | list[Message]:
+    """Return a single message as a string, which models without a chat template accept too."""
+    return messages[0]["content"] if len(messages) == 1 else messages
 
 
-def _answered(llm: LLM, talks: Iterator[Dialogue], progress: DistillProgress) -> Iterator[Dialogue]:
-    """Talks as they end, in any order. Further turns wait for the next lot, and enter it before new talks: their slot is
-    still theirs."""
+def _answered(llm: LLM, dialogues: Iterator[Dialogue], progress: DistillProgress) -> Iterator[Dialogue]:
+    """Yield dialogues as they end, in any order. Further turns wait for the next admission and enter before new dialogues:
+    their prefix is still in its slot."""
     engine = llm.engine
     slots, device = engine.slots.count, llm.model.device.type
-    lot = 1 if device == "cpu" else max(1, slots // LOT)
+    least = 1 if device == "cpu" else max(1, slots // ADMIT)
     active: dict[Running, Dialogue] = {}
     again: list[Dialogue] = []
     while True:
         free = slots - len(active)
-        if free < lot and active:
+        if free < least and active:
             free = 0
         elif again:
-            asked = llm.tokenizer.encode_all([going.said for going in again])
-            for going, ids in zip(again, asked, strict=True):
-                if going.asks(ids):
-                    active[engine.add(going.request())] = going
+            asked = llm.tokenizer.encode_all([one.messages for one in again])
+            for one, ids in zip(again, asked, strict=True):
+                if one.set_prompt(ids):
+                    active[engine.add(one.request())] = one
                     free -= 1
                 else:
-                    yield going
+                    yield one
             again = []
-        while free and (talk := next(talks, None)):
-            if talk.ids:
-                active[engine.add(talk.request())] = talk
+        while free and (new := next(dialogues, None)):
+            if new.ids:
+                active[engine.add(new.request())] = new
                 free -= 1
             else:
-                yield talk
+                yield new
         if not active and not again:
             return
         for run in engine.step_for((), ROUNDS[device]):
-            talk = active.pop(run, None)
-            if talk is None:  # somebody else's, written along
+            answered = active.pop(run, None)
+            if answered is None:  # a request of another caller
                 continue
             progress.written_now += len(run.tokens)
-            if talk.hear(run):
-                again.append(talk)
+            if answered.take_answer(run):
+                again.append(answered)
             else:
-                yield talk
+                yield answered
 
 
-def _in_order(talks: Iterator[Dialogue], first: int) -> Iterator[Dialogue]:
+def _in_order(dialogues: Iterator[Dialogue], first: int) -> Iterator[Dialogue]:
     early: dict[int, Dialogue] = {}
-    for talk in talks:
-        early[talk.index] = talk
+    for dialogue in dialogues:
+        early[dialogue.index] = dialogue
         while first in early:
             yield early.pop(first)
             first += 1
 
 
-def _about(
+def _description(
     llm: LLM, prompts: Sequence[Prompt], recipe: Recipe, shard_tokens: int | None, command: str | None
 ) -> dict[str, Any]:
-    """What the manifest says of a run; `settings` must be equal for another run to go on with it."""
+    """Describe a run for the manifest. A run with other `settings` may not resume it."""
     asked = hashlib.sha256()
     for prompt in prompts:
         asked.update(json.dumps([prompt.id, script(prompt)]).encode())

@@ -1,4 +1,4 @@
-"""What a training run stores: a checkpoint to resume from, and next to the saved drafter its record and model card.
+"""The files of a training run: a checkpoint to resume from, and next to the saved drafter its record and model card.
 
 A checkpoint is complete or absent. The weights in the folder are those of the best evaluation so far, at any time.
 """
@@ -23,13 +23,13 @@ CHECKPOINT = "checkpoint.pt"
 
 @dataclass
 class TrainingProgress:
-    """How far a run is. `about`: what it was started with; a run with other settings may not resume it."""
+    """How far a run is. `about`: the settings it was started with; a run with other settings may not resume it."""
 
     about: dict[str, Any]
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0  # of learning
-    evaluating: float = 0.0  # seconds too
+    seconds: float = 0.0  # of training steps
+    evaluating: float = 0.0  # seconds of evaluations
     history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, Any] = field(default_factory=dict)
 
@@ -39,7 +39,7 @@ class TrainingProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of learning; evaluations have a clock of their own."""
+        """Tokens per second of training steps, without evaluations."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -65,49 +65,49 @@ class TrainingClock:
 
 def write_checkpoint(folder: Path, progress: TrainingProgress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
     file, partial = folder / CHECKPOINT, folder / f"{CHECKPOINT}.partial"
-    with says_why(folder):
+    with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         torch.save({"progress": vars(progress), "module": module, "optimizer": optimizer}, partial)
         partial.replace(file)
 
 
 @contextmanager
-def says_why(folder: Path) -> Iterator[None]:
-    """A full disk, by name; torch calls it a RuntimeError."""
+def storage_errors(folder: Path) -> Iterator[None]:
+    """Report a full disk as a StorageError; torch raises a RuntimeError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        raise StorageError(f"cannot write to {folder} ({error}); make room, then --resume") from error
+        raise StorageError(f"cannot write to {folder} ({error}); free some space, then continue with --resume") from error
 
 
 def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[TrainingProgress, dict[str, Any], dict[str, Any]]:
     if not (folder / CHECKPOINT).is_file():
-        raise InputError(f"{folder} holds no run to go on with; leave --resume out to begin one")
-    with refuses_damage(folder):
+        raise InputError(f"{folder} holds no run to continue; leave --resume out to start one")
+    with checkpoint_errors(folder):
         held = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
         progress, module, optimizer = TrainingProgress(**held["progress"]), held["module"], held["optimizer"]
         other = _differences(dict(progress.about), json.loads(json.dumps(about)))
     if other:
-        raise InputError(f"the run in {folder} was begun with {'; '.join(other)}; give the same, or name another folder")
+        raise InputError(f"the run in {folder} was started with {'; '.join(other)}; give the same, or name another folder")
     return progress, module, optimizer
 
 
 @contextmanager
-def refuses_damage(folder: Path) -> Iterator[None]:
-    """Whatever a damaged checkpoint is to torch: OSError, RuntimeError, KeyError, UnpicklingError..."""
+def checkpoint_errors(folder: Path) -> Iterator[None]:
+    """Report a damaged checkpoint as a StorageError; torch raises OSError, RuntimeError, KeyError, UnpicklingError..."""
     try:
         yield
     except Exception as error:
-        reason = repr(error).partition(". ")[0]  # torch goes on with advice to trust the file
-        told = f"the checkpoint {folder / CHECKPOINT} cannot be read ({reason})"
-        raise StorageError(f"{told}; begin again in another folder") from error
+        reason = repr(error).partition(". ")[0]  # the rest of torch's message advises to trust the file
+        problem = f"the checkpoint {folder / CHECKPOINT} cannot be read ({reason})"
+        raise StorageError(f"{problem}; start again in another folder") from error
 
 
-def _differences(made: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """What differs, each with both values; of settings and the like only those that do."""
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """List the entries that differ, each with both values. Dictionaries are compared entry by entry."""
     found = []
-    for name in wanted:
-        before, now = made.get(name), wanted[name]
+    for name in new:
+        before, now = old.get(name), new[name]
         if isinstance(before, dict) and isinstance(now, dict):
             found += _differences(before, {key: now.get(key) for key in {**before, **now}})
         elif before != now:
@@ -125,25 +125,25 @@ def write_record(folder: Path, progress: TrainingProgress, more: dict[str, Any])
 
 
 def _write_both(folder: Path, record: dict[str, Any]) -> None:
-    told = card(record)  # first: of a record that holds too little nothing is written
+    card = model_card(record)  # first: if the record is incomplete, nothing is written
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "README.md").write_text(told)
+    (folder / "README.md").write_text(card)
 
 
-def note_words(folder: Path, told: dict[str, Any]) -> None:
-    """VocabularyHead that were chosen after training, in the record and the card, where a run left these."""
+def record_draft_vocabulary(folder: Path, described: dict[str, Any]) -> None:
+    """Note a draft vocabulary chosen after training in the record and the model card, if the folder has them."""
     file = folder / "record.json"
     if not file.is_file():
         return
     try:
-        _write_both(folder, read_json(file, strict=False) | {"words": told})
+        _write_both(folder, read_json(file, strict=False) | {"words": described})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        told_of = f"{file} cannot be read and written again ({error!r})"
-        raise StorageError(f"{told_of}; the words themselves are stored: mend the record, or delete it") from error
+        problem = f"{file} cannot be updated ({error!r})"
+        raise StorageError(f"{problem}; the draft vocabulary itself is stored: repair the record, or delete it") from error
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Of a run that came to its end."""
+    """Return the record of a finished run, or None."""
     try:
         record = read_json(folder / "record.json", strict=False)
     except (OSError, ValueError):
@@ -151,15 +151,16 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and "stored" in record else None
 
 
-def _words(record: dict[str, Any]) -> list[str]:
-    told = record.get("words")
-    if told is None or told["count"] == told["of"]:
+def _draft_vocabulary(record: dict[str, Any]) -> list[str]:
+    words = record.get("words")
+    if words is None or words["count"] == words["of"]:
         return []
-    share = f"{100 * told['covered']:.1f} % of what the model wrote"
-    return [f"It guesses among {told['count']:,} of the {told['of']:,} tokens: those that were {share}.", ""]
+    share = f"{100 * words['covered']:.1f} % of what the model wrote"
+    return [f"Its draft vocabulary has {words['count']:,} of the {words['of']:,} tokens, which make up {share}.", ""]
 
 
-def card(record: dict[str, Any]) -> str:
+def model_card(record: dict[str, Any]) -> str:
+    """Return the text of README.md, the model card."""
     best, target, asked = record["best"], record["target"], record["settings"]["steps"]
     steps = (
         f"{record['step']} steps" if asked in (None, record["step"]) else f"{record['step']} of the {asked} steps asked for"
@@ -168,20 +169,20 @@ def card(record: dict[str, Any]) -> str:
     lines = [
         f"# A drafter for {target['name']}: {record['method']}",
         "",
-        f"It guesses tokens ahead for {target['name']}, which checks every guess: the text does not change, only the speed.",
-        "Use it with Foreword, on that model alone.",
+        f"It drafts tokens for {target['name']}, which checks all of them: the output does not change, only the speed.",
+        "Use it with Foreword and this model; it works with no other.",
         "",
-        *_words(record),
+        *_draft_vocabulary(record),
         f"Trained on {record['tokens']:,} tokens in {steps}; these are the weights of step {best['step']}, "
-        f"the best by tokens per round on prompts kept apart (greedy, at most {record['settings']['rows']} rows a pass): "
+        f"the best by tokens per round on held-out prompts (greedy, at most {record['settings']['rows']} rows per pass): "
         f"**{figure:.2f}**.",
         "",
         "| category | prompts | tokens/round | accepted by position |",
         "|---|---|---|---|",
     ]
-    for name, part in (record.get("stored") or best)["categories"].items():
-        shares = " ".join(f"{share:.2f}" for share in part["accepted_per_position"])
-        lines.append(f"| {name} | {part['prompts']} | {part['tokens_per_round']:.2f} | {shares} |")
-    lines += ["", "| on texts kept apart | |", "|---|---|"]
+    for name, found in (record.get("stored") or best)["categories"].items():
+        shares = " ".join(f"{share:.2f}" for share in found["accepted_per_position"])
+        lines.append(f"| {name} | {found['prompts']} | {found['tokens_per_round']:.2f} | {shares} |")
+    lines += ["", "| on held-out sequences | |", "|---|---|"]
     lines += [f"| {name} | {value:.3f} |" for name, value in best["figures"].items()]
-    return "\n".join([*lines, "", "How it was trained, with every setting: record.json.", ""])
+    return "\n".join([*lines, "", "record.json says how it was trained, with every setting.", ""])

@@ -1,9 +1,10 @@
-"""Training data on disk: sequences of token ids, and which of them the target wrote.
+"""Training data on disk: sequences of token ids, and a mask of those that the target generated.
 
 A folder holds `manifest.json` and shards of four flat files each: `tokens` (uint16, or uint32 for a vocabulary above
-65,536), `mask` (uint8: 1 where the target wrote the token), `starts` (int64: where each sequence begins in the shard) and
-`keys` (uint64: a hash of the prompt's id). The manifest is replaced atomically, after the bytes it speaks of are on disk;
-bytes beyond what it counts do not exist. So the folder can be read, and the work gone on with, after a cut at any time.
+65,536), `mask` (uint8: 1 where the target generated the token), `starts` (int64: where each sequence begins in the shard)
+and `keys` (uint64: a hash of the prompt's id). The manifest is replaced atomically, after the bytes it describes are on
+disk; readers ignore bytes beyond its counts. So the folder can be read, and the run resumed, after an interruption at any
+time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from foreword.model.fingerprint import Fingerprint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-SHARD_BYTES = 16_000_000  # of a shard's largest file: under 16 MiB
+SHARD_BYTES = 16_000_000  # the largest file of a shard: under 16 MiB
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,13 +47,13 @@ class Shard:
 
 
 def kinds(vocab_size: int) -> dict[str, np.dtype[Any]]:
-    """The files of a shard, and what each holds."""
+    """Return the kinds of files of a shard, and the dtype of each."""
     tokens = np.uint16 if vocab_size <= 65_536 else np.uint32
     return {name: np.dtype(kind) for name, kind in dict(tokens=tokens, mask="u1", starts="i8", keys="u8").items()}
 
 
 def key_of(prompt: str) -> int:
-    """A prompt's id as 64 bits that look random: they decide on which side of a split all of its answers fall."""
+    """Hash a prompt's id to 64 bits, which decide whether its answers are trained on or held out."""
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little")
 
 
@@ -76,7 +77,7 @@ class Shards:
 
     @classmethod
     def open(cls, folder: str | Path, verify: bool = True) -> Self:
-        """`verify` compares every file with its sha256; without it, only with its size."""
+        """Open a folder. `verify` checks the sha256 of every file; without it, only the sizes."""
         folder = Path(folder)
         manifest = read_manifest(folder)
         if manifest is None:
@@ -92,16 +93,16 @@ class Shards:
 
     @property
     def complete(self) -> bool:
-        """Whether the run that wrote it came to its end."""
+        """Whether the run that wrote the folder finished."""
         return bool(self.manifest["complete"])
 
     @property
     def digest(self) -> str:
-        """Of every byte that is read here."""
+        """A hash of all data in the folder."""
         return hashlib.sha256(json.dumps([one["sha256"] for one in self.manifest["shards"]]).encode()).hexdigest()[:16]
 
     def check_model(self, model: Fingerprint) -> None:
-        """Refuse data that another model wrote: a drafter would learn to guess the wrong one."""
+        """Refuse data that another model generated: a drafter would learn to predict the wrong model."""
         if not self.model.matches(model):
             raise DataError(
                 f"{self.folder} was written by {self.model}, the target here is {model}; "
@@ -117,19 +118,19 @@ class Shards:
             raise IndexError(f"sequence {index} of {len(self)}")
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
         start = int(self._maps["starts"][shard][index - self._first[shard]])
-        part = slice(start, start + int(self.lengths[index]))
-        return self._maps["tokens"][shard][part], self._maps["mask"][shard][part]
+        span = slice(start, start + int(self.lengths[index]))
+        return self._maps["tokens"][shard][span], self._maps["mask"][shard][span]
 
     def split(self, held_out: float = 0.01) -> tuple[Array, Array]:
-        """Indices to train on, and indices kept apart. All answers to a prompt fall on the same side, in every folder."""
+        """Return indices to train on and held-out indices. All answers to a prompt are on the same side, in every folder."""
         if not 0 <= held_out < 1:
-            raise InputError(f"held_out is {held_out}; it is a share, from 0 to below 1")
-        apart = self.keys < np.uint64(int(held_out * 2**64))
-        return np.flatnonzero(~apart), np.flatnonzero(apart)
+            raise InputError(f"held_out is {held_out}; it is a share, at least 0 and below 1")
+        is_held_out = self.keys < np.uint64(int(held_out * 2**64))
+        return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """None where there is none."""
+    """Return the manifest of a folder, or None if it has none."""
     try:
         manifest = read_json(folder / MANIFEST, strict=False)
     except FileNotFoundError:
@@ -137,21 +138,21 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / MANIFEST} cannot be read ({error}); distil into another folder") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise DataError(f"{folder / MANIFEST} is not of format {FORMAT}, which is read here; distil into another folder")
+        raise DataError(f"{folder / MANIFEST} is not of format {FORMAT}, the only one supported; distil into another folder")
     try:
         _check_manifest(manifest)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        told = f"{folder / MANIFEST} is not what `foreword distill` writes ({error!r})"
-        raise DataError(f"{told}; copy the folder again, or distil into another one") from error
+        problem = f"{folder / MANIFEST} is not what `foreword distill` writes ({error!r})"
+        raise DataError(f"{problem}; copy the folder again, or distil into another one") from error
     return manifest
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Refuse one in which something is missing or of another kind, by whatever error."""
+    """Raise some error if an entry is missing or has the wrong type."""
     Fingerprint.from_dict(manifest["model"])
-    kinds_of = {"settings": dict, "counts": dict, "shards": list, "complete": bool, "done": int}
-    for name, kind in kinds_of.items():
-        if type(manifest[name]) is not kind:
+    types = {"settings": dict, "counts": dict, "shards": list, "complete": bool, "done": int}
+    for name, expected in types.items():
+        if type(manifest[name]) is not expected:
             raise TypeError(f"{name} is {type(manifest[name]).__name__}")
     if not {"command", "versions"} <= manifest.keys():
         raise KeyError("command or versions")
@@ -160,7 +161,7 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
         if not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(f"a shard has {counts}")
         if {type(shard.sha256[kind]) for kind in kinds(1)} != {str}:
-            raise TypeError("sha256 holds other things than texts")
+            raise TypeError("sha256 holds something other than strings")
 
 
 def check_shard(folder: Path, shard: Shard, vocab_size: int, verify: bool) -> None:
@@ -174,7 +175,7 @@ def check_shard(folder: Path, shard: Shard, vocab_size: int, verify: bool) -> No
 
 
 def hash_of(file: Path, size: int) -> Any:
-    """Of the first `size` bytes, to be gone on with."""
+    """Return the running sha256 of the first `size` bytes, to be continued."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         digest.update(stream.read(size))
@@ -185,9 +186,9 @@ def hash_of(file: Path, size: int) -> Any:
 
 
 class ShardWriter:
-    """Appends sequences to a folder. What `save` has not written yet is lost in a cut, and made again by the next run.
+    """Appends sequences to a folder. An interruption loses what `save` has not written yet; the next run makes it again.
 
-    `about` says what decides every byte (`model`, `settings`); a folder that was made otherwise is refused.
+    `about`: everything that decides the bytes (`model`, `settings`). A folder made with another `about` is refused.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], shard_tokens: int | None = None) -> None:
@@ -206,13 +207,13 @@ class ShardWriter:
         except OSError as error:
             raise StorageError(f"the folder {folder} cannot be made ({error.strerror}); name another") from error
         try:
-            self._take_up(about)
+            self._start_or_resume(about)
         except BaseException:
             self.close()
             raise
 
-    def _take_up(self, about: dict[str, Any]) -> None:
-        """Go on where the last run was cut, or begin."""
+    def _start_or_resume(self, about: dict[str, Any]) -> None:
+        """Continue where the last run was interrupted, or start."""
         found = read_manifest(self.folder)
         if found is None:
             if any(self.folder.glob("tokens-*.bin")):
@@ -238,7 +239,7 @@ class ShardWriter:
         return bool(self.manifest["complete"])
 
     def add(self, tokens: Sequence[int], written: Sequence[tuple[int, int]], key: int) -> None:
-        """A sequence, the stretches of it that the target wrote, and its prompt's key."""
+        """Add a sequence. `written`: the spans [start, stop) that the target generated. `key`: its prompt's."""
         if not self.shards or self.shards[-1].tokens + len(tokens) > self.shard_tokens:
             self._next_shard()
         shard = self.shards[-1]
@@ -255,39 +256,39 @@ class ShardWriter:
             self._append()
         self.shards.append(Shard(len(self.shards)))
         self.digests = {kind: hashlib.sha256() for kind in self.types}
-        for kind in self.types:  # what a cut run left there is not counted anywhere
-            with self._says_why():
+        for kind in self.types:  # drop bytes that an interrupted run left there
+            with self._storage_errors():
                 _write(self.shards[-1].file(self.folder, kind), b"", "wb")
 
     def _append(self) -> None:
-        """Pending bytes to the end of the last shard's files."""
+        """Append pending bytes to the files of the last shard."""
         shard = self.shards[-1]
         for kind, waiting in self.pending.items():
             data = b"".join(values.tobytes() for values in waiting)
-            with self._says_why():
+            with self._storage_errors():
                 _write(shard.file(self.folder, kind), data, "ab")
             self.digests[kind].update(data)
             shard.sha256[kind] = self.digests[kind].hexdigest()
             waiting.clear()
 
     def save(self) -> None:
-        """All that was added is on disk, and then the manifest says so."""
+        """Write everything that was added, and then the manifest."""
         if self.shards and self.pending["tokens"]:
             self._append()
-        text = json.dumps(self.manifest | {"shards": [asdict(one) for one in self.shards]}, indent=1)
-        aside = self.folder / f"{MANIFEST}.part"
-        with self._says_why():
-            _write(aside, f"{text}\n".encode(), "wb")
-            aside.replace(self.folder / MANIFEST)
+        content = json.dumps(self.manifest | {"shards": [asdict(one) for one in self.shards]}, indent=1)
+        partial = self.folder / f"{MANIFEST}.part"
+        with self._storage_errors():
+            _write(partial, f"{content}\n".encode(), "wb")
+            partial.replace(self.folder / MANIFEST)
 
     @contextmanager
-    def _says_why(self) -> Iterator[None]:
+    def _storage_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise StorageError(
-                f"cannot write to {self.folder} ({error.strerror}); what was saved before is sound: make room, then run "
-                "the same command again"
+                f"cannot write to {self.folder} ({error.strerror}); what was saved before is intact: free some space, then "
+                "run the same command again"
             ) from error
 
     def close(self) -> None:
@@ -302,9 +303,9 @@ def _write(file: Path, data: bytes, mode: str) -> None:
 
 
 def _check_same(folder: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
-    made, wanted = Fingerprint.from_dict(found["model"]), Fingerprint.from_dict(about["model"])
-    if not made.matches(wanted):
-        raise DataError(f"{folder} was begun by {made}, the model here is {wanted}; name another folder")
+    old, new = Fingerprint.from_dict(found["model"]), Fingerprint.from_dict(about["model"])
+    if not old.matches(new):
+        raise DataError(f"{folder} was started with {old}, the model here is {new}; name another folder")
     names = dict.fromkeys([*found["settings"], *about["settings"]])
     other = [
         f"{name} was {found['settings'].get(name)}, is {about['settings'].get(name)}"
@@ -312,4 +313,4 @@ def _check_same(folder: Path, found: dict[str, Any], about: dict[str, Any]) -> N
         if found["settings"].get(name) != about["settings"].get(name)
     ]
     if other:
-        raise DataError(f"{folder} was begun with other settings ({'; '.join(other)}); use those, or name another folder")
+        raise DataError(f"{folder} was started with other settings ({'; '.join(other)}); use those, or name another folder")

@@ -1,7 +1,7 @@
-"""One change of the weights: AdamW under a norm that gradients are cut to, and never by what is not a number.
+"""One optimizer step: AdamW with clipped gradients, which skips gradients that are not finite.
 
-Whether a gradient is finite is decided on the device, by the optimizer's own switch, so that no step waits for the host;
-`check` asks later. From the first broken step on nothing moves: weights and moments are those of the last sound one.
+The device decides whether a gradient is finite, through the optimizer's `found_inf`, so no step waits for the host; `check`
+asks later. After the first broken step nothing changes: weights and moments stay as the last sound step left them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class Stepper:
         self.module, self.clip = module, clip
         some = next(module.parameters())
         self.optimizer = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
-        self.switch: Any = self.optimizer  # of which found_inf is the part that torch's own loss scaling uses
-        self.broken = torch.zeros((), device=some.device)  # 1 from the first broken step on
-        self.sound = torch.zeros((), device=some.device)  # steps made since they were asked for
+        self.switch: Any = self.optimizer  # found_inf, which torch's loss scaling uses, is not typed
+        self.broken = torch.zeros((), device=some.device)  # 1 after the first broken step
+        self.sound = torch.zeros((), device=some.device)  # sound steps since the last `check`
 
-    def forget(self) -> None:
+    def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
         return [one.grad for one in self.module.parameters() if one.grad is not None]
 
     def step(self, rate: float) -> Tensor:
-        """The norm of the gradients, before they were cut."""
+        """Update the weights. Return the norm of the gradients before clipping."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
         self.broken = torch.maximum(self.broken, (~norm.isfinite()).float())
         self.sound += 1 - self.broken
@@ -39,7 +39,7 @@ class Stepper:
         return norm
 
     def check(self) -> int | None:
-        """How many steps were sound since the last time, if one was not."""
+        """Return how many steps were sound since the last call if one was broken, else None."""
         sound, broken = torch.stack([self.sound, self.broken]).tolist()
         self.sound.zero_()
         return int(sound) if broken else None

@@ -1,4 +1,4 @@
-"""Whole small LLMs to prove: a tiny model of tests/doubles.py, a tokenizer of as many words, and prompts in them."""
+"""Whole small LLMs to prove: a tiny model of tests/doubles, a tokenizer of as many words, and prompts in them."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from doubles import CONTEXT, VOCABULARY, prompts, tiny
 from foreword.api import LLM
-from foreword.drafters.resolve import Wanted
+from foreword.drafters.resolve import DrafterRequest
 from foreword.model.cost import CostCurve
 from foreword.model.model import Model
 from foreword.text import Prompt, Tokenizer
@@ -34,7 +34,7 @@ def load(
 ) -> LLM:
     """An LLM around the float32 Llama, or around a model of the test's own."""
     model = kind(hf or tiny("llama", torch.float32), "tiny", FREE_ROWS)
-    return LLM.of(model, words(chat_template), Wanted.of("plain"), slots, CONTEXT)
+    return LLM.of(model, words(chat_template), DrafterRequest.of("plain"), slots, CONTEXT)
 
 
 def coarse(hf: PreTrainedModel, step: float = 1 / 8) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer and a chat template, wrapped; and prompts for it."""
+"""A tiny wrapped model with a tokenizer and a chat template, and prompts for it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from foreword.text import Prompt
 
 @pytest.fixture(scope="session")
 def hf(talking: Any, hf_tokenizer: Any) -> Any:
-    """Greedy, it writes letters, which read back as the tokens they were; drawn, also bytes that do not."""
+    """Make a model. Greedy, it generates letters, which encode to the same tokens; sampled, also bytes that do not."""
     model = talking("llama", tie_word_embeddings=False)
     letters = [i for piece, i in hf_tokenizer.get_vocab().items() if piece.isascii() and len(piece) == 1]
     silent = [i for i in range(len(hf_tokenizer)) if i not in {1, *letters}]
@@ -24,7 +24,7 @@ def hf(talking: Any, hf_tokenizer: Any) -> Any:
 
 @pytest.fixture
 def make(hf: Any, hf_tokenizer: Any) -> Iterator[Callable[..., LLM]]:
-    """make(slots=3): an LLM around the shared model, one at a time."""
+    """Wrap the shared model as an LLM, one at a time: make(slots=3)."""
     made: list[LLM] = []
 
     def wrapped(model: Any = None, **options: Any) -> LLM:
@@ -40,6 +40,6 @@ def make(hf: Any, hf_tokenizer: Any) -> Iterator[Callable[..., LLM]]:
 
 @pytest.fixture
 def questions() -> list[Prompt]:
-    """Of different lengths, some with several turns."""
-    texts = ["why", "say a long thing about the sea", "hi", "what is it that you want", "no", "a b c d e f g", "x", "tell"]
-    return [Prompt(f"q{i}", "prompts", [text, "and then?", "so?"][: 1 + i % 3]) for i, text in enumerate(texts)]
+    """Prompts of different lengths, some with several turns."""
+    turns = ["why", "say a long thing about the sea", "hi", "what is it that you want", "no", "a b c d e f g", "x", "tell"]
+    return [Prompt(f"q{i}", "prompts", [turn, "and then?", "so?"][: 1 + i % 3]) for i, turn in enumerate(turns)]

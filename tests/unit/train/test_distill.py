@@ -1,4 +1,4 @@
-"""Distilling: what is kept is what the target writes, in file order, once, whatever cut the run."""
+"""Distilling keeps what the target generates, in file order, once, even after an interruption."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from foreword.train.shards import key_of
 Make = Callable[..., LLM]
 Row = tuple[list[int], list[int]]
 QUICK = Recipe(max_new_tokens=8)
-DRAWN = Recipe(max_new_tokens=8, temperature=0.8, seed=5, answers=2)
+SAMPLED = Recipe(max_new_tokens=8, temperature=0.8, seed=5, answers=2)
 
 
 def rows(folder: Path) -> list[Row]:
@@ -39,38 +39,38 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def expected(hf: Any, tokenizer: Tokenizer, prompt: Prompt, recipe: Recipe, answer: int) -> list[Row]:
-    """The slow way: turn by turn, the whole text through the transformers model for every token."""
-    said, found = [], []
+    """Answer turn by turn with the slow truth."""
+    messages, found = [], []
     for turn in prompt.turns:
-        said.append({"role": "user", "content": turn})
-        ids = tokenizer.encode(said)
+        messages.append({"role": "user", "content": turn})
+        ids = tokenizer.encode(messages)
         sampling = recipe.sampling(key_of(f"{prompt.id}/{answer}"))
         new = truth(hf, Request(tuple(ids), sampling, recipe.max_new_tokens), context=200, ends=(1,))
-        text, mask = [*ids, *new], [0] * len(ids) + [1] * len(new)
-        if found and text[: len(found[-1][0])] == found[-1][0]:
+        tokens, mask = [*ids, *new], [0] * len(ids) + [1] * len(new)
+        if found and tokens[: len(found[-1][0])] == found[-1][0]:
             before = found.pop()[1]
             mask[: len(before)] = before
-        found.append((text, mask))
-        said.append({"role": "assistant", "content": tokenizer.decode(new)})
+        found.append((tokens, mask))
+        messages.append({"role": "assistant", "content": tokenizer.decode(new)})
     return found
 
 
-@pytest.mark.parametrize("recipe", [QUICK, DRAWN], ids=["greedy", "drawn"])
-def test_what_is_kept_is_what_the_target_writes(
+@pytest.mark.parametrize("recipe", [QUICK, SAMPLED], ids=["greedy", "sampled"])
+def test_what_is_kept_is_what_the_target_generates(
     make: Make, hf: Any, questions: list[Prompt], recipe: Recipe, tmp_path: Path
 ) -> None:
     llm = make()
     progress = distill(llm, questions, tmp_path, recipe)
-    wanted = [
+    correct = [
         row for prompt in questions for i in range(recipe.answers) for row in expected(hf, llm.tokenizer, prompt, recipe, i)
     ]
-    assert rows(tmp_path) == wanted
-    assert progress.done == progress.talks == len(questions) * recipe.answers
-    assert progress.tokens == sum(sum(mask) for _, mask in wanted) and progress.counts["sequences"] == len(wanted)
+    assert rows(tmp_path) == correct
+    assert progress.done == progress.dialogues == len(questions) * recipe.answers
+    assert progress.tokens == sum(sum(mask) for _, mask in correct) and progress.counts["sequences"] == len(correct)
     assert progress.counts["answers"] == sum(len(prompt.turns) for prompt in questions) * recipe.answers
 
 
-def test_later_turns_find_their_beginning_cached(make: Make, questions: list[Prompt], tmp_path: Path) -> None:
+def test_later_turns_find_their_prefix_cached(make: Make, questions: list[Prompt], tmp_path: Path) -> None:
     llm, runs = make(), []
     add = llm.engine.add
     llm.engine.add = lambda request: runs.append(add(request)) or runs[-1]  # type: ignore[method-assign]
@@ -78,52 +78,50 @@ def test_later_turns_find_their_beginning_cached(make: Make, questions: list[Pro
     later = [run for run in runs if run.request.reuse]
     assert len(later) == 4
     for run in later:
-        texts = [(*one.request.prompt, *one.tokens) for one in runs]
-        before = max(len(text) for text in texts if run.request.prompt[: len(text)] == text)
+        earlier = [(*one.request.prompt, *one.tokens) for one in runs]
+        before = max(len(tokens) for tokens in earlier if run.request.prompt[: len(tokens)] == tokens)
         assert run.reused == before - 1, "the last token of an answer was never cached"
     sequences = rows(tmp_path)
-    assert len(sequences) == 2, "a talk whose tokens read back as they were is one sequence"
+    assert len(sequences) == 2, "a dialogue that encodes to the same tokens is one sequence"
     assert [sum(mask) for _, mask in sequences] == [sum(len(run.tokens) for run in runs[i::2]) for i in range(2)]
 
 
-def test_bytes_do_not_depend_on_company(make: Make, questions: list[Prompt], tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_the_batch(make: Make, questions: list[Prompt], tmp_path: Path) -> None:
     for slots in (1, 2, 7):
-        distill(make(slots=slots), questions, tmp_path / str(slots), DRAWN, shard_tokens=100)
+        distill(make(slots=slots), questions, tmp_path / str(slots), SAMPLED, shard_tokens=100)
     assert files(tmp_path / "1") == files(tmp_path / "2") == files(tmp_path / "7")
     assert len(list((tmp_path / "1").glob("tokens-*.bin"))) > 3
 
 
-class Cut(Exception):
+class Interrupted(Exception):
     pass
 
 
 @pytest.mark.parametrize("after", [1, 4, 9, 15])
-def test_a_cut_run_goes_on_and_ends_with_the_same_bytes(
-    make: Make, questions: list[Prompt], tmp_path: Path, after: int
-) -> None:
+def test_a_resumed_run_ends_with_the_same_bytes(make: Make, questions: list[Prompt], tmp_path: Path, after: int) -> None:
     def cut(progress: Any) -> None:
         if progress.done >= after:
-            raise Cut
+            raise Interrupted
 
     options: dict[str, Any] = {"shard_tokens": 150, "save_s": 0}
-    distill(make(), questions, tmp_path / "whole", DRAWN, **options)
-    with pytest.raises(Cut):
-        distill(make(), questions, tmp_path / "cut", DRAWN, show=cut, **options)
-    begun = Shards.open(tmp_path / "cut")
-    assert not begun.complete and begun.manifest["done"] == after - 1
-    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")[: len(begun)]
+    distill(make(), questions, tmp_path / "whole", SAMPLED, **options)
+    with pytest.raises(Interrupted):
+        distill(make(), questions, tmp_path / "cut", SAMPLED, show=cut, **options)
+    partial = Shards.open(tmp_path / "cut")
+    assert not partial.complete and partial.manifest["done"] == after - 1
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")[: len(partial)]
     asked: list[Request] = []
     llm = make()
     add = llm.engine.add
     llm.engine.add = lambda request: asked.append(request) or add(request)  # type: ignore[method-assign]
-    distill(llm, questions, tmp_path / "cut", DRAWN, **options)
+    distill(llm, questions, tmp_path / "cut", SAMPLED, **options)
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
     ended = Shards.open(tmp_path / "cut")
     assert ended.complete and ended.manifest["counts"] == Shards.open(tmp_path / "whole").manifest["counts"]
     assert len([one for one in asked if not one.reuse]) == 16 - (after - 1), "no prompt is answered twice"
 
 
-def test_a_finished_run_is_left_alone(make: Make, questions: list[Prompt], tmp_path: Path) -> None:
+def test_a_finished_run_is_not_changed(make: Make, questions: list[Prompt], tmp_path: Path) -> None:
     first = distill(make(), questions, tmp_path, QUICK)
     before = (tmp_path / "manifest.json").read_bytes(), files(tmp_path)
     again = distill(make(), questions, tmp_path, QUICK)
@@ -166,8 +164,8 @@ def test_the_tokens_of_a_run_are_counted_in_file_order(make: Make, questions: li
     assert progress.tokens == sum(counts[:3]) and Shards.open(tmp_path / "some").complete
 
 
-def test_loops_are_dropped_and_end_the_talk(make: Make, talking: Any, questions: list[Prompt], tmp_path: Path) -> None:
-    """Weights of this size loop now and then; of a talk, what came before the loop stays."""
+def test_loops_are_dropped_and_end_the_dialogue(make: Make, talking: Any, questions: list[Prompt], tmp_path: Path) -> None:
+    """A model with weights of this size loops now and then. Answers before the loop are kept."""
     model, recipe = talking("llama", initializer_range=0.2), Recipe(max_new_tokens=60, drop_loops=0.3)
     progress = distill(make(model, max_context=400), questions, tmp_path / "some", recipe)
     distill(make(model, max_context=400), questions, tmp_path / "all", replace(recipe, drop_loops=None))
@@ -181,7 +179,7 @@ def test_loops_are_dropped_and_end_the_talk(make: Make, talking: Any, questions:
 
 
 def answers(row: Row) -> list[list[int]]:
-    """The stretches that the target wrote."""
+    """Return the spans that the target generated."""
     found: list[list[int]] = []
     for place, (token, written) in enumerate(zip(*row, strict=True)):
         if written and (place == 0 or not row[1][place - 1]):
@@ -192,9 +190,9 @@ def answers(row: Row) -> list[list[int]]:
 
 
 def slow_loop_share(tokens: list[int], gram: int = 8) -> float:
-    """The share of tokens that lie in a piece of eight which the answer has twice."""
-    pieces = [tokens[i : i + gram] for i in range(len(tokens) - gram + 1)]
-    inside = {i + j for i, piece in enumerate(pieces) if piece in pieces[:i] for j in range(gram)}
+    """Return the share of tokens inside an 8-gram that occurred before in the answer."""
+    grams = [tokens[i : i + gram] for i in range(len(tokens) - gram + 1)]
+    inside = {i + j for i, one in enumerate(grams) if one in grams[:i] for j in range(gram)}
     return len(inside) / len(tokens)
 
 
@@ -204,7 +202,7 @@ def slow_loop_share(tokens: list[int], gram: int = 8) -> float:
 def test_another_model_is_refused(make: Make, talking: Any, questions: list[Prompt], tmp_path: Path) -> None:
     distill(make(), questions, tmp_path, QUICK)
     other = talking("llama", seed=3)
-    with pytest.raises(DataError, match="begun by .*the model here is"):
+    with pytest.raises(DataError, match="started with .*the model here is"):
         distill(make(other), questions, tmp_path, QUICK)
     assert Shards.open(tmp_path).complete
 
@@ -227,7 +225,7 @@ def test_overlong_prompts_are_skipped_and_counted(make: Make, questions: list[Pr
     assert sum(rows(tmp_path)[1][1]) == progress.tokens - sum(rows(tmp_path)[0][1])
 
 
-def test_nothing_but_bad_prompts_is_an_error(make: Make, tmp_path: Path) -> None:
+def test_only_bad_prompts_are_an_error(make: Make, tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="none of 1 prompts .*longer than the context allows: 1"):
         distill(make(), [Prompt("long", "prompts", ["word " * 60])], tmp_path, QUICK)
 
@@ -241,9 +239,9 @@ def test_a_target_that_answers_nan(make: Make, talking: Any, questions: list[Pro
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
-        ({"answers": 2}, "would all be the same"),
+        ({"answers": 2}, "would all be equal"),
         ({"answers": 0}, "answers is 0"),
         ({"tokens": 0}, "tokens is 0"),
         ({"drop_loops": 1.0}, "drop_loops is 1.0"),
@@ -251,8 +249,8 @@ def test_a_target_that_answers_nan(make: Make, talking: Any, questions: list[Pro
         ({"top_p": 0.0}, "top_p is 0.0"),
     ],
 )
-def test_recipes_that_make_no_sense(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_recipes(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         replace(QUICK, **changes)
 
 
@@ -282,19 +280,19 @@ def test_a_full_disk_loses_nothing_that_was_saved(
     assert files(tmp_path / "full") == files(tmp_path / "whole")
 
 
-# The script of a talk --------------------------------------------------------------------------------------------------
+# The turns of a dialogue -----------------------------------------------------------------------------------------------
 
 
-def test_replies_of_the_file_give_way_to_the_targets_own() -> None:
+def test_replies_of_the_target_replace_those_of_the_file() -> None:
     roles = ("system", "user", "assistant", "user")
     system, one, reply, two = ({"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles))
     prompt = Prompt("m", "prompts", ["user 1", "user 3"], [system, one, reply, two, reply])
     assert script(prompt) == [[system, one], [two]]
-    assert script(Prompt("t", "prompts", ["a", "b"])) == [[{"role": "user", "content": text}] for text in "ab"]
+    assert script(Prompt("t", "prompts", ["a", "b"])) == [[{"role": "user", "content": turn}] for turn in "ab"]
 
 
-def test_the_manifest_says_what_made_it(make: Make, questions: list[Prompt], tmp_path: Path) -> None:
-    distill(make(), questions, tmp_path, DRAWN, command="foreword distill ...")
+def test_the_manifest_says_how_it_was_made(make: Make, questions: list[Prompt], tmp_path: Path) -> None:
+    distill(make(), questions, tmp_path, SAMPLED, command="foreword distill ...")
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["command"] == "foreword distill ..." and manifest["versions"]["torch"] == torch.__version__
     assert manifest["settings"]["temperature"] == 0.8 and manifest["settings"]["max_context"] == 200

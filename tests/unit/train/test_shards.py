@@ -1,4 +1,4 @@
-"""Shards: what goes in comes out, memory-mapped; what is damaged or strange is refused."""
+"""Shards return what was written, memory-mapped, and refuse damaged or foreign data."""
 
 import json
 import random
@@ -22,13 +22,13 @@ def about(vocabulary: int = 1000) -> dict:
     return {"model": model, "settings": {"seed": 0}, "command": None, "versions": {}}
 
 
-def drawn(count: int, seed: int = 0, vocabulary: int = 1000) -> list[tuple[list[int], tuple[int, int], str]]:
-    """Tokens, what the target wrote, and the prompt's id."""
-    draw = random.Random(seed)
+def random_sequences(count: int, seed: int = 0, vocabulary: int = 1000) -> list[tuple[list[int], tuple[int, int], str]]:
+    """Return tokens, the span that the target generated, and the prompt's id."""
+    generator = random.Random(seed)
     found = []
     for i in range(count):
-        prompt, answer = draw.randint(1, 20), draw.randint(1, 30)
-        tokens = [draw.randrange(vocabulary) for _ in range(prompt + answer)]
+        prompt, answer = generator.randint(1, 20), generator.randint(1, 30)
+        tokens = [generator.randrange(vocabulary) for _ in range(prompt + answer)]
         found.append((tokens, (prompt, prompt + answer), f"p{i // 2}"))
     return found
 
@@ -43,8 +43,8 @@ def fill(folder: Path, sequences: list, shard_tokens: int = 200, vocabulary: int
 
 
 @pytest.mark.parametrize(("vocabulary", "size"), [(1000, 2), (65_536, 2), (65_537, 4)])
-def test_what_goes_in_comes_out(tmp_path: Path, vocabulary: int, size: int) -> None:
-    sequences = drawn(60, vocabulary=vocabulary)
+def test_shards_return_what_was_written(tmp_path: Path, vocabulary: int, size: int) -> None:
+    sequences = random_sequences(60, vocabulary=vocabulary)
     shards = fill(tmp_path, sequences, vocabulary=vocabulary)
     assert len(shards) == 60 and len(list(tmp_path.glob("tokens-*.bin"))) > 5
     for i, (tokens, (start, stop), _) in enumerate(sequences):
@@ -63,12 +63,12 @@ def test_a_default_shard_is_under_16_mib(tmp_path: Path) -> None:
         writer.close()
 
 
-def test_all_answers_to_a_prompt_fall_on_one_side(tmp_path: Path) -> None:
-    shards = fill(tmp_path, drawn(2000), shard_tokens=100_000)
+def test_all_answers_to_a_prompt_are_on_one_side(tmp_path: Path) -> None:
+    shards = fill(tmp_path, random_sequences(2000), shard_tokens=100_000)
     train, held = shards.split(0.1)
     assert sorted([*train, *held]) == list(range(2000)) and 120 < len(held) < 280
     assert not {i // 2 for i in train.tolist()} & {i // 2 for i in held.tolist()}
-    again = fill(tmp_path / "turned", drawn(2000)[::-1], shard_tokens=100_000).split(0.1)[1]
+    again = fill(tmp_path / "reversed", random_sequences(2000)[::-1], shard_tokens=100_000).split(0.1)[1]
     assert sorted(1999 - again) == held.tolist(), "in every folder"
     assert len(shards.split(0)[1]) == 0
     with pytest.raises(InputError, match="held_out is 1"):
@@ -78,8 +78,8 @@ def test_all_answers_to_a_prompt_fall_on_one_side(tmp_path: Path) -> None:
 # What cannot be used ---------------------------------------------------------------------------------------------------
 
 
-def test_bytes_that_the_manifest_does_not_count_do_not_exist(tmp_path: Path) -> None:
-    sequences = drawn(10)
+def test_bytes_beyond_the_counts_of_the_manifest_are_ignored(tmp_path: Path) -> None:
+    sequences = random_sequences(10)
     before = fill(tmp_path, sequences, shard_tokens=10_000)
     with (tmp_path / "tokens-00000.bin").open("ab") as stream:
         stream.write(b"half a seq")
@@ -94,7 +94,7 @@ def test_bytes_that_the_manifest_does_not_count_do_not_exist(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["tokens", "mask", "starts", "keys"])
 def test_damaged_files_are_refused(tmp_path: Path, kind: str) -> None:
-    fill(tmp_path, drawn(10))
+    fill(tmp_path, random_sequences(10))
     file = tmp_path / f"{kind}-00000.bin"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
@@ -111,7 +111,7 @@ def test_damaged_files_are_refused(tmp_path: Path, kind: str) -> None:
         Shards.open(tmp_path, verify=False)
 
 
-def test_folders_that_are_no_data(tmp_path: Path) -> None:
+def test_folders_without_valid_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no manifest.json"):
         Shards.open(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
@@ -150,8 +150,8 @@ for _ in range(200):
     ],
     ids=lambda changed: str(changed)[:60],
 )
-def test_a_manifest_that_lies(changed: dict[str, Any], tmp_path: Path) -> None:
-    fill(tmp_path, drawn(3))
+def test_an_invalid_manifest_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    fill(tmp_path, random_sequences(3))
     file = tmp_path / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     for use in (lambda: Shards.open(tmp_path), lambda: ShardWriter(tmp_path, about())):
@@ -160,7 +160,7 @@ def test_a_manifest_that_lies(changed: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_data_folder_of_another_model(tmp_path: Path) -> None:
-    shards = fill(tmp_path, drawn(3))
+    shards = fill(tmp_path, random_sequences(3))
     shards.check_model(Fingerprint("by another name", "c0ffee", 1000, "beef"))
     for other in (Fingerprint("tiny", "c0ffee", 1000, "dead"), Fingerprint("tiny", "c0ffee", 1001, "beef")):
         with pytest.raises(DataError, match="was written by tiny .*the target here is tiny"):
@@ -175,7 +175,7 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
     ShardWriter(tmp_path, about()).close()
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be made"):
         ShardWriter(tmp_path / "file" / "data", about())
@@ -186,15 +186,15 @@ def test_an_empty_folder_can_be_opened(tmp_path: Path) -> None:
     assert len(shards) == 0 and not shards.complete
 
 
-def test_what_a_cut_run_left_of_the_next_shard_does_not_count(tmp_path: Path) -> None:
-    sequences = drawn(20)
+def test_leftovers_of_an_interrupted_run_are_ignored(tmp_path: Path) -> None:
+    sequences = random_sequences(20)
     for kind in ("tokens", "mask", "starts", "keys"):
         (tmp_path / "left").mkdir(exist_ok=True)
         (tmp_path / "left" / f"{kind}-00001.bin").write_bytes(b"12345678")
-    (tmp_path / "left" / "manifest.json").write_text(json.dumps(_begun()))
+    (tmp_path / "left" / "manifest.json").write_text(json.dumps(_started()))
     found, whole = fill(tmp_path / "left", sequences), fill(tmp_path / "whole", sequences)
     assert [found[i][0].tolist() for i in range(20)] == [whole[i][0].tolist() for i in range(20)]
 
 
-def _begun() -> dict:
+def _started() -> dict:
     return {"format": 1, **about(), "complete": False, "done": 0, "counts": {}, "shards": []}

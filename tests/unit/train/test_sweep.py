@@ -1,4 +1,4 @@
-"""The sweep: what it says of a layer is what a drafter with that layer and those matrices gets right."""
+"""The sweep: its figures for a layer are those of a drafter with that layer and those matrices."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from doubles import VOCABULARY, TextList, own_hidden, target
+from doubles import VOCABULARY, SequenceList, hf_hidden, target
 from foreword.core.needs import Needs
 from foreword.drafting.transfer import Anchors, Transfer, right_by_rank
 from foreword.errors import InputError, NumericsError
@@ -17,24 +17,24 @@ from foreword.train.schedule import TrainingSettings, padded
 from foreword.train.sweep import Sweep, layers_tried
 
 
-def texts(count: int, seed: int) -> TextList:
-    """Counting upwards by a step of each text's own: easy to guess once the step is seen."""
+def counting(count: int, seed: int) -> SequenceList:
+    """Return sequences that count up, each by its own step: easy to predict once the step is seen."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
         first, step = torch.randint(1, 9, (2,), generator=generator).tolist()
         tokens = (first + step * torch.arange(24)) % (VOCABULARY - 3) + 3
         found.append((tokens, torch.arange(24) > 8))
-    return TextList(found)
+    return SequenceList(found)
 
 
-def swept(model: Model, watch: Any = lambda *_: None, **options: Any) -> tuple[Sweep, dict[str, Any]]:
+def swept(model: Model, show: Any = lambda *_: None, **options: Any) -> tuple[Sweep, dict[str, Any]]:
     settings = TrainingSettings(steps=options.pop("learning", 12), batch=6, max_length=24, learning_rate=0.01, warm_up=2)
-    sweep = Sweep(model, Transfer(**{"steps": 3} | options), texts(24, 0), texts(10, 1), settings, watch)
+    sweep = Sweep(model, Transfer(**{"steps": 3} | options), counting(24, 0), counting(10, 1), settings, show)
     return sweep, sweep.run()
 
 
-def test_layers_that_are_tried() -> None:
+def test_layers_tried() -> None:
     assert layers_tried(30) == [4, 8, 11, 15, 19, 22, 26]
     assert layers_tried(30, 15) == [15, 16, 17, 19, 22, 26] and layers_tried(30, 28) == [28, 29]
     assert layers_tried(4) == [0, 1, 2, 3] and layers_tried(1) == [0] and layers_tried(4, 3) == [3]
@@ -43,13 +43,13 @@ def test_layers_that_are_tried() -> None:
 @pytest.mark.parametrize("source", ["anchor", "chain"])
 def test_its_figures_are_those_of_the_matrices(source: Any) -> None:
     model = target(dtype=torch.float32)
-    said: list[tuple[str, int, int]] = []
-    sweep, found = swept(model, lambda *told: said.append(told), source=source)
+    shown: list[tuple[str, int, int]] = []
+    sweep, found = swept(model, lambda *progress: shown.append(progress), source=source)
     layers = found["layers"]
     assert layers == sorted(layers) and len(layers) == 3
-    assert said[0] == ("step 1, 4 ways", 1, 12) and said[-1][1:] == (12, 12)
+    assert shown[0] == ("step 1, 4 variants", 1, 12) and shown[-1][1:] == (12, 12)
     options = replace(sweep.options, layers=tuple(layers))
-    tokens, mask = padded(sweep.apart, list(range(10)), 24, model.device)
+    tokens, mask = padded(sweep.held_out, list(range(10)), 24, model.device)
     scores = model.read(tokens, Needs(taps=tuple(layers)))
     rates = right_by_rank(nn.ModuleList(sweep.kept), options, tokens, mask, scores, model)
     for step, layer in enumerate(layers, start=1):
@@ -61,14 +61,14 @@ def test_its_figures_are_those_of_the_matrices(source: Any) -> None:
     assert found["step 2 without sight of step 1"] != found["accuracy"][2]
 
 
-def test_nearness_is_that_of_pseudo_and_real_rows() -> None:
-    """Where a step joins: its matrix on the anchor's row, against the row that the text has further on."""
+def test_the_cosine_is_that_of_pseudo_and_real_rows() -> None:
+    """Where a step joins: its matrix applied to the anchor's row, against the real row further on."""
     model = target(dtype=torch.float32)
     sweep, found = swept(model, steps=2, learning=2)
     slow: dict[int, list[float]] = {1: [], 2: []}
-    for text, written in sweep.apart.texts:  # type: ignore[attr-defined]
-        states = own_hidden(model.hf, text.tolist())
-        anchors = Anchors.of(text.unsqueeze(0), written.unsqueeze(0), 2, 99, False)
+    for tokens, written in sweep.held_out.sequences:  # type: ignore[attr-defined]
+        states = hf_hidden(model.hf, tokens.tolist())
+        anchors = Anchors.of(tokens.unsqueeze(0), written.unsqueeze(0), 2, 99, False)
         for step in (1, 2):
             rows = states[found["layers"][step - 1]].float()
             for place, counts in zip(anchors.place[0], anchors.counts[0, :, step - 1], strict=True):
@@ -82,7 +82,7 @@ def test_nearness_is_that_of_pseudo_and_real_rows() -> None:
         assert joined == pytest.approx(sum(slow[step]) / len(slow[step]), abs=1e-4)
 
 
-def test_it_learns_and_settled_steps_stay() -> None:
+def test_it_learns_and_chosen_steps_do_not_change() -> None:
     model = target(dtype=torch.float32)
     _, before = swept(model, steps=1, labels="hard", learning=1)
     sweep, after = swept(model, steps=1, labels="hard", learning=40)
@@ -93,10 +93,17 @@ def test_it_learns_and_settled_steps_stay() -> None:
         assert torch.equal(one, other) and not other.requires_grad
 
 
-def test_what_cannot_be_swept() -> None:
+def test_refusals() -> None:
     model = target(dtype=torch.float32)
-    with pytest.raises(InputError, match="reads 256 tokens at most"):
-        Sweep(model, Transfer(steps=1), texts(8, 0), texts(2, 1), TrainingSettings(max_length=300, batch=4), lambda *_: None)
+    with pytest.raises(InputError, match="takes 256 tokens at most"):
+        Sweep(
+            model,
+            Transfer(steps=1),
+            counting(8, 0),
+            counting(2, 1),
+            TrainingSettings(max_length=300, batch=4),
+            lambda *_: None,
+        )
     settings = TrainingSettings(steps=2, batch=4, max_length=24, learning_rate=1e38, warm_up=0)
     with pytest.raises(NumericsError, match="step 1 .* lower learning rate than 1e"):
-        Sweep(model, Transfer(steps=1), texts(8, 0), texts(2, 1), settings, lambda *_: None).run()
+        Sweep(model, Transfer(steps=1), counting(8, 0), counting(2, 1), settings, lambda *_: None).run()

@@ -1,15 +1,15 @@
-"""Figures of a run for TensorBoard, where that is installed."""
+"""Write the figures of a run for TensorBoard, if that is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-HOW = "pip install tensorboard, and the figures of every step can be watched as they come"
+HINT = "pip install tensorboard to watch the figures of every step"
 
 
-def board(folder: Path) -> Callable[[int, dict[str, float]], None] | None:
-    """Told (step, figures), it writes them into `folder`; None where TensorBoard is not installed."""
+def tensorboard_writer(folder: Path) -> Callable[[int, dict[str, float]], None] | None:
+    """Return a function that writes (step, figures) into `folder`, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  an extra
     except ImportError:

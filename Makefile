@@ -15,22 +15,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-demo: $(INSTALLED)  ## three prompts answered by plain decoding and by the best method, side by side
+demo: $(INSTALLED)  ## answer three prompts with plain decoding and with the best method, side by side
 	@$(BIN)/python examples/side_by_side.py
 
 test: $(INSTALLED)  ## run all tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-gpu: $(INSTALLED)  ## run the quick tests of the GPU: every kernel, every method captured, a training step
+test-gpu: $(INSTALLED)  ## run the quick GPU tests: every kernel, every method with recorded rounds, a training step
 	@$(BIN)/python -m pytest tests/gpu -m "gpu and not slow" -p no:cacheprovider --durations=15
 
-fuzz: $(INSTALLED)  ## a minute of random requests, each compared with plain decoding
+fuzz: $(INSTALLED)  ## compare random requests with plain decoding, for a minute
 	@$(BIN)/python studies/fuzz.py --seconds 60
 
-mutants: $(INSTALLED)  ## plant faults one by one and see that the tests catch them (an hour or two)
+mutants: $(INSTALLED)  ## plant faults one by one and check that the tests catch them (an hour or two)
 	@$(BIN)/python tests/mutants/run.py --jobs 2
 
-check: $(INSTALLED)  ## lint and types
+check: $(INSTALLED)  ## check lint, format and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
@@ -38,7 +38,7 @@ check: $(INSTALLED)  ## lint and types
 coverage: $(INSTALLED)  ## run all tests and show which lines they reach, here and in htmlcov/index.html
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html
 
-format: $(INSTALLED)  ## apply the house format
+format: $(INSTALLED)  ## apply the project's format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
@@ -53,5 +53,5 @@ $(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
-clean:  ## remove what set-up and tests made
+clean:  ## remove everything that set-up and tests made
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build/site

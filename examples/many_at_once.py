@@ -1,4 +1,4 @@
-"""Several prompts in one batch, each with its own sampling; the text of one does not depend on the others."""
+"""Several prompts in one batch, each with its own seed; the output of one does not depend on the others."""
 
 import foreword
 

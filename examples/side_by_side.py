@@ -1,7 +1,7 @@
-"""The main job in one screen: three prompts answered by plain decoding and by the best method, with the same tokens.
+"""Speculative decoding on one screen: plain decoding and the best method answer three prompts with the same tokens.
 
-Run by `make demo`. The first run fetches the default model (about 90 MB). How much speculation gains depends on the output,
-so the prompts are of three kinds: one whose answer copies from it, an open question, and code.
+Run by `make demo`. The first run fetches the default model (about 90 MB). The speed-up depends on the output, so
+there are three kinds of prompts: one whose answer copies from it, an open question, and code.
 """
 
 from statistics import median
@@ -22,7 +22,7 @@ lighthouse is a museum, and the lamp of the lighthouse still turns every night."
     "code": "Write a Python function that counts the vowels in a string, with a docstring.",
 }
 NEW_TOKENS = 64
-TURNS = 3  # in turns, so that whatever else the machine does meanwhile falls on both
+TURNS = 3  # the methods take turns, so that other load on the machine affects both
 
 Runs = list[foreword.Result]
 
@@ -35,7 +35,7 @@ def main() -> None:
     fast = {kind: Runs() for kind in PROMPTS}
     for turn in range(TURNS):
         for method, runs in (("plain", plain), (DEFAULT_METHOD, fast)):
-            with console.status(f"{method} writes, {turn + 1} of {TURNS}"):
+            with console.status(f"{method} generates, {turn + 1} of {TURNS}"):
                 llm.use(method).generate("Hello", max_new_tokens=4)  # the first pass of a process is slow
                 for kind, prompt in PROMPTS.items():
                     runs[kind].append(llm.generate(prompt, max_new_tokens=NEW_TOKENS))
@@ -44,9 +44,11 @@ def main() -> None:
         console.print(_side_by_side(plain[kind][0], fast[kind][0]))
     console.print(_figures(plain, fast))
     same = all(run.tokens == plain[kind][0].tokens for kind in PROMPTS for run in plain[kind] + fast[kind])
-    words = "the same tokens" if same else "DIFFERENT TOKENS: run `foreword prove`"
+    verdict = "the same tokens" if same else "DIFFERENT TOKENS: run `foreword prove`"
     over_all = sum(map(_seconds, plain.values())) / sum(map(_seconds, fast.values()))
-    console.print(f"{words}, {over_all:.2f}x the speed of plain decoding over the three (medians of {TURNS} runs, in turns)")
+    console.print(
+        f"{verdict}, {over_all:.2f}x the speed of plain decoding over the three (medians of {TURNS} runs, in turns)"
+    )
 
 
 def _seconds(runs: Runs) -> float:

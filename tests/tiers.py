@@ -1,7 +1,7 @@
-"""The two tiers of the tests on a GPU: `make test-gpu` runs the quick one, `pytest -m "gpu and slow"` the rest.
+"""The two tiers of the GPU tests: `make test-gpu` runs the quick one, `pytest -m "gpu and slow"` the rest.
 
-A Triton kernel is compiled once for each combination of its sizes, and that takes most of the time. The quick tier has a few
-sizes of every kernel. A case that stands in `slow(..)` adds sizes, and no kernel.
+Triton compiles a kernel once per combination of sizes, and this takes most of the time. The quick tier has a few sizes of
+every kernel. A case in `slow(..)` adds sizes, but no kernel.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""The command line on the default model: the texts, figures and exit statuses that a user gets."""
+"""The command line on the default model: the output, figures and exit codes that a user gets."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import foreword
-from doubles import READY
+from doubles import WITHOUT_WEIGHTS
 from foreword.drafters.shipped import shipped
 
 pytestmark = pytest.mark.model
@@ -19,18 +19,18 @@ FEW = ("--max-new-tokens", "12", "--threads", "1")
 
 @pytest.fixture(autouse=True, scope="module")
 def model_is_here() -> None:
-    """Fetched before a command is timed or its stderr looked at: the first use says what it fetches."""
+    """Fetch the model first: the first use reports the download on stderr."""
     foreword.default_model()
 
 
 def command(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """`python -m foreword` in a process of its own, with pipes."""
+    """Run `python -m foreword` in a separate process, with pipes."""
     environment = os.environ | {"PYTHONPATH": str(Path(foreword.__file__).parents[1])}
     line = [sys.executable, "-m", "foreword", *args]
     return subprocess.run(line, input=stdin, capture_output=True, text=True, env=environment, check=False)
 
 
-def test_generate_in_a_pipe_is_the_text_and_nothing_else():
+def test_generate_in_a_pipe_prints_only_the_output():
     plain = command("generate", "What is the capital of France?", "--method", "plain", *FEW)
     fast = command("generate", *FEW, stdin="What is the capital of France?\n")
     assert plain.returncode == fast.returncode == 0
@@ -38,14 +38,14 @@ def test_generate_in_a_pipe_is_the_text_and_nothing_else():
     assert plain.stderr == fast.stderr == ""
 
 
-def test_chat_reads_only_what_is_new():
+def test_chat_reads_only_the_new_turn():
     ran = command("chat", "--json", *FEW, stdin="My name is Ada.\nWhat is my name?\n")
     first, second = map(json.loads, ran.stdout.splitlines())
     assert ran.returncode == 0 and ran.stderr == ""
     assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]
 
 
-def test_the_usual_checks_of_doctor():
+def test_the_default_checks_of_doctor():
     ran = command("doctor", "--json", "--threads", "1")
     found = json.loads(ran.stdout)
     assert ran.returncode == 0 and found["usable"] and not found["full"]
@@ -58,7 +58,7 @@ def test_doctor_finds_everything_usable():
     found = json.loads(ran.stdout)
     assert ran.returncode == 0 and found["usable"]
     tested = [check for check in found["checks"] if check["check"].startswith("self-test")]
-    assert len(tested) == len(READY) - 1 + len(shipped())
+    assert len(tested) == len(WITHOUT_WEIGHTS) - 1 + len(shipped())
     assert all(check["said"].startswith("same 64 tokens as plain") for check in tested)
 
 

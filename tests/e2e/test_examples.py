@@ -1,4 +1,4 @@
-"""Every script in examples/ runs as it stands, and says what it promises."""
+"""Every script in examples/ runs unchanged and prints what it should."""
 
 import importlib.util
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SAYS = {
+PRINTS = {
     "chat_keeps_its_cache": "Paris",
     "many_at_once": "Name a city.",
     "side_by_side": "the same tokens, ",
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.model
 def test_an_example_runs(script: Path, python: Callable[..., subprocess.CompletedProcess[str]], model_home: Path) -> None:
     ran = python(script, FOREWORD_HOME=str(model_home))
     assert ran.returncode == 0, ran.stderr
-    assert SAYS[script.stem] in ran.stdout
+    assert PRINTS[script.stem] in ran.stdout
 
 
 def test_the_demo_shows_three_kinds_of_prompts() -> None:
-    """One that copies, one open question, one of code: the gain depends on the output, so one prompt would be a cherry."""
+    """Copying, an open question and code: the speed-up depends on the output, so a single prompt would be cherry-picked."""
     spec = importlib.util.spec_from_file_location("side_by_side", ROOT / "examples" / "side_by_side.py")
     assert spec and spec.loader
     demo = importlib.util.module_from_spec(spec)

@@ -1,6 +1,6 @@
-"""amusd with the target on a GPU: the draft on the CPU, in a stream of the same GPU, and on a second one.
+"""amusd with the target on a GPU, and the draft model on the CPU, in a stream of the same GPU, and on a second GPU.
 
-Checks are replayed, and so are the draft's passes where it is on a GPU too.
+Checks are replayed as graphs, and so are the passes of a draft model on a GPU.
 """
 
 import copy
@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from doubles import SAMPLINGS, prompts, taught, tiny, truth
+from doubles import SAMPLINGS, prompts, tiny, truth, with_random_weights
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
 from foreword.engine.graph import GraphedCheck
@@ -38,7 +38,7 @@ STREAMS = dict(draft_device="cuda:0", worker="thread")
 
 
 def replays(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """By graph, how often it is replayed from now on."""
+    """Count the replays of each graph from now on."""
     found: dict[int, int] = {}
     replay = torch.cuda.CUDAGraph.replay
 
@@ -51,16 +51,16 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 
 def checks(steps: Engine) -> list[Any]:
-    """Captured ones."""
+    """Return the graphs of recorded checks."""
     assert isinstance(steps.loop, GraphedCheck)
     return [one.graph for one in steps.loop.buckets.values() if one.graph is not None]
 
 
 @pytest.mark.parametrize("sampling", [slow(SAMPLINGS["greedy"], id="greedy"), pytest.param(SAMPLINGS["T=0.8"], id="T=0.8")])
 @pytest.mark.parametrize("options", PLACES)
-def test_the_text_is_the_truth(options: dict[str, Any], sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_is_the_truth(options: dict[str, Any], sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(copy.deepcopy(tiny("llama")).to("cuda:0"))
-    drafter = taught("amusd", model, least=2, ahead=6, **options)
+    drafter = with_random_weights("amusd", model, least=2, ahead=6, **options)
     asked = [Request(p, sampling.derived(i), max_new_tokens=20) for i, p in enumerate(prompts(6))]
     steps, found = Engine(model, drafter, slots=3, max_context=200, chunk=7), replays(monkeypatch)
     runs = steps.generate(asked)
@@ -72,13 +72,13 @@ def test_the_text_is_the_truth(options: dict[str, Any], sampling: Sampling, monk
     assert 0 < counters["target_s"] <= 1.01 * counters["wall_s"]
 
 
-def test_drafts_are_those_of_written_rounds() -> None:
-    """Where the target waits for all guesses, each round drafts and keeps as much as without graphs of the target."""
+def test_drafts_equal_those_of_eager_rounds() -> None:
+    """If the target waits for all draft tokens, each round drafts and accepts as many as without graphs of the target."""
     asked = [Request(p, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True) for p in prompts(9, longest=180)]
     rounds = []
     for graph in (False, True):
         model = Model(copy.deepcopy(tiny("llama")).to("cuda:0"))
-        drafter = taught("amusd", model, least=3, ahead=3, rows=4, patience=60.0, **STREAMS)
+        drafter = with_random_weights("amusd", model, least=3, ahead=3, rows=4, patience=60.0, **STREAMS)
         steps = Engine(model, drafter, slots=2, max_context=256, chunk=128, graph=graph)
         rounds.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
         assert not graph or checks(steps)
@@ -88,7 +88,7 @@ def test_drafts_are_those_of_written_rounds() -> None:
 
 @lru_cache
 def half() -> PreTrainedModel:
-    """In half precision and fused, so that our kernels are what is captured."""
+    """Make a fused model in half precision, so that graphs record our kernels."""
     hf = copy.deepcopy(tiny("qwen3", torch.float32)).to(torch.bfloat16).cuda()
     fuse(hf)
     return hf
@@ -97,14 +97,14 @@ def half() -> PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_both_are_captured_in_half_precision(sampling: Sampling, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts may part from plain's at near-ties, and begin alike. Nothing is launched kernel by kernel any more."""
+def test_both_are_recorded_in_half_precision(sampling: Sampling, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs begin like plain's and may diverge at near-ties. No round and no pass launches its kernels one by one."""
     asked = [Request(p, sampling.derived(i), max_new_tokens=60, ignore_eos=True) for i, p in enumerate(prompts(4)[1:])]
     plain = Engine(Model(half()), make("plain"), slots=slots, max_context=256).generate(asked)
     model = Model(half())
-    drafter = taught("amusd", model, ahead=7, **STREAMS)
+    drafter = with_random_weights("amusd", model, ahead=7, **STREAMS)
     steps = Engine(model, drafter, slots=slots, max_context=256)
-    steps.generate(asked)  # the worker starts, checks are captured
+    steps.generate(asked)  # the worker starts, checks are recorded
     passes, found = drafter.counters()["passes"], replays(monkeypatch)
     runs = steps.generate(asked)
     ours = sum(found.get(id(graph), 0) for graph in checks(steps))
@@ -113,24 +113,24 @@ def test_both_are_captured_in_half_precision(sampling: Sampling, slots: int, mon
     assert all(len(run.tokens) == 60 for run in runs)
     assert sum(run.tokens[0] == other.tokens[0] for run, other in zip(runs, plain, strict=True)) >= len(runs) - 1
     assert ours >= max(len(run.accepted) for run in runs) - 2
-    assert sum(found.values()) >= ours + passes - 1 > ours > 0  # a pass may have been under way
+    assert sum(found.values()) >= ours + passes - 1 > ours > 0  # one pass may have been running
 
 
 @torch.inference_mode()
-def test_the_draft_s_graphs_write_what_its_layers_write() -> None:
-    """Jobs of several sizes, rolled back in between, in a stream of their own; the other one runs as it is written."""
+def test_graphs_of_the_draft_model_equal_its_eager_passes() -> None:
+    """Jobs of several sizes, with rollbacks in between, in a stream of their own; the other writer runs eagerly."""
     hf = copy.deepcopy(tiny("llama")).to("cuda:0")
     place = Place("cuda:0", 3, 200, hf.config.vocab_size)
     with torch.cuda.stream(torch.cuda.Stream()):
-        captured, written = Writer(Model(hf, "draft"), place), Writer(Model(hf, "draft"), place)
-        written.passes = {}
-        hot = (0.8, 123, 456)
+        recorded, eager = Writer(Model(hf, "draft"), place), Writer(Model(hf, "draft"), place)
+        eager.passes = {}
+        sampled = (0.8, 123, 456)
         jobs = [
             Job([0], [[*range(3, 3 + CHUNK)]], [0], [GREEDY], False),
             Job([0], [[5, 6]], [CHUNK], [GREEDY], True),
-            Job([1, 2], [[7, 8, 9], [4]], [0, 0], [hot, hot], True),
-            Job([0, 1, 2], [[9], [3], [11]], [CHUNK + 2, 3, 1], [GREEDY, hot, hot], True),
-            Job([0, 2], [[12], [13, 14]], [CHUNK - 3, 1], [GREEDY, hot], True),
+            Job([1, 2], [[7, 8, 9], [4]], [0, 0], [sampled, sampled], True),
+            Job([0, 1, 2], [[9], [3], [11]], [CHUNK + 2, 3, 1], [GREEDY, sampled, sampled], True),
+            Job([0, 2], [[12], [13, 14]], [CHUNK - 3, 1], [GREEDY, sampled], True),
         ]
         for job in jobs * 2:
-            assert captured.step(job) == written.step(job)
+            assert recorded.step(job) == eager.step(job)

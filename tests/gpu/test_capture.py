@@ -1,4 +1,4 @@
-"""On a CUDA device: captured rounds and prompt passes give what written ones give, and that is the truth."""
+"""On a CUDA device: recorded rounds and prompt passes give what eager ones give, and that is the truth."""
 
 import copy
 from dataclasses import replace
@@ -25,16 +25,16 @@ from tiers import slow
 pytestmark = pytest.mark.gpu
 
 
-CAPTURABLE = [name for name, method in methods.METHODS.items() if method.load().captures == "round"]
+RECORDED = [name for name, method in methods.METHODS.items() if method.load().captures == "round"]
 
-# Every method with both samplings, and every family with both: all of them crossed are for the CPU's laws.
-# Two methods are quick, which makes every family once.
+# Every method with both samplings, and every family with both. The tests on the CPU cross all of them.
+# Two methods are in the quick tier; with two samplings they cover every family once.
 QUICK = ("token_recycling", "medusa")
 CASES = [
     (pytest.param if method in QUICK else slow)(
         method, FAMILIES[(m + 2 * s) % len(FAMILIES)], sampling, id=f"{method}-{name}"
     )
-    for m, method in enumerate(CAPTURABLE)
+    for m, method in enumerate(RECORDED)
     for s, (name, sampling) in enumerate(SAMPLINGS.items())
 ]
 
@@ -44,23 +44,23 @@ def on_gpu(family: str) -> PreTrainedModel:
     return copy.deepcopy(tiny(family)).cuda()
 
 
-def captured_prompts(steps: Engine) -> int:
-    """Prompt passes that were replayed, by their bucket."""
+def recorded_prompts(steps: Engine) -> int:
+    """Return how many kinds of prompt passes were recorded."""
     return sum(one.graph is not None for one in steps.loop.chunks.values()) if isinstance(steps.loop, GraphedLoop) else 0
 
 
 @pytest.mark.parametrize(("method", "family", "sampling"), CASES)
-def test_captured_rounds_write_the_truth(method: str, family: str, sampling: Sampling) -> None:
+def test_recorded_rounds_generate_the_truth(method: str, family: str, sampling: Sampling) -> None:
     asked = [Request(p, sampling.derived(i), max_new_tokens=20) for i, p in enumerate(prompts(6))]
     model = Model(on_gpu(family))
     steps = Engine(model, drafter(method, model), slots=3, max_context=200, chunk=7)
     assert [run.tokens for run in steps.generate(asked)] == [truth(tiny(family), request) for request in asked]
-    assert captured_prompts(steps)
+    assert recorded_prompts(steps)
 
 
 @pytest.mark.parametrize("method", ["token_recycling", slow("plain")])
-def test_captured_rounds_that_are_read_together(method: str) -> None:
-    """And once more after all that was captured is forgotten, with the memory that it had."""
+def test_recorded_rounds_that_are_read_together(method: str) -> None:
+    """Run twice: the second time after all graphs were dropped, in the memory that they had."""
     asked = [Request(p, SAMPLINGS["T=0.8"].derived(i), max_new_tokens=20) for i, p in enumerate(prompts(6))]
     model = Model(on_gpu("llama"))
     steps = Engine(model, drafter(method, model), slots=3, max_context=200, chunk=7)
@@ -77,12 +77,14 @@ def test_captured_rounds_that_are_read_together(method: str) -> None:
 @pytest.mark.parametrize("sampling", [slow(SAMPLINGS["greedy"], id="greedy"), pytest.param(SAMPLINGS["T=0.8"], id="T=0.8")])
 @pytest.mark.parametrize("method", ["token_recycling", slow("plain")])
 def test_masks_of_requests_that_come_and_go(method: str, sampling: Sampling) -> None:
-    """A graph that was captured with one request's mask serves the next one's: it reads the rows where they lie. Every third
-    request allows few tokens, every third holds its stop tokens back, and every third has no mask."""
-    ways = [replace(sampling.derived(i), allowed_token_ids=(2 + i, 9, 17, 30 - i) if i % 3 == 0 else None) for i in range(9)]
+    """A graph recorded with one request's mask also serves the next: it reads the mask in place. A third of the requests
+    allow few tokens, a third hold back their stop tokens, and a third have no mask."""
+    samplings = [
+        replace(sampling.derived(i), allowed_token_ids=(2 + i, 9, 17, 30 - i) if i % 3 == 0 else None) for i in range(9)
+    ]
     asked = [
-        Request(p, way, 20, min_new_tokens=5 * (i % 3 == 1), stop_token_ids=(5, 11 + i), prompt_logprobs=2)
-        for i, (p, way) in enumerate(zip(prompts(9), ways, strict=True))
+        Request(p, one, 20, min_new_tokens=5 * (i % 3 == 1), stop_token_ids=(5, 11 + i), prompt_logprobs=2)
+        for i, (p, one) in enumerate(zip(prompts(9), samplings, strict=True))
     ]
     steps = Engine(Model(on_gpu("llama")), methods.make(method), slots=2, max_context=200, chunk=7)
     assert isinstance(steps.loop, GraphedLoop)
@@ -94,28 +96,29 @@ def test_masks_of_requests_that_come_and_go(method: str, sampling: Sampling) -> 
     assert any(bucket[2].masks and one.graph is not None for bucket, one in steps.loop.buckets.items())
 
 
-@pytest.mark.parametrize("method", CAPTURABLE)
-def test_captured_drafts_are_the_written_ones(method: str) -> None:
-    """Round by round: as many tokens drafted and kept as without capture, so no state was left at a stale address, and a
-    drafter that reads along has read the same. Prompts are read in passes of 64 and 128 rows, two and one at a time. Greedy
-    requests and sampled ones share a batch, and all of them get the truth."""
-    ways = [*SAMPLINGS.values()]
+@pytest.mark.parametrize("method", RECORDED)
+def test_recorded_drafts_equal_eager_ones(method: str) -> None:
+    """Each round drafts and accepts as many tokens as without graphs, so no state is at a stale address, and a drafter that
+    reads the prompt has read the same. Prompts are read in passes of 64 and 128 rows, two and one at a time. Greedy and
+    sampled requests share a batch, and all of them get the truth."""
+    samplings = [*SAMPLINGS.values()]
     asked = [
-        Request(p, ways[i % 2].derived(i), max_new_tokens=20, ignore_eos=True) for i, p in enumerate(prompts(9, longest=180))
+        Request(p, samplings[i % 2].derived(i), max_new_tokens=20, ignore_eos=True)
+        for i, p in enumerate(prompts(9, longest=180))
     ]
-    rounds, captured = [], []
+    rounds, recorded = [], []
     for graph in (False, True):
         model = Model(on_gpu("llama"))
         steps = Engine(model, drafter(method, model), slots=2, max_context=256, chunk=128, graph=graph)
         rounds.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
-        captured.append(captured_prompts(steps))
+        recorded.append(recorded_prompts(steps))
     assert rounds[0] == rounds[1]
-    assert captured[0] == 0 < captured[1]
+    assert recorded[0] == 0 < recorded[1]
     assert [tokens for tokens, *_ in rounds[1]] == [truth(tiny("llama"), request, context=256) for request in asked]
 
 
 @pytest.mark.parametrize("method", ["medusa", slow("clover2"), slow("draft_model")])
-def test_captured_drafts_among_words_are_the_written_ones(method: str) -> None:
+def test_recorded_drafts_of_a_draft_vocabulary_equal_eager_ones(method: str) -> None:
     asked = [Request(p, SAMPLINGS["T=0.8"].derived(i), max_new_tokens=20) for i, p in enumerate(prompts(6))]
     rounds = []
     for graph in (False, True):
@@ -128,18 +131,18 @@ def test_captured_drafts_among_words_are_the_written_ones(method: str) -> None:
     assert [tokens for tokens, *_ in rounds[0]] == [truth(tiny("llama"), request) for request in asked]
 
 
-def test_captured_prompts_in_half_precision() -> None:
-    """By the kernels: what the cache holds of a prompt is the same but for rounding. Later passes read a few tokens behind
-    what is kept, and their padding lies behind the last row of the cache."""
-    hf, text = copy.deepcopy(tiny("qwen3", torch.float32)).to(torch.bfloat16).cuda(), prompts(2, longest=3)[1] * 200
+def test_recorded_prompts_in_half_precision() -> None:
+    """With the kernels, the cached prompt is the same except for rounding. Later passes read a few tokens after those that
+    are kept, and their padding lies beyond the last row of the cache."""
+    hf, tokens = copy.deepcopy(tiny("qwen3", torch.float32)).to(torch.bfloat16).cuda(), prompts(2, longest=3)[1] * 200
     fuse(hf)
     held = []
     for graph in (False, True):
         steps = Engine(Model(hf), methods.make("plain"), slots=1, max_context=200, chunk=64, graph=graph)
         for length in (100, 150, 190, 195, 197, 199):
-            steps.generate([Request(text[:length], max_new_tokens=1, reuse=length > 100)])
+            steps.generate([Request(tokens[:length], max_new_tokens=1, reuse=length > 100)])
         held.append(steps.target.cache.held[:, :, 0, :, :198].double())
-        assert bool(captured_prompts(steps)) == graph
+        assert bool(recorded_prompts(steps)) == graph
     assert held[1].isfinite().all()
     assert (held[1] - held[0]).norm() < 0.05 * held[0].norm()
 
@@ -150,12 +153,12 @@ def test_the_noise_is_the_same_on_both_devices() -> None:
     assert torch.equal(here, noise_bits(key.cuda(), position.cuda(), tokens.cuda()).cpu())
 
 
-def test_what_a_captured_round_reads_stays_where_it_is() -> None:
-    """Prompts of hundreds of lengths come between two replays, and what they leave behind must not be read as a tree."""
+def test_inputs_of_a_recorded_round_keep_their_address() -> None:
+    """Trees of hundreds of sizes are made between two replays; their memory must not be read as the tree of the round."""
     asked = Request(prompts(2)[1], SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True)
     steps = Engine(Model(on_gpu("llama")), methods.make("plain"), slots=1, max_context=200)
     before, _ = (steps.generate([asked])[0] for _ in range(2))
-    assert captured_prompts(steps) == 1
+    assert recorded_prompts(steps) == 1
     for nodes in range(1, 700):
         Tree.chain(nodes, "cuda")
     junk = [torch.full((64,), 7, device="cuda") for _ in range(2000)]

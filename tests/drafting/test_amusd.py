@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import SAMPLINGS, Recorder, drafts_of, engine, requests, target, taught, tiny, truth, written
+from doubles import SAMPLINGS, Recorder, drafts_of, engine, requests, target, tiny, truth, with_random_weights, written
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 from foreword.errors import DrafterError, ForewordWarning, InputError
@@ -27,7 +27,7 @@ from foreword.hub.temporary import LOCK
 from foreword.methods import untrained
 from foreword.methods.amusd.drafter import Away, Clock
 from foreword.methods.amusd.epochs import Job
-from foreword.methods.amusd.writer import Place, Writer, alone, in_a_process
+from foreword.methods.amusd.worker import Place, Writer, alone, in_a_process
 from foreword.model.model import Model
 
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -35,17 +35,17 @@ ALL = dict(least=3, patience=60.0, rows=4, ahead=3)
 
 
 def free(model: Model, **options: Any) -> Any:
-    return taught("amusd", model, **{"worker": "thread", "least": 1, "ahead": 4} | options)
+    return with_random_weights("amusd", model, **{"worker": "thread", "least": 1, "ahead": 4} | options)
 
 
 @every_sampling
 def test_who_waits_for_all_drafts_what_draft_model_drafts(sampling: Sampling) -> None:
     model, asked, drafts = target(), requests(5, sampling, ignore_eos=True), []
-    chain = taught("draft_model", model, rows=4, depth=3, tree="chain", stop=0.0)
-    for made in (chain, taught("amusd", model, worker="thread", **ALL)):
+    chain = with_random_weights("draft_model", model, rows=4, depth=3, tree="chain", stop=0.0)
+    for made in (chain, with_random_weights("amusd", model, worker="thread", **ALL)):
         recorder = Recorder(made)
         engine(recorder, model).generate(asked)
-        found = [pair for seen in recorder.proposed for pair in zip(seen.texts, drafts_of(seen), strict=True)]
+        found = [pair for seen in recorder.proposed for pair in zip(seen.sequences, drafts_of(seen), strict=True)]
         drafts.append({tuple(text): draft for text, draft in found if len(text) > 1})
     assert drafts[0] == drafts[1] and len(drafts[0]) > 20
 
@@ -79,7 +79,7 @@ def test_no_delay_changes_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -
     them rounds are read late, as on a GPU. What is proposed is always the beginning of what a chain would be."""
     delays, model = Delays(monkeypatch, seed), target()
     asked = requests(8, SAMPLINGS["T=0.8" if seed % 2 else "greedy"], seed=seed)
-    make, layers = (taught, 2) if seed % 3 else (lambda name, model, **options: untrained(name, **options), 4)
+    make, layers = (with_random_weights, 2) if seed % 3 else (lambda name, model, **options: untrained(name, **options), 4)
     recorders = []
     for options in (dict(least=seed % 3, patience=0.01), dict(least=4, patience=60.0)):
         drafter: Any = make("amusd", model, worker="thread", layers=layers, ahead=4, **options)
@@ -96,7 +96,7 @@ def test_no_delay_changes_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -
         {
             tuple(text): draft[0]
             for seen in recorder.proposed
-            for text, draft in zip(seen.texts, drafts_of(seen), strict=True)
+            for text, draft in zip(seen.sequences, drafts_of(seen), strict=True)
         }
         for recorder in reversed(recorders)
     )
@@ -108,7 +108,7 @@ def test_no_delay_changes_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -
 def apart() -> Any:
     """One drafter with a worker in another process, for several tests: it takes seconds to start."""
     model = target()
-    drafter = taught("amusd", model, ahead=4)
+    drafter = with_random_weights("amusd", model, ahead=4)
     yield model, drafter, engine(drafter, model)
     drafter.close()
 
@@ -243,7 +243,7 @@ def test_a_round_is_waited_for_and_timed_by_its_events() -> None:
 def test_a_text_is_at_its_end() -> None:
     """No room for guesses: nobody waits for any."""
     model = target()
-    drafter = taught("amusd", model, worker="thread", **ALL)
+    drafter = with_random_weights("amusd", model, worker="thread", **ALL)
     request = Request(tuple(range(3, 43)), SAMPLINGS["greedy"], max_new_tokens=99, ignore_eos=True)
     assert written(engine(drafter, model), [request]) == [truth(model.hf, request)]
 
@@ -266,7 +266,7 @@ def test_a_process_on_the_cpu_has_cores_of_its_own(
     monkeypatch.setattr(model, "score", watched)
     torch.set_num_threads(2)
     try:
-        with_draft = engine(taught("amusd", model, worker=worker), model)
+        with_draft = engine(with_random_weights("amusd", model, worker=worker), model)
         run = with_draft.add(replace(request, speculate=speculate))
         while not run.done:
             with_draft.step()

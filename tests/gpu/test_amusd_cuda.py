@@ -18,7 +18,7 @@ from foreword.engine.graph import GraphedCheck
 from foreword.engine.request import Request
 from foreword.methods import make
 from foreword.methods.amusd.epochs import GREEDY, Job
-from foreword.methods.amusd.writer import CHUNK, Place, Writer
+from foreword.methods.amusd.worker import CHUNK, Place, Writer
 from foreword.model.linears import fuse
 from foreword.model.model import Model
 from tiers import slow

@@ -28,7 +28,7 @@ from foreword.drafting.small_model import FirstLayers, check_layers, check_other
 from foreword.drafting.standalone import standalone_model
 from foreword.errors import ForewordWarning, InputError
 from foreword.methods.amusd.epochs import News, Teller
-from foreword.methods.amusd.writer import Place, Worker, alone, in_a_process, in_a_thread
+from foreword.methods.amusd.worker import Place, Worker, alone, in_a_process, in_a_thread
 from foreword.model.cores import ReservedCores
 from foreword.model.loading import choose_device
 from foreword.model.model import Model

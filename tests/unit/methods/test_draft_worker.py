@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from doubles import VOCABULARY, target
-from foreword.methods.amusd import writer
+from foreword.methods.amusd import worker
 from foreword.methods.amusd.epochs import ALONE, GREEDY, Job
-from foreword.methods.amusd.writer import CHUNK, WIDTHS, Place, Sheet, Writer, sizes
+from foreword.methods.amusd.worker import CHUNK, WIDTHS, Place, Sheet, Writer, sizes
 from foreword.model.model import Model
 
 CONTEXT = 160
@@ -39,7 +39,7 @@ class Rerun:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "record", Rerun)
+    monkeypatch.setattr(worker, "record", Rerun)
     Rerun.made = []
 
 

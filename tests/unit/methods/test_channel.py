@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from foreword.methods.amusd.line import Line, SocketLine, ThreadLine
+from foreword.methods.amusd.channel import Line, SocketLine, ThreadLine
 
 Pair = Callable[[], tuple[Line, Line]]
 

@@ -34,8 +34,8 @@ from foreword.core.state import Batch
 from foreword.errors import DrafterError, StorageError
 from foreword.files import read_json
 from foreword.hub.temporary import TemporaryFolder
+from foreword.methods.amusd.channel import Line, SocketLine, ThreadLine
 from foreword.methods.amusd.epochs import ALONE, GREEDY, Draw, Follower, Job
-from foreword.methods.amusd.line import Line, SocketLine, ThreadLine
 from foreword.model.linears import rebuild, unpacked
 from foreword.model.loading import DTYPES, load_weights, without_progress_bars
 from foreword.model.model import Model
@@ -255,7 +255,7 @@ def in_a_process(model: PreTrainedModel, place: Place) -> Worker:
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     with theirs, (folder / "errors.txt").open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "foreword.methods.amusd.writer", str(folder), str(theirs.fileno())],
+            [sys.executable, "-m", "foreword.methods.amusd.worker", str(folder), str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stderr=errors,
             pass_fds=[theirs.fileno()],

@@ -1,1 +1,1 @@
-"""What drafters share: trees, graphs, heads, lessons, transferred states, the draft vocabulary."""
+"""What drafters share: trees, graphs, heads, training losses, pseudo rows, the small model, the draft vocabulary."""

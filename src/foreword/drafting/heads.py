@@ -1,6 +1,6 @@
 """The parts of draft heads, each in the dtype and on the device of the target that it is made for.
 
-The initial weights matter more than the size: an untrained draft head answers what the target's own head would.
+The initial weights matter more than the size: an untrained draft head predicts what the target's own head would.
 Papers: Medusa (arXiv 2401.10774), Clover (arXiv 2405.00263), Clover-2 (arXiv 2408.00264).
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from foreword.core.target import Target
-from foreword.model.draft_linears import DraftLinears, for_kernels
-from foreword.ops.rows import cosine_attention, looked
+from foreword.model.draft_linears import DraftLinears, norm_parameters
+from foreword.ops.rows import add_cosine_attention, cosine_attention
 from foreword.ops.rows import remember as remember_rows
 
 
@@ -22,7 +22,7 @@ def linear(target: Target, columns_in: int, columns_out: int, bias: bool = True)
 
 
 def norm_like(target: Target) -> nn.RMSNorm:
-    """A new norm that starts as the target's final one. The target's norm of a row of ones is its weight."""
+    """Return a new norm that starts as the target's final one. The target's norm of a row of ones is its weight."""
     norm = plain_norm(target)
     with torch.no_grad():
         norm.weight.copy_(target.norm(torch.ones(1, 1, target.hidden_size, device=target.device, dtype=target.dtype))[0, 0])
@@ -41,11 +41,11 @@ class SideBySideLinear(nn.Module):
         self.product = linear(target, 2 * target.hidden_size, target.hidden_size)
         nn.init.zeros_(self.product.weight)
         nn.init.zeros_(self.product.bias)
-        self._rough = DraftLinears(self.product)
+        self._draft_linears = DraftLinears(self.product)
 
     def onto(self, state: Tensor, embedding: Tensor, silu: bool = False, times: Tensor | None = None) -> Tensor:
-        """The state plus the product, or plus its SiLU; all of it multiplied by `times` [.., 1]."""
-        return self._rough.onto(state, state, embedding, silu, times)
+        """Add the product, or its SiLU, to the state, and multiply all by `times` [.., 1]."""
+        return self._draft_linears.onto(state, state, embedding, silu, times)
 
 
 class ResBlock(nn.Module):
@@ -56,10 +56,10 @@ class ResBlock(nn.Module):
         self.linear = linear(target, target.hidden_size, target.hidden_size)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
-        self._rough = DraftLinears(self.linear)
+        self._draft_linears = DraftLinears(self.linear)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self._rough.onto(rows, rows, silu=True)
+        return self._draft_linears.onto(rows, rows, silu=True)
 
 
 class CosineAttention(nn.Module):
@@ -74,17 +74,17 @@ class CosineAttention(nn.Module):
         self.heads = gcd(size, target.attention_heads)
         self.norm = plain_norm(target)
         self.query, self.key, self.value = (linear(target, size, size, bias) for _ in range(3))
-        for part in (self.query, self.key, self.value):
+        for one in (self.query, self.key, self.value):
             if bias:
-                nn.init.zeros_(part.bias)
-        self._rough = DraftLinears(self.query, self.key, self.value, turn=1)
+                nn.init.zeros_(one.bias)
+        self._draft_linears = DraftLinears(self.query, self.key, self.value, second_from=1)
 
     def forward(self, state: Tensor, embedding: Tensor) -> Tensor:
-        return cosine_attention(self._rough(state, embedding, self.norm), self.heads)
+        return cosine_attention(self._draft_linears(state, embedding, self.norm), self.heads)
 
     def onto(self, state: Tensor, embedding: Tensor, silu: bool = False, times: Tensor | None = None) -> Tensor:
-        """The state plus the attention, or plus its SiLU; all of it multiplied by `times` [.., 1]."""
-        state = looked(state, self._rough(state, embedding, self.norm), self.heads, silu)
+        """Add the attention, or its SiLU, to the state, and multiply all by `times` [.., 1]."""
+        state = add_cosine_attention(state, self._draft_linears(state, embedding, self.norm), self.heads, silu)
         return state if times is None else times * state
 
 
@@ -103,4 +103,4 @@ def remember(
     norm: nn.RMSNorm | None = None,
 ) -> None:
     """Store each slot's last accepted row; slots with count 0 are unchanged. See `ops.rows.remember`."""
-    remember_rows(held, slots, rows, count, path, for_kernels(norm))
+    remember_rows(held, slots, rows, count, path, norm_parameters(norm))

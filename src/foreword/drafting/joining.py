@@ -1,4 +1,4 @@
-"""DRAFT: a chain of candidates attached to a tree of others, so that one pass verifies both.
+"""DRAFT: attach a chain of candidates to a tree of others, so that one pass verifies both.
 
 In: two drafts after the same roots, the second a chain. Out: one draft whose paths are those of both. As long as the tree
 agrees with the chain, the tree's rows serve; where they diverge, the rest of the chain is attached.
@@ -11,17 +11,17 @@ from foreword.ops.chains import ChainRows, TreeRows, attached, with_chain
 
 
 def joined(tree: Draft, chain: Draft, levels: int) -> Draft:
-    """Join a tree of at most `levels` levels and a chain. The draft has the rows of both, the root counted once; rows that
-    both share are left empty."""
-    return _draft(with_chain(*_parts(tree, chain), levels))
+    """Join a tree of at most `levels` levels and a chain. The draft has as many rows as both together, less one root. Rows
+    that the two share leave padding at the end."""
+    return _draft(with_chain(*_rows(tree, chain), levels))
 
 
-def hang(tree: Draft, chain: Draft, levels: int, agreed: bool = False) -> Draft:
-    """`joined` in torch. `agreed`: leave out chains whose first candidate the tree does not have."""
-    return _draft(attached(*_parts(tree, chain), levels, agreed))
+def attach(tree: Draft, chain: Draft, levels: int, agreed: bool = False) -> Draft:
+    """Do the same as `joined`, in torch. `agreed`: leave out chains whose first candidate the tree does not have."""
+    return _draft(attached(*_rows(tree, chain), levels, agreed))
 
 
-def _parts(tree: Draft, chain: Draft) -> tuple[TreeRows, ChainRows]:
+def _rows(tree: Draft, chain: Draft) -> tuple[TreeRows, ChainRows]:
     return (tree.tokens, tree.tree.parent, tree.size), (chain.tokens, chain.size)
 
 

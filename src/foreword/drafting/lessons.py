@@ -1,9 +1,9 @@
 """Training: which rows of a sequence a draft head learns from, and its loss.
 
-Head i, from 1, reads position t and predicts token t + 1 + i. Token t + 1 is the root, which it is conditioned on. A row
-counts for head i if the target wrote all tokens that heads 1 to i predict. Logits [rows, V] are computed for a few rows at a
-time, the target's own once for all heads, and then dropped: the target's head is frozen, and only the gradient of the rows
-is needed.
+Head i, from 1, reads position t and predicts token t + 1 + i. It is conditioned on token t + 1, the root. A row counts for
+head i if the target wrote all tokens that heads 1 to i predict. Logits [rows, V] are computed for a few rows at a time and
+then dropped; the target's own logits are computed once for all heads. The target's head is frozen, so only the gradient of
+the rows is needed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from foreword.core.target import Target
 from foreword.errors import InputError
-from foreword.ops.losses import log_mass, lose
+from foreword.ops.losses import cross_entropies, log_mass
 from foreword.ops.sending import sent_along
 
 Labels = Literal["hard", "soft"]
-Taught = tuple[Tensor, Tensor]  # the target's own logits [R, V] and their logsumexp [R]
+TeacherLogits = tuple[Tensor, Tensor]  # the target's own logits [R, V] and their logsumexp [R]
 ROWS_AT_A_TIME = 2048
 
 
@@ -32,13 +32,13 @@ def check_labels(method: str, labels: str) -> None:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What one draft head hands to the target's head, and the wanted answer."""
+class HeadOutputs:
+    """The rows that one draft head hands to the target's head, and what should be predicted from them."""
 
     rows: Tensor  # [R, H]
     labels: Tensor  # [R]
     counts: Tensor  # [R] bool
-    ahead: int = 0  # how many rows later its teacher is
+    teacher_offset: int = 0  # the teacher's row comes this many rows later
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Lesson:
     """The R rows out of [b, n] to learn from."""
 
     rows: Tensor  # [R] places in the flattened [b * n]
-    ahead: Tensor  # [R, heads + 2] the tokens at t, t + 1, ...
+    tokens: Tensor  # [R, heads + 2] the tokens at t, t + 1, ...
     counts: Tensor  # [R, heads] bool
 
     @staticmethod
     def of(tokens: Tensor, mask: Tensor, heads: int) -> Lesson:
-        """mask [b, n]: tokens that the target wrote. Sequences are padded on the right.
+        """Choose the rows of sequences [b, n], padded on the right. mask [b, n]: tokens that the target wrote.
 
         The mask is on the host, so the number of rows is known without waiting for the device.
         """
         written = functional.pad(mask, (0, heads + 1)).unfold(1, heads + 2, 1)[:, :, 2:]  # [b, n, heads]
         counts = written.cumprod(-1).bool().flatten(0, 1)
         chosen = counts[:, 0].nonzero().squeeze(1)
-        rows, counts = (sent_along(part, tokens.device) for part in (chosen, counts[chosen]))
+        rows, counts = (sent_along(values, tokens.device) for values in (chosen, counts[chosen]))
         padded = functional.pad(tokens, (0, heads + 1))
         return Lesson(rows, padded.unfold(1, heads + 2, 1).flatten(0, 1)[rows], counts)
 
@@ -67,112 +67,116 @@ class Lesson:
         return values.flatten(0, 1)[self.rows]
 
     def teacher(self, values: Tensor) -> Tensor:
-        """[b, n, H] -> [R + heads - 1, H]: row j + i - 1 is where the target decides what head i predicts in row j.
+        """[b, n, H] -> [R + heads - 1, H]: in row j + i - 1 the target decides the token that head i predicts in row j.
 
-        Where head i counts in row j, rows j to j + i - 1 are neighbours in the sequence, so one list serves all heads.
+        If head i counts in row j, rows j to j + i - 1 are neighbours in the sequence, so one list serves all heads.
         """
         return functional.pad(values.flatten(0, 1)[self.rows + 1], (0, 0, 0, self.counts.shape[1] - 1))
 
     def token(self, head: int) -> Tensor:
-        """[R]: the last token that a head is conditioned on, which the head before it predicts."""
-        return self.ahead[:, head]
+        """[R]: the last token that a head is conditioned on. The head before it predicts this token."""
+        return self.tokens[:, head]
 
     def label(self, head: int) -> Tensor:
-        return self.ahead[:, head + 1]
+        """[R]: the token that a head should predict."""
+        return self.tokens[:, head + 1]
 
-    def asked(self, head: int, rows: Tensor) -> Answers:
-        return Answers(rows, self.label(head), self.counts[:, head - 1], head - 1)
+    def outputs(self, head: int, rows: Tensor) -> HeadOutputs:
+        return HeadOutputs(rows, self.label(head), self.counts[:, head - 1], head - 1)
 
 
 @dataclass
 class HeadLosses:
-    """The answers of all heads, collected one by one; then their loss, and its figures."""
+    """The outputs of all heads, collected one by one, then their loss and its figures."""
 
     lesson: Lesson
     target: Target
     labels: Labels
     hidden: Tensor  # [b, n, H] of the target, before its final norm
     regression: float = 0.0  # weight of the distance to the target's own state
-    answers: dict[int, Answers] = field(default_factory=dict)
+    outputs: dict[int, HeadOutputs] = field(default_factory=dict)
     weights: dict[int, float] = field(default_factory=dict)
 
     def add(self, head: int, rows: Tensor, weight: float) -> None:
-        """rows [R, H]: what a draft head hands to the target's head."""
-        self.answers[head], self.weights[head] = self.lesson.asked(head, rows), weight
+        """Add the rows [R, H] that a draft head hands to the target's head."""
+        self.outputs[head], self.weights[head] = self.lesson.outputs(head, rows), weight
 
     @property
     def result(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum of the heads' losses, and the figures of each head."""
         own = self._own() if self.labels == "soft" or self.regression else None
         teacher = own if self.labels == "soft" else None
-        found = losses(list(self.answers.values()), self.target.head, self.target.dtype, teacher)
+        found = losses(list(self.outputs.values()), self.target.head, self.target.dtype, teacher)
         total = self.hidden.new_zeros((), dtype=torch.float32)
         figures: dict[str, Tensor] = {}
-        for (head, asked), (loss, places) in zip(self.answers.items(), found, strict=True):
+        for (head, output), (loss, ranks) in zip(self.outputs.items(), found, strict=True):
             if self.regression and own is not None:
-                near = own[asked.ahead :][: asked.rows.shape[0]]
-                far = functional.smooth_l1_loss(asked.rows.float(), near.float(), reduction="none").mean(-1)
-                loss = loss + self.regression * _mean(far, asked.counts)
+                goal = own[output.teacher_offset :][: output.rows.shape[0]]
+                distance = functional.smooth_l1_loss(output.rows.float(), goal.float(), reduction="none").mean(-1)
+                loss = loss + self.regression * _mean(distance, output.counts)
             total = total + self.weights[head] * loss
-            figures |= figures_of(head, places, asked.counts)
+            figures |= figures_of(head, ranks, output.counts)
         return total, figures
 
     @torch.no_grad()
     def _own(self) -> Tensor:
-        """[R + heads - 1, H]: the target's own states where it decides what the heads predict."""
+        """[R + heads - 1, H]: the target's own normed states where it decides the tokens that the heads predict."""
         return self.target.norm(self.lesson.teacher(self.hidden))
 
 
 def losses(
-    asked: Sequence[Answers], head: Callable[[Tensor], Tensor], dtype: torch.dtype, teacher: Tensor | None = None
+    outputs: Sequence[HeadOutputs], head: Callable[[Tensor], Tensor], dtype: torch.dtype, teacher: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each draft head: its mean cross-entropy over the rows that count, and the rank [R] of each label, 0 the best.
+    """Return for each head its mean cross-entropy over the rows that count, and the rank [R] of each label, 0 the best.
 
-    With `teacher` [R or more, H] the wanted answer is the teacher's distribution `ahead` rows later, else the label.
+    head: the target's head. With `teacher` [R or more, H] a head learns the teacher's distribution `teacher_offset` rows
+    later, else the label.
     """
-    learns = torch.is_grad_enabled() and any(one.rows.requires_grad for one in asked)
-    sums = [torch.zeros((), device=one.rows.device) for one in asked]
-    gradients, places = [torch.zeros_like(one.rows) for one in asked], [torch.zeros_like(one.labels) for one in asked]
-    most = max(one.ahead for one in asked)
-    for first in range(0, asked[0].rows.shape[0], ROWS_AT_A_TIME):
-        part = slice(first, first + ROWS_AT_A_TIME)
-        taught = None if teacher is None else _taught(head, teacher[first : part.stop + most].to(dtype))
-        for i, one in enumerate(asked):
-            lost, places[i][part], gradient = _part(one, part, head, dtype, taught, learns)
-            sums[i] += lost.sum()
+    with_gradient = torch.is_grad_enabled() and any(one.rows.requires_grad for one in outputs)
+    sums = [torch.zeros((), device=one.rows.device) for one in outputs]
+    gradients, ranks = [torch.zeros_like(one.rows) for one in outputs], [torch.zeros_like(one.labels) for one in outputs]
+    most = max(one.teacher_offset for one in outputs)
+    for first in range(0, outputs[0].rows.shape[0], ROWS_AT_A_TIME):
+        chunk = slice(first, first + ROWS_AT_A_TIME)
+        of_teacher = None if teacher is None else _teacher_logits(head, teacher[first : chunk.stop + most].to(dtype))
+        for i, one in enumerate(outputs):
+            loss, ranks[i][chunk], gradient = _chunk_losses(one, chunk, head, dtype, of_teacher, with_gradient)
+            sums[i] += loss.sum()
             if gradient is not None:
-                gradients[i][part] = gradient
+                gradients[i][chunk] = gradient
     found = []
-    for one, loss, gradient in zip(asked, sums, gradients, strict=True):
+    for one, loss, gradient in zip(outputs, sums, gradients, strict=True):
         total = one.counts.sum().clamp(min=1)  # after the products: mean gradients are too small for half precision
-        found.append(_Known.apply(one.rows, loss / total, gradient / total) if learns else loss / total)
-    return list(zip(found, places, strict=True))
+        found.append(_WithGradient.apply(one.rows, loss / total, gradient / total) if with_gradient else loss / total)
+    return list(zip(found, ranks, strict=True))
 
 
-def _part(
-    asked: Answers,
-    part: slice,
+def _chunk_losses(
+    output: HeadOutputs,
+    chunk: slice,
     head: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
-    taught: Taught | None,
-    learns: bool,
+    teacher: TeacherLogits | None,
+    with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Losses and ranks of some rows, and the gradient of the sum of losses."""
-    leaf = asked.rows[part].detach().requires_grad_(learns)
-    with torch.set_grad_enabled(learns):
+    """Return losses and label ranks of some rows, and the gradient of the sum of losses."""
+    leaf = output.rows[chunk].detach().requires_grad_(with_gradient)
+    with torch.set_grad_enabled(with_gradient):
         logits = head(leaf.to(dtype))
-    if taught is not None:
-        taught = taught[0][asked.ahead :][: leaf.shape[0]], taught[1][asked.ahead :][: leaf.shape[0]]
-    lost, places = lose(logits.detach(), asked.labels[part], asked.counts[part], taught, learns)
-    return lost, places, torch.autograd.grad(logits, leaf, logits.detach())[0] if learns else None
+    if teacher is not None:
+        offset, count = output.teacher_offset, leaf.shape[0]
+        teacher = teacher[0][offset:][:count], teacher[1][offset:][:count]
+    loss, ranks = cross_entropies(logits.detach(), output.labels[chunk], output.counts[chunk], teacher, with_gradient)
+    return loss, ranks, torch.autograd.grad(logits, leaf, logits.detach())[0] if with_gradient else None
 
 
 @torch.no_grad()
-def _taught(head: Callable[[Tensor], Tensor], rows: Tensor) -> Taught:
+def _teacher_logits(head: Callable[[Tensor], Tensor], rows: Tensor) -> TeacherLogits:
     logits = head(rows)
     return logits, log_mass(logits)
 
 
-class _Known(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
     """A loss whose gradient was computed along with it."""
 
     @staticmethod
@@ -186,15 +190,15 @@ class _Known(torch.autograd.Function):
         return gradient * above[0], None, None
 
 
-def figures_of(head: int, places: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """How often a head's label was its first candidate, and among the first five; and the number of rows of these means."""
-    right = {f"top{most}/{head}": _mean((places < most).float(), counts) for most in (1, 5)}
+def figures_of(head: int, ranks: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """Return how often a head's label was its first candidate, and among its first five, and over how many rows."""
+    right = {f"top{most}/{head}": _mean((ranks < most).float(), counts) for most in (1, 5)}
     return right | {f"rows/{head}": counts.sum()}
 
 
-def rank_rates(places: Tensor, counts: Tensor, ranks: int) -> list[float]:
-    """How often the label had rank 0, 1, ... among the candidates."""
-    return [float(_mean((places == rank).float(), counts)) for rank in range(ranks)]
+def rank_rates(ranks: Tensor, counts: Tensor, most: int) -> list[float]:
+    """Return how often the label had rank 0, 1, ... below `most` among the candidates."""
+    return [float(_mean((ranks == rank).float(), counts)) for rank in range(most)]
 
 
 def _mean(values: Tensor, counts: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Step i turns the row at t into a row at t + i. The layers above treat it as any other row: it attends to the sequence up to t
 and to the steps before it, and the target's head predicts token t + 1 + i from it. Token t + 1 is not known when the rows
-pass these layers; a second matrix per step conditions them on it afterwards. Training runs the rows through the frozen
-layers, and only the matrices learn. `firp` and `hidden_transfer` share them, and differ in when the rows are computed.
+pass these layers, so a second matrix per step conditions them on it afterwards. Training runs the rows through the frozen
+layers, and only the matrices learn. `firp` and `hidden_transfer` share them, and compute the rows at different times.
 Papers: Hidden Transfer (arXiv 2404.12022), FIRP (arXiv 2410.20488).
 """
 
@@ -21,13 +21,13 @@ from foreword.core.needs import Graft, Join, on_device
 from foreword.core.scores import Scores
 from foreword.core.target import Target
 from foreword.drafting.heads import linear
-from foreword.drafting.lessons import Answers, Labels, check_labels, figures_of, losses, rank_rates
+from foreword.drafting.lessons import HeadOutputs, Labels, check_labels, figures_of, losses, rank_rates
 from foreword.drafting.trees import BRANCH, Rates
 from foreword.errors import DrafterError, InputError
 from foreword.model.draft_linears import DraftLinears
 from foreword.model.widening import WITHIN, Table, Wide
-from foreword.ops.pseudo_rows import joined_ahead, projected
-from foreword.ops.rows import embedded_at_one
+from foreword.ops.pseudo_rows import projected, with_pseudo_rows
+from foreword.ops.rows import unit_rms_embeddings
 from foreword.ops.sending import sent_along
 
 Source = Literal["anchor", "chain"]
@@ -35,7 +35,7 @@ Source = Literal["anchor", "chain"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a drafter's options say about its steps."""
+    """The options of a drafter's steps."""
 
     steps: int
     layers: tuple[int, ...] | None = None  # the layer after which each step joins; None: from the middle on
@@ -43,7 +43,7 @@ class Transfer:
     bias: bool = True
     squeeze: int = 1  # a divisor of H: a matrix has rank H / squeeze, and is smaller
     norm: bool = True  # matrices see rows of unit RMS; the result is scaled back
-    told: bool = True  # rows are conditioned on the token before them once it is decided
+    conditioned: bool = True  # rows are conditioned on the token before them once it is decided
     labels: Labels = "soft"
     anchors: int = 64  # per sequence, in a training step
 
@@ -67,7 +67,7 @@ class Transfer:
         if outside:
             raise DrafterError(
                 f"{method}: no step can join after layer {outside[0]} of {target.name}, which has "
-                f"{target.layers}; one at least must be left to walk, so choose from 0 to {target.layers - 1}"
+                f"{target.layers}; at least one layer must follow the step, so choose from 0 to {target.layers - 1}"
             )
         return self.layers
 
@@ -75,7 +75,7 @@ class Transfer:
     def config(self) -> dict[str, Any]:
         layers = None if self.layers is None else list(self.layers)
         shape = {"steps": self.steps, "layers": layers, "source": self.source}
-        return shape | {"bias": self.bias, "squeeze": self.squeeze, "norm": self.norm, "told": self.told}
+        return shape | {"bias": self.bias, "squeeze": self.squeeze, "norm": self.norm, "told": self.conditioned}
 
     @property
     def wide(self) -> Table:
@@ -85,7 +85,7 @@ class Transfer:
     def module(self, target: Target) -> nn.ModuleList:
         """The matrices of the steps, and after them those that condition the steps on a token, if there are any."""
         matrices = nn.ModuleList(Projection(target, self) for _ in range(self.steps))
-        return matrices.append(TokenConditioning(target, self.steps)) if self.told else matrices
+        return matrices.append(TokenConditioning(target, self.steps)) if self.conditioned else matrices
 
 
 class Projection(nn.Module):
@@ -112,13 +112,13 @@ class Projection(nn.Module):
 
     @property
     def weights(self) -> list[Tensor]:
-        """In the order that rows go through them."""
-        return [part.weight for part in (self.down, self.linear) if part is not None]
+        """The matrices, in the order that rows go through them."""
+        return [one.weight for one in (self.down, self.linear) if one is not None]
 
 
 class TokenConditioning(nn.Module):
-    """Conditions the steps on the token after their anchor, once it is decided. One matrix per step maps its embedding. The
-    result is added to what the step hands to the target's head. The matrices start at 0."""
+    """Conditions the steps on the token after their anchor, once it is decided. One matrix per step maps the token's
+    embedding, and the result is added to the row that the step hands to the target's head. The matrices start at 0."""
 
     def __init__(self, target: Target, steps: int) -> None:
         super().__init__()
@@ -129,21 +129,21 @@ class TokenConditioning(nn.Module):
         self._first = [DraftLinears(*self.of_step[:count]) for count in range(1, steps + 1)]
 
     def forward(self, rows: Tensor, embedding: Tensor) -> Tensor:
-        """The first n steps [.., n, H], conditioned on a token with this embedding of unit RMS [.., H]."""
+        """Condition the rows of the first n steps [.., n, H] on a token with this embedding of unit RMS [.., H]."""
         return self._first[rows.shape[-2] - 1].onto(rows.flatten(-2), embedding).view_as(rows)
 
 
-def told(module: nn.ModuleList, rows: Tensor, tokens: Tensor, table: Tensor) -> Tensor:
-    """What the first n steps hand to the target's head [.., n, H], conditioned on the tokens [..] before them if that was
-    learned. table [V, H]: embeddings."""
+def conditioned_steps(module: nn.ModuleList, rows: Tensor, tokens: Tensor, table: Tensor) -> Tensor:
+    """Condition the rows [.., n, H] that the first n steps hand to the target's head on the tokens [..] before them, if the
+    module learned to. table [V, H]: embeddings."""
     last = module[-1]
     if not isinstance(last, TokenConditioning):
         return rows
-    return last(rows, embedded_at_one(table, tokens))
+    return last(rows, unit_rms_embeddings(table, tokens))
 
 
 def joins_of(module: nn.ModuleList, options: Transfer) -> list[Join]:
-    """The steps for training. Each attends to all before it."""
+    """Return the steps as joins, for training. Each attends to all before it."""
     assert options.layers is not None, "bind says where steps join"
 
     def join(step: int, layer: int) -> Join:
@@ -155,109 +155,112 @@ def joins_of(module: nn.ModuleList, options: Transfer) -> list[Join]:
     return [join(step, layer) for step, layer in enumerate(options.layers)]
 
 
-def ahead(matrix: nn.Module, rows: Tensor, source: Tensor, which: Tensor) -> Tensor:
-    """Rows [b, n, H] of a pass and, after them, a step's, from rows `which` [R] of the source [b, m, H]. See
-    `ops.pseudo_rows.joined_ahead`."""
+def append_step(matrix: nn.Module, rows: Tensor, source: Tensor, which: Tensor) -> Tensor:
+    """Append to rows [b, n, H] of a pass those of a step, from rows `which` [R] of the source [b, m, H]. See
+    `ops.pseudo_rows.with_pseudo_rows`."""
     assert isinstance(matrix, Projection)
-    return joined_ahead(rows, source, which, matrix.weights, matrix.linear.bias, matrix.norm)
+    return with_pseudo_rows(rows, source, which, matrix.weights, matrix.linear.bias, matrix.norm)
 
 
-def behind(module: nn.ModuleList, layers: Sequence[int], source: Source, known: Tensor) -> tuple[Tensor, tuple[Graft, ...]]:
-    """The steps after the last row of a sequence, whose states after the layers are `known` [b, steps, H].
+def steps_after(
+    module: nn.ModuleList, layers: Sequence[int], source: Source, known: Tensor
+) -> tuple[Tensor, tuple[Graft, ...]]:
+    """Start the steps after the last row of a sequence. known [b, steps, H]: its states after the layers.
 
     Returns the first step's row [b, 1, H], from which `Target.onward` continues at its layer, and grafts of the later steps.
     """
 
     def graft(step: int) -> Graft:
         def onto(hidden: Tensor, real: int) -> Tensor:
-            made_of, row = (hidden, step - 1) if source == "chain" else (known, step)
-            return ahead(module[step], hidden, made_of, on_device((row,), known.device))
+            origin, row = (hidden, step - 1) if source == "chain" else (known, step)
+            return append_step(module[step], hidden, origin, on_device((row,), known.device))
 
         return Graft(layers[step], (0,), (step,), onto)
 
-    first = ahead(module[0], known[:, :0], known, on_device((0,), known.device))
+    first = append_step(module[0], known[:, :0], known, on_device((0,), known.device))
     return first, tuple(graft(step) for step in range(1, len(layers)))
 
 
-# Learning ----------------------------------------------------------------------------------------------------------------
+# Training ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """The rows of sequences that are learned from, A of each, and what the steps after them should predict."""
+    """The rows of sequences to learn from, A of each, and what the steps after them should predict."""
 
     place: Tensor  # [b, A]
-    before: Tensor  # [b, A] the token after each, which comes before the predicted ones
+    before: Tensor  # [b, A] the token after each anchor, which comes before the predicted ones
     labels: Tensor  # [b, A, steps]
-    counts: Tensor  # [b, A, steps] bool: the target wrote all that steps 1 to i predict
+    counts: Tensor  # [b, A, steps] bool: whether the target wrote all tokens that steps 1 to i predict
 
     @staticmethod
     def of(tokens: Tensor, mask: Tensor, steps: int, most: int, at_random: bool) -> Anchors:
-        """mask [b, n], on the host: tokens that the target wrote.
+        """Sample up to `most` rows of each sequence: `at_random` in training, else always the same ones.
 
-        Up to `most` rows of each sequence are sampled, anew in training and always the same ones elsewhere. If a sequence
-        has fewer, rows that do not count keep the shape.
+        mask [b, n], on the host: tokens that the target wrote. If a sequence has fewer rows, rows that do not count pad it.
         """
         written = functional.pad(mask, (0, steps + 1)).unfold(1, steps + 2, 1)[:, :, 2:].cumprod(-1).bool()  # [b, n, steps]
         fixed = None if at_random else torch.Generator().manual_seed(0)
-        drawn = torch.rand(mask.shape, generator=fixed).masked_fill(~written[:, :, 0], -1)
-        chosen = drawn.topk(min(most, mask.shape[1]), dim=1).indices.sort(1).values
+        priority = torch.rand(mask.shape, generator=fixed).masked_fill(~written[:, :, 0], -1)
+        chosen = priority.topk(min(most, mask.shape[1]), dim=1).indices.sort(1).values
         counts = written.gather(1, chosen.unsqueeze(-1).expand(-1, -1, steps))
-        place, counts = (sent_along(part, tokens.device) for part in (chosen, counts))
+        place, counts = (sent_along(values, tokens.device) for values in (chosen, counts))
         ahead = (place.unsqueeze(-1) + 2 + torch.arange(steps, device=tokens.device)).clamp(max=tokens.shape[1] - 1)
         before = tokens.gather(1, (place + 1).clamp(max=tokens.shape[1] - 1))
         return Anchors(place, before, tokens.gather(1, ahead.flatten(1)).view(ahead.shape), counts)
 
-    def asked(self, step: int, rows: Tensor) -> Answers:
-        """rows [b, A, H]: what a step, from 1, hands to the target's head."""
-        return Answers(rows.flatten(0, 1), self.labels[:, :, step - 1].flatten(), self.counts[:, :, step - 1].flatten())
+    def outputs(self, step: int, rows: Tensor) -> HeadOutputs:
+        """Return the rows [b, A, H] that a step, from 1, hands to the target's head, with what they should predict."""
+        return HeadOutputs(rows.flatten(0, 1), self.labels[:, :, step - 1].flatten(), self.counts[:, :, step - 1].flatten())
 
     def teacher(self, step: int, hidden: Tensor) -> Tensor:
-        """[b * A, H] of the target's states [b, n, H]: where it decides what a step predicts."""
+        """Return the target's states where it decides the token that a step predicts: [b, n, H] -> [b * A, H]."""
         place = (self.place + step).clamp(max=hidden.shape[1] - 1)
         return hidden.gather(1, place.unsqueeze(-1).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
 
 
 class Walk(NamedTuple):
-    rows: tuple[Tensor, ...]  # what each step after the anchors hands to the target's head [b, A, H]
+    """Sequences and steps after the last layer."""
+
+    rows: tuple[Tensor, ...]  # [b, A, H] for each step: the rows that it hands to the target's head
     hidden: Tensor  # [b, n, H] the sequences' own states after the last layer, before the final norm
 
 
 def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Target) -> Walk:
-    """Continue sequences from the first join, with the steps. They were read up to the tapped layers before."""
+    """Continue sequences from the first join, with the steps. The sequences were read up to the tapped layers before."""
     first = joins[0].layer
     for found in target.alongside(scores.taps[first], first, anchors.place, joins):
         last = found
-    return Walk(tuple(target.norm(one) for one in last.rows), last.texts)
+    return Walk(tuple(target.norm(one) for one in last.rows), last.sequences)
 
 
-def _guessing(module: nn.ModuleList, anchors: Anchors, walk: Walk, target: Target) -> list[Answers]:
-    """What the steps hand to the target's head, and the wanted answers."""
-    rows = told(module, torch.stack(walk.rows, dim=2), anchors.before, target.head_weight())  # [b, A, steps, H]
-    return [anchors.asked(step, one) for step, one in enumerate(rows.unbind(2), start=1)]
+def _outputs(module: nn.ModuleList, anchors: Anchors, walk: Walk, target: Target) -> list[HeadOutputs]:
+    """Return the rows that the steps hand to the target's head, with what they should predict."""
+    rows = conditioned_steps(module, torch.stack(walk.rows, dim=2), anchors.before, target.head_weight())  # [b, A, steps, H]
+    return [anchors.outputs(step, one) for step, one in enumerate(rows.unbind(2), start=1)]
 
 
 def learn(
     module: nn.ModuleList, options: Transfer, tokens: Tensor, mask: Tensor, scores: Scores, target: Target
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of all steps, and their figures, as in `Trainable.loss`."""
+    """Return the loss of all steps, and their figures, as `Trainable.loss` does."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, module.training)
-    lost, figures = [], dict[str, Tensor]()
+    all_losses, figures = [], dict[str, Tensor]()
     walk = walked(joins_of(module, options), anchors, scores, target)
-    for step, asked in enumerate(_guessing(module, anchors, walk, target), start=1):
+    for step, output in enumerate(_outputs(module, anchors, walk, target), start=1):
         own = anchors.teacher(step, walk.hidden)
-        [(loss, places)] = losses([asked], target.head, target.dtype, target.norm(own) if options.labels == "soft" else None)
-        lost.append(loss)
-        figures |= figures_of(step, places, asked.counts)
-    return torch.stack(lost).sum(), figures
+        [(loss, ranks)] = losses([output], target.head, target.dtype, target.norm(own) if options.labels == "soft" else None)
+        all_losses.append(loss)
+        figures |= figures_of(step, ranks, output.counts)
+    return torch.stack(all_losses).sum(), figures
 
 
 @torch.no_grad()
 def right_by_rank(
     module: nn.ModuleList, options: Transfer, tokens: Tensor, mask: Tensor, scores: Scores, target: Target
 ) -> Rates:
-    """How often the candidates of each step are right, by rank. Trees are built from these rates."""
+    """Return how often the candidates of each step are right, by rank. Trees are built from these rates."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, at_random=False)
-    asked = _guessing(module, anchors, walked(joins_of(module, options), anchors, scores, target), target)
-    found = losses(asked, target.head, target.dtype)
-    return [rank_rates(places, one.counts, BRANCH) for one, (_, places) in zip(asked, found, strict=True)]
+    outputs = _outputs(module, anchors, walked(joins_of(module, options), anchors, scores, target), target)
+    found = losses(outputs, target.head, target.dtype)
+    return [rank_rates(ranks, one.counts, BRANCH) for one, (_, ranks) in zip(outputs, found, strict=True)]

@@ -1,1 +1,1 @@
-"""What a round does to tensors. The only room that asks for the device."""
+"""The tensor operations of a round, in torch and as kernels. No other package asks which device it runs on."""

@@ -13,9 +13,9 @@ from foreword.ops.dispatch import accelerated
 
 
 def flat_places(slots: Tensor, rows: Tensor, heads: int, all_rows: int) -> Tensor:
-    """Where rows [b, n] of slots [b] lie when (slot, head, row) is one flat axis: [b * heads * n].
+    """Return where rows [b, n] of slots [b] lie when (slot, head, row) is one flat axis: [b * heads * n].
 
-    Padding may lie beyond the last row, which is waste: it is written there."""
+    Padding beyond the last row goes to the last row, which holds nothing of use."""
     head = torch.arange(heads, device=rows.device).view(1, -1, 1)
     head_of_slot = slots.view(-1, 1, 1) * heads + head
     return (head_of_slot * all_rows + rows.clamp(max=all_rows - 1).unsqueeze(1)).flatten()

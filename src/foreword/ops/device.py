@@ -1,6 +1,6 @@
-"""What differs between a GPU and a CPU, asked by purpose. Outside `ops` nobody compares device types.
+"""What differs between a GPU and a CPU, by purpose. Outside `ops` no code compares device types.
 
-Each function takes a device and answers one question that the engine, the model or a method has.
+Each function takes a device and answers one question of the engine, the model or a method.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def fixes_shapes(device: torch.device) -> bool:
-    """Whether a pass keeps the number of rows that it was bound with, and masks unused ones. A GPU replays captured rounds,
-    whose shapes cannot change, and more rows cost it little. On a CPU every row costs, so unused rows are cut off."""
+    """Return whether a pass always has the number of rows it was bound with, and masks unused ones. A GPU replays captured
+    rounds, which have fixed shapes, and more rows cost it little. On a CPU every row costs, so unused rows are cut off."""
     return device.type == "cuda"
 
 
 def reads_late(device: torch.device) -> bool:
-    """Whether the host reads a round while the next one runs. A CPU has nothing to do meanwhile."""
+    """Return whether the host reads a round while the next one runs. On a CPU nothing runs meanwhile."""
     return device.type == "cuda"
 
 
 def replays_graphs(device: torch.device) -> bool:
-    """Whether launches can be recorded as a graph and replayed."""
+    """Return whether launches can be recorded as a graph and replayed."""
     return device.type == "cuda"
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """An event that is reached when the device has done all that it was given so far; None where nothing is left to wait
+    """Return an event that completes when the device has done all work queued so far; None if there is nothing to wait
     for."""
     if device.type != "cuda":
         return None
@@ -37,75 +37,75 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def prefill_chunk(device: torch.device) -> int:
-    """How many prompt tokens of a sequence one pass reads."""
+    """Return how many prompt tokens of a sequence one pass reads."""
     return 1024 if device.type == "cuda" else 256
 
 
 def joins_prompts(device: torch.device) -> bool:
-    """Whether several prompts are read in one pass. A CPU is busy with the rows of one."""
+    """Return whether several prompts are read in one pass. The rows of one prompt keep a CPU busy."""
     return device.type == "cuda"
 
 
 def captures(device: torch.device) -> bool:
-    """Whether calls are captured once and replayed: CUDA graphs. A captured call reads its slots from a buffer."""
+    """Return whether calls are captured once and replayed, as CUDA graphs. A captured call reads its slots from a buffer."""
     return device.type == "cuda"
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a call is being captured just now, so that nothing may be allocated or made that must happen once."""
+    """Return whether a call is being captured now. Work that must happen once, such as allocation, is not allowed then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def host_computes(device: torch.device) -> bool:
-    """Whether threads of this process do the computing, so that other programs on the cores slow it down."""
+    """Return whether threads of this process do the computing, so that other programs on the cores slow it down."""
     return device.type == "cpu"
 
 
 def batch_changes_cost(device: torch.device) -> bool:
-    """Whether rows of several sequences cost something else than as many rows of one. A CPU is as slow with either."""
+    """Return whether rows of several sequences cost more or less than as many rows of one. On a CPU they cost the same."""
     return device.type == "cuda"
 
 
 def has_half_precision_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our kernels for layers in half precision run here."""
+    """Return whether our kernels for layers in half precision run here."""
     return device.type == "cuda" and dtype in HALF
 
 
 def has_packed_linears(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN can lay out weights of this dtype in blocks, which makes passes of several rows cheaper."""
+    """Return whether oneDNN can lay out weights of this dtype in blocks, which makes passes of several rows cheaper."""
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def is_bound_by_reading(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a pass over one row takes about as long as reading the weights. Many CPUs compute in half precision far slower
-    than they read."""
+    """Return whether a pass over one row takes about as long as reading the weights. Many CPUs compute in half precision far
+    slower than they read."""
     return device.type == "cuda" or dtype in (torch.float32, torch.float64)
 
 
 def layer_seconds(device: torch.device) -> float:
-    """At most this long takes a layer that has next to nothing to read."""
+    """Return an upper bound, in seconds, on the time of a layer that reads next to nothing."""
     return 1e-4 if device.type == "cuda" else 1e-3
 
 
 def name_of(device: torch.device) -> str:
-    """What the maker calls a GPU; empty for a CPU, which torch does not name."""
+    """Return the maker's name of a GPU; empty for a CPU, which torch does not name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def release_unused(device: torch.device) -> None:
-    """Give memory back that torch holds and nobody uses, so that `free_memory` counts it."""
+    """Give back memory that torch holds unused, so that `free_memory` counts it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has done all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device; None where that is not known."""
+    """Return how many bytes can still be allocated on a device; None if that is not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -1,7 +1,7 @@
 """The one place that chooses a kernel: torch code on the CPU, a kernel of ours for CUDA tensors.
 
-A function of `ops` is written in torch. That body is the reference: it says what is computed, runs on the CPU, and is what
-tests compare the kernel with. `@accelerated("module:function")` names the kernel that takes its place for CUDA tensors, with
+A function of `ops` is written in torch. That body is the reference: it defines the result, runs on the CPU, and tests
+compare the kernel with it. `@accelerated("module:function")` names the kernel that takes its place for CUDA tensors, with
 the same parameters. The kernel's module is imported at its first use, so Triton is needed only where CUDA is.
 """
 
@@ -45,8 +45,8 @@ def accelerated(
     """Send calls with CUDA tensors to the kernel `place`, "module:function" relative to `foreword.ops`.
 
     The first argument decides: a tensor, a tuple that starts with one, or an object whose `slots` is one. `place` may also
-    name a class, whose constructor takes the arguments. `when` is asked the same arguments and may refuse a call, for
-    example one in a precision that the kernel does not have; the torch body then runs on CUDA too.
+    name a class, whose constructor takes the arguments. `when` gets the same arguments and may refuse a call, for example
+    one in a precision that the kernel does not support; the torch body then runs on CUDA too.
     """
 
     def decorate(reference: Callable[Parameters, Answer]) -> Callable[Parameters, Answer]:
@@ -65,7 +65,7 @@ def accelerated(
 
 
 def on_cuda(first: Any) -> bool:
-    """Whether a tensor, the first of a tuple, or the `slots` of an object lies on a CUDA device."""
+    """Return whether a tensor, the first of a tuple, or the `slots` of an object is on a CUDA device."""
     first = first[0] if isinstance(first, tuple) else first
     tensor: Tensor = first if isinstance(first, Tensor) else first.slots
     return tensor.is_cuda
@@ -73,7 +73,7 @@ def on_cuda(first: Any) -> bool:
 
 @cache
 def kernels(module: str) -> ModuleType:
-    """A module of kernels, by its name relative to `foreword.ops`, for code that exists only where they run: the fused
+    """Return a module of kernels by its name relative to `foreword.ops`, for code that runs only where they do: the fused
     layers. It is imported at the first call, so Triton and Numba are needed only there."""
     return import_module(f"foreword.ops.{module}")
 

@@ -25,12 +25,12 @@ class Filters(NamedTuple):
 
 
 def survivors(scores: Tensor, filters: Filters) -> Tensor:
-    """[b, N, V] bool: the tokens that all filters keep."""
+    """Return the tokens that all filters keep: [b, N, V] bool."""
     return scores >= lowest(scores, filters, scores.logsumexp(-1, keepdim=True))
 
 
 def lowest(scores: Tensor, filters: Filters, log_mass: Tensor) -> Tensor:
-    """The lowest score that survives: [b, N, 1]. `scores` may be the best few of a row, `log_mass` is that of all."""
+    """Return the lowest score that survives: [b, N, 1]. `scores` may be the best few of a row; `log_mass` is that of all."""
     floor = torch.full_like(scores[..., :1], -math.inf)
     if filters.top_k is not None:
         floor = _top_k_floor(scores, filters.top_k, filters.largest_k)
@@ -45,7 +45,7 @@ def lowest(scores: Tensor, filters: Filters, log_mass: Tensor) -> Tensor:
 
 
 def _top_k_floor(scores: Tensor, k: Tensor, largest: int) -> Tensor:
-    """The k-th best score of each row; minus infinity where top-k is off."""
+    """Return the k-th best score of each row; minus infinity where top-k is off."""
     largest = min(largest, scores.shape[-1])
     top = scores.topk(largest, dim=-1).values
     place = (k - 1).clamp(0, largest - 1).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
@@ -53,19 +53,19 @@ def _top_k_floor(scores: Tensor, k: Tensor, largest: int) -> Tensor:
 
 
 def _top_p_floor(scores: Tensor, probability: Tensor, top_p: Tensor) -> Tensor:
-    """The score of the least likely token inside the nucleus: a token is in while those above it hold less than top_p.
+    """Return the score of the least likely token in the nucleus. A token is in it if those above hold less than top_p.
 
     Positive floats order like their bit patterns, so halving the range of patterns finds the exact edge in 31 sums: no
     sort, the same work for every input, and a fixed shape.
     """
-    wanted = column(top_p, probability)
-    low = torch.zeros_like(probability[..., :1], dtype=torch.int32)  # mass(>= low) reaches wanted, or all there is
-    high = probability.amax(-1, keepdim=True).view(torch.int32) + 1  # mass(>= high) does not
+    mass = column(top_p, probability)
+    low = torch.zeros_like(probability[..., :1], dtype=torch.int32)  # the mass at and above low reaches top_p, or is all
+    high = probability.amax(-1, keepdim=True).view(torch.int32) + 1  # the mass at and above high does not
     for _ in range(31):
         middle = low + (high - low) // 2
         edge = middle.view(torch.float32)
-        enough = torch.where(probability >= edge, probability, 0).sum(-1, keepdim=True) >= wanted
+        enough = torch.where(probability >= edge, probability, 0).sum(-1, keepdim=True) >= mass
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     inside = (probability >= low.view(torch.float32)) & (probability > 0)
     least = torch.where(inside, scores, math.inf).amin(-1, keepdim=True)
-    return least.masked_fill(wanted >= 1, -math.inf)
+    return least.masked_fill(mass >= 1, -math.inf)

@@ -16,7 +16,7 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35  # odd multipliers
 
 
 class Noise(NamedTuple):
-    """What the tokens of a row are compared under: scores / T + noise where T > 0, else the scores alone."""
+    """What is added to the scores of a row before its tokens are compared: scores / T + noise if T > 0, else the scores."""
 
     key: Tensor  # [b, 2] int64
     position: Tensor  # [b, N]
@@ -24,8 +24,8 @@ class Noise(NamedTuple):
 
 
 def under(scores: Tensor, noise: Noise | None, tokens: Tensor | None = None) -> Tensor:
-    """scores [b, N, V] / T plus noise; as they are where there is none. `tokens` ([V] or [b, N, V]): whose scores these
-    are, if not all tokens in order."""
+    """Return scores [b, N, V] / T plus noise; without noise, the scores unchanged. tokens [V] or [b, N, V]: the tokens that
+    the scores belong to, if not all tokens in order."""
     if noise is None:
         return scores
     tokens = all_tokens(scores) if tokens is None else tokens
@@ -39,20 +39,20 @@ def all_tokens(scores: Tensor) -> Tensor:
 
 
 def column(values: Tensor, like: Tensor) -> Tensor:
-    """One value per sequence [b], for scores [b, N, V] of the same dtype."""
+    """Reshape one value per sequence [b] to fit scores [b, N, V], in their dtype."""
     return values.view(-1, 1, 1).to(like.dtype)
 
 
 def gumbel(key: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-    """Gumbel noise [b, N, V] for request keys [b, 2], positions [b, N] and token ids ([V] or [b, N, V])."""
+    """Return Gumbel noise [b, N, V] for request keys [b, 2], positions [b, N] and token ids ([V] or [b, N, V])."""
     bits = noise_bits(key, position, tokens)
-    # Small uniforms make large noise, and floats are finest near 0: that is where the winners are decided.
+    # Small uniforms make large noise, and floats are finest near 0, where the winners are decided.
     uniform = (bits.to(torch.float32) + 0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def noise_bits(key: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-    """31 random bits for each (key, position, token), as int32: the same on every device."""
+    """Return 31 random bits for each (key, position, token), as int32. They are the same on every device."""
     first, second = _row_keys(key, position)
     bits = tokens.to(torch.int32) * _signed(_GOLDEN) ^ first.unsqueeze(-1)
     bits ^= _shifted(bits, 16)
@@ -65,7 +65,7 @@ def noise_bits(key: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _row_keys(key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit words per row from the request's key and the position, in int64 so that nothing overflows."""
+    """Return two 32-bit words per row from the request's key and the position, in int64 so that nothing overflows."""
     place = position & WORD
     first = _mix32(key[:, :1] ^ _mix32(place * 0x6C62272E & WORD))
     second = _mix32(key[:, 1:] + first & WORD)

@@ -1,6 +1,6 @@
 """The decisions of a round around the pass: `fit` before it, `decide` and `write` after it.
 
-In: the engine's columns, one entry per slot, and a draft; both by their attributes alone, so that `ops` imports no room.
+In: the engine's columns, one entry per slot, and a draft, both as protocols, so that `ops` imports no other package.
 Out: new tensors, or entries written in place. A slot that is not alive gets nothing, and no row past a draft's size is ever
 accepted. On CUDA each function is one kernel launch.
 """
@@ -16,7 +16,7 @@ from foreword.ops.dispatch import accelerated
 
 
 class Columns(Protocol):
-    """What the engine's `State` says of its B slots, and which b of them the round is about."""
+    """The columns of the engine's `State` for its B slots, and the b slots that the round is about."""
 
     @property
     def slots(self) -> Tensor: ...  # [b]
@@ -39,7 +39,7 @@ class Columns(Protocol):
 
 
 class CandidateTree(Protocol):
-    """How the rows of a draft hang together; the first axis is b, or 1 where all sequences share one tree."""
+    """The tree of a draft's rows; the first axis is b, or 1 if all sequences share one tree."""
 
     @property
     def parent(self) -> Tensor: ...  # [b or 1, N]
@@ -61,7 +61,7 @@ class CandidateRows(Protocol):
 
 
 class Decision(Protocol):
-    """The buffers that `decide` writes what a round decided into."""
+    """The buffers that `decide` writes the outcome of a round into."""
 
     @property
     def tokens(self) -> Tensor: ...  # [b, places]
@@ -76,16 +76,16 @@ class Decision(Protocol):
 
 
 def rows_that_count(state: Columns, size: Tensor) -> Tensor:
-    """[b]: the size of each draft, or 1, the root alone, for a sequence that has ended or does not speculate."""
+    """Return the size of each draft [b], or 1, the root alone, for a sequence that has ended or does not speculate."""
     return torch.where(state.speculates[state.slots] & state.alive_slots[state.slots], size, 1)
 
 
 @accelerated("round.settle:fitted")
 def fit(state: Columns, tokens: Tensor, depth: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """A draft's tokens [b, N] with the root in every row that is not a candidate, and the rows that count [b].
+    """Return a draft's tokens [b, N] with the root in every row that is not a candidate, and the rows that count [b].
 
-    Padding goes through the target too. It repeats the root, which the target has to answer anyway. And the engine says
-    what the root is: a drafter that got it wrong costs speed, and changes no output.
+    Padding goes through the target too. It repeats the root, which the target has to answer anyway. The engine sets the
+    root itself: a drafter that got it wrong costs speed, and changes no output.
     """
     size = rows_that_count(state, size)
     counts = torch.arange(tokens.shape[1], device=size.device) < size.unsqueeze(1)
@@ -95,11 +95,11 @@ def fit(state: Columns, tokens: Tensor, depth: Tensor, size: Tensor) -> tuple[Te
 
 @accelerated("round.settle:decided")
 def decide(state: Columns, draft: CandidateRows, choice: Tensor, peak: Tensor, decision: Decision) -> tuple[Tensor, Tensor]:
-    """Write to `decision` what a round decides if the target chose `choice` [b, N]. Gives the accepted path [b, places] and
+    """Write to `decision` what a round decides if the target chose `choice` [b, N]. Return the accepted path [b, places] and
     the new roots [b].
 
-    peak [b, N, V]: scores in which a NaN shows at the chosen token, or [b, N, 1] where all tokens of a row share one. A NaN
-    on the path decides nothing.
+    peak [b, N, V]: scores in which a NaN shows at the chosen token, or [b, N, 1] if all tokens of a row share one. A
+    sequence with a NaN on its path decides nothing.
     """
     path, count = longest_path(draft, choice, decision.tokens.shape[1])
     tokens = choice.gather(1, path)
@@ -116,16 +116,16 @@ def decide(state: Columns, draft: CandidateRows, choice: Tensor, peak: Tensor, d
 
 
 def longest_path(draft: CandidateRows, choice: Tensor, places: int) -> tuple[Tensor, Tensor]:
-    """The path from the root to the deepest row that the choices agree with: rows [b, places], and how many count [b]."""
+    """Return the path from the root to the deepest row that the choices agree with: rows [b, places], and its length [b]."""
     batch, nodes = choice.shape
     if nodes == 1:  # a root alone has no candidates
         return torch.zeros_like(choice), torch.ones_like(choice[:, 0])
     tree, rows = draft.tree, torch.arange(nodes, device=choice.device)
     counts = rows < draft.size.unsqueeze(1)
     matches = ((draft.tokens == choice.gather(1, tree.parent.expand(batch, -1))) & counts) | (rows == 0)
-    lives = (matches.unsqueeze(1) | ~tree.ancestors).all(-1)
+    alive = (matches.unsqueeze(1) | ~tree.ancestors).all(-1)
     depth = tree.depth.expand_as(choice)
-    best = depth.where(lives, -1).argmax(1)  # [b]
+    best = depth.where(alive, -1).argmax(1)  # [b]
     ancestors = tree.ancestors.expand(batch, -1, -1)
     on_path = ancestors.gather(1, best.view(-1, 1, 1).expand(-1, 1, nodes)).squeeze(1)
     # Rows off the path are written to one place too many, which is then cut off.
@@ -135,8 +135,8 @@ def longest_path(draft: CandidateRows, choice: Tensor, places: int) -> tuple[Ten
 
 
 def cut(state: Columns, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of a round's tokens [b, places] are kept, and whether the sequence ends with them: at an end token, or at the
-    length limit. A frozen slot keeps none."""
+    """Return how many of a round's tokens [b, places] are kept, and whether the sequence ends with them: at an end token, or
+    at the length limit. A frozen slot keeps none."""
     slots, order = state.slots, torch.arange(tokens.shape[1], device=tokens.device)
     is_end = torch.isin(tokens, state.ends) & state.heeds_ends[slots].unsqueeze(1)
     before_end = torch.where(is_end, order, tokens.shape[1]).amin(1) + 1
@@ -148,7 +148,7 @@ def cut(state: Columns, tokens: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_nan(peak: Tensor, choice: Tensor, path: Tensor, count: Tensor) -> Tensor:
-    """[b] bool: whether the target answered NaN in a row that would be kept."""
+    """Return whether the target answered NaN in a row that would be kept: [b] bool."""
     shown = peak.gather(2, choice.clamp(max=peak.shape[2] - 1).unsqueeze(2)).squeeze(2)
     kept = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
     return (shown.gather(1, path).isnan() & kept).any(1)

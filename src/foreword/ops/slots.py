@@ -1,4 +1,4 @@
-"""Columns by slot: what a round's sequences have in a buffer that holds one entry per slot."""
+"""Columns by slot: the entries of a round's sequences in a buffer with one entry per slot."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from foreword.ops.dispatch import accelerated
 
 @accelerated("round.gather:at_slots")
 def at_slots(column: Tensor, slots: Tensor) -> Tensor:
-    """Entries `slots` [b] of a column [B, ..]: [b, ..]."""
+    """Return entries `slots` [b] of a column [B, ..]: [b, ..]."""
     return column[slots]

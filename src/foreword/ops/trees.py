@@ -1,4 +1,4 @@
-"""Trees of rows as masks: who is an ancestor of whom, and how deep each row is."""
+"""Trees of rows as masks: the ancestors of each row, and its depth."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from foreword.ops.dispatch import accelerated
 
 @accelerated("round.tree:lineage")
 def lineage(parent: Tensor) -> tuple[Tensor, Tensor]:
-    """Ancestors [b or 1, N, N] bool and depth [b or 1, N] of trees, given the parent [b or 1, N] of every row. A row counts
-    among its own ancestors, and the root is its own parent."""
+    """Return ancestors [b or 1, N, N] bool and depth [b or 1, N] of trees, given the parent [b or 1, N] of every row. A row
+    is one of its own ancestors, and the root is its own parent."""
     nodes = parent.shape[1]
     rows = torch.arange(nodes, device=parent.device)
     reach = (rows == parent.unsqueeze(-1)) | (rows == rows.unsqueeze(-1))
-    # Each squaring doubles how far up a row can look, so log2(N) of them reach the root.
+    # Each squaring doubles the number of generations covered, so log2(N) of them reach the root.
     for _ in range((nodes - 1).bit_length()):
         step = reach.to(torch.float32)
         reach = (step @ step) > 0
@@ -24,10 +24,10 @@ def lineage(parent: Tensor) -> tuple[Tensor, Tensor]:
 
 @accelerated("round.tree:next_level")
 def next_level(sees: Tensor, parent: Tensor) -> Tensor:
-    """Ancestors of one more level of a tree: [b, w, m + w].
+    """Return the ancestors of one more level of a tree: [b, w, m + w].
 
     sees [b or 1, v, m]: the ancestors of v rows among all m rows so far. parent [b, w]: which of the v rows each new row
-    hangs on. The w new rows come after the m, and each is its own ancestor.
+    follows. The w new rows come after the m, and each is its own ancestor.
     """
     batch, width = parent.shape
     above = sees.expand(batch, -1, -1).gather(1, parent.unsqueeze(2).expand(-1, -1, sees.shape[2]))

@@ -1,7 +1,7 @@
-"""What a small model has not read yet of each sequence, as torch operations.
+"""The tokens of each sequence that a small model has not read yet, as torch operations.
 
-In: the sequences as the engine's state has them, and how much of each the small model's cache holds. Out: the next tokens to
-read. On CUDA, ops/drafting/catch_up.py takes the place of `unread`.
+In: the sequences as the engine's state has them, and how many rows of each the small model's cache holds. Out: the next
+tokens to read. On CUDA, ops/drafting/catch_up.py takes the place of `unread`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def unread(state: Columns, cached: Tensor, count: int) -> tuple[Tensor, Tensor, 
     first one that is not cached, and which of these is the root [b].
     """
     length = state.lengths[state.slots]
-    base = torch.minimum(cached[state.slots], length)  # a slot that only pads may have been cut
+    base = torch.minimum(cached[state.slots], length)  # the cache of a padding slot may be longer than its sequence
     column = (base.unsqueeze(1) + torch.arange(count, device=base.device)).clamp(max=state.tokens.shape[1] - 1)
     tokens = state.tokens[state.slots.unsqueeze(1), column]
-    return base, length, tokens, (length - base).clamp(max=count - 1)  # further only where nothing was read, as in a timing
+    return base, length, tokens, (length - base).clamp(max=count - 1)  # larger only if nothing was read, as when timing

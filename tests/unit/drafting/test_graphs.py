@@ -14,7 +14,7 @@ from doubles import path_to, state_of
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.state import State
 from foreword.drafting.trees import BestFirst
-from foreword.ops.graphs import Rule, TorchGraph
+from foreword.ops.candidate_graphs import Rule, TorchGraph
 from foreword.ops.rows import carried
 
 Words = tuple[int, ...]
@@ -57,7 +57,7 @@ Edges = dict[Words, list[tuple[int, Words]]]
 
 
 def edges_of(graph: TorchGraph, lane: int, root: int) -> Edges:
-    known, branch = graph.guesses, graph.rule.branch
+    known, branch = graph.candidates, graph.rule.branch
     goal, read = known.goal[lane].tolist(), known.read[lane].tolist()
     tokens = known.tokens[lane].tolist()
     node_of = {0: (root,)} | {number: () for number in read if number >= 0}
@@ -203,7 +203,7 @@ def test_merging_saves_rows(seed: int, repeat: int) -> None:
     """With room for all, never more nodes are read than without merging; how many fewer at the first chance is counted."""
     speaker, depth = Speaker(seed, 3, words=4), 4
     with_, without = (grown(Rule(3, k, 0.1, 0.1, 81), speaker, [1], depth) for k in (repeat, -1))
-    read = [int((graph.guesses.read >= 0).sum()) for graph in (with_, without)]
+    read = [int((graph.candidates.read >= 0).sum()) for graph in (with_, without)]
     assert read[0] <= read[1] and without.saved.tolist() == [0]
     assert (read[0] < read[1]) == bool((with_.counts[1] + with_.saved).item())
 
@@ -212,9 +212,9 @@ def test_a_guess_that_is_no_number_is_not_in_it() -> None:
     graph = TorchGraph(torch.tensor([1]), Rule(2, 1, 0.0, 0.0, 4))
     tokens = torch.tensor([[[20, 21]]])
     graph.add(tokens, torch.tensor([[[-0.1, math.nan]]]))
-    assert graph.guesses.goal.tolist() == [[0, -1]] and graph.guesses.read.tolist() == [[1, -1]]
+    assert graph.candidates.goal.tolist() == [[0, -1]] and graph.candidates.read.tolist() == [[1, -1]]
     graph.add(torch.tensor([[[22, 23]] * 2]), torch.full((1, 2, 2), -0.1))
-    assert graph.guesses.goal.tolist() == [[0, -1, 2, 3, -1, -1]]  # the second node that was read is padding
+    assert graph.candidates.goal.tolist() == [[0, -1, 2, 3, -1, -1]]  # the second node that was read is padding
 
 
 # Unrolled --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Parts of draft heads: they start as nothing, and look at a token as the papers say."""
+"""Parts of draft heads: blocks start as the identity, and attention is the one of the papers."""
 
 import pytest
 import torch
@@ -15,29 +15,29 @@ def test_a_norm_starts_as_the_target_s(family: str) -> None:
     torch.testing.assert_close(norm_like(model)(rows), model.norm(rows), rtol=1e-4, atol=1e-4)
 
 
-def test_a_block_starts_as_nothing() -> None:
+def test_a_block_starts_as_the_identity() -> None:
     rows = torch.randn(3, 32, dtype=torch.float64)
     assert torch.equal(ResBlock(target())(rows), rows)
 
 
 def test_attention_is_a_cosine_for_each_head() -> None:
     model = target()
-    look = CosineAttention(model, bias=True)
-    for weight in look.parameters():
+    attention = CosineAttention(model, bias=True)
+    for weight in attention.parameters():
         torch.nn.init.normal_(weight)
     state, embedding = torch.randn(2, 5, 32, dtype=torch.float64), torch.randn(2, 5, 32, dtype=torch.float64)
-    out = look(state, embedding)
+    out = attention(state, embedding)
     size = 32 // model.attention_heads
-    normed = state / (state.square().mean(-1, keepdim=True) + 1e-5).sqrt() * look.norm.weight
-    query, key, value = look.query(normed), look.key(embedding), look.value(embedding)
+    normed = state / (state.square().mean(-1, keepdim=True) + 1e-5).sqrt() * attention.norm.weight
+    query, key, value = attention.query(normed), attention.key(embedding), attention.value(embedding)
     for head in range(model.attention_heads):
-        part = slice(head * size, (head + 1) * size)
-        one, other = query[..., part], key[..., part]
+        columns = slice(head * size, (head + 1) * size)
+        one, other = query[..., columns], key[..., columns]
         score = (one * other).sum(-1) / (one.norm(dim=-1) * other.norm(dim=-1))
-        torch.testing.assert_close(out[..., part], score.unsqueeze(-1) * value[..., part])
+        torch.testing.assert_close(out[..., columns], score.unsqueeze(-1) * value[..., columns])
 
 
-def test_near_identity_passes_the_first_part_through() -> None:
+def test_near_identity_passes_the_first_inputs_through() -> None:
     weight = torch.empty(4, 8)
     near_identity(weight, torch.full((4, 8), 0.01))
     assert torch.allclose(weight - 0.01, torch.cat([torch.eye(4), torch.zeros(4, 4)], 1))

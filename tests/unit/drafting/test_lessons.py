@@ -1,4 +1,4 @@
-"""Which rows teach which head, against a slow walk over the text; and the loss in parts against the loss in one."""
+"""Which rows teach which head, against a slow loop over the sequences; and the loss in chunks against the whole loss."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from doubles import VOCABULARY, target
 from foreword.drafting import lessons
-from foreword.drafting.lessons import Answers, HeadLosses, Lesson, check_labels, losses, rank_rates
+from foreword.drafting.lessons import HeadLosses, HeadOutputs, Lesson, check_labels, losses, rank_rates
 from foreword.errors import InputError
 
 
@@ -25,30 +25,30 @@ def test_the_rows_to_learn_from(batch: int, length: int, heads: int, seed: int) 
         if lesson.counts[i, head - 1]
     }
     slow = {}
-    for text in range(batch):
+    for row in range(batch):
         for t in range(length):
             for head in range(1, heads + 1):
-                guessed = range(t + 2, t + 2 + head)
-                if all(place < length and mask[text, place] for place in guessed):
-                    told_and_label = int(tokens[text, t + head]), int(tokens[text, t + 1 + head])
-                    slow[text * length + t, head] = told_and_label
+                predicted = range(t + 2, t + 2 + head)
+                if all(place < length and mask[row, place] for place in predicted):
+                    slow[row * length + t, head] = int(tokens[row, t + head]), int(tokens[row, t + 1 + head])
     assert found == slow
 
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(0, 10**6))
-def test_the_teacher_stands_where_the_label_is_decided(batch: int, length: int, heads: int, seed: int) -> None:
-    """Also where what the target wrote has gaps, and where one text follows another."""
+def test_the_teacher_is_where_the_label_is_decided(batch: int, length: int, heads: int, seed: int) -> None:
+    """Also with gaps in what the target wrote, and across the borders of sequences."""
     mask = torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < 0.7
     tokens = torch.arange(batch * length).view(batch, length)
     lesson = Lesson.of(tokens, mask, heads)
     teacher = lesson.teacher(tokens.unsqueeze(-1))
     for head in range(1, heads + 1):
-        asked = lesson.asked(head, lesson.rows)
-        assert torch.equal(teacher[asked.ahead :, 0][: len(asked.rows)][asked.counts] + 1, asked.labels[asked.counts])
+        output = lesson.outputs(head, lesson.rows)
+        found = teacher[output.teacher_offset :, 0][: len(output.rows)][output.counts]
+        assert torch.equal(found + 1, output.labels[output.counts])
 
 
 @pytest.fixture
-def drawn() -> tuple[torch.Tensor, ...]:
+def sampled() -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(37, 8, generator=generator, dtype=torch.float64)
     teacher = torch.randn(37, 8, generator=generator, dtype=torch.float64)
@@ -58,68 +58,75 @@ def drawn() -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_in_parts_as_in_one(soft: bool, drawn: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_in_chunks_is_the_whole_loss(
+    soft: bool, sampled: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Value and gradient; seven rows at a time."""
     monkeypatch.setattr(lessons, "ROWS_AT_A_TIME", 7)
-    rows, teacher, weight, labels, counts = drawn
+    rows, teacher, weight, labels, counts = sampled
     one, other = (rows.clone().requires_grad_() for _ in range(2))
-    asked = [Answers(one, labels, counts)]
-    [(loss, places)] = losses(asked, lambda x: x @ weight.T, torch.float64, teacher if soft else None)
+    outputs = [HeadOutputs(one, labels, counts)]
+    [(loss, ranks)] = losses(outputs, lambda x: x @ weight.T, torch.float64, teacher if soft else None)
     (3 * loss).backward()
-    wanted = (teacher @ weight.T).softmax(-1)[counts] if soft else labels[counts]
-    whole = functional.cross_entropy(other[counts] @ weight.T, wanted)
+    expected = (teacher @ weight.T).softmax(-1)[counts] if soft else labels[counts]
+    whole = functional.cross_entropy(other[counts] @ weight.T, expected)
     (3 * whole).backward()
     torch.testing.assert_close(loss, whole, check_dtype=False, rtol=1e-6, atol=0)
     assert one.grad is not None and other.grad is not None
     torch.testing.assert_close(one.grad, other.grad)
     order = (rows @ weight.T).argsort(-1, descending=True)
-    wanted = [order[i].tolist().index(label) for i, label in enumerate(labels.tolist())]
-    assert places.tolist() == wanted
+    expected = [order[i].tolist().index(label) for i, label in enumerate(labels.tolist())]
+    assert ranks.tolist() == expected
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_heads_together_as_each_alone(soft: bool, drawn: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a head that caps its logits; the second head's teacher stands two rows later."""
+def test_heads_together_and_each_alone_have_the_same_loss(
+    soft: bool, sampled: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a target's head that caps its logits; the second head's teacher is two rows later."""
     monkeypatch.setattr(lessons, "ROWS_AT_A_TIME", 7)
-    rows, teacher, weight, labels, counts = drawn
+    rows, teacher, weight, labels, counts = sampled
 
     def capped(given: torch.Tensor) -> torch.Tensor:
         return (given @ weight.T / 2).tanh() * 3
 
-    asked = [
-        Answers((scale * rows[:35]).requires_grad_(), labels[:35], counts[:35], ahead) for scale, ahead in ((1, 0), (2, 2))
+    outputs = [
+        HeadOutputs((scale * rows[:35]).requires_grad_(), labels[:35], counts[:35], offset)
+        for scale, offset in ((1, 0), (2, 2))
     ]
-    found = losses(asked, capped, torch.float64, teacher if soft else None)
+    found = losses(outputs, capped, torch.float64, teacher if soft else None)
     sum(loss for loss, _ in found).backward()
-    for one, (loss, _) in zip(asked, found, strict=True):
+    for one, (loss, _) in zip(outputs, found, strict=True):
         alone = one.rows.detach().requires_grad_()
-        wanted = capped(teacher)[one.ahead :][:35].softmax(-1) if soft else one.labels
-        whole = functional.cross_entropy(capped(alone)[one.counts], wanted[one.counts])
+        expected = capped(teacher)[one.teacher_offset :][:35].softmax(-1) if soft else one.labels
+        whole = functional.cross_entropy(capped(alone)[one.counts], expected[one.counts])
         whole.backward()
         torch.testing.assert_close(loss, whole, check_dtype=False, rtol=1e-6, atol=0)
         torch.testing.assert_close(one.rows.grad, alone.grad)
 
 
-def test_nothing_is_kept_where_nothing_is_learned(drawn: tuple[torch.Tensor, ...]) -> None:
-    rows, _, weight, labels, counts = drawn
+def test_without_gradients_the_loss_has_none(sampled: tuple[torch.Tensor, ...]) -> None:
+    rows, _, weight, labels, counts = sampled
     with torch.no_grad():
-        [(loss, _)] = losses([Answers(rows.requires_grad_(), labels, counts)], lambda x: x @ weight.T, torch.float64)
+        [(loss, _)] = losses([HeadOutputs(rows.requires_grad_(), labels, counts)], lambda x: x @ weight.T, torch.float64)
     assert not loss.requires_grad and loss > 0
 
 
-def test_text_that_teaches_nothing_costs_nothing(drawn: tuple[torch.Tensor, ...]) -> None:
+def test_a_sequence_without_rows_to_learn_from_has_no_loss(sampled: tuple[torch.Tensor, ...]) -> None:
     model, tokens = target(), torch.ones(1, 6, dtype=torch.long)
     hidden = torch.randn(1, 6, model.hidden_size, dtype=torch.float64)
-    marks = HeadLosses(Lesson.of(tokens, torch.zeros(1, 6, dtype=torch.bool), 2), model, "soft", hidden, regression=1.0)
-    rows = marks.lesson.of_rows(hidden).requires_grad_()
-    marks.add(1, rows, 1.0)
-    loss, figures = marks.result
+    head_losses = HeadLosses(
+        Lesson.of(tokens, torch.zeros(1, 6, dtype=torch.bool), 2), model, "soft", hidden, regression=1.0
+    )
+    rows = head_losses.lesson.of_rows(hidden).requires_grad_()
+    head_losses.add(1, rows, 1.0)
+    loss, figures = head_losses.result
     loss.backward()
     assert loss == 0 and figures["top1/1"] == 0 and rows.shape[0] == 0
 
 
 def test_figures_and_distances() -> None:
-    """A head that gives the target's own states: the right guesses, no distance, and the least soft loss there is."""
+    """A head that returns the target's own states: right candidates, no distance, and the least possible soft loss."""
     model = target()
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(2, 9, model.hidden_size, generator=generator, dtype=torch.float64)
@@ -128,22 +135,22 @@ def test_figures_and_distances() -> None:
     mask = torch.ones(2, 9, dtype=torch.bool)
     losses = {}
     for name, noise in (("own", 0.0), ("off", 0.5)):
-        marks = HeadLosses(Lesson.of(tokens, mask, 2), model, "soft", hidden, regression=10.0)
-        rows = model.norm(marks.lesson.teacher(hidden)[1:]).detach()
-        marks.add(2, rows + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64), 0.5)
-        losses[name], figures = marks.result
+        head_losses = HeadLosses(Lesson.of(tokens, mask, 2), model, "soft", hidden, regression=10.0)
+        rows = model.norm(head_losses.lesson.teacher(hidden)[1:]).detach()
+        head_losses.add(2, rows + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64), 0.5)
+        losses[name], figures = head_losses.result
         if name == "own":
             assert figures == {"top1/2": 1, "top5/2": 1, "rows/2": 12}
-            counts = marks.lesson.counts[:, 1]
-            chances = marks.lesson.teacher(logits)[1:][counts].softmax(-1)
-            entropy = -(chances * chances.log()).sum(-1).mean()
+            counts = head_losses.lesson.counts[:, 1]
+            probabilities = head_losses.lesson.teacher(logits)[1:][counts].softmax(-1)
+            entropy = -(probabilities * probabilities.log()).sum(-1).mean()
             assert float(losses[name]) == pytest.approx(0.5 * float(entropy), rel=1e-5)
     assert losses["off"] > losses["own"] + 0.1
 
 
 def test_rates_by_rank() -> None:
-    places, counts = torch.tensor([0, 0, 1, 5, 2, 0]), torch.tensor([True, True, True, True, False, False])
-    assert rank_rates(places, counts, 3) == [0.5, 0.25, 0.0]
+    ranks, counts = torch.tensor([0, 0, 1, 5, 2, 0]), torch.tensor([True, True, True, True, False, False])
+    assert rank_rates(ranks, counts, 3) == [0.5, 0.25, 0.0]
 
 
 def test_labels_are_hard_or_soft() -> None:

@@ -22,7 +22,7 @@ from foreword.drafting.trees import (
     Chain,
     FixedRows,
     Growth,
-    Guess,
+    NextCandidates,
     Path,
     RowCosts,
     StaticTree,
@@ -32,7 +32,7 @@ from foreword.drafting.trees import (
     choose,
     greedy_paths,
     level_paths,
-    promise,
+    path_rate,
 )
 from foreword.errors import InputError
 from foreword.methods.clover2 import GAIN, Clover2
@@ -62,7 +62,7 @@ class Guesser:
         whole = sum(weights) * 1.05
         return [(token, math.log(weight / whole)) for token, weight in zip(tokens, weights, strict=True)]
 
-    def __call__(self) -> Guess:
+    def __call__(self) -> NextCandidates:
         words = torch.zeros(0)
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def slow_greedy(rates: list[tuple[float, ...]], count: int) -> list[Path]:
         real = [p for p in near if p not in chosen and len(p) <= len(rates) and p[-1] < len(rates[len(p) - 1])]
         if not real:
             break
-        chosen.append(max(real, key=lambda path: (promise(path, rates), tuple(-rank for rank in path))))
+        chosen.append(max(real, key=lambda path: (path_rate(path, rates), tuple(-rank for rank in path))))
     return chosen
 
 
@@ -109,7 +109,7 @@ def slow_greedy(rates: list[tuple[float, ...]], count: int) -> list[Path]:
 def test_the_greedy_template(rates: list[tuple[float, ...]], count: int) -> None:
     fast, slow = greedy_paths(rates, count), slow_greedy(rates, count)
     assert len(fast) == len(slow) and len(set(fast)) == len(fast)
-    expected = [sum(promise(path, rates) for path in paths) for paths in (fast, slow)]
+    expected = [sum(path_rate(path, rates) for path in paths) for paths in (fast, slow)]
     assert expected[0] == pytest.approx(expected[1])
     for place, path in enumerate(fast):
         assert len(path) == 1 or path[:-1] in fast[:place]
@@ -120,8 +120,8 @@ def test_the_greedy_template(rates: list[tuple[float, ...]], count: int) -> None
 def test_no_template_of_that_size_promises_more(rates: list[tuple[float, ...]], count: int) -> None:
     """Against every set of paths that is a tree, for falling rates."""
     all_paths = [p for depth in range(1, len(rates) + 1) for p in product(*(range(len(row)) for row in rates[:depth]))]
-    best = sum(sorted((promise(path, rates) for path in all_paths), reverse=True)[:count])
-    assert sum(promise(path, rates) for path in greedy_paths(rates, count)) == pytest.approx(best)
+    best = sum(sorted((path_rate(path, rates) for path in all_paths), reverse=True)[:count])
+    assert sum(path_rate(path, rates) for path in greedy_paths(rates, count)) == pytest.approx(best)
 
 
 def test_no_rates_no_paths() -> None:
@@ -299,7 +299,7 @@ def test_levels_that_are_settled_beforehand_follow_their_cost() -> None:
     depths = [FixedRows(model, Shape(16, 6), level=level).shape(1).depth for level in (0.0, 0.01, 0.05, 0.2, 9.0)]
     assert depths == sorted(depths, reverse=True) and depths[0] == 6 and 1 < depths[2] < 6 and depths[-1] == 0
     on_cuda, kernels = TreePlan("best", None, 8, USUAL_RATES), LEVEL_KERNELS * KERNEL_S / 1e-3
-    assert model.launches(LEVEL_KERNELS) == pytest.approx(kernels)
+    assert model.launch_cost(LEVEL_KERNELS) == pytest.approx(kernels)
     assert on_cuda.on(model, 6, 0.01, LEVEL_KERNELS).costs.level == 0.01  # type: ignore[attr-defined]  the CPU launches none
 
 
@@ -398,7 +398,7 @@ def test_the_running_budget(seed: int, depth: int, nodes: int, top_p: float, flo
         assert words_of(draft, index) == slow_budget(root, guesser, rule)
 
 
-def spoken(answers: dict[Words, list[tuple[int, float]]]) -> Guess:
+def spoken(answers: dict[Words, list[tuple[int, float]]]) -> NextCandidates:
     """Guesses told beforehand, as chances."""
 
     class Told(Guesser):

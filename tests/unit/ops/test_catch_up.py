@@ -1,4 +1,4 @@
-"""What a small model has not read yet, against the torch operations of ops/unread.py, in Triton's interpreter."""
+"""The tokens that a small model has not read yet, against the torch body in ops/unread.py, in Triton's interpreter."""
 
 import pytest
 

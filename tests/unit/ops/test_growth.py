@@ -1,4 +1,4 @@
-"""Trees grown by kernels against the torch operations of ops/growth.py, in Triton's interpreter."""
+"""Trees grown by kernels, against the torch bodies in ops/growth.py, in Triton's interpreter."""
 
 import pytest
 
@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 from foreword.core.draft import Shape
 from foreword.drafting.trees import BestFirst, Budgeted
-from rounds import check_fill, check_grow, check_paths
+from rounds import check_filled_template, check_growth, check_paths
 
 SHAPES = [(Shape(2, 1), 1, 1), (Shape(7, 3), 3, 4), (Shape(64, 5), 8, 10), (Shape(30, 2), 9, 6), (Shape(6, 5), 2, 1)]
 
@@ -14,14 +14,14 @@ SHAPES = [(Shape(2, 1), 1, 1), (Shape(7, 3), 3, 4), (Shape(64, 5), 8, 10), (Shap
 @pytest.mark.parametrize(("shape", "width", "branch"), SHAPES, ids=str)
 def test_the_likeliest_nodes_are_drafted(shape: Shape, width: int, branch: int) -> None:
     for seed in range(6):
-        check_grow(seed, "cpu", BestFirst(shape, width, branch, None))
+        check_growth(seed, "cpu", BestFirst(shape, width, branch, None))
 
 
 @pytest.mark.parametrize(("top_p", "floor"), [(0.8, 0.25), (1.0, 0.0)])
 @pytest.mark.parametrize(("shape", "width", "branch"), SHAPES, ids=str)
 def test_the_budget_is_spent_level_by_level(shape: Shape, width: int, branch: int, top_p: float, floor: float) -> None:
     for seed in range(4):
-        check_grow(seed, "cpu", Budgeted(shape, width, branch, None, top_p=top_p, floor=floor))
+        check_growth(seed, "cpu", Budgeted(shape, width, branch, None, top_p=top_p, floor=floor))
 
 
 @pytest.mark.parametrize("kind", ["static", "best"])
@@ -34,4 +34,4 @@ def test_the_likeliest_paths_that_the_steps_reach(nodes: int, kind: str) -> None
 @pytest.mark.parametrize("nodes", [1, 2, 9])
 def test_a_template_is_filled(nodes: int) -> None:
     for seed in range(8):
-        check_fill(seed, "cpu", nodes)
+        check_filled_template(seed, "cpu", nodes)

@@ -20,6 +20,6 @@ def test_the_likeliest_nodes_are_drafted(noisy: bool, nodes: int, mode: str) -> 
 @pytest.mark.parametrize("accepts", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("nodes", [1, 12, 70])
-def test_the_latest_row_has_the_last_word(nodes: int, mode: str, accepts: bool) -> None:
+def test_the_latest_row_wins(nodes: int, mode: str, accepts: bool) -> None:
     for seed in range(4):
         check_learn(seed, "cpu", nodes, mode, accepts)

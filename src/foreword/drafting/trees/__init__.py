@@ -4,7 +4,7 @@ A drafter names its options in a `TreePlan`, which makes a `Growth` for one targ
 `Draft` of fixed shape.
 """
 
-from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, Guess, choose
+from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, NextCandidates, choose
 from foreword.drafting.trees.plan import BRANCH, Growth, TreeKind, TreePlan, unconditional
 from foreword.drafting.trees.rows import (
     LEVEL_KERNELS,
@@ -25,7 +25,7 @@ from foreword.drafting.trees.templates import (
     Template,
     greedy_paths,
     level_paths,
-    promise,
+    path_rate,
 )
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
     "Chain",
     "FixedRows",
     "Growth",
-    "Guess",
+    "NextCandidates",
     "LEVEL_KERNELS",
     "MOST_NODES",
     "Path",
@@ -53,7 +53,7 @@ __all__ = [
     "greedy_paths",
     "level_paths",
     "paying_rows",
-    "promise",
+    "path_rate",
     "share_of_gain",
     "unconditional",
 ]

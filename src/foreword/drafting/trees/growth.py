@@ -1,8 +1,8 @@
 """Trees that grow with their candidates, level by level.
 
-In: a `Guess`, which answers the likeliest tokens after some live nodes. Out: a `Draft` of fixed shape. Three rules choose
-nodes: the likeliest of all levels (`BestFirst`), Clover's running budget (`Budgeted`), and a single path while it is likely
-(`Chain`). A node is never likelier than its parent, so the chosen nodes form a tree again.
+In: a `NextCandidates`, which returns the likeliest tokens after some live nodes. Out: a `Draft` of fixed shape. Three rules
+choose nodes: the likeliest of all levels (`BestFirst`), Clover's running budget (`Budgeted`), and a single path while it is
+likely (`Chain`). A node is never likelier than its parent, so the chosen nodes form a tree again.
 Paper: Clover (arXiv 2405.00263) for the budget.
 """
 
@@ -20,31 +20,30 @@ from foreword.core.state import State
 from foreword.drafting.trees.rows import FixedRows, RowCosts
 from foreword.ops.growth import Budget, GrowingTrees, TorchTrees, growing_trees, likeliest, sureness
 
-Guess = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+NextCandidates = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(level, tokens [b, w], origin [b, w]) -> candidate tokens and their log-probabilities, each [b, w, k], best first.
 
-`tokens` are those of the live nodes, one level above `level`. `origin` says which live node of the previous call each of
-them follows. The first call is about the root alone, with origin 0.
+`tokens`: of the live nodes, one level above `level`. `origin`: which live node of the previous call each of them follows.
+The first call has the root alone, with origin 0.
 """
 
 
 def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:
-    """The draft of the nodes likeliest to be reached, `nodes` at most: `ops.growth.likeliest`."""
+    """Return the draft of the nodes likeliest to be reached, `nodes` at most: `ops.growth.likeliest`."""
     tokens, parent, size = likeliest(tokens, parent, chance, nodes, cost)
     return Draft(tokens, Tree(parent), size)
 
 
 def once_read(state: State, draft: Draft) -> Draft:
-    """The draft, or the root alone before the second token of a sequence: no row has been read by then."""
+    """Return the draft, or the root alone before the second token of a sequence, when no row has been read yet."""
     return Draft(draft.tokens, draft.tree, draft.size.where(state.length > 0, 1))
 
 
 @dataclass(frozen=True)
 class GrownTree:
-    """What rules that grow trees share. Of every level the best `width` nodes are continued, with `branch` candidates each.
+    """What rules that grow trees share. In every level the best `width` nodes are continued, with `branch` candidates each.
 
-    costs: what rows cost, if their number is decided while a tree grows. fixed: the shape by batch size, if it is decided
-    before.
+    costs: of rows, if their number is decided while a tree grows. fixed: the shape by batch size, if it is decided before.
     """
 
     shape: Shape
@@ -54,11 +53,11 @@ class GrownTree:
     fixed: FixedRows | None = None
 
     def budget(self, shape: Shape) -> Budget | None:
-        """The rule by which levels share the rows of a tree; None: every level adds all its candidates."""
+        """Return the rule by which levels share the rows of a tree; None: every level adds all its candidates."""
         return None
 
     def shape_at(self, batch: int) -> Shape:
-        """The shape of the trees at this batch size."""
+        """Return the shape of the trees at this batch size."""
         return self.shape if self.fixed is None else self.fixed.shape(batch)
 
     def depth(self, batch: int) -> int:
@@ -68,14 +67,14 @@ class GrownTree:
         return most if self.fixed is None else self.fixed.chain_rows(batch)
 
     def cost(self, batch: int) -> Tensor | None:
-        """[rows]: what a pass costs by its rows, where rows that do not pay off are cut."""
+        """Return the cost of a pass by its rows [rows], if rows that do not pay off are cut; else None."""
         return None if self.costs is None else self.costs.of(batch)
 
-    def draft(self, state: State, guess: Guess) -> Draft:
+    def draft(self, state: State, guess: NextCandidates) -> Draft:
         shape = self.shape_at(len(state.batch.ids))
         return self.grow(state, guess, shape) if shape.depth else Draft.nothing(state.root)
 
-    def grow(self, state: State, guess: Guess, shape: Shape, trees: GrowingTrees | None = None) -> Draft:
+    def grow(self, state: State, guess: NextCandidates, shape: Shape, trees: GrowingTrees | None = None) -> Draft:
         """Grow all levels of the shape, on `trees` that were started already or on new ones."""
         trees = trees or growing_trees(state, shape.depth, self.width, self.branch, self.budget(shape))
         tokens, origin = _root(state)
@@ -87,25 +86,25 @@ class GrownTree:
 
 @dataclass(frozen=True)
 class BestFirst(GrownTree):
-    """The likeliest nodes of all levels. Where neither rows nor levels are fixed before, a level is drafted only if it is
+    """The likeliest nodes of all levels. If neither rows nor levels are fixed before, a level is drafted only if it is
     expected to pay off."""
 
-    def grow(self, state: State, guess: Guess, shape: Shape, trees: GrowingTrees | None = None) -> Draft:
+    def grow(self, state: State, guess: NextCandidates, shape: Shape, trees: GrowingTrees | None = None) -> Draft:
         if trees is None and self.costs is not None and self.costs.level:
             return self._grow_while_it_pays(state, guess, shape, self.costs)
         return super().grow(state, guess, shape, trees)
 
-    def _grow_while_it_pays(self, state: State, guess: Guess, shape: Shape, costs: RowCosts) -> Draft:
-        """Asks for values before every level, so only for the CPU."""
+    def _grow_while_it_pays(self, state: State, guess: NextCandidates, shape: Shape, costs: RowCosts) -> Draft:
+        """Grow levels while they are expected to pay off. It reads values before every level, so it is for the CPU only."""
         trees, batch = TorchTrees(state, self.width), len(state.batch.ids)
         tokens, origin = _root(state)
         sure = torch.ones(())
         for level in range(1, shape.depth + 1):
             if level > 1 and not costs.go_on(batch, trees.found, trees.chance, sure, level - 1):
                 break
-            guessed, likely = guess(level, tokens, origin)
-            sure = sureness(trees.chance, likely)
-            tokens, origin = trees.add(guessed, likely)
+            candidates, log_probs = guess(level, tokens, origin)
+            sure = sureness(trees.chance, log_probs)
+            tokens, origin = trees.add(candidates, log_probs)
         tokens, parent, size = trees.chosen(shape.nodes, costs.after(batch, trees.levels))
         return Draft(tokens, Tree(parent), size)
 
@@ -114,8 +113,8 @@ class BestFirst(GrownTree):
 class Budgeted(GrownTree):
     """Clover's rule: likely candidates are taken level by level until a budget of nodes is spent.
 
-    `ops.growth.Budget` says what is likely enough. After a wide first level little is left for the next; a confident one
-    leaves room for a deep chain.
+    `ops.growth.Budget` defines likely. A wide first level leaves little for the next. A confident one leaves room for a deep
+    chain.
     """
 
     top_p: float = 0.8
@@ -127,8 +126,8 @@ class Budgeted(GrownTree):
 
 @dataclass(frozen=True)
 class Chain:
-    """The likeliest candidate after the one before it, until one is less likely than `stop`. That one and all later ones are
-    masked, since every level is drafted in any case."""
+    """A path of first candidates, until one is less likely than `stop`. That one and all later ones are masked, since every
+    level is drafted in any case."""
 
     shape: Shape
     costs: RowCosts | None
@@ -141,13 +140,13 @@ class Chain:
     def chain_rows(self, batch: int, most: int) -> int:
         return most
 
-    def draft(self, state: State, guess: Guess) -> Draft:
+    def draft(self, state: State, guess: NextCandidates) -> Draft:
         tokens, chances = [state.root.unsqueeze(1)], [torch.zeros(state.root.shape[0], 1, device=state.root.device)]
         origin = torch.zeros_like(tokens[0])
         for level in range(1, self.shape.depth + 1):
-            guessed, likely = guess(level, tokens[-1], origin)  # [b, 1, 1]
-            tokens.append(guessed[..., 0])
-            chances.append(likely[..., 0])
+            candidates, log_probs = guess(level, tokens[-1], origin)  # [b, 1, 1]
+            tokens.append(candidates[..., 0])
+            chances.append(log_probs[..., 0])
         chance = torch.cat(chances, 1).exp()
         reached = (chance * (chance >= self.stop)).nan_to_num(0).cumprod(1)  # [b, depth + 1], falls from 1, the root
         size = (reached > 0).sum(1)
@@ -158,12 +157,12 @@ class Chain:
 
 
 def _root(state: State) -> tuple[Tensor, Tensor]:
-    """The first live node: its token and its origin, [b, 1] each."""
+    """Return the first live node: its token and its origin, [b, 1] each."""
     tokens = state.root.unsqueeze(1)
     return tokens, _at_the_root(tokens.shape[0], tokens.device)
 
 
 @cache
 def _at_the_root(batch: int, device: torch.device) -> Tensor:
-    """[b, 1]: the origin of the root. It is made once and keeps its address, which captured rounds read."""
+    """Return the origin of the root [b, 1]. It is made once and keeps its address, which captured rounds read."""
     return torch.zeros(batch, 1, dtype=torch.long, device=device)

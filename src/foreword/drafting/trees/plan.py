@@ -11,7 +11,7 @@ from torch import Tensor
 from foreword.core.draft import Draft, Shape
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, Guess
+from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, NextCandidates
 from foreword.drafting.trees.rows import MOST_NODES, USUAL_GAIN, FixedRows, RowCosts
 from foreword.drafting.trees.templates import Rates, StaticTree, greedy_paths
 from foreword.errors import InputError
@@ -29,20 +29,20 @@ class Growth(Protocol):
 
     @property
     def branch(self) -> int:
-        """Candidates wanted after each live node."""
+        """How many candidates are drafted after each live node."""
 
     def depth(self, batch: int) -> int:
-        """How many levels are drafted at this batch size; 0 if no row pays off."""
+        """Return how many levels are drafted at this batch size; 0 if no row pays off."""
 
     def chain_rows(self, batch: int, most: int) -> int:
-        """How many of the `most` rows that another drafter adds to the tree pay off at this batch size."""
+        """Return how many of the `most` rows that another drafter adds to the tree pay off at this batch size."""
 
-    def draft(self, state: State, guess: Guess) -> Draft: ...
+    def draft(self, state: State, guess: NextCandidates) -> Draft: ...
 
 
 @dataclass(frozen=True)
 class TreePlan:
-    """What a drafter's options say about its trees. `rows` None: as many as pay off on this machine."""
+    """The options of a drafter's trees. `rows` None: as many as pay off on this machine."""
 
     kind: TreeKind
     rows: int | None
@@ -52,33 +52,33 @@ class TreePlan:
     top_p: float = 0.8
     floor: float = 0.25
     stop: float = 0.0  # a chain ends before a candidate that is less likely than this
-    levels: int | None = None  # at most, whatever the drafter could draft
-    chain: int = 0  # of `rows`, those that another drafter adds in the same pass
+    levels: int | None = None  # at most, even if the drafter could draft more
+    chain: int = 0  # how many of `rows` another drafter adds in the same pass
     gain: float = USUAL_GAIN
 
     def check(self, method: str) -> None:
         if self.kind not in get_args(TreeKind):
             raise InputError(f"{method}: tree is {self.kind!r}; choose from {', '.join(get_args(TreeKind))}")
         if self.width < 1:
-            raise InputError(f"{method}: width is {self.width}; at least 1 node of a level is carried on")
+            raise InputError(f"{method}: width is {self.width}; at least 1 node of a level is continued")
         listed = all(isinstance(row, list | tuple) for row in (self.rates, *self.rates))
         if not listed or not all(0 <= rate <= 1 for row in self.rates for rate in row):
-            raise InputError(f"{method}: rates is {self.rates!r}; each is how often a guess is right, from 0 to 1")
+            raise InputError(f"{method}: rates is {self.rates!r}; each is how often a candidate is right, from 0 to 1")
         if not 0 <= self.stop < 1:
-            raise InputError(f"{method}: stop is {self.stop}; it is how likely a guess has to be, from 0 to below 1")
+            raise InputError(f"{method}: stop is {self.stop}; it is how likely a candidate has to be, from 0 to below 1")
         known = {tuple(path) for path in self.paths or ()}
         orphans = [path for path in sorted(known) if not path or min(path) < 0 or (path[1:] and path[:-1] not in known)]
         if orphans:
             raise InputError(
-                f"{method}: paths has {orphans[0]}; a path is of ranks from 0 on, and what it goes on from is one"
+                f"{method}: paths has {orphans[0]}; a path lists ranks from 0 on, and the path it continues must be one too"
             )
 
     def on(self, target: Target, depth: int, level: float = 0.0, kernels: int = 0) -> Growth:
-        """Trees of at most `depth` levels after the root.
+        """Plan trees of at most `depth` levels after the root.
 
-        A level costs `level`, where a pass over one row costs 1, and at least `kernels` launches on a GPU. There a round's
-        rows are fixed before and empty rows save nothing, so the batch size alone decides how many rows and levels there
-        are.
+        level: what a level costs, where a pass over one row costs 1. On a GPU it costs at least `kernels` launches. There
+        the rows of a round are fixed before and empty rows save nothing, so the batch size alone decides how many rows and
+        levels a tree has.
         """
         nodes, is_fixed = (self.rows or MOST_NODES) - self.chain, fixes_shapes(target.device)
         depth, branch = min(depth, self.levels or depth, nodes - 1), min(BRANCH, target.vocab_size)
@@ -89,7 +89,7 @@ class TreePlan:
             return Chain(Shape(depth + 1, depth), costs, self.stop)
         fixed = None
         if is_fixed and not self.rows:
-            level = max(level, target.launches(kernels))
+            level = max(level, target.launch_cost(kernels))
             fixed = FixedRows(target, Shape(nodes, depth), self.gain, level=level, chain=self.chain)
         if self.kind == "best":
             return BestFirst(Shape(nodes, depth), self.width, branch, costs, fixed)
@@ -103,14 +103,14 @@ class TreePlan:
         return StaticTree(target, greedy_paths(rates, nodes - 1), None if self.rows else rates)
 
 
-def unconditional(growth: Growth, state: State, guessed: Tensor, likely: Tensor) -> Draft:
-    """The draft of candidates and log-probabilities [b, depth or more, k] that do not depend on the tokens before them: all
+def unconditional(growth: Growth, state: State, candidates: Tensor, log_probs: Tensor) -> Draft:
+    """Draft from candidates and log-probabilities [b, depth or more, k] that do not depend on the tokens before them: all
     nodes of a level share them."""
     if isinstance(growth, StaticTree):
-        return growth.filled(state, guessed)
+        return growth.filled(state, candidates)
 
     def guess(level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
         shape = (-1, live.shape[1], -1)
-        return guessed[:, level - 1 : level].expand(shape), likely[:, level - 1 : level].expand(shape)
+        return candidates[:, level - 1 : level].expand(shape), log_probs[:, level - 1 : level].expand(shape)
 
     return growth.draft(state, guess)

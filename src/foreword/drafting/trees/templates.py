@@ -1,7 +1,7 @@
 """Templates: trees that are fixed before anything is drafted.
 
-In: how often candidates are right, by depth and rank, or a list of paths. Out: a tree of ranks, which is filled with the
-candidates of a round. Paper: Medusa (arXiv 2401.10774).
+In: how often candidates are right, by depth and rank, or a list of paths. Out: a tree of ranks, which each round fills with
+its candidates. Paper: Medusa (arXiv 2401.10774).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.state import State
 from foreword.core.target import Target
-from foreword.drafting.trees.growth import Guess, once_read
+from foreword.drafting.trees.growth import NextCandidates, once_read
 from foreword.drafting.trees.rows import paying_rows
 from foreword.ops.growth import filled
 
 Path = tuple[int, ...]
 Rates = Sequence[Sequence[float]]
-"""By depth, then by rank: how often that candidate is right if everything before it was."""
+"""How often a candidate is right if everything before it was, by depth and then by rank."""
 
-# For templates of drafters that have not been calibrated: heads 1, 2, ... of an early Medusa of ours.
+# For drafters that have not been calibrated: measured on heads 1, 2, ... of an early Medusa of ours.
 USUAL_RATES: Rates = (
     (0.40, 0.10, 0.065, 0.045, 0.035, 0.028, 0.023, 0.019, 0.016, 0.014),
     (0.24, 0.09, 0.055, 0.042, 0.033, 0.027, 0.022, 0.019, 0.016, 0.014),
@@ -38,9 +38,9 @@ USUAL_RATES: Rates = (
 
 
 def greedy_paths(rates: Rates, count: int) -> list[Path]:
-    """Medusa's construction: the `count` likeliest paths of ranks, each after its parent and its elder sibling.
+    """Return the `count` likeliest paths of ranks, each after its parent and its elder sibling: Medusa's construction.
 
-    It starts with the path (0) and repeatedly adds the best of all next siblings and first children.
+    Start with the path (0), and repeatedly add the best of all next siblings and first children.
     """
     if not rates or not rates[0] or count < 1:
         return []
@@ -52,23 +52,23 @@ def greedy_paths(rates: Rates, count: int) -> list[Path]:
         near = [(*path[:-1], path[-1] + 1), (*path, 0)]
         for one in near:
             if len(one) <= len(rates) and one[-1] < len(rates[len(one) - 1]):
-                heapq.heappush(waiting, (-promise(one, rates), one))
+                heapq.heappush(waiting, (-path_rate(one, rates), one))
     return paths
 
 
 def level_paths(counts: Sequence[int], rates: Rates) -> list[Path]:
-    """The likeliest paths with `counts` nodes at each depth. Published templates are described this way."""
+    """Return the likeliest paths with `counts` nodes at each depth. Published templates are described this way."""
     paths: list[Path] = []
     above: list[Path] = [()]
     for count, ranks in zip(counts, rates, strict=False):
         below = [(*path, rank) for path in above for rank in range(len(ranks))]
-        above = sorted(below, key=lambda path: (-promise(path, rates), path))[:count]
+        above = sorted(below, key=lambda path: (-path_rate(path, rates), path))[:count]
         paths += above
     return paths
 
 
-def promise(path: Path, rates: Rates) -> float:
-    """How often a whole path is right."""
+def path_rate(path: Path, rates: Rates) -> float:
+    """Return how often a whole path is right."""
     return math.prod(rates[depth][rank] for depth, rank in enumerate(path))
 
 
@@ -117,12 +117,12 @@ class Template:
         pairs = [(len(path) - 1, path[-1]) for path in self.paths[1:]]
         return torch.tensor(pairs, dtype=torch.long, device=self.device).view(-1, 2)  # also for a root alone
 
-    def tokens(self, root: Tensor, guess: Guess) -> Tensor:
-        """[b, N]: the tokens of the template's nodes."""
+    def tokens(self, root: Tensor, guess: NextCandidates) -> Tensor:
+        """Return the tokens of the template's nodes [b, N], level by level."""
         tokens = root.unsqueeze(1).repeat(1, len(self.paths))
         for depth, level in enumerate(self.levels, start=1):
-            guessed, _ = guess(depth, tokens[:, level.live], level.origin.expand(root.shape[0], -1))
-            tokens.index_copy_(1, level.nodes, guessed[:, level.place, level.rank])
+            candidates, _ = guess(depth, tokens[:, level.live], level.origin.expand(root.shape[0], -1))
+            tokens.index_copy_(1, level.nodes, candidates[:, level.place, level.rank])
         return tokens
 
 
@@ -131,21 +131,21 @@ class StaticTree:
 
     def __init__(self, target: Target, paths: Sequence[Path], rates: Rates | None = None) -> None:
         self.target, self.paths = target, list(paths)
-        self.promised = None if rates is None else list(accumulate((promise(one, rates) for one in paths), initial=1.0))
+        self.expected = None if rates is None else list(accumulate((path_rate(one, rates) for one in paths), initial=1.0))
         self.shape = Shape(len(self.paths) + 1, max(map(len, self.paths), default=0))
         self.branch = 1 + max((max(path) for path in self.paths), default=0)
         self._templates: dict[int, Template] = {}
 
     def template(self, batch: int) -> Template:
         if batch not in self._templates:
-            self._templates[batch] = Template(self.paths[: self._pay(batch)], self.target.device)
+            self._templates[batch] = Template(self.paths[: self._paying_paths(batch)], self.target.device)
         return self._templates[batch]
 
-    def _pay(self, batch: int) -> int:
-        """How many paths pay off."""
-        if self.promised is None:
+    def _paying_paths(self, batch: int) -> int:
+        """Return how many paths pay off."""
+        if self.expected is None:
             return len(self.paths)
-        return paying_rows(self.target, batch, self.promised) - 1
+        return paying_rows(self.target, batch, self.expected) - 1
 
     def depth(self, batch: int) -> int:
         return self.template(batch).depth
@@ -153,13 +153,13 @@ class StaticTree:
     def chain_rows(self, batch: int, most: int) -> int:
         return most
 
-    def draft(self, state: State, guess: Guess) -> Draft:
+    def draft(self, state: State, guess: NextCandidates) -> Draft:
         template = self.template(len(state.batch.ids))
         tokens = template.tokens(state.root, guess)
         return once_read(state, Draft(tokens, template.tree, torch.full_like(state.root, tokens.shape[1])))
 
-    def filled(self, state: State, guessed: Tensor) -> Draft:
-        """The draft of candidates [b, depth or more, k] that do not depend on the tokens before them."""
+    def filled(self, state: State, candidates: Tensor) -> Draft:
+        """Draft from candidates [b, depth or more, k] that do not depend on the tokens before them."""
         template = self.template(len(state.batch.ids))
-        tokens, size = filled(state, guessed, template.ranks)
+        tokens, size = filled(state, candidates, template.ranks)
         return Draft(tokens, template.tree, size)

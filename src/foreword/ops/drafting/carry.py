@@ -2,7 +2,7 @@
 
 In: where a round's path ended, and rows [b, R, H]; a table says which of them belong to each node. Out: the rows are written
 into the slots of a drafter's states, in place, with the number of them that count. Sequences that decided nothing keep what
-they have. The torch reference is in methods/hidden_transfer.py.
+they have. The torch reference is in ops/pseudo_rows.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def _carry(
 def carried_on(
     states: Tensor, have: Tensor, slots: Tensor, path: Tensor, count: Tensor, rows: Tensor, where: Tensor, carries: Tensor
 ) -> None:
-    """Write into `states` [B, steps, H], at `slots` [b], those of rows [b, R, H] that `where` [nodes, steps] names for the
-    last node of `path[:, :count]`; and into `have` [B] how many of them count, by `carries` [nodes]."""
+    """`carried_on` of ops/pseudo_rows.py."""
     (_, steps, size), block = states.shape, triton.next_power_of_2(states.shape[2])
     assert states.is_contiguous() and path.is_contiguous() and where.is_contiguous() and rows.stride(2) == 1
     _carry[(steps, len(slots))](

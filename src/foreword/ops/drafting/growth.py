@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foreword.ops.growth import Budget
+from foreword.ops.growth import Budget, RankPaths
 from foreword.ops.layer.overlap import launched, take_turn
 from foreword.ops.rounds import Columns
 
@@ -254,15 +254,10 @@ def likeliest_nodes(
 
 
 def likeliest_paths(
-    state: Columns, guessed: Tensor, likely: Tensor, paths: tuple[Tensor, Tensor], have: Tensor, nodes: int
+    state: Columns, guessed: Tensor, likely: Tensor, paths: RankPaths, have: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest paths through candidates [b, steps, k] that do not depend on each other, as `likeliest_nodes` has them.
-
-    likely [b or 1, steps, k]: log-probabilities. paths: the candidates that each of C paths goes through, [C, steps], with
-    numbers beyond all candidates past its end; and the path that each continues, [1, C]. Paths longer than a slot's `have`
-    [B] are left out.
-    """
-    (ways, parents), (batch, steps, k) = paths, guessed.shape
+    """`likeliest_paths` of ops/growth.py."""
+    (ways, parents), (batch, steps, k) = paths[:2], guessed.shape
     count, nodes = ways.shape[0], min(nodes, ways.shape[0])
     assert guessed.is_contiguous() and likely.is_contiguous() and ways.shape[1] == steps
     out, above = torch.empty(2, batch, nodes, dtype=torch.long, device=guessed.device)

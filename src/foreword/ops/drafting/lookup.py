@@ -1,7 +1,7 @@
 """Prompt lookup: the longest match of a sequence's end earlier in it, and what came after, by one program per sequence.
 
 In: the sequences by slot, and their lengths. Out: the root and its continuation, and how many tokens matched. Among equally
-long matches the latest counts. The torch reference is in methods/prompt_lookup.py.
+long matches the latest counts. The torch reference is in ops/lookup.py.
 """
 
 from __future__ import annotations
@@ -45,16 +45,13 @@ def _look_up(
     tl.store(size + seq, tl.load(sizes + found))
 
 
-def looked_up(text: Tensor, slots: Tensor, lengths: Tensor, sizes: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Drafts [b, nodes] for the sequences [B, L] in `slots`, whose roots are at `lengths` [B], and their sizes [b].
-
-    sizes [longest match + 1]: the size of a draft by the number of tokens that match.
-    """
+def looked_up(tokens: Tensor, slots: Tensor, lengths: Tensor, sizes: Tensor, nodes: int, span: int) -> tuple[Tensor, Tensor]:
+    """`looked_up` of ops/lookup.py. Each program stops at the length of its sequence, so `span` is not used."""
     batch, device = slots.shape[0], slots.device
     out = torch.empty(batch, nodes, dtype=torch.long, device=device)
     size = torch.empty(batch, dtype=torch.long, device=device)
     _look_up[(batch,)](
-        text, slots, lengths, sizes, out, size, text.stride(0),
+        tokens, slots, lengths, sizes, out, size, tokens.stride(0),
         NODES=nodes, MATCH=sizes.shape[0] - 1, AHEAD=triton.next_power_of_2(nodes), BLOCK=1024, **launched(device, 8),
     )  # fmt: skip
     return out, size

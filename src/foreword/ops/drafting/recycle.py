@@ -2,7 +2,7 @@
 
 In: the table of candidates and their log-probabilities [tables, V + 1, K]; its last row takes writes that must not count. A
 template is the ranks by which each node is reached from the root [M, D], so every node finds its token independently. The
-torch references are in methods/token_recycling.py and ops/growth.py.
+torch references are in ops/recycling.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foreword.ops.drafting.growth import draft_likeliest
 from foreword.ops.layer.overlap import launched, take_turn
+from foreword.ops.recycling import CandidateTable, RankTemplate, SlotNoise
 from foreword.ops.round.noise import gumbel, noise_bits
 
 
@@ -129,22 +130,19 @@ def _goal(
 
 
 def walked(
-    table: tuple[Tensor, Tensor],
-    template: tuple[Tensor, Tensor, Tensor, Tensor],
+    table: CandidateTable,
+    template: RankTemplate,
     slots: Tensor,
     roots: Tensor,
     nodes: int,
     own: bool,
-    noise: tuple[Tensor, Tensor, Tensor] | None = None,
+    noise: SlotNoise | None = None,
+    cost: None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafts from the roots of `slots`: tokens and parents [b, nodes], and sizes [b].
-
-    table: candidates [tables, V + 1, K] int32 and their log-probabilities. template: ranks [M, D] and depths [M], both
-    int32, parents [M], and what a node's depth takes off its log-probability [M]. own: every slot has a table of its own.
-    noise: lengths [B], keys [B, 2] and temperatures [B] of all slots; with it candidates rank as in `core.choosing.rank`.
-    """
+    """`walked` of ops/recycling.py, with a fixed number of rows."""
     tokens, chances = table
-    ranks, depths, parents, fading = template
+    ranks, depths, parents, fading, _ = template
+    assert cost is None, "rows are fixed where this kernel runs"
     (count, depth), batch, device = ranks.shape, slots.shape[0], slots.device
     assert nodes <= count and tokens.is_contiguous() and chances.is_contiguous()
     out, above = (torch.empty(batch, nodes, dtype=torch.long, device=device) for _ in range(2))
@@ -158,7 +156,7 @@ def walked(
 
 
 def learnt(
-    table: tuple[Tensor, Tensor],
+    table: CandidateTable,
     slots: Tensor,
     seen: Tensor,
     size: Tensor,
@@ -166,12 +164,7 @@ def learnt(
     accepted: tuple[Tensor, Tensor] | None,
     own: bool,
 ) -> None:
-    """Overwrite the table's rows of the tokens `seen` [b, n], the first `size` [b] of each sequence, with what was `ranked`
-    there: candidates and log-probabilities [b, n, K].
-
-    If a token comes several times, its latest row wins. Accepted rows come after all others: `accepted` is a path [b, D + 1]
-    and how much of it counts [b]. A sequence that accepted nothing learns nothing.
-    """
+    """`learnt` of ops/recycling.py."""
     tokens, chances = table
     (batch, nodes), device = seen.shape, seen.device
     path, count = accepted or (size, size)

@@ -1,7 +1,7 @@
 """The loss of draft heads over rows of logits, and its gradient, in one kernel.
 
-In: logits [R, V], and as the wanted answer a label per row, or a teacher's logits [R, V] with their `log_mass`. Out: loss
-and the label's rank per row, and in place of the logits their gradient. A program sweeps one row twice, once for its
+In: logits [R, V], and what they should predict: a label per row, or a teacher's logits [R, V] with their `log_mass`. Out:
+the loss and the label's rank per row; the gradient overwrites the logits. A program sweeps one row twice, once for its
 logsumexp and once for the rest, in float32. No softmax is ever stored. The torch reference is in ops/losses.py.
 """
 
@@ -20,9 +20,9 @@ _HUGE = tl.constexpr(3.0e38)
 
 @triton.jit
 def _mass_of(logits, width, BLOCK: tl.constexpr):
-    """The logsumexp of one row, in one sweep. The sum is kept relative to the largest logit so far."""
+    """Return the logsumexp of one row, in one sweep. The sum is kept relative to the largest logit so far."""
     column = tl.arange(0, BLOCK)
-    peak = -_HUGE  # finite, so that infinities behave
+    peak = -_HUGE  # finite, so that no difference of infinities is taken
     mass = tl.zeros([BLOCK], tl.float32)
     for first in range(0, width, BLOCK):
         value = tl.load(logits + first + column, mask=first + column < width, other=float("-inf")).to(tl.float32)
@@ -39,41 +39,41 @@ def _log_mass(logits, masses, width, BLOCK: tl.constexpr) -> None:
 
 
 @triton.jit
-def _lose(
-    logits, labels, counts, taught, taught_mass, losses, places, width,
-    SOFT: tl.constexpr, LEARNS: tl.constexpr, BLOCK: tl.constexpr,
+def _cross_entropies(
+    logits, labels, counts, teacher, teacher_mass, losses, ranks, width,
+    SOFT: tl.constexpr, WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
-    taught += row * width
+    teacher += row * width
     column = tl.arange(0, BLOCK)
     label = tl.load(labels + row)
     counted = tl.load(counts + row) != 0
     at_label = tl.load(logits + label).to(tl.float32)  # read before the second sweep writes over it
     mass = _mass_of(logits, width, BLOCK)
-    wanted_mass = tl.load(taught_mass + row) if SOFT else 0.0
-    lost = tl.zeros([BLOCK], tl.float32)
+    goal_mass = tl.load(teacher_mass + row) if SOFT else 0.0
+    loss_terms = tl.zeros([BLOCK], tl.float32)
     larger = tl.zeros([BLOCK], tl.int32)
     for first in range(0, width, BLOCK):
         here = first + column < width
         value = tl.load(logits + first + column, mask=here, other=float("-inf")).to(tl.float32)
         larger += (value > at_label).to(tl.int32)
         if SOFT:
-            own = tl.load(taught + first + column, mask=here, other=float("-inf")).to(tl.float32)
-            wanted = tl.exp(own - wanted_mass)
-            lost += wanted * tl.where(wanted == 0, 0.0, mass - value)  # what is not wanted may be impossible
+            goal_logit = tl.load(teacher + first + column, mask=here, other=float("-inf")).to(tl.float32)
+            goal = tl.exp(goal_logit - goal_mass)
+            loss_terms += goal * tl.where(goal == 0, 0.0, mass - value)  # a logit may be -inf, and 0 x inf is NaN
         else:
-            wanted = (first + column == label).to(tl.float32)
-        if LEARNS:
-            change = tl.where(counted, tl.exp(value - mass) - wanted, 0.0)
-            tl.store(logits + first + column, change.to(logits.dtype.element_ty), mask=here)
-    loss = tl.sum(lost, 0) if SOFT else mass - at_label
+            goal = (first + column == label).to(tl.float32)
+        if WITH_GRADIENT:
+            gradient = tl.where(counted, tl.exp(value - mass) - goal, 0.0)
+            tl.store(logits + first + column, gradient.to(logits.dtype.element_ty), mask=here)
+    loss = tl.sum(loss_terms, 0) if SOFT else mass - at_label
     tl.store(losses + row, tl.where(counted, loss, 0.0))
-    tl.store(places + row, tl.sum(larger, 0))
+    tl.store(ranks + row, tl.sum(larger, 0))
 
 
 def log_mass(logits: Tensor) -> Tensor:
-    """The logsumexp of each row of logits [R, V], in float32: [R]."""
+    """`log_mass` of ops/losses.py."""
     assert logits.is_contiguous() and logits.dtype.itemsize <= 4
     rows, width = logits.shape
     masses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -82,24 +82,24 @@ def log_mass(logits: Tensor) -> Tensor:
     return masses
 
 
-def lose(
-    logits: Tensor, labels: Tensor, counts: Tensor, taught: tuple[Tensor, Tensor] | None, learns: bool
+def cross_entropies(
+    logits: Tensor, labels: Tensor, counts: Tensor, teacher: tuple[Tensor, Tensor] | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """`lose` of ops/losses.py."""
+    """`cross_entropies` of ops/losses.py."""
     assert logits.is_contiguous() and logits.dtype.itemsize <= 4
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    places = torch.empty(rows, dtype=torch.long, device=logits.device)
-    own, mass = (logits, losses) if taught is None else taught
-    assert own.is_contiguous() and own.shape == logits.shape
+    ranks = torch.empty(rows, dtype=torch.long, device=logits.device)
+    goal, mass = (logits, losses) if teacher is None else teacher
+    assert goal.is_contiguous() and goal.shape == logits.shape
     if rows:
-        _lose[(rows,)](
-            logits, labels.contiguous(), counts.to(torch.uint8), own, mass, losses, places, width,
-            SOFT=taught is not None, LEARNS=learns, BLOCK=_block(width), num_warps=WARPS,
+        _cross_entropies[(rows,)](
+            logits, labels.contiguous(), counts.to(torch.uint8), goal, mass, losses, ranks, width,
+            SOFT=teacher is not None, WITH_GRADIENT=with_gradient, BLOCK=_block(width), num_warps=WARPS,
         )  # fmt: skip
-    if learns:  # autograd does not see a kernel's writes; with a new version it refuses to use logits that it saved
+    if with_gradient:  # autograd does not see a kernel's writes; a new version makes it refuse to use logits that it saved
         torch.autograd.graph.increment_version(logits)
-    return losses, places
+    return losses, ranks
 
 
 def _block(width: int) -> int:

@@ -1,12 +1,12 @@
-"""Graphs of guesses by kernels against the torch operations of ops/graphs.py, level by level, in Triton's
+"""Graphs of candidates by kernels, against the torch body in ops/candidate_graphs.py, level by level, in Triton's
 interpreter."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-from foreword.ops.graphs import Rule
-from rounds import check_merge
+from foreword.ops.candidate_graphs import Rule
+from rounds import check_candidate_graphs
 
 RULES = [
     Rule(branch=1, repeat=0, siblings=0.0, sure=0.0, width=1),
@@ -21,8 +21,8 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_graph_grows_and_is_unrolled(seed: int, rule: Rule) -> None:
-    check_merge(seed, "cpu", rule, depth=4, words=5)
+    check_candidate_graphs(seed, "cpu", rule, depth=4, tokens=5)
 
 
 def test_a_level_may_have_as_many_nodes_as_there_are_bits() -> None:
-    check_merge(0, "cpu", Rule(branch=8, repeat=0, siblings=0.0, sure=0.0, width=64), depth=3, words=90)
+    check_candidate_graphs(0, "cpu", Rule(branch=8, repeat=0, siblings=0.0, sure=0.0, width=64), depth=3, tokens=90)

@@ -1,9 +1,9 @@
 """A small language model that reads the sequence along with the target, and then its own candidates, level by level.
 
-It consists of the target's first layers, or is another model with the same vocabulary. In: the sequence from `State`, and
-candidates with the rows that they follow. Out: rows for a head. Its cache holds what comes before the root, or less. What
-was decided since its last draft is read together with the root, in one pass of fixed shape. Within a round the root is the
-first scratch row, and every candidate that is read adds one. None of them is kept, so nothing is rolled back.
+It consists of the target's first layers, or it is another model with the same vocabulary. In: the sequence from `State`, and
+candidates with the rows that they follow. Out: rows for a head. Its cache holds the rows before the root, or fewer. One pass
+of fixed shape reads the tokens decided since its last draft, and the root. Within a round the root is the first scratch row,
+and every candidate that is read adds one. None of them is kept, so nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from foreword.core.choosing import guesses
+from foreword.core.choosing import candidates
 from foreword.core.draft import Tree
 from foreword.core.sampling_table import SamplingRows
 from foreword.core.state import Batch, State
@@ -28,8 +28,8 @@ from foreword.model.stack import Rows, Stack
 from foreword.ops.trees import next_level
 from foreword.ops.unread import unread
 
-KERNELS = 6  # of a layer: four matrix products, and two for attention
-FOLLOWED = 2  # rows read per round that drafts nothing
+KERNELS = 6  # per layer: four matrix products, and two for attention
+FOLLOWED = 2  # rows read in a round that drafts nothing
 
 
 class FirstLayers(nn.Module):
@@ -40,7 +40,9 @@ class FirstLayers(nn.Module):
         self.layers, self.norm = layers, norm_like(target)
 
 
-class Guesser:
+class SmallModel:
+    """A small model and its cache."""
+
     module: FirstLayers
     stack: Stack
 
@@ -59,8 +61,8 @@ class Guesser:
             self.module = FirstLayers(target, self.stack.layers)
 
     def bind(self, target: Target, slots: int, ahead: int, scratch: int) -> None:
-        """Make a cache. `ahead`: how many draft tokens of a round may be accepted, and so how far the sequence may run ahead
-        of the cache. `scratch`: how many rows the draft tokens of a round may have."""
+        """Allocate a cache. ahead: how many draft tokens of a round can be accepted, so how far the sequence can run ahead
+        of the cache. scratch: how many rows the candidates of a round can have."""
         self.target, self.ahead = target, ahead
         self.vocabulary.bind(target if self.other is None else self.other)
         if self.other is not None:
@@ -68,12 +70,12 @@ class Guesser:
             self.stack = self.other.layer_stack
         self.stack.allocate(slots, target.context, scratch)
 
-    def level_part(self, target: Target) -> float:
-        """The weights that one level reads, as a share of the target's one-row pass."""
+    def level_cost(self, target: Target) -> float:
+        """Return what reading the weights of one level costs; a one-row pass of the target costs 1."""
         if self.other is not None:
-            return target.part(sum(weight.numel() for weight in self.other.hf.parameters()))
-        head = target.part(target.vocab_size * target.hidden_size)
-        return self.vocabulary.part(target) + (1 - head) * self.layers / target.layers
+            return target.read_cost(sum(weight.numel() for weight in self.other.hf.parameters()))
+        head = target.read_cost(target.vocab_size * target.hidden_size)
+        return self.vocabulary.read_cost(target) + (1 - head) * self.layers / target.layers
 
     @property
     def level_kernels(self) -> int:
@@ -93,13 +95,13 @@ class Guesser:
     def norm(self, rows: Tensor) -> Tensor:
         return self.module.norm(rows) if self.other is None else self.other.norm(rows)
 
-    def guesses(self, rows: Tensor, position: Tensor | None, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
-        """`VocabularyHead.guesses`. If another model's vocabulary has more padding, it is cut to the target's."""
+    def candidates(self, rows: Tensor, position: Tensor | None, sampling: SamplingRows, k: int) -> tuple[Tensor, Tensor]:
+        """Return `VocabularyHead.candidates`. If another model's vocabulary has more padding, cut it to the target's."""
         logits = self.vocabulary.head(rows)[..., : self.target.vocab_size]
-        return guesses(logits, position, sampling, k, self.vocabulary.tokens)
+        return candidates(logits, position, sampling, k, self.vocabulary.tokens)
 
     def begin(self, state: State) -> None:
-        """Admit sequences. If a slot is reused, its last few rows may not be cached; they are read with the prompt."""
+        """Admit sequences. If a slot is reused, its last few rows may not be cached. They are read with the prompt."""
         known = torch.minimum(self.cache.length[state.slots], state.length)
         self.stack.restart(state.batch, known)
 
@@ -108,20 +110,20 @@ class Guesser:
         self._catch_up(state, count + self.ahead + 1)
 
     def root(self, state: State) -> Branches:
-        """Read what was decided since the last round, and the root."""
+        """Read the tokens decided since the last round, and the root."""
         rows, length, place = self._catch_up(state, self.ahead + 2)
         at_root = rows.gather(1, place.view(-1, 1, 1).expand(-1, 1, rows.shape[2]))
         return Branches(self, state.batch, length, self.norm(at_root))
 
     def follow(self, state: State) -> None:
-        """Read along in a round that drafts nothing: one row more than it decides, so that the backlog shrinks."""
+        """Read along in a round that drafts nothing: one row more than the round decides, so that the backlog shrinks."""
         base, length, tokens, _ = unread(state, self.cache.length, FOLLOWED)
-        self.stack.walk(self.embed(tokens), Rows.behind(base, FOLLOWED, state.batch))
+        self.stack.walk(self.embed(tokens), Rows.chain_after(base, FOLLOWED, state.batch))
         self.cache.rewind(state.batch, torch.minimum(length, base + FOLLOWED))
 
     def over(self, tokens: Tensor) -> Tensor:
         """Run over whole sequences [b, n] without a cache, for training: [b, n, H], before the norm."""
-        return self.stack.over(self.embed(tokens))
+        return self.stack.walk_sequences(self.embed(tokens))
 
     def _catch_up(self, state: State, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Read `count` rows of the sequence from the first that is not cached, and commit those before the root.
@@ -130,7 +132,7 @@ class Guesser:
         after the root are padding that no row attends to.
         """
         base, length, tokens, place = unread(state, self.cache.length, count)
-        walked = self.stack.walk(self.embed(tokens), Rows.behind(base, count, state.batch)).hidden
+        walked = self.stack.walk(self.embed(tokens), Rows.chain_after(base, count, state.batch)).hidden
         self.cache.rewind(state.batch, length)
         return walked, length, place
 
@@ -138,8 +140,8 @@ class Guesser:
 class Branches:
     """The scratch rows of one round: the root, and the candidates that were read so far, level by level."""
 
-    def __init__(self, guesser: Guesser, batch: Batch, length: Tensor, root: Tensor) -> None:
-        self.guesser, self.batch, self.length = guesser, batch, length
+    def __init__(self, model: SmallModel, batch: Batch, length: Tensor, root: Tensor) -> None:
+        self.model, self.batch, self.length = model, batch, length
         self.rows = root  # [b, w, H] of the level that was read last, after the norm
         self.sees = Tree.chain(1, root.device).ancestors  # [b or 1, w, m] their ancestors
         self.widths: tuple[int, ...] = (1,)  # of all levels read so far
@@ -148,7 +150,7 @@ class Branches:
         """Read candidates [b, w] that follow rows `parent` [b, w] of the level that was read last: [b, w, H]."""
         self.sees, self.widths = next_level(self.sees, parent), (*self.widths, tokens.shape[1])
         rows = Rows(self.length, _depth(self.widths, tokens.device), self.sees, self.batch)
-        self.rows = self.guesser.norm(self.guesser.stack.walk(self.guesser.embed(tokens), rows).hidden)
+        self.rows = self.model.norm(self.model.stack.walk(self.model.embed(tokens), rows).hidden)
         return self.rows
 
 
@@ -160,8 +162,7 @@ def _depth(widths: tuple[int, ...], device: torch.device) -> Tensor:
 
 def check_layers(method: str, layers: int, target: Target) -> None:
     if layers > target.layers:
-        told = f"layers is {layers}, but {target.name} has {target.layers}"
-        raise DrafterError(f"{method}: {told}; ask for no more")
+        raise DrafterError(f"{method}: layers is {layers}, but {target.name} has {target.layers}; ask for no more")
 
 
 def check_other(method: str, other: Model, target: Target) -> None:
@@ -172,20 +173,20 @@ def check_other(method: str, other: Model, target: Target) -> None:
 
 def check_context(method: str, other: Model, target: Target) -> None:
     if other.max_context < target.context:
-        told = f"{other.name} reads {other.max_context} tokens, the target's texts may have {target.context}"
-        raise DrafterError(f"{method}: {told}; load the target with max_context={other.max_context}, or take another model")
+        found = f"{other.name} reads {other.max_context} tokens, but the target's sequences can have {target.context}"
+        raise DrafterError(f"{method}: {found}; load the target with max_context={other.max_context}, or use another model")
 
 
 def check_vocabulary(method: str, other: Model, target: Target) -> None:
     """Refuse a model whose vocabulary differs from the target's. Without tokenizers only the sizes are compared."""
     if other.pieces is None or target.pieces is None:
         if other.vocab_size != target.vocab_size:
-            told = f"{other.name} has {other.vocab_size} tokens and {target.name} has {target.vocab_size}"
-            raise DrafterError(f"{method}: {told}; take a model with the target's vocabulary")
+            found = f"{other.name} has {other.vocab_size} tokens and {target.name} has {target.vocab_size}"
+            raise DrafterError(f"{method}: {found}; use a model with the target's vocabulary")
         return
     ours, theirs = target.pieces(), other.pieces()
     for token in range(max(len(ours), len(theirs))):
         one, two = (pieces[token] if token < len(pieces) else "" for pieces in (ours, theirs))  # "" is padding
         if one != two:
-            told = f"token {token} is {one!r} to {target.name} and {two!r} to {other.name}"
-            raise DrafterError(f"{method}: {told}; a model that guesses needs the target's vocabulary, token by token")
+            found = f"token {token} is {one!r} in {target.name} and {two!r} in {other.name}"
+            raise DrafterError(f"{method}: {found}; a draft model needs the target's vocabulary, token by token")

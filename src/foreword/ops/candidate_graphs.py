@@ -1,9 +1,9 @@
-"""Graphs of candidates, as torch operations: a continuation that comes back is drafted once and shared.
+"""Graphs of candidates, as torch operations: a continuation that occurs again is drafted once and shared.
 
 In: candidates after the nodes that were read last. Out: the nodes to read next, and in the end a tree. A candidate that ends
 in the same few tokens as an older node is not read again: the node before it gets an alias, an edge to the older node. No
-edge leads back, so every walk ends. Shapes are fixed: a candidate that is dropped or merged leaves its place empty.
-On CUDA, ops/drafting/merge.py takes the place of `growing_graph`. Paper: GSD (arXiv 2407.16207).
+edge closes a loop, so every walk ends. Shapes are fixed: a candidate that is dropped or merged leaves its place empty.
+On CUDA, ops/drafting/candidate_graphs.py takes the place of `growing_graph`. Paper: GSD (arXiv 2407.16207).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foreword.ops.growth import growing_trees, sureness
 if TYPE_CHECKING:
     from foreword.ops.round.settle import Columns
 
-_MIX = 0x5851F42D4C957F2D  # odd, so that no token is lost in a product
+_MIX = 0x5851F42D4C957F2D  # odd, so that multiplying loses no bits of a token
 NOWHERE = -1
 MOST_LIVE = 64  # nodes of a level that the kernel has bits for
 
@@ -56,10 +56,10 @@ class GraphCandidates(NamedTuple):
     """All candidates of a graph, [b, M] each. Those of the node that was read as number x start at x * branch."""
 
     tokens: Tensor
-    chances: Tensor  # log-probabilities, each after its own node; -inf: it does not count
+    chances: Tensor  # log-probabilities, each given its own node; -inf: the candidate does not count
     keys: Tensor  # equal where the last tokens are equal
-    goal: Tensor  # the candidate that it leads to: itself if it is a node, an older one if it is merged, or NOWHERE
-    read: Tensor  # as which number it was read, or NOWHERE
+    goal: Tensor  # the candidate that it leads to: itself if it is a node, an older one if it was merged, or NOWHERE
+    read: Tensor  # the number it was read as, or NOWHERE
 
     @property
     def is_node(self) -> Tensor:
@@ -70,13 +70,13 @@ class GrowingGraph(Protocol):
     """Graphs of a round's sequences while they grow: `add` for each level, then `unrolled`."""
 
     @property
-    def guesses(self) -> GraphCandidates: ...
+    def candidates(self) -> GraphCandidates: ...
 
     @property
     def counts(self) -> Tensor:
         """[2, b]: rows that were read so far, and rows that were saved by merging."""
 
-    def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Add candidates [b, w, n] after the nodes that were read last, best first, with their log-probabilities.
 
         Returns the tokens of the nodes to read next and which of the w nodes each follows: [b, w'] twice. If there are
@@ -97,7 +97,7 @@ def _has_bits(root: Tensor, rule: Rule, depth: int) -> bool:
     return rule.width <= MOST_LIVE
 
 
-@accelerated("drafting.merge:KernelGraph", when=_has_bits)
+@accelerated("drafting.candidate_graphs:KernelGraph", when=_has_bits)
 def growing_graph(root: Tensor, rule: Rule, depth: int) -> GrowingGraph:
     """Start graphs at roots [b], to which at most `depth` levels will be added."""
     return TorchGraph(root, rule)
@@ -110,9 +110,9 @@ class TorchGraph:
         self.rule = rule
         size, device = root.shape[0], root.device
         none = torch.zeros(size, 0, dtype=torch.long, device=device)
-        self.guesses = GraphCandidates(none, torch.zeros(size, 0, device=device), none, none, none)
-        # Of the w nodes that are read last: the log-probability of the whole path, -inf for padding [b, w]; which of all
-        # nodes that were read lead there [b, X, w]; and their last tokens [b, w, k].
+        self.candidates = GraphCandidates(none, torch.zeros(size, 0, device=device), none, none, none)
+        # For the w nodes read last: the log-probability of the whole path, -inf for padding [b, w]; which of all nodes that
+        # were read lead to them [b, X, w]; and their last tokens [b, w, k].
         self.chance = torch.zeros(size, 1, device=device)
         self.reach = torch.ones(size, 1, 1, dtype=torch.bool, device=device)
         before = torch.full((size, 1, max(rule.repeat, 0)), NOWHERE, device=device)
@@ -122,49 +122,50 @@ class TorchGraph:
         self.counts = torch.zeros(2, size, dtype=torch.long, device=device)
         self.saved = torch.zeros_like(root)  # [b] candidates of the last level that merging keeps from being read
 
-    def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
-        (live, branch), count = guessed.shape[1:], self.guesses.tokens.shape[1]
-        likely, keys = self._counting(likely), self._key(guessed).flatten(1)
-        counts = (likely > -math.inf).flatten(1)
+    def add(self, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        (live, branch), count = candidates.shape[1:], self.candidates.tokens.shape[1]
+        log_probs, keys = self._counting(log_probs), self._key(candidates).flatten(1)
+        counts = (log_probs > -math.inf).flatten(1)
         number = torch.arange(count, count + live * branch, device=keys.device).expand_as(keys)
         goal, leads = self._merged(keys, counts, live) if self.rule.repeat >= 0 else (number, None)
         goal = goal.where(counts, NOWHERE)
-        is_node, sure = goal == number, (likely >= self.rule.log_sure).flatten(1)
+        is_node, sure = goal == number, (log_probs >= self.rule.log_sure).flatten(1)
         self.counts = self.counts + torch.stack([(self.chance > -math.inf).sum(1), self.saved])
         self.saved = (counts & ~is_node & sure).sum(1)
-        ways = self.chance.unsqueeze(2) + likely
-        self.found = torch.cat([self.found, ways.flatten(1)], dim=1)
-        self.sure = sureness(self.chance, likely)
-        whole = ways.flatten(1).masked_fill(~(is_node & sure), -math.inf)
-        chance, best = (part[:, : self.rule.width] for part in whole.sort(dim=1, descending=True, stable=True))
+        paths = self.chance.unsqueeze(2) + log_probs
+        self.found = torch.cat([self.found, paths.flatten(1)], dim=1)
+        self.sure = sureness(self.chance, log_probs)
+        whole = paths.flatten(1).masked_fill(~(is_node & sure), -math.inf)
+        chance, best = (values[:, : self.rule.width] for values in whole.sort(dim=1, descending=True, stable=True))
         numbers = torch.arange(best.shape[1], device=best.device) + (count // branch + live)
         read = torch.full_like(goal, NOWHERE).scatter(1, best, numbers.where(chance > -math.inf, NOWHERE))
-        new = GraphCandidates(guessed.flatten(1), likely.flatten(1), keys, goal, read)
-        self.guesses = GraphCandidates(*(torch.cat(pair, dim=1) for pair in zip(self.guesses, new, strict=True)))
+        new = GraphCandidates(candidates.flatten(1), log_probs.flatten(1), keys, goal, read)
+        self.candidates = GraphCandidates(*(torch.cat(pair, dim=1) for pair in zip(self.candidates, new, strict=True)))
         if leads is not None:
             self.reach = self._reached(leads, goal, count + best, live)
         tokens, origin = new.tokens.gather(1, best), best // branch
         self.chance, self.recent = chance, torch.cat([_rows(self.recent, origin), tokens.unsqueeze(2)], dim=2)[..., 1:]
         return tokens, origin
 
-    def _counting(self, likely: Tensor) -> Tensor:
-        """Log-probabilities, -inf for candidates that do not count: after padding, or far below their best sibling."""
-        likely = likely.where(likely.isfinite(), -math.inf)
-        near = likely >= likely[..., :1] + self.rule.log_siblings
-        return likely.masked_fill(~near | (self.chance == -math.inf).unsqueeze(2), -math.inf)
+    def _counting(self, log_probs: Tensor) -> Tensor:
+        """Set candidates that do not count to -inf: those after padding, and those far below their best sibling."""
+        log_probs = log_probs.where(log_probs.isfinite(), -math.inf)
+        near = log_probs >= log_probs[..., :1] + self.rule.log_siblings
+        return log_probs.masked_fill(~near | (self.chance == -math.inf).unsqueeze(2), -math.inf)
 
-    def _key(self, guessed: Tensor) -> Tensor:
-        """[b, w, n]: a hash of the last tokens of every candidate. A collision is next to impossible, and would only cost a
-        candidate."""
-        before = torch.zeros_like(guessed[..., 0])
+    def _key(self, candidates: Tensor) -> Tensor:
+        """Return a hash of the last tokens of every candidate [b, w, n]. A collision is next to impossible, and would only
+        cost a candidate."""
+        before = torch.zeros_like(candidates[..., 0])
         for token in self.recent.unbind(2):
             before = before * _MIX + token + 1
-        return before.unsqueeze(2) * _MIX + guessed + 1
+        return before.unsqueeze(2) * _MIX + candidates + 1
 
     def _merged(self, keys: Tensor, counts: Tensor, live: int) -> tuple[Tensor, Tensor]:
-        """What every candidate [b, P] leads to: the first older node with the same last tokens that does not lead back, the
-        first such candidate of this level, or a node of its own. And to which nodes of this level that leads [b, P, w]."""
-        known, branch = self.guesses, self.rule.branch
+        """Return what every candidate [b, P] leads to: the first older node with the same last tokens that does not lead
+        back, the first such candidate of this level, or a node of its own. And which nodes of this level an older node
+        leads to [b, P, w]."""
+        known, branch = self.candidates, self.rule.branch
         count = known.tokens.shape[1]
         from_node = functional.pad(self.reach, (0, 0, 0, 1))  # the last row is that of nodes not read
         from_node = _rows(from_node, known.read.where(known.read >= 0, self.reach.shape[1]))  # [b, M, w]
@@ -180,16 +181,16 @@ class TorchGraph:
         return torch.where(found, older, count + twin), leads
 
     def _closes_a_loop(self, leads: Tensor, live: int) -> Tensor:
-        """[b, P]: which aliases must go. All aliases of a level are made at once, and two of them could close a loop that
-        neither closes alone. Only those that lead to a later node of the level stay, so that no loop remains."""
+        """Return which aliases must be dropped [b, P]. All aliases of a level are made at once, and two of them could close
+        a loop that neither closes alone. Of those, only aliases to a later node of the level stay, so no loop remains."""
         step = leads.unflatten(1, (live, -1)).any(2)  # [b, w, w]
-        returns = _closed(step).transpose(1, 2)  # from where a node of this level would be reached again
+        returns = _closed(step).transpose(1, 2)  # from which nodes a node of this level would be reached again
         place = torch.arange(live, device=leads.device)
         refused = returns & (place <= place.unsqueeze(1))
         return (leads & refused.repeat_interleave(self.rule.branch, 1)).any(2)
 
     def _reached(self, leads: Tensor, goal: Tensor, nodes: Tensor, live: int) -> Tensor:
-        """[b, X, w']: which read nodes lead to the nodes to read next, new aliases included."""
+        """Return which read nodes lead to the nodes to read next, new aliases included: [b, X, w']."""
         step = _closed(leads.unflatten(1, (live, -1)).any(2)) | _itself(live, leads)
         edge = (goal.unsqueeze(2) == nodes.unsqueeze(1)).unflatten(1, (live, -1)).any(2)  # [b, w, w']
         before = _joined(_joined(self.reach, step), edge)
@@ -206,8 +207,8 @@ class TorchGraph:
         return trees.chosen(nodes, cost)
 
     def walks(self) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """The graph as a function that answers the candidates after live nodes, for a tree to grow on."""
-        known, shape = self.guesses, (-1, self.rule.branch)
+        """Return the graph as a function that gives the candidates after live nodes, for a tree to grow on."""
+        known, shape = self.candidates, (-1, self.rule.branch)
         nowhere = known.tokens.shape[1] // self.rule.branch  # the number of a node with nothing after it
         onward = known.read.gather(1, known.goal.clamp(min=0)).where(known.goal >= 0, NOWHERE)
         onward = onward.clamp(max=nowhere).where(onward >= 0, nowhere)  # nodes chosen last were never read
@@ -228,23 +229,23 @@ class TorchGraph:
 
 
 def _rows(values: Tensor, places: Tensor) -> Tensor:
-    """Rows of [b, m, c] at places [b, n]: [b, n, c]."""
+    """Return the rows of [b, m, c] at places [b, n]: [b, n, c]."""
     return values.gather(1, places.unsqueeze(2).expand(-1, -1, values.shape[2]))
 
 
 def _first(true: Tensor) -> Tensor:
-    """The first place along the last axis that is true, or its length."""
+    """Return the first place along the last axis that is true, or the axis length."""
     place = torch.arange(true.shape[-1], device=true.device)
     return functional.pad(place.where(true, true.shape[-1]), (0, 1), value=true.shape[-1]).amin(-1)
 
 
 def _joined(one: Tensor, other: Tensor) -> Tensor:
-    """Compose two relations, [b, x, y] and [b, y, z], of what leads to what: [b, x, z]."""
+    """Compose two relations of what leads to what, [b, x, y] and [b, y, z]: [b, x, z]."""
     return (one.float() @ other.float()) > 0
 
 
 def _closed(step: Tensor) -> Tensor:
-    """The transitive closure of a relation [b, w, w]."""
+    """Return the transitive closure of a relation [b, w, w]."""
     for _ in range((step.shape[1] - 1).bit_length()):
         step = step | _joined(step, step)
     return step

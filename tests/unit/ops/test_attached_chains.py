@@ -1,4 +1,4 @@
-"""Chains hung into trees by the kernel against torch operations, through Triton's interpreter."""
+"""Chains attached to trees by the kernel, against torch, in Triton's interpreter."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from rounds import check_joined
+from rounds import check_with_chain
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 20), st.integers(1, 16), st.integers(0, 10**6))
 def test_any_tree_and_chain(nodes: int, links: int, seed: int) -> None:
-    check_joined(seed, "cpu", nodes, links)
+    check_with_chain(seed, "cpu", nodes, links)
 
 
-def test_a_tree_that_all_share() -> None:
-    check_joined(3, "cpu", 12, 5, shared=True)
+def test_a_tree_that_all_sequences_share() -> None:
+    check_with_chain(3, "cpu", 12, 5, shared=True)

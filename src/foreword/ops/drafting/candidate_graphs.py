@@ -3,7 +3,7 @@
 In: the candidates after the nodes that were read last and their log-probabilities, [b, w, n] each. Out: the nodes to read
 next, and in the end a draft. One program handles one sequence. Candidates are stored in buffers [b, M], level by level. The
 bits of a number say which of the w nodes something leads to, so at most 64 nodes of a level are read. Ties go to the earlier
-candidate. The torch reference is in ops/graphs.py.
+candidate. The torch reference is in ops/candidate_graphs.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreword.ops.candidate_graphs import GraphCandidates, Rule
 from foreword.ops.drafting.growth import likeliest_nodes
-from foreword.ops.graphs import GraphCandidates, Rule
 from foreword.ops.layer.overlap import launched, take_turn
 from foreword.ops.rounds import Columns
 
 _NEVER = tl.constexpr(float("-inf"))
 _NOWHERE = tl.constexpr(-1)
-_MIX = tl.constexpr(0x5851F42D4C957F2D)  # as ops/graphs.py has it
+_MIX = tl.constexpr(0x5851F42D4C957F2D)  # as ops/candidate_graphs.py has it
 _PART = tl.constexpr(64)  # numbers compared with all others at a time, or fewer:
 _PAIRS = tl.constexpr(8192)  # as many pairs as registers hold easily
 
@@ -313,7 +313,7 @@ def room(depth: int, width: int, branch: int) -> int:
 
 
 class KernelGraph:
-    """`GrowingGraph` of ops/graphs.py by kernels."""
+    """`GrowingGraph` of ops/candidate_graphs.py by kernels."""
 
     def __init__(self, root: Tensor, rule: Rule, depth: int) -> None:
         self.rule, self.root, self.count, self.live = rule, root, 0, 1
@@ -324,7 +324,7 @@ class KernelGraph:
         # tally [3, b]: rows read, rows saved by merging, and what the last level adds to the latter
 
     @property
-    def guesses(self) -> GraphCandidates:
+    def candidates(self) -> GraphCandidates:
         tokens, keys, goals, reads = self.known[..., : self.count]
         return GraphCandidates(tokens, self.chances[:, : self.count], keys, goals, reads)
 

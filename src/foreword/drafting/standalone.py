@@ -1,7 +1,7 @@
-"""A standalone small model from the target's first layers, or from trained copies of them.
+"""A standalone model from the target's first layers, or from trained copies of them.
 
 In: the target and the layers. Out: a causal language model of transformers with the target's embedding and head, on any
-device. On the target's own device the embedding is shared, and so is a head that is tied to it or not packed.
+device. On the target's own device the embedding is shared, and so is the head if it is tied or not packed.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from foreword.drafting.guesser import FirstLayers
+from foreword.drafting.small_model import FirstLayers
 from foreword.model.families import family_of
 from foreword.model.model import Model
 
 BY_LAYER = ("layer_types", "no_rope_layers")  # lists in the config with one entry per layer
 
 
-def small_model(target: Model, module: FirstLayers, device: torch.device) -> PreTrainedModel:
+def standalone_model(target: Model, module: FirstLayers, device: torch.device) -> PreTrainedModel:
     """Copy the layers with their current weights. Later training does not change the copy."""
     count, config = len(module.layers), copy.deepcopy(target.hf.config)
     config.num_hidden_layers = count
     for name in BY_LAYER:
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[:count])
-    with torch.device("meta"):  # a frame without weights, which are put into it below
+    with torch.device("meta"):  # without weights, which are set below
         attention = family_of(config).stock_attention
         model: Any = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation=attention)
     own: Any = target.hf
-    model.model.embed_tokens = _there(own.model.embed_tokens, device)
-    model.model.rotary_emb = _there(own.model.rotary_emb, device)
+    model.model.embed_tokens = _on_device(own.model.embed_tokens, device)
+    model.model.rotary_emb = _on_device(own.model.rotary_emb, device)
     model.model.layers = copy.deepcopy(module.layers).to(device)
     model.model.norm = _norm(own.model.norm, module.norm.weight).to(device)
     if config.tie_word_embeddings:
@@ -46,7 +46,7 @@ def small_model(target: Model, module: FirstLayers, device: torch.device) -> Pre
 
 @torch.no_grad()
 def _norm(like: nn.Module, weight: Tensor) -> nn.Module:
-    """A norm of the family's type that multiplies by `weight`. Some families add one to the stored weight."""
+    """Return a norm of the family's type that multiplies by `weight`. Some families add one to the stored weight."""
     norm: Any = copy.deepcopy(like)
     norm.weight.zero_()
     added = norm(torch.ones_like(norm.weight)).round()
@@ -54,7 +54,7 @@ def _norm(like: nn.Module, weight: Tensor) -> nn.Module:
     return norm
 
 
-def _there(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module itself if it is on the device already, else a copy."""
-    here = {part.device for part in (*module.parameters(), *module.buffers())}
-    return module if here == {device} else copy.deepcopy(module).to(device)
+def _on_device(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return the module itself if it is on the device already, else a copy."""
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    return module if devices == {device} else copy.deepcopy(module).to(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +11,8 @@ from foreword.errors import InputError, PromptError
 from foreword.text.stream import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
+
+MOST_STOP_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Request:
                 f"prompt_logprobs is {self.prompt_logprobs!r}; it must be None (off) or the number of likeliest tokens to "
                 "report, 0 to 100"
             )
+        if len(self.stop_token_ids) > MOST_STOP_TOKENS:
+            raise InputError(f"stop_token_ids has {len(self.stop_token_ids)} token ids; give at most {MOST_STOP_TOKENS}")
         for token in self.stop_token_ids:
             if type(token) is not int:
                 raise InputError(f"stop_token_ids holds {token!r}; give whole numbers")
@@ -85,31 +89,48 @@ class EngineLimits:
     def check(self, request: Request) -> None:
         """Refuse a request that cannot be served."""
         self.check_prompt(request.prompt)
-        allowed = request.sampling.allowed_token_ids
+        self.check_settings(request)
+
+    def check_settings(self, request: Request) -> None:
+        """Refuse settings that cannot be served, whatever the prompt is."""
+        sampling = request.sampling
+        self.check_allowed(sampling.allowed_token_ids)
         self._check_ids("stop_token_ids", request.stop_token_ids)
-        self._check_ids("allowed_token_ids", allowed or ())
-        held = self.ends | set(request.stop_token_ids) if request.min_new_tokens else frozenset()
-        free = set(range(self.vocabulary) if allowed is None else allowed) - held
-        if not free:
+        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
+        self._check_ids("logit_bias", tuple(token for token, _ in sampling.biases))
+        if sampling.bad_words and not sampling.bad_word_ids:
+            raise InputError("bad_words needs a tokenizer; give the token ids of each word as bad_word_ids")
+        for word in sampling.bad_word_ids or ():
+            self._check_ids("bad_word_ids", word)
+        self._check_that_tokens_are_left(request)
+
+    def check_allowed(self, allowed: object) -> None:
+        """Refuse a list of allowed tokens that is longer than the vocabulary, before its entries are looked at."""
+        if isinstance(allowed, Sized) and len(allowed) > self.vocabulary:
+            raise InputError(
+                f"allowed_token_ids has {len(allowed)} token ids; the model's vocabulary has only {self.vocabulary}"
+            )
+
+    def _check_that_tokens_are_left(self, request: Request) -> None:
+        """Refuse settings under which there may be no token to sample."""
+        allowed = request.sampling.allowed_token_ids
+        held = self.ends.union(request.stop_token_ids) if request.min_new_tokens else frozenset()
+        if not self._leaves_tokens(allowed, held):
             raise InputError(
                 f"min_new_tokens is {request.min_new_tokens}, but every allowed token would end the output; "
                 "allow others, or set min_new_tokens to 0"
             )
-        self._check_bias_and_bad_words(request.sampling, free)
-
-    def _check_bias_and_bad_words(self, sampling: Sampling, free: set[int]) -> None:
-        """Check logit_bias and bad words. `free`: the tokens that may be sampled at every position, bad words aside."""
-        self._check_ids("logit_bias", tuple(token for token, _ in sampling.biases))
-        words = sampling.bad_word_ids or ()
-        if sampling.bad_words and not words:
-            raise InputError("bad_words needs a tokenizer; give the token ids of each word as bad_word_ids")
-        for word in words:
-            self._check_ids("bad_word_ids", word)
-        if not free - {word[-1] for word in words}:
+        if not self._leaves_tokens(allowed, held.union(word[-1] for word in request.sampling.bad_word_ids or ())):
             raise InputError(
                 "every token that may be sampled is the last one of a bad word, so none might be left; allow others, or "
                 "leave bad words out"
             )
+
+    def _leaves_tokens(self, allowed: tuple[int, ...] | None, excluded: frozenset[int]) -> bool:
+        """Return whether some allowed token is not excluded. Nothing as large as the vocabulary is made for it."""
+        if allowed is None:
+            return sum(0 <= token < self.vocabulary for token in excluded) < self.vocabulary
+        return any(token not in excluded for token in allowed)
 
     def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
         for token in ids:

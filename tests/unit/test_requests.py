@@ -156,9 +156,31 @@ def test_samples_under_a_seed_of_their_own_are_those_of_that_seed(asked: Any) ->
     assert [one.sampling for one in requests] == seeds
 
 
-def test_an_error_in_settings_of_one_prompt_names_its_place(asked: Any) -> None:
-    with pytest.raises(InputError, match=r"settings\[1\]: top_p is 2"):
-        asked(["a", "b"], settings=[{}, {"top_p": 2}])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"top_p": 2}, "top_p is 2"),
+        ({"max_tokens": -3}, "max_new_tokens is -3"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9"),
+        ({"prompt_logprobs": 101}, "prompt_logprobs is 101"),
+        ({"reuse": 1}, "reuse is 1"),
+        ({"stop": [""]}, "stop string"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a'"),
+        ({"stop_token_ids": [10**9]}, "stop_token_ids holds 1000000000"),
+        ({"allowed_token_ids": [10**9]}, "allowed_token_ids holds 1000000000"),
+        ({"allowed_token_ids": [5] * 10**6}, "allowed_token_ids has 1000000 token ids"),
+        ({"logit_bias": {10**9: 1.0}}, "logit_bias holds 1000000000"),
+        ({"bad_word_ids": [[10**9]]}, "bad_word_ids holds 1000000000"),
+        ({"bad_words": ["x y" * 100]}, "bad_words holds"),
+        ({"allowed_token_ids": [5], "bad_word_ids": [[5]]}, "last one of a bad word"),
+        ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_new_tokens": 1}, "min_new_tokens is 1"),
+    ],
+)
+def test_an_error_in_settings_of_one_prompt_names_its_place(asked: Any, wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=rf"^settings\[1\]: .*{named}"):
+        asked(["a", "b"], settings=[{}, wrong])
+    with pytest.raises(InputError, match=rf"^(?!settings).*{named}"):
+        asked(["a", "b"], **wrong)
 
 
 # Bounds ----------------------------------------------------------------------------------------------------------------
@@ -175,6 +197,53 @@ def test_a_prompt_that_cannot_fit_is_not_encoded(
         asked(HELLO * 1000)
     with pytest.raises(PromptError, match="1000000 tokens"):
         asked([5] * 1_000_000)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stop_token_ids": [10**9]}, {"max_new_tokens": 0}, {"allowed_token_ids": [10**9]}, {"stop": [""]}]
+)
+def test_settings_that_cannot_be_served_are_refused_before_a_prompt_is_read(
+    asked: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(tokenizer, "hf", Untouchable(tokenizer.hf))
+    monkeypatch.setattr(building, "_encoded", None)
+    for given in (wrong, {"settings": [{}] * 499 + [wrong]}):
+        with pytest.raises(InputError, match=next(iter(wrong)).split("_")[0]):
+            asked(["a"] * 500, **given)
+
+
+@pytest.mark.parametrize("count", [1, 500])
+def test_settings_that_prompts_share_are_checked_once(
+    asked: Any, limits: EngineLimits, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    checked, check = [], EngineLimits.check_settings
+    monkeypatch.setattr(EngineLimits, "check_settings", lambda self, one: checked.append(one) or check(self, one))
+    assert len(asked(["a"] * count, bad_words=["the"])) == count and len(checked) == 1
+
+
+class NoEntries(list[int]):
+    """Ten million token ids that nobody may look at."""
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the entries of a list that is too long were looked at")
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
+def test_lists_of_token_ids_that_are_too_long_are_refused_by_their_length(asked: Any, name: str) -> None:
+    for given in ({name: NoEntries()}, {"settings": [{}, {name: NoEntries()}]}):
+        with pytest.raises(InputError, match=f"{name} has 10000000 token ids"):
+            asked(["a", "b"], **given)
+
+
+def test_a_sampling_object_with_too_many_allowed_tokens_is_refused(asked: Any, limits: EngineLimits) -> None:
+    with pytest.raises(InputError, match="allowed_token_ids has"):
+        build(Any, limits, [ASK], {"sampling": Sampling(allowed_token_ids=(5,) * (limits.vocabulary + 1))})  # type: ignore[arg-type]
 
 
 class Untouchable:

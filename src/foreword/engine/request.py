@@ -70,11 +70,16 @@ class Request:
                 f"prompt_logprobs is {self.prompt_logprobs!r}; it must be None (off) or the number of likeliest tokens to "
                 "report, 0 to 100"
             )
-        if len(self.stop_token_ids) > MOST_STOP_TOKENS:
-            raise InputError(f"stop_token_ids has {len(self.stop_token_ids)} token ids; give at most {MOST_STOP_TOKENS}")
+        check_stop_tokens(self.stop_token_ids)
         for token in self.stop_token_ids:
             if type(token) is not int:
                 raise InputError(f"stop_token_ids holds {token!r}; give whole numbers")
+
+
+def check_stop_tokens(ids: Sized) -> None:
+    """Refuse a list of stop tokens that is too long, before its entries are looked at."""
+    if len(ids) > MOST_STOP_TOKENS:
+        raise InputError(f"stop_token_ids has {len(ids)} token ids; give at most {MOST_STOP_TOKENS}")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The Python API: load or wrap a model, choose a method, write. The only file that knows both engine and methods."""
+"""The Python API: load or wrap a model, choose a method, generate. The only file that knows both engine and methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import Any, ParamSpec, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, Unpack, overload
 
 import torch
 from torch import nn
@@ -34,16 +34,19 @@ from foreword.results import Piece, Result
 from foreword.text import Message, Tokenizer
 from foreword.trace import Traced
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["LLM", "AsyncStream", "Chat", "Stream", "default_model", "load", "wrap"]
 
 
 MOST_THREADS = 4096
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Parameters")
 
 
 def wrap(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     method: MethodLike = DEFAULT_METHOD,
     *,
     drafter: str | os.PathLike[str] | None = None,
@@ -55,22 +58,28 @@ def wrap(
     generation_config: bool = True,
     **options: Any,
 ) -> LLM:
-    """A transformers model that is already in memory. Nothing in it is replaced: its own `generate` still works.
+    """Use a transformers model that is already in memory. The model is not changed, and its own `generate` still works.
 
-    `generation_config`: where a request says nothing, the model's `generation_config` says how tokens are sampled.
+    `model` and `tokenizer`: as `AutoModelForCausalLM` and `AutoTokenizer` of transformers give them. All other parameters
+    are those of `load`. Models that `load` reads are faster, since only those run on Foreword's own kernels.
     """
     cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
-    wanted = DrafterRequest.of(method, drafter, rows, **options_of_method(wrap, method, options))
-    hf, words = check_wrapped(model), Tokenizer(tokenizer)
+    drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(wrap, method, options))
+    hf, encoder = check_wrapped(model), Tokenizer(tokenizer)
     target = Model(hf)
     target.dry_run()
     with remeasuring() if remeasure else nullcontext():
         defaults = sampling_defaults(hf) if generation_config else {}
-        return LLM.of(target, words, wanted, slots, max_context, cuda_graphs, defaults=defaults)
+        return LLM.of(target, encoder, drafter_request, slots, max_context, cuda_graphs, defaults=defaults)
 
 
 class LLM:
-    """A model and a method. `LLM(...)` and `load(...)` are the same; `wrap` takes a model that is in memory."""
+    """A model, a drafting method and a KV cache, ready to generate. `LLM(...)` and `load(...)` are the same.
+
+    `model`: the target model. `tokenizer`: its tokenizer. `method`: the name of the drafting method; if "auto" was asked
+    for, the method that it chose. `sampling_defaults`: the sampling settings of the model's generation config, which apply
+    to requests that do not set them. Close an LLM after use, or use it in a `with` block: that frees the cache.
+    """
 
     def __init__(
         self,
@@ -93,36 +102,46 @@ class LLM:
         warm_up: bool = False,
         **options: Any,
     ) -> None:
-        """Load a model, ready to write.
+        """Load a model from disk or from the Hugging Face hub.
 
         `model`: a folder, a GGUF file, a Hugging Face id, or the folder or id of a LoRA adapter, which is merged into the
-        model that it names; None is SmolLM2-135M-Instruct, fetched once. `revision` and `token`: of a Hugging Face id.
-        `method`: a name that `foreword methods` lists, a `Drafter` or its class, or the folder of a trained drafter; "auto"
-        is what is expected to be fastest on this machine. `drafter`: the folder of a trained drafter; None is the one that
-        ships for this model. `rows`: the most rows of a pass; None is what pays off on this machine. `slots`: sequences at a
-        time. `max_context`: tokens of a sequence, prompt included; None is what the model was trained for, at most 4096.
-        `fused_layers`: run layers of known families on our own kernels. `cuda_graphs`: on CUDA, capture rounds and replay
-        them. `remeasure`: measure anew what rounds cost on this machine. `generation_config`: where a request says nothing,
-        the model's generation_config.json says how tokens are sampled; False is greedy. `warm_up`: call `warm_up` now.
-        `options` go to the method; in one word, "gsd:width=4".
+        model that it names. None: SmolLM2-135M-Instruct, downloaded once.
+        `method`: a name that `foreword methods` lists, a `Drafter` or its class, or the folder of a trained drafter.
+        "auto": the method that is expected to be fastest on this machine.
+        `drafter`: the folder of a trained drafter. None: the drafter that ships for this model, if there is one.
+        `rows`: the most tokens that one pass verifies per sequence. None: as many as pay off on this machine.
+        `slots`: how many sequences run at a time (the batch size); further requests wait. The cache grows with it.
+        `max_context`: the most tokens of a sequence, prompt included. None: what the model was trained for, at most 4096.
+        `device`, `dtype`: such as "cuda:1" and "float32". None: a GPU and bfloat16 if there is one, else the CPU and
+        float32.
+        `threads`: the number of CPU threads of torch, for the whole process. None: unchanged.
+        `fused_layers`: run layers of known families on Foreword's own kernels.
+        `cuda_graphs`: on CUDA, capture rounds and replay them.
+        `remeasure`: measure again what rounds cost on this machine, and replace the stored figures.
+        `revision`, `token`: of a Hugging Face id, as in `huggingface_hub`.
+        `generation_config`: settings that a request does not give come from the model's generation_config.json. False: they
+        are greedy.
+        `warm_up`: call `warm_up()` after loading.
+        `options`: options of the method. They may be part of its name too, as in "gsd:width=4".
         """
         fused_layers = renamed(options, "fused_layers", fused_layers)
         cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
-        wanted = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
+        drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
         if threads is not None:
             _set_threads(threads)
         place = choose_device(device)
         precision = choose_dtype(dtype, place)
         folder = resolve(model, revision, token)
         fetch_base(folder, token)
-        # Weights of ours stay as they are, and in half precision a near-tie may tip: rows of another pass round otherwise.
+        # Reuse is exact here: nobody else changes the weights. Not in half precision, where rows of another pass round
+        # differently and a near-tie may go either way.
         reuses = precision.itemsize >= 4
         with remeasuring() if remeasure else nullcontext():
             hf = load_weights(folder, place, precision, rebuild=fused_layers)
             target = Model(hf, str(model) if model is not None else folder.name)
-            words = Tokenizer.load(tokenizer_folder(folder))
+            tokenizer = Tokenizer.load(tokenizer_folder(folder))
             defaults = sampling_defaults(hf) if generation_config else {}
-            self._begin(target, words, wanted, slots, max_context, cuda_graphs, reuses, defaults)
+            self._begin(target, tokenizer, drafter_request, slots, max_context, cuda_graphs, reuses, defaults)
         if warm_up:
             self.warm_up()
 
@@ -131,24 +150,24 @@ class LLM:
         cls,
         model: Model,
         tokenizer: Tokenizer,
-        wanted: DrafterRequest,
+        drafter_request: DrafterRequest,
         slots: int,
         max_context: int | None,
         cuda_graphs: bool = True,
         reuses: bool = False,
         defaults: dict[str, Any] | None = None,
     ) -> Self:
-        """One of parts that are there. `reuses`: prompts start from cached rows unless a request says otherwise, since that
-        is exact here. `defaults`: how tokens are sampled where a request does not say."""
+        """Make an LLM from a loaded model. `reuses`: prompts start from cached rows by default, because that is exact here.
+        `defaults`: sampling settings of requests that do not set them."""
         llm = cls.__new__(cls)
-        llm._begin(model, tokenizer, wanted, slots, max_context, cuda_graphs, reuses, defaults)
+        llm._begin(model, tokenizer, drafter_request, slots, max_context, cuda_graphs, reuses, defaults)
         return llm
 
     def _begin(
         self,
         model: Model,
         tokenizer: Tokenizer,
-        wanted: DrafterRequest,
+        drafter_request: DrafterRequest,
         slots: int,
         max_context: int | None,
         cuda_graphs: bool,
@@ -161,7 +180,7 @@ class LLM:
         self._capacity = (slots, max_context)
         self._graph, self._reuses = cuda_graphs, reuses
         try:
-            self.method, drafter = wanted.resolve(model)
+            self.method, drafter = drafter_request.resolve(model)
             self._driver = Driver(self._engine_of(drafter))
         except BaseException:
             model.release()  # the caller never gets an LLM to close
@@ -175,21 +194,27 @@ class LLM:
         drafter: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Self:
-        """Go on with another method on the same weights. What was being written is given up."""
-        wanted = DrafterRequest.of(method, drafter, rows, **options_of_method(LLM.use, method, options))
+        """Switch to another method on the same weights, and return this LLM. Requests in progress are aborted.
+
+        The parameters are those of `load`.
+        """
+        drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(LLM.use, method, options))
         with self._driver.claimed() as engine:
             self._check_open()
-            found, drafting = wanted.resolve(self.model)  # all that can be refused is, before the engine at work gives way
-            with DelayedCtrlC():  # an engine and its cache come together
+            name, new_drafter = drafter_request.resolve(self.model)  # may be refused: then the current method stays
+            with DelayedCtrlC():  # replace the engine and its cache together
                 self._driver.give_up()
                 engine.drafter.close()
-                self.method, self._driver.engine = found, self._engine_of(drafting)
+                self.method, self._driver.engine = name, self._engine_of(new_drafter)
         return self
 
     def warm_up(self, longest: int | None = None, **given: Unpack[Settings]) -> Self:
-        """Record on CUDA what sequences of up to `longest` tokens need, so that the first request does not wait for it; None
-        is the whole context. `given`: how they will be sampled, as in `generate`. Requests under way are aborted. It takes
-        seconds to minutes on CUDA, and nothing elsewhere."""
+        """Record the CUDA graphs that sequences of up to `longest` tokens need, so that the first requests do not wait for
+        them. Return this LLM. It takes seconds to minutes on CUDA, and does nothing elsewhere.
+
+        `longest`: prompt included; None is the whole context. `given`: the sampling settings of the requests to come, as in
+        `generate`. Requests in progress are aborted.
+        """
         (like,) = self._requests([[0]], given)
         with self._driver.claimed() as engine:
             self._check_open()
@@ -198,8 +223,12 @@ class LLM:
         return self
 
     def trace(self, file: str | os.PathLike[str]) -> Self:
-        """From now on, and until another method is used, every round of every text is a line of JSON in `file`: what was
-        drafted, and what of it was accepted. Slower, since rounds are not captured; what was being written is given up."""
+        """Write every round of every sequence to `file` as a line of JSON: what was drafted, and what of it was accepted.
+        Return this LLM.
+
+        It ends when another method is used (`use`). Rounds are slower, since they are not captured. Requests in progress are
+        aborted. `foreword draw` makes pictures of the file.
+        """
         with self._driver.claimed() as engine:
             self._check_open()
             drafter = engine.drafter
@@ -215,7 +244,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine at work. Only `generate`, `stream` and `chat` are safe from several threads at a time."""
+        """The current engine, for tools that drive it themselves from one thread while nobody calls the other methods."""
         return self._driver.engine
 
     @overload
@@ -242,11 +271,15 @@ class LLM:
         settings: Sequence[Settings] | None = None,
         **given: Unpack[Settings],
     ) -> Result | list[Result]:
-        """Write the answer to a prompt: a string, chat messages or token ids, or a list of those.
+        """Generate the answer to a prompt, or to each of a list of prompts.
 
-        One prompt gives a Result, a list or `n` gives a list of them, the samples of a prompt next to each other.
-        The keywords are those of `foreword.Settings`, which docs/api.md describes: sampling, or temperature, top_k, top_p,
-        seed and their like; max_new_tokens, stop, chat and others. `settings` [one dict per prompt]: what counts for each.
+        `prompt`: a string, a list of chat messages, or a list of token ids; or a list of such prompts.
+        `n`: how many samples to generate for each prompt. None: one.
+        `settings`: for a list of prompts, one dict per prompt, with settings that apply to that prompt alone.
+        `given`: settings of all prompts; `foreword.Settings` describes them. Examples: max_new_tokens, temperature, stop.
+
+        Return one `Result` for a single prompt without `n`; otherwise a list, with the samples of a prompt next to each
+        other. A failed request of a list is a `Result` with an `error`; a single one raises it.
         """
         runs = self._checked(listed(prompt), {EACH: settings, **given}, n)
         single = is_single(prompt) and n is None
@@ -263,9 +296,9 @@ class LLM:
         settings: Sequence[Settings] | None = None,
         **given: Unpack[Settings],
     ) -> Iterator[Result]:
-        """Like `generate` for a list, but gives each result, in order, as soon as it is there.
+        """Generate like `generate` for a list, but yield each result, in order, as soon as it is complete.
 
-        All prompts are checked and queued at the first `next`; leaving the loop early aborts the rest.
+        The prompts are checked at once and queued at the first `next`. Leaving the loop early aborts the rest.
         """
         return self._results(self._checked(listed(prompts), {EACH: settings, **given}, n))
 
@@ -273,7 +306,7 @@ class LLM:
         return [self.engine.checked(request) for request in self._requests(prompts, settings, n)]
 
     def _results(self, runs: list[Running]) -> Iterator[Result]:
-        """What each request came to. One that failed by itself is a result with an error; a broken step is raised."""
+        """Run requests, and yield their results in order."""
         names = self.model.name, self.method
         for index, run in enumerate(self._driver.run(runs)):
             yield _result(run, index, len(runs), names)
@@ -302,7 +335,8 @@ class LLM:
         settings: Sequence[Settings] | None = None,
         **given: Unpack[Settings],
     ) -> Result | list[Result]:
-        """`generate` for tasks of an event loop, which all share the batch. A cancelled task aborts its requests."""
+        """Generate like `generate`, in a task of an event loop. All tasks and threads share the batch. Cancelling the task
+        aborts its requests."""
         names = self.model.name, self.method
         runs = self._checked(listed(prompt), {EACH: settings, **given}, n)
         await self._driver.finished(runs)
@@ -314,19 +348,25 @@ class LLM:
         return results[0]
 
     def astream(self, prompt: Prompt, **settings: Unpack[Settings]) -> AsyncStream:
-        """`stream` for tasks of an event loop: `async for piece in llm.astream(...)`."""
+        """Generate like `stream`, in a task of an event loop: `async for piece in llm.astream(...)`."""
         return AsyncStream(self, self._requests([prompt], {**settings})[0])
 
     def stream(self, prompt: Prompt, **settings: Unpack[Settings]) -> Stream:
-        """The same for one prompt, piece by piece as rounds decide them; `.result` is there at the end."""
+        """Generate the answer to one prompt, and give its text piece by piece: `for piece in llm.stream(...)`.
+
+        `prompt` and `settings` are those of `generate`. The `result` of the stream is the whole answer.
+        """
         return Stream(self, self._requests([prompt], {**settings})[0])
 
     def chat(self, system: str | None = None, **settings: Unpack[Settings]) -> Chat:
-        """A conversation whose earlier turns stay in the cache."""
+        """Start a conversation. Its earlier turns stay in the cache, so each turn reads only what is new.
+
+        `system`: the system message. `settings`: of all replies, as in `generate`.
+        """
         return Chat(self, system, settings)
 
     def close(self) -> None:
-        """Free the cache and give the model its own attention back. What was being written is given up."""
+        """Free the cache, and restore the attention of a wrapped model. Requests in progress are aborted."""
         with self._driver.claimed() as engine, DelayedCtrlC():
             self._driver.give_up()
             self._driver.closed = True
@@ -350,7 +390,7 @@ class LLM:
 
 
 def _result(run: Running, index: int, count: int, names: tuple[str, str]) -> Result:
-    """What a request came to. One that failed by itself is a result with an error; a broken step is raised."""
+    """Return the result of a request. A request that failed by itself has an error in it; an error of a step is raised."""
     if run.error and not isinstance(run.error, NumericsError):
         raise run.error
     if run.error and count > 1:
@@ -364,27 +404,30 @@ def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _loading(made: Callable[Given, LLM]) -> Callable[Given, LLM]:
-    """The class as a function of the same parameters."""
+def _as_function(llm_class: Callable[Parameters, LLM]) -> Callable[Parameters, LLM]:
+    """Return the class as a function with the same parameters."""
 
-    @wraps(made.__init__, assigned=("__doc__",), updated=())
-    def load(*args: Given.args, **named: Given.kwargs) -> LLM:
-        return made(*args, **named)
+    @wraps(llm_class.__init__, assigned=("__doc__",), updated=())
+    def load(*args: Parameters.args, **named: Parameters.kwargs) -> LLM:
+        return llm_class(*args, **named)
 
-    load.__signature__ = signature(made)  # type: ignore[attr-defined]
+    load.__signature__ = signature(llm_class)  # type: ignore[attr-defined]
     return load
 
 
-load = _loading(LLM)
+load = _as_function(LLM)
 
 
 class Stream:
-    """Pieces of text as they are decided. The request is queued when iteration begins; leaving the loop early aborts it."""
+    """The text of one request, piece by piece as rounds decide it. Iterate over it once.
+
+    The request is queued when iteration begins; leaving the loop early aborts it.
+    """
 
     def __init__(self, llm: LLM, request: Request) -> None:
         self._names = llm.model.name, llm.method
         self._run = llm.engine.checked(request)
-        # A function, not a method: a generator that held `self` would live on until the collector comes by.
+        # A function, not a method: a generator that held `self` would make a cycle, which only the garbage collector frees.
         self._pieces = _pieces(llm._driver, self._run)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -392,7 +435,7 @@ class Stream:
 
     @property
     def result(self) -> Result:
-        """What was written; drains the stream if it has not ended."""
+        """The whole answer. Reads the stream to its end first."""
         for _ in self._pieces:
             pass
         return Result.of(self._run, *self._names)
@@ -425,7 +468,10 @@ def _pieces(driver: Driver, run: Running) -> Generator[Piece]:
 
 
 class AsyncStream:
-    """A stream for tasks of an event loop. Leaving the loop early, or cancelling the task, aborts the request."""
+    """The text of one request, piece by piece, for a task of an event loop. Iterate over it once, with `async for`.
+
+    Leaving the loop early, or cancelling the task, aborts the request.
+    """
 
     def __init__(self, llm: LLM, request: Request) -> None:
         self._names = llm.model.name, llm.method
@@ -436,7 +482,7 @@ class AsyncStream:
         return self._pieces
 
     async def result(self) -> Result:
-        """What was written; drains the stream if it has not ended."""
+        """Return the whole answer. Reads the stream to its end first."""
         async for _ in self._pieces:
             pass
         return Result.of(self._run, *self._names)
@@ -467,7 +513,12 @@ async def _async_pieces(driver: Driver, run: Running) -> AsyncGenerator[Piece]:
 
 
 class Chat:
-    """A conversation. What both sides said so far stays in the cache: only what is new is read."""
+    """A conversation, from `LLM.chat`. Earlier turns stay in the cache, so each turn reads only what is new.
+
+    `messages`: all turns so far, as chat messages. `last`: the `Result` of the last reply.
+    """
+
+    last: Result
 
     def __init__(self, llm: LLM, system: str | None, settings: Settings) -> None:
         self._llm, self._settings = llm, settings
@@ -475,21 +526,21 @@ class Chat:
         self.messages: list[Message] = list(self._system)
 
     def stream(self, text: str, **settings: Unpack[Settings]) -> Iterator[Piece]:
-        """Say something, and get the reply piece by piece."""
+        """Send a user message, and yield the reply piece by piece. `settings` take precedence over those of the chat."""
         turn: list[Message] = [*self.messages, {"role": "user", "content": text}]
         given: Settings = {"reuse": True, **self._settings, **settings}
         stream = self._llm.stream(turn, **given)
         yield from stream
         self.last = stream.result
-        if self.last.finish_reason != "abort":  # a step of somebody else's broke off
+        if self.last.finish_reason != "abort":  # a step broke, or another caller aborted all requests
             self.messages = [*turn, {"role": "assistant", "content": self.last.text}]
 
     def send(self, text: str, **settings: Unpack[Settings]) -> Result:
-        """Say something, and get the whole reply."""
+        """Send a user message, and return the whole reply. `settings` take precedence over those of the chat."""
         for _ in self.stream(text, **settings):
             pass
         return self.last
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Forget all turns; the system message stays."""
         self.messages = list(self._system)

@@ -1,9 +1,4 @@
-"""What a caller gets back: text, tokens, and what they cost. Every figure is counted here, once, for all methods.
-
-rounds: passes of the target after the prompt. tokens_per_round counts the target's own token, so plain decoding is 1.0.
-accepted_per_position is vLLM's count: of all rounds with a draft, the share in which the i-th drafted token was kept;
-the conditional rate divides by the rounds in which the one before it was kept.
-"""
+"""Results: the output of a request, and what it cost. Every figure is counted here, once, for all methods."""
 
 from __future__ import annotations
 
@@ -17,24 +12,53 @@ from foreword.engine.request import FinishReason, Logprob, Running
 
 @dataclass(frozen=True)
 class Stats:
+    """Counts and times of one request, or of several together. The `spec_decode_*` fields are vLLM's counters."""
+
     new_tokens: int
+    """Tokens generated."""
+
     rounds: int
+    """Passes of the target model after the prompt."""
+
     tokens_per_round: float
+    """New tokens / rounds, the target's own token included: plain decoding has 1.0. Also called mean acceptance length."""
+
     accepted_per_position: list[float]
+    """Entry i: in which share of all rounds with a draft the first i + 1 draft tokens were accepted (vLLM's rate)."""
+
     conditional_per_position: list[float]
+    """Entry i: the same, as a share of the rounds in which the first i draft tokens were accepted."""
+
     prefill_s: float
+    """Seconds of reading the prompt."""
+
     decode_s: float
+    """Seconds of the rounds that the request took part in."""
+
     tokens_per_second: float
+    """New tokens / decode_s."""
+
     prompt_tokens: int
+    """Tokens of the prompt."""
+
     reused_tokens: int
+    """Prompt tokens that were still in the cache, so that they were not read again."""
+
     spec_decode_num_drafts: int
+    """Rounds with a draft."""
+
     spec_decode_num_draft_tokens: int
+    """Draft tokens verified."""
+
     spec_decode_num_accepted_tokens: int
+    """Draft tokens accepted."""
+
     spec_decode_num_accepted_tokens_per_pos: list[int]
+    """Entry i: the number of rounds in which the first i + 1 draft tokens were accepted."""
 
     @staticmethod
     def of(runs: Running | Iterable[Running]) -> Stats:
-        """Of one request, or pooled over the rounds of several."""
+        """Count for one request, or for the rounds of several together."""
         runs = [runs] if isinstance(runs, Running) else list(runs)
         rounds = [pair for run in runs for pair in zip(run.accepted, run.drafted, strict=True)]
         drafts = [kept - 1 for kept, drafted in rounds if drafted > 0]
@@ -59,39 +83,57 @@ class Stats:
         )
 
 
+# Options that came after the first release; in JSON only if they are on.
 LATER_OPTIONS = ("allowed_token_ids", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "bad_word_ids")
-OPTIONAL = (
-    "logprobs",
-    "prompt_logprobs",
-    "stop_reason",
-    "model_defaults",
-    "error",
-)  # left out of `Result.to_dict` where there are none
+# Fields that `Result.to_dict` leaves out if they are None.
+OPTIONAL = ("logprobs", "prompt_logprobs", "stop_reason", "model_defaults", "error")
 
 
 @dataclass(frozen=True)
 class Result:
+    """The output of one request."""
+
     text: str
+    """The generated text, without the prompt."""
+
     tokens: list[int]
+    """The generated token ids, without the prompt."""
+
     finish_reason: FinishReason
+    """"stop": an end token, stop string or stop token. "length": `max_new_tokens` or the context was reached. "abort": the
+    request was aborted."""
+
     model: str
+    """The name of the model."""
+
     method: str
+    """The name of the drafting method."""
+
     sampling: Sampling
+    """The sampling that applied, with its seed."""
+
     stats: Stats
+    """Counts and times."""
+
     logprobs: list[Logprob] | None = None
-    error: str | None = None  # why it was aborted, where the request itself failed
+    """One entry per generated token, if `logprobs` was set."""
+
+    error: str | None = None
+    """Why the request failed, if it did by itself."""
+
     stop_reason: str | int | None = None
-    """What ended it: the stop string, or the id of the stop token; "context" where the context was full before
-    `max_new_tokens` were written; None otherwise, also for an end token."""
+    """The stop string, or the id of the stop token, that ended it; "context" if the context was full before `max_new_tokens`
+    were generated; None otherwise, also after an end token."""
 
     prompt_logprobs: list[Logprob | None] | None = None
-    """Of each token of the prompt; the first has none before it, and is None."""
+    """One entry per prompt token, if `prompt_logprobs` was set. The first is None: nothing precedes it."""
 
     model_defaults: list[str] | None = None
-    """Settings in `sampling` that the request left to the model's generation config, if there are any."""
+    """The settings in `sampling` that came from the model's generation config; None if there are none."""
 
     @staticmethod
     def of(run: Running, model: str, method: str) -> Result:
+        """Make the result of a finished request."""
         assert run.finish_reason is not None
         sampling = run.request.sampling
         logprobs = run.logprobs if sampling.logprobs is not None else None
@@ -112,14 +154,14 @@ class Result:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The shape of `generate --json`."""
+        """Return the result as `foreword generate --json` prints it."""
         found = {name: value for name, value in asdict(self).items() if value is not None or name not in OPTIONAL}
         found["sampling"] = _shown(self.sampling)
         return found
 
 
 def _shown(sampling: Sampling) -> dict[str, Any]:
-    """The sampling in JSON. Options that came after the first release appear where they are on."""
+    """Return the sampling for JSON, without the `LATER_OPTIONS` that are off."""
     found = asdict(sampling)
     for name in LATER_OPTIONS:
         if found[name] == OPTIONS[name].off:
@@ -127,14 +169,15 @@ def _shown(sampling: Sampling) -> dict[str, Any]:
     if sampling.biases:
         found["logit_bias"] = {str(token): bias for token, bias in sampling.biases}
     if sampling.bad_words:
-        del found["bad_word_ids"]  # the tokenizer made them of the words
+        del found["bad_word_ids"]  # made from `bad_words` by the tokenizer
     return found
 
 
 class Piece(str):
-    """A stretch of streamed text, with the tokens that one round decided."""
+    """A piece of streamed text: a string, with the tokens that one round decided."""
 
     tokens: list[int]
+    """The token ids. The text may lag behind them while a character or a stop string is incomplete."""
 
     def __new__(cls, text: str, tokens: list[int]) -> Piece:
         piece = super().__new__(cls, text)

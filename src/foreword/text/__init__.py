@@ -1,6 +1,6 @@
-"""Everything that is words and not tensors: the tokenizer, the text of a stream of tokens, stop strings, prompt files.
+"""Text: the tokenizer, the text of a stream of tokens, stop strings, prompt files.
 
-The first room on the path (prompt in) and the last (text out). Nothing here knows about models, drafts or devices.
+The first package on the path of a request (prompt in) and the last (text out). Nothing here knows models, drafts or devices.
 """
 
 from foreword.text.chat_options import ChatOptions

@@ -1,4 +1,4 @@
-"""PROMPT: what a request may say to the chat template, checked before anything is rendered."""
+"""PROMPT: options of the chat template, checked before anything is rendered."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -6,7 +6,7 @@ from typing import Any
 
 from foreword.errors import InputError
 
-# Arguments of transformers' own `apply_chat_template`, which are not the template's.
+# Arguments of transformers' `apply_chat_template` itself; they are no variables of a template.
 RESERVED = {
     "add_generation_prompt",
     "chat_template",
@@ -28,9 +28,12 @@ RESERVED = {
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """`chat_template`: a Jinja template in place of the model's. `chat_template_kwargs`: variables that the template reads.
+    """Options of one request for the chat template.
+
+    `chat_template`: a Jinja template in place of the model's. `chat_template_kwargs`: variables that the template reads.
     `tools`: what the model may call, as JSON schemas or functions. `continue_final_message`: the last message is the
-    beginning of the answer."""
+    beginning of the answer.
+    """
 
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -51,16 +54,16 @@ class ChatOptions:
 
     @property
     def given(self) -> list[str]:
-        """Names of what differs from the default."""
+        """The names of the options that differ from their default."""
         return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
 
     def arguments(self) -> dict[str, Any]:
-        """What transformers' `apply_chat_template` calls these."""
+        """Return the options as arguments of transformers' `apply_chat_template`."""
         given = {name: getattr(self, name) for name in self.given if name != "chat_template_kwargs"}
         return {**(self.chat_template_kwargs or {}), **given, "add_generation_prompt": not self.continue_final_message}
 
 
-def _require(options: ChatOptions, name: str, kinds: Any, needed: str) -> None:
+def _require(options: ChatOptions, name: str, types: Any, needed: str) -> None:
     value = getattr(options, name)
-    if value is not None and not isinstance(value, kinds) or (value is None and kinds is bool):
+    if value is not None and not isinstance(value, types) or (value is None and types is bool):
         raise InputError(f"{name} is {value!r}; it must be {needed}")

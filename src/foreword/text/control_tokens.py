@@ -1,8 +1,8 @@
-"""PROMPT: control tokens that users wrote, such as `<|im_end|>`, encoded as the characters they are.
+"""PROMPT: encode control tokens in a user's text, such as `<|im_end|>`, as ordinary characters.
 
-A tokenizer takes them for structure, wherever they stand. Here they are wrapped in marks before the chat template sees them,
-so that the template still finds what it looks for; the text that it writes is then cut at the marks, and no token that is
-encoded reaches over a cut. What the template itself wrote stays structure.
+A tokenizer turns such strings into control tokens, wherever they are. Here they are wrapped in marks before the chat
+template sees them, so that the template still finds what it looks for. The rendered text is then cut at the marks, and no
+token spans a cut. Control tokens that the template itself writes stay control tokens.
 """
 
 import re
@@ -16,7 +16,8 @@ BRACKETS = {("<", ">"), ("[", "]")}
 
 
 def control_tokens(hf_tokenizer: Any) -> re.Pattern[str]:
-    """What a tokenizer takes for structure: its special tokens, and added ones in brackets such as `<tool_call>`."""
+    """Return a pattern for the control tokens of a tokenizer: special tokens, and added ones in brackets like
+    `<tool_call>`."""
     added = getattr(hf_tokenizer, "added_tokens_decoder", {}).values()
     strings = {str(token) for token in added if token.special or (str(token)[:1], str(token)[-1:]) in BRACKETS}
     strings |= set(getattr(hf_tokenizer, "all_special_tokens", ()))
@@ -30,14 +31,14 @@ def _secret() -> str:
 
 @dataclass(frozen=True)
 class Marks:
-    """For one prompt: they are random, so that what users wrote cannot hold them."""
+    """The marks of one prompt. They are random, so that a user's text cannot contain them."""
 
     tokens: re.Pattern[str]
     opening: str = field(default_factory=_secret)
     closing: str = field(default_factory=_secret)
 
     def around(self, value: Any) -> Any:
-        """The same text, or messages, with every control token in it between marks."""
+        """Return a text, or messages, with every control token between marks."""
         if isinstance(value, str):
             return self.tokens.sub(lambda found: f"{self.opening}{found[0]}{self.closing}", value)
         if isinstance(value, dict):
@@ -45,16 +46,17 @@ class Marks:
         return [self.around(one) for one in value] if isinstance(value, list | tuple) else value
 
     def cut(self, text: str) -> tuple[str, ...]:
-        """A text with marks in it, in pieces of which none holds a control token that was marked."""
+        """Cut a text with marks into pieces, none of which contains a marked control token."""
         parts = re.split(self.opening + self.tokens.pattern + self.closing, text)
-        # Of some pairs a template may have kept one mark alone.
+        # A template may have dropped one mark of a pair.
         return tuple(filter(None, self._flat([part.replace(self.opening, "").replace(self.closing, "") for part in parts])))
 
     def _flat(self, parts: list[str]) -> list[str]:
-        """Text and control tokens in turns, the tokens broken up."""
+        """Return the pieces of alternating text and control tokens, with the control tokens broken up."""
         return [piece for i, part in enumerate(parts) for piece in (self._broken(part) if i % 2 else [part])]
 
     def _broken(self, token: str) -> list[str]:
+        """Break a control token after its first character; the rest may contain another one."""
         if len(token) == 1:
             raise PromptError(f"the prompt holds the control token {token!r}, which cannot be broken up; leave it out")
         return [token[0], *self._flat(self.tokens.split(token[1:]))]

@@ -1,8 +1,8 @@
-"""EMIT: token ids -> text, while the text is still being written.
+"""EMIT: token ids -> text, while the output is still being generated.
 
-One `Detokenizer` serves one request. Ids come in as rounds decide them; text goes out as soon as no later token can
-change it. The invariant: all that was returned, in order, equals `tokenizer.decode(all ids)`. Only a short window of
-ids is decoded again, so the work is linear in the text.
+One `Detokenizer` serves one request. In: ids, as rounds decide them. Out: text, as soon as no later token can change it. The
+invariant: all returned text, in order, equals `tokenizer.decode(all ids)`. Only a short window of ids is decoded again, so
+the work is linear in the length of the output.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from foreword.text.tokenizer import Tokenizer
 
 WINDOW = 24
-# Decoding that starts anywhere in a text is right again after four bytes (UTF-8), and a token has at least one.
+# Decoding that starts anywhere in a text is correct again after four bytes (UTF-8), and a token has at least one byte.
 OVERLAP = 8
 UNFINISHED = "\ufffd"
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -25,11 +25,11 @@ class Detokenizer:
         self._run: list[int] = []  # byte pieces since the window: they decode together, or not at all
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids settle. It may lag behind them by an unfinished character."""
+        """Add ids, and return the text that they settle. It may lag behind them by an unfinished character."""
         for token in ids:
-            # A token that decodes to nothing must not enter: a window of those would take the next token for the first
-            # of the text, and strip its leading space.
-            if self._tokenizer.speaks(token, self._skip_special):
+            # A token that decodes to nothing must not enter the window: after only such tokens, the next one would decode as
+            # the first of the text, without its leading space.
+            if self._tokenizer.is_visible(token, self._skip_special):
                 self._run.append(token)
                 if not BYTE_PIECE.fullmatch(self._tokenizer.pieces[token]):
                     self._window += self._run
@@ -44,7 +44,7 @@ class Detokenizer:
         return fresh
 
     def flush(self) -> str:
-        """What is left when no more ids will come, broken characters included."""
+        """Return the rest of the text when no more ids will come, broken characters included."""
         text = self._decode(self._window + self._run)
         rest = text[self._shown :]
         self._window, self._run, self._shown = [], [], 0
@@ -55,5 +55,5 @@ class Detokenizer:
 
 
 def _settled(text: str) -> int:
-    """How many characters will stay: an unfinished one shows as a single U+FFFD at the very end."""
+    """Return how many characters are final. An unfinished character decodes to a single U+FFFD at the very end."""
     return len(text) - text.endswith(UNFINISHED)

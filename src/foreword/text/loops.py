@@ -1,5 +1,5 @@
-"""How much a text repeats itself, counted on its tokens: small models fall into loops, which flatter whoever looks things
-up and teach a drafter nothing.
+"""How much an output repeats itself, counted in tokens. Small models fall into loops, which flatter lookup methods and teach
+a drafter nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ LOOP_GRAM = 8
 
 
 def loop_share(tokens: Sequence[int], gram: int = LOOP_GRAM) -> float:
-    """The share of tokens that lie in an 8-gram which the answer already had: how much it loops, which flatters lookup."""
+    """Return the share of tokens that lie in a `gram`-gram which occurred earlier in the output."""
     seen: set[tuple[int, ...]] = set()
     repeated = [False] * len(tokens)
     for end in range(gram, len(tokens) + 1):

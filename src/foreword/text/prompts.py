@@ -1,9 +1,9 @@
-"""Prompt files and chat messages: what a run is asked.
+"""Prompt files and chat messages.
 
-In: JSON lines, or one JSON list, of `turns` (Spec-Bench, MT-bench), `messages`, `conversations` (ShareGPT) or `prompt`, or
-as HumanEval, GSM8K and MBPP publish theirs; or plain text, one prompt a line; perhaps compressed (.gz, .xz). `-` is
-standard input. Out: `Prompt`s in file order. What cannot be used is refused with its file and line, or put on the caller's
-list of what was left out; no row is skipped in silence.
+In: JSON lines, or one JSON list, with `turns` (Spec-Bench, MT-bench), `messages`, `conversations` (ShareGPT) or `prompt`, or
+in the formats of HumanEval, GSM8K and MBPP; or plain text, one prompt per line; optionally compressed (.gz, .xz). `-` is
+standard input. Out: `Prompt`s in file order. An unusable row is refused with its file and line, or added to the caller's
+list of rows that were left out; no row is skipped silently.
 """
 
 import gzip
@@ -41,8 +41,8 @@ class Prompt:
     messages: list[Message] | None = None
 
     def first(self) -> str | list[Message]:
-        """What the target answers first: the first turn, as a string, which models without a chat template take too; or
-        the messages up to the last thing the user said."""
+        """Return the prompt of the first answer: the first turn as a string, which models without a chat template take too;
+        or the messages up to the last one of the user."""
         if self.messages is None:
             return self.turns[0]
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
@@ -50,21 +50,22 @@ class Prompt:
 
     @property
     def answers(self) -> int:
-        """How many answers it asks for: one for each turn; a conversation, which has its replies, asks for the last."""
+        """How many answers it asks for: one per turn. A conversation has its replies already, except the last."""
         return len(self.turns) if self.messages is None else 1
 
     def after(self, replies: Sequence[str]) -> str | list[Message]:
-        """What the target answers next, when it has given these replies to the turns before."""
+        """Return the prompt of the next answer, after these replies to the turns before it."""
         if not replies:
             return self.first()
-        said: list[Message] = []
+        messages: list[Message] = []
         for turn, reply in zip(self.turns, replies, strict=False):
-            said += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
-        return [*said, {"role": "user", "content": self.turns[len(replies)]}]
+            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
+        return [*messages, {"role": "user", "content": self.turns[len(replies)]}]
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages as a chat template takes them: every content is a string, and arguments of tool calls are objects."""
+    """Check messages, and return them as chat templates expect them: every content is a string, and the arguments of tool
+    calls are objects."""
     if not isinstance(messages, list) or not messages:
         raise PromptError(f"chat messages must be a list with at least one message, got {_brief(messages)}")
     return [_checked_message(i, message) for i, message in enumerate(messages)]
@@ -88,26 +89,26 @@ def _checked_message(place: int, message: object) -> Message:
 
 
 def _joined(where: str, parts: Sequence[Any]) -> str:
-    """The text of a content in parts, as the OpenAI API has it."""
+    """Join the text parts of a content, which are those of the OpenAI API."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXT_PARTS:
             found = f"a part of type {kind!r}" if kind else _brief(part)
-            raise PromptError(f"{where} holds {found}; models here read text alone: leave out images, audio and files")
+            raise PromptError(f"{where} holds {found}; only text is supported: leave out images, audio and files")
         if not isinstance(part.get("text"), str):
             raise PromptError(f"{where} has a text part without its text: {_brief(part)}")
     return "\n".join(part["text"] for part in parts)
 
 
 def _tool_calls(where: str, calls: object) -> list[Any]:
-    """The same calls, with arguments that came as a JSON string as the object that templates expect."""
+    """Return tool calls with arguments as objects, which templates expect; they may be given as JSON strings."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, dict) for call in calls):
         raise PromptError(f"{where} needs its tool_calls as a list of objects, got {_brief(calls)}")
     return [_with_arguments(where, call) for call in calls]
 
 
 def _with_arguments(where: str, call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)  # some leave out the level between
+    function = call.get("function", call)  # some callers leave out this level
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PromptError(f"{where} has a tool call without the name of its function: {_brief(call)}")
     arguments = function.get("arguments", {})
@@ -123,9 +124,9 @@ def _with_arguments(where: str, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_prompts(path: str | Path, limit: int | None = None, left_out: list[str] | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a file, or all of them.
+    """Read the first `limit` prompts of a file, or all of them.
 
-    A row that cannot be used is an error, or, with a list `left_out`, a line on it that says where and why.
+    A row that cannot be used is an error. With a list `left_out`, it adds a line to that list that says where and why.
     """
     if limit is not None and limit < 1:
         raise PromptError(f"limit is {limit}; at least one prompt is needed")
@@ -142,14 +143,14 @@ def read_prompts(path: str | Path, limit: int | None = None, left_out: list[str]
     if not prompts and left_out:
         raise PromptError(f"{_name(path)}: none of {len(left_out)} rows can be used; {left_out[0]}")
     if not prompts:
-        raise PromptError(f"{_name(path)} holds no prompts; give one prompt a line")
+        raise PromptError(f"{_name(path)} holds no prompts; give one prompt per line")
     return prompts
 
 
 def groups(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
-    """Prompts by the group they report as: `mt_bench` for MT-bench's eight kinds of question, else their category.
+    """Group prompts as reports do: `mt_bench` for the eight categories of MT-bench, otherwise by category.
 
-    MT-bench asks everything in two turns; a one-turn `math` prompt comes from elsewhere and keeps its own name.
+    All questions of MT-bench have two turns; a `math` prompt with one turn comes from elsewhere and keeps its category.
     """
     found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
@@ -159,7 +160,7 @@ def groups(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
 
 
 def spread(prompts: Sequence[Prompt], per_group: int) -> list[Prompt]:
-    """At most `per_group` prompts of each group, evenly spaced within it, in file order."""
+    """Choose at most `per_group` prompts of each group, evenly spaced within it, in file order."""
     if per_group < 1:
         raise PromptError(f"per_group is {per_group}; at least one prompt of each group is needed")
     chosen = set()
@@ -170,11 +171,11 @@ def spread(prompts: Sequence[Prompt], per_group: int) -> list[Prompt]:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Line numbers and stripped text of the lines that are not blank."""
+    """Yield number and stripped text of each line that is not blank."""
     try:
         with _open(path) as stream:
             for number, raw in enumerate(lines_of(stream, LONGEST_LINE), 1):
-                # Decoded line by line, so that a stray byte can be reported where it is.
+                # Decoded line by line, so that an error can name the line.
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if line:
                     yield number, line
@@ -186,7 +187,7 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
 
 
 def _unlisted(path: str | Path) -> Iterator[tuple[int, str]]:
-    """Lines as they are; of a file that is one JSON list, each element as if it stood in a line of its own."""
+    """Yield the lines of a file; if the file is one JSON list, yield each element as a line."""
     lines = _lines(path)
     for number, line in lines:
         if number > 1 or not line.startswith("[") or str(path).endswith(".txt"):
@@ -196,7 +197,7 @@ def _unlisted(path: str | Path) -> Iterator[tuple[int, str]]:
         try:
             rows = parse_json("\n".join(text for _, text in all_lines), strict=False)
         except BadJSON:
-            yield from all_lines  # text that begins with a bracket, or JSON that is refused where it stands
+            yield from all_lines  # text that begins with a bracket, or bad JSON, which is refused line by line
         else:
             yield from ((place, json.dumps(row)) for place, row in enumerate(rows, 1))
 
@@ -213,7 +214,7 @@ def _name(path: str | Path) -> str:
 
 
 def _holds_json(path: str | Path, first_line: str) -> bool:
-    """The file's name decides; where it says nothing, the first line does."""
+    """Return whether a file holds JSON, by its name, otherwise by its first line."""
     name = str(path).removesuffix(".gz").removesuffix(".xz")
     if name.endswith((".jsonl", ".ndjson", ".json")):
         return True
@@ -225,17 +226,17 @@ def _plain(number: int, line: str) -> Prompt:
 
 
 def _row(number: int, line: str) -> Prompt:
-    """One line of JSON."""
+    """Parse one line of JSON."""
     try:
         row = parse_json(line, strict=False)
         json.dumps(row, ensure_ascii=False).encode()
     except BadJSON as error:
-        raise PromptError(f"not JSON ({error}); give one object a line") from error
+        raise PromptError(f"not JSON ({error}); give one object per line") from error
     except UnicodeEncodeError as error:
         raise PromptError("holds half of a surrogate pair, which is no character; clean the text") from error
     if not isinstance(row, dict):
-        raise PromptError(f"needs a JSON object, got {_brief(row)}; give one object a line")
-    row = _as_asked(row)
+        raise PromptError(f"needs a JSON object, got {_brief(row)}; give one object per line")
+    row = _as_question(row)
     names = (row.get(field) for field in ("question_id", "id", "task_id"))
     name = str(next((name for name in names if name is not None), number))
     category = str(row.get("category") or NO_CATEGORY)
@@ -251,29 +252,29 @@ def _row(number: int, line: str) -> Prompt:
     raise PromptError(f"needs one of turns, messages, conversations or prompt, has {', '.join(row) or 'nothing'}")
 
 
-def _as_asked(row: dict[str, Any]) -> dict[str, Any]:
-    """Rows of HumanEval, MBPP and GSM8K as they are published, put as a question to a model that chats."""
+def _as_question(row: dict[str, Any]) -> dict[str, Any]:
+    """Turn rows of HumanEval, MBPP and GSM8K, as they are published, into questions to a chat model."""
     if {"prompt", "entry_point"} <= row.keys():
         (begun,) = _check_turns([row["prompt"]], "prompt")
-        asked = f"Complete the following Python function.\n\n```python\n{begun.rstrip()}\n```"
-        return {"category": "code", **row, "prompt": asked}
+        question = f"Complete the following Python function.\n\n```python\n{begun.rstrip()}\n```"
+        return {"category": "code", **row, "prompt": question}
     if {"text", "test_list"} <= row.keys():
         (task,), tests = _check_turns([row["text"]], "text"), "\n".join(_check_turns(row["test_list"], "test_list"))
-        asked = f"{task} Your code should pass these tests:\n\n```python\n{tests}\n```"
-        return {"category": "code", **row, "prompt": asked}
+        question = f"{task} Your code should pass these tests:\n\n```python\n{tests}\n```"
+        return {"category": "code", **row, "prompt": question}
     if {"question", "answer"} <= row.keys():
         return {"category": "math", **row, "prompt": row["question"]}
     return row
 
 
 def _conversation(messages: object) -> list[Message]:
-    """Messages in either spelling, `role` and `content` or ShareGPT's `from` and `value`, as the former."""
+    """Check messages with `role` and `content`, or with ShareGPT's `from` and `value`, and return the former."""
     if isinstance(messages, list):
-        messages = [_spell_out(message) if isinstance(message, dict) else message for message in messages]
+        messages = [_from_sharegpt(message) if isinstance(message, dict) else message for message in messages]
     return check_messages(messages)
 
 
-def _spell_out(message: dict[str, Any]) -> dict[str, Any]:
+def _from_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     if "from" not in message:
         return message
     return {"role": SHAREGPT_ROLES.get(str(message["from"]), message["from"]), "content": message.get("value")}
@@ -281,14 +282,15 @@ def _spell_out(message: dict[str, Any]) -> dict[str, Any]:
 
 def _check_turns(turns: object, field: str) -> list[str]:
     if not isinstance(turns, list) or not turns:
-        raise PromptError(f"{field} needs a list of at least one text, got {_brief(turns)}")
+        raise PromptError(f"{field} needs a list of at least one string, got {_brief(turns)}")
     for turn in turns:
         if not isinstance(turn, str) or not turn.strip():
-            raise PromptError(f"{field} holds {_brief(turn)} where a text that is not empty is needed")
+            raise PromptError(f"{field} holds {_brief(turn)}, but must hold strings that are not empty")
     return turns
 
 
 def _brief(value: object) -> str:
+    """Return a value for an error message, in at most 60 characters."""
     try:
         text = repr(value)
     except RecursionError:

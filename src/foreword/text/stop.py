@@ -1,7 +1,7 @@
 """EMIT: stop strings in a stream of text.
 
-One `StopStrings` serves one request. Pieces of text come in; out goes what may be shown, which never contains a stop
-string nor the beginning of one that may yet be completed. The string that is complete first ends the text (the longest,
+One `StopStrings` serves one request. In: pieces of text. Out: the text that may be shown, which never contains a stop
+string, nor the beginning of one that may still be completed. The string that is complete first ends the text (the longest,
 if several are complete at once), so the result does not depend on how the text was cut into pieces.
 """
 
@@ -15,7 +15,7 @@ class StopStrings:
         self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
         for string in self.strings:
             if not isinstance(string, str) or not string:
-                raise InputError(f"a stop string must be a text that is not empty, got {string!r}; leave it out")
+                raise InputError(f"a stop string must be a string that is not empty, got {string!r}; leave it out")
         self.match: str | None = None  # the string that ended the text
         self._include_stop = include_stop
         self._held = ""
@@ -25,7 +25,8 @@ class StopStrings:
         return self.match is not None
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string was found; after that there is nothing to show."""
+        """Add text. Return the text that may be shown now, and whether a stop string was found; after that nothing is
+        shown."""
         if self.found:
             return "", True
         text = self._held + piece
@@ -39,12 +40,12 @@ class StopStrings:
         return text[:shown], False
 
     def flush(self) -> str:
-        """What was held back, when no more text will come."""
+        """Return the text that was held back, when no more will come."""
         rest, self._held = self._held, ""
         return rest
 
 
 def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of the text are the beginning of the string, but not all of it."""
+    """Return how many characters at the end of the text are the beginning of the string, but not all of it."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

@@ -1,8 +1,8 @@
-"""EMIT: the text of one request, from decided tokens to what the world sees.
+"""EMIT: the text of one request: decided tokens -> text that may be shown.
 
-Joins the detokenizer and the stop strings. A round decides several tokens at once; `used` says how many of them a
-decoder that writes one token at a time would have written before it stopped. The invariant: text and `used` do not
-depend on how the tokens were dealt into rounds.
+Joins the detokenizer and the stop strings. A round decides several tokens at once. `used` says how many of them plain
+decoding would have generated before it stopped. The invariant: text and `used` do not depend on how the tokens are divided
+into rounds.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from foreword.text.tokenizer import Tokenizer
 
 class Pushed(NamedTuple):
     text: str  # what may be shown now
-    used: int  # how many of the ids belong to the answer
-    stopped: bool  # a stop string is complete: the answer ends here
+    used: int  # how many of the ids belong to the output
+    stopped: bool  # a stop string is complete: the output ends here
 
 
 class TextStream:
@@ -27,7 +27,8 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
-        """`include_stop`: the text ends with what ended it, a stop string or a token, and not before it."""
+        """`include_stop`: the text includes the stop string or token that ended it. `skip_special`: leave out special
+        tokens."""
         self.include_stop = include_stop
         self.token_text = tokenizer.token_text
         self._detokenizer = Detokenizer(tokenizer, skip_special)
@@ -39,19 +40,20 @@ class TextStream:
 
     @property
     def stop_string(self) -> str | None:
-        """The one that was found."""
+        """The stop string that was found."""
         return self._stop.match
 
     def push(self, ids: Sequence[int]) -> Pushed:
+        """Add the tokens of a round."""
         if not self._stop.strings:
             return Pushed(self._detokenizer.push(ids), len(ids), False)
         text, used = "", 0
-        # One by one: only so is it known which token completed the stop string.
+        # One by one, to know which token completed the stop string.
         while used < len(ids) and not self.stopped:
             text += self._stop.push(self._detokenizer.push(ids[used : used + 1]))[0]
             used += 1
         return Pushed(text, used, self.stopped)
 
     def flush(self) -> str:
-        """The rest of the text, when no more tokens will come. It too ends before a stop string: see `stopped`."""
+        """Return the rest of the text, when no more tokens will come. A stop string may end it too: see `stopped`."""
         return self._stop.push(self._detokenizer.flush())[0] + self._stop.flush()

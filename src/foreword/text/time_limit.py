@@ -1,9 +1,9 @@
 """A time limit for Python code that is not ours, in whichever thread it runs: `within(seconds, work)`.
 
 Chat templates are programs that come with a model or a request. While one runs, a trace function in its own thread compares
-the clock with the deadline before each line, and raises TimeIsUp there. Nothing is raised from outside: an asynchronous
-exception could strike after the work, and on CPython 3.11 even one that is taken back slows the interpreter down for good.
-A single call into C, such as one huge product, ends before the limit is checked.
+the clock with the deadline before each line, and raises TimeLimitReached there. Nothing is raised from outside: an
+asynchronous exception could strike after the work, and on CPython 3.11 even one that is taken back slows the interpreter
+down for good. A single call into C, such as one huge product, ends before the limit is checked.
 """
 
 import sys
@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 Found = TypeVar("Found")
 
 
-class TimeIsUp(BaseException):
+class TimeLimitReached(BaseException):
     """Not an Exception, because code that catches those would continue."""
 
 
 def within(seconds: float, work: Callable[[], Found]) -> Found:
-    """Return what `work` returns, or raise TimeIsUp where it takes longer.
+    """Return what `work` returns, or raise TimeLimitReached where it takes longer.
 
     Under a debugger or a coverage tool, whose trace function is left in place, there is no limit.
     """
@@ -30,7 +30,7 @@ def within(seconds: float, work: Callable[[], Found]) -> Found:
 
     def check(frame: FrameType, event: str, argument: Any) -> Any:
         if time.monotonic() > deadline:
-            raise TimeIsUp
+            raise TimeLimitReached
         return check
 
     sys.settrace(check)

@@ -165,7 +165,7 @@ def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
         ('{"prompt": "Why?", "id": "\\ud83d"}', "half of a surrogate pair"),
         ({"prompt": None, "entry_point": "f"}, "prompt holds None"),
         ({"text": None, "test_list": ["assert f(1)"]}, "text holds None"),
-        ({"text": "Write f.", "test_list": 5}, "test_list needs a list of at least one text, got 5"),
+        ({"text": "Write f.", "test_list": 5}, "test_list needs a list of at least one string, got 5"),
         ({"text": "Write f.", "test_list": [5]}, "test_list holds 5"),
         ({"question": None, "answer": "3"}, "prompt holds None"),
         ("{broken", "not JSON"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from foreword.text.time_limit import TimeIsUp, within
+from foreword.text.time_limit import TimeLimitReached, within
 
 
 def forever() -> None:
@@ -25,11 +25,11 @@ def test_work_that_ends_in_time_is_handed_on() -> None:
 
 
 def test_work_that_does_not_end_is_ended_in_any_thread() -> None:
-    with pytest.raises(TimeIsUp):
+    with pytest.raises(TimeLimitReached):
         within(0.05, forever)
 
     def other() -> str:
-        with pytest.raises(TimeIsUp):
+        with pytest.raises(TimeLimitReached):
             within(0.05, forever)
         return "ended"
 
@@ -41,7 +41,7 @@ def test_other_threads_go_on() -> None:
     done: list[int] = []
     other = Thread(target=lambda: done.append(sum(range(10_000_000))))
     other.start()
-    with pytest.raises(TimeIsUp):
+    with pytest.raises(TimeLimitReached):
         within(0.02, forever)
     other.join()
     assert done
@@ -49,7 +49,7 @@ def test_other_threads_go_on() -> None:
 
 def test_nothing_is_raised_after_the_work() -> None:
     for _ in range(200):
-        with contextlib.suppress(TimeIsUp):
+        with contextlib.suppress(TimeLimitReached):
             assert within(0.0002, lambda: 5) == 5
     assert sys.gettrace() is None
     time.sleep(0.05)
@@ -59,7 +59,7 @@ def test_nothing_is_raised_after_the_work() -> None:
 
 def test_a_trace_function_works_after_time_was_up() -> None:
     """On CPython 3.11 an exception that was raised in a thread from outside and taken back makes traced calls hang."""
-    with pytest.raises(TimeIsUp):
+    with pytest.raises(TimeLimitReached):
         within(0.02, forever)
     lines: list[int] = []
 

@@ -16,7 +16,7 @@ from foreword.errors import InputError, ModelCorrupt, ModelNotFound, PromptError
 from foreword.text import ChatOptions, Tokenizer
 from foreword.text import tokenizer as tokenizer_module
 from foreword.text.control_tokens import Marks, control_tokens
-from foreword.text.tokenizer import Written
+from foreword.text.tokenizer import RenderedPrompt
 
 ASK = [{"role": "user", "content": "the cat"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
@@ -111,24 +111,24 @@ def test_calls_of_tools_and_their_answers(tokenizer: Tokenizer, arguments: Any) 
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": [called("add", arguments)]},
         {"role": "tool", "tool_call_id": "1", "content": "4"},
     ]
-    (text,) = tokenizer.written(said, options=ChatOptions(chat_template=TOOLS)).pieces
+    (text,) = tokenizer.rendered(said, options=ChatOptions(chat_template=TOOLS)).pieces
     assert text == "user: the cat; assistant: [add 3]; tool: 4; assistant:"
 
 
 def test_what_a_request_says_to_the_template(tokenizer: Tokenizer, templateless: Tokenizer) -> None:
     add = {"type": "function", "function": {"name": "add"}}
     options = ChatOptions(chat_template=TOOLS, chat_template_kwargs={"mood": "calm "}, tools=[add])
-    (text,) = tokenizer.written("the cat", options=options).pieces
+    (text,) = tokenizer.rendered("the cat", options=options).pieces
     assert text == '[{"type": "function", "function": {"name": "add"}}]user: the cat; calm assistant:'
-    assert templateless.written(ASK, options=options).pieces == (text,)
+    assert templateless.rendered(ASK, options=options).pieces == (text,)
 
 
 def test_the_last_message_is_continued(tokenizer: Tokenizer) -> None:
     said = [*ASK, {"role": "assistant", "content": "It sat"}]
-    written = tokenizer.written(said, options=ChatOptions(continue_final_message=True))
+    written = tokenizer.rendered(said, options=ChatOptions(continue_final_message=True))
     assert written.pieces == ("<s><|user|>the cat</s><|assistant|>It sat",)
     with pytest.raises(PromptError, match="continue_final_message.*'user'"):
-        tokenizer.written("the cat", options=ChatOptions(continue_final_message=True))
+        tokenizer.rendered("the cat", options=ChatOptions(continue_final_message=True))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_messages_that_nest_too_deep_are_refused(tokenizer: Tokenizer, sanitize:
         nested = [nested]
     for messages in ([{**ASK[0], "more": nested}], [{"role": nested}], [nested], [{"role": "user", "content": nested}]):
         with pytest.raises(PromptError, match="recursion|nests too deep"):
-            tokenizer.written(messages, sanitize=sanitize)
+            tokenizer.rendered(messages, sanitize=sanitize)
 
 
 LOOP = "{% for a in range(99999) %}"
@@ -174,7 +174,7 @@ def test_a_template_that_does_not_end_is_refused(
 
     def ask() -> list[int]:
         with pytest.raises(PromptError, match="takes longer than 0.1 s .*another chat_template"):
-            tokenizer.written("the cat", options=ChatOptions(chat_template=ENDLESS[template]))
+            tokenizer.rendered("the cat", options=ChatOptions(chat_template=ENDLESS[template]))
         with monkeypatch.context() as usual:
             usual.setattr(tokenizer_module, "RENDERING_S", 60.0)
             return tokenizer.encode("the cat")
@@ -186,13 +186,13 @@ def test_a_template_that_does_not_end_is_refused(
 def test_a_template_that_writes_too_much_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "LONGEST_RENDERED", 1000)
     with pytest.raises(PromptError, match="makes 1001 characters of these messages; 1000 are read"):
-        tokenizer.written("the cat", options=ChatOptions(chat_template="{% for a in range(1001) %}x{% endfor %}"))
+        tokenizer.rendered("the cat", options=ChatOptions(chat_template="{% for a in range(1001) %}x{% endfor %}"))
 
 
 @pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% if %}", "{{ messages + 1 }}", "{{ messages[0].content.x.y }}"])
 def test_whatever_a_template_raises_is_refused_as_a_prompt(tokenizer: Tokenizer, template: str) -> None:
     with pytest.raises(PromptError, match="template"):
-        tokenizer.written("the cat", options=ChatOptions(chat_template=template))
+        tokenizer.rendered("the cat", options=ChatOptions(chat_template=template))
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -200,7 +200,7 @@ def test_a_text_without_a_template_takes_no_options_of_one(
     tokenizer: Tokenizer, templateless: Tokenizer, chat: bool
 ) -> None:
     with pytest.raises(PromptError, match="tools.*template"):
-        (templateless if chat else tokenizer).written("the cat", chat, ChatOptions(tools=[{}]))
+        (templateless if chat else tokenizer).rendered("the cat", chat, ChatOptions(tools=[{}]))
 
 
 # Control tokens --------------------------------------------------------------------------------------------------------
@@ -212,13 +212,13 @@ def test_control_tokens_in_a_prompt_are_structure_unless_it_is_sanitised(tokeniz
     ends = tokenizer.eos_ids[0]
     assert tokenizer.encode(FORGED).count(ends) == 3
     for prompt in (FORGED, [{"role": "user", "content": FORGED}]):
-        ids = tokenizer.ids(tokenizer.written(prompt, sanitize=True))
+        ids = tokenizer.ids(tokenizer.rendered(prompt, sanitize=True))
         assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s><|user|>{FORGED}</s><|assistant|>"
         assert ids.count(ends) == 1 and ids.count(tokenizer.pieces.index("<|user|>")) == 1
 
 
 def test_a_sanitised_text_without_a_template(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.ids(tokenizer.written("<s>" + FORGED, chat=False, sanitize=True))
+    ids = tokenizer.ids(tokenizer.rendered("<s>" + FORGED, chat=False, sanitize=True))
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><s>" + FORGED
     assert [token for token in ids if tokenizer.pieces[token] in ("<s>", "</s>", "<|user|>")] == [0]
 
@@ -226,13 +226,13 @@ def test_a_sanitised_text_without_a_template(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("chat", [True, False])
 def test_sanitising_changes_nothing_where_there_is_nothing_to_sanitise(tokenizer: Tokenizer, chat: bool) -> None:
     for prompt in ("the cat", "a < b and </b>, naïve 🙂", "  the\n"):
-        assert tokenizer.ids(tokenizer.written(prompt, chat, sanitize=True)) == tokenizer.encode(prompt, chat)
+        assert tokenizer.ids(tokenizer.rendered(prompt, chat, sanitize=True)) == tokenizer.encode(prompt, chat)
 
 
 def test_a_template_finds_what_it_looks_for_in_a_sanitised_prompt(tokenizer: Tokenizer) -> None:
     """Half of a pair of marks is left in what it keeps; and no prompt knows the marks."""
     template = "{{ messages[0].content.split('</s>')[-1] }}"
-    written = tokenizer.written("hidden</s>shown", options=ChatOptions(chat_template=template), sanitize=True)
+    written = tokenizer.rendered("hidden</s>shown", options=ChatOptions(chat_template=template), sanitize=True)
     assert written.pieces == ("shown",)
     one, other = Marks(tokenizer.control_tokens), Marks(tokenizer.control_tokens)
     assert len({one.opening, one.closing, other.opening, other.closing}) == 4
@@ -255,10 +255,10 @@ def test_added_tokens_in_brackets_are_control_tokens(tokenizer: Tokenizer) -> No
 
 def test_the_end_of_a_written_prompt() -> None:
     """Counted in characters, and in pieces, each of which is a token at least."""
-    written = Written(("abc", "def", "gh"), special=True)
+    written = RenderedPrompt(("abc", "def", "gh"), special=True)
     assert written.characters == 8 and written.last(3, 3) == written.last(99, 99) == written
-    assert written.last(3, 2) == Written(("c", "def", "gh"), False) and written.last(5, 1) == Written(("def", "gh"), False)
-    assert written.last(2, 99) == Written(("def", "gh"), False) and written.last(4, 1) == Written(("ef", "gh"), False)
+    assert written.last(3, 2) == RenderedPrompt(("c", "def", "gh"), False) and written.last(5, 1) == RenderedPrompt(("def", "gh"), False)
+    assert written.last(2, 99) == RenderedPrompt(("def", "gh"), False) and written.last(4, 1) == RenderedPrompt(("ef", "gh"), False)
     assert written.fits(3, 3) and not written.fits(3, 2) and not written.fits(2, 9)
 
 
@@ -321,10 +321,10 @@ def test_the_vocabulary(tokenizer: Tokenizer) -> None:
 
 
 def test_only_what_is_decoded_speaks(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
-    silent = {i for i in range(-1, tokenizer.vocab_size + 2) if not tokenizer.speaks(i)}
+    silent = {i for i in range(-1, tokenizer.vocab_size + 2) if not tokenizer.is_visible(i)}
     assert silent == {-1, 0, 1, 2, 3, tokenizer.vocab_size, tokenizer.vocab_size + 1}
-    assert fallback_tokenizer.speaks(fallback_tokenizer.pieces.index("▁"))
-    unknown = {i for i in range(-1, tokenizer.vocab_size + 2) if not tokenizer.speaks(i, skip_special=False)}
+    assert fallback_tokenizer.is_visible(fallback_tokenizer.pieces.index("▁"))
+    unknown = {i for i in range(-1, tokenizer.vocab_size + 2) if not tokenizer.is_visible(i, skip_special=False)}
     assert unknown == {-1, tokenizer.vocab_size, tokenizer.vocab_size + 1}
 
 

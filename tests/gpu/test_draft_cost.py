@@ -1,4 +1,4 @@
-"""On CUDA a drafter's own work is timed as it runs there: captured."""
+"""On CUDA a drafter's own work is timed captured, as it runs there."""
 
 import copy
 
@@ -17,7 +17,7 @@ QUICK = ("token_recycling", "medusa")
 
 
 @pytest.mark.parametrize("method", [*QUICK, *(slow(name) for name in METHODS if name not in QUICK)])
-def test_every_drafter_can_be_timed_captured(method: str) -> None:
+def test_every_drafter_can_be_timed_as_a_graph(method: str) -> None:
     model = Model(copy.deepcopy(tiny("qwen3")).to(torch.bfloat16).cuda())
     drafter = untrained(method, **TRAINED[method]) if method in TRAINED else make(method)
     assert 0 < measure_draft(model, drafter).curve().at(1) < 1

@@ -1,4 +1,4 @@
-"""Lean layers on CUDA in half precision: as near to the exact answer as the layers of transformers, and captured alike."""
+"""Fused layers on CUDA in half precision: as accurate as the layers of transformers, and the same in captured rounds."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from foreword.core.state import Batch
 from foreword.engine.engine import Engine
 from foreword.engine.graph import FEWEST_ROWS
 from foreword.engine.request import Request
-from foreword.model.fused import cuda as lean_cuda
+from foreword.model.fused import cuda as fused_cuda
 from foreword.model.fused.cuda import CudaLayer
 from foreword.model.linears import fuse
 from foreword.model.model import Model
@@ -50,19 +50,19 @@ CASES = [
     for dtype in (torch.bfloat16, torch.float16)
     for large in (False, True)
 ]
-CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer")  # quick: no heads, a tree, heads in eight bits, grafts
+CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer")  # quick: no heads, a tree, int8 heads, grafts
 
-PROMPT = 150  # rows, of each of two texts: more than our own products take
+PROMPT = 150  # rows of each of two sequences: together more than our own products take
 
 
-def answers(hf: PreTrainedModel, dtype: torch.dtype, lean: bool) -> list[torch.Tensor]:
-    """Logits of a prompt of many rows, of trees of a few, and of one row, each on top of what came before."""
+def logits_of_passes(hf: PreTrainedModel, dtype: torch.dtype, fused: bool) -> list[torch.Tensor]:
+    """Return the logits of passes after one another: a prompt of many rows, trees of some rows, and one row."""
     hf = copy.deepcopy(hf).to(dtype).cuda()
-    if lean:
+    if fused:
         fuse(hf)
     model = Model(hf)
     model.allocate(3, 300, 200)
-    assert {type(layer) for layer in model.layer_stack.fused or ()} == ({CudaLayer} if lean else set())
+    assert {type(layer) for layer in model.layer_stack.fused or ()} == ({CudaLayer} if fused else set())
     generator = torch.Generator().manual_seed(1)
     batch = Batch.of([2, 0], 250, "cuda")
     found = []
@@ -77,33 +77,34 @@ def answers(hf: PreTrainedModel, dtype: torch.dtype, lean: bool) -> list[torch.T
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("name", "dtype", "large"), CASES)
-def test_lean_layers_are_as_exact_as_those_of_transformers(
+def test_fused_layers_are_as_accurate_as_those_of_transformers(
     name: str, dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr(lean_cuda, "LARGE", 0)
+        monkeypatch.setattr(fused_cuda, "LARGE", 0)
     hf = MODELS[name]()
-    exact, stock, lean = answers(hf, torch.float64, False), answers(hf, dtype, False), answers(hf, dtype, True)
-    for truth, one, other in zip(exact, stock, lean, strict=True):
+    exact = logits_of_passes(hf, torch.float64, False)
+    stock, fused = logits_of_passes(hf, dtype, False), logits_of_passes(hf, dtype, True)
+    for truth, one, other in zip(exact, stock, fused, strict=True):
         own, theirs = ((found - truth).norm() / truth.norm() for found in (other, one))
         assert own < 1.5 * theirs + 1e-3
 
 
 @pytest.mark.parametrize("method", [*CAPTURED, *(slow(name) for name in methods.METHODS if name not in CAPTURED)])
-def test_captured_lean_rounds_are_the_written_ones(method: str) -> None:
+def test_captured_rounds_equal_eager_rounds(method: str) -> None:
     """In half precision, too: the same kernels on the same numbers give the same bits, captured or not.
 
-    Two at a time, and prompts as long as captured passes are: how many rows a product has decides how it rounds. A captured
-    pass is padded, and a captured round is read late, so that the next text would enter a round later.
+    Two requests at a time, with prompts as long as captured passes: the row count of a product decides how it rounds. A
+    captured pass is padded, and a captured round is read one round late, so that the next request would enter a round later.
     """
     hf = llama_135m().to(torch.bfloat16).cuda()
     fuse(hf)
-    texts_in = torch.randint(0, 5000, (4, FEWEST_ROWS + 1), generator=torch.Generator().manual_seed(0)).tolist()
-    asked = [Request(tuple(prompt), max_new_tokens=30, ignore_eos=True) for prompt in texts_in]
-    texts = []
+    prompts = torch.randint(0, 5000, (4, FEWEST_ROWS + 1), generator=torch.Generator().manual_seed(0)).tolist()
+    asked = [Request(tuple(prompt), max_new_tokens=30, ignore_eos=True) for prompt in prompts]
+    found = []
     for graph in (False, True):
         model = Model(hf)
         steps = Engine(model, drafter(method, model), slots=2, max_context=200, graph=graph)
         runs = [*steps.generate(asked[:2]), *steps.generate(asked[2:])]
-        texts.append([(run.tokens, run.accepted, run.drafted) for run in runs])
-    assert texts[0] == texts[1]
+        found.append([(run.tokens, run.accepted, run.drafted) for run in runs])
+    assert found[0] == found[1]

@@ -20,11 +20,11 @@ from foreword.model.attention import attend, mask_of
     window=st.integers(0, 9),
     seed=st.integers(0, 99),
 )
-def test_a_row_sees_the_prefix_and_what_sees_allows(
+def test_a_row_attends_to_the_prefix_and_to_what_sees_allows(
     base: list[int], rows: int, before: int, groups: int, shared: bool, window: int, seed: int
 ) -> None:
-    """`before` scratch rows of an earlier pass may lie in front of the rows; keys behind the scratch are closed, and so
-    are those that lie a window or more back by position."""
+    """`before` scratch rows of an earlier pass may precede the rows. Keys after the scratch rows are closed, and so are keys
+    that are a window or more back by position."""
     scratch, keys = before + rows, 16
     generator, trees = torch.Generator().manual_seed(seed), 1 if shared else len(base)
     sees = torch.rand(trees, rows, scratch, generator=generator) > 0.5
@@ -42,7 +42,7 @@ def test_a_row_sees_the_prefix_and_what_sees_allows(
 
 
 def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float, softcap: float) -> Tensor:
-    """Head by head and row by row: [heads, n, width], each query head with the key head it shares."""
+    """Return attention computed head by head and row by row: query [heads, n, width] to [n, heads, width]."""
     heads, rows, _ = query.shape
     out = torch.zeros(rows, heads, query.shape[-1], dtype=query.dtype)
     for head in range(heads):
@@ -57,7 +57,7 @@ def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scal
 
 @pytest.mark.parametrize("softcap", [0.0, 0.5])
 def test_queries_that_share_a_key_head(softcap: float) -> None:
-    """6 query heads on 2 key heads, two sequences with other prefixes and other trees."""
+    """6 query heads on 2 key heads, two sequences with different prefixes and trees."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 6, 3, 5, generator=generator).double()
     key, value = torch.randn(2, 2, 2, 9, 5, generator=generator).double()

@@ -1,4 +1,4 @@
-"""SlotCache: what keep, advance and rewind leave behind, against lists of rows; memory is asked before it is taken."""
+"""SlotCache: keep, advance and rewind against lists of rows; free memory is checked before it is allocated."""
 
 import math
 
@@ -17,7 +17,7 @@ SLOTS, CONTEXT, SCRATCH = 4, 10, 6
 
 
 def filled(lengths: list[int]) -> SlotCache:
-    """Every number in it is another one."""
+    """Return a cache in which every value is different."""
     cache = SlotCache(SHAPE, SLOTS, CONTEXT, SCRATCH, "cpu")
     for i, tensor in enumerate((*cache.keys, *cache.values)):
         tensor.copy_(torch.arange(tensor.numel()).view_as(tensor) + 10_000 * i)
@@ -31,7 +31,7 @@ def tensors(cache: SlotCache) -> list[torch.Tensor]:
 
 @st.composite
 def commits(draw: st.DrawFn) -> tuple[list[int], list[list[int]], list[int]]:
-    """Some slots in some order, for each a rising path of scratch rows, root first, and how many of them count."""
+    """Generate some slots in any order, for each a rising path of scratch rows, root first, and how many of them to keep."""
     ids = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
     width = draw(st.integers(1, SCRATCH))
     paths = []
@@ -61,7 +61,7 @@ def test_keep_moves_the_path_to_the_front(commit: tuple[list[int], list[list[int
                 assert torch.equal(new[slot], old[slot])
 
 
-def test_advance_commits_rows_where_they_lie() -> None:
+def test_advance_commits_rows_without_moving_them() -> None:
     cache = filled([1, 2, 3, 4])
     before = tensors(cache)
     cache.advance(Batch.of([2, 0], 3), torch.tensor([5, 1]))
@@ -69,7 +69,7 @@ def test_advance_commits_rows_where_they_lie() -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, tensors(cache), strict=True))
 
 
-def test_rewind_forgets_rows() -> None:
+def test_rewind_drops_rows() -> None:
     cache = filled([5, 6, 7, 8])
     cache.rewind(Batch.of([3, 1], 8), torch.tensor([2, 0]))
     assert cache.length.tolist() == [5, 0, 7, 2]
@@ -77,7 +77,7 @@ def test_rewind_forgets_rows() -> None:
 
 @pytest.mark.parametrize("ids", [[0, 1], [1, 2, 3], [2], [3, 0], [0, 2]])
 def test_rows_are_read_where_they_were_written(ids: list[int]) -> None:
-    """Side by side a view, elsewhere a copy, and the same rows either way."""
+    """Adjacent slots give a view, others a copy, with the same rows."""
     cache, batch = filled([0] * SLOTS), Batch.of(ids, 0)
     rows = torch.tensor([[1, 4, 2], [0, 5, 9], [7, 8, 3]])[: len(ids)]
     key, value = torch.randn(2, len(ids), 3, 3, 4, dtype=torch.float64)
@@ -91,8 +91,8 @@ def test_rows_are_read_where_they_were_written(ids: list[int]) -> None:
     assert torch.equal(cache.keys[0], filled([0] * SLOTS).keys[0])
 
 
-def test_rows_beyond_the_slot_are_waste() -> None:
-    """They land on the slot's own last row, never in the next slot."""
+def test_rows_beyond_the_slot_go_to_its_waste_row() -> None:
+    """Never to the next slot."""
     cache = filled([0] * SLOTS)
     before = tensors(cache)
     places = cache.places(Batch.of([1], 0), torch.tensor([[cache.rows - 1, cache.rows, cache.rows + 5]]))
@@ -102,18 +102,18 @@ def test_rows_beyond_the_slot_are_waste() -> None:
     assert torch.equal(cache.keys[0][[0, 2, 3]], before[0][[0, 2, 3]])
 
 
-def test_there_is_room_for_a_pass_behind_a_full_text() -> None:
+def test_there_is_room_for_a_pass_after_a_full_sequence() -> None:
     cache = filled([0] * SLOTS)
-    assert cache.rows > CONTEXT + SCRATCH and cache.slots == SLOTS  # one more at least, for waste
+    assert cache.rows > CONTEXT + SCRATCH and cache.slots == SLOTS  # at least one more, the waste row
 
 
-def test_bytes_are_what_the_tensors_take() -> None:
+def test_bytes_are_those_of_the_tensors() -> None:
     cache = filled([0] * SLOTS)
     assert cache.bytes == sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
 
 
-def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken() -> None:
-    """2**40 tokens are petabytes: were they asked of torch, its own error would come instead."""
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated() -> None:
+    """2**40 tokens are petabytes: torch would raise an error of its own."""
     with pytest.raises(CapacityError, match=r"3 slots x 1099511627776 tokens .* lower max_context or slots"):
         SlotCache(SHAPE, 3, 2**40, 1, "cpu")
 
@@ -125,8 +125,8 @@ def test_free_memory_is_known_here() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", ["keys", "values"])
-def test_a_slot_that_would_spoil_the_next_text_is_not_sound(place: str, value: float) -> None:
-    """A masked row still enters sums: 0 times infinity is NaN, as 0 times NaN is."""
+def test_a_slot_with_values_that_are_not_finite_is_not_sound(place: str, value: float) -> None:
+    """A masked row is still summed: 0 x infinity is NaN, and so is 0 x NaN."""
     cache = filled([0] * SLOTS)
     getattr(cache, place)[1][2, 1, 3, 0] = value
     assert [cache.is_sound(slot, 5) for slot in range(SLOTS)] == [True, True, False, True]
@@ -137,7 +137,7 @@ def test_a_slot_that_would_spoil_the_next_text_is_not_sound(place: str, value: f
     assert all(torch.equal(old[[0, 1, 3]], new[[0, 1, 3]]) for old, new in zip(before, tensors(cache), strict=True))
 
 
-def test_wiping_the_scratch_leaves_what_is_committed() -> None:
+def test_wiping_the_scratch_keeps_committed_rows() -> None:
     cache = SlotCache(SHAPE, slots=2, context=8, scratch=4, device="cpu")
     cache.held.fill_(math.nan)
     cache.held[:, :, 1, :, :3] = 5
@@ -151,7 +151,7 @@ def shared(memory: SharedCacheMemory, scratch: int, slots: int = SLOTS) -> SlotC
     return SlotCache(SHAPE, slots, CONTEXT, scratch, "cpu", memory)
 
 
-def test_a_berth_is_cleared_when_another_takes_it() -> None:
+def test_shared_memory_is_cleared_when_another_cache_claims_it() -> None:
     memory = SharedCacheMemory()
     plain, wide = shared(memory, 1), shared(memory, SPARE)
     assert plain.rows < wide.rows and plain.held.data_ptr() == wide.held.data_ptr()
@@ -162,18 +162,18 @@ def test_a_berth_is_cleared_when_another_takes_it() -> None:
     assert not plain.held.any() and not plain.length.any()
 
 
-def test_who_does_not_fit_a_berth_begins_another_piece() -> None:
+def test_a_cache_too_large_for_shared_memory_gets_a_new_allocation() -> None:
     memory = SharedCacheMemory()
     small, large = shared(memory, 1), shared(memory, 2 * SPARE)
     assert small.held.data_ptr() != large.held.data_ptr() == shared(memory, SPARE).held.data_ptr()
 
 
-def test_memory_of_one_s_own_is_never_another_s() -> None:
+def test_a_cache_in_memory_of_its_own_is_never_cleared_by_a_claim() -> None:
     cache = filled([1, 2, 3, 4])
     assert not cache.claim() and cache.held.any() and cache.length.tolist() == [1, 2, 3, 4]
 
 
-def test_a_berth_asks_before_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_checked_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SharedCacheMemory()
     held = shared(memory, 1)
     monkeypatch.setattr("foreword.model.cache.free_memory", lambda _: 0)
@@ -182,7 +182,7 @@ def test_a_berth_asks_before_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         shared(memory, 1, slots=20 * SLOTS)
 
 
-def test_a_layer_alone_keeps_what_all_layers_keep_together() -> None:
+def test_keep_of_single_layers_equals_keep_of_all_layers() -> None:
     together, alone = filled([2, 5, 0, 3]), filled([2, 5, 0, 3])
     slots, path, count = torch.tensor([3, 1]), torch.tensor([[0, 2, 4], [0, 1, 3]]), torch.tensor([3, 2])
     for layer in alone.layers:
@@ -191,7 +191,7 @@ def test_a_layer_alone_keeps_what_all_layers_keep_together() -> None:
     assert torch.equal(alone.held, together.held)
 
 
-def test_a_layer_is_wiped_alone_and_a_snapshot_outlives_it() -> None:
+def test_wiping_a_layer_changes_no_other_and_no_snapshot() -> None:
     cache = filled([2] * SLOTS)
     first, other = cache.layers[0], tensors(cache)[1]
     kept, before = first.snapshot(1, 2), first.keys[1, :, :2].clone()
@@ -201,7 +201,7 @@ def test_a_layer_is_wiped_alone_and_a_snapshot_outlives_it() -> None:
 
 
 def test_a_tree_larger_than_the_scratch_is_refused() -> None:
-    """Its rows would all be written to the waste row once the sequence fills the context."""
+    """The rows too many would all be written to the waste row once the sequence fills the context."""
     cache = filled([0] * SLOTS)
     cache.check_room(SCRATCH)
     with pytest.raises(CapacityError, match=f"{SCRATCH + 1} tree rows .* allocated with {SCRATCH}"):

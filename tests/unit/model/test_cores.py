@@ -1,4 +1,4 @@
-"""Cores that are left to another: threads of ours are fewer for that long, and as many as before afterwards."""
+"""Cores reserved for another process: torch uses fewer threads until they are released."""
 
 from collections.abc import Iterator
 
@@ -17,16 +17,18 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("there", "others", "threads"), [(4, 1, 3), (4, 3, 1), (2, 4, 1), (5, 1, 4), (64, 1, 4), (4, 0, 4)])
-def test_threads_are_as_many_as_have_a_core(there: int, others: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "cores", lambda: there)
-    left = ReservedCores(others)
+@pytest.mark.parametrize(
+    ("available", "reserved", "threads"), [(4, 1, 3), (4, 3, 1), (2, 4, 1), (5, 1, 4), (64, 1, 4), (4, 0, 4)]
+)
+def test_each_thread_has_a_core(available: int, reserved: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cores", lambda: available)
+    cores_of_another = ReservedCores(reserved)
     for _ in range(2):
-        for _ in range(2):  # a second text changes nothing
-            left.reserve()
+        for _ in range(2):  # a second call changes nothing
+            cores_of_another.reserve()
             assert torch.get_num_threads() == threads
         for _ in range(2):
-            left.release()
+            cores_of_another.release()
             assert torch.get_num_threads() == 4
 
 

@@ -1,10 +1,10 @@
-"""Cost curves: straight lines between what was measured, measured once and kept."""
+"""Cost curves: interpolated between measured points, measured once and kept."""
 
 import json
 import math
 import os
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from foreword.core.state import State
 from foreword.errors import CapacityError, ForewordWarning
 from foreword.methods import METHODS, make, untrained
 from foreword.model import cost
-from foreword.model import linears as pack_module
+from foreword.model import linears as linears_module
 from foreword.model import measured as measured_module
 from foreword.model.cost import CostCurve, PassTimings, curve_for, draft_cost, facts_of, measure, measure_draft
 from foreword.model.linears import fuse
@@ -38,42 +38,49 @@ def test_a_curve_of_one_point() -> None:
 
 
 def test_batches_have_curves_of_their_own() -> None:
-    """Eight texts have a curve of their own, fewer lie between that and the curve of one, more are taken for eight."""
-    curve = CostCurve((1, 4, 8), (2.0, 5.0, 6.0), batches=(CostCurve((8, 16), (9.0, 11.0), texts=8),))
+    """Eight sequences have a curve; fewer are interpolated between it and the curve of one; more count as eight."""
+    curve = CostCurve((1, 4, 8), (2.0, 5.0, 6.0), batches=(CostCurve((8, 16), (9.0, 11.0), sequences=8),))
     assert curve.at(8, 8) == pytest.approx(9.0) and curve.at(16, 8) == pytest.approx(11.0)
     assert curve.at(8) == curve.at(8, 1) == pytest.approx(6.0)
-    assert curve.at(12, 8) == curve.at(12, 16) == curve.at(16, 8), "a tile costs what it costs"
+    assert curve.at(12, 8) == curve.at(12, 16) == curve.at(16, 8), "rows that share a tile cost the same"
     assert curve.at(8, 4) == pytest.approx(6.0 + 3.0 * 3 / 7)
     assert CURVE.at(8, 8) == CURVE.at(8)
 
 
 def test_rows_of_a_batch_are_counted_by_tiles() -> None:
-    eight = CostCurve((8, 64, 128, 256), (1.0, 2.0, 3.0, 5.0), texts=8)
+    eight = CostCurve((8, 64, 128, 256), (1.0, 2.0, 3.0, 5.0), sequences=8)
     curve = CostCurve((1, 256), (1.0, 5.0), batches=(eight,))
     found = [curve.at(rows, 8) for rows in (8, 33, 64, 65, 128, 132, 192, 193, 256)]
     assert found == pytest.approx([1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0])
-    assert curve.at(9, 8) < curve.at(17, 8) < curve.at(33, 8), "few rows of many texts are no tile of sixty-four"
+    assert curve.at(9, 8) < curve.at(17, 8) < curve.at(33, 8), "few rows of many sequences do not cost a tile of 64"
 
 
-def test_passes_over_several_texts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_over_several_sequences_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "CONTEXT", 16)
-    tries = measure(target(), rows=(1, 3), batches={2: (1, 4), 4: (1,)})
-    assert [(one.texts, one.rows) for one in (tries, *tries.batches)] == [(1, (1, 3)), (2, (2, 8)), (4, (4,))]
-    curve = tries.curve()
-    assert [one.texts for one in curve.batches] == [2, 4] and curve.at(4, 4) == min(tries.batches[1].seconds[0])
-    assert CostCurve.read(json.loads(json.dumps(asdict(curve)))) == curve
+    timings = measure(target(), rows=(1, 3), batches={2: (1, 4), 4: (1,)})
+    assert [(one.sequences, one.rows) for one in (timings, *timings.batches)] == [(1, (1, 3)), (2, (2, 8)), (4, (4,))]
+    curve = timings.curve()
+    assert [one.sequences for one in curve.batches] == [2, 4] and curve.at(4, 4) == min(timings.batches[1].seconds[0])
+    assert CostCurve.read(json.loads(json.dumps(curve.to_dict()))) == curve
+
+
+def test_stored_curves_keep_their_keys() -> None:
+    """Files and results name the number of sequences `texts`."""
+    curve = replace(CURVE, batches=(CostCurve((8, 16), (9.0, 11.0), sequences=8),))
+    assert list(curve.to_dict()) == ["rows", "seconds", "steady", "texts", "batches", "suspect"]
+    assert [curve.to_dict()["texts"], curve.to_dict()["batches"][0]["texts"]] == [1, 8]
 
 
 @pytest.mark.parametrize("error", [CapacityError("no room"), torch.OutOfMemoryError("no room")], ids=repr)
-def test_batches_that_find_no_memory_are_left_out(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(model: Model, texts: int, rows: tuple[int, ...]) -> PassTimings:
-        if texts > 2:
+def test_batches_that_do_not_fit_in_memory_are_left_out(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: Model, sequences: int, rows: tuple[int, ...]) -> PassTimings:
+        if sequences > 2:
             raise error
-        return PassTimings(tuple(texts * count for count in rows), [[1.0] for _ in rows], texts)
+        return PassTimings(tuple(sequences * count for count in rows), [[1.0] for _ in rows], sequences)
 
-    monkeypatch.setattr(cost, "_tried", full)
+    monkeypatch.setattr(cost, "_time_passes", full)
     curve = measure(target(), rows=(1, 3), batches={2: (1, 4), 3: (1,)}).curve()
-    assert curve.rows == (1, 3) and [one.texts for one in curve.batches] == [2]
+    assert curve.rows == (1, 3) and [one.sequences for one in curve.batches] == [2]
 
 
 def test_a_measured_curve_never_falls() -> None:
@@ -81,38 +88,38 @@ def test_a_measured_curve_never_falls() -> None:
     assert curve == CostCurve((1, 2, 4, 8), (1.5, 1.5, 5.0, 12.0), steady=False)
 
 
-def test_a_busy_machine_is_noticed() -> None:
+def test_a_busy_machine_shows_in_the_spread_of_timings() -> None:
     assert PassTimings((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.1, 9.0]]).steady
     assert not PassTimings((1, 2), [[1.0, 1.2, 1.1], [2.0, 2.9, 9.0]]).steady
 
 
-@pytest.mark.parametrize(("seconds", "tries"), [(0.1, cost.REPEATS), (0.8, 3), (60.0, cost.FEWEST)])
-def test_slow_passes_are_tried_less_often(seconds: float, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "repeats"), [(0.1, cost.REPEATS), (0.8, 3), (60.0, cost.MIN_REPEATS)])
+def test_slow_passes_are_repeated_less_often(seconds: float, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(cost.time, "perf_counter", lambda: clock[0])
 
     def one() -> None:
         clock[0] += seconds
 
-    assert cost._in_turns([one, one], torch.device("cpu")) == [[pytest.approx(seconds)] * tries] * 2
+    assert cost._interleaved([one, one], torch.device("cpu")) == [[pytest.approx(seconds)] * repeats] * 2
 
 
-def test_an_evenly_busy_machine_is_noticed_by_what_our_threads_waited_for() -> None:
+def test_an_evenly_busy_machine_shows_in_the_waits_of_our_threads() -> None:
     even = PassTimings((1, 2), [[1.0, 1.1, 1.0], [2.0, 2.1, 2.0]], waited="a thread waited for a core half of the time")
     assert not even.steady and even.curve().suspect == even.waited
-    batch = PassTimings((8,), [[1.0, 1.0]], texts=8, waited="a thread waited")
+    batch = PassTimings((8,), [[1.0, 1.0]], sequences=8, waited="a thread waited")
     assert not PassTimings((1,), [[1.0, 1.0]], batches=(batch,)).steady
 
 
-def test_what_our_threads_wait_for_is_watched_while_passes_and_drafts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Held(cost.Waits):
+def test_waits_of_our_threads_are_recorded_while_passes_and_drafts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LongWaits(cost.Waits):
         doubt = "a thread waited for a core"
 
-    monkeypatch.setattr(cost, "Waits", Held)
-    assert measure(target(), rows=(1,)).waited == measure_draft(target(), LastHidden()).waited == Held.doubt
+    monkeypatch.setattr(cost, "Waits", LongWaits)
+    assert measure(target(), rows=(1,)).waited == measure_draft(target(), LastHidden()).waited == LongWaits.doubt
     model = target()
     monkeypatch.setattr(model, "device", torch.device("cuda"))
-    assert cost._on_cpu(model, Held()) == "", "the host of a GPU may come late"
+    assert cost._waits_that_count(model, LongWaits()) == "", "the host of a GPU may be late"
 
 
 STEADY, SHAKY = PassTimings((1, 4), [[1.0, 1.0], [2.0, 2.1]]), PassTimings((1, 4), [[1.0, 9.0], [2.0, 9.0]])
@@ -120,11 +127,11 @@ STEADY, SHAKY = PassTimings((1, 4), [[1.0, 1.0], [2.0, 2.1]]), PassTimings((1, 4
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PassTimings]:
-    """What the machine will show, one entry for each time it is measured; nothing is left when it is measured too often."""
+    """Return the timings to come, one for each measurement. Measuring more often than that fails."""
     coming: list[PassTimings] = []
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(cost, "measure", lambda model: coming.pop(0))
-    monkeypatch.setattr(cost, "read_speed", lambda device: 1.0)  # bytes a second: no pass is too slow for this machine
+    monkeypatch.setattr(cost, "read_speed", lambda device: 1.0)  # bytes per second: no pass is too slow for this machine
     return coming
 
 
@@ -133,7 +140,7 @@ def test_a_curve_is_measured_once_and_kept(measured: list[PassTimings]) -> None:
     assert curve_for(target()) == curve_for(target()) == STEADY.curve()
 
 
-def test_what_a_busy_machine_shows_is_trusted_for_a_while(measured: list[PassTimings], tmp_path: Path) -> None:
+def test_a_curve_of_a_busy_machine_is_used_for_a_while(measured: list[PassTimings], tmp_path: Path) -> None:
     measured += [SHAKY, STEADY]
     assert curve_for(target()) == curve_for(target()) == SHAKY.curve()
     (file,) = (tmp_path / "costs").glob("*.json")
@@ -142,11 +149,11 @@ def test_what_a_busy_machine_shows_is_trusted_for_a_while(measured: list[PassTim
         assert curve_for(target()) == shown.curve()
 
 
-def test_who_times_for_others_believes_no_busy_machine(measured: list[PassTimings]) -> None:
-    """Not even for a while; and what it measures instead is everybody's."""
+def test_quiet_does_not_use_a_curve_of_a_busy_machine(measured: list[PassTimings]) -> None:
+    """Not even for a while. What it measures instead is stored for all."""
     measured += [SHAKY, SHAKY, STEADY]
     assert not curve_for(target()).steady
-    assert curve_for(target(), quiet=True) == SHAKY.curve()  # busy still: there is nothing better
+    assert curve_for(target(), quiet=True) == SHAKY.curve()  # still busy: there is nothing better
     assert curve_for(target(), quiet=True) == curve_for(target()) == STEADY.curve() and measured == []
     assert curve_for(target(), quiet=True).steady
 
@@ -154,10 +161,10 @@ def test_who_times_for_others_believes_no_busy_machine(measured: list[PassTiming
 EVENLY_BUSY = PassTimings((1, 4), [[0.27, 0.27], [0.54, 0.54]])
 
 
-def test_a_pass_that_takes_many_times_what_reading_does_is_suspect(
+def test_a_pass_much_slower_than_reading_its_weights_is_suspect(
     measured: list[PassTimings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """270 ms, one time like the other, of a pass that has some kilobytes to read."""
+    """Every timing takes 270 ms, for a pass that reads a few kilobytes."""
     measured += [EVENLY_BUSY, PassTimings((1, 4), [[0.0003, 0.0003], [0.0006, 0.0006]])]
     monkeypatch.setattr(cost, "read_speed", lambda device: 10e9)
     busy = curve_for(target())
@@ -168,12 +175,12 @@ def test_a_pass_that_takes_many_times_what_reading_does_is_suspect(
 def test_a_large_model_may_take_long(measured: list[PassTimings], monkeypatch: pytest.MonkeyPatch) -> None:
     measured.append(EVENLY_BUSY)
     monkeypatch.setattr(cost, "read_speed", lambda device: 10e9)
-    monkeypatch.setattr(cost.pack, "read_bytes", lambda model: 10**9)
+    monkeypatch.setattr(cost.linears, "read_bytes", lambda model: 10**9)
     assert curve_for(target()).steady
 
 
-def test_what_was_once_quicker_is_not_replaced_for_good(measured: list[PassTimings], tmp_path: Path) -> None:
-    """Busy and uneven first, then evenly busy: the earlier figure tells, and stays."""
+def test_a_faster_earlier_curve_is_not_replaced_for_good(measured: list[PassTimings], tmp_path: Path) -> None:
+    """The machine is unevenly busy first, then evenly busy: the earlier curve shows it, and is kept."""
     uneven = PassTimings((1, 4), [[0.04, 0.9], [0.05, 0.9]])
     measured += [uneven, EVENLY_BUSY, EVENLY_BUSY, PassTimings((1, 4), [[0.033, 0.033], [0.04, 0.04]])]
     assert not curve_for(target()).steady
@@ -183,8 +190,8 @@ def test_what_was_once_quicker_is_not_replaced_for_good(measured: list[PassTimin
     assert curve_for(target(), quiet=True).at(1) == curve_for(target()).at(1) == 0.033
 
 
-def test_a_slower_machine_may_be_measured_anew(measured: list[PassTimings]) -> None:
-    """Where nothing but the earlier figure speaks against it."""
+def test_a_slower_machine_may_be_measured_again(measured: list[PassTimings]) -> None:
+    """If only the earlier curve contradicts it, and that one was steady."""
     measured += [PassTimings((1, 4), [[0.033, 0.033], [0.04, 0.04]]), EVENLY_BUSY]
     assert curve_for(target()).at(1) == 0.033
     with remeasuring():
@@ -193,17 +200,17 @@ def test_a_slower_machine_may_be_measured_anew(measured: list[PassTimings]) -> N
 
 
 def test_the_key_is_the_same_at_every_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way of computing few rows a measurement found the quicker one."""
+    """Whichever layout of linears was measured to be faster for few rows."""
     keys = []
     for rows in (0, 1, 3):
-        monkeypatch.setattr(pack_module, "max_stock_rows", lambda _, rows=rows: rows)
+        monkeypatch.setattr(linears_module, "max_stock_rows", lambda _, rows=rows: rows)
         hf = fresh("llama", torch.float32, head_dim=16)
-        pack_module.rebuild(hf, hf.device, hf.dtype)
+        linears_module.rebuild(hf, hf.device, hf.dtype)
         keys.append(facts_of(Model(hf)))
     assert keys[0] == keys[1] == keys[2]
 
 
-def test_the_key_knows_device_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_device_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target()
     first = facts_of(model)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
@@ -215,7 +222,7 @@ def test_the_key_knows_device_and_threads(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_another_number_of_threads_has_another_curve(measured: list[PassTimings], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is measured once and kept, whichever comes between."""
+    """Each is measured once and kept, in whatever order they are used."""
     measured += [STEADY, PassTimings((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
     one = curve_for(target())
     with monkeypatch.context() as patch:
@@ -227,13 +234,13 @@ def test_another_number_of_threads_has_another_curve(measured: list[PassTimings]
 
 def test_linears_of_another_kind_have_another_key() -> None:
     hf = fresh("llama", torch.float32, head_dim=16)
-    kinds = [pack_module.kinds(hf)]
-    pack_module.fuse(hf)
-    kinds.append(pack_module.kinds(hf))
-    pack_module.pack(hf)
-    kinds.append(pack_module.kinds(hf))
-    hf.lm_head.weight = None  # as of a model that is too large to be kept twice
-    kinds.append(pack_module.kinds(hf))
+    kinds = [linears_module.kinds(hf)]
+    linears_module.fuse(hf)
+    kinds.append(linears_module.kinds(hf))
+    linears_module.pack(hf)
+    kinds.append(linears_module.kinds(hf))
+    hf.lm_head.weight = None  # as in a model that is too large to keep in both layouts
+    kinds.append(linears_module.kinds(hf))
     assert len(set(map(tuple, kinds))) == 4
 
 
@@ -243,7 +250,7 @@ def test_another_kind_of_model_has_another_curve(measured: list[PassTimings]) ->
 
 
 def test_other_layers_have_another_curve(measured: list[PassTimings]) -> None:
-    """The same model, rebuilt: its passes cost otherwise."""
+    """The passes of the same model cost something else once it is rebuilt."""
     measured += [STEADY, PassTimings((1, 4), [[1.0, 1.0], [3.0, 3.1]])]
     stock, rebuilt = (Model(fresh("llama", torch.float32, head_dim=16)) for _ in range(2))
     fuse(rebuilt.hf)
@@ -253,7 +260,7 @@ def test_other_layers_have_another_curve(measured: list[PassTimings]) -> None:
 @pytest.mark.parametrize(
     "damaged", ["{", "[" * 100_000, '{"steady": ' + "1" * 5000 + "}", "\xff"], ids=["cut", "nested", "digits", "bytes"]
 )
-def test_a_damaged_file_is_measured_anew(damaged: str, measured: list[PassTimings], tmp_path: Path) -> None:
+def test_a_damaged_file_is_measured_again(damaged: str, measured: list[PassTimings], tmp_path: Path) -> None:
     measured += [STEADY, STEADY]
     curve_for(target())
     (file,) = (tmp_path / "costs").glob("*.json")
@@ -261,16 +268,16 @@ def test_a_damaged_file_is_measured_anew(damaged: str, measured: list[PassTiming
     assert curve_for(target()) == curve_for(target()) == STEADY.curve() and measured == []
 
 
-def test_measuring_times_every_number_of_rows() -> None:
-    tries = measure(target(), rows=(1, 3))
-    assert len(tries.seconds) == len(tries.rows) >= 1
-    assert all(second > 0 for seconds in tries.seconds for second in seconds)
+def test_measuring_times_every_row_count() -> None:
+    timings = measure(target(), rows=(1, 3))
+    assert len(timings.seconds) == len(timings.rows) >= 1
+    assert all(second > 0 for seconds in timings.seconds for second in seconds)
 
 
 @pytest.mark.parametrize(
     "kept",
     [
-        {"steady": True, "rows": [1, 4], "seconds": [1.0, 2.0], "texts": [8], "together": [1.5]},  # as it once was
+        {"steady": True, "rows": [1, 4], "seconds": [1.0, 2.0], "texts": [8], "together": [1.5]},  # an earlier format
         {"steady": True, "rows": [], "seconds": []},
         {"steady": True, "rows": [1, 4], "seconds": [1.0]},
         {"steady": True, "rows": [4, 1], "seconds": [1.0, 2.0]},
@@ -279,12 +286,12 @@ def test_measuring_times_every_number_of_rows() -> None:
         {"steady": True, "rows": ["1", "4"], "seconds": ["a", "b"]},
         {"steady": True, "rows": 1, "seconds": 2.0},
         {"steady": True, "rows": [1, 4], "seconds": [1.0, math.inf], "texts": 1, "batches": []},
-        asdict(CURVE) | {"batches": [asdict(CURVE)]},  # a batch of one text
+        CURVE.to_dict() | {"batches": [CURVE.to_dict()]},  # a batch of one sequence
         [],
     ],
     ids=str,
 )
-def test_a_file_that_holds_no_curve_is_measured_anew(kept: object, measured: list[PassTimings], tmp_path: Path) -> None:
+def test_a_file_that_holds_no_curve_is_measured_again(kept: object, measured: list[PassTimings], tmp_path: Path) -> None:
     measured += [STEADY, STEADY]
     curve_for(target())
     (file,) = (tmp_path / "costs").glob("*.json")
@@ -293,10 +300,10 @@ def test_a_file_that_holds_no_curve_is_measured_anew(kept: object, measured: lis
 
 
 @pytest.mark.parametrize("blocked", ["", "costs"])
-def test_a_curve_that_cannot_be_kept_is_used_all_the_same(
+def test_a_curve_that_cannot_be_stored_is_still_used(
     blocked: str, measured: list[PassTimings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file stands where the folder should be, so that not even the superuser can write."""
+    """There is a file in place of the folder, so that not even the superuser can write."""
     (tmp_path / "home" / blocked).parent.mkdir(exist_ok=True)
     (tmp_path / "home" / blocked).write_text("")
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "home"))
@@ -327,7 +334,7 @@ def test_measuring_leaves_the_engine_its_cache() -> None:
 
 
 class Slow(LastHidden):
-    """Takes its time in both halves of a round."""
+    """A drafter that is slow in both halves of a round."""
 
     def propose(self, state: State) -> Draft:
         time.sleep(0.01)
@@ -340,8 +347,8 @@ class Slow(LastHidden):
 
 def test_a_drafters_own_work_is_timed() -> None:
     """Both halves of a round, and not the pass between them."""
-    tries = measure_draft(target(), Slow())
-    assert tries.rows == (1,) and 0.03 <= min(tries.seconds[0]) < 0.1
+    timings = measure_draft(target(), Slow())
+    assert timings.rows == (1,) and 0.03 <= min(timings.seconds[0]) < 0.1
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -349,10 +356,10 @@ def test_every_drafter_can_be_timed(name: str) -> None:
     model = target()
     drafter = untrained(name, **TRAINED[name]) if name in TRAINED else make(name)
     assert measure_draft(model, drafter).curve().at(1) > 0
-    assert model.context == model.max_context  # what was there before is back
+    assert model.context == model.max_context  # as before
 
 
-def test_what_a_draft_costs_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_draft_is_stored_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(PassTimings, "steady", True)
     first = draft_cost(target(), "slow", Slow)

@@ -1,4 +1,4 @@
-"""Families that are walked, each difference shown; what is not walked is refused by name, with what is."""
+"""Supported families and every difference between them. Others are refused by name, with a list of the supported ones."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from foreword.errors import ModelUnsupported
 from foreword.model.families import FAMILIES, family_of
 from foreword.model.model import Model
 
-TEXT = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
+TOKENS = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
 
 every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
 
@@ -32,7 +32,7 @@ def test_every_family_has_a_model_in_the_doubles() -> None:
     assert sorted(EVERY_FAMILY) == sorted(FAMILIES)
 
 
-def test_every_family_is_told_of() -> None:
+def test_every_family_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     assert all(f"| `{family}` |" in page for family in FAMILIES)
 
@@ -44,17 +44,17 @@ def test_a_family_is_known_by_its_type(family: str) -> None:
 
 @every_family
 def test_the_cache_holds_what_the_layers_write(family: str) -> None:
-    """Heads and width as transformers' own cache has them; a bias, a norm or a fused product does not change them."""
+    """It has the heads and width of transformers' own cache; a bias, a norm or a fused product does not change them."""
     model = target(family)
     with torch.no_grad():
-        cache = model.hf(input_ids=torch.tensor([TEXT]), use_cache=True).past_key_values
+        cache = model.hf(input_ids=torch.tensor([TOKENS]), use_cache=True).past_key_values
     shape = model.layer_stack.cache_shape()
     assert (shape.layers, shape.heads, shape.width) == (4, cache.layers[0].keys.shape[1], cache.layers[0].keys.shape[3])
 
 
 @every_family
 def test_windows_and_caps_are_those_of_the_layers(family: str) -> None:
-    """Also in a stack whose layers are copies of one in the middle."""
+    """Also in a stack with copies of a layer in the middle."""
     model = target(family)
     windows = [hf_window(model.hf, layer) or 0 for layer in range(4)]
     cap = 2.0 if family == "gemma2" else 0.0
@@ -68,21 +68,21 @@ def test_windows_and_caps_are_those_of_the_layers(family: str) -> None:
 @every_family
 @torch.no_grad()
 def test_the_halves_of_a_layer_are_the_layer(family: str) -> None:
-    """Attention, then MLP, as transformers calls the layer on the same rows; the layers' own mask lets all rows see all."""
+    """Attention, then MLP, against the layer of transformers on the same rows, without a mask: all rows attend to all."""
     model = target(family)
-    hf, hidden = model.hf, hf_hidden(model.hf, TEXT)[1].unsqueeze(0)
+    hf, hidden = model.hf, hf_hidden(model.hf, TOKENS)[1].unsqueeze(0)
     for layer, spec in zip(hf.model.layers, model.layer_stack.attention_specs, strict=True):
-        turn = model.family.positions(hf, hidden, torch.arange(len(TEXT)).unsqueeze(0), spec.rotary_table)
+        turn = model.family.positions(hf, hidden, torch.arange(len(TOKENS)).unsqueeze(0), spec.rotary_table)
         halfway = model.family.attention_half(layer, hidden, position_embeddings=turn)
         whole = layer(hidden, attention_mask=None, position_embeddings=turn)
         torch.testing.assert_close(model.family.mlp_half(layer, halfway), whole, atol=1e-10, rtol=0)
 
 
-# Each difference shows: a model that lacks it answers otherwise, so the tests of the walk would see it lost
+# Each difference matters: a model without it has other logits, so the tests of the walk would fail if it were lost
 
 
 def changed(hf: PreTrainedModel, **fields: Any) -> PreTrainedModel:
-    """The same weights under another config."""
+    """Return the same weights with another config."""
     other = fresh(hf.config.model_type, **fields)
     other.load_state_dict(hf.state_dict())
     return other
@@ -114,20 +114,20 @@ DIFFERENCES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "fields"), DIFFERENCES, ids=str)
-def test_a_difference_shows_and_is_followed(family: str, fields: dict[str, Any]) -> None:
+def test_a_difference_changes_the_logits_and_is_implemented(family: str, fields: dict[str, Any]) -> None:
     usual = fresh(family)
     other = changed(usual, **fields)
-    logits = answers(other)
-    assert (logits - hf_logits(usual, TEXT)).abs().max() > 1e-3
-    torch.testing.assert_close(logits, hf_logits(other, TEXT), atol=1e-10, rtol=0)
+    logits = logits_in_two_passes(other)
+    assert (logits - hf_logits(usual, TOKENS)).abs().max() > 1e-3
+    torch.testing.assert_close(logits, hf_logits(other, TOKENS), atol=1e-10, rtol=0)
 
 
-def answers(hf: PreTrainedModel) -> Tensor:
-    """Half of the text from the cache, half of it as a pass."""
+def logits_in_two_passes(hf: PreTrainedModel) -> Tensor:
+    """Return the logits of a sequence: the second half is a pass after the first one in the cache."""
     model = Model(hf)
     return torch.cat(
         [
-            model.score(prefilled(model, {0: TEXT[:start]}), chain([TEXT[start:stop]]), Needs()).require_logits()[0]
+            model.score(prefilled(model, {0: TOKENS[:start]}), chain([TOKENS[start:stop]]), Needs()).require_logits()[0]
             for start, stop in ((0, 5), (5, 11))
         ]
     )
@@ -145,21 +145,21 @@ def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
 @pytest.mark.parametrize(
     "kind", ["mixtral", "qwen3_moe", "granitemoe", "gemma3", "qwen3_next", "qwen2_vl", "mamba2", "olmo3"]
 )
-def test_relatives_are_refused(kind: str) -> None:
-    """Experts, linear attention, images: another layer under a name that is nearly the same."""
+def test_similar_families_are_refused(kind: str) -> None:
+    """Experts, linear attention, images: other layers under a similar name."""
     with pytest.raises(ModelUnsupported, match=f"'{kind}'; supported: "):
         family_of(AutoConfig.for_model(kind))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_angles_that_follow_the_length_are_refused(kind: str) -> None:
+def test_rotary_angles_that_depend_on_the_length_are_refused(kind: str) -> None:
     config = LlamaConfig()
     config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ModelUnsupported, match=f"'{kind}'.*llama3"):
         family_of(config)
 
 
-def test_one_table_of_angles_that_follows_the_length_is_refused() -> None:
+def test_one_rotary_table_that_depends_on_the_length_is_refused() -> None:
     config = Gemma3TextConfig()
     config.rope_parameters["full_attention"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ModelUnsupported, match="gemma3_text.*'dynamic'"):
@@ -176,12 +176,12 @@ def test_one_table_of_angles_that_follows_the_length_is_refused() -> None:
         (Gemma2Config(use_bidirectional_attention=True), "gemma2.*use_bidirectional_attention"),
     ],
 )
-def test_layers_that_are_not_walked_are_refused(config: Any, named: str) -> None:
+def test_unsupported_layers_are_refused(config: Any, named: str) -> None:
     with pytest.raises(ModelUnsupported, match=named):
         family_of(config)
 
 
-def test_a_window_may_be_left_out() -> None:
+def test_a_window_may_be_none() -> None:
     assert family_of(MistralConfig(sliding_window=None)).name == "mistral"
     model = Model(fresh("mistral", sliding_window=None))
     assert {spec.window for spec in model.layer_stack.attention_specs} == {0}

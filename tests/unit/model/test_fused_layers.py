@@ -1,6 +1,6 @@
-"""Lean layers give what the layers of transformers give: any tree, any slots, grafts, taps, the same cache.
+"""Fused layers compute what the layers of transformers do: with any tree, slots, grafts and taps, and the same cache.
 
-Those for CUDA run here through Triton's interpreter; tests/gpu has them in half precision.
+Those for CUDA run here in Triton's interpreter; tests/gpu has them in half precision.
 """
 
 import copy
@@ -15,9 +15,9 @@ from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Join, Needs, Skip
 from foreword.core.state import Batch
-from foreword.model import linears as pack_module
-from foreword.model.fused import cuda as lean_cuda
-from foreword.model.fused import layers as lean
+from foreword.model import linears as linears_module
+from foreword.model.fused import cuda as fused_cuda
+from foreword.model.fused import layers as fused_module
 from foreword.model.fused.cpu import KEPT_ROWS, CpuLayer
 from foreword.model.fused.cuda import CudaLayer
 from foreword.model.linears import MAX_STOCK_ROWS, JointLinear, fuse, pack
@@ -25,29 +25,29 @@ from foreword.model.model import Model
 from foreword.model.stack import Rows
 from foreword.ops.layer import linear as kernel
 
-LEAN = ("llama", "mistral", "qwen2", "qwen3")
+FUSED = ("llama", "mistral", "qwen2", "qwen3")
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
 
 
 CASES = {
-    **{family: (family, pack, CpuLayer) for family in LEAN},
+    **{family: (family, pack, CpuLayer) for family in FUSED},
     **{f"{family} for CUDA": (family, fuse, CudaLayer) for family in ("mistral", "qwen3")},
     **{f"{family} for CUDA, large": (family, fuse, CudaLayer) for family in ("llama", "qwen3")},
     "llama for CUDA, many rows": ("llama", fuse, CudaLayer),
 }
-# On a CPU slots that lie side by side are a view; kernels ask for the number of every one.
-SEATED = [(case, seats) for case in CASES for seats in ([2, 0], [0, 1]) if "CUDA" not in case or seats == [2, 0]]
+# On a CPU adjacent slots are a view of the cache; kernels always get every slot's number.
+WITH_SLOTS = [(case, slots) for case in CASES for slots in ([2, 0], [0, 1]) if "CUDA" not in case or slots == [2, 0]]
 
 
 @pytest.fixture
 def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Model]:
-    """The same weights as transformers has them, and rebuilt."""
+    """Return the same weights as transformers has them, and rebuilt."""
     family, rebuild, kind = CASES[request.param]
     if request.param.endswith("large"):
-        monkeypatch.setattr(lean_cuda, "LARGE", 0)
+        monkeypatch.setattr(fused_cuda, "LARGE", 0)
     elif request.param.endswith("rows"):
-        monkeypatch.setattr(lean_cuda, "FEW_ROWS", 4)
-    layers = 2 if kind is CudaLayer else 4  # Triton's interpreter is slow; two hand on to one another
+        monkeypatch.setattr(fused_cuda, "FEW_ROWS", 4)
+    layers = 2 if kind is CudaLayer else 4  # Triton's interpreter is slow; two layers suffice to hand on a norm
     stock = fresh(family, torch.float32, **BIASED.get(family, {}), head_dim=16, num_hidden_layers=layers)
     rebuilt = copy.deepcopy(stock)
     rebuild(rebuilt)
@@ -64,20 +64,20 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("models", "seats"), SEATED, indirect=["models"])
-def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> None:
-    fused = isinstance(models[1].layer_stack.layers[0].self_attn.q_proj.fusion.linear, JointLinear)
+@pytest.mark.parametrize(("models", "slots"), WITH_SLOTS, indirect=["models"])
+def test_rounds_are_the_same(models: tuple[Model, Model], slots: list[int]) -> None:
+    for_cuda = isinstance(models[1].layer_stack.layers[0].self_attn.q_proj.fusion.linear, JointLinear)
     generator = torch.Generator().manual_seed(1)
-    batch = Batch.of(seats, 40)
-    for model in models:  # a text longer than the windows
+    batch = Batch.of(slots, 40)
+    for model in models:  # a sequence longer than the windows
         model.score(batch, chain([list(range(3, 12))] * 2), Needs())
         model.cache.advance(batch, torch.tensor([9, 9]))
-    for rows in (1, 5) if fused else (9, 1, 3, 12):  # Triton's interpreter is slow
+    for rows in (1, 5) if for_cuda else (9, 1, 3, 12):  # Triton's interpreter is slow
         tokens = torch.randint(0, VOCABULARY, (2, rows), generator=generator)
         draft = Draft(tokens, random_tree(2, rows, generator), torch.full((2,), rows))
-        stock, lean = (model.score(batch, draft, Needs(hidden=True, taps=(0, 2))) for model in models)
-        close(lean.require_logits(), stock.require_logits())
-        close(lean.taps[2], stock.taps[2])
+        stock, fused = (model.score(batch, draft, Needs(hidden=True, taps=(0, 2))) for model in models)
+        close(fused.require_logits(), stock.require_logits())
+        close(fused.taps[2], stock.taps[2])
         for model in models:
             model.cache.keep(batch, torch.tensor([[0], [0]]), torch.tensor([1, 1]))
     for layer in range(models[0].layers):
@@ -87,7 +87,7 @@ def test_rounds_are_the_same(models: tuple[Model, Model], seats: list[int]) -> N
 
 
 @torch.inference_mode()
-def test_prompts_of_any_length_leave_no_buffers() -> None:
+def test_only_workspaces_of_rounds_are_kept() -> None:
     packed = fresh("llama", torch.float32)
     pack(packed)
     model = Model(packed)
@@ -100,11 +100,13 @@ def test_prompts_of_any_length_leave_no_buffers() -> None:
 
 @torch.inference_mode()
 def test_buffers_are_bounded_whatever_shapes_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every length of a prompt, any number of sequences: one set of buffers, as long as the longest pass, and few numbers of
-    rows that oneDNN compiles a product for."""
+    """Prompts of every length, in any number of sequences, use one set of buffers, as large as the longest pass, and oneDNN
+    compiles products for few row counts."""
     compiled: set[int] = set()
-    product = pack_module._packed_product
-    monkeypatch.setattr(pack_module, "_packed_product", lambda rows, *more: compiled.add(len(rows)) or product(rows, *more))
+    product = linears_module._packed_product
+    monkeypatch.setattr(
+        linears_module, "_packed_product", lambda rows, *rest: compiled.add(len(rows)) or product(rows, *rest)
+    )
     packed = fresh("llama", torch.float32, num_hidden_layers=1, max_position_embeddings=300)
     pack(packed)
     model = Model(packed)
@@ -113,11 +115,12 @@ def test_buffers_are_bounded_whatever_shapes_come(monkeypatch: pytest.MonkeyPatc
     assert isinstance(layer, CpuLayer)
     for count in range(1, 257):
         model.score(Batch.of([0], 0), chain([[5] * count]), Needs(), logits="none")
-    seen, held = len(compiled), {name: buffer.array for name, buffer in layer.memory.prompts.items()}
-    assert seen <= 80
+    products, arrays = len(compiled), {name: buffer.array for name, buffer in layer.memory.prompts.items()}
+    assert products <= 80
     for batch, count in product_of((2, 4), (1, 9, 17, 33, 50, 64)):
         model.score(Batch.of(list(range(batch)), 0), chain([[5] * count] * batch), Needs(), logits="none")
-    assert len(compiled) == seen and all(layer.memory.prompts[name].array is array for name, array in held.items())
+    assert len(compiled) == products
+    assert all(layer.memory.prompts[name].array is array for name, array in arrays.items())
     rows = sum(linear.columns_in for linear in (layer.qkv, layer.out, layer.down)) + layer.q_size
     stock = MAX_STOCK_ROWS * sum(linear.columns_out for linear in (layer.qkv, layer.out, layer.gate_up))
     numbers = sum(len(buffer.array) for one in (layer.memory.rounds, layer.memory.prompts) for buffer in one.values())
@@ -126,8 +129,8 @@ def test_buffers_are_bounded_whatever_shapes_come(monkeypatch: pytest.MonkeyPatc
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("sequences", "count"), [(1, 33), (1, 75), (2, 17), (3, 23), (40, 1)])
-def test_rows_after_those_of_a_pass_change_nothing(sequences: int, count: int) -> None:
-    """Those that fill up a number of rows hold what an earlier pass left, which may be NaN."""
+def test_padding_rows_change_nothing(sequences: int, count: int) -> None:
+    """They hold what an earlier pass left, which may be NaN."""
     stock = fresh("llama", torch.float32)
     packed = copy.deepcopy(stock)
     pack(packed)
@@ -141,8 +144,8 @@ def test_rows_after_those_of_a_pass_change_nothing(sequences: int, count: int) -
         close(other, one)
         (layer, *_) = both[1].layer_stack.fused or ()
         assert isinstance(layer, CpuLayer)
-        for held in (layer.memory.rounds, layer.memory.prompts):
-            for buffer in held.values():
+        for buffers in (layer.memory.rounds, layer.memory.prompts):
+            for buffer in buffers.values():
                 buffer.array.fill(float("nan"))
 
 
@@ -151,10 +154,10 @@ def test_rows_after_those_of_a_pass_change_nothing(sequences: int, count: int) -
 def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     graft = Graft.of(1, (0, 2, 2), (1, 1, 2), lambda real, _: real[:, [0, 2, 2]] * 0.5)
     draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))
-    stock, lean = (model.score(Batch.of([1], 0), draft, Needs(grafts=(graft,))) for model in models)
-    close(lean.require_logits(), stock.require_logits())
-    assert lean.grafted is not None and stock.grafted is not None
-    close(lean.grafted, stock.grafted)
+    stock, fused = (model.score(Batch.of([1], 0), draft, Needs(grafts=(graft,))) for model in models)
+    close(fused.require_logits(), stock.require_logits())
+    assert fused.grafted is not None and stock.grafted is not None
+    close(fused.grafted, stock.grafted)
 
 
 GRAFT = Graft.of(2, (0, 2), (1, 1), lambda real, _: real[:, [0, 2]] * 0.5)
@@ -169,12 +172,12 @@ GRAFT = Graft.of(2, (0, 2), (1, 1), lambda real, _: real[:, [0, 2]] * 0.5)
         (Needs(), Skip.of((1,), (1,)), 2),
         (Needs(), Skip.of(mlp=(2,)), 2),
     ],
-    ids=["tapped", "grafted", "a layer less", "half a layer less"],
+    ids=["tapped", "grafted", "a skipped layer", "a skipped half"],
 )
 def test_norms_are_handed_on_from_layer_to_layer(
     needs: Needs, skip: Skip | None, launched: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A norm is launched for the first layer, and where a layer gets other rows than the one before it made."""
+    """A norm is launched only for the first layer, and for a layer that does not get the rows of the one before it."""
     norms: list[int] = []
     alone = kernel._normed
     monkeypatch.setattr(kernel, "_normed", lambda rows, *rest: norms.append(len(rows)) or alone(rows, *rest))
@@ -184,7 +187,7 @@ def test_norms_are_handed_on_from_layer_to_layer(
     draft = Draft(torch.tensor([[5, 6, 7, 8, 9, 4]]), Tree.of((0, 0, 1, 1, 2, 4)), torch.tensor([6]))
     for model in both:
         model.allocate(1, 40, 10)
-    for _ in range(2):  # the second time over what the first has left behind
+    for _ in range(2):  # the second time with what the first one handed on
         norms.clear()
         one, other = (model.score(Batch.of([0], 0), draft, needs, skip=skip) for model in both)
         close(other.require_logits(), one.require_logits())
@@ -195,8 +198,8 @@ def test_norms_are_handed_on_from_layer_to_layer(
 
 @torch.inference_mode()
 def test_a_walk_uses_nothing_that_another_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even with the very rows that the other one ended with: a product asks where rows stand before its turn, so that
-    the norm has to be launched between."""
+    """Not even with the rows that the other one returned. A product reads positions before its turn, so a norm has to be
+    launched between it and the kernel that computes them."""
     norms: list[int] = []
     alone = kernel._normed
     monkeypatch.setattr(kernel, "_normed", lambda rows, *rest: norms.append(len(rows)) or alone(rows, *rest))
@@ -217,9 +220,9 @@ def test_a_walk_uses_nothing_that_another_handed_on(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("rebuild", [pack, fuse], ids=["packed", "fused"])
-@pytest.mark.parametrize("family", [family for family in EVERY_FAMILY if family not in LEAN])
+@pytest.mark.parametrize("family", [family for family in EVERY_FAMILY if family not in FUSED])
 def test_other_families_keep_their_layers(family: str, rebuild: Callable[[nn.Module], None]) -> None:
-    """What lies in them besides would be lost: layers without positions, factors, norms behind the halves, caps."""
+    """Fused layers lack what they have: layers without positions, factors, norms after the halves, caps."""
     rebuilt = fresh(family, torch.float32)
     rebuild(rebuilt)
     assert Model(rebuilt).layer_stack.fused is None
@@ -238,7 +241,7 @@ def test_heads_too_narrow_for_the_kernel_keep_their_layers() -> None:
 
 
 def test_norms_of_another_width_keep_their_layers() -> None:
-    """On q and k, a norm over all heads is not one over each."""
+    """A norm over all heads of q or k is not a norm over each head."""
     packed = fresh("qwen3", torch.float32)
     for layer in packed.model.layers:
         layer.self_attn.q_norm.weight = torch.nn.Parameter(torch.ones(64))
@@ -248,7 +251,7 @@ def test_norms_of_another_width_keep_their_layers() -> None:
 
 @torch.inference_mode()
 def test_without_numba_the_layers_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean, "find_spec", lambda _: None)
+    monkeypatch.setattr(fused_module, "find_spec", lambda _: None)
     packed = fresh("llama", torch.float32)
     pack(packed)
     model = Model(packed)
@@ -262,8 +265,8 @@ def test_without_numba_the_layers_are_those_of_transformers(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_whole_texts_are_the_same(family: str) -> None:
-    """As training reads them: no cache, no mask, and on CUDA no layer of transformers."""
+def test_whole_sequences_are_the_same(family: str) -> None:
+    """As training reads them: without a cache or a mask, and on CUDA without layers of transformers."""
     stock = fresh(family, torch.float32, **BIASED[family], head_dim=16)
     rebuilt = copy.deepcopy(stock)
     fuse(rebuilt)
@@ -274,8 +277,8 @@ def test_whole_texts_are_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_rows_beside_whole_texts_are_the_same(family: str) -> None:
-    """The texts go by lean layers, which leave keys and values for the rows beside them; those carry gradients."""
+def test_rows_that_join_whole_sequences_are_the_same(family: str) -> None:
+    """Fused layers run the sequences and leave keys and values for the joined rows, which carry gradients."""
     stock = fresh(family, torch.float32, **BIASED[family], head_dim=16).requires_grad_(False)
     rebuilt = copy.deepcopy(stock)
     fuse(rebuilt)
@@ -292,8 +295,8 @@ def test_rows_beside_whole_texts_are_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_layers_of_a_drafter_are_lean_where_the_target_s_are(family: str) -> None:
-    """Copies lie together in memory: lean layers read them as one product, and see what is loaded into them later."""
+def test_layers_of_a_drafter_are_fused_if_the_target_s_are(family: str) -> None:
+    """Copied weights are adjacent in memory: fused layers read them as one product, also after other weights are loaded."""
     hf = fresh(family, torch.float32, **BIASED[family], head_dim=16)
     stock = Model(copy.deepcopy(hf)).stack(2, 2, init=1)
     fuse(hf)
@@ -301,21 +304,21 @@ def test_layers_of_a_drafter_are_lean_where_the_target_s_are(family: str) -> Non
     assert stock.fused is None and {type(layer) for layer in own.fused or ()} == {CudaLayer}
     changed = {name: torch.randn_like(value) * 0.1 for name, value in stock.layers.state_dict().items()}
     rows, batch, count = torch.randn(1, 3, 32), Batch.of([1], 0), torch.tensor([3])
-    answers = []
+    results = []
     for stack in (stock, own):
         stack.layers.load_state_dict(changed)
         with torch.inference_mode():
-            answers.append(stack.read(rows, batch, count))
-    close(answers[1], answers[0])
+            results.append(stack.read(rows, batch, count))
+    close(results[1], results[0])
 
 
-def test_layers_that_were_widened_one_by_one_are_not_lean() -> None:
-    """In training they are float32, each weight by itself, and their gradients are wanted."""
+def test_layers_with_separate_weights_are_not_fused() -> None:
+    """A cast to another dtype separates the weights, as in training, which needs the gradient of each."""
     hf = fresh("llama", torch.float32, head_dim=16)
     fuse(hf)
     stack = Model(hf).stack(1, 1, init=0)
     stack.layers.to(torch.float64)
-    assert lean.fused_layers(stack.layers) is None
+    assert fused_module.fused_layers(stack.layers) is None
     rows = torch.randn(1, 3, 32)
     stack.layers.to(torch.float32)
     stack.walk_sequences(rows).sum().backward()

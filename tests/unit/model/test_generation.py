@@ -1,4 +1,4 @@
-"""A model's own defaults for sampling: what counts of its generation config, and what is left out with a warning."""
+"""A model's sampling defaults: which options of its generation config are used, and which are ignored with a warning."""
 
 import warnings
 from types import SimpleNamespace
@@ -13,12 +13,12 @@ from foreword.model.generation import IGNORED, sampling_defaults
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
 
 
-def defaults(**said: Any) -> dict[str, Any]:
-    return sampling_defaults(SimpleNamespace(generation_config=GenerationConfig(**said)))
+def defaults(**options: Any) -> dict[str, Any]:
+    return sampling_defaults(SimpleNamespace(generation_config=GenerationConfig(**options)))
 
 
 @pytest.mark.parametrize(
-    ("said", "counts"),
+    ("options", "used"),
     [
         ({}, {}),
         ({"eos_token_id": [1, 2], "max_length": 4096, "max_new_tokens": 9}, {}),
@@ -33,13 +33,13 @@ def defaults(**said: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_what_counts(said: dict[str, Any], counts: dict[str, Any]) -> None:
+def test_options_that_are_used(options: dict[str, Any], used: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ForewordWarning)
-        assert defaults(**said) == counts
+        assert defaults(**options) == used
 
 
-def test_a_model_without_one_has_no_defaults() -> None:
+def test_a_model_without_generation_config_has_no_defaults() -> None:
     assert sampling_defaults(SimpleNamespace()) == {}
     assert sampling_defaults(SimpleNamespace(generation_config=None)) == {}
 
@@ -48,25 +48,25 @@ def test_a_model_without_one_has_no_defaults() -> None:
     ("name", "value"),
     [("num_beams", 4), ("no_repeat_ngram_size", 3), ("typical_p", 0.2), ("bad_words_ids", [[5]]), ("stop_strings", ["x"])],
 )
-def test_what_is_not_computed_is_named(name: str, value: Any) -> None:
-    said = SimpleNamespace(generation_config=SimpleNamespace(**{"temperature": 0.5, name: value}))
+def test_unsupported_options_are_named(name: str, value: Any) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(**{"temperature": 0.5, name: value}))
     with pytest.warns(ForewordWarning, match=f"{name}={value!r}".replace("[", r"\[")):
-        assert sampling_defaults(said) == {"temperature": 0.5}
+        assert sampling_defaults(model) == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("temperature", -1), ("top_p", 0), ("top_k", 2.5), ("min_p", "a"), ("top_k", True)]
 )
-def test_what_cannot_be_is_left_out_with_a_warning(name: str, value: Any) -> None:
-    said = SimpleNamespace(generation_config=SimpleNamespace(**{"repetition_penalty": 1.1, name: value}))
+def test_invalid_options_are_ignored_with_a_warning(name: str, value: Any) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(**{"repetition_penalty": 1.1, name: value}))
     with pytest.warns(ForewordWarning, match=f"{name}={value!r}"):
-        assert sampling_defaults(said) == {"repetition_penalty": 1.1}
+        assert sampling_defaults(model) == {"repetition_penalty": 1.1}
 
 
 def test_top_k_may_be_switched_off_in_two_ways() -> None:
     assert sampling_defaults(SimpleNamespace(generation_config=SimpleNamespace(top_k=-1))) == {"top_k": 0}
 
 
-def test_what_is_left_out_are_attributes_of_a_generation_config() -> None:
+def test_ignored_options_are_attributes_of_a_generation_config() -> None:
     known = vars(GenerationConfig())
     assert {name for name in IGNORED if name not in known} <= {"penalty_alpha"}

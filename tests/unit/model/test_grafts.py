@@ -1,4 +1,4 @@
-"""Grafted rows: they see what they should, nobody sees them, and nothing of them stays."""
+"""Grafted rows attend to the right rows, no real row attends to them, and nothing of them is committed."""
 
 from collections.abc import Sequence
 
@@ -39,13 +39,13 @@ def close(one: Tensor, other: Tensor) -> None:
 
 
 def tokens_graft(model: Model, anchor: tuple[int, ...], offset: tuple[int, ...], tokens: list[int]) -> Graft:
-    """Rows that are the embeddings of given tokens, as if these stood in the text."""
+    """Graft the embeddings of given tokens, as if they were part of the sequence."""
     rows = model.embed(torch.tensor(tokens)).detach()
     return Graft.of(0, anchor, offset, lambda real, _: rows.expand(real.shape[0], -1, -1))
 
 
 def mixing_graft(layer: int, anchor: tuple[int, ...], offset: tuple[int, ...], seed: int) -> Graft:
-    """Rows made of the anchors' rows by some matrix, and of the rows grafted before."""
+    """Graft rows made from the anchors' rows by a matrix and from the rows grafted before."""
     matrix = torch.randn(32, 32, generator=torch.Generator().manual_seed(seed)).double() / 6
 
     def make(real: Tensor, grafted: Tensor) -> Tensor:
@@ -63,21 +63,21 @@ def score(model: Model, grafts: tuple[Graft, ...], prefixes: dict[int, list[int]
 
 
 @every_family
-def test_a_grafted_token_is_a_token_of_the_text(family: str) -> None:
-    """Grafted at layer 0 with offset 1, a row is the next token behind its anchor; the second row of an anchor is the one
-    behind that. Node 2 carries two rows, node 0 one, nodes 1 and 3 none."""
+def test_a_grafted_token_is_a_token_of_the_sequence(family: str) -> None:
+    """Grafted at layer 0 with offset 1, a row is the next token after its anchor; the second row of an anchor is the one
+    after that. Node 2 carries two rows, node 0 one, nodes 1 and 3 none."""
     model = target(family)
     grafts = (tokens_graft(model, (2, 0, 2), (1, 1, 2), [40, 41, 42]),)
     scores, *_ = score(model, grafts)
-    texts = [[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 41], [*PREFIX, 7, 12, 30, 40, 42]]
-    for row, text in enumerate(texts):
-        close(scores.grafted[0, row], hf_hidden(model.hf, text)[-1][-1])
+    sequences = [[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 41], [*PREFIX, 7, 12, 30, 40, 42]]
+    for row, sequence in enumerate(sequences):
+        close(scores.grafted[0, row], hf_hidden(model.hf, sequence)[-1][-1])
 
 
 @every_family
 @torch.no_grad()
 def test_a_graft_on_part_of_a_tree(family: str) -> None:
-    """Its anchors count the rows of the pass; the scratch rows before them stay where they are."""
+    """Its anchors are rows of the pass; the scratch rows before them stay in place."""
     model = target(family)
     batch = prefilled(model, {0: PREFIX})
     draft = Draft(torch.tensor([TREE]), Tree.of(PARENT), torch.tensor([4]))
@@ -85,13 +85,13 @@ def test_a_graft_on_part_of_a_tree(family: str) -> None:
     graft = tokens_graft(model, (0, 1), (1, 1), [40, 41])
     scores = model.score(batch, draft, Needs(grafts=(graft,)), rows=range(2, 4))
     assert scores.grafted is not None
-    for row, text in enumerate([[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 12, 22, 41]]):
-        close(scores.grafted[0, row], hf_hidden(model.hf, text)[-1][-1])
+    for row, sequence in enumerate([[*PREFIX, 7, 12, 30, 40], [*PREFIX, 7, 12, 22, 41]]):
+        close(scores.grafted[0, row], hf_hidden(model.hf, sequence)[-1][-1])
 
 
 @every_family
-def test_rows_of_one_anchor_see_each_other_across_grafts(family: str) -> None:
-    """The second graft's row stands behind the first one's, though they were declared apart."""
+def test_rows_of_one_anchor_attend_to_earlier_ones_across_grafts(family: str) -> None:
+    """The second graft's row comes after the first one's, although they are declared separately."""
     model = target(family)
     grafts = (tokens_graft(model, (2, 1), (1, 1), [40, 41]), tokens_graft(model, (2,), (2,), [42]))
     scores, *_ = score(model, grafts)
@@ -101,7 +101,7 @@ def test_rows_of_one_anchor_see_each_other_across_grafts(family: str) -> None:
 
 @every_family
 def test_offsets_are_positions(family: str) -> None:
-    """A row at offset 3 without rows between: the text's own hidden state at that distance is another one."""
+    """A row at offset 3 differs from the same row at offset 1."""
     model = target(family)
     near, far = (score(model, (tokens_graft(model, (2,), (offset,), [40]),))[0].grafted for offset in (1, 3))
     assert not torch.allclose(near, far)
@@ -114,7 +114,8 @@ def slow_walk(
     tree: Sequence[int] = TREE,
     parent: Sequence[int] = PARENT,
 ) -> tuple[Tensor, Tensor]:
-    """The transformers layers over prefix, tree and grafted rows together, with an explicit mask: real and grafted rows."""
+    """Run the transformers layers over prefix, tree and grafted rows together, with an explicit mask. Return the real and
+    the grafted rows."""
     hf, count = model.hf, len(prefix) + len(tree)
     paths = [path_to(parent, node) for node in range(len(tree))]
     positions = [*range(len(prefix)), *(len(prefix) + len(path) - 1 for path in paths)]
@@ -126,8 +127,8 @@ def slow_walk(
         for graft in [graft for graft in grafts if graft.layer == layer]:
             hidden = torch.cat([hidden[:, : len(prefix)], graft.onto(hidden[:, len(prefix) :], len(tree))], dim=1)
             for anchor, offset in zip(graft.anchor, graft.offset, strict=True):
-                elders = {count + i for i, other in enumerate(anchors) if other == anchor}
-                sees.append(sees[len(prefix) + anchor] | elders | {count + len(anchors)})
+                earlier = {count + i for i, other in enumerate(anchors) if other == anchor}
+                sees.append(sees[len(prefix) + anchor] | earlier | {count + len(anchors)})
                 positions.append(positions[len(prefix) + anchor] + offset)
                 anchors.append(anchor)
         if layer < model.layers:
@@ -149,7 +150,7 @@ GRAFTS = {
     "one": (mixing_graft(1, (0, 3, 3, 2), (1, 1, 2, 4), 0),),
     "two layers": (mixing_graft(1, (2, 0), (1, 1), 0), mixing_graft(3, (0, 2, 2), (2, 2, 3), 1)),
     "one layer twice": (mixing_graft(2, (1, 1), (1, 2), 0), mixing_graft(2, (1, 3), (3, 1), 1)),
-    "behind the last layer": (mixing_graft(1, (3,), (1,), 0), mixing_graft(4, (3, 0), (2, 1), 1)),
+    "after the last layer": (mixing_graft(1, (3,), (1,), 0), mixing_graft(4, (3, 0), (2, 1), 1)),
 }
 every_graft = pytest.mark.parametrize("grafts", GRAFTS.values(), ids=GRAFTS)
 
@@ -158,7 +159,7 @@ every_graft = pytest.mark.parametrize("grafts", GRAFTS.values(), ids=GRAFTS)
 @every_graft
 @torch.no_grad()
 def test_grafted_rows_equal_the_slow_walk(grafts: tuple[Graft, ...], family: str) -> None:
-    """In a ragged batch on slots that do not lie side by side."""
+    """In a ragged batch on slots that are not adjacent."""
     model, prefixes = target(family), {0: PREFIX, 2: [11, 3, 3, 8, 9, 10, 4], 3: [6]}
     scores, *_ = score(model, grafts, prefixes)
     for index, prefix in enumerate(prefixes.values()):
@@ -169,7 +170,7 @@ def test_grafted_rows_equal_the_slow_walk(grafts: tuple[Graft, ...], family: str
 
 @every_family
 @every_graft
-def test_real_rows_never_see_a_grafted_one(grafts: tuple[Graft, ...], family: str) -> None:
+def test_real_rows_never_attend_to_a_grafted_one(grafts: tuple[Graft, ...], family: str) -> None:
     model = target(family)
     bare, *_ = score(model, ())
     scores, *_ = score(model, grafts)
@@ -184,18 +185,18 @@ def test_nothing_of_a_graft_is_committed(grafts: tuple[Graft, ...]) -> None:
     model = target()
     _, batch, draft = score(model, grafts)
     model.cache.keep(batch, torch.tensor([[0, 1, 3]]), torch.tensor([3]))
-    text = [*PREFIX, 7, 12, 22]
-    for layer, (keys, values) in enumerate(hf_cache(model.hf, text)):
+    sequence = [*PREFIX, 7, 12, 22]
+    for layer, (keys, values) in enumerate(hf_cache(model.hf, sequence)):
         close(model.cache.keys[layer][0, :, :7], keys)
         close(model.cache.values[layer][0, :, :7], values)
     after = model.score(Batch.of([0], 7), chain([[9]]), Needs(hidden=True))
-    close(after.require_hidden()[0, 0], hf_hidden(model.hf, [*text, 9])[-1][-1])
+    close(after.require_hidden()[0, 0], hf_hidden(model.hf, [*sequence, 9])[-1][-1])
 
 
 @every_family
 @torch.no_grad()
 def test_a_drafter_with_grafts_changes_nothing_and_gets_its_rows(family: str) -> None:
-    """Through the engine, with lies in the tree: the text is the truth, and what `observe` gets is the slow walk's."""
+    """Through the engine, with wrong draft tokens: the output is right, and `observe` gets the rows of the slow walk."""
     model, asked = target(family), requests(4, max_new_tokens=8)
     grafts = (mixing_graft(1, (0, 2), (1, 1), 0), mixing_graft(3, (0,), (2,), 1))
     recorder = Recorder(Liar(nodes=5), Needs(hidden=True, grafts=grafts))
@@ -203,20 +204,20 @@ def test_a_drafter_with_grafts_changes_nothing_and_gets_its_rows(family: str) ->
     assert found == [truth(model.hf, request) for request in asked]
     for before, seen in zip(recorder.proposed, recorder.observed, strict=True):
         assert seen.scores.grafted is not None and seen.scores.grafted.shape == (len(seen.slots), 3, 32)
-        for index, text in enumerate(before.sequences):
+        for index, sequence in enumerate(before.sequences):
             tree, parent = seen.draft.tokens[index].tolist(), seen.draft.tree.parent[index].tolist()
-            real, grafted = slow_walk(model, text[:-1], grafts, tree, parent)
+            real, grafted = slow_walk(model, sequence[:-1], grafts, tree, parent)
             close(seen.scores.require_hidden()[index], real)
             close(seen.scores.grafted[index], grafted)
 
 
 def test_gradients_reach_a_graft_s_projection() -> None:
-    """A stack without a cache: rows see one another, and what is trained is the projection, through frozen layers."""
+    """In a stack without a cache rows attend to each other, and a projection is trained through frozen layers."""
     model, projection = target(), nn.Linear(32, 32).double()
     stack = Stack(model.hf, model.family, model.layer_stack.layers)
     graft = Graft.of(2, (1, 3), (1, 1), lambda real, _: projection(real[:, [1, 3]]))
     with torch.inference_mode():
-        tree = Tree.chain(37)  # a shape that a round has used before is used again in training
+        tree = Tree.chain(37)  # training may use a tree that a round made in inference mode
     tree = tree.head(4)
     where = Rows(torch.zeros(1, dtype=torch.long), tree.depth, tree.ancestors)
     with torch.no_grad():
@@ -229,38 +230,38 @@ def test_gradients_reach_a_graft_s_projection() -> None:
     close(walked.hidden[0].detach(), hf_hidden(model.hf, PREFIX)[-1])
 
 
-# Beside whole texts ------------------------------------------------------------------------------------------------------
+# Alongside whole sequences -----------------------------------------------------------------------------------------------
 
 
 @every_family
 @torch.no_grad()
-def test_rows_beside_a_text_are_those_grafted_onto_it(family: str) -> None:
-    """Two texts, each with anchors of its own, against a pass over each as a chain: on every layer what transformers has of
-    the text itself, at the end the rows that the slow walk has."""
+def test_rows_that_join_a_sequence_equal_grafted_rows(family: str) -> None:
+    """Two sequences, each with anchors of its own. On every layer their rows equal those of transformers; at the end the
+    joined rows equal those grafted onto each sequence as a chain."""
     model = target(family)
-    texts, anchor = [[5, 9, 31, 8, 7, 12, 30], [11, 3, 3, 8, 9, 10, 4]], torch.tensor([[1, 3, 6], [0, 2, 4]])
+    sequences, anchor = [[5, 9, 31, 8, 7, 12, 30], [11, 3, 3, 8, 9, 10, 4]], torch.tensor([[1, 3, 6], [0, 2, 4]])
     matrices = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(0)).double() / 6
     joins = [
         Join(layer, i + 1, lambda rows, _, i=i: rows @ matrices[i], tuple(range(i))) for i, layer in enumerate((1, 1, 3))
     ]
-    hidden = [hf_hidden(model.hf, text) for text in texts]
+    hidden = [hf_hidden(model.hf, sequence) for sequence in sequences]
     found = list(model.alongside(torch.stack([one[1] for one in hidden]), 1, anchor, joins))
     assert [(one.layer, len(one.rows)) for one in found] == [(1, 2), (2, 2), (3, 3), (4, 3)]
     for one in found:
         close(one.sequences, torch.stack([layers[one.layer] for layers in hidden]))
-    for index, text in enumerate(texts):
+    for index, sequence in enumerate(sequences):
         places = tuple(anchor[index].tolist())
         grafts = tuple(
             Graft.of(join.layer, places, (join.offset,) * 3, lambda real, _, i=i, p=places: real[:, list(p)] @ matrices[i])
             for i, join in enumerate(joins)
         )
-        _, rows = slow_walk(model, [], grafts, text, [0, *range(len(text) - 1)])
+        _, rows = slow_walk(model, [], grafts, sequence, [0, *range(len(sequence) - 1)])
         close(torch.cat([one[index] for one in found[-1].rows]), rows)
 
 
 @torch.no_grad()
-def test_a_joined_row_sees_those_that_it_names() -> None:
-    """The second step, told of the first or not; a third that is told of neither is as if it were alone."""
+def test_a_joined_row_attends_to_the_joins_that_it_names() -> None:
+    """The second step, with the first in `sees` or not; a third that names neither does not depend on them."""
     model = target()
     anchor, hidden = torch.tensor([[2, 5]]), hf_hidden(model.hf, [5, 9, 31, 8, 7, 12, 30])[1].unsqueeze(0)
 
@@ -284,11 +285,11 @@ def test_only_joined_rows_carry_gradients() -> None:
 
 
 @torch.no_grad()
-def test_rows_go_on_behind_the_committed_text() -> None:
-    """From a layer's own states on: what the whole text has of them at the end; a grafted row is the one behind."""
-    model, text = target("qwen3"), [5, 9, 31, 8, 7, 12]
-    own = hf_hidden(model.hf, text)
-    batch = prefilled(model, {2: text[:3]})
+def test_rows_go_on_after_the_committed_sequence() -> None:
+    """From the hidden states of a layer, `onward` computes those of the last one; a grafted row is the next one."""
+    model, sequence = target("qwen3"), [5, 9, 31, 8, 7, 12]
+    own = hf_hidden(model.hf, sequence)
+    batch = prefilled(model, {2: sequence[:3]})
     later = Graft.of(3, (1,), (1,), lambda real, _: own[3][5:].unsqueeze(0))
     close(model.onward(batch, own[2][3:5].unsqueeze(0), 2, (later,))[0], own[4][3:])
     alone = model.onward(batch, own[2][3:6].unsqueeze(0), 2)

@@ -1,5 +1,5 @@
-"""Linears of unknown kinds: those that quantise weights alone serve, those whose rows depend on each other or on rounding do
-not. The kinds are those that libraries have: classes of their own, and ordinary linears with a tensor class of their own."""
+"""Linears of unknown kinds: those that quantise only weights are accepted; those whose rows depend on each other or are
+rounded are refused. Libraries use classes of their own, or ordinary linears with a tensor class of their own."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ from foreword.model.model import Model
 from foreword.model.plain_linears import is_plain_linear
 
 
-def eighths(rows: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Rows as eight bits hold them, with one scale for all that lies along `dims`."""
+def rounded_to_int8(rows: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return rows rounded to int8, with one scale for all values along `dims`."""
     scale = rows.abs().amax(dims, keepdim=True).clamp(min=1e-4) / 127
     return (rows / scale).round() * scale
 
@@ -34,16 +34,16 @@ class WeightOnly(nn.Linear):
 
 class ScaledByPass(WeightOnly):
     def forward(self, rows: Tensor) -> Tensor:
-        return super().forward(eighths(rows, (-1, -2)))
+        return super().forward(rounded_to_int8(rows, (-1, -2)))
 
 
 class ScaledByRow(WeightOnly):
     def forward(self, rows: Tensor) -> Tensor:
-        return super().forward(eighths(rows, (-1,)))
+        return super().forward(rounded_to_int8(rows, (-1,)))
 
 
 class NoLinear(nn.Module):
-    """A class that has nothing of torch's."""
+    """A class that does not derive from torch's linear."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Refusing(WeightOnly):
 
 
 class Codes(Tensor):
-    """A weight that says what becomes of the rows it is multiplied with."""
+    """A weight of a class of its own, which may round the rows it is multiplied with."""
 
     rounds_rows = False
 
@@ -72,7 +72,7 @@ class Codes(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
             rows, weight, *more = args
-            rows = eighths(rows, (-1,)) if weight.rounds_rows else rows
+            rows = rounded_to_int8(rows, (-1,)) if weight.rounds_rows else rows
             return functional.linear(rows, weight.as_subclass(Tensor), *more)
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -84,7 +84,7 @@ def coded(linear: nn.Linear, rounds_rows: bool) -> nn.Linear:
 
 
 def with_linears(make: Any, names: tuple[str, ...] = (), dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A tiny model whose linears, or those of these names, are others."""
+    """Return a tiny model whose linears, or those with these names, are replaced."""
     hf = fresh("llama", dtype, tie_word_embeddings=False).requires_grad_(False)
     for parent in list(hf.modules()):
         for name, child in list(parent.named_children()):
@@ -98,7 +98,7 @@ def check(hf: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_linears_that_quantise_weights_alone_serve(dtype: torch.dtype) -> None:
+def test_linears_that_quantise_only_weights_are_accepted(dtype: torch.dtype) -> None:
     hf = with_linears(WeightOnly, dtype=dtype)
     assert len(unknown_linears(hf)) == 4 * 7 + 1
     check(hf)
@@ -119,26 +119,26 @@ def test_linears_that_round_rows_are_refused(dtype: torch.dtype) -> None:
         check(with_linears(ScaledByRow, dtype=dtype))
 
 
-def test_linears_that_round_no_more_than_the_dtype_does_serve() -> None:
+def test_linears_that_round_no_more_than_the_dtype_are_accepted() -> None:
     check(with_linears(ScaledByRow, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("place", ["down_proj", "lm_head"])
-def test_one_among_many_is_found(place: str) -> None:
+def test_one_bad_linear_among_many_is_found(place: str) -> None:
     with pytest.raises(ModelUnsupported, match=rf"{place} \(.*ScaledByPass\)"):
         check(with_linears(ScaledByPass, (place,)))
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(Broken, "off by nan"), (Refusing, "does not take rows of torch.float32 on cpu")]
+    ("make", "message"), [(Broken, "off by nan"), (Refusing, "does not take rows of torch.float32 on cpu")]
 )
-def test_linears_that_cannot_be_measured_are_refused(make: Any, said: str) -> None:
-    with pytest.raises(ModelUnsupported, match=said):
+def test_linears_that_cannot_be_run_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ModelUnsupported, match=message):
         check(with_linears(make))
 
 
 def test_ordinary_linears_with_other_weights() -> None:
-    """Two that look the same but for what the weight says of itself are two kinds."""
+    """Two linears that differ only in an attribute of their weights are two kinds."""
     hf = with_linears(lambda linear: coded(linear, rounds_rows=False))
     assert not any(map(is_plain_linear, hf.modules())) and unknown_linears(hf)
     check(hf)
@@ -147,16 +147,16 @@ def test_ordinary_linears_with_other_weights() -> None:
         check(hf)
 
 
-def test_of_each_kind_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[nn.Module] = []
+def test_one_linear_of_each_kind_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[nn.Module] = []
     forward = WeightOnly.forward
-    monkeypatch.setattr(WeightOnly, "forward", lambda self, rows: (asked.append(self), forward(self, rows))[1])
+    monkeypatch.setattr(WeightOnly, "forward", lambda self, rows: (called.append(self), forward(self, rows))[1])
     check(with_linears(WeightOnly))
-    assert len(set(asked)) == 5, "q and o, k and v, gate and up, down, and the head, of one layer"
+    assert len(set(called)) == 5, "q and o, k and v, gate and up, down, and the head, of one layer"
 
 
-def test_what_is_measured_is_left_as_it_was() -> None:
-    """With dropout no row would be answered twice in the same way."""
+def test_a_check_restores_the_training_modes() -> None:
+    """It switches dropout off, with which no row would be computed twice in the same way."""
     hf = with_linears(lambda linear: nn.Sequential(nn.Dropout(0.5), WeightOnly(linear))).train()
     for module in hf.modules():
         if isinstance(module, nn.Sequential):
@@ -167,20 +167,20 @@ def test_what_is_measured_is_left_as_it_was() -> None:
     assert [module.training for module in hf.modules()] == before
 
 
-def test_ordinary_linears_and_ours_are_not_measured() -> None:
+def test_ordinary_linears_and_ours_are_not_checked() -> None:
     hf = fresh("llama", torch.float32)
     assert not unknown_linears(hf)
     pack(hf.requires_grad_(False))
     assert not unknown_linears(hf)
 
 
-def test_costs_are_kept_by_what_weights_are() -> None:
-    """The shapes are the same."""
+def test_kinds_distinguish_classes_of_weights() -> None:
+    """Costs are stored by kind; the shapes are the same here."""
     models = [with_linears(make) for make in (lambda one: one, lambda one: coded(one, False), WeightOnly)]
     assert len({tuple(kinds(model)) for model in models}) == 3
 
 
-def test_a_fingerprint_tells_weights_of_another_class_apart() -> None:
+def test_a_fingerprint_compares_values_whatever_the_class_of_a_weight() -> None:
     prints = [
         Fingerprint.of(Model(with_linears(make))) for make in (lambda one: one, lambda one: coded(one, False), WeightOnly)
     ]

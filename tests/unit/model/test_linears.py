@@ -1,4 +1,4 @@
-"""Packed linears answer what stock ones answer, as far as float32 goes; and only what can be packed is."""
+"""Packed linears compute what stock ones do, up to float32 rounding, and only linears that can be packed are."""
 
 import copy
 from pathlib import Path
@@ -10,12 +10,12 @@ from torch import nn
 
 from doubles import EVERY_FAMILY, FAMILIES, Liar, chain, engine, fresh, hf_logits, prefilled, requests, truth, written
 from foreword.core.needs import Needs
-from foreword.model import linears as pack_module
+from foreword.model import linears as linears_module
 from foreword.model.linears import Buffer, PackedLinear, max_stock_rows, pack, padded_row_count, select_outputs
 from foreword.model.model import Model
 from foreword.ops.device import has_packed_linears
 
-TEXT = [5, 9, 31, 8, 40, 7, 7, 12]
+TOKENS = [5, 9, 31, 8, 40, 7, 7, 12]
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -23,20 +23,20 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 @needs_onednn
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 @torch.no_grad()
-def test_a_packed_model_answers_the_same(family: str) -> None:
+def test_a_packed_model_computes_the_same(family: str) -> None:
     stock, packed = fresh(family, torch.float32), fresh(family, torch.float32)
     pack(packed)
     assert not any(type(module) is nn.Linear for module in packed.modules())
     model = Model(packed)
-    for rows in (1, 2, 5):  # few rows go another way than many
-        batch = prefilled(model, {0: TEXT[:-rows]})
-        found = model.score(batch, chain([TEXT[-rows:]]), Needs()).require_logits()[0]
-        torch.testing.assert_close(found.double(), hf_logits(stock, TEXT)[-rows:], atol=1e-4, rtol=1e-4)
+    for rows in (1, 2, 5):  # few rows use the stock layout, many the packed one
+        batch = prefilled(model, {0: TOKENS[:-rows]})
+        found = model.score(batch, chain([TOKENS[-rows:]]), Needs()).require_logits()[0]
+        torch.testing.assert_close(found.double(), hf_logits(stock, TOKENS)[-rows:], atol=1e-4, rtol=1e-4)
 
 
 @needs_onednn
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_model_writes_the_same_text(family: str) -> None:
+def test_a_packed_model_writes_the_same_output(family: str) -> None:
     stock, packed = fresh(family, torch.float32), fresh(family, torch.float32)
     pack(packed)
     asked = requests(4)
@@ -71,35 +71,37 @@ def test_a_packed_linear_takes_any_number_of_rows(rows: int, bias: bool) -> None
 
 
 @needs_onednn
-@pytest.mark.parametrize("quicker", [0, 1, 3])
+@pytest.mark.parametrize("stock_rows", [0, 1, 3])
 @torch.no_grad()
-def test_few_rows_go_the_way_that_is_quicker_here(quicker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of our own, on which a stock linear is as quick as it is on some machine."""
+def test_few_rows_use_the_layout_that_is_faster_here(
+    stock_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fake clock, on which a stock linear is faster for up to `stock_rows` rows."""
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
 
     def seconds(product: Any, rows: torch.Tensor, weights: list[torch.Tensor]) -> float:
-        return 2.0 if product is torch.nn.functional.linear and len(rows) > quicker else 1.0
+        return 2.0 if product is torch.nn.functional.linear and len(rows) > stock_rows else 1.0
 
-    monkeypatch.setattr(pack_module, "_seconds", seconds)
+    monkeypatch.setattr(linears_module, "_seconds", seconds)
     found = max_stock_rows.__wrapped__(2)
-    assert found == quicker
-    monkeypatch.setattr(pack_module, "max_stock_rows", lambda _: found)
-    linear, ways = PackedLinear(torch.randn(20, 48), None, keep_stock=True), []
-    product = pack_module._packed_product
-    monkeypatch.setattr(pack_module, "_packed_product", lambda *given: ways.append("packed") or product(*given))
+    assert found == stock_rows
+    monkeypatch.setattr(linears_module, "max_stock_rows", lambda _: found)
+    linear, used = PackedLinear(torch.randn(20, 48), None, keep_stock=True), []
+    product = linears_module._packed_product
+    monkeypatch.setattr(linears_module, "_packed_product", lambda *given: used.append("packed") or product(*given))
     for rows in range(1, 5):
         hidden, out = torch.randn(rows, 48), Buffer.of(rows, 20)
         torch.testing.assert_close(torch.tensor(linear.into(hidden, out)), linear(hidden))
-        assert ways == (["packed"] * 2 if rows > quicker else [])
-        ways.clear()
+        assert used == (["packed"] * 2 if rows > stock_rows else [])
+        used.clear()
 
 
 @needs_onednn
-def test_which_way_is_quicker_is_measured_once() -> None:
+def test_the_faster_layout_is_measured_once() -> None:
     assert 0 <= max_stock_rows(1) <= 3
-    held = max_stock_rows.cache_info().hits
-    assert PackedLinear(torch.randn(20, 48), None, keep_stock=True).rows_stock == max_stock_rows(1)
-    assert max_stock_rows.cache_info().hits == held + 2
+    hits = max_stock_rows.cache_info().hits
+    assert PackedLinear(torch.randn(20, 48), None, keep_stock=True).stock_rows == max_stock_rows(1)
+    assert max_stock_rows.cache_info().hits == hits + 2
 
 
 @needs_onednn
@@ -112,13 +114,13 @@ def test_a_tied_embedding_keeps_its_weights() -> None:
 
 @needs_onednn
 @torch.no_grad()
-def test_a_pass_that_broke_off_leaves_nothing_to_the_next() -> None:
-    """Of three linears that are one product, one had been asked when an error came."""
+def test_an_interrupted_pass_leaves_nothing_for_the_next() -> None:
+    """An error came after one of three linears that share a product was called."""
     stock, packed = fresh("llama", torch.float32), fresh("llama", torch.float32)
     pack(packed)
     own, fused = (hf.model.layers[0].self_attn for hf in (stock, packed))
-    broken_off, rows = torch.randn(1, 3, 32), torch.randn(1, 3, 32)
-    fused.q_proj(broken_off)
+    interrupted, rows = torch.randn(1, 3, 32), torch.randn(1, 3, 32)
+    fused.q_proj(interrupted)
     for name in ("q_proj", "k_proj", "v_proj"):
         torch.testing.assert_close(getattr(fused, name)(rows), getattr(own, name)(rows), atol=1e-5, rtol=1e-5)
 
@@ -132,7 +134,7 @@ def test_what_cannot_be_packed() -> None:
 @needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["stock", "packed", "packed alone"])
-def test_some_outputs_are_a_copy_in_the_same_layout(kind: str, bias: bool) -> None:
+def test_selected_outputs_are_a_copy_in_the_same_layout(kind: str, bias: bool) -> None:
     torch.manual_seed(0)
     stock, columns = nn.Linear(64, 96, bias), torch.tensor([3, 4, 40, 95])
     weight, own = stock.weight.detach().clone(), None if stock.bias is None else stock.bias.detach().clone()
@@ -148,7 +150,7 @@ def test_some_outputs_are_a_copy_in_the_same_layout(kind: str, bias: bool) -> No
     assert torch.equal(some(torch.ones(1, 64)), before)
 
 
-def test_numbers_of_rows_are_few_and_not_much_larger() -> None:
+def test_padded_row_counts_are_few_and_not_much_larger() -> None:
     sizes = [padded_row_count(rows) for rows in range(1, 1025)]
     assert sizes[:32] == list(range(1, 33)) and sizes[-1] == 1024
     assert all(rows <= size <= rows * 17 / 16 for rows, size in enumerate(sizes, start=1))

@@ -1,4 +1,4 @@
-"""From a folder to weights: what is asked for is checked, what is damaged or unknown is refused, and a hole is a damage."""
+"""Loading weights from a folder: arguments are checked; damaged, incomplete or unknown models are refused."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 
 @pytest.fixture
 def folder(folders: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of a model folder, for a test to spoil."""
+    """Return a copy of a model folder, for a test to damage."""
     return Path(shutil.copytree(folders["llama"], tmp_path / "copy"))
 
 
@@ -43,33 +43,33 @@ def test_a_device_is_chosen_or_checked() -> None:
     assert choose_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("wanted", ["gpu", "meta", "mps", ""])
-def test_devices_that_are_none_of_ours(wanted: str) -> None:
-    with pytest.raises(InputError, match=f"device is '{wanted}'.*'cpu'"):
-        choose_device(wanted)
+@pytest.mark.parametrize("requested", ["gpu", "meta", "mps", ""])
+def test_unsupported_devices(requested: str) -> None:
+    with pytest.raises(InputError, match=f"device is '{requested}'.*'cpu'"):
+        choose_device(requested)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("wanted", ["cuda", "cuda:1", torch.device("cuda")])
-def test_a_device_that_is_not_there(wanted: Any) -> None:
+@pytest.mark.parametrize("requested", ["cuda", "cuda:1", torch.device("cuda")])
+def test_a_device_that_is_missing(requested: Any) -> None:
     with pytest.raises(InputError, match="no CUDA device here.*device='cpu'"):
-        choose_device(wanted)
+        choose_device(requested)
 
 
-def test_a_dtype_is_chosen_by_the_device() -> None:
+def test_the_default_dtype_depends_on_the_device() -> None:
     assert choose_dtype(None, CPU) == torch.float32
     assert choose_dtype(None, torch.device("cuda")) == torch.bfloat16
 
 
-@pytest.mark.parametrize("wanted", ["bfloat16", "torch.bfloat16", torch.bfloat16])
-def test_a_dtype_by_any_of_its_names(wanted: Any) -> None:
-    assert choose_dtype(wanted, CPU) == torch.bfloat16
+@pytest.mark.parametrize("requested", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_by_any_of_its_names(requested: Any) -> None:
+    assert choose_dtype(requested, CPU) == torch.bfloat16
 
 
-@pytest.mark.parametrize("wanted", ["fp32", "int8", torch.int64, 32, ""])
-def test_dtypes_that_are_none(wanted: Any) -> None:
+@pytest.mark.parametrize("requested", ["fp32", "int8", torch.int64, 32, ""])
+def test_unsupported_dtypes(requested: Any) -> None:
     with pytest.raises(InputError, match="dtype is .*choose from float64, float32, bfloat16, float16"):
-        choose_dtype(wanted, CPU)
+        choose_dtype(requested, CPU)
 
 
 # Weights -----------------------------------------------------------------------------------------------------------------
@@ -77,15 +77,15 @@ def test_dtypes_that_are_none(wanted: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_our_layers_answer_what_stock_layers_do(family: str, folders: dict[str, Path], stock: dict[str, Any]) -> None:
+def test_our_layers_compute_what_stock_layers_do(family: str, folders: dict[str, Path], stock: dict[str, Any]) -> None:
     ours = load_weights(folders[family], CPU, torch.float32)
     if has_packed_linears(CPU, torch.float32):
         kinds = {type(module) for module in ours.modules()}
         assert {PackedLinear, FusedPart} <= kinds and torch.nn.Linear not in kinds
     plain = load_stock(folders[family], CPU, torch.float32)
-    wanted = stock[family](IDS).logits
-    assert torch.equal(plain(IDS).logits, wanted)
-    assert torch.allclose(ours(IDS).logits, wanted, atol=1e-4)
+    expected = stock[family](IDS).logits
+    assert torch.equal(plain(IDS).logits, expected)
+    assert torch.allclose(ours(IDS).logits, expected, atol=1e-4)
 
 
 def test_other_dtypes_are_not_rebuilt(folders: dict[str, Path]) -> None:
@@ -93,13 +93,15 @@ def test_other_dtypes_are_not_rebuilt(folders: dict[str, Path]) -> None:
     assert model.dtype == torch.float64 and PackedLinear not in {type(module) for module in model.modules()}
 
 
-def test_a_loaded_model_is_for_writing(folders: dict[str, Path]) -> None:
+def test_a_loaded_model_is_not_for_training(folders: dict[str, Path]) -> None:
     model = load_stock(folders["llama"], CPU, torch.float32)
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_the_progress_bar_is_as_it_was(shown: bool, folders: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_setting_is_restored(
+    shown: bool, folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
     before = logging.is_progress_bar_enabled()
     try:
         (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
@@ -123,15 +125,15 @@ NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 @pytest.mark.parametrize("caps", [{name: None} for name in NO_CAPS] + [NO_CAPS], ids=str)
 @torch.no_grad()
 def test_a_gemma_2_without_caps_is_loaded(caps: dict[str, None], folders: dict[str, Path], tmp_path: Path) -> None:
-    """Transformers has torch's own attention for no Gemma 2, with caps or without."""
+    """Transformers does not support torch's own attention for Gemma 2, with caps or without."""
     folder = Path(shutil.copytree(folders["gemma2"], tmp_path / "copy"))
     change(folder, **caps)
-    wanted = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(IDS).logits
+    expected = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(IDS).logits
     model = Model(load_weights(folder, CPU, torch.float32))
-    assert torch.allclose(model.read(IDS, Needs(logits=True)).logits, wanted, atol=1e-4)
+    assert torch.allclose(model.read(IDS, Needs(logits=True)).logits, expected, atol=1e-4)
 
 
-# Damage and strangers ----------------------------------------------------------------------------------------------------
+# Damaged and unsupported models ------------------------------------------------------------------------------------------
 
 
 def drop_tensor(folder: Path) -> None:
@@ -141,7 +143,7 @@ def drop_tensor(folder: Path) -> None:
 
 
 def untie_head(folder: Path) -> None:
-    """The file has no head of its own, because it was tied to the embedding."""
+    """The file has no head, because it was tied to the embedding."""
     change(folder, tie_word_embeddings=False)
 
 
@@ -162,18 +164,18 @@ def widen(folder: Path) -> None:
     change(folder, intermediate_size=80)
 
 
-@pytest.mark.parametrize("spoil", [cut_short, fill_with_noise, empty, widen])
-def test_damaged_weights(spoil: Callable[[Path], None], folder: Path) -> None:
-    spoil(folder)
+@pytest.mark.parametrize("damage", [cut_short, fill_with_noise, empty, widen])
+def test_damaged_weights(damage: Callable[[Path], None], folder: Path) -> None:
+    damage(folder)
     with pytest.raises(ModelCorrupt, match="cannot be read.*fetch or save the model again"):
         load_stock(folder, CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"), [(drop_tensor, r"lack 1 tensors, model\.layers\.1\.mlp\.up_proj"), (untie_head, r"lm_head\.weight")]
+    ("damage", "named"), [(drop_tensor, r"lack 1 tensors, model\.layers\.1\.mlp\.up_proj"), (untie_head, r"lm_head\.weight")]
 )
-def test_a_hole_is_not_filled_with_noise(spoil: Callable[[Path], None], named: str, folder: Path) -> None:
-    spoil(folder)
+def test_missing_tensors_are_not_filled_with_noise(damage: Callable[[Path], None], named: str, folder: Path) -> None:
+    damage(folder)
     with pytest.raises(ModelCorrupt, match=f"{named}.*fetch or save the model again"):
         load_stock(folder, CPU, torch.float32)
 
@@ -206,7 +208,7 @@ def test_a_damaged_config(content: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "said"),
+    ("changed", "error", "message"),
     [
         ({"num_hidden_layers": 9_000}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
         ({"hidden_size": 1 << 20}, ModelCorrupt, "config.json asks for more than their .* bytes can hold"),
@@ -218,16 +220,16 @@ def test_a_damaged_config(content: str, folder: Path) -> None:
     ids=str,
 )
 def test_a_config_that_asks_for_more_than_the_weights_hold(
-    changed: dict[str, Any], error: type[Exception], said: str, folder: Path
+    changed: dict[str, Any], error: type[Exception], message: str, folder: Path
 ) -> None:
-    """Building stops at what the files could fill."""
+    """Building stops at the number of parameters that the files could fill."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         load_stock(folder, CPU, torch.float32)
 
 
-def test_weights_whose_header_lies(folder: Path) -> None:
+def test_weights_with_a_wrong_header(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     header = int.from_bytes(whole[:8], "little")
     overlapping = whole[8:].replace(b'"data_offsets":[0,', b'"data_offsets":[8,')

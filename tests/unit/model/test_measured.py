@@ -1,4 +1,4 @@
-"""What is measured is kept by facts that do not change, whole, and for good only where the machine was quiet."""
+"""Measurements are stored by facts that do not change, in whole files, and for good only if the machine was quiet."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shows(*figures: tuple[float, bool]) -> Callable[[], float]:
-    """A machine that shows these figures one after the other, and nothing when it is asked once more."""
+    """Return a function that measures these figures in sequence, and fails if it is called once more."""
     coming = [Figure(value, steady, "" if steady else "others were at work") for value, steady in figures]
 
     def ask(quiet: bool = False) -> float:
@@ -42,7 +42,7 @@ def test_measured_once() -> None:
     assert [ask() for _ in range(3)] == [1.0] * 3
 
 
-def test_what_a_busy_machine_shows_is_never_kept_for_good(own: Path) -> None:
+def test_a_measurement_of_a_busy_machine_is_never_kept_for_good(own: Path) -> None:
     ask = shows((9.0, BUSY), (8.0, BUSY), (1.0, QUIET))
     assert ask() == ask() == 9.0
     (file,) = own.glob("figures/*.json")
@@ -57,7 +57,7 @@ def test_what_a_busy_machine_shows_is_never_kept_for_good(own: Path) -> None:
     assert json.loads(file.read_text())["steady"] is True
 
 
-def test_anew_measures_everything_once_and_replaces_it() -> None:
+def test_remeasuring_measures_everything_once_and_replaces_it() -> None:
     ask = shows((1.0, QUIET), (2.0, QUIET))
     assert ask() == 1.0
     with remeasuring():
@@ -67,7 +67,7 @@ def test_anew_measures_everything_once_and_replaces_it() -> None:
     assert ask() == 2.0
 
 
-def test_a_busy_machine_replaces_nothing_of_a_quiet_one() -> None:
+def test_a_measurement_of_a_busy_machine_replaces_no_steady_one() -> None:
     ask = shows((1.0, QUIET), (9.0, BUSY))
     ask()
     with pytest.warns(ForewordWarning, match="seems to be busy: others were at work"), remeasuring():
@@ -75,14 +75,14 @@ def test_a_busy_machine_replaces_nothing_of_a_quiet_one() -> None:
     assert ask() == 1.0
 
 
-def test_only_who_asks_for_it_is_told_of_a_busy_machine() -> None:
+def test_only_remeasuring_warns_of_a_busy_machine() -> None:
     ask = shows((9.0, BUSY))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ask() == 9.0
 
 
-def test_what_was_kept_is_handed_to_who_measures_again() -> None:
+def test_a_new_measurement_gets_the_stored_one() -> None:
     seen: list[Figure | None] = []
 
     def measure(earlier: Figure | None) -> Figure:
@@ -94,7 +94,7 @@ def test_what_was_kept_is_handed_to_who_measures_again() -> None:
     assert seen == [None, Figure(1.0, BUSY, "others were at work")]
 
 
-def test_the_machine_is_known_by_what_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_facts_do_not_include_the_host_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     first = machine_facts(cpu)
     monkeypatch.setattr(platform, "node", lambda: "another-container")
@@ -105,7 +105,7 @@ def test_the_machine_is_known_by_what_does_not_change(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("change", ["get_num_threads", "__version__", "device"])
-def test_another_machine_is_measured_by_itself(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_has_its_own_measurements(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {file_of("figures", machine_facts(torch.device("cpu")))}
     if change == "device":
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -116,7 +116,7 @@ def test_another_machine_is_measured_by_itself(change: str, monkeypatch: pytest.
     assert len(files) == 2
 
 
-def test_another_format_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_format_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     before = file_of("figures", machine_facts(torch.device("cpu")))
     monkeypatch.setattr(measured, "FORMAT", measured.FORMAT + 1)
     assert file_of("figures", machine_facts(torch.device("cpu"))) != before
@@ -136,8 +136,8 @@ def test_many_writers_leave_a_whole_file(own: Path) -> None:
     assert [one.name for one in file.parent.iterdir()] == ["one.json"]
 
 
-def test_of_several_at_once_one_measures() -> None:
-    """The others wait for it: next to each other they would take the machine for a busy one."""
+def test_only_one_of_several_measures_at_a_time() -> None:
+    """The others wait: at the same time each would find the machine busy."""
     at_work, most, lock = 0, 0, threading.Lock()
 
     def measure(_: Figure | None) -> Figure:
@@ -155,7 +155,7 @@ def test_of_several_at_once_one_measures() -> None:
     assert most == 1
 
 
-def test_who_measures_may_ask_for_something_else_first() -> None:
+def test_a_measurement_may_need_another_one_first() -> None:
     def measure(_: Figure | None) -> Figure:
         return Figure(1.0 + recall("others", {}, lambda _: Figure(1.0), Figure.read).value)
 

@@ -1,4 +1,4 @@
-"""Model.score against the transformers model's own forward: whole, cached, tree, ragged, in part, halves left out."""
+"""Model.score against the transformers model's own forward: whole, cached, tree, ragged, partial, with skipped halves."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ from foreword.methods import make
 from foreword.model.model import Model
 from foreword.model.stack import Rows
 
-TEXT = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
-PREFIXES = {0: TEXT[:4], 2: TEXT[:9], 3: [11], 1: []}  # slots that do not lie in order, lengths that differ
+TOKENS = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
+PREFIXES = {0: TOKENS[:4], 2: TOKENS[:9], 3: [11], 1: []}  # slots out of order, different lengths
 
 every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
 
@@ -42,14 +42,14 @@ def close(one: Tensor, other: Tensor) -> None:
 
 
 def draft_of(batch: int, nodes: int, seed: int = 0) -> Draft:
-    """A random tree and random tokens for each of a batch."""
+    """Return a random tree and random tokens for each sequence of a batch."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCABULARY, (batch, nodes), generator=generator)
     return Draft(tokens, random_tree(batch, nodes, generator), torch.full((batch,), nodes))
 
 
-def path_text(prefix: list[int], draft: Draft, index: int, node: int) -> list[int]:
-    """The text that a node of the tree stands at the end of."""
+def sequence_to(prefix: list[int], draft: Draft, index: int, node: int) -> list[int]:
+    """Return the prefix and the path from the root to a node of the tree."""
     parent = draft.tree.parent[min(index, draft.tree.parent.shape[0] - 1)].tolist()
     return [*prefix, *(int(draft.tokens[index, row]) for row in path_to(parent, node))]
 
@@ -58,21 +58,21 @@ def path_text(prefix: list[int], draft: Draft, index: int, node: int) -> list[in
 def test_a_whole_pass(family: str) -> None:
     model = target(family)
     batch = prefilled(model, {0: []})
-    close(model.score(batch, chain([TEXT]), Needs()).require_logits()[0], hf_logits(model.hf, TEXT))
+    close(model.score(batch, chain([TOKENS]), Needs()).require_logits()[0], hf_logits(model.hf, TOKENS))
 
 
 @every_family
 @pytest.mark.parametrize("cut", [1, 4, 10])
-def test_a_pass_behind_a_cached_prefix(family: str, cut: int) -> None:
+def test_a_pass_after_a_cached_prefix(family: str, cut: int) -> None:
     model = target(family)
-    batch = prefilled(model, {1: TEXT[:cut]})
-    close(model.score(batch, chain([TEXT[cut:]]), Needs()).require_logits()[0], hf_logits(model.hf, TEXT)[cut:])
+    batch = prefilled(model, {1: TOKENS[:cut]})
+    close(model.score(batch, chain([TOKENS[cut:]]), Needs()).require_logits()[0], hf_logits(model.hf, TOKENS)[cut:])
 
 
 @every_family
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 3, 1], [2], [0, 2]], ids=str)
-def test_every_path_of_a_tree_is_a_text_of_its_own(family: str, order: list[int]) -> None:
-    """A ragged batch, on slots side by side and not, each with another tree: row by row the model's own answer."""
+def test_every_path_of_a_tree_is_a_sequence_of_its_own(family: str, order: list[int]) -> None:
+    """A ragged batch, on adjacent slots or not, each with another tree: every row has the logits of the model's forward."""
     model = target(family)
     prefilled(model, PREFIXES)
     batch = Batch.of(order, 9)
@@ -80,10 +80,10 @@ def test_every_path_of_a_tree_is_a_text_of_its_own(family: str, order: list[int]
     logits = model.score(batch, draft, Needs()).require_logits()
     for index, slot in enumerate(order):
         for node in range(12):
-            close(logits[index, node], hf_logits(model.hf, path_text(PREFIXES[slot], draft, index, node))[-1])
+            close(logits[index, node], hf_logits(model.hf, sequence_to(PREFIXES[slot], draft, index, node))[-1])
 
 
-def test_one_tree_for_all_of_a_batch() -> None:
+def test_one_tree_for_a_whole_batch() -> None:
     model = target()
     prefilled(model, PREFIXES)
     tokens = draft_of(2, 5).tokens
@@ -91,11 +91,11 @@ def test_one_tree_for_all_of_a_batch() -> None:
     logits = model.score(Batch.of([3, 2], 9), draft, Needs()).require_logits()
     for index, slot in enumerate([3, 2]):
         for node in range(5):
-            close(logits[index, node], hf_logits(model.hf, path_text(PREFIXES[slot], draft, index, node))[-1])
+            close(logits[index, node], hf_logits(model.hf, sequence_to(PREFIXES[slot], draft, index, node))[-1])
 
 
 def test_a_pass_writes_scratch_rows_only() -> None:
-    """The committed rows, and every row of the other slots, stay bit for bit; no length moves."""
+    """The committed rows and every row of the other slots keep their bits; no length changes."""
     model = target()
     prefilled(model, PREFIXES)
     before = [tensor.clone() for tensor in (*model.cache.keys, *model.cache.values)]
@@ -110,7 +110,7 @@ def test_a_pass_writes_scratch_rows_only() -> None:
 
 
 @every_family
-def test_an_accepted_path_leaves_the_cache_of_its_text(family: str) -> None:
+def test_an_accepted_path_leaves_the_cache_of_its_sequence(family: str) -> None:
     model = target(family)
     prefilled(model, PREFIXES)
     batch, draft = Batch.of([0, 2], 9), draft_of(2, 12)
@@ -120,17 +120,17 @@ def test_an_accepted_path_leaves_the_cache_of_its_text(family: str) -> None:
     path = torch.tensor([rows + [0] * (width - len(rows)) for rows in paths])
     model.cache.keep(batch, path, torch.tensor([len(rows) for rows in paths]))
     for index, slot in enumerate([0, 2]):
-        text = path_text(PREFIXES[slot], draft, index, 11)
-        assert int(model.cache.length[slot]) == len(text)
-        for layer, (keys, values) in enumerate(hf_cache(model.hf, text)):
-            close(model.cache.keys[layer][slot, :, : len(text)], keys)
-            close(model.cache.values[layer][slot, :, : len(text)], values)
+        sequence = sequence_to(PREFIXES[slot], draft, index, 11)
+        assert int(model.cache.length[slot]) == len(sequence)
+        for layer, (keys, values) in enumerate(hf_cache(model.hf, sequence)):
+            close(model.cache.keys[layer][slot, :, : len(sequence)], keys)
+            close(model.cache.values[layer][slot, :, : len(sequence)], values)
 
 
 @every_family
 @pytest.mark.parametrize("cuts", [[1, 3, 6, 7], [7], [2, 4, 5, 7], [1, 2, 3, 4, 5, 6, 7]], ids=str)
 def test_level_by_level_equals_the_whole_tree(family: str, cuts: list[int]) -> None:
-    """`rows` scores a part while the scratch rows before it are kept: a drafter grows its tree that way."""
+    """`rows` scores some rows while the scratch rows before them are kept: a drafter grows its tree that way."""
     model = target(family)
     tree, tokens = Tree.of((0, 0, 0, 1, 1, 2, 3)), draft_of(2, 7).tokens
     draft, batch = Draft(tokens, tree, torch.tensor([7, 7])), Batch.of([0, 2], 9)
@@ -146,16 +146,16 @@ def test_level_by_level_equals_the_whole_tree(family: str, cuts: list[int]) -> N
     close(torch.cat([part.taps[2] for part in parts], dim=1), whole.taps[2])
 
 
-# What is asked for besides
+# Taps and hidden states
 
 
 @every_family
 def test_taps_are_the_hidden_states_of_transformers(family: str) -> None:
     model = target(family)
-    batch = prefilled(model, {1: TEXT[:4]})
-    scores = model.score(batch, chain([TEXT[4:]]), Needs(hidden=True, taps=(0, 1, 3, 4)))
+    batch = prefilled(model, {1: TOKENS[:4]})
+    scores = model.score(batch, chain([TOKENS[4:]]), Needs(hidden=True, taps=(0, 1, 3, 4)))
     with torch.no_grad():
-        own = model.hf(input_ids=torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+        own = model.hf(input_ids=torch.tensor([TOKENS]), output_hidden_states=True).hidden_states
     for layer in (0, 1, 3):
         close(scores.taps[layer][0], own[layer][0, 4:])
     assert set(scores.taps) == {0, 1, 3, 4}
@@ -165,20 +165,20 @@ def test_taps_are_the_hidden_states_of_transformers(family: str) -> None:
 @every_family
 def test_hidden_is_before_the_final_norm(family: str) -> None:
     model = target(family)
-    batch = prefilled(model, {1: TEXT[:4]})
-    scores = model.score(batch, chain([TEXT[4:]]), Needs(hidden=True))
-    close(scores.require_hidden()[0], hf_hidden(model.hf, TEXT)[-1][4:])
+    batch = prefilled(model, {1: TOKENS[:4]})
+    scores = model.score(batch, chain([TOKENS[4:]]), Needs(hidden=True))
+    close(scores.require_hidden()[0], hf_hidden(model.hf, TOKENS)[-1][4:])
     close(model.head(model.norm(scores.require_hidden())), scores.require_logits())
 
 
-def test_what_is_not_asked_for_is_empty() -> None:
+def test_what_needs_does_not_ask_for_is_empty() -> None:
     model = target()
-    scores = model.score(prefilled(model, {0: TEXT[:3]}), chain([TEXT[3:]]), Needs(), logits="none")
+    scores = model.score(prefilled(model, {0: TOKENS[:3]}), chain([TOKENS[3:]]), Needs(), logits="none")
     assert scores.logits is None and scores.hidden is None and scores.taps == {} and scores.grafted is None
 
 
-def test_texts_are_read_no_further_than_is_asked() -> None:
-    model, tokens, walked = target(), torch.tensor([TEXT]), []
+def test_sequences_are_read_only_up_to_the_last_layer_needed() -> None:
+    model, tokens, walked = target(), torch.tensor([TOKENS]), []
     hooks = [layer.register_forward_hook(lambda *_: walked.append(1)) for layer in model.layer_stack.layers]
     for needs, layers in (
         (Needs(taps=(1, 3)), 3),
@@ -190,7 +190,7 @@ def test_texts_are_read_no_further_than_is_asked() -> None:
         scores = model.read(tokens, needs)
         assert len(walked) == layers and (scores.hidden is None) is not needs.hidden
         for layer, rows in scores.taps.items():
-            close(rows[0], hf_hidden(model.hf, TEXT)[layer])
+            close(rows[0], hf_hidden(model.hf, TOKENS)[layer])
     for hook in hooks:
         hook.remove()
 
@@ -198,10 +198,10 @@ def test_texts_are_read_no_further_than_is_asked() -> None:
 @every_family
 def test_embed_is_the_model_s_own(family: str) -> None:
     model = target(family)
-    close(model.embed(torch.tensor(TEXT)), hf_hidden(model.hf, TEXT)[0])
+    close(model.embed(torch.tensor(TOKENS)), hf_hidden(model.hf, TOKENS)[0])
 
 
-# Half-layers left out, and parts of the walk
+# Skipped half-layers, and walks in parts
 
 
 @every_family
@@ -218,10 +218,10 @@ def test_a_skipped_half_is_a_half_that_adds_nothing(family: str, attention: tupl
     model, skip = target(family), Skip.of(attention, mlp)
     model.allocate(1, CONTEXT, 16)
     batch = Batch.of([0], 0)
-    first = model.score(batch, chain([TEXT[:4]]), Needs(), skip=skip)
+    first = model.score(batch, chain([TOKENS[:4]]), Needs(), skip=skip)
     model.cache.advance(batch, torch.tensor([4]))
-    second = model.score(Batch.of([0], 4), chain([TEXT[4:]]), Needs(), skip=skip)
-    own = hf_logits(reduced, TEXT)
+    second = model.score(Batch.of([0], 4), chain([TOKENS[4:]]), Needs(), skip=skip)
+    own = hf_logits(reduced, TOKENS)
     close(torch.cat([first.require_logits(), second.require_logits()], dim=1)[0], own)
 
 
@@ -229,7 +229,7 @@ def test_a_skipped_half_is_a_half_that_adds_nothing(family: str, attention: tupl
 @pytest.mark.parametrize("cut", [0, 1, 3, 4])
 def test_a_walk_in_two_parts_is_the_walk(family: str, cut: int) -> None:
     model = target(family)
-    batch = prefilled(model, {0: TEXT[:4]})
+    batch = prefilled(model, {0: TOKENS[:4]})
     draft = draft_of(1, 6)
     where = Rows(model.cache.length[batch.slots], draft.tree.depth, draft.tree.ancestors, batch)
     hidden, stack = model.embed(draft.tokens), model.layer_stack
@@ -241,7 +241,7 @@ def test_a_walk_in_two_parts_is_the_walk(family: str, cut: int) -> None:
     assert (2 in second.taps) == (cut <= 2)
 
 
-# What a target says of itself
+# Attributes of a target
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_end_tokens(generation: int | list[int] | None, config: int | list[int] 
     ids=str,
 )
 def test_an_end_that_is_no_id_of_the_vocabulary_is_dropped_with_a_warning(named: Any, ends: list[int]) -> None:
-    """Where none is left, the older place counts. A request that holds ends back must not look them up in vain."""
+    """If none is left, config.json counts. A request with min_new_tokens, which masks end tokens, must still work."""
     hf = fresh("llama")
     hf.generation_config.eos_token_id, hf.config.eos_token_id = named, 9
     with pytest.warns(ForewordWarning, match=f"generation_config.json: eos_token_id names .* from 0 to {VOCABULARY - 1}"):
@@ -279,7 +279,7 @@ def test_an_end_that_is_no_id_of_the_vocabulary_is_dropped_with_a_warning(named:
 
 
 @every_family
-def test_what_a_target_says_of_itself(family: str) -> None:
+def test_attributes_of_a_target(family: str) -> None:
     model = target(family)
     assert (model.hidden_size, model.vocab_size, model.layers, model.max_context) == (32, VOCABULARY, 4, 256)
     assert model.name == f"tiny-{family}" and model.dtype == torch.float64 and model.device.type == "cpu"
@@ -287,26 +287,26 @@ def test_what_a_target_says_of_itself(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_logits_stay_as_the_head_gives_them(dtype: torch.dtype) -> None:
+def test_logits_keep_the_dtype_of_the_head(dtype: torch.dtype) -> None:
     model = target("llama", dtype)
-    scores = model.score(prefilled(model, {0: TEXT[:3]}), chain([TEXT[3:]]), Needs(hidden=True))
+    scores = model.score(prefilled(model, {0: TOKENS[:3]}), chain([TOKENS[3:]]), Needs(hidden=True))
     asked = model.head(model.norm(scores.require_hidden()))
     assert scores.require_logits().dtype == dtype and torch.equal(scores.require_logits(), asked)
 
 
 @every_family
 def test_half_precision_stays_near_the_model_s_own(family: str) -> None:
-    """Masks, caps and angles in the dtype of the rows: nothing meets another dtype on the way."""
+    """Masks, caps and angles have the dtype of the rows, so no operation mixes dtypes."""
     model = target(family, torch.float16)
-    logits = model.score(prefilled(model, {0: TEXT[:4]}), chain([TEXT[4:]]), Needs()).require_logits()[0]
-    torch.testing.assert_close(logits.double(), hf_logits(model.hf, TEXT)[4:], atol=0.1, rtol=0)
+    logits = model.score(prefilled(model, {0: TOKENS[:4]}), chain([TOKENS[4:]]), Needs()).require_logits()[0]
+    torch.testing.assert_close(logits.double(), hf_logits(model.hf, TOKENS)[4:], atol=0.1, rtol=0)
 
 
-def test_costs_come_from_the_curve() -> None:
+def test_without_a_curve_every_pass_costs_the_same() -> None:
     assert target().cost(50) == 1.0
 
 
-def test_a_cache_aside() -> None:
+def test_a_temporary_cache() -> None:
     model = target()
     held = model.allocate(2, 40, 4)
     with pytest.raises(KeyError), model.temporary_cache(1, 16, 8) as other:

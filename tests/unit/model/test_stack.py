@@ -1,4 +1,4 @@
-"""A stack of a drafter's own: new layers of the target's kind, with a cache of their own, walked over accepted rows."""
+"""A drafter's own stack: new layers of the target's kind with a cache of their own, run over accepted rows."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def model_with_room(family: str = "llama") -> Model:
     return model
 
 
-def rows_behind(stack: Stack, batch: Batch, nodes: int) -> Rows:
+def rows_after(stack: Stack, batch: Batch, nodes: int) -> Rows:
     assert stack.cache is not None
     tree = Tree.chain(nodes)
     return Rows(stack.cache.length[batch.slots], tree.depth, tree.ancestors, batch)
@@ -37,7 +37,7 @@ def rows_behind(stack: Stack, batch: Batch, nodes: int) -> Rows:
 @pytest.mark.parametrize("init", [0, 1])
 @torch.no_grad()
 def test_row_by_row_equals_all_at_once(init: int, family: str) -> None:
-    """Rows come as rounds accept them, two sequences each at its own pace, on slots that do not lie side by side."""
+    """Two sequences get different numbers of rows per round, on slots that are not adjacent."""
     model = model_with_room(family)
     stack = model.stack(3, layers=2, init=init)
     hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0)).double()
@@ -53,7 +53,7 @@ def test_row_by_row_equals_all_at_once(init: int, family: str) -> None:
         part = torch.stack(
             [torch.nn.functional.pad(hidden[index], (0, 0, 0, 9))[done[index] :][:width] for index in range(2)]
         )
-        walked = stack.walk(part, rows_behind(stack, batch, width)).hidden
+        walked = stack.walk(part, rows_after(stack, batch, width)).hidden
         assert stack.cache is not None
         stack.cache.advance(batch, torch.tensor(counts))
         for index, count in enumerate(counts):
@@ -70,19 +70,19 @@ def test_rows_that_were_rewound_are_forgotten(family: str) -> None:
     stack, batch = model.stack(3, init=0), Batch.of([1], 16)
     hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0)).double()
     assert stack.cache is not None
-    stack.walk(hidden[:, :3], rows_behind(stack, batch, 3))
+    stack.walk(hidden[:, :3], rows_after(stack, batch, 3))
     stack.cache.advance(batch, torch.tensor([3]))
-    expected = stack.walk(hidden[:, 3:], rows_behind(stack, batch, 3)).hidden
-    stack.walk(-hidden, rows_behind(stack, batch, 6))
+    expected = stack.walk(hidden[:, 3:], rows_after(stack, batch, 3)).hidden
+    stack.walk(-hidden, rows_after(stack, batch, 6))
     stack.cache.advance(batch, torch.tensor([6]))
     stack.cache.rewind(batch, torch.tensor([3]))
-    close(stack.walk(hidden[:, 3:], rows_behind(stack, batch, 3)).hidden, expected)
+    close(stack.walk(hidden[:, 3:], rows_after(stack, batch, 3)).hidden, expected)
 
 
 @every_family
 @torch.no_grad()
-def test_copies_of_a_layer_are_that_layer_and_stand_alone(family: str) -> None:
-    """Walked over the target's own rows a copy answers what the layer answers; changed, it leaves the target as it was."""
+def test_a_copied_layer_computes_the_same_and_is_independent(family: str) -> None:
+    """On the target's rows a copy computes what the layer does. Changing the copy does not change the target."""
     model = model_with_room(family)
     stack = model.stack(3, layers=2, init=2)
     hidden = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0)).double()
@@ -97,7 +97,7 @@ def test_copies_of_a_layer_are_that_layer_and_stand_alone(family: str) -> None:
 
 
 @torch.no_grad()
-def test_a_range_copies_a_layer_for_each() -> None:
+def test_a_range_copies_one_layer_each() -> None:
     model = model_with_room()
     own = [layer.mlp.down_proj.weight for layer in model.hf.model.layers]
     copies = [layer.mlp.down_proj.weight for layer in model.stack(3, layers=2, init=range(1, 3)).layers]
@@ -107,8 +107,8 @@ def test_a_range_copies_a_layer_for_each() -> None:
 
 
 @every_family
-def test_fresh_layers_are_not_the_model_s(family: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """Nor one another's; also when the model came from a file, whose weights are marked as settled."""
+def test_new_layers_differ_from_the_model_s(family: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """And from one another, also if the model came from a file: transformers marks its weights as initialised."""
     fresh(family, torch.float32).save_pretrained(tmp_path)
     for hf in (fresh(family, torch.float32), AutoModelForCausalLM.from_pretrained(tmp_path)):
         model = Model(hf)
@@ -121,7 +121,7 @@ def test_fresh_layers_are_not_the_model_s(family: str, tmp_path) -> None:  # typ
         assert 0.2 < float(layers[0].mlp.down_proj.weight.detach().std()) < 0.4
 
 
-def test_a_stack_s_cache_is_its_own() -> None:
+def test_a_stack_has_its_own_cache() -> None:
     model = model_with_room()
     stack = model.stack(2, layers=2, init=0, scratch=9)
     assert stack.cache is not None and stack.cache is not model.cache
@@ -129,8 +129,8 @@ def test_a_stack_s_cache_is_its_own() -> None:
     assert len(stack.cache.keys) == 2
 
 
-def test_rows_that_see_later_ones_say_so() -> None:
-    """A kernel reads no later row unless it is asked to. A mask does the same, so that a CPU shows what a GPU would do."""
+def test_rows_attend_to_later_ones_only_if_not_causal() -> None:
+    """The kernel reads no later row in a causal pass. A mask excludes the same, so that a CPU computes what a GPU does."""
     model = model_with_room()
     stack = model.stack(3, init=0)
     assert stack.cache is not None
@@ -140,10 +140,10 @@ def test_rows_that_see_later_ones_say_so() -> None:
     ordered, mutual = stack.walk(hidden, rows).hidden, stack.walk(hidden, replace(rows, causal=False)).hidden
     close(ordered, stack.walk(hidden, replace(rows, sees=chain.ancestors)).hidden)
     assert not torch.allclose(ordered[:, :3], mutual[:, :3])
-    close(ordered[:, 3:], mutual[:, 3:])  # the last row sees the same four either way, after one layer
+    close(ordered[:, 3:], mutual[:, 3:])  # the last row attends to the same four either way, after one layer
 
 
-def test_a_walk_over_a_tree_larger_than_the_scratch_is_refused() -> None:
+def test_a_tree_with_more_rows_than_the_scratch_is_refused() -> None:
     stack = model_with_room().stack(1, 1, init=0, scratch=4)
     assert stack.cache is not None
     tree = Tree.forked(5, torch.device("cpu"))

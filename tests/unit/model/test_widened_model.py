@@ -1,4 +1,4 @@
-"""A model r times as wide answers the same logits, and is made narrow again to the bit."""
+"""A model widened r times computes the same logits, and is narrowed again to the same bits."""
 
 from typing import Any
 
@@ -7,28 +7,28 @@ import torch
 
 from doubles import WIDENABLE_KINDS, fresh, hf_hidden, hf_logits, widened_pair
 from foreword.errors import InputError, ModelUnsupported
-from foreword.model import linears as pack
+from foreword.model import linears
 from foreword.model.widened_model import WIDENABLE, narrow_model, widen_model
 from foreword.model.widening import SEVERAL, Wide
 
-TEXT = [5, 9, 17, 30, 41, 8, 8, 23, 3, 44, 12]
+TOKENS = [5, 9, 17, 30, 41, 8, 8, 23, 3, 44, 12]
 
 
 @pytest.mark.parametrize("times", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", WIDENABLE_KINDS)
 def test_logits_are_those_of_the_original(kind: str, times: int) -> None:
     model, wide = widened_pair(torch.float64, times, kind)
-    torch.testing.assert_close(hf_logits(wide, TEXT), hf_logits(model, TEXT), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(hf_logits(wide, TOKENS), hf_logits(model, TOKENS), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("times", [2, 8])
 def test_logits_in_single_precision(times: int) -> None:
     model, wide = widened_pair(torch.float32, times)
     assert wide.dtype == torch.float32
-    torch.testing.assert_close(hf_logits(wide, TEXT), hf_logits(model, TEXT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hf_logits(wide, TOKENS), hf_logits(model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_sizes_grow_and_a_tie_stays_one() -> None:
+def test_sizes_are_multiplied_and_tied_weights_stay_tied() -> None:
     model, wide = widened_pair(torch.float64, 4)
     assert wide.lm_head.weight is wide.model.embed_tokens.weight
     assert tuple(wide.lm_head.weight.shape) == (48, 4 * 32)
@@ -38,10 +38,10 @@ def test_sizes_grow_and_a_tie_stays_one() -> None:
     assert linears and all(sizes[name] == 16 * dict(model.named_parameters())[name].numel() for name in linears)
 
 
-def test_rows_before_the_last_norm_are_copies_divided() -> None:
+def test_the_residual_stream_is_copied_and_divided() -> None:
     model, wide = widened_pair(torch.float64, 4)
-    for narrow, grown in zip(hf_hidden(model, TEXT), hf_hidden(wide, TEXT), strict=True):
-        torch.testing.assert_close(grown, (narrow / 4).repeat(1, 4))
+    for narrow, widened in zip(hf_hidden(model, TOKENS), hf_hidden(wide, TOKENS), strict=True):
+        torch.testing.assert_close(widened, (narrow / 4).repeat(1, 4))
 
 
 def test_half_precision_rounds_no_weight() -> None:
@@ -51,16 +51,16 @@ def test_half_precision_rounds_no_weight() -> None:
         assert torch.equal(one.double(), other), name
 
 
-def test_a_grown_model_is_rebuilt_like_any_other() -> None:
+def test_a_widened_model_is_rebuilt_like_any_other() -> None:
     model, wide = widened_pair(torch.float32, 2)
-    before = hf_logits(wide, TEXT)
-    pack.fuse(wide)
-    torch.testing.assert_close(hf_logits(wide, TEXT), before, rtol=1e-4, atol=1e-4)
+    before = hf_logits(wide, TOKENS)
+    linears.fuse(wide)
+    torch.testing.assert_close(hf_logits(wide, TOKENS), before, rtol=1e-4, atol=1e-4)
     with pytest.raises(ModelUnsupported, match="widen it before it is rebuilt"):
         widen_model(wide, 2)
 
 
-def test_what_cannot_grow() -> None:
+def test_what_cannot_be_widened() -> None:
     for times in (0, 3, 6, -2, 2.0):
         with pytest.raises(InputError, match="power of two"):
             widen_model(fresh("llama"), times)  # type: ignore[arg-type]
@@ -71,18 +71,18 @@ def test_what_cannot_grow() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", WIDENABLE_KINDS)
-def test_what_was_grown_is_made_narrow_again_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+def test_a_widened_model_is_narrowed_to_the_same_bits(kind: str, dtype: torch.dtype) -> None:
     model, wide = widened_pair(dtype, 8, kind)
     narrow = narrow_model(wide, 8)
     assert narrow.config.to_dict() == model.config.to_dict()
     before, after = dict(model.named_parameters()), dict(narrow.named_parameters())
-    assert before.keys() == after.keys()  # a tie stays one
+    assert before.keys() == after.keys()  # tied weights stay tied
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert torch.equal(hf_logits(narrow.float(), TEXT), hf_logits(model.float(), TEXT))
+    assert torch.equal(hf_logits(narrow.float(), TOKENS), hf_logits(model.float(), TOKENS))
 
 
 @pytest.mark.parametrize("rule", [SEVERAL, Wide("stream", ("normed", "stream"))])
-def test_rows_that_are_read_side_by_side_become_narrow_too(rule: Any) -> None:
+def test_weights_that_read_concatenated_rows_are_narrowed_too(rule: Any) -> None:
     weight = torch.arange(36.0).view(4, 9) + 1
     wide = rule.widened(weight, 4, 3)
     assert wide.shape == (16, 36) and torch.equal(rule.narrowed(wide, 4, 3), weight)

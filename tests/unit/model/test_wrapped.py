@@ -1,4 +1,4 @@
-"""A wrapped model is still the user's: its own generate writes what it wrote before, and no Model disturbs another."""
+"""A wrapped model still belongs to the user: its own `generate` is unchanged, and no Model disturbs another."""
 
 import gc
 
@@ -12,8 +12,8 @@ from foreword.model.model import Model
 SHORT, LONG = [0, 0, 0, 9, 31], [5, 9, 31, 8, 40]
 
 
-def own_text(hf: PreTrainedModel) -> list[list[int]]:
-    """A padded batch, so that the model needs its own mask."""
+def hf_output(hf: PreTrainedModel) -> list[list[int]]:
+    """Return what the model's `generate` writes for a padded batch, which needs the model's own mask."""
     ids = torch.tensor([SHORT, LONG])
     out = hf.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=12, do_sample=False, pad_token_id=0)
     return out.tolist()
@@ -23,19 +23,19 @@ def own_text(hf: PreTrainedModel) -> list[list[int]]:
 def test_its_own_generate_still_works(family: str, attention: str) -> None:
     hf = fresh(family, torch.float32, attn_implementation=attention)
     assert hf.config._attn_implementation == attention
-    before = own_text(hf)
+    before = hf_output(hf)
     model = Model(hf)
-    assert own_text(hf) == before
+    assert hf_output(hf) == before
     asked = requests(3)
     found = written(engine(Liar(), model), asked)
-    assert own_text(hf) == before
+    assert hf_output(hf) == before
     model.release()
-    assert hf.config._attn_implementation == attention and own_text(hf) == before
+    assert hf.config._attn_implementation == attention and hf_output(hf) == before
     assert found == [truth(hf, request) for request in asked]
 
 
 def test_a_model_may_be_wrapped_twice() -> None:
-    """Two Models on one transformers model: two caches, the same texts, in turns."""
+    """Two Models on one transformers model take turns: two caches, the same outputs."""
     one, other, asked = target(), target(), requests(3)
     first, second = engine(Liar(), one), engine(Liar(seed=1), other)
     runs = [steps.add(request) for steps in (first, second) for request in asked]
@@ -60,8 +60,8 @@ def test_a_released_model_may_be_used_again() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_model_that_is_dropped_leaves_nothing_behind(training: bool) -> None:
-    """Nobody calls `release`, and the collector need not come by."""
+def test_a_dropped_model_restores_the_transformers_model(training: bool) -> None:
+    """Without a call of `release`, and without the garbage collector."""
     hf = fresh("llama").train(training)
     model = Model(hf)
     assert written(engine(Liar(), model), requests(2)) and not hf.training
@@ -73,8 +73,8 @@ def test_a_model_that_is_dropped_leaves_nothing_behind(training: bool) -> None:
         gc.enable()
 
 
-def test_the_last_to_go_gives_the_model_back() -> None:
-    """The first one still walks it: dropout must stay off."""
+def test_the_last_model_to_go_restores_the_transformers_model() -> None:
+    """While another one still uses it, dropout must stay off."""
     hf = fresh("llama").train()
     one, other = Model(hf), Model(hf)
     one.release()
@@ -84,7 +84,7 @@ def test_the_last_to_go_gives_the_model_back() -> None:
     assert hf.training and hf.config._attn_implementation == "sdpa"
 
 
-def test_giving_back_leaves_alone_what_the_user_did_meanwhile() -> None:
+def test_release_keeps_what_the_user_changed() -> None:
     hf = fresh("llama").eval()
     model = Model(hf)
     hf.train()

@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from foreword.bench.passes import between_marks
+from foreword.bench.passes import cuda_milliseconds
 from foreword.bench.report import facts
 from foreword.errors import InputError
 from foreword.model.attention import attend, mask_of
-from foreword.ops.graph import record
+from foreword.ops.cuda_graph import record
 from study import command
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def by_graph(calls: list[Callable[[], Tensor]]) -> float:
     """Return microseconds per call, all calls in one captured graph: the fastest of several replays."""
     graph = record(lambda: [call() for call in calls])
     graph.replay()
-    return between_marks(graph.replay, REPLAYS, best=True) * 1e3 / len(calls)
+    return cuda_milliseconds(graph.replay, REPLAYS, best=True) * 1e3 / len(calls)
 
 
 def table(trials: list[list[AttentionTrial]], best: int) -> Table:

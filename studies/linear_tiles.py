@@ -29,20 +29,20 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from foreword.bench.passes import between_marks
+from foreword.bench.passes import cuda_milliseconds
 from foreword.bench.report import facts
 from foreword.errors import InputError
-from foreword.ops.drafting.coarse import Beside, coarse_linear
-from foreword.ops.graph import record
+from foreword.ops.cuda_graph import record
+from foreword.ops.drafting.int8_linear import SecondInput, int8_linear
 from foreword.ops.layer import overlap
-from foreword.ops.layer.linear import Handed, few_rows_linear, linear_and_hand_on
-from foreword.ops.layer.qkv import linear_turn_and_store
-from foreword.ops.layer.rotary import turn_and_store
+from foreword.ops.layer.linear import Prescaled, few_rows_linear, linear_and_prescale
+from foreword.ops.layer.qkv import linear_rotate_and_store
+from foreword.ops.layer.rotary import rotate_and_store
 from foreword.ops.layer.tiles import BUCKETS, ONE_BY_ONE, PROGRAMS, Kind, Tiles, tiles_for
 from study import command
 
 ROWS = (1, 2, 16, 64)
-HANDED_BLOCK = 32  # columns of the product before, over which it has summed squares
+PRESCALED_BLOCK = 32  # columns of the product before, over which it has summed squares
 READ_PER_GRAPH = 256 * 2**20  # bytes: several times the L2 cache
 LEAST_LAUNCHES = 20
 EPSILON = 1e-5  # of norms
@@ -195,7 +195,7 @@ class Given:
         self.norm = (torch.rand(k, device="cuda").bfloat16() + 0.5, EPSILON) if product.normed else None
         self.residual = torch.randn(1, rows, n, device="cuda").bfloat16() if product.added else None
         self.after = torch.rand(n, device="cuda").bfloat16() + 0.5
-        self.handed = None if self.norm is None else handed_on(self.rows, self.norm[0])
+        self.prescaled = None if self.norm is None else prescaled_rows(self.rows, self.norm[0])
         copies = max(1, min(2 * memory.numel() // product.bytes, math.ceil(READ_PER_GRAPH / product.bytes)))
         shape = (2 * n if product.kind == "gated" else n, k)
         numbers = memory.view(torch.int8) if product.kind == "coarse" else memory
@@ -205,20 +205,20 @@ class Given:
 
     def ours(self, trial: LinearTrial) -> Callable[[Tensor], Tensor]:
         tiles, rows = trial.tiles, self.rows
-        handed = self.handed if trial.handed else None
+        prescaled = self.prescaled if trial.handed else None
         if self.product.kind == "coarse":
             return self._coarse(tiles)
         if self.turn is not None and not trial.apart:
-            turn = self.turn.where
-            return lambda weight: linear_turn_and_store(rows, weight, None, self.norm, *turn, handed=handed, tiles=tiles)
+            turn, norm = self.turn.where, self.norm
+            return lambda weight: linear_rotate_and_store(rows, weight, None, norm, *turn, prescaled=prescaled, tiles=tiles)
         if self.residual is not None and trial.handed:
             added, after = self.residual, self.after
-            return lambda weight: linear_and_hand_on(rows, weight, None, added, after, tiles=tiles)[0]
-        options: dict[str, Any] = {"norm": self.norm, "handed": handed, "residual": self.residual, "tiles": tiles}
+            return lambda weight: linear_and_prescale(rows, weight, None, added, after, tiles=tiles)[0]
+        options: dict[str, Any] = {"norm": self.norm, "prescaled": prescaled, "residual": self.residual, "tiles": tiles}
 
         def product(weight: Tensor) -> Tensor:
             out = few_rows_linear(rows, weight, gated=self.product.kind == "gated", **options)
-            return out if self.turn is None else turn_and_store(out, *self.turn.where)
+            return out if self.turn is None else rotate_and_store(out, *self.turn.where)
 
         return product
 
@@ -227,9 +227,9 @@ class Given:
         scales by the length of the rows."""
         if self.product.name == "rough later":
             half, other = self.rows.chunk(2, dim=-1)
-            return lambda weight: coarse_linear(half, weight, self.scales, beside=Beside(other), tiles=tiles)
+            return lambda weight: int8_linear(half, weight, self.scales, second=SecondInput(other), tiles=tiles)
         epsilon = EPSILON if self.product.normed else None
-        return lambda weight: coarse_linear(self.rows, weight, self.scales, epsilon=epsilon, tiles=tiles)
+        return lambda weight: int8_linear(self.rows, weight, self.scales, epsilon=epsilon, tiles=tiles)
 
     def exact(self, weight: Tensor) -> Tensor:
         if self.product.kind == "coarse":
@@ -252,11 +252,11 @@ class Given:
         return ((found - exact).norm() / exact.norm()).item()
 
 
-def handed_on(rows: Tensor, weight: Tensor) -> Handed:
+def prescaled_rows(rows: Tensor, weight: Tensor) -> Prescaled:
     """Prepare rows as a product leaves them for the next norm."""
     flat = rows.float().flatten(0, 1)
-    squares = flat.square().unflatten(1, (-1, HANDED_BLOCK)).sum(2).t().contiguous()
-    return Handed(rows, (flat * weight.float()).to(rows.dtype), squares)
+    squares = flat.square().unflatten(1, (-1, PRESCALED_BLOCK)).sum(2).t().contiguous()
+    return Prescaled(rows, (flat * weight.float()).to(rows.dtype), squares)
 
 
 class Turn:
@@ -316,7 +316,7 @@ def microseconds(product: Callable[[Tensor], Tensor], weights: list[Tensor], sam
             found[:] = [product(weight)]
 
     graph = record(launches)
-    times = [between_marks(graph.replay, 1) for _ in range(7)][2:]
+    times = [cuda_milliseconds(graph.replay, 1) for _ in range(7)][2:]
     if same_bits and not torch.equal(found[0], expected):
         raise ArithmeticError("a replay gave other bits than a plain call")
     return median(times) * 1e3 / len(order)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.bench.report import read_results
-from foreword.bench.svg import alone, level_bars
+from foreword.bench.svg import horizontal_bars, standalone
 from foreword.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ def chart() -> str:
     machines = {machine: rows(folder) for machine, folder in SOURCES.items()}
     first, *_ = machines.values()
     methods = sorted({name for found in machines.values() for name in found}, key=lambda name: -_speed(first, name))
-    drawing = level_bars(
+    drawing = horizontal_bars(
         methods,
         {
             machine: [found[name]["speedup"] if name in found else None for name in methods]
@@ -46,7 +46,7 @@ def chart() -> str:
         rule=1.0,
         colour=COLOURS.__getitem__,
     )
-    return alone(drawing, COLOURS) + "\n"
+    return standalone(drawing, COLOURS) + "\n"
 
 
 def _speed(found: Rows, name: str) -> float:

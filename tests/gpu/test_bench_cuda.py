@@ -1,5 +1,5 @@
-"""On a CUDA device: the compiled baseline writes plain's tokens, sampled rounds are captured beforehand, and a round's parts
-are measured.
+"""On a CUDA device: the compiled baseline generates plain's tokens, sampled rounds are captured before the clock, and the
+stages of a round are measured.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import foreword
 from foreword.api import LLM
-from foreword.bench import Benchmark, Manner, Task, Timing, contender, make_baselines
-from foreword.bench.roofline import PARTS, roofline
+from foreword.bench import Benchmark, GenerationSettings, Task, Timing, contender, make_baselines
+from foreword.bench.roofline import SPLIT_STAGES, roofline
 from foreword.model.cache import SharedCacheMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -59,10 +59,10 @@ def load(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def test_the_compiled_baseline(load: Callable[[str], LLM], folder: Path) -> None:
     llm = load("float32")
-    plain = contender(llm, "plain").write(TASKS, Manner(16))
+    plain = contender(llm, "plain").write(TASKS, GenerationSettings(16))
     (other,) = make_baselines(["hf_static"], llm, folder, 512)
-    other.capture(TASKS, Manner(16))
-    found = other.write(TASKS, Manner(16))
+    other.capture(TASKS, GenerationSettings(16))
+    found = other.write(TASKS, GenerationSettings(16))
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     assert all(one.first_s and one.accepted == [1] * len(one.tokens) for one in found)
 
@@ -71,33 +71,33 @@ def test_the_compiled_baseline(load: Callable[[str], LLM], folder: Path) -> None
 def test_rounds_are_captured_before_the_clock(load: Callable[[str], LLM], temperature: float) -> None:
     llm = load("bfloat16")
     one = contender(llm, "token_recycling", max_context=512)
-    manner = Manner(32, temperature)
-    one.capture(TASKS, manner)
+    settings = GenerationSettings(32, temperature)
+    one.capture(TASKS, settings)
     one.forget()
-    first, again = one.write(TASKS, manner), one.write(TASKS, manner)
+    first, again = one.write(TASKS, settings), one.write(TASKS, settings)
     assert all(not answer.failed and answer.first_s for answer in first)
     assert sum(len(a.accepted) for a in again) <= sum(len(a.accepted) for a in first)  # it has learned
     one.forget()
-    assert [answer.accepted for answer in one.write(TASKS, manner)] == [answer.accepted for answer in first]
+    assert [answer.accepted for answer in one.write(TASKS, settings)] == [answer.accepted for answer in first]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_caches_in_the_same_memory(load: Callable[[str], LLM], dtype: str) -> None:
-    """Rounds are captured with where the cache lies; what others leave there in between changes no text."""
-    llm, cache_memory, manner = load(dtype), SharedCacheMemory(), Manner(24)
+    """Captured rounds hold the address of the cache; what other contenders leave there changes no output."""
+    llm, cache_memory, settings = load(dtype), SharedCacheMemory(), GenerationSettings(24)
     names = ("plain", "prompt_lookup", "token_recycling")
-    alone = [[answer.tokens for answer in contender(llm, name, 512, 2).write(TASKS, manner)] for name in names]
+    alone = [[answer.tokens for answer in contender(llm, name, 512, 2).write(TASKS, settings)] for name in names]
     together = [contender(llm, name, 512, 2, cache_memory=cache_memory) for name in names]
     for one in together:
-        one.capture(TASKS, manner)
+        one.capture(TASKS, settings)
     for _ in range(2):
-        for one, texts in zip(together, alone, strict=True):
-            assert [answer.tokens for answer in one.write(TASKS, manner)] == texts
+        for one, outputs in zip(together, alone, strict=True):
+            assert [answer.tokens for answer in one.write(TASKS, settings)] == outputs
             assert cache_memory._numbers is not None
             cache_memory._numbers.fill_(float("nan"))
 
 
-def test_what_the_machine_allows(load: Callable[[str], LLM]) -> None:
+def test_the_roofline(load: Callable[[str], LLM]) -> None:
     llm = load("bfloat16")
     names = ("plain", "token_recycling")
     timings = tuple(Timing("0", "qa", n, 40, 20, 1.0, 0.0, 1, first_s=0.1, first_tokens=1, drafted=40) for n in names)
@@ -105,5 +105,5 @@ def test_what_the_machine_allows(load: Callable[[str], LLM]) -> None:
     assert 1e11 < found["bytes_per_second"] < 1e14 and found["operations_per_second"] > 1e12
     assert isinstance(found["passes"], list) and found["knee"]
     for name in names:
-        assert set(found["split"][name]) == set(PARTS) and found["split"][name]["verify"] > 0
+        assert set(found["split"][name]) == set(SPLIT_STAGES) and found["split"][name]["verify"] > 0
     assert found["split"]["token_recycling"]["draft"] > 0 == found["split"]["plain"]["draft"]

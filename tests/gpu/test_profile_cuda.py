@@ -1,11 +1,11 @@
-"""On a CUDA device: every section of a profile has its figures, captured rounds and written ones alike."""
+"""On a CUDA device: every section of a profile has its figures, with captured and with eager rounds."""
 
 from pathlib import Path
 
 import pytest
 
 from foreword.bench import profile as profile_module
-from foreword.bench.profile import Profile, ProfileSettings, attempt, drawn, failures
+from foreword.bench.profile import Profile, ProfileSettings, attempt, failures, random_subject
 from foreword.model.shapes import SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -17,12 +17,12 @@ TINY = dict(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("graph", [True, False], ids=["captured", "written"])
+@pytest.mark.parametrize("graph", [True, False], ids=["captured", "eager"])
 def test_every_section(graph: bool, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     monkeypatch.setattr(profile_module, "GPU_BUFFER", 256 * 2**20)
-    subject = drawn("tiny", 2, device="cuda", dtype=dtype, max_context=512, cuda_graphs=graph)
+    subject = random_subject("tiny", 2, device="cuda", dtype=dtype, max_context=512, cuda_graphs=graph)
     settings = ProfileSettings(rows=(1, 16), contexts=(64, 300), context=200, tokens=64, repeats=8)
     found = {name: attempt(section) for name, section in Profile(subject, settings).sections.items()}
     assert not failures(found)

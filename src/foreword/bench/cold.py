@@ -1,6 +1,7 @@
-"""A cold start: how long a fresh process takes from its start to its first token, and where the seconds go.
+"""Cold start: how long a fresh process takes from its start to its first token, step by step.
 
-The child writes down when it began, had imported, had loaded and had a token, on the clock that the parent started it by.
+The child notes the time when it began and after its imports, after loading and after the first token. Parent and child read
+the same clock.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import time
 marks = [time.time()]
 import json, sys
 from foreword.api import load
-from foreword.bench.profile import drawn
+from foreword.bench.profile import random_subject
 from foreword.engine.request import Request
 marks.append(time.time())
 shapes, model, method, where = json.loads(sys.argv[1])
-engine = drawn(shapes, 1, **where).engine(method) if shapes else load(model, method, slots=1, **where).engine
+engine = random_subject(shapes, 1, **where).engine(method) if shapes else load(model, method, slots=1, **where).engine
 marks.append(time.time())
 engine.generate([Request((1, 2, 3), max_new_tokens=1)])
 marks.append(time.time())
@@ -30,7 +31,7 @@ print(json.dumps(marks))
 
 
 def cold_start(shapes: str | None, model: str | None, method: str, where: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each step; `where` are options of `foreword.load`."""
+    """Return the seconds of each step. `where`: options of `foreword.load`."""
     asked = json.dumps([shapes, model, method, where])
     began = time.time()
     done = subprocess.run([sys.executable, "-c", CHILD, asked], capture_output=True, text=True, check=False)

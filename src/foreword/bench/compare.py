@@ -1,7 +1,7 @@
-"""Two results side by side: what became faster or slower, and whether the prompts at hand can tell.
+"""Compare two results: what became faster or slower, and whether there are enough prompts to tell.
 
-In: two results.json, of this version or an earlier one. Out: a `Change` for each table and contender that both have, one
-text at a time, over the prompts that both answered. A change whose interval holds 1 cannot be told.
+In: two results.json, of this version or an earlier one. Out: a `Change` for each table and contender that both have, at
+batch 1, over the prompts that both answered. A change whose interval includes 1 is not significant.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from foreword.bench.figures import Timing, middle, parts, resampled
+from foreword.bench.figures import Timing, bootstrap_interval, median_repeats, table_groups
 
 Content = dict[str, Any]
 SETTINGS = ("machine", "threads", "model", "grown", "dtype", "versions", "commit", "prompts", "rows")
-ASKED = ("max_new_tokens", "temperature", "repeats")
+WORKLOAD = ("max_new_tokens", "temperature", "repeats")
 
 
 @dataclass(frozen=True)
 class Change:
     table: str
     contender: str
-    before: float  # tokens a second
+    before: float  # tokens per second
     after: float
     ratio: float
     low: float | None
@@ -43,17 +43,17 @@ class Change:
 
 
 def changes(before: Content, after: Content) -> list[Change]:
-    """Tables are those of B; who has no prompt in common with A there is left out."""
+    """Return the changes, table by table of `after`. A contender needs prompts of that table that both results have."""
     timings = read_timings(after)
     old, new = _by_prompt(read_timings(before)), _by_prompt(timings)
     group = {timing.prompt: (timing.suite, timing.group) for timing in timings}
-    holds = parts(list(dict.fromkeys(group.values())))
+    groups_of = table_groups(list(dict.fromkeys(group.values())))
     found = []
     for name, table in after["tables"].items():
         rows = {row["contender"]: row for row in before["tables"].get(name, ())}
         for row in table:
             contender = row["contender"]
-            keys = [key for key in new if key in old and key[0] == contender and group[key[1]] in holds.get(name, ())]
+            keys = [key for key in new if key in old and key[0] == contender and group[key[1]] in groups_of.get(name, ())]
             if contender in rows and keys:
                 sides = rows[contender], row
                 found.append(_change(name, contender, [(old[key], new[key]) for key in keys], sides))
@@ -61,9 +61,9 @@ def changes(before: Content, after: Content) -> list[Change]:
 
 
 def _change(table: str, contender: str, pairs: list[Any], sides: tuple[Content, Content]) -> Change:
-    """Over the same prompts on both sides."""
+    """Compare the same prompts on both sides; `pairs`: for each, tokens, seconds and rounds before and after."""
     old, new = np.array(pairs).sum(0).tolist()
-    low, high = resampled([[*after[:2], *before[:2]] for before, after in pairs])
+    low, high = bootstrap_interval([[*after[:2], *before[:2]] for before, after in pairs])
     before, after = old[0] / old[1], new[0] / new[1]
     per_round = old[0] / max(old[2], 1), new[0] / max(new[2], 1)
     speedup, noise = (sides[0]["speedup"], sides[1]["speedup"]), any(side.get("noise") for side in sides)
@@ -71,9 +71,9 @@ def _change(table: str, contender: str, pairs: list[Any], sides: tuple[Content, 
 
 
 def _by_prompt(timings: list[Timing]) -> dict[tuple[str, str], list[float]]:
-    """By contender and prompt: tokens, seconds and rounds, all turns together; nothing of a prompt with a failed turn."""
+    """Sum tokens, seconds and rounds by contender and prompt over the turns; leave out prompts with a failed turn."""
     turns: dict[tuple[str, str], list[Timing]] = {}
-    for timing in middle(timings):
+    for timing in median_repeats(timings):
         turns.setdefault((timing.contender, timing.prompt), []).append(timing)
     return {
         key: [sum(t.tokens for t in of), sum(t.seconds for t in of), sum(t.rounds for t in of)]
@@ -83,8 +83,8 @@ def _by_prompt(timings: list[Timing]) -> dict[tuple[str, str], list[float]]:
 
 
 def read_timings(found: Content) -> list[Timing]:
-    """Of one text at a time, at the first temperature. Earlier versions said neither which block a timing is of nor, at
-    first, how many texts are the base's."""
+    """Return the timings of batch 1 at the first temperature. In results of earlier versions `block`, and in the first ones
+    also `identical`, is missing."""
     known = {field.name for field in fields(Timing)}
     rows = [row for row in found["timings"] if row.get("batch", 1) == 1]
     rows = [row for row in rows if row.get("temperature", 0.0) == found["temperature"]]
@@ -96,7 +96,7 @@ def read_timings(found: Content) -> list[Timing]:
 
 def settings_that_differ(before: Content, after: Content) -> dict[str, tuple[Any, Any]]:
     pairs = {name: (before["about"].get(name), after["about"].get(name)) for name in SETTINGS}
-    pairs |= {name: (before[name], after[name]) for name in ASKED}
+    pairs |= {name: (before[name], after[name]) for name in WORKLOAD}
     if "prompts_sha256" in before["about"].keys() & after["about"].keys():
         pairs["prompts_sha256"] = (before["about"]["prompts_sha256"], after["about"]["prompts_sha256"])
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -1,8 +1,8 @@
-"""Who is timed: our methods, on shared weights and, since one writes at a time, with caches in the same memory.
-`baselines.py` has other people's decoding.
+"""What is timed: our methods. They share the weights and, because they run one at a time, the memory of their caches.
+`baselines.py` has the other decoders.
 
-A contender writes the answers to tasks, as many side by side as it has slots, and says which tokens each round brought; the
-clock is the benchmark's, not its own. Tasks are token ids: tokenizing and decoding are in nobody's time.
+A contender answers tasks, as many at a time as it has slots, and reports how many tokens each round decided. The benchmark
+holds the clock. Tasks are token ids, so tokenizing and detokenizing are not timed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 from foreword.api import LLM
 from foreword.core.sampling import Sampling
-from foreword.drafters.resolve import Wanted
+from foreword.drafters.resolve import DrafterRequest
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
-from foreword.engine.warm_up import memory
+from foreword.engine.warm_up import snapshot
 from foreword.errors import ForewordError, PromptError
 from foreword.methods import METHODS
 from foreword.model.cache import SharedCacheMemory
@@ -28,7 +28,7 @@ from foreword.text import Prompt, Tokenizer
 
 @dataclass(frozen=True)
 class Task:
-    """A text to write: the prompt that it answers, what stands before it, and its place in the run, which seeds it."""
+    """A prompt to answer: its name, its token ids, and its index in the run, which seeds the sampling."""
 
     prompt: str
     ids: tuple[int, ...]
@@ -36,8 +36,8 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How everybody writes."""
+class GenerationSettings:
+    """The settings that all contenders share."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -51,8 +51,8 @@ class Manner:
 class Answer:
     tokens: list[int]
     accepted: list[int] = field(default_factory=list)  # tokens that each round decided
-    drafted: list[int] = field(default_factory=list)  # candidates that each round checked, where the contender can tell
-    first_s: float | None = None  # until the first round's tokens were there
+    drafted: list[int] = field(default_factory=list)  # candidates that each round verified, if known
+    first_s: float | None = None  # seconds until the first round's tokens
     failed: str | None = None  # why there is no answer
 
     @staticmethod
@@ -63,15 +63,15 @@ class Answer:
 @dataclass(frozen=True)
 class Contender:
     name: str
-    write: Callable[[Sequence[Task], Manner], list[Answer]]
-    capture: Callable[[Sequence[Task], Manner], None] = lambda *_: None
-    """Prepare for tasks such as these, so that nothing is captured or compiled while the clock runs."""
+    write: Callable[[Sequence[Task], GenerationSettings], list[Answer]]
+    capture: Callable[[Sequence[Task], GenerationSettings], None] = lambda *_: None
+    """Prepare for such tasks, so that nothing is captured or compiled while the clock runs."""
     ready: Callable[[], None] = lambda: None
-    """Whatever it has to do before the clock of its turn runs."""
+    """Prepare for a turn, before the clock starts."""
     forget: Callable[[], None] = lambda: None
-    """Lose what was learned from texts: who has seen a prompt before knows the answer."""
+    """Drop what was learned from earlier outputs: a drafter that has seen a prompt knows the answer."""
     close: Callable[[], None] = lambda: None
-    alone: bool = False  # writes greedily and one text at a time, nothing else
+    greedy_single: bool = False  # can only decode greedily, at batch 1
 
 
 def contender(
@@ -83,32 +83,39 @@ def contender(
     cache_memory: SharedCacheMemory | None = None,
     **options: Any,
 ) -> Contender:
-    """A method, or NAME=FOLDER for a trained drafter, on the weights of `llm`, `slots` texts side by side; its cache in a
-    `cache_memory` that others may have, too."""
-    own = LLM.of(llm.model.again(cache_memory), llm.tokenizer, Wanted.of(method, **options), slots, max_context, graph)
+    """Make the contender of a method, or of NAME=FOLDER for a trained drafter, on the weights of `llm`, with `slots` slots.
+    Its cache lies in `cache_memory`, which contenders may share."""
+    own = LLM.of(
+        llm.model.with_own_cache(cache_memory),
+        llm.tokenizer,
+        DrafterRequest.of(method, **options),
+        slots,
+        max_context,
+        graph,
+    )
     engine = own.engine
-    forget = memory(engine.drafter) if engine.drafter.learns else lambda: None
+    forget = snapshot(engine.drafter) if engine.drafter.learns else lambda: None
 
-    def capture(tasks: Sequence[Task], manner: Manner) -> None:
-        engine.take_berth()
+    def capture(tasks: Sequence[Task], settings: GenerationSettings) -> None:
+        engine.claim_cache()
         lengths = [min(len(task.ids), engine.max_context - 1) for task in tasks]
-        engine.warm_up(min(lengths), max(lengths) + manner.max_new_tokens, manner.sampling(tasks[0]))
+        engine.warm_up(min(lengths), max(lengths) + settings.max_new_tokens, settings.sampling(tasks[0]))
 
-    def write(tasks: Sequence[Task], manner: Manner) -> list[Answer]:
-        engine.take_berth()  # again, for who was not asked to be ready
-        return written(engine, tasks, manner)
+    def write(tasks: Sequence[Task], settings: GenerationSettings) -> list[Answer]:
+        engine.claim_cache()  # again, in case `ready` was not called
+        return generate_answers(engine, tasks, settings)
 
-    return Contender(method, write, capture, engine.take_berth, forget, own.close)
+    return Contender(method, write, capture, engine.claim_cache, forget, own.close)
 
 
-def apart(names: Sequence[str], device: torch.device, gpus: int) -> list[str]:
-    """Who should be timed in a run of its own: a draft that is written beside the target, on the one GPU there is, changes
-    the pace of others' rounds in the same process (decision 24)."""
+def needs_own_run(names: Sequence[str], device: torch.device, gpus: int) -> list[str]:
+    """Return the methods to time in a run of their own: drafting alongside the target on a single GPU changes the speed of
+    the other contenders' rounds in the same process (decision 24)."""
     return [name for name in names if METHODS[name].drafts_alongside] if device.type == "cuda" and gpus == 1 else []
 
 
-def unable(name: str, error: Exception) -> Contender:
-    """In the place of one that could not be made: it fails at everything, and says why."""
+def failing_contender(name: str, error: Exception) -> Contender:
+    """Stand in for a contender that could not be made: it fails at every task with this error."""
 
     def write(*_: object) -> list[Answer]:
         raise error
@@ -116,27 +123,27 @@ def unable(name: str, error: Exception) -> Contender:
     return Contender(name, write)
 
 
-def written(engine: Engine, tasks: Sequence[Task], manner: Manner) -> list[Answer]:
-    """The answers of one of our engines. A task that cannot be begun, or that breaks, is a failed one; the others go on."""
+def generate_answers(engine: Engine, tasks: Sequence[Task], settings: GenerationSettings) -> list[Answer]:
+    """Answer tasks with one of our engines. A task that fails gets a failed answer; the others go on."""
     started = time.perf_counter()
     first: dict[int, float] = {}
     try:
-        begun = [_begun(engine, task, manner) for task in tasks]
-        unheard = [one for one in begun if isinstance(one, Running)]
+        begun = [_begin(engine, task, settings) for task in tasks]
+        waiting = [one for one in begun if isinstance(one, Running)]  # for their first tokens
         while engine.busy:
             engine.step_for(())
-            if unheard:
+            if waiting:
                 now = time.perf_counter() - started
-                first |= {id(run): now for run in unheard if run.tokens}
-                unheard = [run for run in unheard if not (run.tokens or run.done)]
+                first |= {id(run): now for run in waiting if run.tokens}
+                waiting = [run for run in waiting if not (run.tokens or run.done)]
     finally:
         engine.give_up()
     return [one if isinstance(one, Answer) else _answer(one, first.get(id(one))) for one in begun]
 
 
-def _begun(engine: Engine, task: Task, manner: Manner) -> Running | Answer:
+def _begin(engine: Engine, task: Task, settings: GenerationSettings) -> Running | Answer:
     try:
-        return engine.add(Request(task.ids, manner.sampling(task), manner.max_new_tokens))
+        return engine.add(Request(task.ids, settings.sampling(task), settings.max_new_tokens))
     except ForewordError as error:
         return Answer.failure(error)
 
@@ -145,20 +152,20 @@ def _answer(run: Running, first_s: float | None) -> Answer:
     return Answer.failure(run.error) if run.error else Answer(run.tokens, run.accepted, run.drafted, first_s)
 
 
-def longest(tokenizer: Tokenizer, prompt: Prompt, max_new_tokens: int) -> int:
-    """Tokens that may stand before a prompt's last answer: everything said and answered before. None, if it cannot be
-    asked: that is told when it is its turn."""
-    said: list[Any] = prompt.turns if prompt.answers > 1 else [prompt.first()]
+def longest_prompt(tokenizer: Tokenizer, prompt: Prompt, max_new_tokens: int) -> int:
+    """Return the most tokens that may come before a prompt's last answer: all turns and earlier answers. 0 if the prompt
+    cannot be encoded; that is reported when it is asked."""
+    turns: list[Any] = prompt.turns if prompt.answers > 1 else [prompt.first()]
     try:
-        return sum(len(tokenizer.encode(one)) for one in said) + (max_new_tokens + SPARE) * (prompt.answers - 1)
+        return sum(len(tokenizer.encode(one)) for one in turns) + (max_new_tokens + SPARE) * (prompt.answers - 1)
     except PromptError:
         return 0
 
 
-SPARE = 32  # tokens: a reply that is read back may be cut into more of them than it was written in
+SPARE = 32  # tokens: a reply that is tokenized again may have more of them
 
 
 def context_for(llm: LLM, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
-    """Tokens that the longest answer may reach, its prompt included: what a cache must hold, and not more."""
-    most = max(longest(llm.tokenizer, prompt, max_new_tokens) for prompt in prompts)
+    """Return the context that a cache must hold: the longest prompt and its answer."""
+    most = max(longest_prompt(llm.tokenizer, prompt, max_new_tokens) for prompt in prompts)
     return min(most + max_new_tokens + 1, llm.model.max_context)

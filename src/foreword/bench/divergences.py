@@ -1,7 +1,7 @@
 """Where a contender's output diverges from the base's, and whether that was a tie.
 
-In: heats. Out: for each output of each contender `same`, `tie`, `different`, or why it could not be judged. The caller
-brings the judge: `prove` has a referee, which this room does not import.
+In: runs of blocks. Out: for each output of each contender `same`, `tie`, `different`, or why it could not be judged. The
+caller passes the judge: `prove` has a referee, which this package does not import.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from foreword.bench.contenders import Manner
-from foreword.bench.run import Heat, base_of
+from foreword.bench.contenders import GenerationSettings
+from foreword.bench.run import BlockRun, base_of
 from foreword.core.sampling import Sampling
 
 SAME, TIE, DIFFERENT = "same", "tie", "different"
@@ -18,9 +18,12 @@ SAME, TIE, DIFFERENT = "same", "tie", "different"
 
 @dataclass(frozen=True)
 class Divergence:
-    """Two tokens for one position of a sequence, the base's and another's, after `text[:place]`. `prompt`: prompt tokens."""
+    """Two tokens for one position of a sequence, the base's and another's, after `sequence[:place]`.
 
-    text: tuple[int, ...]
+    `prompt`: how many tokens of the sequence are the prompt.
+    """
+
+    sequence: tuple[int, ...]
     prompt: int
     place: int
     sampling: Sampling
@@ -35,22 +38,22 @@ Judge = Callable[[Sequence[Divergence]], list[str]]
 class Verdicts:
     """Verdicts on every output of every contender. Equal divergences of repeats and methods are judged once."""
 
-    def __init__(self, heats: Iterable[Heat], manner: Manner, judge: Judge) -> None:
-        self.manner = manner
+    def __init__(self, block_runs: Iterable[BlockRun], settings: GenerationSettings, judge: Judge) -> None:
+        self.settings = settings
         found: dict[Divergence, None] = {}
-        for heat in heats:
-            for name in heat.answers:
-                found |= {one: None for one in self._divergences(heat, name) if isinstance(one, Divergence)}
+        for block_run in block_runs:
+            for name in block_run.answers:
+                found |= {one: None for one in self._divergences(block_run, name) if isinstance(one, Divergence)}
         self.judged = dict(zip(found, judge(list(found)) if found else [], strict=True))
 
-    def of(self, heat: Heat, contender: str) -> list[str]:
-        return [self.judged[one] if isinstance(one, Divergence) else one for one in self._divergences(heat, contender)]
+    def of(self, block_run: BlockRun, contender: str) -> list[str]:
+        return [self.judged[one] if isinstance(one, Divergence) else one for one in self._divergences(block_run, contender)]
 
-    def _divergences(self, heat: Heat, contender: str) -> list[Divergence | str]:
-        manner = Manner(self.manner.max_new_tokens, heat.place.temperature, self.manner.seed)
+    def _divergences(self, block_run: BlockRun, contender: str) -> list[Divergence | str]:
+        settings = GenerationSettings(self.settings.max_new_tokens, block_run.place.temperature, self.settings.seed)
         found: list[Divergence | str] = []
-        base = heat.answers[base_of(list(heat.answers))]
-        for task, truth, answer in zip(heat.tasks, base, heat.answers[contender], strict=True):
+        base = block_run.answers[base_of(list(block_run.answers))]
+        for task, truth, answer in zip(block_run.tasks, base, block_run.answers[contender], strict=True):
             place = _first_difference(truth.tokens, answer.tokens)
             if answer.failed or truth.failed or place is None:
                 found.append(SAME)
@@ -59,7 +62,7 @@ class Verdicts:
             else:
                 whole, given = (*task.ids, *truth.tokens), len(task.ids)
                 tokens = truth.tokens[place], answer.tokens[place]
-                found.append(Divergence(whole, given, given + place, manner.sampling(task), *tokens))
+                found.append(Divergence(whole, given, given + place, settings.sampling(task), *tokens))
         return found
 
 

@@ -1,9 +1,9 @@
-"""From heats to figures: timings, the middle one of the repeats, and rows of a table with their confidence.
+"""From runs of blocks to figures: timings, the median of the repeats, and table rows with their confidence.
 
-Speeds are tokens over wall seconds, pooled over prompts. A speed-up is over the base on the very same blocks, at the same
-batch and temperature. Its interval is what 95 of 100 samples of the prompts, drawn with replacement, would give. There is
-none where a text differs from the base's for any reason but a tie. One that exceeds the tokens per round is noise. A block
-that somebody failed at counts for nobody it is compared with.
+Speeds are tokens over wall seconds, pooled over prompts. A speed-up is over the base on the same blocks, at the same batch
+size and temperature. Its interval is a 95% bootstrap over the prompts. There is no speed-up if an output differs from the
+base's for any reason but a tie. A speed-up that exceeds the tokens per round is noise. A block that the contender or the
+base failed at is left out of their comparison.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 
 from foreword.bench.contenders import Answer
 from foreword.bench.divergences import DIFFERENT, SAME, TIE, Verdicts
-from foreword.bench.run import MIXED, Heat, base_of
-from foreword.drafters.spec import read_word
+from foreword.bench.run import MIXED, BlockRun, base_of
+from foreword.drafters.spec import parse_spec
 from foreword.methods import AUTO, all_methods
 from foreword.text import loop_share
 
 RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)  # percentiles
-FEWEST = 6  # samples: five that are the same by chance all lean to one side in 6 of 100 cases, six in 3
-NOISE = 1.05  # times the tokens per round: clocks of a quiet machine err by less
+FEWEST_SAMPLES = 6  # by chance alone, five samples lean to the same side in 6 of 100 cases, six in 3
+NOISE = 1.05  # times the tokens per round; on a quiet machine, clocks err by less
 LOOKUP_GROUPS = ("summarization", "rag", "translation")
 
 
@@ -39,7 +39,7 @@ class Timing:
     rounds: int
     seconds: float
     loop_share: float
-    identical: int  # texts that are those of the base
+    identical: int  # outputs equal to the base's
     texts: int = 1
     batch: int = 1
     suite: str = ""
@@ -47,45 +47,45 @@ class Timing:
     repeat: int = 0
     turn: int = 0
     block: int = 0
-    ties: int = 0  # texts that leave the base's at a near-tie of the model
-    differing: int = 0  # texts that leave it otherwise
-    unjudged: str = ""  # why it could not be told whether they do
+    ties: int = 0  # outputs that diverge from the base's at a near-tie of the model
+    differing: int = 0  # outputs that diverge otherwise
+    unjudged: str = ""  # why divergences could not be judged
     failed: int = 0
     failed_at: list[str] = field(default_factory=list)  # prompts
     why: str = ""
-    first_s: float | None = None  # until the first round's tokens were there
+    first_s: float | None = None  # seconds until the first round's tokens
     first_tokens: int = 0
     drafted: int = 0
-    kept: list[int] = field(default_factory=list)  # of rounds with a draft: how many kept 0, 1, 2, ... tokens of it
+    kept: list[int] = field(default_factory=list)  # how many rounds with a draft accepted 0, 1, 2, ... of its tokens
 
     @property
     def answered(self) -> int:
         return self.texts - self.failed
 
 
-def timings(heats: Iterable[Heat], verdicts: Verdicts) -> list[Timing]:
-    return [_timing(heat, name, verdicts.of(heat, name)) for heat in heats for name in heat.answers]
+def timings(block_runs: Iterable[BlockRun], verdicts: Verdicts) -> list[Timing]:
+    return [_timing(block_run, name, verdicts.of(block_run, name)) for block_run in block_runs for name in block_run.answers]
 
 
-def _timing(heat: Heat, name: str, verdicts: list[str]) -> Timing:
-    answers = heat.answers[name]
-    there = [answer for answer in answers if not answer.failed]
+def _timing(block_run: BlockRun, name: str, verdicts: list[str]) -> Timing:
+    answers = block_run.answers[name]
+    good = [answer for answer in answers if not answer.failed]
     said = [one for one, answer in zip(verdicts, answers, strict=True) if not answer.failed]
-    tokens = sum(len(answer.tokens) for answer in there)
-    looping = sum(loop_share(answer.tokens) * len(answer.tokens) for answer in there)
-    place, alone = heat.place, len(answers) == 1 and bool(there)
+    tokens = sum(len(answer.tokens) for answer in good)
+    looping = sum(loop_share(answer.tokens) * len(answer.tokens) for answer in good)
+    place, alone = block_run.place, len(answers) == 1 and bool(good)
     return Timing(
-        prompt=" ".join(task.prompt for task in heat.tasks),
-        group=heat.group,
+        prompt=" ".join(task.prompt for task in block_run.tasks),
+        group=block_run.group,
         contender=name,
         tokens=tokens,
-        rounds=sum(len(answer.accepted) for answer in there),
-        seconds=heat.seconds[name],
+        rounds=sum(len(answer.accepted) for answer in good),
+        seconds=block_run.seconds[name],
         loop_share=looping / max(tokens, 1),
         identical=said.count(SAME),
         texts=len(answers),
         batch=place.batch,
-        suite=heat.suite,
+        suite=block_run.suite,
         temperature=place.temperature,
         repeat=place.repeat,
         turn=place.turn,
@@ -93,13 +93,13 @@ def _timing(heat: Heat, name: str, verdicts: list[str]) -> Timing:
         ties=said.count(TIE),
         differing=sum(one not in (SAME, TIE) for one in said),
         unjudged=next((one for one in said if one not in (SAME, TIE, DIFFERENT)), ""),
-        failed=len(answers) - len(there),
-        failed_at=[task.prompt for task, answer in zip(heat.tasks, answers, strict=True) if answer.failed],
+        failed=len(answers) - len(good),
+        failed_at=[task.prompt for task, answer in zip(block_run.tasks, answers, strict=True) if answer.failed],
         why=next((answer.failed for answer in answers if answer.failed), ""),
-        first_s=there[0].first_s if alone else None,  # side by side, one reads while others write
-        first_tokens=there[0].accepted[0] if alone and there[0].accepted else 0,
-        drafted=sum(sum(answer.drafted) for answer in there),
-        kept=_kept(there),
+        first_s=good[0].first_s if alone else None,  # in a batch, one request reads its prompt while others decode
+        first_tokens=good[0].accepted[0] if alone and good[0].accepted else 0,
+        drafted=sum(sum(answer.drafted) for answer in good),
+        kept=_kept(good),
     )
 
 
@@ -115,13 +115,13 @@ def _kept(answers: Sequence[Answer]) -> list[int]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Everybody at one batch and temperature; of several repeats of a block, the one in the middle."""
+    """All contenders at one batch size and temperature; for each block the median repeat."""
 
     contenders: tuple[str, ...]
     max_new_tokens: int
     timings: tuple[Timing, ...]
     batch: int = 1
-    warm_up_s: dict[str, float] = field(default_factory=dict)  # by contender: warming up and capturing, before the clock
+    warm_up_s: dict[str, float] = field(default_factory=dict)  # by contender: warm-up and capture, before the clock
     temperature: float = 0.0
     repeats: int = 1
 
@@ -131,36 +131,38 @@ class Benchmark:
 
     @property
     def groups(self) -> list[tuple[str, str]]:
-        """Suite and group, in the order they were asked in."""
+        """The pairs of suite and group, in the order of the run."""
         return list(dict.fromkeys((timing.suite, timing.group) for timing in self.timings))
 
-    def of(self, contender: str, wanted: Sequence[tuple[str, str]] | None = None) -> list[Timing]:
-        """A contender's timings, in all groups or in some."""
-        return [t for t in self.timings if t.contender == contender and (wanted is None or (t.suite, t.group) in wanted)]
+    def of(self, contender: str, groups: Sequence[tuple[str, str]] | None = None) -> list[Timing]:
+        """Return a contender's timings, in all groups or in some."""
+        return [t for t in self.timings if t.contender == contender and (groups is None or (t.suite, t.group) in groups)]
 
 
 def benchmarks(found: Sequence[Timing], max_new_tokens: int, warm_up_s: dict[int, dict[str, float]]) -> list[Benchmark]:
-    """By temperature and batch, in their order."""
+    """Group the timings by temperature and batch size, in their order."""
     kinds = list(dict.fromkeys((timing.temperature, timing.batch) for timing in found))
     made = []
     for temperature, batch in sorted(kinds, key=lambda kind: [one[0] for one in kinds].index(kind[0])):
         some = [timing for timing in found if (timing.temperature, timing.batch) == (temperature, batch)]
         names = tuple(dict.fromkeys(timing.contender for timing in some))
         repeats = len({timing.repeat for timing in some})
-        made.append(Benchmark(names, max_new_tokens, middle(some), batch, warm_up_s.get(batch, {}), temperature, repeats))
+        made.append(
+            Benchmark(names, max_new_tokens, median_repeats(some), batch, warm_up_s.get(batch, {}), temperature, repeats)
+        )
     return made
 
 
-def middle(some: Sequence[Timing]) -> tuple[Timing, ...]:
-    """Of each block's repeats the one with the middle time; one that failed, if any did."""
+def median_repeats(some: Sequence[Timing]) -> tuple[Timing, ...]:
+    """Return, for each block, the repeat with the median time, or one that failed if any did."""
     repeats: dict[tuple[str, int, int], list[Timing]] = {}
     for timing in some:
         repeats.setdefault((timing.contender, timing.turn, timing.block), []).append(timing)
-    return tuple(_middle(same) for same in repeats.values())
+    return tuple(_median_repeat(same) for same in repeats.values())
 
 
-def _middle(same: list[Timing]) -> Timing:
-    """With the texts of the worst: what differs in one repeat differs, however quick that repeat was."""
+def _median_repeat(same: list[Timing]) -> Timing:
+    """Return the median repeat with the divergences of the worst one: an output that differs in one repeat differs."""
     ordered = sorted(same, key=lambda timing: (-timing.failed, timing.seconds / max(timing.tokens, 1)))
     chosen = ordered[0] if ordered[0].failed else ordered[(len(ordered) - 1) // 2]
     worst = max(same, key=lambda timing: (bool(timing.unjudged), timing.differing, timing.ties))
@@ -187,7 +189,7 @@ class Row:
     tokens_per_round: float
     loop_share: float
     identical: int
-    prompts: int  # texts that are counted
+    prompts: int  # answers that count
     low: float | None = None  # of the speed-up
     high: float | None = None
     refused: str = ""  # why there is no speed-up
@@ -197,34 +199,34 @@ class Row:
     first_token_s: float | None = None
     decode_tokens_per_second: float | None = None
     decode_speedup: float | None = None
-    tokens_per_round_by_prompt: float = 0.0  # the mean of each prompt's own, where the other pools the rounds
+    tokens_per_round_by_prompt: float = 0.0  # mean over prompts; `tokens_per_round` pools the rounds
     draft_tokens_per_round: float = 0.0
     acceptance: float | None = None
     accepted_per_position: list[float] = field(default_factory=list)
     conditional_per_position: list[float] = field(default_factory=list)
-    noise: str = ""  # why the speed-up cannot be, if it cannot
+    noise: str = ""  # why the speed-up is impossible, if it is
 
 
-def noise(speedup: float, tokens_per_round: float) -> str:
-    """Why a speed-up over plain decoding cannot be; nothing where it can. A round of a method costs at least what a round of
-    plain decoding does, so it is faster by its tokens per round at most."""
+def noise_reason(speedup: float, tokens_per_round: float) -> str:
+    """Return why a speed-up over plain decoding is impossible, or an empty string. A round of a method costs at least as
+    much as a round of plain decoding, so the speed-up is at most its tokens per round."""
     if speedup <= NOISE * tokens_per_round:
         return ""
     return f"noise: no more than {tokens_per_round:.2f} tokens per round"
 
 
-def rows(benchmark: Benchmark, wanted: Sequence[tuple[str, str]] | None = None) -> list[Row]:
-    """A row per contender that answered anything; the speed-up is over the benchmark's base."""
-    base = benchmark.of(benchmark.base, wanted)
-    found = [_row(name, benchmark.of(name, wanted), base) for name in benchmark.contenders]
-    return [_marked(row) for row in found] if benchmark.base == "plain" else found
+def rows(benchmark: Benchmark, groups: Sequence[tuple[str, str]] | None = None) -> list[Row]:
+    """Return a row per contender; the speed-up is over the benchmark's base."""
+    base = benchmark.of(benchmark.base, groups)
+    found = [_row(name, benchmark.of(name, groups), base) for name in benchmark.contenders]
+    return [_with_noise(row) for row in found] if benchmark.base == "plain" else found
 
 
-def _marked(row: Row) -> Row:
-    """With whether it is noise. Others have rounds of their own kind: theirs may well cost less than ours."""
-    if row.speedup is None or read_word(row.contender).name not in {AUTO, *all_methods()}:
+def _with_noise(row: Row) -> Row:
+    """Mark noise. Only for our methods: a round of another decoder may cost less than one of ours."""
+    if row.speedup is None or parse_spec(row.contender).name not in {AUTO, *all_methods()}:
         return row
-    return replace(row, noise=noise(row.speedup, row.tokens_per_round))
+    return replace(row, noise=noise_reason(row.speedup, row.tokens_per_round))
 
 
 def _row(name: str, own: list[Timing], base: list[Timing]) -> Row:
@@ -251,7 +253,7 @@ def _row(name: str, own: list[Timing], base: list[Timing]) -> Row:
         ties=sum(t.ties for t in counted),
         differing=sum(t.differing for t in counted),
         failed=sum(t.failed for t in own),
-        **_apart(pairs, bool(refused)),
+        **_first_token_figures(pairs, bool(refused)),
         tokens_per_round_by_prompt=sum(by_prompt) / max(len(by_prompt), 1),
         draft_tokens_per_round=drafted / max(rounds, 1),
         acceptance=accepted / drafted if drafted else None,
@@ -261,7 +263,7 @@ def _row(name: str, own: list[Timing], base: list[Timing]) -> Row:
 
 
 def _pairs(own: list[Timing], base: list[Timing]) -> list[tuple[Timing, Timing]]:
-    """The blocks that count: those where the contender answered the texts that the base did, and at least one."""
+    """Return the blocks that count: contender and base answered the same prompts there, at least one."""
     truth = {(t.turn, t.block): t for t in base}
     pairs = [(t, truth[t.turn, t.block]) for t in own if (t.turn, t.block) in truth]
     return [(t, other) for t, other in pairs if t.answered == other.answered > 0 and t.failed_at == other.failed_at]
@@ -272,8 +274,8 @@ def _refused(counted: list[Timing]) -> str:
         return "no answers"
     unjudged = next((t.unjudged for t in counted if t.unjudged), "")
     if unjudged:
-        return f"texts differ, and it could not be told whether by a tie: {unjudged}"
-    return "other text" if any(t.differing for t in counted) else ""
+        return f"outputs differ, and it could not be judged whether at ties: {unjudged}"
+    return "other output" if any(t.differing for t in counted) else ""
 
 
 def _speed(some: list[Timing]) -> float:
@@ -281,8 +283,8 @@ def _speed(some: list[Timing]) -> float:
     return sum(t.tokens for t in some) / seconds if seconds else 0.0
 
 
-def _apart(pairs: list[tuple[Timing, Timing]], refused: bool) -> dict[str, Any]:
-    """The wait for the first token, and the speed from then on; known where texts are written one at a time."""
+def _first_token_figures(pairs: list[tuple[Timing, Timing]], refused: bool) -> dict[str, Any]:
+    """Return the time to the first token and the speed after it; known at batch 1 only."""
     both = [pair for pair in pairs if all(t.first_s is not None for t in pair)]
     if not both:
         return {}
@@ -317,16 +319,17 @@ def _interval(pairs: list[tuple[Timing, Timing]]) -> tuple[float | None, float |
         sums = by_prompt.setdefault((own.suite, own.prompt), [0.0] * 4)
         for place, value in enumerate((own.tokens, own.seconds, base.tokens, base.seconds)):
             sums[place] += value
-    return resampled(list(by_prompt.values()))
+    return bootstrap_interval(list(by_prompt.values()))
 
 
-def resampled(samples: list[list[float]]) -> tuple[float | None, float | None]:
-    """Return the 95% interval of the ratio of speeds of (tokens, seconds, base tokens, base seconds), if enough."""
-    if len(samples) < FEWEST:
+def bootstrap_interval(samples: list[list[float]]) -> tuple[float | None, float | None]:
+    """Return the 95% interval of the ratio of speeds from samples of (tokens, seconds, base tokens, base seconds); None if
+    there are too few."""
+    if len(samples) < FEWEST_SAMPLES:
         return None, None
     table = np.array(samples)
-    drawn = np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))
-    tokens, seconds, other_tokens, other_seconds = table[drawn].sum(1).T
+    chosen = np.random.default_rng(0).integers(0, len(table), (RESAMPLES, len(table)))
+    tokens, seconds, other_tokens, other_seconds = table[chosen].sum(1).T
     low, high = np.percentile(tokens / seconds * other_seconds / other_tokens, INTERVAL)
     return float(low), float(high)
 
@@ -335,11 +338,11 @@ def resampled(samples: list[list[float]]) -> tuple[float | None, float | None]:
 
 
 def tables(benchmark: Benchmark) -> dict[str, list[Row]]:
-    return {name: rows(benchmark, wanted) for name, wanted in parts(benchmark.groups).items()}
+    return {name: rows(benchmark, groups) for name, groups in table_groups(benchmark.groups).items()}
 
 
-def parts(groups: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
-    """By the name of a table, what it holds of (suite, group): overall, each prompt set, the groups where text is copied
+def table_groups(groups: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """Return the (suite, group) pairs of each table by its name: overall, each prompt set, the groups whose answers copy
     from the prompt, and each group."""
     found = {"overall": list(groups)}
     suites = list(dict.fromkeys(suite for suite, _ in groups))
@@ -362,10 +365,10 @@ def stops_paying(batches: dict[int, list[Row]]) -> dict[str, int | None]:
         for row in table:
             if row.speedup is not None and not row.noise:
                 ahead.setdefault(row.contender, {})[batch] = row.speedup > 1
-    return {name: _first_behind(won) for name, won in ahead.items() if len(won) == len(batches)}
+    return {name: _first_losing_batch(won) for name, won in ahead.items() if len(won) == len(batches)}
 
 
-def _first_behind(won: dict[int, bool]) -> int | None:
+def _first_losing_batch(won: dict[int, bool]) -> int | None:
     last = max((batch for batch, ahead in won.items() if ahead), default=0)
     return min((batch for batch in won if batch > last), default=None)
 

@@ -22,7 +22,7 @@ from foreword.core.scores import Scores
 from foreword.core.state import Batch
 from foreword.model.linears import read_bytes
 from foreword.model.model import Model
-from foreword.ops.graph import RecordedCall, record
+from foreword.ops.cuda_graph import RecordedCall, record
 
 WARM_UP = 3
 
@@ -60,7 +60,7 @@ def drift_check(model: Model) -> dict[int, float]:
     precisely."""
     if model.device.type != "cuda":
         return {}
-    own = model.again()
+    own = model.with_own_cache()
     sizes = [rows for rows in DRIFT_ROWS if rows < own.max_context]
     context = min(DRIFT_CONTEXT, own.max_context - sizes[-1])
     try:
@@ -73,32 +73,32 @@ def bytes_of_pass(model: Model, rows: int, context: int) -> int:
     """Return the bytes a pass must read: the weights of all linears, and the keys and values of every token a layer sees."""
     stack = model.layer_stack
     shape = stack.cache_shape()
-    seen = sum(min(context, sight.window or context) + rows for sight in stack.sights)
+    seen = sum(min(context, spec.window or context) + rows for spec in stack.attention_specs)
     return read_bytes(model.hf) + shape.bytes_per_row // shape.layers * seen
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median time of a call; on CUDA of replays of a captured graph, so that the host does not count."""
     if device.type == "cuda":
-        return replayed(record(call), repeats)
+        return replay_milliseconds(record(call), repeats)
     call()
-    return median(_plain(call) for _ in range(repeats)) * 1e3
+    return median(_seconds(call) for _ in range(repeats)) * 1e3
 
 
-def _plain(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
-def replayed(graph: RecordedCall[Any], repeats: int) -> float:
+def replay_milliseconds(graph: RecordedCall[Any], repeats: int) -> float:
     """Return the median milliseconds of a replay. Replays follow each other without a pause, so the host does not count."""
     for _ in range(WARM_UP):
         graph.replay()
-    return between_marks(graph.replay, repeats)
+    return cuda_milliseconds(graph.replay, repeats)
 
 
-def between_marks(call: Callable[[], object], repeats: int, best: bool = False) -> float:
+def cuda_milliseconds(call: Callable[[], object], repeats: int, best: bool = False) -> float:
     """Return milliseconds of a call on the current CUDA device, by events between calls: the median, or the fastest."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()

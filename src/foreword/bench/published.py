@@ -1,8 +1,7 @@
 """The tables of pages such as the README, made from results and checked against them.
 
-A page says where a table comes from in a line before it: `<!-- foreword bench table FOLDER -->`, with `--batch N` for the
-table of N texts side by side and `--temperature T` for that of drawn texts. `refreshed` writes what stands behind such lines
-anew.
+A line before a table names its source: `<!-- foreword bench table FOLDER -->`, with `--batch N` for the table of batch N and
+`--temperature T` for that of sampled outputs. `refresh_tables` rewrites the tables after such lines.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from foreword.bench.markdown import same_words, speedup_words, table_lines, told
+from foreword.bench.markdown import figure_cell, same_output_cell, speedup_cell, table_lines
 from foreword.bench.report import read_results
 from foreword.errors import InputError
 
 MARK = re.compile(
-    r"<!-- foreword bench table (?P<folder>\S+)(?: --batch (?P<batch>\d+))?(?: --temperature (?P<heat>[\d.]+))? -->"
+    r"<!-- foreword bench table (?P<folder>\S+)(?: --batch (?P<batch>\d+))?(?: --temperature (?P<temperature>[\d.]+))? -->"
     r"\n\n?(?:\|.*\n?)*\n?"
 )
-CALLED = {
+BASELINE_NAMES = {
     "hf": "`generate` of transformers",
     "hf_static": "the same, static cache and compiled",
     "hf_lookup": "its prompt lookup",
@@ -28,16 +27,16 @@ CALLED = {
 
 
 def published_table(found: dict[str, Any], batch: int = 1, temperature: float | None = None) -> str:
-    """Overall, so many texts at a time; at the temperature that the results begin with unless one is named."""
+    """Return the overall table of a batch size, at the given temperature or the first one of the results."""
     base = found["base"]
     heads = ["", "tokens/s", f"over our own `{base}`", "tokens per round", f"same tokens as `{base}`"]
     body = [
         [
-            CALLED.get(row["contender"], f"`{row['contender']}`"),
-            told(row, "tokens_per_second", ".1f"),
-            speedup_words(row),
-            told(row, "tokens_per_round", ".2f"),
-            same_words(row),
+            BASELINE_NAMES.get(row["contender"], f"`{row['contender']}`"),
+            figure_cell(row, "tokens_per_second", ".1f"),
+            speedup_cell(row),
+            figure_cell(row, "tokens_per_round", ".2f"),
+            same_output_cell(row),
         ]
         for row in _rows(found, batch, temperature)
     ]
@@ -48,19 +47,19 @@ def _rows(found: dict[str, Any], batch: int, temperature: float | None) -> list[
     first = found.get("temperature", 0.0)
     part = found if temperature in (None, first) else found.get("temperatures", {}).get(f"{temperature:g}")
     if part is None:
-        raise InputError(f"these results have no texts drawn at {temperature:g}; let it be in --temperature")
+        raise InputError(f"these results have no outputs sampled at {temperature:g}; run bench with it in --temperature")
     rows: list[dict[str, Any]] | None = part["tables"].get("overall") if batch == 1 else part["batches"].get(str(batch))
     if not rows:
-        raise InputError(f"these results have no table of {batch} texts at a time; let {batch} be in --batch")
+        raise InputError(f"these results have no table of batch {batch}; run bench with {batch} in --batch")
     return rows
 
 
-def refreshed(text: str, root: Path) -> str:
-    """A page with every table behind a mark made anew; folders are read from `root`."""
+def refresh_tables(text: str, root: Path) -> str:
+    """Return a page with every marked table made again; folders are relative to `root`."""
 
     def table(mark: re.Match[str]) -> str:
-        line, heat = mark[0].partition("\n")[0], mark["heat"]
+        line, temperature = mark[0].partition("\n")[0], mark["temperature"]
         found = read_results(root / mark["folder"])
-        return f"{line}\n\n{published_table(found, int(mark['batch'] or 1), float(heat) if heat else None)}\n"
+        return f"{line}\n\n{published_table(found, int(mark['batch'] or 1), float(temperature) if temperature else None)}\n"
 
     return MARK.sub(table, text)

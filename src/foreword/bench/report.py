@@ -1,8 +1,8 @@
 """A benchmark as files: `results.json` with every timing, machine, commit and command; `report.md` with the tables.
 
-In: a benchmark for each temperature and number of texts at once. Out: one dictionary, `content`, which is what results.json
-holds; the pages are made from it alone, so that they can be made again. One text at a time gives a table for each group of
-prompts; other numbers give one more, a line each, with how far each method is ahead of plain decoding and where that ends.
+In: a benchmark for each temperature and batch size. Out: one dictionary, `content`, which results.json holds. The pages are
+made from it alone, so they can be made again. Batch 1 gives a table for each group of prompts. Larger batches give one table
+each, and one more with the speed-ups by batch size and where each method stops paying.
 """
 
 from __future__ import annotations
@@ -37,31 +37,33 @@ Content = dict[str, Any]
 
 @dataclass(frozen=True)
 class Extras:
-    """What a report has beside its timings."""
+    """What a report has in addition to its timings."""
 
     spec_bench: dict[str, Any] = field(default_factory=dict)
     roofline: dict[str, Any] = field(default_factory=dict)
     left_out: dict[int, int] = field(default_factory=dict)  # later turns, by batch
     warm_up_failed: dict[str, str] = field(default_factory=dict)
-    costs: dict[str, Any] = field(default_factory=dict)  # of passes by rows, which rows were chosen by: a `CostCurve`
-    apart: list[str] = field(default_factory=list)  # methods that have to be timed in a run of their own
-    pulse: dict[str, Any] = field(default_factory=dict)  # clock drift check; the name of its key in results.json
-    busy: dict[str, Any] = field(default_factory=dict)  # what others used of the cores, what we waited for, and in words
+    costs: dict[str, Any] = field(default_factory=dict)  # the `CostCurve` that rows were chosen by
+    needs_own_run: list[str] = field(default_factory=list)  # methods that must be timed in a run of their own
+    drift_check: dict[str, Any] = field(default_factory=dict)  # passes timed before and after the run
+    busy: dict[str, Any] = field(default_factory=dict)  # others' share of the cores, our share of waiting, a sentence
 
 
-NOTHING = Extras()
+KEYS = {"needs_own_run": "apart", "drift_check": "pulse"}  # keys in results.json that differ from the names here
+NO_EXTRAS = Extras()
 
 
 def content(
-    benchmarks: Sequence[Benchmark], about: Content, found: Sequence[Timing] = (), extras: Extras = NOTHING
+    benchmarks: Sequence[Benchmark], about: Content, found: Sequence[Timing] = (), extras: Extras = NO_EXTRAS
 ) -> Content:
-    """Every figure but the single timings. The first temperature stands by itself, the others beneath theirs."""
+    """Return every figure except the single timings. The first temperature is at the top level, the others under
+    `temperatures`."""
     first = benchmarks[0]
     parts: dict[float, list[Benchmark]] = {}
     for benchmark in benchmarks:
         parts.setdefault(benchmark.temperature, []).append(benchmark)
     of_first, *others = parts.items()
-    main = _part(of_first[1])
+    main = _temperature_content(of_first[1])
     refused = {row["contender"] for row in main["tables"].get("overall", ()) if row["speedup"] is None or row["noise"]}
     return {
         "about": about,
@@ -70,15 +72,15 @@ def content(
         "repeats": first.repeats,
         "temperature": first.temperature,
         **main,
-        "temperatures": {f"{temperature:g}": _part(some) for temperature, some in others},
+        "temperatures": {f"{temperature:g}": _temperature_content(some) for temperature, some in others},
         "warm_up_s": {benchmark.batch: benchmark.warm_up_s for benchmark in of_first[1]},
         "failures": failures(found),
-        **asdict(extras),
-        "spec_bench": {name: _unless(name in refused, groups) for name, groups in extras.spec_bench.items()},
+        **{KEYS.get(name, name): value for name, value in asdict(extras).items()},
+        "spec_bench": {name: _without_speedups(name in refused, groups) for name, groups in extras.spec_bench.items()},
     }
 
 
-def _part(benchmarks: Sequence[Benchmark]) -> Content:
+def _temperature_content(benchmarks: Sequence[Benchmark]) -> Content:
     alone = [one for one in benchmarks if one.batch == 1]
     batches = {one.batch: rows(one) for one in benchmarks}
     ours = {batch: [row for row in table if row.contender != benchmarks[0].base] for batch, table in batches.items()}
@@ -93,45 +95,45 @@ def _dicts(table: Iterable[Any]) -> list[Content]:
     return [asdict(row) for row in table]
 
 
-def _unless(refused: bool, groups: Content) -> Content:
-    """Where texts differ, or the clock's noise is all there is, there is no speed-up in anybody's terms."""
+def _without_speedups(refused: bool, groups: Content) -> Content:
+    """Remove the speed-ups if outputs differ or the speed-up is noise."""
     if not refused:
         return groups
     return {name: {key: value for key, value in one.items() if "speedup" not in key} for name, one in groups.items()}
 
 
-def _shortly(timing: Timing) -> Content:
-    """To the microsecond, and without what is as it is by default: a run has thousands of them."""
-    usual = asdict(Timing("", "", "", 0, 0, 0.0, 0.0, 0))
-    always = [part.name for part in fields(Timing) if part.default is MISSING and part.default_factory is MISSING]
-    always.append("block")  # results of earlier versions have none, and are told by that
-    told = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(timing).items()}
-    return {name: value for name, value in told.items() if name in always or value != usual[name]}
+def _compact(timing: Timing) -> Content:
+    """Round times to microseconds and leave out defaults: a run has thousands of timings."""
+    defaults = asdict(Timing("", "", "", 0, 0, 0.0, 0.0, 0))
+    always = [one.name for one in fields(Timing) if one.default is MISSING and one.default_factory is MISSING]
+    always.append("block")  # results of earlier versions have none and are recognised by that
+    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(timing).items()}
+    return {name: value for name, value in rounded.items() if name in always or value != defaults[name]}
 
 
 def write_report(found: Content, timings: Sequence[Timing], folder: Path, answers: Runs | None = None) -> list[Path]:
-    """`results.json` with a line for each timing, `report.md`, `report.html` and the answers; the files, in that order."""
-    told = json.dumps(found, indent=1)
-    lines = ",\n".join(f"  {json.dumps(_shortly(timing))}" for timing in timings)
-    texts = {
-        "results.json": f'{told.removesuffix("}").rstrip()},\n "timings": [\n{lines}\n ]\n}}\n',
+    """Write `results.json` with a line per timing, `report.md`, `report.html` and the answers; return the first three."""
+    head = json.dumps(found, indent=1)
+    lines = ",\n".join(f"  {json.dumps(_compact(timing))}" for timing in timings)
+    contents = {
+        "results.json": f'{head.removesuffix("}").rstrip()},\n "timings": [\n{lines}\n ]\n}}\n',
         "report.md": markdown(found),
         "report.html": html(found),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
+        for name, text in contents.items():
             (folder / name).write_text(text, encoding="utf-8")
         write_answers(answers or [], folder)
     except OSError as error:
         raise StorageError(
             f"the report cannot be written to {folder} ({error.strerror}); name a folder that can be written"
         ) from error
-    return [folder / name for name in texts]
+    return [folder / name for name in contents]
 
 
 def read_results(place: str | Path) -> Content:
-    """A results.json, or the folder that holds one, packed by xz or not; those of earlier versions too."""
+    """Read a results.json or the folder that holds one, packed by xz or not, of this version or an earlier one."""
     file = Path(place) / "results.json" if os.path.isdir(place) else Path(place)
     try:
         packed = file.with_suffix(".json.xz")
@@ -146,11 +148,11 @@ def read_results(place: str | Path) -> Content:
     return {"batches": {}, "failures": [], "temperature": 0.0, "repeats": 1, "timings": [], **found}
 
 
-# Where numbers come from --------------------------------------------------------------------------------------------------
+# Origin of the numbers --------------------------------------------------------------------------------------------------
 
 
 def facts(device: torch.device | None = None, **more: Any) -> dict[str, Any]:
-    """Where a number comes from: command, commit, machine, versions. Without a device, the machine is its GPU, if any."""
+    """Return the origin of a result: command, commit, machine, versions. Without `device`, the machine is its GPU if any."""
     return {
         "command": shlex.join(["foreword", *sys.argv[1:]]),
         "commit": _commit(),
@@ -174,15 +176,15 @@ def _machine(device: torch.device | None) -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this file belongs to; an installed package may lie inside somebody else's."""
+    """Return the commit of the checkout that tracks this file. An installed package may lie in an unrelated checkout."""
     if not _git("ls-files", Path(__file__).name):
         return "no checkout"
     return _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", ":/src") else "")
 
 
-def _git(*words: str) -> str:
+def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.strip()

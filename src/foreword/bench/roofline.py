@@ -1,10 +1,9 @@
-"""What the machine allows: bytes and operations of a pass by its rows, what share of the machine's peak it reaches, where
-rows begin to cost, and what a method has to guess right in order to pay.
+"""Roofline: bytes and operations of a pass by rows, its share of the machine's peak, and when a method breaks even.
 
-In: a loaded model, the benchmark of one text at a time, and a few of its tasks. Out: a plain dictionary for the report;
-whatever fails is told where its figures would stand. The knee is where the rows of a pass, each at the price of a further
-one, cost as much as a pass of one row: the reading of the weights no longer hides them. A method breaks even when a round
-decides as many tokens as it costs in rounds of plain decoding.
+In: a loaded model, its benchmark at batch 1, and a few of the tasks. Out: a plain dictionary for the report; if a
+measurement fails, the reason replaces its figures. At the knee, the rows of a pass at the cost of one more row each cost as
+much as a pass of one row: reading the weights no longer hides them. A method breaks even when a round decides as many tokens
+as it costs in rounds of plain decoding.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ import numpy as np
 import torch
 
 from foreword.api import LLM
-from foreword.bench.contenders import Manner, Task, written
+from foreword.bench.contenders import GenerationSettings, Task, generate_answers
 from foreword.bench.figures import Benchmark, Timing
-from foreword.bench.passes import Probe, between_marks, bytes_of_pass, milliseconds
-from foreword.bench.profile import Writing, attempt, bandwidth
+from foreword.bench.passes import Probe, bytes_of_pass, cuda_milliseconds, milliseconds
+from foreword.bench.profile import GenerationTimer, attempt, bandwidth
 from foreword.core.draft import Draft
 from foreword.core.state import State
-from foreword.drafters.resolve import Wanted
+from foreword.drafters.resolve import DrafterRequest
 from foreword.engine.engine import Engine
 from foreword.model.cost import measure_draft
 from foreword.model.linears import read_bytes
 from foreword.model.model import Model
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-PARTS = ("draft", "verify", "accept", "host")
-SPLIT_TEXTS, SPLIT_TOKENS = 3, 32
-CPU_SQUARE, GPU_SQUARE = 1024, 8192  # rows of the product that peak operations are measured by
+SPLIT_STAGES = ("draft", "verify", "accept", "host")
+SPLIT_TASKS, SPLIT_TOKENS = 3, 32
+CPU_SQUARE, GPU_SQUARE = 1024, 8192  # rows and columns of the product that measures peak operations
 
 
 def roofline(
     llm: LLM, methods: Sequence[str], benchmark: Benchmark, tasks: Sequence[Task], most_rows: int | None = None
 ) -> dict[str, Any]:
-    """`methods` are ours of the benchmark's contenders, plain among them; `most_rows` bounds passes as it did there."""
-    model = llm.model.again()
+    """Measure the roofline. `methods`: our contenders of the benchmark, plain included. `most_rows`: its bound on rows."""
+    model = llm.model.with_own_cache()
     context = int(median(len(task.ids) for task in tasks)) + benchmark.max_new_tokens // 2
     context = min(context, model.max_context - max(ROWS))
     try:
@@ -80,16 +79,16 @@ def _pass(model: Model, rows: int, context: int, peak: dict[str, float]) -> dict
 
 
 def operations_of_pass(model: Model, rows: int, context: int) -> int:
-    """Two for each weight and row, and in attention four for each number of a query and each token that it sees."""
+    """Count two per weight and row, and in attention four per element of a query and token that it sees."""
     config, stack = model.hf.config, model.layer_stack
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    seen = sum(min(context, sight.window or context) + rows for sight in stack.sights)
+    seen = sum(min(context, spec.window or context) + rows for spec in stack.attention_specs)
     return 2 * rows * (read_bytes(model.hf) // model.dtype.itemsize) + 4 * rows * config.num_attention_heads * width * seen
 
 
 @torch.inference_mode()
 def peak_operations(model: Model) -> float:
-    """Operations a second of a large square product in the model's dtype, at best."""
+    """Return the best operations per second of a large square product in the model's dtype."""
     on_gpu = model.device.type == "cuda"
     size = GPU_SQUARE if on_gpu else CPU_SQUARE
     one = torch.ones(size, size, dtype=model.dtype, device=model.device)
@@ -98,7 +97,7 @@ def peak_operations(model: Model) -> float:
         return one @ one
 
     product()
-    seconds = between_marks(product, 10, best=True) / 1e3 if on_gpu else min(_seconds(product) for _ in range(5))
+    seconds = cuda_milliseconds(product, 10, best=True) / 1e3 if on_gpu else min(_seconds(product) for _ in range(5))
     return 2 * size**3 / seconds
 
 
@@ -109,7 +108,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def knee(passes: list[dict[str, Any]]) -> dict[str, Any]:
-    """By the cost of a further row, which is the slope of the curve over its last points."""
+    """Find the knee by the cost of one more row: the slope of the curve over its last points."""
     last = [one for one in passes if one["rows"] >= max(ROWS) / 4]
     slope = float(np.polyfit([one["rows"] for one in last], [one["ms"] for one in last], 1)[0])
     rows = passes[0]["ms"] / slope if slope > 0 else None
@@ -120,7 +119,7 @@ def knee(passes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _economy(benchmark: Benchmark, name: str, split: dict[str, Any], passes: Any) -> dict[str, Any]:
-    """What a round costs in rounds of plain decoding, and what it must therefore decide."""
+    """Return what a round costs in rounds of plain decoding, and how many tokens it must decide to break even."""
     own, plain = (_rounds(benchmark.of(one)) for one in (name, benchmark.base))
     if own is None or plain is None:
         return {"failed": "no answers of more than one round"}
@@ -142,7 +141,7 @@ def _economy(benchmark: Benchmark, name: str, split: dict[str, Any], passes: Any
 
 
 def _rounds(timings: list[Timing]) -> dict[str, float] | None:
-    """Means over the rounds behind the first one of each text."""
+    """Return means over the rounds after the first one of each answer."""
     some = [t for t in timings if not t.failed and t.first_s is not None and t.rounds > 1]
     if not some:
         return None
@@ -158,88 +157,92 @@ def _rounds(timings: list[Timing]) -> dict[str, float] | None:
 
 
 def _split(model: Model, method: str, rows: int | None, tasks: Sequence[Task], context: int) -> dict[str, float]:
-    """Milliseconds of a round, by what is done in it."""
-    wanted = Wanted.of(method, rows=rows)
-    _, drafter = wanted.on(model)
+    """Return milliseconds of a round by stage."""
+    request = DrafterRequest.of(method, rows=rows)
+    _, drafter = request.resolve(model)
     most = min(max(len(task.ids) for task in tasks) + SPLIT_TOKENS + 1, model.max_context)
     engine = Engine(model, drafter, 1, most)
     if model.device.type == "cuda":
-        return _captured_split(engine, wanted, context)
+        return _captured_split(engine, request, context)
     watch = Stopwatch(engine)
-    written(engine, tasks[:1], Manner(8))
+    generate_answers(engine, tasks[:1], GenerationSettings(8))
     watch.spent.clear()
-    answers = [answer for task in tasks[:SPLIT_TEXTS] for answer in written(engine, [task], Manner(SPLIT_TOKENS))]
+    answers = [
+        answer
+        for task in tasks[:SPLIT_TASKS]
+        for answer in generate_answers(engine, [task], GenerationSettings(SPLIT_TOKENS))
+    ]
     rounds = sum(len(answer.accepted) for answer in answers)
-    return {part: watch.spent.get(part, 0.0) * 1e3 / max(rounds, 1) for part in PARTS}
+    return {stage: watch.spent.get(stage, 0.0) * 1e3 / max(rounds, 1) for stage in SPLIT_STAGES}
 
 
-def _captured_split(engine: Engine, wanted: Wanted, context: int) -> dict[str, float]:
-    """A captured round cannot be stopped in the middle: its parts are measured alone, and what is left is accepting."""
+def _captured_split(engine: Engine, request: DrafterRequest, context: int) -> dict[str, float]:
+    """Split a captured round. It cannot be timed inside, so its stages are timed alone; the remainder is acceptance."""
     model = engine.target
     tokens = min(96, engine.max_context // 2)
-    writing = Writing(engine, min(context, engine.max_context - tokens - 1), tokens)
-    with _rows_drafted(engine.drafter) as drafted:  # rounds run as they are written before they are captured
-        writing.wall()
-    writing.wall()
-    wall, _ = writing.wall()
-    device = writing.device_ms(30)
+    timer = GenerationTimer(engine, min(context, engine.max_context - tokens - 1), tokens)
+    with _rows_drafted(engine.drafter) as drafted:  # rounds run eagerly before they are captured
+        timer.wall()
+    timer.wall()
+    wall, _ = timer.wall()
+    device = timer.device_ms(30)
     rows = max(drafted, default=engine.drafter.shape.nodes)
     verify = milliseconds(Probe(model, rows, context).score, model.device, 30)
-    _, again = wanted.on(model)
-    draft = measure_draft(model, again).curve().at(1) * 1e3 if rows > 1 else 0.0
+    _, fresh = request.resolve(model)
+    draft = measure_draft(model, fresh).curve().at(1) * 1e3 if rows > 1 else 0.0
     accept = max(device - draft - verify, 0.0)
     return {"draft": draft, "verify": verify, "accept": accept, "host": max(wall - device, 0.0)}
 
 
 @contextmanager
 def _rows_drafted(drafter: Any) -> Iterator[list[int]]:
-    """What its drafts have meanwhile: at one batch size that may be less than they could have."""
+    """Record the rows of each draft; at some batch sizes drafts have fewer rows than the maximum."""
     rows: list[int] = []
     propose = drafter.propose
 
-    def heard(state: State) -> Draft:
+    def counting(state: State) -> Draft:
         draft: Draft = propose(state)
         rows.append(draft.nodes)
         return draft
 
-    drafter.propose = heard
+    drafter.propose = counting
     try:
         yield rows
     finally:
-        del drafter.propose  # and its own is there again
+        del drafter.propose  # uncovers the method of the class
 
 
 class Stopwatch:
-    """Seconds of an engine's steps on the CPU, each spent in one part: in the drafter, in the target's pass, in what is left
-    of a round, in passes over prompts, and on the host around all of them. A pass that the drafter asks for is its own time.
+    """Seconds of an engine's steps on the CPU by stage: the drafter, the target's pass, the rest of a round, passes over
+    prompts, and the host around them. A pass that the drafter runs counts as drafting.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.spent: dict[str, float] = {}
         self.running: list[str] = []
-        self._over(engine, "step_for", {"": "host"})
-        self._over(engine.loop, "round", {"host": "accept"})
-        self._over(engine.drafter, "propose", {"accept": "draft"})
-        self._over(engine.drafter, "observe", {"accept": "draft"})
-        self._over(engine.target, "score", {"accept": "verify", "host": "prompt"})
+        self._time_calls(engine, "step_for", {"": "host"})
+        self._time_calls(engine.loop, "round", {"host": "accept"})
+        self._time_calls(engine.drafter, "propose", {"accept": "draft"})
+        self._time_calls(engine.drafter, "observe", {"accept": "draft"})
+        self._time_calls(engine.target, "score", {"accept": "verify", "host": "prompt"})
 
-    def _over(self, of: Any, name: str, parts: dict[str, str]) -> None:
-        """Time calls of a method; `parts` says what a call is where it is made within another part."""
+    def _time_calls(self, of: Any, name: str, stages: dict[str, str]) -> None:
+        """Time the calls of a method. `stages` maps the stage that calls it to the stage that the call counts as."""
         call = getattr(of, name)
 
         def timed(*given: Any, **more: Any) -> Any:
             outer = self.running[-1] if self.running else ""
-            if outer not in parts:
+            if outer not in stages:
                 return call(*given, **more)
-            part = parts[outer]
-            self.running.append(part)
+            stage = stages[outer]
+            self.running.append(stage)
             started = time.perf_counter()
             try:
                 return call(*given, **more)
             finally:
                 seconds = time.perf_counter() - started
                 self.running.pop()
-                self.spent[part] = self.spent.get(part, 0.0) + seconds
+                self.spent[stage] = self.spent.get(stage, 0.0) + seconds
                 if outer:
                     self.spent[outer] = self.spent.get(outer, 0.0) - seconds
 

@@ -1,8 +1,8 @@
-"""What is asked: prompt sets by name or file, and the samples of them that have names of their own.
+"""Prompt sets by name or file, and named samples of them.
 
-In: the words of `--prompts`: a file, NAME=FILE, or `builtin`. Out: `Suite`s. A suite that is called by the name of a sample
-holds that sample of its file. The built-in set is sixty prompts in six categories, written for this project, so that the
-command works where there is nothing else.
+In: the values of `--prompts`: a file, NAME=FILE, or `builtin`. Out: `Suite`s. If NAME is the name of a sample, the suite
+holds that sample of its file. The built-in set has sixty prompts in six categories, written for this project, so that the
+command works without any file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foreword.text import Prompt, groups, read_prompts, spread
 BUILTIN = "builtin"
 BUILTIN_FILE = Path(__file__).parent / "builtin.jsonl"
 
-# Half of Spec-Bench, by question number: forty of each of its six groups, of MT-bench five of each of its eight kinds.
+# Half of Spec-Bench by question number: forty of each of its six groups; of MT-bench, five of each of its eight kinds.
 HALF = (
     # multi-turn conversation
     *(81, 83, 86, 89, 90, 91, 92, 94, 99, 100, 101, 104, 105, 106, 110, 112, 116, 117, 118, 120),
@@ -40,8 +40,8 @@ HALF = (
     *(481, 484, 487, 488, 490, 495, 496, 497, 498, 502, 503, 504, 506, 508, 510, 511, 513, 514, 515, 518),
     *(520, 521, 522, 524, 525, 526, 530, 535, 539, 540, 542, 543, 547, 549, 551, 553, 556, 557, 558, 560),
 )
-# Written down, so that the whole file and that half of it give the same samples: the half, and every fifth question of it.
-# Eight of each group that are in neither: nothing is tuned on them, so headline figures are of these.
+# The numbers are listed, so that the whole file and a file with that half of it give the same samples.
+# Eight questions of each group that are not in the half: nothing is tuned on them, so headline figures use these.
 HELD_OUT = (
     *(88, 98, 109, 119, 130, 140, 150, 160),
     *(220, 221, 224, 226, 232, 234, 235, 239),
@@ -62,11 +62,11 @@ class Suite:
         return groups(self.prompts)
 
 
-def read_suite(words: str = BUILTIN, limit: int | None = None, per_group: int | None = None) -> Suite:
-    """FILE, NAME=FILE or `builtin`; of it the first `limit` prompts, at most `per_group` of each group."""
-    name, file = _named(words)
-    every = name in SAMPLES or per_group is not None  # of which some are chosen
-    prompts = _told_apart(read_prompts(file, None if every else limit))
+def read_suite(spec: str = BUILTIN, limit: int | None = None, per_group: int | None = None) -> Suite:
+    """Read FILE, NAME=FILE or `builtin`: the first `limit` prompts, at most `per_group` of each group."""
+    name, file = _named(spec)
+    every = name in SAMPLES or per_group is not None  # read all; some are chosen below
+    prompts = _with_unique_ids(read_prompts(file, None if every else limit))
     if name in SAMPLES:
         prompts = _sample(name, prompts)
     if per_group is not None:
@@ -74,30 +74,30 @@ def read_suite(words: str = BUILTIN, limit: int | None = None, per_group: int | 
     return Suite(name, prompts[:limit])
 
 
-def read_suites(asked: Sequence[str], limit: int | None = None, per_group: int | None = None) -> list[Suite]:
-    """Several prompt sets; of more than one, prompts are called by their set's name too."""
-    found = [read_suite(words, limit, per_group) for words in asked or (BUILTIN,)]
+def read_suites(specs: Sequence[str], limit: int | None = None, per_group: int | None = None) -> list[Suite]:
+    """Read prompt sets; if there are several, prompt ids begin with the name of their set."""
+    found = [read_suite(spec, limit, per_group) for spec in specs or (BUILTIN,)]
     names = [one.name for one in found]
     if len(set(names)) < len(names):
-        raise PromptError(f"two prompt sets are called the same: {', '.join(names)}; name them, as in mine=questions.jsonl")
+        raise PromptError(f"two prompt sets have the same name: {', '.join(names)}; name them, as in mine=questions.jsonl")
     if len(found) == 1:
         return found
     return [Suite(one.name, [replace(prompt, id=f"{one.name}/{prompt.id}") for prompt in one.prompts]) for one in found]
 
 
-def _named(words: str) -> tuple[str, str | Path]:
-    if words == BUILTIN:
+def _named(spec: str) -> tuple[str, str | Path]:
+    if spec == BUILTIN:
         return BUILTIN, BUILTIN_FILE
-    name, equals, file = words.partition("=")
+    name, equals, file = spec.partition("=")
     if equals and re.fullmatch(r"\w+", name):
         return name, file
-    if words in SAMPLES:
-        raise PromptError(f"{words} is a sample of a file; say of which: {words}=FILE")
-    return ("stdin" if words == "-" else Path(words).name.split(".")[0]), words
+    if spec in SAMPLES:
+        raise PromptError(f"{spec} is a sample of a file; name the file: {spec}=FILE")
+    return ("stdin" if spec == "-" else Path(spec).name.split(".")[0]), spec
 
 
-def _told_apart(prompts: list[Prompt]) -> list[Prompt]:
-    """Reports call prompts by their ids: of several with one id, the later ones get a number."""
+def _with_unique_ids(prompts: list[Prompt]) -> list[Prompt]:
+    """Make ids unique, because reports name prompts by id: later prompts with the same id get a number."""
     seen: Counter[str] = Counter()
     found = []
     for prompt in prompts:
@@ -118,6 +118,6 @@ def _sample(name: str, prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _number(name: str) -> int | None:
-    """The number of a question, also where a name stands before it."""
+    """Return the number at the end of a question's id."""
     found = re.search(r"(\d+)$", name)
     return int(found[1]) if found else None

@@ -1,8 +1,8 @@
-"""Four kinds of drawing as SVG text: bars in groups, upright or level, lines, and stacked bars. No script, no library.
+"""Charts as SVG text: grouped bars (vertical or horizontal), lines, and stacked bars. No script, no library.
 
-In: names and numbers. Out: an `<svg>` that scales with its place; colours and fonts come from the page's style sheet, whose
-classes `c0`, `c1`, ... are the contenders: a name has one colour everywhere. A mark that is pointed at tells its number.
-`alone` makes a file of a drawing.
+In: names and numbers. Out: an `<svg>` that scales with its container. Colours and fonts come from the page's style sheet,
+whose classes `c0`, `c1`, ... are the contenders: a name has one colour everywhere. Marks show their number as a tooltip.
+`standalone` makes a chart a file of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from foreword.drafters.spec import read_word
+from foreword.drafters.spec import parse_spec
 
 STYLE = Path(__file__).parent / "page.css"
 WIDTH = 860
@@ -23,21 +23,21 @@ Point = tuple[float, float]
 
 
 def nice_step(most: float, count: int = 5) -> float:
-    """A round number that divides 0..most into about `count` parts."""
-    rough = max(most, 1e-9) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * times for times in (1, 2, 2.5, 5, 10) if power * times >= rough * 0.999)
+    """Return a round number that divides 0..most into about `count` steps."""
+    step = max(most, 1e-9) / count
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(power * times for times in (1, 2, 2.5, 5, 10) if power * times >= step * 0.999)
 
 
 def number(value: float) -> str:
-    """Short, and never in powers of ten."""
+    """Format a number briefly, never in scientific notation."""
     if value and abs(value) < 0.1:
         return f"{value:.3f}".rstrip("0")
     return f"{value:.2f}".rstrip("0").rstrip(".") if abs(value) < 100 else f"{value:.0f}"
 
 
 class Frame:
-    """A drawing with a vertical axis from 0 to `most`."""
+    """A chart with a vertical axis from 0 to `most`."""
 
     def __init__(self, height: int, most: float, unit: str = "", label: str = "", below: int = BOTTOM) -> None:
         self.height, self.parts = height, list[str]()
@@ -57,11 +57,11 @@ class Frame:
     def add(self, part: str) -> None:
         self.parts.append(part)
 
-    def text(self, x: float, y: float, words: str, anchor: str = "middle", kind: str = "tick") -> None:
-        self.add(f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>')
+    def text(self, x: float, y: float, label: str, anchor: str = "middle", kind: str = "tick") -> None:
+        self.add(f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(label)}</text>')
 
     def rule(self, value: float) -> None:
-        """A line across, that everything is compared with."""
+        """Draw a horizontal reference line."""
         y = self.y(value)
         self.add(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
 
@@ -79,7 +79,7 @@ def bars(
     rule: float | None = None,
     colour: Callable[[str], int] = lambda _: 0,
 ) -> str:
-    """A bar for each name in each group, with its span as a whisker; where there is no number, a dash."""
+    """Draw a vertical bar for each name in each group, with its span as a whisker; a dash where there is no number."""
     spans = spans or {}
     values = [value for row in series.values() for value in row if value is not None]
     tops = [span[1] for row in spans.values() for span in row if span]
@@ -105,11 +105,11 @@ def _bar(
     if value is None:
         frame.text(middle, frame.floor - 4, "–")
         return
-    told = f"{what}: {number(value)}{unit}" + (f" [{number(span[0])}, {number(span[1])}]" if span else "")
+    title = f"{what}: {number(value)}{unit}" + (f" [{number(span[0])}, {number(span[1])}]" if span else "")
     y, gap = frame.y(value), min(wide * 0.12, 2)
     frame.add(
         f'<rect class="c{colour}" x="{x + gap:.1f}" y="{y:.1f}" width="{wide - 2 * gap:.1f}" '
-        f'height="{max(frame.floor - y, 0.5):.1f}" rx="2"><title>{escape(told)}</title></rect>'
+        f'height="{max(frame.floor - y, 0.5):.1f}" rx="2"><title>{escape(title)}</title></rect>'
     )
     top = frame.y(span[1]) if span else y
     if span:
@@ -120,7 +120,7 @@ def _bar(
         frame.text(middle, top - 5, number(value), kind="value")
 
 
-def level_bars(
+def horizontal_bars(
     groups: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
     about: str,
@@ -129,7 +129,7 @@ def level_bars(
     rule: float | None = None,
     colour: Callable[[str], int] = lambda _: 0,
 ) -> str:
-    """Bars from left to right, for groups with long names: a bar for each name in each group, its span as a whisker."""
+    """Draw horizontal bars, for groups with long names: a bar for each name in each group, its span as a whisker."""
     spans, left, high, room = spans or {}, 136, 14, 14 * len(series) + 12
     numbers = [value for row in series.values() for value in row if value is not None]
     numbers += [span[1] for row in spans.values() for span in row if span]
@@ -142,23 +142,25 @@ def level_bars(
         )
         for order, (name, row) in enumerate(series.items()):
             span = spans[name][place] if name in spans else None
-            found += _level_bar(left, top + order * high, scale, row[place], span, f"{name}, {group}", unit, colour(name))
+            found += _horizontal_bar(
+                left, top + order * high, scale, row[place], span, f"{name}, {group}", unit, colour(name)
+            )
     if rule is not None:
         x = left + rule * scale
         found.append(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{height - 8}"/>')
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(about, quote=True)}">{"".join(found)}</svg>'
 
 
-def _level_bar(
+def _horizontal_bar(
     left: int, top: int, scale: float, value: float | None, span: Span | None, what: str, unit: str, colour: int
 ) -> list[str]:
     middle = top + 6
     if value is None:
         return [f'<text class="tick" x="{left + 6}" y="{middle + 4}">–</text>']
-    said = f"{what}: {number(value)}{unit}" + (f" [{number(span[0])}, {number(span[1])}]" if span else "")
+    title = f"{what}: {number(value)}{unit}" + (f" [{number(span[0])}, {number(span[1])}]" if span else "")
     found = [
         f'<rect class="c{colour}" x="{left}" y="{top}" width="{value * scale:.1f}" height="12" rx="2">'
-        f"<title>{escape(said)}</title></rect>"
+        f"<title>{escape(title)}</title></rect>"
     ]
     if span:
         low, end = (left + bound * scale for bound in span)
@@ -180,7 +182,7 @@ def lines(
     colour: Callable[[str], int] = lambda _: 0,
     dashed: Sequence[str] = (),
 ) -> str:
-    """A line for each name; `doubling`: the horizontal axis is in powers of two. `mark` is a place on it, and its name."""
+    """Draw a line for each name. `doubling`: the horizontal axis is logarithmic. `mark`: a position on it, and its label."""
     points = [point for row in series.values() for point in row]
     frame = Frame(300, max([y for _, y in points] + [rule or 0.0, 1e-9]) * 1.06, unit, upwards)
     ticks = sorted({x for x, _ in points})
@@ -208,8 +210,8 @@ def lines(
     return frame.done(about)
 
 
-def alone(drawing: str, colours: Mapping[str, int], dashed: Sequence[str] = ()) -> str:
-    """A drawing for a file of its own: with its style and a ground, and above it what each line is."""
+def standalone(drawing: str, colours: Mapping[str, int], dashed: Sequence[str] = ()) -> str:
+    """Make a chart a file of its own: with its style, a background, and a legend above it."""
     room = WIDTH / len(colours)
     marks = "".join(
         f'<path class="line c{colour}{" dashed" if name in dashed else ""}" d="M{place * room + 12:.1f} -16h28"/>'
@@ -220,16 +222,16 @@ def alone(drawing: str, colours: Mapping[str, int], dashed: Sequence[str] = ()) 
     height = int(head.split('"')[1].split()[-1])
     head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif"')
     head = head.replace(f'"0 0 {WIDTH} {height}"', f'"0 -34 {WIDTH} {height + 34}"')
-    ground = f'<rect x="0" y="-34" width="{WIDTH}" height="{height + 34}" fill="var(--card)"/>'
-    return f"{head}><style>{STYLE.read_text(encoding='utf-8')}</style>{ground}{marks}{rest}"
+    background = f'<rect x="0" y="-34" width="{WIDTH}" height="{height + 34}" fill="var(--card)"/>'
+    return f"{head}><style>{STYLE.read_text(encoding='utf-8')}</style>{background}{marks}{rest}"
 
 
-def _dot(x: float, y: float, style: str, told: str) -> str:
-    return f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{escape(told)}</title></circle>'
+def _dot(x: float, y: float, style: str, title: str) -> str:
+    return f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="3.4"><title>{escape(title)}</title></circle>'
 
 
 def stacked(rows: dict[str, dict[str, float]], about: str, unit: str) -> str:
-    """A bar for each name, left to right in its parts."""
+    """Draw a horizontal bar for each name, stacked from its parts."""
     left, line = 176, 40
     height = line * len(rows) + 8
     most = max([sum(parts.values()) for parts in rows.values()] + [1e-9])
@@ -239,10 +241,10 @@ def stacked(rows: dict[str, dict[str, float]], about: str, unit: str) -> str:
         y, x = place * line + 8, float(left)
         found.append(f'<text class="label" x="{left - 10}" y="{y + 19}" text-anchor="end">{escape(short(name))}</text>')
         for order, (part, value) in enumerate(parts.items()):
-            told = escape(f"{name}, {part}: {number(value)}{unit}")
+            title = escape(f"{name}, {part}: {number(value)}{unit}")
             found.append(
                 f'<rect class="p{order}" x="{x:.1f}" y="{y}" width="{max(value * wide - 1, 0.4):.1f}" height="26" rx="2">'
-                f"<title>{told}</title></rect>"
+                f"<title>{title}</title></rect>"
             )
             x += value * wide
         total = number(sum(parts.values()))
@@ -251,8 +253,8 @@ def stacked(rows: dict[str, dict[str, float]], about: str, unit: str) -> str:
 
 
 def short(name: str) -> str:
-    """NAME=some/long/FOLDER as NAME=FOLDER, or NAME where that says no more, with options, no longer than a line holds."""
-    method, folder, options = read_word(name)
+    """Shorten NAME=some/long/FOLDER to NAME=FOLDER, or to NAME if the folder has the same name; keep options; cut at 26."""
+    method, folder, options = parse_spec(name)
     last = (folder or "").rstrip("/").rpartition("/")[2]
     name = f"{method}={last}" if last not in ("", method) else method
     name = ":".join([name, *(f"{key}={value}" for key, value in options.items())])

@@ -1,4 +1,4 @@
-"""Contenders and prompts for the measuring loop, and timings whose every figure is known."""
+"""Stub contenders and prompts for the measuring loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from foreword.bench import Answer, Contender, Manner, Plan, Suite, Task, run
-from foreword.bench.run import Found
+from foreword.bench import Answer, Contender, GenerationSettings, Plan, Suite, Task, run
+from foreword.bench.run import RunResults
 from foreword.cli.app import app
 from foreword.text import Prompt, Tokenizer
 
@@ -17,7 +17,7 @@ Diary = list[tuple[str, str, int]]
 
 @dataclass
 class Stub:
-    """Writes a given answer, and tells a common diary when it was asked; fails at the prompts that it is told to."""
+    """Return a given answer and note each call in a shared diary; fail at the prompts of `fails_at`."""
 
     name: str
     diary: Diary
@@ -26,10 +26,10 @@ class Stub:
     fails_at: tuple[str, ...] = ()
     seen: list[Task] = field(default_factory=list)
 
-    def __call__(self, tasks: Sequence[Task], manner: Manner) -> list[Answer]:
-        self.diary += [(self.name, task.prompt, manner.max_new_tokens) for task in tasks]
+    def __call__(self, tasks: Sequence[Task], settings: GenerationSettings) -> list[Answer]:
+        self.diary += [(self.name, task.prompt, settings.max_new_tokens) for task in tasks]
         self.seen += tasks
-        if any(task.prompt in self.fails_at for task in tasks) and manner.max_new_tokens > 8:
+        if any(task.prompt in self.fails_at for task in tasks) and settings.max_new_tokens > 8:
             raise RuntimeError("out of paper")
         each, more = divmod(len(self.tokens), self.rounds)
         accepted = [each + (place < more) for place in range(self.rounds)]
@@ -43,7 +43,7 @@ def diary() -> Diary:
 
 @pytest.fixture
 def stub(diary: Diary) -> Callable[..., Contender]:
-    """A contender that answers at once: stub("plain", [1, 2, 3], rounds=3)."""
+    """Make a contender that answers at once: stub("plain", [1, 2, 3], rounds=3)."""
 
     def make(name: str, tokens: Sequence[int] = (11, 12, 13), rounds: int = 3, fails_at: Any = (), **more: Any) -> Contender:
         return Contender(name, Stub(name, diary, list(tokens), rounds, fails_at), **more)
@@ -52,29 +52,29 @@ def stub(diary: Diary) -> Callable[..., Contender]:
 
 
 @pytest.fixture
-def words(hf_tokenizer: Any) -> Tokenizer:
+def tokenizer(hf_tokenizer: Any) -> Tokenizer:
     return Tokenizer(hf_tokenizer)
 
 
 @pytest.fixture
 def questions() -> list[Prompt]:
-    """Three kinds of question, not in the order of their groups; one has two turns."""
+    """Return questions of four categories, not sorted by group; one has two turns."""
     kinds = ["rag", "qa", "rag", "writing", "qa", "rag", "math"]
     return [Prompt(str(i), kind, [f"question {i}"] + ["more"] * (kind == "writing")) for i, kind in enumerate(kinds)]
 
 
 @pytest.fixture
-def race(words: Tokenizer) -> Callable[..., Found]:
-    """Contenders on prompts: race([stub("plain")], prompts, batches=(1, 4))."""
+def measure(tokenizer: Tokenizer) -> Callable[..., RunResults]:
+    """Run contenders on prompts: measure([stub("plain")], prompts, batches=(1, 4))."""
 
-    def go(contenders: list[Contender], prompts: list[Prompt], max_new_tokens: int = 16, **more: Any) -> Found:
-        options = {name: more.pop(name) for name in ("known", "heard", "progress") if name in more}
-        return run(lambda _: list(contenders), Plan([Suite("mine", prompts)], max_new_tokens, **more), words, **options)
+    def go(contenders: list[Contender], prompts: list[Prompt], max_new_tokens: int = 16, **more: Any) -> RunResults:
+        options = {name: more.pop(name) for name in ("known", "on_block_run", "progress") if name in more}
+        return run(lambda _: list(contenders), Plan([Suite("mine", prompts)], max_new_tokens, **more), tokenizer, **options)
 
     return go
 
 
 @pytest.fixture
 def run_foreword() -> Callable[..., Result]:
-    """A command in this process."""
-    return lambda *words: CliRunner().invoke(app, [str(word) for word in words], prog_name="foreword")
+    """Run a command in this process."""
+    return lambda *arguments: CliRunner().invoke(app, [str(one) for one in arguments], prog_name="foreword")

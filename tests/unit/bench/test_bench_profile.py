@@ -1,4 +1,4 @@
-"""The sections of a profile on a tiny model: figures that add up, bytes counted by hand, and failures that stay alone."""
+"""The sections of a profile on a tiny model: figures add up, bytes match a hand count, and failures stay isolated."""
 
 import copy
 import json
@@ -14,9 +14,9 @@ from torch.autograd import DeviceType
 from doubles import fresh
 from foreword.bench import cold
 from foreword.bench import profile as profile_module
-from foreword.bench.parts import GROUPS, TOP, busy_ms, group_of, grouped, summary
+from foreword.bench.pass_breakdown import GROUPS, TOP, assign_groups, busy_ms, group_of, summary
 from foreword.bench.passes import Probe, bytes_of_pass
-from foreword.bench.profile import Profile, ProfileSettings, Subject, Writing, attempt, drawn, failures
+from foreword.bench.profile import GenerationTimer, Profile, ProfileSettings, Subject, attempt, failures, random_subject
 from foreword.core.sampling_table import SamplingStages
 from foreword.core.state import Batch
 from foreword.engine.graph import GraphBucket, GraphedLoop
@@ -43,7 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch, own_home: Path) -> Iterator[None]:
 
 
 def subject(slots: int = 1) -> Subject:
-    return drawn("tiny", slots, device="cpu", threads=1, max_context=128)
+    return random_subject("tiny", slots, device="cpu", threads=1, max_context=128)
 
 
 def test_every_section_has_its_figures() -> None:
@@ -66,8 +66,8 @@ def test_every_section_has_its_figures() -> None:
     assert [one["rows"] for one in found["parts"]] == [1, 64]
 
 
-def test_a_pass_is_the_sum_of_its_parts() -> None:
-    (one, many) = Profile(subject(), SETTINGS).parts()
+def test_a_pass_is_the_sum_of_its_groups() -> None:
+    (one, many) = Profile(subject(), SETTINGS).breakdown()
     for found in (one, many):
         assert set(found["groups"]) == set(GROUPS) and len(found["top"]) == TOP
         seen = sum(figures["ms"] for figures in found["groups"].values())
@@ -78,16 +78,16 @@ def test_a_pass_is_the_sum_of_its_parts() -> None:
         assert found["groups"]["attention"]["count"] == 2
 
 
-def test_bytes_are_those_of_a_hand_count() -> None:
+def test_bytes_match_a_hand_count() -> None:
     model = Model(random_model("tiny", torch.device("cpu"), torch.float32))
     cached = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, float32
     assert bytes_of_pass(model, rows=3, context=50) == 4 * (LINEARS + HEAD) + cached * 53
 
 
-def test_a_window_is_all_that_a_layer_reads() -> None:
-    """smollm3: three of four layers turn, and all have a window of 6; see doubles.py."""
+def test_a_layer_reads_only_its_window() -> None:
+    """smollm3: three of four layers use rotary positions, and all have a window of 6; see doubles/models.py."""
     model = Model(fresh("smollm3", torch.float32))
-    windows = [sight.window for sight in model.layer_stack.sights]
+    windows = [spec.window for spec in model.layer_stack.attention_specs]
     assert any(windows)
     row = model.layer_stack.cache_shape().bytes_per_row // len(windows)
     expected = sum(row * ((min(window, 50) if window else 50) + 3) for window in windows)
@@ -106,7 +106,7 @@ def test_rebuilt_models_read_as_much_as_stock_ones(tied: bool) -> None:
     assert [read_bytes(model) for model in (stock, packed, fused)] == [4 * expected] * 3
 
 
-def test_a_probe_passes_over_its_rows_and_leaves_the_cache_as_long() -> None:
+def test_a_probe_scores_its_rows_and_keeps_the_cache_length() -> None:
     model = Model(random_model("tiny", torch.device("cpu"), torch.float32))
     probe = Probe(model, rows=7, context=33)
     assert probe.score().require_logits().shape == (1, 7, 100) and probe.walk().shape == (1, 7, 32)
@@ -123,7 +123,7 @@ def test_contexts_are_cut_to_what_the_model_allows(monkeypatch: pytest.MonkeyPat
     assert "too few" in attempt(Profile(tiny, ProfileSettings(rows=(4,))).passes)["failed"]
 
 
-def test_what_fails_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_stay_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> float:
         raise RuntimeError("no memory\n  to read")
 
@@ -184,21 +184,21 @@ def test_a_pass_that_fails_leaves_the_other_passes(monkeypatch: pytest.MonkeyPat
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
     ],
 )
-def test_names_tell_what_a_kernel_does(name: str, group: str) -> None:
+def test_the_name_of_a_kernel_gives_its_group(name: str, group: str) -> None:
     assert group_of(name) == group
 
 
-def test_the_kernel_before_it_tells_what_is_joined_and_the_part_whose_product_it_is() -> None:
+def test_a_join_belongs_to_the_kernel_before_it_and_a_product_to_its_stage() -> None:
     ran = [(name, 1.0) for name in ("_few_rows", "_join", "_attend", "_join")]
-    assert [seen.group for seen in grouped(ran, "layers")] == ["products", "products", "attention", "attention"]
-    assert [seen.group for seen in grouped([("rms_norm", 1.0), ("nvjet", 1.0), ("copy", 1.0)], "head")] == [
+    assert [seen.group for seen in assign_groups(ran, "layers")] == ["products", "products", "attention", "attention"]
+    assert [seen.group for seen in assign_groups([("rms_norm", 1.0), ("nvjet", 1.0), ("copy", 1.0)], "head")] == [
         "norms", "head", "head",
     ]  # fmt: skip
-    assert {seen.group for seen in grouped(ran, "accept")} == {"sampling and accept"}
+    assert {seen.group for seen in assign_groups(ran, "accept")} == {"sampling and accept"}
 
 
-def test_a_summary_is_of_one_pass() -> None:
-    ran = grouped([("_few_rows", 2.0), ("_join", 1.0), ("_attend", 3.0)] * 2, "layers")
+def test_a_summary_covers_one_pass() -> None:
+    ran = assign_groups([("_few_rows", 2.0), ("_join", 1.0), ("_attend", 3.0)] * 2, "layers")
     found = summary(ran, passes=2, wall_ms=7.0)
     assert found["groups"]["products"] == {"ms": 3.0, "count": 2} and found["unseen_ms"] == 1.0
     assert [one["name"] for one in found["top"]] == ["_attend", "_few_rows", "_join"]
@@ -208,35 +208,35 @@ def kernel(start: float, end: float, device: DeviceType = DeviceType.CUDA) -> Si
     return SimpleNamespace(device_type=device, time_range=SimpleNamespace(start=start, end=end))
 
 
-def test_a_gpu_is_busy_once_however_many_kernels_overlap() -> None:
+def test_overlapping_kernels_count_once_as_busy() -> None:
     ran = [kernel(5000, 6000), kernel(0, 2000), kernel(1000, 3000), kernel(1500, 1600), kernel(0, 9000, DeviceType.CPU)]
     assert busy_ms(SimpleNamespace(events=lambda: ran)) == 4.0
     with pytest.raises(RuntimeError, match="saw nothing"):
         busy_ms(SimpleNamespace(events=lambda: ran[-1:]))
 
 
-def test_the_graph_of_a_round_is_the_one_that_would_be_replayed() -> None:
-    """Of as many texts, and looking as far as they are long; a bucket that is not captured has none."""
+def test_the_graph_of_a_round_is_the_one_the_next_round_replays() -> None:
+    """It fits the number of requests and their length; a bucket that is not captured has no graph."""
     engine = subject(slots=2).engine("plain")
     loop = engine.loop = GraphedLoop(engine.loop)
-    writing = Writing(engine, context=24, tokens=16)
+    timer = GenerationTimer(engine, context=24, tokens=16)
     for count, span, graph in ((2, 16, "short"), (1, 32, "alone"), (2, 64, "long"), (2, 32, "right"), (2, 28, None)):
         batch = Batch.of(range(count), span)
         loop.buckets[count, span, SamplingStages(), 0] = GraphBucket(batch, graph)  # type: ignore[arg-type]
     runs = [Running(Request(tuple(range(25)))) for _ in range(2)]
     runs[0].prefilled = runs[1].prefilled = 24
-    assert writing._captured(runs) == "right"
+    assert timer._captured(runs) == "right"
     engine.loop = loop.loop
-    assert writing._captured(runs) is None
+    assert timer._captured(runs) is None
 
 
-def test_quick_is_a_part_of_the_whole() -> None:
+def test_quick_settings_are_a_subset() -> None:
     quick = ProfileSettings().quick()
     assert (quick.rows, quick.contexts, quick.tokens, quick.methods) == ((1, 64), (128,), 32, ProfileSettings().methods)
     assert ProfileSettings(rows=(8,), tokens=16).quick().rows == (8,) and ProfileSettings(tokens=16).quick().tokens == 16
 
 
-def test_shapes_are_those_of_the_models_they_stand_for() -> None:
+def test_shapes_have_the_size_of_their_models() -> None:
     sizes = {}
     for name, shape in SHAPES.items():
         width = shape["num_attention_heads"] * shape["head_dim"] + 2 * shape["num_key_value_heads"] * shape["head_dim"]
@@ -245,7 +245,7 @@ def test_shapes_are_those_of_the_models_they_stand_for() -> None:
         sizes[name] = shape["num_hidden_layers"] * layer + shape["hidden_size"] * shape["vocab_size"]
     assert 134e6 < sizes["135m"] < 135e6 and 7.0e9 < sizes["7b"] < 7.2e9
     with pytest.raises(InputError, match="135m, 7b"):
-        drawn("70b", 1, device="cpu")
+        random_subject("70b", 1, device="cpu")
 
 
 def test_a_cold_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The files: results.json holds every number, the pages are made of it alone, and earlier results can still be read."""
+"""The files: results.json holds every number, the pages are made from it alone, and earlier results can still be read."""
 
 import json
 import lzma
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foreword.bench import Benchmark, Timing, content, read_results, tables, write_report
-from foreword.bench.markdown import cells, markdown, speedup_words, stop_words, widened_words
+from foreword.bench.markdown import cells, markdown, speedup_cell, stops_paying_sentences, widened_sentences
 from foreword.bench.page import html
 from foreword.bench.published import published_table
 from foreword.bench.report import Extras
@@ -61,28 +61,28 @@ def test_results_json_holds_every_number_and_its_origin(report: Path) -> None:
     assert read_results(report) == read_results(packed) == read_results(file) == found
 
 
-def test_report_md_reads_like_the_tables(report: Path) -> None:
+def test_report_md_has_the_tables(report: Path) -> None:
     text = (report / "report.md").read_text()
     assert f"`{ABOUT['command']}`" in text and "at most 128 new tokens" in text
     heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
-    assert heads == [f"{name}, one text at a time" for name in tables(BENCHMARK)]
+    assert heads == [f"{name}, batch 1" for name in tables(BENCHMARK)]
     assert "| fast | 20.0 | 2.00x | 1250.0 | 32.9 | 2.67 | 17% | 1 of 2, 1 ties |" in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {9}
 
 
-def test_an_interval_stands_beside_its_speedup() -> None:
-    assert speedup_words({"speedup": 2.0, "low": 1.25, "high": 2.5}) == "2.00x [1.25, 2.50]"
-    assert speedup_words({"speedup": 1.0, "low": 1.0, "high": 1.0}) == "1.00x"  # the base's own
+def test_a_speedup_is_printed_with_its_interval() -> None:
+    assert speedup_cell({"speedup": 2.0, "low": 1.25, "high": 2.5}) == "2.00x [1.25, 2.50]"
+    assert speedup_cell({"speedup": 1.0, "low": 1.0, "high": 1.0}) == "1.00x"  # the base's own
 
 
-def test_no_speedup_is_printed_of_another_text(tmp_path: Path) -> None:
+def test_no_speedup_is_printed_for_another_output(tmp_path: Path) -> None:
     timings = tuple(replace(t, ties=0, differing=1) if t.ties else t for t in TIMINGS)
     extras = Extras(spec_bench={"fast": {"overall": {"speed": 20.0, "speedup": 9.0, "mean_accepted_tokens": 2.0}}})
     found = content([replace(BENCHMARK, timings=timings)], ABOUT, timings, extras)
     write_report(found, timings, tmp_path)
     lines = [line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| fast ")]
-    assert "none: other text" in lines[0] and "1 other" in lines[0] and "x" not in lines[0].replace("other text", "")
-    assert "2.50x" in lines[1]  # of the group where the texts are the same
+    assert "none: other output" in lines[0] and "1 other" in lines[0] and "x" not in lines[0]
+    assert "2.50x" in lines[1]  # the group where the outputs are equal
     assert found["spec_bench"]["fast"]["overall"] == {"speed": 20.0, "mean_accepted_tokens": 2.0}
 
 
@@ -96,21 +96,21 @@ def test_noise_is_called_noise_in_every_report() -> None:
     benchmark = Benchmark(("plain", "clover2", "medusa"), 128, timings)
     spec_bench = {name: {"overall": {"speed": 20.0, "speedup": 9.0, "mean_accepted_tokens": 2.0}} for name in ("clover2",)}
     found = json.loads(json.dumps(content([benchmark], ABOUT, timings, Extras(spec_bench=spec_bench))))
-    words, row = "13.18x (noise: no more than 2.00 tokens per round)", found["tables"]["overall"][1]
-    assert row["noise"] and speedup_words(row) == words and not found["tables"]["overall"][2]["noise"]
-    assert words in markdown(found) and words in html(found) and words in published_table(found)
-    told = "Noise, and no speed-up: clover2 13.18x at 2.00 tokens per round (overall)"
-    assert told in markdown(found) and told in html(found)
-    assert "the fastest, medusa, over plain" in html(found), "no card is made of noise"
+    cell, row = "13.18x (noise: no more than 2.00 tokens per round)", found["tables"]["overall"][1]
+    assert row["noise"] and speedup_cell(row) == cell and not found["tables"]["overall"][2]["noise"]
+    assert cell in markdown(found) and cell in html(found) and cell in published_table(found)
+    sentence = "Noise, not a speed-up: clover2 13.18x at 2.00 tokens per round (overall)"
+    assert sentence in markdown(found) and sentence in html(found)
+    assert "the fastest, medusa, over plain" in html(found), "noise gets no card"
     assert "speedup" not in found["spec_bench"]["clover2"]["overall"]
 
 
-def test_a_report_says_what_others_did_to_it() -> None:
-    told = "the machine was busy (a thread waited for a core 31% of the time)"
-    for busy in ({"others": 0.05, "waited": 0.31, "told": told}, {"others": 0.05, "waited": 0.01, "told": ""}):
+def test_a_report_says_that_the_machine_was_busy() -> None:
+    why = "the machine was busy (a thread waited for a core 31% of the time)"
+    for busy in ({"others": 0.05, "waited": 0.31, "told": why}, {"others": 0.05, "waited": 0.01, "told": ""}):
         found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, Extras(busy=busy))))
-        said = "The machine was busy (a thread waited for a core 31% of the time): speeds and speed-ups may lean."
-        assert found["busy"] == busy and (said in markdown(found)) == (said in html(found)) == bool(busy["told"])
+        sentence = "The machine was busy (a thread waited for a core 31% of the time): speeds and speed-ups may be biased."
+        assert found["busy"] == busy and (sentence in markdown(found)) == (sentence in html(found)) == bool(busy["told"])
 
 
 def test_failed_prompts_are_in_the_report(tmp_path: Path) -> None:
@@ -119,46 +119,48 @@ def test_failed_prompts_are_in_the_report(tmp_path: Path) -> None:
     found = content([replace(BENCHMARK, timings=timings)], ABOUT, timings, extras)
     text = markdown(found)
     assert "- failed: fast, batch 1, prompt qa: Error: no room" in text and "1 of 1, 1 failed" in text
-    assert "Batch 4: 2 later turns are left out" in text and "fast failed at warming up: Error: cold" in text
+    assert "Batch 4: 2 later turns are left out" in text and "fast failed in the warm-up: Error: cold" in text
     assert [one["prompt"] for one in found["failures"]] == ["qa"]
 
 
-def test_a_report_says_whether_costs_can_be_believed() -> None:
-    told = "The machine was busy while costs of rows were measured"
+def test_a_report_says_whether_costs_can_be_trusted() -> None:
+    sentence = "The machine was busy while the costs of rows were measured"
     for steady in (True, False):
         curve = CostCurve((1, 4), (1.0, 2.0), steady=steady)
-        found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, Extras(costs=asdict(curve)))))
+        found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, Extras(costs=curve.to_dict()))))
         assert found["costs"]["seconds"] == [1.0, 2.0]
-        assert (told in markdown(found)) == (told in html(found)) == (not steady)
-    suspect = asdict(replace(curve, suspect="a thread waited"))
-    assert f"{told} (a thread waited):" in markdown(content([BENCHMARK], ABOUT, TIMINGS, Extras(costs=suspect)))
+        assert (sentence in markdown(found)) == (sentence in html(found)) == (not steady)
+    suspect = replace(curve, suspect="a thread waited").to_dict()
+    assert f"{sentence} (a thread waited):" in markdown(content([BENCHMARK], ABOUT, TIMINGS, Extras(costs=suspect)))
 
 
 @pytest.mark.parametrize(
     ("after", "rows"), [([0.304, 0.415, 0.515], []), ([0.33, 0.46, 0.52], [1, 16]), ([0.3, 0.41, 0.4], [64])]
 )
 def test_a_report_says_whether_the_clock_drift_check_found_something(after: list[float], rows: list[int]) -> None:
-    before, told = (
+    before, sentence = (
         dict(zip((1, 16, 64), (0.303, 0.41, 0.516), strict=True)),
         "Speed-ups may be biased: the clock drift check",
     )
-    extras = Extras(pulse={"before": before, "after": dict(zip(before, after, strict=True))})
+    extras = Extras(drift_check={"before": before, "after": dict(zip(before, after, strict=True))})
     found = json.loads(json.dumps(content([BENCHMARK], ABOUT, TIMINGS, extras)))
-    assert (told in markdown(found)) == (told in html(found)) == bool(rows)
+    assert (sentence in markdown(found)) == (sentence in html(found)) == bool(rows)
     assert [some for some in before if f"after it with {some} row" in markdown(found)] == rows
     assert ("with 1 row" in markdown(found)) == (1 in rows) and "1 rows" not in markdown(found)
     assert "0.410 ms before the run and 0.460 after it with 16 rows" in markdown(found) or 16 not in rows
 
 
-def test_a_drift_check_that_could_not_run_is_reported_and_of_a_cut_run_since_when() -> None:
-    lost = content([BENCHMARK], ABOUT, TIMINGS, Extras(pulse={"before": {1: 0.3}, "after": {"failed": "Error: no room"}}))
+def test_a_drift_check_that_failed_and_one_of_a_resumed_run_say_so() -> None:
+    lost = content(
+        [BENCHMARK], ABOUT, TIMINGS, Extras(drift_check={"before": {1: 0.3}, "after": {"failed": "Error: no room"}})
+    )
     assert "The clock drift check could not run: Error: no room" in markdown(lost)
     resumed = {**ABOUT, "resumed": 3}
-    found = content([BENCHMARK], resumed, TIMINGS, Extras(pulse={"before": {1: 0.3}, "after": {1: 0.4}}))
-    assert "0.300 ms before it went on and 0.400 after it with 1 row." in markdown(found)
+    found = content([BENCHMARK], resumed, TIMINGS, Extras(drift_check={"before": {1: 0.3}, "after": {1: 0.4}}))
+    assert "0.300 ms before it resumed and 0.400 after it with 1 row." in markdown(found)
 
 
-def test_who_has_no_answer_has_no_figures() -> None:
+def test_a_contender_without_answers_has_no_figures() -> None:
     names = " ".join(f"q-{i}" for i in range(32))
     plain = Timing(names, "mixed", "plain", 320, 320, 1.0, 0.0, 32, texts=32, batch=32)
     failed = replace(plain, contender="fast", tokens=0, rounds=0, identical=0, failed=32, why="no room")
@@ -188,7 +190,7 @@ def test_results_in_the_repository_can_be_read(folder: Path) -> None:
         assert all(len(cells(row)) == 7 for row in table)
 
 
-def test_what_is_no_result(tmp_path: Path) -> None:
+def test_files_that_are_not_results(tmp_path: Path) -> None:
     for text in ('{"about": {}}', "[" * 100_000, "[]", "5", '{"tables": ' + "9" * 5000 + "}", "\xff"):
         (tmp_path / "results.json").write_text(text, encoding="latin-1")
         for place in (tmp_path, tmp_path / "nothing", "", "a\0b", "x" * 5000):
@@ -196,7 +198,7 @@ def test_what_is_no_result(tmp_path: Path) -> None:
                 read_results(place)
 
 
-# Several texts at once, several temperatures ------------------------------------------------------------------------------
+# Batches and temperatures -----------------------------------------------------------------------------------------------
 
 
 def batch(size: int, temperature: float = 0.0, **seconds: float) -> Benchmark:
@@ -213,32 +215,32 @@ BATCHES = [
 ]
 
 
-def test_a_run_that_went_on_says_so() -> None:
-    """And what was spent on warming up before it was cut, nobody knows."""
+def test_a_resumed_run_says_so() -> None:
+    """The warm-up before the interruption is unknown."""
     resumed = content(BATCHES, {**ABOUT, "resumed": 3})
-    assert "cut after 3 blocks of prompts, and went on" in markdown(resumed)
-    assert "in no figure above (since the run went on): batch 1: 3.0 s" in markdown(resumed)
+    assert "interrupted after 3 blocks of prompts and resumed" in markdown(resumed)
+    assert "not included in the figures above (since the run resumed): batch 1: 3.0 s" in markdown(resumed)
     resumed["warm_up_s"] = {"8": {}}
-    assert "Warming up" not in markdown(resumed) and "cut after" not in markdown(content(BATCHES, ABOUT))
+    assert "Warm-up" not in markdown(resumed) and "interrupted" not in markdown(content(BATCHES, ABOUT))
 
 
 def test_batches_in_the_files(tmp_path: Path) -> None:
-    grown = {"times": 8, "parameters": 7_010_000_000, "prompts": 4, "tokens": 200, "identical": 3, "ties": 1}
-    found = content(BATCHES, {**ABOUT, "model": "tiny, grown r=8", "grown": grown})
+    widened = {"times": 8, "parameters": 7_010_000_000, "prompts": 4, "tokens": 200, "identical": 3, "ties": 1}
+    found = content(BATCHES, {**ABOUT, "model": "tiny, grown r=8", "grown": widened})
     write_report(found, (), tmp_path)
     kept = json.loads((tmp_path / "results.json").read_text())
     assert list(kept["batches"]) == ["1", "4", "8"] and kept["stops_paying"] == {"fast": 8, "late": None}
     assert kept["batches"]["4"][1]["speedup"] == 1.5 and kept["warm_up_s"]["8"]["fast"] == 0.75
     text = (tmp_path / "report.md").read_text()
-    assert "## overall, 8 texts side by side\n\n| contender | tokens/s | over plain | tokens per round |" in text
+    assert "## overall, batch 8\n\n| contender | tokens/s | over plain | tokens per round |" in text
     assert "| fast | 24.0 | 0.80x |" in text and "| late | 37.5 | 1.25x |" in text
-    assert "| contender | one text | 4 texts | 8 texts |" in text and "| fast | 2.00x | 1.50x | 0.80x |" in text
+    assert "| contender | batch 1 | batch 4 | batch 8 |" in text and "| fast | 2.00x | 1.50x | 0.80x |" in text
     assert "- stops paying at 8: fast\n- still pays at 8, the largest tried: late\n" in text
-    assert "in no figure above: batch 1: 3.0 s" in text
-    assert "tiny, grown r=8" in text and widened_words(grown) in text
-    for words in ("Grown r=8", "7.01 B", "3 of them are its original's", "1 in all"):
-        assert words in widened_words(grown)
-    assert stop_words({"fast": 2, "late": 4, "slow": 2}, [2, 4]) == [
+    assert "not included in the figures above: batch 1: 3.0 s" in text
+    assert "tiny, grown r=8" in text and widened_sentences(widened) in text
+    for words in ("grown r=8", "7.01 B", "3 of the answers equal its original's", "1 in all"):
+        assert words in widened_sentences(widened)
+    assert stops_paying_sentences({"fast": 2, "late": 4, "slow": 2}, [2, 4]) == [
         "pays at no batch tried: fast, slow",
         "stops paying at 4: late",
     ]
@@ -247,14 +249,14 @@ def test_batches_in_the_files(tmp_path: Path) -> None:
 def test_batches_alone_have_no_tables_of_groups() -> None:
     text = markdown(content(BATCHES[1:], ABOUT))
     heads = [line for line in text.splitlines() if line.startswith("## ")]
-    assert heads == ["## overall, 4 texts side by side", "## overall, 8 texts side by side", "## over plain by batch"]
+    assert heads == ["## overall, batch 4", "## overall, batch 8", "## over plain by batch"]
 
 
-def test_temperatures_stand_apart() -> None:
+def test_each_temperature_has_its_tables() -> None:
     extras = Extras(spec_bench={"fast": {"overall": {"speed": 20.0, "mean_accepted_tokens": 2.0}}})
     found = content([*BATCHES, batch(1, 0.8, plain=12.0, fast=8.0)], ABOUT, extras=extras)
     assert found["temperature"] == 0 and found["tables"]["overall"][1]["speedup"] == 2.0
     assert found["temperatures"]["0.8"]["tables"]["overall"][1]["speedup"] == 1.5
     text = markdown(found)
-    assert "## overall, one text at a time, T=0.8" in text and "Greedy and T=0.8, at most" in text
+    assert "## overall, batch 1, T=0.8" in text and "Greedy and T=0.8, at most" in text
     assert "## As Spec-Bench counts, greedy\n" in text

@@ -1,5 +1,5 @@
-"""Growing: drafters of a model, widened as it was or left as small as they are, draft the same; loaded grown, it writes the
-same text."""
+"""Widening: drafters of a model, widened with it or left small, draft the same; a model loaded widened generates the same
+output."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from doubles import SAMPLINGS, engine, fresh, grown_pair, requests, taught, written
+from doubles import SAMPLINGS, engine, fresh, requests, widened_pair, with_random_weights, written
 from foreword.bench.widening import load_widened, times_for
 from foreword.drafters import saved
 from foreword.errors import DrafterError, InputError, ModelNotFound
@@ -16,7 +16,7 @@ from foreword.methods import METHODS, make, untrained
 from foreword.model import linears as pack
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model, WidenedFrom
-from foreword.model.widened import grow
+from foreword.model.widened_model import widen_model
 from foreword.prove import compare
 from foreword.prove.referee import exact_copy
 from foreword.text import Prompt
@@ -47,7 +47,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Diary:
-    """What a drafter proposed, round by round."""
+    """Record what a drafter proposes, round by round."""
 
     def __init__(self, drafter: Any) -> None:
         self.drafts: list[tuple[list[Any], list[Any]]] = []
@@ -68,18 +68,18 @@ def test_every_trained_method_is_here() -> None:
 @pytest.mark.parametrize("times", [2, 8])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path) -> None:
-    """Through the folder that it is kept in: the grown target is taken for its original, and the weights are widened."""
+    """Loaded from its folder: the widened target counts as its original, and the drafter's weights are widened."""
     name, options = FORMS[form]
     count = {"draft_model": "depth", "gsd": "depth", "amusd": "ahead", "hidden_transfer": "steps", "firp": "steps"}.get(
         name, "heads"
     )
     options = {"rows": 12, count: 3} | options
-    narrow, wide = grown_pair(torch.float64, times)
+    narrow, wide = widened_pair(torch.float64, times)
     original = Model(narrow, "original")
-    taught_one = taught(name, original, **options)
+    taught_one = with_random_weights(name, original, **options)
     saved.save(taught_one, tmp_path, original)
     saved.load_into(taught_one, tmp_path, original)  # rounded, as the other one reads them
-    target = Model(wide, "grown", grown=WidenedFrom(times, Fingerprint.of(original), 1))
+    target = Model(wide, "widened", widened_from=WidenedFrom(times, Fingerprint.of(original), 1))
     other: Any = untrained(name, **options)
     other.prepare(target, 1)
     saved.load_into(other, tmp_path, target)
@@ -102,19 +102,19 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", ["tied", "a head of its own", "qwen2"])
 @pytest.mark.parametrize("form", SMALL)
 def test_a_draft_model_stays_small_and_drafts_the_same(form: str, kind: str, times: int, tmp_path: Path) -> None:
-    """As the widened one does, which `load_into` makes; and as on the original."""
+    """As a widened drafter does, which `load_into` makes, and as on the original model."""
     name, options = SMALL[form]
-    narrow, wide = grown_pair(torch.float64, times, kind)
+    narrow, wide = widened_pair(torch.float64, times, kind)
     original = Model(narrow, "original")
-    first = taught(name, original, **options)
+    first = with_random_weights(name, original, **options)
     saved.save(first, tmp_path, original)
     saved.load_into(first, tmp_path, original)
-    target = Model(wide, "grown", grown=WidenedFrom(times, Fingerprint.of(original), 1))
+    target = Model(wide, "widened", widened_from=WidenedFrom(times, Fingerprint.of(original), 1))
     widened: Any = untrained(name, **options)
     widened.prepare(target, 1)
     saved.load_into(widened, tmp_path, target)
     small: Any = saved.restore(tmp_path, target, method=name, **options)
-    own = small.other if name == "amusd" else small.guesser.other
+    own = small.other if name == "amusd" else small.small_model.other
     assert (own.hidden_size, own.layers) == (32, 2) and widened.module.norm.weight.numel() == 32 * times
     texts, diaries = [], [Diary(one) for one in (first, widened, small)]
     for drafter, model in ((first, original), (widened, target), (small, target)):
@@ -123,78 +123,80 @@ def test_a_draft_model_stays_small_and_drafts_the_same(form: str, kind: str, tim
     assert diaries[0].drafts == diaries[1].drafts == diaries[2].drafts and len(diaries[0].drafts) > 3
 
 
-def test_a_draft_model_of_another_model_is_refused_by_a_grown_one(tmp_path: Path) -> None:
-    stranger, (narrow, wide) = Model(fresh("llama", seed=1), "stranger"), grown_pair(torch.float64, 2)
-    saved.save(taught("draft_model", stranger), tmp_path, stranger)
-    target = Model(wide, "grown", grown=WidenedFrom(2, Fingerprint.of(Model(narrow, "original")), 1))
+def test_a_draft_model_of_another_model_is_refused_by_a_widened_one(tmp_path: Path) -> None:
+    stranger, (narrow, wide) = Model(fresh("llama", seed=1), "stranger"), widened_pair(torch.float64, 2)
+    saved.save(with_random_weights("draft_model", stranger), tmp_path, stranger)
+    target = Model(wide, "widened", widened_from=WidenedFrom(2, Fingerprint.of(Model(narrow, "original")), 1))
     with pytest.raises(DrafterError, match="trained for stranger.* but the target is original"):
         saved.restore(tmp_path, target, method="gsd")
 
 
-def test_a_drafter_of_another_model_is_refused_by_a_grown_one_too(tmp_path: Path) -> None:
-    stranger, (narrow, wide) = Model(fresh("llama", seed=1), "stranger"), grown_pair(torch.float64, 2)
-    saved.save(taught("medusa", stranger), tmp_path, stranger)
-    target = Model(wide, "grown", grown=WidenedFrom(2, Fingerprint.of(Model(narrow, "original")), 1))
+def test_a_drafter_of_another_model_is_refused_by_a_widened_one_too(tmp_path: Path) -> None:
+    stranger, (narrow, wide) = Model(fresh("llama", seed=1), "stranger"), widened_pair(torch.float64, 2)
+    saved.save(with_random_weights("medusa", stranger), tmp_path, stranger)
+    target = Model(wide, "widened", widened_from=WidenedFrom(2, Fingerprint.of(Model(narrow, "original")), 1))
     other: Any = untrained("medusa")
     other.prepare(target, 1)
     with pytest.raises(DrafterError, match="trained for stranger.* but the target is original"):
         saved.load_into(other, tmp_path, target)
 
 
-def test_what_nothing_says_how_to_widen_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow, wide = grown_pair(torch.float64, 2)
+def test_a_drafter_without_a_widening_rule_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, wide = widened_pair(torch.float64, 2)
     original = Model(narrow, "original")
-    saved.save(taught("medusa", original), tmp_path, original)
-    target = Model(wide, "grown", grown=WidenedFrom(2, Fingerprint.of(original), 1))
+    saved.save(with_random_weights("medusa", original), tmp_path, original)
+    target = Model(wide, "widened", widened_from=WidenedFrom(2, Fingerprint.of(original), 1))
     other: Any = untrained("medusa")
     other.prepare(target, 1)
     monkeypatch.setattr(type(other), "wide", {})
-    with pytest.raises(InputError, match="nothing says how .*linear.bias widens"):
+    with pytest.raises(InputError, match="no rule, or several, for widening .*linear.bias"):
         saved.load_into(other, tmp_path, target)
 
 
 # Loading ------------------------------------------------------------------------------------------------------------------
 
 
-def test_loaded_grown_it_writes_the_same_text(folders: dict[str, Path], stock: dict[str, Any], own_home: Path) -> None:
-    original, grown = load_widened(folders["llama"], 4, device="cpu", max_context=256)
-    assert grown.model.name == f"{folders['llama']}, grown r=4" and grown.model.hidden_size == 128
-    counted = sum(weight.numel() for weight in grow(stock["llama"], 4).parameters())
-    assert grown.model.grown == WidenedFrom(4, Fingerprint.of(original.model), counted)
-    assert grown.model.ends.tolist() == original.model.ends.tolist()
+def test_a_model_loaded_widened_generates_the_same_output(
+    folders: dict[str, Path], stock: dict[str, Any], own_home: Path
+) -> None:
+    original, widened = load_widened(folders["llama"], 4, device="cpu", max_context=256)
+    assert widened.model.name == f"{folders['llama']}, grown r=4" and widened.model.hidden_size == 128
+    counted = sum(weight.numel() for weight in widen_model(stock["llama"], 4).parameters())
+    assert widened.model.widened_from == WidenedFrom(4, Fingerprint.of(original.model), counted)
+    assert widened.model.ends.tolist() == original.model.ends.tolist()
     asked = [Prompt(str(i), "qa", [text]) for i, text in enumerate(("hello", "the words that come before"))]
-    found = compare(original, grown, asked, max_new_tokens=24)
+    found = compare(original, widened, asked, max_new_tokens=24)
     assert (found.prompts, found.identical, found.bugs) == (2, 2, 0) and found.tokens > 2
 
 
 @pytest.mark.parametrize("method", ["draft_model", "gsd", "amusd"])
-def test_loaded_grown_its_draft_model_is_the_original_s(
+def test_a_model_loaded_widened_has_the_original_s_draft_model(
     method: str, folders: dict[str, Path], trained: dict[str, Path], own_home: Path
 ) -> None:
-    """In float32, on layers that are rebuilt for speed; the text is plain's."""
-    original, grown = load_widened(folders["llama"], 4, device="cpu", max_context=256)
+    """In float32, on rebuilt layers; the output is plain's."""
+    original, widened = load_widened(folders["llama"], 4, device="cpu", max_context=256)
     options = {"worker": "thread", "rows": 4, "least": 3, "patience": 60.0} if method == "amusd" else {"rows": 8}
     found = {}
-    with original, grown:
-        for llm in (original, grown):
+    with original, widened:
+        for llm in (original, widened):
             llm.use(method, drafter=trained[method], **options)
             found[llm] = llm.generate("the words that come before", max_new_tokens=24)
-        drafter: Any = grown.engine.drafter
-        own = drafter.other if method == "amusd" else drafter.guesser.other
+        drafter: Any = widened.engine.drafter
+        own = drafter.other if method == "amusd" else drafter.small_model.other
         assert own.hidden_size == 32 and type(own.hf.model.layers[0].mlp.down_proj) is pack.PackedLinear
-        plain = grown.use("plain").generate("the words that come before", max_new_tokens=24)
-    assert found[original].tokens == found[grown].tokens == plain.tokens
-    assert found[original].stats.rounds == found[grown].stats.rounds
+        plain = widened.use("plain").generate("the words that come before", max_new_tokens=24)
+    assert found[original].tokens == found[widened].tokens == plain.tokens
+    assert found[original].stats.rounds == found[widened].stats.rounds
 
 
-def test_another_text_is_a_bug(folders: dict[str, Path], own_home: Path) -> None:
-    original, grown = load_widened(folders["llama"], 2, device="cpu", max_context=256)
-    grown.model.hf.model.norm.weight.data[:8] *= -3
-    assert compare(original, grown, [Prompt("1", "qa", ["hello"])], max_new_tokens=24).bugs > 0
+def test_another_output_is_a_bug(folders: dict[str, Path], own_home: Path) -> None:
+    original, widened = load_widened(folders["llama"], 2, device="cpu", max_context=256)
+    widened.model.hf.model.norm.weight.data[:8] *= -3
+    assert compare(original, widened, [Prompt("1", "qa", ["hello"])], max_new_tokens=24).bugs > 0
 
 
 def test_a_size_is_the_nearest_power_of_two() -> None:
-    """Of the default model's shapes: 106 M weights that grow both ways, 28 M of the vocabulary that grow one way."""
+    """The default model's shapes: 106 M weights widen in both dimensions, 28 M of the vocabulary in one."""
     shapes = AutoConfig.for_model(
         "llama",
         hidden_size=576,
@@ -210,8 +212,8 @@ def test_a_size_is_the_nearest_power_of_two() -> None:
     assert [times_for(size, hf) for size in ("1b", "7b", "27B", "0.5b", "8", 4)] == [4, 8, 16, 2, 8, 4]
 
 
-def test_a_grown_model_is_judged_by_its_original(folders: dict[str, Path], own_home: Path) -> None:
-    """Its own weights were repacked, and cannot be read from any folder."""
+def test_a_widened_model_is_judged_by_its_original(folders: dict[str, Path], own_home: Path) -> None:
+    """Its own weights were repacked and cannot be read from a folder."""
     _, wide = load_widened(folders["llama"], 2, device="cpu", max_context=128)
     with pytest.raises(ModelNotFound, match="is no folder to read them from again"):
         exact_copy(wide.model)

@@ -1,4 +1,4 @@
-"""Two results side by side, and pages whose tables come from results."""
+"""Two results compared, and pages whose tables come from results."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 
 from foreword.bench import Benchmark, Timing, content, read_results, write_report
 from foreword.bench.compare import changes, settings_that_differ
-from foreword.bench.published import MARK, published_table, refreshed
+from foreword.bench.published import MARK, published_table, refresh_tables
 
 ROOT = Path(__file__).parents[3]
 ABOUT: dict[str, Any] = {"command": "foreword bench", "commit": "0", "date": "-", "machine": "m", "threads": 2}
 
 
 def results(folder: Path, speed: float, spread: float = 0.0, prompts: int = 12, **about: Any) -> dict[str, Any]:
-    """Prompts of which the first twelve are quick, and three repeats of which the middle one counts; another is slow."""
+    """Write results: the first twelve prompts are quick; of three repeats, one is slow and the median counts."""
     timings = [
         Timing(str(q), "rag" if q % 2 else "qa", name, 100, 50, seconds, 0.0, 1, repeat=repeat, block=q)
         for q in range(prompts)
@@ -39,7 +39,7 @@ def test_what_became_faster(tmp_path: Path) -> None:
     assert back["overall", "fast"].verdict == "slower" and settings_that_differ(before, after) == {"commit": ("0", "1")}
 
 
-def test_no_change_is_read_from_noise(tmp_path: Path) -> None:
+def test_noise_is_not_a_change(tmp_path: Path) -> None:
     before, after = results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.5)
     for row in after["tables"]["overall"]:
         row["noise"] = "noise: no more than 2.00 tokens per round" if row["contender"] == "fast" else ""
@@ -48,16 +48,16 @@ def test_no_change_is_read_from_noise(tmp_path: Path) -> None:
 
 
 def test_speeds_are_over_the_prompts_that_both_have(tmp_path: Path) -> None:
-    """The others are slow, and would make the same speed look like another."""
+    """The other prompts are slow and would change the speed."""
     before, after = results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.0, prompts=24, prompts_sha256="1")
     for fast in (one for one in changes(before, after) if one.contender == "fast"):
         assert (fast.before, fast.after, fast.low) == (20.0, 20.0, pytest.approx(1.0))
-    assert not settings_that_differ(before, after)  # the earlier one does not say which prompts it had
+    assert not settings_that_differ(before, after)  # the earlier result does not identify its prompts
     other = {**before, "about": {**ABOUT, "prompts_sha256": "2"}, "temperature": 0.8}
     assert set(settings_that_differ(other, after)) == {"prompts_sha256", "temperature"}
 
 
-def test_tables_of_several_sets_are_told_apart(tmp_path: Path) -> None:
+def test_tables_of_several_sets_are_distinguished(tmp_path: Path) -> None:
     """Both sets have a group of the same name; only one of them became faster."""
 
     def two_sets(folder: Path, seconds: float) -> dict[str, Any]:
@@ -113,27 +113,32 @@ def test_the_table_of_a_page(tmp_path: Path, run_foreword: Any) -> None:
     assert run_foreword("bench", "table", tmp_path / "results").stdout == table
     assert run_foreword("bench", "table").exit_code == 2
     page.write_text("<!-- foreword bench table results -->\n| old |\n| the last line, without an end |")
-    assert refreshed(page.read_text(), tmp_path) == f"<!-- foreword bench table results -->\n\n{table}\n"
+    assert refresh_tables(page.read_text(), tmp_path) == f"<!-- foreword bench table results -->\n\n{table}\n"
 
 
-def test_tables_of_texts_side_by_side_and_of_drawn_ones(tmp_path: Path, run_foreword: Any) -> None:
-    """What is not there is asked for by its option."""
-    timings = {heat: [Timing("0 1", "mixed", "plain", 100, 50, 1.0 + heat, 0.0, 2, texts=2, batch=2)] for heat in (0.0, 1.0)}
-    found = [Benchmark(("plain",), 128, tuple(some), 2, temperature=heat) for heat, some in timings.items()]
+def test_tables_of_batches_and_of_sampled_outputs(tmp_path: Path, run_foreword: Any) -> None:
+    """The error for a missing table names the option to run with."""
+    timings = {
+        temperature: [Timing("0 1", "mixed", "plain", 100, 50, 1.0 + temperature, 0.0, 2, texts=2, batch=2)]
+        for temperature in (0.0, 1.0)
+    }
+    found = [Benchmark(("plain",), 128, tuple(some), 2, temperature=temperature) for temperature, some in timings.items()]
     write_report(content(found, ABOUT), timings[0.0] + timings[1.0], tmp_path / "results")
     page = "<!-- foreword bench table results --batch 2 --temperature 1 -->\n"
     assert "| `plain` | 100.0 |" in run_foreword("bench", "table", tmp_path / "results", "--batch", 2).stdout
-    assert refreshed(page, tmp_path).startswith(page + "\n| |") and "| `plain` | 50.0 |" in refreshed(page, tmp_path)
+    assert refresh_tables(page, tmp_path).startswith(page + "\n| |") and "| `plain` | 50.0 |" in refresh_tables(
+        page, tmp_path
+    )
     for option, asked in {"--batch": (), "--temperature": ("--batch", 2, "--temperature", 0.5)}.items():
         refused = run_foreword("bench", "table", tmp_path / "results", *asked)
-        assert refused.exit_code == 2 and f"be in {option}" in refused.output
+        assert refused.exit_code == 2 and f"in {option}" in refused.output
 
 
 @pytest.mark.parametrize("page", [ROOT / "docs" / "results.md"], ids=lambda page: page.name)
 def test_pages_agree_with_their_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert len(MARK.findall(text)) == sum(line.startswith("<!-- foreword bench table") for line in text.splitlines()) > 0
-    assert refreshed(text, page.parent) == text
+    assert refresh_tables(text, page.parent) == text
 
 
 def test_a_row_is_what_results_hold() -> None:

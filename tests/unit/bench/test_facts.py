@@ -1,4 +1,4 @@
-"""A number's origin: the command, and the commit of the source that made it."""
+"""The origin of a result: the command, the machine, and the commit of the source."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from foreword.bench import report
 from foreword.bench.report import facts
 
 
-def test_what_stands_beside_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_result_names_its_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/some/where/foreword", "bench", "--prompts", "my questions.jsonl"])
     about = facts(model="tiny")
     assert about["command"] == "foreword bench --prompts 'my questions.jsonl'"
@@ -22,7 +22,7 @@ def test_what_stands_beside_every_number(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_machine_is_what_the_model_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is a GPU too, figures of the CPU are not its."""
+    """Figures of the CPU are not labelled with a GPU that is also there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {device}")
     assert facts(torch.device("cpu"))["machine"].startswith(report.cpu_name())
@@ -36,14 +36,14 @@ def test_the_commit_says_whether_the_source_was_changed(tmp_path: Path, monkeypa
     file.write_text("as committed")
     monkeypatch.setattr(report, "__file__", str(file))
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         person = ("-c", "user.name=A", "-c", "user.email=a@example.org")
         return subprocess.run(
-            ["git", *person, *words], capture_output=True, text=True, cwd=tmp_path, check=True
+            ["git", *person, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True
         ).stdout.strip()
 
     git("init", "--quiet")
-    assert facts()["commit"] == "no checkout"  # our file is in the folder of somebody's repository, not in it
+    assert facts()["commit"] == "no checkout"  # the file lies in a repository that does not track it
     git("add", ".")
     git("commit", "--quiet", "--message", "first")
     assert facts()["commit"] == git("rev-parse", "--short", "HEAD")

@@ -1,11 +1,21 @@
-"""Figures are pooled as they say, on the same blocks as the base; what differs or fails is not passed over."""
+"""Figures are pooled on the same blocks as the base; differences and failures are not ignored."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from foreword.bench.figures import Benchmark, Timing, benchmarks, failures, noise, resampled, rows, stops_paying, tables
+from foreword.bench.figures import (
+    Benchmark,
+    Timing,
+    benchmarks,
+    bootstrap_interval,
+    failures,
+    noise_reason,
+    rows,
+    stops_paying,
+    tables,
+)
 
 
 def timing(contender: str, group: str, tokens: int, rounds: int, seconds: float, loops: float = 0.0, **more: Any) -> Timing:
@@ -37,7 +47,7 @@ def test_figures_are_pooled_over_tokens_and_seconds() -> None:
     assert (fast.identical, fast.ties, fast.prompts) == (2, 1, 3)
 
 
-def test_what_is_kept_by_depth() -> None:
+def test_acceptance_by_depth() -> None:
     """45 drafts: 25 kept nothing, 5 one token, 15 three."""
     fast = rows(BENCHMARK)[1]
     assert fast.accepted_per_position == pytest.approx([20 / 45, 15 / 45, 15 / 45])
@@ -56,9 +66,9 @@ def changed(contender: str, block: int, **more: Any) -> Benchmark:
     return replace(BENCHMARK, timings=tuple(found))
 
 
-def test_another_text_has_no_speedup() -> None:
+def test_another_output_has_no_speedup() -> None:
     plain, fast = rows(changed("fast", 1, ties=0, differing=1))
-    assert fast.speedup is None and (fast.low, fast.high) == (None, None) and fast.refused == "other text"
+    assert fast.speedup is None and (fast.low, fast.high) == (None, None) and fast.refused == "other output"
     assert fast.tokens_per_second == 22.5 and plain.speedup == 1.0
     table = tables(changed("fast", 1, ties=0, differing=1))
     assert table["rag"][1].speedup == 2.5 and table["qa"][1].speedup is None
@@ -66,7 +76,7 @@ def test_another_text_has_no_speedup() -> None:
 
 @pytest.mark.parametrize(("speedup", "tokens", "is_noise"), [(13.18, 2.0, True), (2.2, 2.0, True), (2.05, 2.0, False)])
 def test_a_speedup_above_the_tokens_per_round_is_noise(speedup: float, tokens: float, is_noise: bool) -> None:
-    assert noise(speedup, tokens) == ("noise: no more than 2.00 tokens per round" if is_noise else "")
+    assert noise_reason(speedup, tokens) == ("noise: no more than 2.00 tokens per round" if is_noise else "")
 
 
 def of_a_busy_machine(name: str = "prompt_lookup", batch: int = 1, seconds: float = 10.0 / 13.18) -> Benchmark:
@@ -75,8 +85,8 @@ def of_a_busy_machine(name: str = "prompt_lookup", batch: int = 1, seconds: floa
     return Benchmark(("plain", name), 128, (plain, fast), batch)
 
 
-def test_noise_is_marked_where_a_round_costs_what_it_must() -> None:
-    """Of our methods over plain decoding, with options or a folder too; the rounds of others are of another kind."""
+def test_noise_is_marked_for_our_methods_over_plain() -> None:
+    """Also for methods with options or a folder; a round of another decoder may cost less than one of plain."""
     for name in ("prompt_lookup", "gsd:width=4", "clover=runs/clover"):
         plain, fast = rows(of_a_busy_machine(name))
         assert (plain.noise, fast.noise) == ("", "noise: no more than 2.00 tokens per round")
@@ -87,27 +97,27 @@ def test_noise_is_marked_where_a_round_costs_what_it_must() -> None:
     assert not rows(Benchmark(("clover", "prompt_lookup"), 128, tuple(timings)))[1].noise, "rounds of clover cost more"
 
 
-def test_noise_says_nothing_of_whether_a_method_pays() -> None:
+def test_noise_does_not_decide_whether_a_method_pays() -> None:
     quiet, busy = (rows(of_a_busy_machine(batch=batch, seconds=s))[1] for batch, s in ((1, 5.0), (8, 0.5)))
     assert stops_paying({1: [quiet]}) == {"prompt_lookup": None}
     assert stops_paying({1: [quiet], 8: [busy]}) == {}
 
 
-def test_a_text_that_nobody_could_judge_has_none_either() -> None:
+def test_an_output_that_could_not_be_judged_has_no_speedup() -> None:
     fast = rows(changed("fast", 1, ties=0, differing=1, unjudged="no memory"))[1]
     assert fast.speedup is None and "no memory" in fast.refused
 
 
-def test_a_failed_prompt_counts_for_nobody_it_is_compared_with() -> None:
+def test_a_failed_prompt_is_left_out_of_the_comparison() -> None:
     benchmark = changed("fast", 0, failed=1, tokens=0, rounds=0, identical=0, why="RuntimeError: out of paper")
     plain, fast = rows(benchmark)
     assert (fast.failed, fast.prompts, fast.tokens) == (1, 2, 80) and fast.speedup == (80 / 4) / (80 / 5)
     assert (plain.failed, plain.prompts) == (0, 3)
-    (told,) = failures(benchmark.timings)
-    assert (told["contender"], told["prompt"], told["why"]) == ("fast", "rag", "RuntimeError: out of paper")
+    (failure,) = failures(benchmark.timings)
+    assert (failure["contender"], failure["prompt"], failure["why"]) == ("fast", "rag", "RuntimeError: out of paper")
 
 
-def test_who_failed_at_everything_has_no_speed() -> None:
+def test_a_contender_that_failed_everywhere_has_no_speed() -> None:
     some = tuple(replace(t, failed=1, tokens=0) if t.contender == "fast" else t for t in BENCHMARK.timings)
     fast = rows(replace(BENCHMARK, timings=some))[1]
     assert (fast.tokens_per_second, fast.speedup, fast.refused, fast.failed) == (0.0, None, "no answers", 3)
@@ -120,8 +130,8 @@ def test_without_plain_speeds_are_over_the_first() -> None:
     assert [row.speedup for row in found] == [1.0, 2.0]
 
 
-def test_the_first_token_and_the_rest_apart() -> None:
-    """100 tokens in 10 s, of which the first takes 1 s; 25 rounds in 4 s, of which the first brings 4 tokens in 2 s."""
+def test_the_first_token_and_the_rest_separately() -> None:
+    """Plain: 100 tokens in 10 s, the first in 1 s. Fast: 25 rounds in 4 s, the first with 4 tokens in 2 s."""
     some = (
         timing("plain", "rag", 100, 100, 10.0, first_s=1.0, first_tokens=1, block=0),
         timing("fast", "rag", 100, 25, 4.0, first_s=2.0, first_tokens=4, block=0),
@@ -133,7 +143,7 @@ def test_the_first_token_and_the_rest_apart() -> None:
     assert rows(BENCHMARK)[1].first_token_s is None
 
 
-def test_of_repeats_the_middle_one_counts() -> None:
+def test_the_median_repeat_counts() -> None:
     seconds = {"plain": [10.0, 12.0, 50.0], "fast": [5.0, 4.0, 4.5]}
     some = [timing(name, "rag", 100, 50, s, repeat=i, block=0) for name, of in seconds.items() for i, s in enumerate(of)]
     (found,) = benchmarks(some, 128, {1: {"plain": 0.5}})
@@ -143,12 +153,12 @@ def test_of_repeats_the_middle_one_counts() -> None:
     assert benchmarks(some, 128, {})[0].timings[0].failed == 1  # failing once is failing
 
 
-def test_a_text_that_differs_in_any_repeat_is_another_text() -> None:
+def test_an_output_that_differs_in_any_repeat_differs() -> None:
     some = [timing("plain", "rag", 100, 100, 10.0, repeat=repeat) for repeat in range(3)]
     some += [timing("a", "rag", 100, 50, 5.0 + repeat, repeat=repeat) for repeat in range(3)]
-    some[5] = replace(some[5], identical=0, differing=1)  # the slowest, whose time does not count
+    some[5] = replace(some[5], identical=0, differing=1)  # the slowest repeat; its time does not count
     row = rows(benchmarks(some, 128, {})[0])[1]
-    assert (row.speedup, row.refused, row.identical, row.differing) == (None, "other text", 0, 1)
+    assert (row.speedup, row.refused, row.identical, row.differing) == (None, "other output", 0, 1)
     assert row.tokens_per_second == 100 / 6
     some[5] = replace(some[5], ties=1, differing=0)
     row = rows(benchmarks(some, 128, {})[0])[1]
@@ -157,7 +167,7 @@ def test_a_text_that_differs_in_any_repeat_is_another_text() -> None:
     assert "no memory" in rows(benchmarks(some, 128, {})[0])[1].refused
 
 
-def test_who_failed_at_another_text_of_a_block_is_not_compared_on_it() -> None:
+def test_a_block_with_different_failures_is_not_compared() -> None:
     failed = {"plain": ["1"], "a": ["2"], "b": ["1"]}
     some = [timing(name, "rag", 100, 50, 5.0, texts=4, failed=1, failed_at=at, why="-") for name, at in failed.items()]
     assert [row.speedup for row in rows(Benchmark(("plain", "a", "b"), 128, tuple(some)))] == [1.0, None, 1.0]
@@ -166,7 +176,7 @@ def test_who_failed_at_another_text_of_a_block_is_not_compared_on_it() -> None:
 
 def test_benchmarks_by_temperature_and_batch() -> None:
     kinds = [(1, 0.0), (1, 0.8), (4, 0.0), (4, 0.8)]
-    some = [timing("plain", "rag", 10, 10, 1.0, batch=batch, temperature=heat) for batch, heat in kinds]
+    some = [timing("plain", "rag", 10, 10, 1.0, batch=batch, temperature=temperature) for batch, temperature in kinds]
     found = benchmarks(some, 128, {})
     assert [(one.temperature, one.batch) for one in found] == [(0.0, 1), (0.0, 4), (0.8, 1), (0.8, 4)]
 
@@ -175,12 +185,12 @@ def test_the_interval_holds_the_ratio_and_shrinks_with_the_prompts() -> None:
     def samples(count: int) -> list[list[float]]:
         return [[100.0, 5.0 + i % 3, 100.0, 10.0 + i % 2] for i in range(count)]
 
-    few, many = (resampled(samples(count)) for count in (12, 120))
+    few, many = (bootstrap_interval(samples(count)) for count in (12, 120))
     ratio = 10.5 / 6
     assert few[0] is not None and few[1] is not None and many[0] is not None and many[1] is not None
     assert few[0] < many[0] < ratio < many[1] < few[1]
-    assert resampled(samples(12)) == few and resampled(samples(5)) == (None, None)
-    assert resampled([[100.0, 5.0, 100.0, 10.0]] * 6) == (2.0, 2.0)
+    assert bootstrap_interval(samples(12)) == few and bootstrap_interval(samples(5)) == (None, None)
+    assert bootstrap_interval([[100.0, 5.0, 100.0, 10.0]] * 6) == (2.0, 2.0)
 
 
 def test_turns_of_a_prompt_are_one_sample() -> None:
@@ -192,14 +202,14 @@ def test_turns_of_a_prompt_are_one_sample() -> None:
     assert rows(Benchmark(("plain", "a"), 128, tuple(turns)))[1].low is None
 
 
-def test_tables_overall_where_text_is_copied_and_by_group() -> None:
+def test_tables_overall_of_copying_groups_and_by_group() -> None:
     found = tables(BENCHMARK)
     assert list(found) == ["overall", "rag + translation", "rag", "qa", "translation"]
     assert found["rag + translation"] == rows(BENCHMARK, [("", "rag"), ("", "translation")])
     assert found["qa"] == rows(BENCHMARK, [("", "qa")])
 
 
-def test_one_group_is_the_whole_and_two_sets_have_their_names() -> None:
+def test_one_group_is_overall_and_several_sets_are_named() -> None:
     assert list(tables(Benchmark(("plain",), 8, (timing("plain", "rag", 8, 8, 1.0),)))) == ["overall"]
     two = tuple(timing("plain", "qa", 8, 8, 1.0, suite=name, block=i) for i, name in enumerate("ab"))
     assert list(tables(Benchmark(("plain",), 8, two))) == ["overall", "a", "b", "a: qa", "b: qa"]
@@ -210,7 +220,7 @@ def batch(size: int, **seconds: float) -> Benchmark:
     return Benchmark(tuple(seconds), 64, tuple(timings), size)
 
 
-def test_a_method_stops_paying_where_it_is_never_ahead_again() -> None:
+def test_a_method_stops_paying_where_it_never_wins_again() -> None:
     found = {
         1: rows(batch(1, plain=10.0, fast=5.0, late=8.0)),
         4: rows(batch(4, plain=6.0, fast=4.0, late=6.0)),

@@ -1,4 +1,4 @@
-"""The page: every drawing that has figures, none that has none, everything inside it, and nothing that could run."""
+"""The page has every chart with figures and none without, is self-contained, and has no scripts."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from foreword.bench import Benchmark, Timing, content, read_results
 from foreword.bench.page import html
 from foreword.bench.report import Extras
 from foreword.bench.roofline import knee
-from foreword.bench.svg import bars, level_bars, lines, nice_step, number, short, stacked
+from foreword.bench.svg import bars, horizontal_bars, lines, nice_step, number, short, stacked
 
 RESULTS = Path(__file__).parents[3] / "results"
 ABOUT: dict[str, Any] = {
@@ -54,7 +54,7 @@ def roofline() -> dict[str, Any]:
 
 
 class Checked(HTMLParser):
-    """Collects headings; complains about tags that do not close."""
+    """Collect headings; fail on tags that do not close."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -81,8 +81,8 @@ class Checked(HTMLParser):
 def test_the_whole_page() -> None:
     found = content([benchmark(1), benchmark(4)], ABOUT, extras=Extras(roofline=roofline()))
     text = html(found)
-    drawn = ["Speed-up", "Tokens per round", "Acceptance by depth", "Many texts at once", "Where a round goes"]
-    heads = [*drawn, "What a pass costs", "Break-even", "Figures", "Where this comes from"]
+    charts = ["Speed-up", "Tokens per round", "Acceptance by depth", "Speed-up by batch size", "Time of a round"]
+    heads = [*charts, "Cost of a pass", "Break-even", "Figures", "Origin"]
     assert Checked(text).heads == heads and text.count("<svg") == 6
     assert "a&amp;b" in text and "&lt;m&gt;" in text and "http" not in text
     assert "fast, rag: 2x" in text and "fast, 2: 0.25" in text and "knee" in text
@@ -90,33 +90,33 @@ def test_the_whole_page() -> None:
         ElementTree.fromstring(drawing)
 
 
-def test_of_several_temperatures_the_page_says_which_is_drawn() -> None:
-    drawn = replace(benchmark(1), temperature=0.8)
-    assert "The drawings are of" not in html(content([drawn], ABOUT))
-    assert "Greedy and T=0.8" in (text := html(content([benchmark(1), drawn], ABOUT)))
-    assert "The drawings are of greedy texts." in text
+def test_the_page_says_which_temperature_its_charts_show() -> None:
+    sampled = replace(benchmark(1), temperature=0.8)
+    assert "The charts show" not in html(content([sampled], ABOUT))
+    assert "Greedy and T=0.8" in (text := html(content([benchmark(1), sampled], ABOUT)))
+    assert "The charts show greedy outputs." in text
 
 
-def test_what_was_not_measured_is_not_drawn() -> None:
+def test_charts_without_figures_are_left_out() -> None:
     plain = Benchmark(("plain",), 128, tuple(t for t in benchmark(1).timings if t.contender == "plain"))
-    assert Checked(html(content([plain], ABOUT))).heads == ["Figures", "Where this comes from"]
+    assert Checked(html(content([plain], ABOUT))).heads == ["Figures", "Origin"]
 
 
-def test_texts_side_by_side_alone_are_drawn_by_their_number() -> None:
+def test_without_batch_1_the_charts_are_by_batch_size() -> None:
     text = html(content([benchmark(8), benchmark(32)], ABOUT))
-    drawn = ["Speed-up", "Tokens per round", "Acceptance by depth", "Many texts at once"]
-    assert Checked(text).heads == [*drawn, "Figures", "Where this comes from"]
-    assert text.count(">8 texts<") == text.count(">32 texts<") == 2
+    charts = ["Speed-up", "Tokens per round", "Acceptance by depth", "Speed-up by batch size"]
+    assert Checked(text).heads == [*charts, "Figures", "Origin"]
+    assert text.count(">batch 8<") == text.count(">batch 32<") == 2
     lost = {"tokens": 0, "rounds": 0, "identical": 0, "failed": 1}
     failed = [Timing(**{**vars(t), **(lost if t.contender == "fast" else {})}) for t in benchmark(32).timings]
     text = html(content([benchmark(8), Benchmark(NAMES, 128, tuple(failed), 32)], ABOUT))
-    assert "fast, 8 texts: 2" in text and "fast, 32 texts" not in text and text.count(">–</text>") == 2
+    assert "fast, batch 8: 2" in text and "fast, batch 32" not in text and text.count(">–</text>") == 2
 
 
-def test_another_text_has_a_dash_in_place_of_a_bar() -> None:
+def test_another_output_has_a_dash_instead_of_a_bar() -> None:
     timings = [Timing(**{**vars(t), "differing": t.contender == "fast"}) for t in benchmark(1).timings]
     text = html(content([Benchmark(NAMES, 128, tuple(timings))], ABOUT))
-    assert "fast, rag: 2x" not in text and ">–</text>" in text and "none: other text" in text
+    assert "fast, rag: 2x" not in text and ">–</text>" in text and "none: other output" in text
 
 
 @pytest.mark.parametrize("folder", sorted(RESULTS.glob("bench_*")), ids=lambda folder: folder.name)
@@ -129,15 +129,15 @@ def test_results_in_the_repository_can_be_drawn(folder: Path) -> None:
     [
         lambda: bars(["a", "b"], {"x": [1.0, None], "y": [2.0, 0.5]}, "it", "x", {"x": [(0.5, 1.5), None]}, 1.0),
         lambda: bars(["a"], {"x": [None]}, "it"),
-        lambda: level_bars(["a", "b"], {"x": [1.0, None], "y": [2.0, 0.5]}, "it", "x", {"x": [(0.5, 1.5), None]}, 1.0),
-        lambda: level_bars(["a"], {"x": [None]}, "it"),
+        lambda: horizontal_bars(["a", "b"], {"x": [1.0, None], "y": [2.0, 0.5]}, "it", "x", {"x": [(0.5, 1.5), None]}, 1.0),
+        lambda: horizontal_bars(["a"], {"x": [None]}, "it"),
         lambda: lines({"x": [(1, 1.0), (64, 2.0)]}, "it", "across", "up", doubling=True, mark=(8, "here")),
         lambda: lines({"x": [(1, 0.0)]}, "it", "across", "up"),
         lambda: stacked({"x": {"a": 1.0, "b": 0.0}}, "it", " ms"),
         lambda: stacked({"x": {"a": 0.0}}, "it", " ms"),
     ],
 )
-def test_drawings_are_svg_inside_their_frame(draw: Callable[[], str]) -> None:
+def test_charts_are_svg_inside_their_frame(draw: Callable[[], str]) -> None:
     root = ElementTree.fromstring(draw())
     wide, high = map(float, root.attrib["viewBox"].split()[2:])
     for shape in root.iter():

@@ -1,4 +1,4 @@
-"""What a pass costs and what a round is made of: counted by hand where it can be, and consistent where it is measured."""
+"""The cost of a pass and the split of a round: checked against hand counts, or for consistency where measured."""
 
 import time
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ import pytest
 
 import foreword
 from foreword.api import LLM
-from foreword.bench import Benchmark, Manner, Task, Timing, contender
-from foreword.bench.contenders import written
-from foreword.bench.roofline import PARTS, ROWS, Stopwatch, _economy, knee, operations_of_pass, roofline
-from foreword.drafters.resolve import Wanted
+from foreword.bench import Benchmark, GenerationSettings, Task, Timing, contender
+from foreword.bench.contenders import generate_answers
+from foreword.bench.roofline import ROWS, SPLIT_STAGES, Stopwatch, _economy, knee, operations_of_pass, roofline
+from foreword.drafters.resolve import DrafterRequest
 from foreword.engine.engine import Engine
 
 
@@ -44,8 +44,8 @@ def test_the_knee_is_where_rows_cost_as_much_as_the_pass() -> None:
     assert knee(level)["beyond"] and knee([{"rows": rows, "ms": 10.0} for rows in ROWS])["beyond"]
 
 
-def test_a_method_breaks_even_where_its_round_is_paid_for() -> None:
-    """Plain: 39 rounds in 39 s. The method: 19 rounds in 28.5 s, so a round of 1.5 s; 4 candidates each, 1 kept."""
+def test_break_even_is_the_cost_of_a_round() -> None:
+    """Plain: 39 rounds in 39 s. The method: 19 rounds in 28.5 s, so 1.5 s each; 4 candidates each, 1 accepted."""
     slow = timing("fast", 20, 29.5, drafted=80, kept=[0, 20])
     benchmark = Benchmark(("plain", "fast"), 40, (timing("plain", 40, 40.0), slow))
     found = _economy(benchmark, "fast", {}, [])
@@ -56,15 +56,15 @@ def test_a_method_breaks_even_where_its_round_is_paid_for() -> None:
     assert plain["break_even_tokens_per_round"] == 1.0 and plain["acceptance"] is None
 
 
-def test_a_round_is_taken_apart(llm: LLM) -> None:
-    method, drafter = Wanted.of("token_recycling", rows=8).on(llm.model)
+def test_a_round_is_split_into_stages(llm: LLM) -> None:
+    method, drafter = DrafterRequest.of("token_recycling", rows=8).resolve(llm.model)
     engine = Engine(llm.model, drafter, 1, 256)
     watch = Stopwatch(engine)
     started = time.perf_counter()
-    (answer,) = written(engine, tasks(llm)[:1], Manner(24))
+    (answer,) = generate_answers(engine, tasks(llm)[:1], GenerationSettings(24))
     assert 0.5 < sum(watch.spent.values()) / (time.perf_counter() - started) <= 1
-    assert answer.tokens == contender(llm, "plain").write(tasks(llm)[:1], Manner(24))[0].tokens
-    assert set(watch.spent) == {*PARTS, "prompt"} and all(seconds > 0 for seconds in watch.spent.values())
+    assert answer.tokens == contender(llm, "plain").write(tasks(llm)[:1], GenerationSettings(24))[0].tokens
+    assert set(watch.spent) == {*SPLIT_STAGES, "prompt"} and all(seconds > 0 for seconds in watch.spent.values())
     assert not watch.running
 
 
@@ -78,12 +78,12 @@ def test_the_whole(llm: LLM) -> None:
         assert one["ms"] >= one["floor_ms"] * 0.2 and one["bandwidth_share"] > 0
     assert set(found["split"]) == set(found["methods"]) == set(names)
     for split in found["split"].values():
-        assert set(split) == set(PARTS) and split["verify"] > 0 and all(ms >= 0 for ms in split.values())
+        assert set(split) == set(SPLIT_STAGES) and split["verify"] > 0 and all(ms >= 0 for ms in split.values())
     assert found["split"]["plain"]["verify"] > found["split"]["plain"]["draft"]
     assert found["methods"]["plain"]["verify_bandwidth_share"] > 0
 
 
-def test_a_method_that_cannot_be_measured_is_told(llm: LLM) -> None:
+def test_a_method_that_cannot_be_measured_is_reported(llm: LLM) -> None:
     found = roofline(llm, ["plain", "medusa=nowhere"], Benchmark(("plain",), 24, (timing("plain", 20, 20.0),)), tasks(llm))
     assert "failed" in found["split"]["medusa=nowhere"] and "failed" in found["methods"]["medusa=nowhere"]
     assert "verify" in found["split"]["plain"]

@@ -1,4 +1,4 @@
-"""Prompt sets: by file and name, the samples that have names, and the set that is built in."""
+"""Prompt sets by file and name, named samples, and the built-in set."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ OTHERS = ["translation", "summarization", "qa", "math_reasoning", "rag"]
 
 @pytest.fixture
 def spec_bench(tmp_path: Path) -> Path:
-    """A file with the numbers and categories of the published one."""
+    """Write a file with the numbers and categories of the published one."""
     rows = [{"question_id": 81 + i, "category": KINDS[i // 10], "turns": ["one", "two"]} for i in range(80)]
     rows += [{"question_id": 161 + i, "category": OTHERS[i // 80], "turns": ["one"]} for i in range(400)]
     file = tmp_path / "question.jsonl"
@@ -36,7 +36,7 @@ def test_the_built_in_set() -> None:
 
 @pytest.mark.parametrize(("name", "each"), [("spec_bench_48", 8), ("spec_bench_240", 40), ("spec_bench_48b", 8)])
 def test_samples_of_spec_bench(name: str, each: int, spec_bench: Path) -> None:
-    """As many of each group, and of MT-bench as many of each kind."""
+    """The same number of each group, and for MT-bench of each category."""
     found = read_suite(f"{name}={spec_bench}")
     sizes = {group: len(of) for group, of in found.groups().items()}
     assert found.name == name and sizes == {"mt_bench": each, **dict.fromkeys(OTHERS, each)}
@@ -45,12 +45,12 @@ def test_samples_of_spec_bench(name: str, each: int, spec_bench: Path) -> None:
     assert [int(prompt.id) for prompt in found.prompts] == list(SAMPLES[name])
 
 
-def test_what_is_held_out_is_in_no_other_sample() -> None:
+def test_the_held_out_sample_shares_no_prompt_with_the_others() -> None:
     assert not set(SAMPLES["spec_bench_48b"]) & set(SAMPLES["spec_bench_240"])
     assert set(SAMPLES["spec_bench_48"]) < set(SAMPLES["spec_bench_240"])
 
 
-def test_the_sample_is_the_same_in_a_part_of_the_file(spec_bench: Path, tmp_path: Path) -> None:
+def test_a_sample_is_the_same_from_half_of_the_file(spec_bench: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in spec_bench.read_text().splitlines()]
     half = [{**row, "id": f"spec_bench-{row.pop('question_id')}"} for row in rows]
     file = tmp_path / "half.jsonl"
@@ -69,7 +69,7 @@ def test_names_and_limits(spec_bench: Path) -> None:
     assert len(read_suite(str(spec_bench), per_group=2).prompts) == 12
 
 
-def test_a_limit_ends_the_reading(tmp_path: Path) -> None:
+def test_a_limit_stops_reading(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"conversations": []}\n')
     assert [prompt.turns for prompt in read_suite(str(file), limit=2).prompts] == [["one"], ["two"]]
@@ -77,16 +77,16 @@ def test_a_limit_ends_the_reading(tmp_path: Path) -> None:
         read_suite(str(file))
 
 
-def test_prompts_with_one_id_are_told_apart(tmp_path: Path) -> None:
-    """Or a failed one would be taken for another, and a report would have one sample where there are two."""
+def test_prompts_with_the_same_id_become_unique(tmp_path: Path) -> None:
+    """Otherwise a report would mistake one for the other and count two samples as one."""
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(json.dumps({"id": name, "prompt": "words"}) for name in ("a", "b", "a", "a")))
     assert [prompt.id for prompt in read_suite(str(file)).prompts] == ["a", "b", "a#2", "a#3"]
 
 
-def test_several_sets_keep_apart(spec_bench: Path) -> None:
+def test_prompts_of_several_sets_are_named_by_set(spec_bench: Path) -> None:
     found = read_suites([f"a={spec_bench}", f"b={spec_bench}"], limit=1)
     assert [prompt.id for one in found for prompt in one.prompts] == ["a/81", "b/81"]
     assert [one.name for one in read_suites([])] == ["builtin"]
-    with pytest.raises(PromptError, match="called the same: question, question"):
+    with pytest.raises(PromptError, match="the same name: question, question"):
         read_suites([str(spec_bench), str(spec_bench)])

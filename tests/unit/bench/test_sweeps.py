@@ -1,4 +1,4 @@
-"""A sweep's drawings: every figure is in one of them, at its place, and each is a file that stands alone."""
+"""A sweep's charts show every figure, and each chart is a file of its own."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,8 @@ SWEPT = Path(__file__).parents[3] / "results" / "train" / "sweep_hidden_transfer
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def told(drawing: str) -> list[str]:
-    """What its marks say, in order."""
+def tooltips(drawing: str) -> list[str]:
+    """Return the tooltips of a chart, in order."""
     return [str(title.text) for title in ElementTree.fromstring(drawing).iter(f"{SVG}title")]
 
 
@@ -22,25 +22,25 @@ def test_every_figure_is_drawn() -> None:
     record = json.loads(SWEPT.read_text(encoding="utf-8"))
     found = drawings(record)
     assert list(found) == ["accuracy", "nearness", "sight"]
-    assert told(found["accuracy"])[0] == "step 1, top-1, 4: 37.82%" and "step 3, top-5, 26: 33.21%" in told(
+    assert tooltips(found["accuracy"])[0] == "step 1, top-1, 4: 37.82%" and "step 3, top-5, 26: 33.21%" in tooltips(
         found["accuracy"]
     )
-    assert len(told(found["accuracy"])) == 2 * sum(map(len, record["accuracy"].values()))
-    assert "step 2, 30: 0.66" in told(found["nearness"])
-    assert len(told(found["nearness"])) == sum(map(len, record["cosine"].values()))
-    assert {"sees step 1, top-5, 19: 48.52%", "does not see step 1, top-5, 19: 47.93%"} <= set(told(found["sight"]))
+    assert len(tooltips(found["accuracy"])) == 2 * sum(map(len, record["accuracy"].values()))
+    assert "step 2, 30: 0.66" in tooltips(found["nearness"])
+    assert len(tooltips(found["nearness"])) == sum(map(len, record["cosine"].values()))
+    assert {"sees step 1, top-5, 19: 48.52%", "does not see step 1, top-5, 19: 47.93%"} <= set(tooltips(found["sight"]))
 
 
-def test_a_drawing_has_its_style_and_says_what_a_line_is() -> None:
+def test_a_chart_has_its_style_and_a_legend() -> None:
     root = ElementTree.fromstring(drawings(json.loads(SWEPT.read_text(encoding="utf-8")))["sight"])
-    words = {text.text for text in root.iter(f"{SVG}text")}
-    assert {"sees step 1, top-1", "does not see step 1, top-5", "layer"} <= words
+    labels = {text.text for text in root.iter(f"{SVG}text")}
+    assert {"sees step 1, top-1", "does not see step 1, top-5", "layer"} <= labels
     assert "--c1" in str(root.findtext(f"{SVG}style")) and root.get("viewBox") == "0 -34 860 334"
     dashed = [path for path in root.iter(f"{SVG}path") if "dashed" in path.get("class", "")]
     assert len(dashed) == 2
 
 
-def test_one_step_has_nothing_to_see(tmp_path: Path) -> None:
+def test_with_one_step_there_is_no_chart_of_sight(tmp_path: Path) -> None:
     record = json.loads(SWEPT.read_text(encoding="utf-8"))
     record |= {"accuracy": {"1": record["accuracy"]["1"]}, "step 2 without sight of step 1": {}}
     (tmp_path / "sweep.json").write_text(json.dumps(record))

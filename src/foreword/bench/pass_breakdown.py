@@ -1,8 +1,8 @@
-"""Where a pass goes: the kernels (CUDA) or operators (CPU) of a pass, as torch's profiler sees them, by what they do.
+"""The time of a pass by kind of work: its kernels (CUDA) or operators (CPU), as torch's profiler sees them.
 
-Layers, head and acceptance are profiled apart, so that a product of the head is not taken for one of the layers; within
-the layers a name tells. Kernels that overlap are counted in full, so their sum may exceed the time of the pass. Loops
-compiled by Numba are no operators: on the CPU they are in what is left, `unseen_ms`.
+Layers, head and acceptance are profiled separately, so that a product of the head does not count as one of the layers.
+Within the layers, the name of a kernel decides. Kernels that overlap count in full, so their sum may exceed the time of the
+pass. Loops compiled by Numba are not operators: on the CPU they are in the remainder, `unseen_ms`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from foreword.model.model import Model
 from foreword.ops.device import synchronize
 
 TOP = 12
-JOIN = "_join"  # ends both split products and split attention: it belongs to the kernel before it
+JOIN = "_join"  # the last step of split products and of split attention: it belongs to the kernel before it
 
-# The first that matches decides; names of our Triton kernels, of libraries, and of torch's operators. Operators that only
+# The first match decides; names of our Triton kernels, of libraries, and of torch's operators. Operators that only
 # call others (aten::linear, aten::matmul) are not the product that they call.
 _PATTERNS = (
     ("attention", r"^_attend|flash|fmha|sdpa|efficient_attention|softmax|bmm"),
@@ -40,7 +40,7 @@ GROUPS = ("products", "head", "attention", "rotary and store", "norms", "samplin
 
 
 @dataclass(frozen=True)
-class Seen:
+class KernelCall:
     """One run of a kernel or operator."""
 
     name: str
@@ -52,35 +52,35 @@ def group_of(name: str) -> str:
     return next((group for group, pattern in _PATTERNS if re.search(pattern, name.lower())), "other")
 
 
-def grouped(events: Iterable[tuple[str, float]], part: str) -> list[Seen]:
-    """Events (name, ms) of one part of a pass, in the order they ran."""
-    seen: list[Seen] = []
+def assign_groups(events: Iterable[tuple[str, float]], stage: str) -> list[KernelCall]:
+    """Assign the events (name, ms) of one stage of a pass to groups, in the order they ran."""
+    seen: list[KernelCall] = []
     for name, ms in events:
         group = seen[-1].group if name.startswith(JOIN) and seen else group_of(name)
-        if part == "accept":
+        if stage == "accept":
             group = "sampling and accept"
-        elif part == "head" and group != "norms":
+        elif stage == "head" and group != "norms":
             group = "head"
-        seen.append(Seen(name, group, ms))
+        seen.append(KernelCall(name, group, ms))
     return seen
 
 
-def parts_of_pass(model: Model, rows: int, context: int, repeats: int) -> dict[str, Any]:
-    """A pass of `rows` rows, and the acceptance of its tokens, taken apart."""
+def break_down_pass(model: Model, rows: int, context: int, repeats: int) -> dict[str, Any]:
+    """Break down the time of a pass of `rows` rows, and of the acceptance of its tokens."""
     probe = Probe(model, rows, context)
-    parts = _parts(probe, context)
+    stages = _stages(probe, context)
     seen, wall = [], 0.0
-    for part, call in parts.items():
-        events, seconds = recorded(call, model.device, repeats)
-        seen += grouped(events, part)
+    for stage, call in stages.items():
+        events, seconds = profile_calls(call, model.device, repeats)
+        seen += assign_groups(events, stage)
         wall += seconds * 1e3 / repeats
     if model.device.type == "cuda":  # calls from Python wait for the host; a captured pass does not
-        wall = milliseconds(lambda: [call() for call in parts.values()], model.device, repeats)
+        wall = milliseconds(lambda: [call() for call in stages.values()], model.device, repeats)
     return {"rows": rows, "context": context, "device": model.device.type, **summary(seen, repeats, wall)}
 
 
 @torch.inference_mode()
-def _parts(probe: Probe, context: int) -> dict[str, Callable[[], object]]:
+def _stages(probe: Probe, context: int) -> dict[str, Callable[[], object]]:
     model, draft = probe.model, probe.draft
     state = State.empty(1, context + draft.nodes + 1, model.cache.length, model.ends).at(probe.batch)
     state.limits.fill_(context + draft.nodes + 1)
@@ -94,8 +94,8 @@ def _parts(probe: Probe, context: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def recorded(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[list[tuple[str, float]], float]:
-    """What ran in `repeats` calls, as (name, ms) in its order, and the seconds they took."""
+def profile_calls(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[list[tuple[str, float]], float]:
+    """Return what ran in `repeats` calls, as (name, ms) in order, and the seconds they took."""
     on_gpu = device.type == "cuda"
     call()
     synchronize(device)
@@ -106,12 +106,12 @@ def recorded(call: Callable[[], object], device: torch.device, repeats: int) -> 
         synchronize(device)
         seconds = time.perf_counter() - started
     if on_gpu:
-        return [(event.name, event.time_range.elapsed_us() / 1e3) for event in kernels(session)], seconds
+        return [(event.name, event.time_range.elapsed_us() / 1e3) for event in gpu_events(session)], seconds
     return [(event.name, event.self_cpu_time_total / 1e3) for event in session.events() or ()], seconds
 
 
-def kernels(session: profile) -> list[Any]:
-    """What a profiled GPU did, in its order."""
+def gpu_events(session: profile) -> list[Any]:
+    """Return the events of a profiled GPU by their start."""
     found = [event for event in session.events() or () if event.device_type == DeviceType.CUDA]
     if not found:
         raise RuntimeError("torch's profiler saw nothing on the GPU; another profiler may hold it, or the driver forbids it")
@@ -119,17 +119,17 @@ def kernels(session: profile) -> list[Any]:
 
 
 def busy_ms(session: profile) -> float:
-    """How long a profiled GPU was at work; what overlaps counts once."""
+    """Return how long a profiled GPU was busy; overlapping kernels count once."""
     busy, until = 0.0, float("-inf")
-    for event in kernels(session):
+    for event in gpu_events(session):
         start, end = event.time_range.start, event.time_range.end
         busy += max(end - max(start, until), 0.0)
         until = max(until, end)
     return busy / 1e3
 
 
-def summary(seen: list[Seen], passes: int, wall_ms: float) -> dict[str, Any]:
-    """Times and counts of one pass, by group and for the names that took longest."""
+def summary(seen: list[KernelCall], passes: int, wall_ms: float) -> dict[str, Any]:
+    """Return times and counts of one pass, by group and for the names that took longest."""
     groups: dict[str, list[float]] = {group: [] for group in GROUPS}
     names: dict[tuple[str, str], list[float]] = {}
     for one in seen:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ def model_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "models").symlink_to(folder.parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREWORD_HOME", str(home))
-        patch.setattr(cost.Tries, "steady", True)
+        patch.setattr(cost.PassTimings, "steady", True)
         for load in (load_weights, load_stock):
             model = Model(load(folder, torch.device("cpu"), torch.float32))
-            keep(file_of("costs", cost.facts_of(model)), asdict(cost.measure(model, rows=(1, 16)).curve()))
+            keep(file_of("costs", cost.facts_of(model)), cost.measure(model, rows=(1, 16)).curve().to_dict())
             expectations(model)
     return home
 

@@ -73,7 +73,7 @@ class Joined(NamedTuple):
     """Sequences and the rows that joined them, as they leave a layer."""
 
     layer: int
-    texts: Tensor  # [b, n, H]
+    sequences: Tensor  # [b, n, H]
     rows: tuple[Tensor, ...]  # of each join so far [b, A, H]
 
 

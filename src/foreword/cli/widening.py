@@ -84,7 +84,7 @@ def _compared(original: LLM, widened: LLM, prompts: Sequence[Prompt]) -> dict[st
             f"{widened.model.name}: its output diverges from the original's at {found.bugs} positions that are no ties, so "
             "its figures would mean nothing; use a wider dtype"
         )
-    assert widened.model.grown is not None
+    assert widened.model.widened_from is not None
     said = {name: getattr(found, name) for name in ("prompts", "tokens", "identical", "ties")}
-    said |= {"times": widened.model.grown.times, "parameters": widened.model.grown.parameters}
+    said |= {"times": widened.model.widened_from.times, "parameters": widened.model.widened_from.parameters}
     return {"grown": said}  # the name of this key in results.json

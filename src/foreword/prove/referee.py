@@ -310,7 +310,7 @@ def replays(model: Model, batch: CaseBatch) -> list[Tensor]:
     The history counts: in a narrow dtype, keys and values that were written row by row are not those of a prompt.
     """
     scratch = max(prefill_chunk(model.device), *PASS_ROWS)
-    with model.aside(len(batch.texts), max(map(len, batch.texts)), scratch) as cache:
+    with model.temporary_cache(len(batch.texts), max(map(len, batch.texts)), scratch) as cache:
         replay = PassReplay(model, batch, cache)
         replay.read(batch.roots)
         written = [replay.write(rows) for rows in PASS_ROWS]
@@ -398,7 +398,7 @@ def exact_copy(model: Model, folder: Path | None = None) -> Any:
     """The very weights of a model, computed with in float64. Rotary angles stay as transformers makes them, in float32:
     they are the same in every pass, so they are part of the function and not of its rounding."""
     try:
-        again = _is_rebuilt(model.hf) or (model.grown is not None and folder is not None)
+        again = _is_rebuilt(model.hf) or (model.widened_from is not None and folder is not None)
         exact = _reloaded(model, folder) if again else copy.deepcopy(model.hf).double()
     except (RuntimeError, TypeError) as error:  # out of memory, or something in the model that cannot be copied
         raise ModelError(

@@ -8,7 +8,7 @@ import pytest
 
 import foreword
 from foreword.model import cost
-from foreword.model.cost import Tries
+from foreword.model.cost import PassTimings
 
 SHORT = ("--max-new-tokens", 8, "--ignore-eos")
 CONTRACT = {"text", "tokens", "finish_reason", "model", "method", "sampling", "stats"}
@@ -275,7 +275,7 @@ def test_a_cache_folder_that_cannot_be_written(run, tiny_model, tmp_path, monkey
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "file" / "home"))
     one_line(run("generate", "hi"), "FOREWORD_HOME")
-    monkeypatch.setattr(Tries, "steady", True)  # whatever else the machine does now, the costs are to be kept
+    monkeypatch.setattr(PassTimings, "steady", True)  # whatever else the machine does now, the costs are to be kept
     shown = run("generate", "hi", "--model", tiny_model, *SHORT)
     assert shown.exit_code == 0 and shown.stdout
     (line,) = shown.stderr.splitlines()

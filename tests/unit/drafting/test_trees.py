@@ -261,7 +261,7 @@ def test_small_trees_are_worth_drafting_for_many_texts() -> None:
     """Passes as an H200 makes them over the default model, and over 8 and 32 texts of it. A small tree is not asked for the
     levels of a large one, and who guesses better drafts where others do not."""
     model = target()
-    many = CostCurve((32, 64, 128, 256, 1024), (0.54e-3, 0.59e-3, 0.67e-3, 1.02e-3, 1.57e-3), texts=32)
+    many = CostCurve((32, 64, 128, 256, 1024), (0.54e-3, 0.59e-3, 0.67e-3, 1.02e-3, 1.57e-3), sequences=32)
     model.curve = CostCurve((1, 4, 16, 64), (0.31e-3, 0.4e-3, 0.41e-3, 0.52e-3), batches=(many,))
     found = [FixedRows(model, Shape(64, 6), gain, level=level).shape(32) for level in (0.12, 0.3) for gain in (1.5, 2.05)]
     assert found == [Shape(4, 2), Shape(4, 2), Shape(1, 0), Shape(2, 1)]
@@ -287,7 +287,7 @@ def test_a_short_chain_pays_before_a_long_one() -> None:
     """About what an H200 takes over the model of 7 B: with 8 texts 128 rows cost little more than 64, and 256 half as much
     again as 128, so that tree and chain share what is cheap."""
     model, eight = target(), {8: 4.32, 32: 4.33, 64: 4.66, 128: 4.88, 256: 7.49, 512: 12.86}
-    batch = CostCurve(tuple(eight), tuple(each * 1e-3 for each in eight.values()), texts=8)
+    batch = CostCurve(tuple(eight), tuple(each * 1e-3 for each in eight.values()), sequences=8)
     model.curve = CostCurve((1, 16, 64, 79), (4.04e-3, 4.22e-3, 4.8e-3, 5.17e-3), batches=(batch,))
     fixed = FixedRows(model, Shape(49, 6), GAIN, level=0.01, chain=15)
     assert [(fixed.shape(batch).nodes, fixed.chain_rows(batch)) for batch in (1, 8)] == [(32, 15), (8, 7)]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from foreword.core.drafter import Drafter
-from foreword.drafters.keywords import options_of_method, renamed
+from foreword.drafters.keywords import check_flags, options_of_method, renamed
 from foreword.drafters.resolve import DrafterRequest
 from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.driver import Driver
@@ -64,6 +64,7 @@ def wrap(
     are those of `load`. Models that `load` reads are faster, since only those run on Foreword's own kernels.
     """
     cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
+    check_flags(cuda_graphs=cuda_graphs, remeasure=remeasure, generation_config=generation_config)
     drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(wrap, method, options))
     hf, encoder = check_wrapped(model), Tokenizer(tokenizer)
     target = Model(hf)
@@ -126,6 +127,8 @@ class LLM:
         """
         fused_layers = renamed(options, "fused_layers", fused_layers)
         cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
+        check_flags(fused_layers=fused_layers, cuda_graphs=cuda_graphs, remeasure=remeasure)
+        check_flags(generation_config=generation_config, warm_up=warm_up)
         drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
         if threads is not None:
             _set_threads(threads)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import foreword
-from doubles import FAMILIES, READY, truth
+from doubles import FAMILIES, WITHOUT_WEIGHTS, truth
 from foreword.api import LLM
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
@@ -57,7 +57,7 @@ def expected(hf: PreTrainedModel, tokenizer: Tokenizer, prompt: Any = ASK, ends:
 # Loading -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", READY)
+@pytest.mark.parametrize("method", WITHOUT_WEIGHTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loaded_folder_writes_the_truth(
     family: str, method: str, folders: dict[str, Path], stock: dict[str, PreTrainedModel]
@@ -95,6 +95,14 @@ def test_a_folder_may_be_a_string_or_a_path(kind: Callable[[Path], Any], folders
 def test_what_cannot_be_loaded_so(options: dict[str, Any], named: str, folders: dict[str, Path]) -> None:
     with pytest.raises(InputError, match=named):
         foreword.load(folders["llama"], "plain", **options)
+
+
+@pytest.mark.parametrize("name", ["generation_config", "fused_layers", "cuda_graphs", "remeasure", "warm_up"])
+@pytest.mark.parametrize("value", ["vllm", "no", 1, None])
+def test_a_flag_is_true_or_false(name: str, value: object) -> None:
+    """Refused before the model is looked for: a string would pass for True."""
+    with pytest.raises(InputError, match=f"{name} is {value!r}; it must be True or False"):
+        foreword.load("no/such/model", "plain", **{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("said", "meant"), [("tokn_recycling", "'token_recycling'"), ("lookup", "'prompt_lookup'")])
@@ -623,7 +631,7 @@ def test_two_chats_share_the_slots(llm: LLM) -> None:
 def test_another_method_on_the_same_weights(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain")
     weights, whole = llm.model.hf, llm.generate(ASK, max_new_tokens=12)
-    for method in READY:
+    for method in WITHOUT_WEIGHTS:
         assert llm.use(method, rows=5) is llm
         out = llm.generate(ASK, max_new_tokens=12)
         assert (out.tokens, out.method, llm.method) == (whole.tokens, method, method)

@@ -17,10 +17,10 @@ from transformers import (
 )
 
 import foreword
-from doubles import FAMILIES, READY, STOCK_ATTENTION
+from doubles import FAMILIES, STOCK_ATTENTION, WITHOUT_WEIGHTS
 from foreword.api import LLM
 from foreword.errors import ForewordWarning, InputError, ModelUnsupported, NumericsError
-from foreword.model.draft_linears import in_eight_bits
+from foreword.model.draft_linears import int8_codes
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -55,7 +55,7 @@ def test_a_wrapped_model_is_still_the_user_s(
         assert place == weights[name][0] and torch.equal(copy, weights[name][1])
 
 
-@pytest.mark.parametrize("method", READY)
+@pytest.mark.parametrize("method", WITHOUT_WEIGHTS)
 def test_the_text_is_that_of_the_model_s_own_generate(
     method: str, talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
 ) -> None:
@@ -130,7 +130,7 @@ class EightBits(nn.Linear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
-        whole, scale = in_eight_bits(linear.weight.detach())
+        whole, scale = int8_codes(linear.weight.detach())
         self.weight = nn.Parameter(whole, requires_grad=False)
         self.register_buffer("scale", scale)
 
@@ -146,7 +146,7 @@ def in_eight_bit_linears(hf: PreTrainedModel) -> PreTrainedModel:
     return hf
 
 
-@pytest.mark.parametrize("method", [*READY, "auto"])
+@pytest.mark.parametrize("method", [*WITHOUT_WEIGHTS, "auto"])
 @pytest.mark.parametrize("says_so", [True, False])
 def test_a_model_whose_weights_alone_are_quantised_is_served(
     says_so: bool, method: str, talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
@@ -162,7 +162,7 @@ def test_a_model_whose_activation_scales_span_a_pass_is_refused(
 ) -> None:
     """Its config says nothing of it; each method would write another text."""
     hf = torch.ao.quantization.quantize_dynamic(talking("llama"), {nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(ModelUnsupported, match=r"q_proj \(torch\.ao\..*Linear\) gives a row another answer.*weights alone"):
+    with pytest.raises(ModelUnsupported, match=r"q_proj \(torch\.ao\..*Linear\) computes a row differently.*weights alone"):
         foreword.wrap(hf, hf_tokenizer, "plain")
     assert hf.config._attn_implementation == "sdpa"
 
@@ -179,8 +179,14 @@ def test_models_that_torchao_quantised(
     if served:
         assert foreword.wrap(hf, hf_tokenizer).generate(ASK, max_new_tokens=14).tokens == own_text(hf, ASK)
     else:
-        with pytest.raises(ModelUnsupported, match=r"q_proj \(torchao\..*\) rounds the rows"):
+        with pytest.raises(ModelUnsupported, match=r"q_proj \(torchao\..*\) rounds its input rows"):
             foreword.wrap(hf, hf_tokenizer)
+
+
+@pytest.mark.parametrize("name", ["generation_config", "cuda_graphs", "remeasure"])
+def test_a_flag_is_true_or_false(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} is 'vllm'; it must be True or False"):
+        foreword.wrap(nn.Linear(1, 1), None, "plain", **{name: "vllm"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("places", [{"model.embed_tokens": 0, "model.layers": 1}, {"": "disk"}, {"a": "cpu", "b": "disk"}])

@@ -47,6 +47,8 @@ OTHER_NAMES = {
     "assistant_model": "drafter",
 }
 
+# What other values of a flag mean in vLLM.
+VALUES_OF_VLLM = {"generation_config": " (vLLM's 'auto' is True, its 'vllm' is False; another file is not read)"}
 
 # Parameters by their names now, and their names in 0.1.
 RENAMED = {"fused_layers": "compile", "cuda_graphs": "graph"}
@@ -61,6 +63,14 @@ def renamed(options: dict[str, Any], name: str, value: bool) -> bool:
         raise InputError(f"{name} and {before} are one parameter; give {name} alone")
     warnings.warn(f"{before} is called {name} now; the earlier name will go", ForewordWarning, stacklevel=3)
     return bool(options.pop(before))
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse what is neither True nor False: a string would pass for True, whatever it says."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            hint = VALUES_OF_VLLM.get(name, "")
+            raise InputError(f"{name} is {value!r}; it must be True or False{hint}")
 
 
 def options_of_method(call: Callable[..., Any], method: MethodLike, given: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 In: the candidates after the nodes that were read last and their log-probabilities, [b, w, n] each. Out: the nodes to read
 next, and in the end a draft. One program handles one sequence. Candidates are stored in buffers [b, M], level by level. The
-bits of a number say which of the w nodes something leads to, so at most 64 nodes of a level are read. Ties go to the earlier
+bits of an int64 say which of the w nodes something leads to, so at most 64 nodes of a level are read. Ties go to the earlier
 candidate. The torch reference is in ops/candidate_graphs.py.
 """
 
@@ -20,12 +20,12 @@ from foreword.ops.rounds import Columns
 
 _NEVER = tl.constexpr(float("-inf"))
 _NOWHERE = tl.constexpr(-1)
-_MIX = tl.constexpr(0x5851F42D4C957F2D)  # as ops/candidate_graphs.py has it
-_PART = tl.constexpr(64)  # numbers compared with all others at a time, or fewer:
-_PAIRS = tl.constexpr(8192)  # as many pairs as registers hold easily
+_MIX = tl.constexpr(0x5851F42D4C957F2D)  # as in ops/candidate_graphs.py
+_CHUNK = tl.constexpr(64)  # candidates compared with all others at a time, or fewer:
+_PAIRS = tl.constexpr(8192)  # pairs at a time, as many as registers hold easily
 
 
-# A level is added --------------------------------------------------------------------------------------------------------
+# Add a level -------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -34,14 +34,14 @@ def _finite(chance):
 
 
 @triton.jit
-def _both(one, other):
+def _or(one, other):
     return one | other
 
 
 @triton.jit
 def _united(bits):
-    """The union of the bits in each row: [m, n] -> [m]."""
-    return tl.reduce(bits, 1, _both)
+    """Return the union of the bits in each row: [m, n] -> [m]."""
+    return tl.reduce(bits, 1, _or)
 
 
 @triton.jit
@@ -53,38 +53,38 @@ def _joined(one, other, COUNT: tl.constexpr):
 
 @triton.jit
 def _closed(step, COUNT: tl.constexpr, DOUBLINGS: tl.constexpr):
-    """The transitive closure of a relation."""
+    """Return the transitive closure of a relation."""
     for _ in tl.static_range(DOUBLINGS):
         step |= _joined(step, step, COUNT)
     return step
 
 
 @triton.jit
-def _any(bits, LIVES: tl.constexpr, RANKS: tl.constexpr):
-    """The union of the bits of all candidates [LIVES * RANKS] after the same node: [LIVES]."""
-    return _united(tl.reshape(bits, [LIVES, RANKS]))
+def _any(bits, LIVE_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Return the union of the bits of all candidates [LIVE_BLOCK * RANK_BLOCK] after the same node: [LIVE_BLOCK]."""
+    return _united(tl.reshape(bits, [LIVE_BLOCK, RANK_BLOCK]))
 
 
 @triton.jit
-def _each(values, LIVES: tl.constexpr, RANKS: tl.constexpr):
-    """The values of nodes [LIVES], repeated for each candidate after them."""
-    return tl.reshape(tl.broadcast_to(values[:, None], [LIVES, RANKS]), [LIVES * RANKS])
+def _each(values, LIVE_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Repeat the values of nodes [LIVE_BLOCK] for each candidate after them."""
+    return tl.reshape(tl.broadcast_to(values[:, None], [LIVE_BLOCK, RANK_BLOCK]), [LIVE_BLOCK * RANK_BLOCK])
 
 
 @triton.jit
-def _leads(reads, reach, guess, known):
-    """To which nodes of the level older candidates lead: to none if they were not read."""
-    number = tl.load(reads + guess, mask=known, other=_NOWHERE)
+def _leads(reads, reach, candidate, known):
+    """Return which nodes of the level older candidates lead to: none if they were not read."""
+    number = tl.load(reads + candidate, mask=known, other=_NOWHERE)
     return tl.load(reach + number, mask=number >= 0, other=0)
 
 
 @triton.jit
 def _older(key, place, keys, goals, reads, reach, count, BLOCK: tl.constexpr):
-    """The first older node with the same last tokens that does not lead back; `count` where there is none."""
+    """Return the first older node with the same last tokens that does not lead back; `count` if there is none."""
     found = tl.zeros([BLOCK], tl.int32) + count
-    part: tl.constexpr = min(_PART, _PAIRS // BLOCK)
-    for start in range(0, count, part):
-        other = start + tl.arange(0, part)
+    chunk: tl.constexpr = min(_CHUNK, _PAIRS // BLOCK)
+    for start in range(0, count, chunk):
+        other = start + tl.arange(0, chunk)
         known = other < count
         is_node = known & (tl.load(goals + other, mask=known, other=_NOWHERE) == other)
         same = key[:, None] == tl.load(keys + other, mask=known, other=0)[None, :]
@@ -95,22 +95,22 @@ def _older(key, place, keys, goals, reads, reach, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _closing(leads, LIVES: tl.constexpr, RANKS: tl.constexpr, DOUBLINGS: tl.constexpr):
-    """Which aliases close a loop together with others of the level and do not lead to a later node of it."""
-    closed = _closed(_any(leads, LIVES, RANKS), LIVES, DOUBLINGS)
-    own, other = tl.arange(0, LIVES)[:, None], tl.arange(0, LIVES)[None, :]
+def _closing(leads, LIVE_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """Return which aliases close a loop together with others of the level and do not lead to a later node of it."""
+    closed = _closed(_any(leads, LIVE_BLOCK, RANK_BLOCK), LIVE_BLOCK, DOUBLINGS)
+    own, other = tl.arange(0, LIVE_BLOCK)[:, None], tl.arange(0, LIVE_BLOCK)[None, :]
     returns = ((closed[None, :] >> own) & 1) << other
     refused = _united(tl.where(other <= own, returns, 0))
-    return (leads & _each(refused, LIVES, RANKS)) != 0
+    return (leads & _each(refused, LIVE_BLOCK, RANK_BLOCK)) != 0
 
 
 @triton.jit
 def _twin(key, free, BLOCK: tl.constexpr):
-    """The first free candidate of the level with the same last tokens."""
+    """Return the first free candidate of the level with the same last tokens."""
     found = tl.full([BLOCK], BLOCK - 1, tl.int32)
-    part: tl.constexpr = min(BLOCK, _PART, _PAIRS // BLOCK)
-    for start in range(0, BLOCK, part):
-        other = start + tl.arange(0, part)
+    chunk: tl.constexpr = min(BLOCK, _CHUNK, _PAIRS // BLOCK)
+    for start in range(0, BLOCK, chunk):
+        other = start + tl.arange(0, chunk)
         is_free = tl.gather(free.to(tl.int32), other, 0) != 0
         fits = (key[:, None] == tl.gather(key, other, 0)[None, :]) & is_free[None, :]
         found = tl.minimum(found, tl.min(tl.where(fits, other[None, :], BLOCK - 1), 1))
@@ -119,12 +119,12 @@ def _twin(key, free, BLOCK: tl.constexpr):
 
 @triton.jit
 def _spot(whole, real, BLOCK: tl.constexpr):
-    """How many candidates come before each: the likelier ones, and the earlier ones among those as likely."""
+    """Return how many candidates come before each: the likelier ones, and the earlier ones among those as likely."""
     own = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int32)
-    part: tl.constexpr = min(BLOCK, _PART, _PAIRS // BLOCK)
-    for start in range(0, BLOCK, part):
-        other = start + tl.arange(0, part)
+    chunk: tl.constexpr = min(BLOCK, _CHUNK, _PAIRS // BLOCK)
+    for start in range(0, BLOCK, chunk):
+        other = start + tl.arange(0, chunk)
         theirs, counts = tl.gather(whole, other, 0)[None, :], tl.gather(real.to(tl.int32), other, 0)[None, :] != 0
         before = (theirs > whole[:, None]) | ((theirs == whole[:, None]) & (other[None, :] < own[:, None]))
         found += tl.sum((before & counts).to(tl.int32), 1)
@@ -132,26 +132,26 @@ def _spot(whole, real, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _hand_on(
-    reach, on_reach, leads, bit, readers,
-    FIRST: tl.constexpr, LIVES: tl.constexpr, RANKS: tl.constexpr, DOUBLINGS: tl.constexpr, WIDTH: tl.constexpr,
+def _store_reach(
+    reach, next_reach, leads, bit, readers,
+    FIRST: tl.constexpr, LIVE_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Which read nodes lead to the nodes to read next, new aliases included."""
-    itself = tl.full([LIVES], 1, tl.int64) << tl.arange(0, LIVES)
-    step = _closed(_any(leads, LIVES, RANKS), LIVES, DOUBLINGS) | itself
-    onward = _joined(step, _any(bit, LIVES, RANKS), LIVES)
-    for start in range(0, readers, _PART):
-        reader = start + tl.arange(0, _PART)
+    """Store which read nodes lead to the nodes to read next, new aliases included."""
+    itself = tl.full([LIVE_BLOCK], 1, tl.int64) << tl.arange(0, LIVE_BLOCK)
+    step = _closed(_any(leads, LIVE_BLOCK, RANK_BLOCK), LIVE_BLOCK, DOUBLINGS) | itself
+    onward = _joined(step, _any(bit, LIVE_BLOCK, RANK_BLOCK), LIVE_BLOCK)
+    for start in range(0, readers, _CHUNK):
+        reader = start + tl.arange(0, _CHUNK)
         known = reader < readers
-        before = tl.full([_PART], 1, tl.int64) if FIRST else tl.load(reach + reader, mask=known, other=0)
-        tl.store(on_reach + reader, _joined(before, onward, LIVES), mask=known)
+        before = tl.full([_CHUNK], 1, tl.int64) if FIRST else tl.load(reach + reader, mask=known, other=0)
+        tl.store(next_reach + reader, _joined(before, onward, LIVE_BLOCK), mask=known)
     new = tl.arange(0, triton.next_power_of_2(WIDTH))
-    tl.store(on_reach + readers + new, (new * 0 + 1).to(tl.int64) << new, mask=new < WIDTH)
+    tl.store(next_reach + readers + new, (new * 0 + 1).to(tl.int64) << new, mask=new < WIDTH)
 
 
 @triton.jit
 def _token_before(recent, roots, node, seq, real, i, BEFORE: tl.constexpr, FIRST: tl.constexpr):
-    """Token i of the last BEFORE tokens on the path to a node. At the first level: the root, and nothing before it."""
+    """Return token i of the last BEFORE tokens on the path to a node. At the first level only the root is known."""
     if not FIRST:
         return tl.load(recent + node * BEFORE + i, mask=real, other=_NOWHERE)
     elif i == BEFORE - 1:
@@ -171,71 +171,73 @@ def _key(token, recent, roots, node, seq, real, BEFORE: tl.constexpr, FIRST: tl.
 @triton.jit
 def _goal(
     key, counts, place, keys, goals, reads, reach, count,
-    FIRST: tl.constexpr, K: tl.constexpr, LIVES: tl.constexpr, RANKS: tl.constexpr, DOUBLINGS: tl.constexpr,
+    FIRST: tl.constexpr, K: tl.constexpr, LIVE_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr,
 ):  # fmt: skip
-    """What every candidate that counts leads to: an older node, the first candidate of the level that ends alike, or itself.
-    Returns that, the first such candidate of the level, and to which nodes of this level an older node leads."""
-    block: tl.constexpr = LIVES * RANKS
+    """Find what every candidate that counts leads to: an older node, the first candidate of the level with the same last
+    tokens, or itself. Return that, the first such candidate, and which nodes of this level an older node leads to."""
+    block: tl.constexpr = LIVE_BLOCK * RANK_BLOCK
     older, found, leads = place * 0 + count, place < 0, tl.zeros([block], tl.int64)
     if not FIRST:
         older = _older(key, place, keys, goals, reads, reach, count, block)
         found = (older < count) & counts
         leads = _leads(reads, reach, older, found)
-        found = found & ~_closing(leads, LIVES, RANKS, DOUBLINGS)
+        found = found & ~_closing(leads, LIVE_BLOCK, RANK_BLOCK, DOUBLINGS)
         leads = tl.where(found, leads, 0)
     twin = _twin(key, counts & ~found, block)
-    return tl.where(found, older, count + twin // RANKS * K + twin % RANKS), twin, leads
+    return tl.where(found, older, count + twin // RANK_BLOCK * K + twin % RANK_BLOCK), twin, leads
 
 
 @triton.jit
-def _count(tally, on_tally, seq, live, merged, FIRST: tl.constexpr) -> None:
-    """Count the rows read so far, the rows saved by merging, and what this level adds to the latter."""
+def _count(tally, next_tally, seq, live, merged, FIRST: tl.constexpr) -> None:
+    """Count the rows read so far, the rows saved by merging, and the rows that this level will add to the latter."""
     batch, saved = tl.num_programs(0), tl.zeros([], tl.int64)
     if not FIRST:
         live += tl.load(tally + seq)
         saved = tl.load(tally + batch + seq) + tl.load(tally + 2 * batch + seq)
-    tl.store(on_tally + seq, live)
-    tl.store(on_tally + batch + seq, saved)
-    tl.store(on_tally + 2 * batch + seq, merged)
+    tl.store(next_tally + seq, live)
+    tl.store(next_tally + batch + seq, saved)
+    tl.store(next_tally + 2 * batch + seq, merged)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _add(
-    guessed, likely, roots, tokens, keys, goals, reads, chances, chance, reach, recent, tally,
-    on_tokens, on_origin, on_chance, on_reach, on_recent, on_tally,
-    count, g_seq, g_live, g_rank, l_seq, l_live, l_rank, siblings, sure,
+    candidates, log_probs, roots, tokens, keys, goals, reads, chances, chance, reach, recent, tally,
+    next_tokens, next_origin, next_chance, next_reach, next_recent, next_tally,
+    count, c_seq, c_live, c_rank, l_seq, l_live, l_rank, siblings, sure,
     FIRST: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, REPEAT: tl.constexpr, WIDTH: tl.constexpr,
-    MOST: tl.constexpr, LIVES: tl.constexpr, RANKS: tl.constexpr, DOUBLINGS: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, LIVE_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence: add the candidates of a level, and name the nodes to read next."""
+    """Add the candidates of a level for one sequence, and store the nodes to read next."""
     take_turn(EARLY)
     seq = tl.program_id(0).to(tl.int64)
-    block: tl.constexpr = LIVES * RANKS
+    block: tl.constexpr = LIVE_BLOCK * RANK_BLOCK
     before: tl.constexpr = max(REPEAT, 0)  # tokens that are compared in addition to a candidate's own
-    guess = tl.arange(0, block)
-    place, rank = guess // RANKS, guess % RANKS
+    candidate = tl.arange(0, block)
+    place, rank = candidate // RANK_BLOCK, candidate % RANK_BLOCK
     real = (place < LIVE) & (rank < K)
     node, number, readers = seq * LIVE + place, count + place * K + rank, count // K + LIVE
     keys, goals, reads, reach = keys + seq * MOST, goals + seq * MOST, reads + seq * MOST, reach + seq * readers
 
-    way = tl.zeros([block], tl.float32)
+    path = tl.zeros([block], tl.float32)
     if not FIRST:
-        way = tl.load(chance + node, mask=real, other=_NEVER)
-    behind = likely + seq * l_seq + place * l_live
-    best = _finite(tl.load(behind, mask=real, other=_NEVER).to(tl.float32))
-    own = _finite(tl.load(behind + rank * l_rank, mask=real, other=_NEVER).to(tl.float32))
-    counts = (own >= best + siblings) & (own > _NEVER) & (way > _NEVER)
+        path = tl.load(chance + node, mask=real, other=_NEVER)
+    at_live = log_probs + seq * l_seq + place * l_live
+    best = _finite(tl.load(at_live, mask=real, other=_NEVER).to(tl.float32))
+    own = _finite(tl.load(at_live + rank * l_rank, mask=real, other=_NEVER).to(tl.float32))
+    counts = (own >= best + siblings) & (own > _NEVER) & (path > _NEVER)
     own = tl.where(counts, own, _NEVER)
 
-    token = tl.load(guessed + seq * g_seq + place * g_live + rank * g_rank, mask=real, other=0)
+    token = tl.load(candidates + seq * c_seq + place * c_live + rank * c_rank, mask=real, other=0)
     key = _key(token, recent, roots, node, seq, real, before, FIRST)
-    goal, twin, leads = number, guess, tl.zeros([block], tl.int64)
+    goal, twin, leads = number, candidate, tl.zeros([block], tl.int64)
     if REPEAT >= 0:
-        goal, twin, leads = _goal(key, counts, place, keys, goals, reads, reach, count, FIRST, K, LIVES, RANKS, DOUBLINGS)
+        goal, twin, leads = _goal(
+            key, counts, place, keys, goals, reads, reach, count, FIRST, K, LIVE_BLOCK, RANK_BLOCK, DOUBLINGS
+        )
     goal = tl.where(counts, goal, _NOWHERE)
 
     is_sure = counts & (own >= sure)
-    whole = tl.where((goal == number) & is_sure, way + own, _NEVER)
+    whole = tl.where((goal == number) & is_sure, path + own, _NEVER)
     spot = _spot(whole, real, block)
     chosen = real & (spot < WIDTH)
     tl.store(tokens + seq * MOST + number, token, mask=real)
@@ -243,58 +245,58 @@ def _add(
     tl.store(keys + number, key, mask=real)
     tl.store(goals + number, goal.to(tl.int64), mask=real)
     tl.store(reads + number, tl.where(chosen & (whole > _NEVER), readers + spot, _NOWHERE).to(tl.int64), mask=real)
-    on = seq * WIDTH + spot
-    tl.store(on_tokens + on, token, mask=chosen)
-    tl.store(on_origin + on, place.to(tl.int64), mask=chosen)
-    tl.store(on_chance + on, whole, mask=chosen)
+    at_next = seq * WIDTH + spot
+    tl.store(next_tokens + at_next, token, mask=chosen)
+    tl.store(next_origin + at_next, place.to(tl.int64), mask=chosen)
+    tl.store(next_chance + at_next, whole, mask=chosen)
     for i in tl.static_range(before):
         last = token
         if i < before - 1:
             last = _token_before(recent, roots, node, seq, real, i + 1, before, FIRST)
-        tl.store(on_recent + on * before + i, last, mask=chosen)
+        tl.store(next_recent + at_next * before + i, last, mask=chosen)
     if REPEAT >= 0:
         at = tl.gather(spot, twin, 0)
         is_read = (goal >= count) & (at < WIDTH)
         bit = is_read.to(tl.int64) << tl.where(is_read, at, 0)
-        on_reach += seq * (readers + WIDTH)
-        _hand_on(reach, on_reach, leads, bit, readers, FIRST, LIVES, RANKS, DOUBLINGS, WIDTH)
-    live = tl.sum((real & (rank == 0) & (way > _NEVER)).to(tl.int64), 0)
-    _count(tally, on_tally, seq, live, tl.sum((is_sure & (goal != number)).to(tl.int64), 0), FIRST)
+        next_reach += seq * (readers + WIDTH)
+        _store_reach(reach, next_reach, leads, bit, readers, FIRST, LIVE_BLOCK, RANK_BLOCK, DOUBLINGS, WIDTH)
+    live = tl.sum((real & (rank == 0) & (path > _NEVER)).to(tl.int64), 0)
+    _count(tally, next_tally, seq, live, tl.sum((is_sure & (goal != number)).to(tl.int64), 0), FIRST)
 
 
-# A tree is unrolled ------------------------------------------------------------------------------------------------------
+# Unroll a tree -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["nowhere"])
 def _unroll(
-    tokens, goals, reads, chances, roots, on_tokens, on_parents, on_chances, nowhere,
+    tokens, goals, reads, chances, roots, tree_tokens, tree_parents, tree_chances, nowhere,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, MOST: tl.constexpr, NODES: tl.constexpr,
-    LIVES: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
+    LIVE_BLOCK: tl.constexpr, RANK_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence: grow a tree on the graph, continuing the best WIDTH nodes of every level. nowhere: the number of a node
-    with nothing after it; nodes chosen last have larger numbers, since they were never read."""
+    """Grow a tree on the graph of one sequence, continuing the best WIDTH nodes of every level. nowhere: the number of a
+    node with nothing after it; nodes chosen last have larger numbers, since they were never read."""
     take_turn(EARLY)
     seq = tl.program_id(0).to(tl.int64)
-    block: tl.constexpr = LIVES * RANKS
-    guess, live, out = tl.arange(0, block), tl.arange(0, LIVES), seq * NODES
-    place, rank = guess // RANKS, guess % RANKS
-    tl.store(on_tokens + out, tl.load(roots + seq))
-    tl.store(on_parents + out, 0)
-    tl.store(on_chances + out, 0.0)
+    block: tl.constexpr = LIVE_BLOCK * RANK_BLOCK
+    candidate, live, out = tl.arange(0, block), tl.arange(0, LIVE_BLOCK), seq * NODES
+    place, rank = candidate // RANK_BLOCK, candidate % RANK_BLOCK
+    tl.store(tree_tokens + out, tl.load(roots + seq))
+    tl.store(tree_parents + out, 0)
+    tl.store(tree_chances + out, 0.0)
     at, chance, node = tl.where(live == 0, 0, nowhere), tl.where(live == 0, 0.0, _NEVER), live * 0
     first, count = 1, 1
     for _ in range(DEPTH):
         real = (place < count) & (rank < K)
         here = tl.gather(at, place, 0)
-        known, behind = real & (here < nowhere), seq * MOST + here * K + rank
-        whole = _finite(tl.gather(chance, place, 0) + tl.load(chances + behind, mask=known, other=_NEVER))
-        goal = tl.load(goals + behind, mask=known, other=_NOWHERE)
+        known, at_candidate = real & (here < nowhere), seq * MOST + here * K + rank
+        whole = _finite(tl.gather(chance, place, 0) + tl.load(chances + at_candidate, mask=known, other=_NEVER))
+        goal = tl.load(goals + at_candidate, mask=known, other=_NOWHERE)
         number = tl.load(reads + seq * MOST + goal, mask=goal >= 0, other=nowhere).to(tl.int32)
         onward = tl.where((number >= 0) & (number < nowhere), number, nowhere)
         own = first + place * K + rank
-        tl.store(on_tokens + out + own, tl.load(tokens + behind, mask=known, other=0), mask=real)
-        tl.store(on_parents + out + own, tl.gather(node, place, 0).to(tl.int64), mask=real)
-        tl.store(on_chances + out + own, whole, mask=real)
+        tl.store(tree_tokens + out + own, tl.load(tokens + at_candidate, mask=known, other=0), mask=real)
+        tl.store(tree_parents + out + own, tl.gather(node, place, 0).to(tl.int64), mask=real)
+        tl.store(tree_chances + out + own, whole, mask=real)
         taken = real[None, :] & (_spot(whole, real, block)[None, :] == live[:, None])
         at = tl.min(tl.where(taken, onward[None, :], nowhere), 1)
         chance = tl.max(tl.where(taken, whole[None, :], _NEVER), 1)
@@ -304,16 +306,16 @@ def _unroll(
 
 
 def room(depth: int, width: int, branch: int) -> int:
-    """How many candidates `depth` levels have."""
-    guesses, live = 0, 1
+    """Return how many candidates `depth` levels have."""
+    candidates, live = 0, 1
     for _ in range(depth):
-        guesses += live * branch
+        candidates += live * branch
         live = min(width, live * branch)
-    return guesses
+    return candidates
 
 
 class KernelGraph:
-    """`GrowingGraph` of ops/candidate_graphs.py by kernels."""
+    """`GrowingGraph` of ops/candidate_graphs.py, by kernels."""
 
     def __init__(self, root: Tensor, rule: Rule, depth: int) -> None:
         self.rule, self.root, self.count, self.live = rule, root, 0, 1
@@ -321,7 +323,7 @@ class KernelGraph:
         self.known = torch.empty(4, batch, self.most, dtype=torch.long, device=root.device)
         self.chances = torch.empty(batch, self.most, dtype=torch.float32, device=root.device)
         self.chance = self.reach = self.recent = self.tally = root  # the first level has none
-        # tally [3, b]: rows read, rows saved by merging, and what the last level adds to the latter
+        # tally [3, b]: rows read, rows saved by merging, and the rows that the last level will add to the latter
 
     @property
     def candidates(self) -> GraphCandidates:
@@ -332,22 +334,23 @@ class KernelGraph:
     def counts(self) -> Tensor:
         return self.tally[:2]
 
-    def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
-        (batch, live, branch), rule, device = guessed.shape, self.rule, guessed.device
-        assert likely.shape == guessed.shape and (live, branch) == (self.live, rule.branch)
+    def add(self, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        (batch, live, branch), rule, device = candidates.shape, self.rule, candidates.device
+        assert log_probs.shape == candidates.shape and (live, branch) == (self.live, rule.branch)
         width, readers = min(rule.width, live * branch), self.count // branch + live
         tokens, origin = torch.empty(2, batch, width, dtype=torch.long, device=device)
         chance = torch.empty(batch, width, dtype=torch.float32, device=device)
         reach = torch.empty(batch, readers + width, dtype=torch.long, device=device)
         recent = torch.empty(batch, width, max(rule.repeat, 0), dtype=torch.long, device=device)
         tally = torch.empty(3, batch, dtype=torch.long, device=device)
-        lives, ranks = triton.next_power_of_2(live), triton.next_power_of_2(branch)
+        live_block, rank_block = triton.next_power_of_2(live), triton.next_power_of_2(branch)
         _add[(batch,)](
-            guessed, likely, self.root, *self.known, self.chances, self.chance, self.reach, self.recent, self.tally,
+            candidates, log_probs, self.root, *self.known, self.chances, self.chance, self.reach, self.recent, self.tally,
             tokens, origin, chance, reach, recent, tally,
-            self.count, *guessed.stride(), *likely.stride(), rule.log_siblings, rule.log_sure,
+            self.count, *candidates.stride(), *log_probs.stride(), rule.log_siblings, rule.log_sure,
             FIRST=self.count == 0, LIVE=live, K=branch, REPEAT=rule.repeat, WIDTH=width, MOST=self.most,
-            LIVES=lives, RANKS=ranks, DOUBLINGS=(live - 1).bit_length(), **launched(device, min(8, lives * ranks // 8)),
+            LIVE_BLOCK=live_block, RANK_BLOCK=rank_block, DOUBLINGS=(live - 1).bit_length(),
+            **launched(device, min(8, live_block * rank_block // 8)),
         )  # fmt: skip
         self.count, self.live, self.tally = self.count + live * branch, width, tally
         self.chance, self.reach, self.recent = chance, reach, recent
@@ -361,10 +364,10 @@ class KernelGraph:
         tokens, parents = torch.empty(2, batch, most, dtype=torch.long, device=self.root.device)
         chances = torch.empty(batch, most, dtype=torch.float32, device=self.root.device)
         known, _, goals, reads = self.known
-        lives, ranks = triton.next_power_of_2(width), triton.next_power_of_2(branch)
+        live_block, rank_block = triton.next_power_of_2(width), triton.next_power_of_2(branch)
         _unroll[(batch,)](
             known, goals, reads, self.chances, self.root, tokens, parents, chances, self.count // branch,
-            DEPTH=depth, WIDTH=width, K=branch, MOST=self.most, NODES=most, LIVES=lives, RANKS=ranks,
-            **launched(self.root.device, min(8, lives * ranks // 16)),
+            DEPTH=depth, WIDTH=width, K=branch, MOST=self.most, NODES=most, LIVE_BLOCK=live_block, RANK_BLOCK=rank_block,
+            **launched(self.root.device, min(8, live_block * rank_block // 16)),
         )  # fmt: skip
         return likeliest_nodes(state, tokens, parents, chances, nodes)

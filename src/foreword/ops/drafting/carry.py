@@ -1,8 +1,8 @@
 """Keep the rows that the last accepted node of a round carried, in one launch.
 
-In: where a round's path ended, and rows [b, R, H]; a table says which of them belong to each node. Out: the rows are written
-into the slots of a drafter's states, in place, with the number of them that count. Sequences that decided nothing keep what
-they have. The torch reference is in ops/pseudo_rows.py.
+In: where a round's path ended, rows [b, R, H], and a table of which rows belong to each node. Out: the rows are written into
+the slots of a drafter's states, in place, with how many of them count. Sequences that decided nothing keep their old rows.
+The torch reference is in ops/pseudo_rows.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _carry(
     states, have, slots, path, count, rows, where, carries, places, r_seq, r_row,
     STEPS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One step of one sequence."""
+    """Keep the row of one step of one sequence."""
     take_turn(EARLY)
     step, seq = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot, decided = tl.load(slots + seq), tl.load(count + seq)

@@ -1,5 +1,5 @@
-"""Trees that follow the candidates: one launch per level, and one that chooses among all nodes. Where candidates do not
-depend on the tokens before them, one launch fills a template or chooses its likeliest paths.
+"""Trees that follow the candidates: one launch per level, and one that chooses among all nodes. If candidates do not depend
+on the tokens before them, one launch fills a template or chooses its likeliest paths.
 
 In: the candidates after the live nodes of a level and their log-probabilities, [b, w, k] each. Out: the nodes to continue
 from, and in the end a draft. Nodes are stored in buffers [b, M], the root first, then level by level. One program handles
@@ -18,12 +18,12 @@ from foreword.ops.layer.overlap import launched, take_turn
 from foreword.ops.rounds import Columns
 
 _NEVER = tl.constexpr(float("-inf"))
-_PAIRS = tl.constexpr(16384)  # compared at a time: what the registers of 16 warps hold easily
+_PAIRS = tl.constexpr(16384)  # compared at a time, as many as the registers of 16 warps hold easily
 
 
 @triton.jit
-def _ahead(chance, node, others, numbers):
-    """1 where another node comes before a node, [nodes, others]: if it is likelier, or as likely and earlier."""
+def _comes_before(chance, node, others, numbers):
+    """Return 1 where another node comes before a node: if it is likelier, or as likely and earlier. [nodes, others]."""
     other, own = others[None, :], chance[:, None]
     return ((other > own) | ((other == own) & (numbers[None, :] < node[:, None]))).to(tl.int32)
 
@@ -32,17 +32,17 @@ def _ahead(chance, node, others, numbers):
 def draft_likeliest(
     token, chance, parent, root, out, above, seq, COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write the NODES likeliest of COUNT nodes, in the order given, then padding. Returns how many there are.
+    """Write the NODES likeliest of COUNT nodes, in the given order, then padding. Return how many nodes there are.
 
-    All [BLOCK], with a log-probability of -inf after the last node.
+    token, chance and parent are [BLOCK]. chance: log-probability of the path, -inf after the last node.
     """
     node = tl.arange(0, BLOCK)
-    part: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
-    ahead = tl.zeros([BLOCK, part], tl.int32)
-    for start in range(0, COUNT, part):
-        numbers = start + tl.arange(0, part)
-        ahead += _ahead(chance, node, tl.gather(chance, numbers, 0), numbers)
-    kept = (tl.sum(ahead, 1) < NODES) & (chance > _NEVER)
+    chunk: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
+    before = tl.zeros([BLOCK, chunk], tl.int32)
+    for start in range(0, COUNT, chunk):
+        numbers = start + tl.arange(0, chunk)
+        before += _comes_before(chance, node, tl.gather(chance, numbers, 0), numbers)
+    kept = (tl.sum(before, 1) < NODES) & (chance > _NEVER)
     chosen = kept.to(tl.int32)
     rows = tl.sum(chosen, 0)
     row = tl.where(kept, tl.cumsum(chosen, 0) - chosen, 0)
@@ -56,16 +56,16 @@ def draft_likeliest(
 
 
 @triton.jit
-def _whole(
-    likely, live, chances, seq, candidate, l_seq, l_live, l_rank, top_p, floor,
+def _path_chances(
+    log_probs, live, chances, seq, candidate, l_seq, l_live, l_rank, top_p, floor,
     FIRST: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr,
     BUDGETED: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Log-probabilities of the whole paths to candidates, -inf for those that do not count."""
+    """Return log-probabilities of the whole paths to candidates, -inf for those that do not count."""
     place, rank = candidate // K, candidate % K
     real = place < LIVE
-    behind = likely + seq * l_seq + place * l_live
-    whole = tl.load(behind + rank * l_rank, mask=real, other=_NEVER).to(tl.float32)
+    at_live = log_probs + seq * l_seq + place * l_live
+    whole = tl.load(at_live + rank * l_rank, mask=real, other=_NEVER).to(tl.float32)
     if not FIRST:
         node = tl.load(live + seq * LIVE + place, mask=real, other=0)
         whole += tl.load(chances + seq * MOST + node, mask=real, other=0.0)
@@ -73,7 +73,7 @@ def _whole(
     if BUDGETED:
         other = tl.arange(0, RANKS)
         up_to = real[:, None] & (other[None, :] <= rank[:, None])
-        some = tl.load(behind[:, None] + other[None, :] * l_rank, mask=up_to, other=_NEVER).to(tl.float32)
+        some = tl.load(at_live[:, None] + other[None, :] * l_rank, mask=up_to, other=_NEVER).to(tl.float32)
         chance = tl.exp(some)
         own = tl.sum(tl.where(other[None, :] == rank[:, None], chance, 0.0), 1)
         best = tl.sum(tl.where(other[None, :] == 0, chance, 0.0), 1)
@@ -84,31 +84,34 @@ def _whole(
 
 @triton.jit(do_not_specialize=["base"])
 def _level(
-    guessed, likely, slots, roots, live, left, tokens, parents, chances, on_tokens, on_origin, on_nodes, on_left,
-    base, g_seq, g_live, g_rank, l_seq, l_live, l_rank, top_p, floor,
+    candidates, log_probs, slots, roots, live, left, tokens, parents, chances,
+    next_tokens, next_origin, next_nodes, next_left,
+    base, c_seq, c_live, c_rank, l_seq, l_live, l_rank, top_p, floor,
     FIRST: tl.constexpr, LIVE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BUDGET: tl.constexpr,
     MOST: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence: add the nodes of a level, and name those to continue from. BUDGET 0: all are added, in their order."""
+    """Add the nodes of a level for one sequence, and store those to continue from. BUDGET 0: add all, in their order."""
     take_turn(EARLY)
     seq = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     real = candidate < LIVE * K
-    whole = _whole(
-        likely, live, chances, seq, candidate, l_seq, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
-    )
-    part: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
-    ahead = tl.zeros([BLOCK, part], tl.int32)
-    for start in range(0, LIVE * K, part):
-        other = start + tl.arange(0, part)
-        theirs = _whole(
-            likely, live, chances, seq, other, l_seq, l_live, l_rank, top_p, floor, FIRST, LIVE, K, RANKS, BUDGET > 0, MOST
-        )
-        ahead += _ahead(whole, candidate, theirs, other)
-    place = tl.sum(ahead, 1)
+    whole = _path_chances(
+        log_probs, live, chances, seq, candidate, l_seq, l_live, l_rank, top_p, floor,
+        FIRST, LIVE, K, RANKS, BUDGET > 0, MOST,
+    )  # fmt: skip
+    chunk: tl.constexpr = min(BLOCK, 64, _PAIRS // BLOCK)
+    before = tl.zeros([BLOCK, chunk], tl.int32)
+    for start in range(0, LIVE * K, chunk):
+        other = start + tl.arange(0, chunk)
+        theirs = _path_chances(
+            log_probs, live, chances, seq, other, l_seq, l_live, l_rank, top_p, floor,
+            FIRST, LIVE, K, RANKS, BUDGET > 0, MOST,
+        )  # fmt: skip
+        before += _comes_before(whole, candidate, theirs, other)
+    place = tl.sum(before, 1)
 
     origin = candidate // K
-    token = tl.load(guessed + seq * g_seq + origin * g_live + candidate % K * g_rank, mask=real, other=0)
+    token = tl.load(candidates + seq * c_seq + origin * c_live + candidate % K * c_rank, mask=real, other=0)
     parent = tl.zeros([BLOCK], tl.int64)
     if not FIRST:
         parent = tl.load(live + seq * LIVE + origin, mask=real, other=0)
@@ -117,7 +120,7 @@ def _level(
         room = BUDGET if FIRST else tl.load(left + seq)
         added, spot = real & (place < BUDGET), place
         whole = tl.where(place < room, whole, _NEVER)
-        tl.store(on_left + seq, room - tl.sum((added & (whole > _NEVER)).to(tl.int64), 0))
+        tl.store(next_left + seq, room - tl.sum((added & (whole > _NEVER)).to(tl.int64), 0))
     at = seq * MOST + base + spot
     tl.store(tokens + at, token, mask=added)
     tl.store(parents + at, parent, mask=added)
@@ -126,11 +129,11 @@ def _level(
         tl.store(tokens + seq * MOST, tl.load(roots + tl.load(slots + seq)))
         tl.store(parents + seq * MOST, 0)
         tl.store(chances + seq * MOST, 0.0)
-    goes_on = real & (place < WIDTH)
-    on = seq * WIDTH + place
-    tl.store(on_tokens + on, token, mask=goes_on)
-    tl.store(on_origin + on, origin.to(tl.int64), mask=goes_on)
-    tl.store(on_nodes + on, (base + spot).to(tl.int64), mask=goes_on)
+    continues = real & (place < WIDTH)
+    at_next = seq * WIDTH + place
+    tl.store(next_tokens + at_next, token, mask=continues)
+    tl.store(next_origin + at_next, origin.to(tl.int64), mask=continues)
+    tl.store(next_nodes + at_next, (base + spot).to(tl.int64), mask=continues)
 
 
 @triton.jit
@@ -138,7 +141,7 @@ def _choose(
     tokens, parents, chances, slots, lengths, out, above, size,
     COUNT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence: the likeliest of its nodes. Before the second token of a sequence only the root counts."""
+    """Choose the likeliest nodes of one sequence. Before its second token only the root counts."""
     take_turn(EARLY)
     seq = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
@@ -155,22 +158,22 @@ def _choose(
 
 @triton.jit
 def _choose_paths(
-    guessed, likely, ways, parents, have, slots, roots, out, above, size, l_seq,
-    GUESSES: tl.constexpr, STEPS: tl.constexpr, COUNT: tl.constexpr, NODES: tl.constexpr,
+    candidates, log_probs, paths, parents, have, slots, roots, out, above, size, l_seq,
+    CANDIDATES: tl.constexpr, STEPS: tl.constexpr, COUNT: tl.constexpr, NODES: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence: the likeliest of all paths that its steps reach."""
+    """Choose the likeliest paths of one sequence among those that its steps reach."""
     take_turn(EARLY)
     seq = tl.program_id(0).to(tl.int64)
     slot, node = tl.load(slots + seq), tl.arange(0, BLOCK)
     real, root = node < COUNT, tl.load(roots + slot)
     token, whole, length = tl.zeros([BLOCK], tl.int64) + root, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     for step in tl.static_range(STEPS):
-        guess = tl.load(ways + node * STEPS + step, mask=real, other=GUESSES)
-        goes_on = guess < GUESSES
-        token = tl.where(goes_on, tl.load(guessed + seq * GUESSES + guess, mask=goes_on, other=0), token)
-        whole += tl.load(likely + seq * l_seq + guess, mask=goes_on, other=0.0)
-        length += goes_on.to(tl.int32)
+        candidate = tl.load(paths + node * STEPS + step, mask=real, other=CANDIDATES)
+        inside = candidate < CANDIDATES
+        token = tl.where(inside, tl.load(candidates + seq * CANDIDATES + candidate, mask=inside, other=0), token)
+        whole += tl.load(log_probs + seq * l_seq + candidate, mask=inside, other=0.0)
+        length += inside.to(tl.int32)
     chance = tl.where(real & (length <= tl.load(have + slot)) & (whole == whole), whole, _NEVER)
     parent = tl.load(parents + node, mask=real, other=0).to(tl.int32)
     rows = draft_likeliest(token, chance, parent, root, out, above, seq, COUNT, NODES, BLOCK)
@@ -179,23 +182,23 @@ def _choose_paths(
 
 @triton.jit
 def _fill(
-    guessed, ranks, slots, roots, lengths, tokens, size, g_seq, g_level, g_rank,
+    candidates, ranks, slots, roots, lengths, tokens, size, c_seq, c_level, c_rank,
     NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence: a template's tokens. Before the second token of a sequence only the root counts."""
+    """Fill a template for one sequence. Before its second token only the root counts."""
     take_turn(EARLY)
     seq = tl.program_id(0).to(tl.int64)
     slot, node = tl.load(slots + seq), tl.arange(0, BLOCK)
     real = (node > 0) & (node < NODES)
     pair = ranks + (node - 1) * 2
-    away = tl.load(pair, mask=real, other=0) * g_level + tl.load(pair + 1, mask=real, other=0) * g_rank
-    token = tl.load(guessed + seq * g_seq + away, mask=real, other=0)
+    offset = tl.load(pair, mask=real, other=0) * c_level + tl.load(pair + 1, mask=real, other=0) * c_rank
+    token = tl.load(candidates + seq * c_seq + offset, mask=real, other=0)
     tl.store(tokens + seq * NODES + node, tl.where(real, token, tl.load(roots + slot)), mask=node < NODES)
     tl.store(size + seq, tl.where(tl.load(lengths + slot) > 0, NODES, 1).to(tl.int64))
 
 
 class KernelTrees:
-    """`GrowingTrees` of ops/growth.py by kernels."""
+    """`GrowingTrees` of ops/growth.py, by kernels."""
 
     def __init__(self, state: Columns, depth: int, width: int, branch: int, budget: Budget | None = None) -> None:
         self.state, self.width, self.branch, self.budget = state, width, branch, budget
@@ -215,21 +218,21 @@ class KernelTrees:
     def _added(self, live: int) -> int:
         return live * self.branch if self.budget is None else min(live * self.branch, self.budget.nodes)
 
-    def add(self, guessed: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """`GrowingTrees.add`."""
-        batch, live, branch = guessed.shape
-        assert likely.shape == guessed.shape and (live, branch) == (self.live, self.branch)
+        batch, live, branch = candidates.shape
+        assert log_probs.shape == candidates.shape and (live, branch) == (self.live, self.branch)
         most = self._added(live)
         width, block = min(self.width, most), triton.next_power_of_2(live * branch)
-        tokens, origin, nodes = torch.empty(3, batch, width, dtype=torch.long, device=guessed.device)
+        tokens, origin, nodes = torch.empty(3, batch, width, dtype=torch.long, device=candidates.device)
         left = torch.empty_like(self.left)
         rule = self.budget or Budget(0, 0.0, 0.0)
         _level[(batch,)](
-            guessed, likely, self.state.slots, self.state.roots, self.nodes, self.left,
+            candidates, log_probs, self.state.slots, self.state.roots, self.nodes, self.left,
             self.tokens, self.parents, self.chances, tokens, origin, nodes, left,
-            self.count, *guessed.stride(), *likely.stride(), rule.top_p, rule.floor,
+            self.count, *candidates.stride(), *log_probs.stride(), rule.top_p, rule.floor,
             FIRST=self.count == 1, LIVE=live, K=branch, WIDTH=width, BUDGET=rule.nodes, MOST=self.most,
-            RANKS=triton.next_power_of_2(branch), BLOCK=block, **launched(guessed.device, min(16, block // 16)),
+            RANKS=triton.next_power_of_2(branch), BLOCK=block, **launched(candidates.device, min(16, block // 16)),
         )  # fmt: skip
         self.count, self.live, self.nodes, self.left = self.count + most, width, nodes, left
         return tokens, origin
@@ -242,7 +245,7 @@ class KernelTrees:
 def likeliest_nodes(
     state: Columns, tokens: Tensor, parents: Tensor, chances: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest `nodes` of [b, M], the root first: tokens and parents [b, nodes], and sizes [b]."""
+    """Return the likeliest `nodes` of [b, M], the root first: tokens and parents [b, nodes], and sizes [b]."""
     (batch, count), nodes = tokens.shape, min(nodes, tokens.shape[1])
     out, above = torch.empty(2, batch, nodes, dtype=torch.long, device=tokens.device)
     size, block = torch.empty_like(state.slots), triton.next_power_of_2(count)
@@ -254,30 +257,30 @@ def likeliest_nodes(
 
 
 def likeliest_paths(
-    state: Columns, guessed: Tensor, likely: Tensor, paths: RankPaths, have: Tensor, nodes: int
+    state: Columns, candidates: Tensor, log_probs: Tensor, paths: RankPaths, have: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`likeliest_paths` of ops/growth.py."""
-    (ways, parents), (batch, steps, k) = paths[:2], guessed.shape
+    (ways, parents), (batch, steps, k) = paths[:2], candidates.shape
     count, nodes = ways.shape[0], min(nodes, ways.shape[0])
-    assert guessed.is_contiguous() and likely.is_contiguous() and ways.shape[1] == steps
-    out, above = torch.empty(2, batch, nodes, dtype=torch.long, device=guessed.device)
+    assert candidates.is_contiguous() and log_probs.is_contiguous() and ways.shape[1] == steps
+    out, above = torch.empty(2, batch, nodes, dtype=torch.long, device=candidates.device)
     size, block = torch.empty_like(state.slots), triton.next_power_of_2(count)
     _choose_paths[(batch,)](
-        guessed, likely, ways, parents, have, state.slots, state.roots, out, above, size,
-        likely.stride(0) if likely.shape[0] > 1 else 0,
-        GUESSES=steps * k, STEPS=steps, COUNT=count, NODES=nodes, BLOCK=block,
+        candidates, log_probs, ways, parents, have, state.slots, state.roots, out, above, size,
+        log_probs.stride(0) if log_probs.shape[0] > 1 else 0,
+        CANDIDATES=steps * k, STEPS=steps, COUNT=count, NODES=nodes, BLOCK=block,
         **launched(out.device, min(16, block // 16)),
     )  # fmt: skip
     return out, above, size
 
 
-def filled(state: Columns, guessed: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
+def filled(state: Columns, candidates: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
     """`filled` of ops/growth.py."""
-    batch, nodes = guessed.shape[0], 1 + ranks.shape[0]
+    batch, nodes = candidates.shape[0], 1 + ranks.shape[0]
     assert ranks.is_contiguous()
-    tokens, size = torch.empty(batch, nodes, dtype=torch.long, device=guessed.device), torch.empty_like(state.slots)
+    tokens, size = torch.empty(batch, nodes, dtype=torch.long, device=candidates.device), torch.empty_like(state.slots)
     _fill[(batch,)](
-        guessed, ranks, state.slots, state.roots, state.lengths, tokens, size, *guessed.stride(),
-        NODES=nodes, BLOCK=triton.next_power_of_2(nodes), **launched(guessed.device, 1),
+        candidates, ranks, state.slots, state.roots, state.lengths, tokens, size, *candidates.stride(),
+        NODES=nodes, BLOCK=triton.next_power_of_2(nodes), **launched(candidates.device, 1),
     )  # fmt: skip
     return tokens, size

@@ -1,4 +1,4 @@
-"""Prompt lookup: the longest match of a sequence's end earlier in it, and what came after, by one program per sequence.
+"""Prompt lookup: find the longest earlier match of a sequence's end, and continue after it, with one program per sequence.
 
 In: the sequences by slot, and their lengths. Out: the root and its continuation, and how many tokens matched. Among equally
 long matches the latest counts. The torch reference is in ops/lookup.py.
@@ -16,23 +16,24 @@ from foreword.ops.layer.overlap import launched, take_turn
 
 @triton.jit
 def _look_up(
-    text, slots, lengths, sizes, out, size, t_slot,
+    tokens, slots, lengths, sizes, out, size, t_slot,
     NODES: tl.constexpr, MATCH: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Draft for one sequence."""
     take_turn(EARLY)
     seq = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + seq)
     end = tl.load(lengths + slot)
-    line = text + slot * t_slot
+    line = tokens + slot * t_slot
     best = tl.zeros([BLOCK], tl.int64) - 1
     for start in range(0, end, BLOCK):
         column = start + tl.arange(0, BLOCK).to(tl.int64)
         run = column < end  # a match ends before the root
         matched = tl.zeros([BLOCK], tl.int64)
         for back in tl.static_range(MATCH):
-            wanted = tl.load(line + tl.maximum(end - back, 0))
-            there = (column < end) & (column >= back)  # all loads are issued at once, whatever the earlier ones say
-            run = run & there & (end >= back) & (tl.load(line + column - back, mask=there, other=-1) == wanted)
+            last = tl.load(line + tl.maximum(end - back, 0))
+            there = (column < end) & (column >= back)  # all loads are issued at once, whatever earlier ones return
+            run = run & there & (end >= back) & (tl.load(line + column - back, mask=there, other=-1) == last)
             matched += run.to(tl.int64)
         best = tl.maximum(best, tl.where(column < end, matched * t_slot + column, -1))
     longest = tl.max(best, 0)

@@ -1,6 +1,6 @@
-"""Token Recycling's table: one kernel walks it along a template, one overwrites it with what the target ranked.
+"""Token Recycling's table: one kernel walks it along a template, one overwrites it with the target's new candidates.
 
-In: the table of candidates and their log-probabilities [tables, V + 1, K]; its last row takes writes that must not count. A
+In: the table of candidates and their log-probabilities [tables, V + 1, K]; its last row takes writes that do not count. A
 template is the ranks by which each node is reached from the root [M, D], so every node finds its token independently. The
 torch references are in ops/recycling.py.
 """
@@ -19,26 +19,26 @@ from foreword.ops.round.noise import gumbel, noise_bits
 
 
 @triton.jit
-def _of_rank(tokens, chances, row, wanted, on, key, heat, position, K: tl.constexpr):
-    """The candidate of rank `wanted` [BLOCK] under the noise in rows [BLOCK] of the table: token and log-probability."""
+def _of_rank(tokens, chances, row, rank, on, key, temperature, position, K: tl.constexpr):
+    """Return the candidate of rank `rank` [BLOCK] under noise in rows [BLOCK] of the table: token and log-probability."""
     at = row[:, None] * K + tl.arange(0, K)[None, :]
     token = tl.load(tokens + at, mask=on[:, None], other=0)
     chance = tl.load(chances + at, mask=on[:, None], other=0.0)
-    score = chance / heat + gumbel(noise_bits(key, position, token))
+    score = chance / temperature + gumbel(noise_bits(key, position, token))
     place = tl.arange(0, K)
     equal_and_first = (score[:, None, :] == score[:, :, None]) & (place[None, :] < place[:, None])[None, :, :]
     ahead = (score[:, None, :] > score[:, :, None]) | equal_and_first
-    chosen = tl.sum(ahead.to(tl.int32), 2) == wanted[:, None]
+    chosen = tl.sum(ahead.to(tl.int32), 2) == rank[:, None]
     return tl.sum(tl.where(chosen, token, 0), 1), tl.sum(tl.where(chosen, chance, 0.0), 1)
 
 
 @triton.jit
 def _walk(
-    tokens, chances, slots, roots, ranks, depths, parents, fading, lengths, keys, heats, out, above, size, vocabulary,
+    tokens, chances, slots, roots, ranks, depths, parents, fading, lengths, keys, temperatures, out, above, size, vocabulary,
     COUNT: tl.constexpr, DEPTH: tl.constexpr, K: tl.constexpr, NODES: tl.constexpr, OWN: tl.constexpr,
     NOISE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One sequence: follow every node's ranks, then keep the likeliest in the template's order."""
+    """Follow every node's ranks for one sequence, then keep the likeliest nodes in the template's order."""
     take_turn(EARLY)
     seq = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + seq)
@@ -49,17 +49,17 @@ def _walk(
     table = slot * (vocabulary + 1) if OWN else slot * 0
     token = tl.zeros([BLOCK], tl.int64) + root
     chance = tl.zeros([BLOCK], tl.float32)
-    heat = 0.0
+    temperature = 0.0
     if NOISE:
-        heat = tl.load(heats + slot)
+        temperature = tl.load(temperatures + slot)
     for step in tl.static_range(DEPTH):
         on = real & (step < depth)
-        wanted = tl.load(ranks + node * DEPTH + step, mask=on, other=0)
-        if heat > 0:
+        rank = tl.load(ranks + node * DEPTH + step, mask=on, other=0)
+        if temperature > 0:
             position = tl.load(lengths + slot) + step + 1
-            found, worth = _of_rank(tokens, chances, table + token, wanted, on, keys + 2 * slot, heat, position, K)
+            found, worth = _of_rank(tokens, chances, table + token, rank, on, keys + 2 * slot, temperature, position, K)
         else:
-            at = (table + token) * K + wanted
+            at = (table + token) * K + rank
             found, worth = tl.load(tokens + at, mask=on, other=0), tl.load(chances + at, mask=on, other=0.0)
         chance += tl.where(on, worth, 0.0)
         token = tl.where(on, found.to(tl.int64), token)
@@ -73,17 +73,17 @@ def _walk(
 
 @triton.jit
 def _when(rows, seq, row, path, count, nodes, PLACES: tl.constexpr, WAY: tl.constexpr):
-    """Whether rows of their sequences are learnt from, and when: accepted ones after all others."""
-    taught = row < tl.load(rows + seq)
+    """Return whether rows are learned from, and in which order: accepted ones after all others."""
+    counts = row < tl.load(rows + seq)
     when = row
     if PLACES > 0:
         accepted = tl.load(count + seq)
         place = tl.arange(0, WAY)
         held = (place[None, :] < accepted[:, None]) & (place < PLACES)[None, :]
-        stood = tl.load(path + seq[:, None] * PLACES + place[None, :], mask=held, other=-1)
-        when += tl.max((stood == row[:, None]).to(tl.int32), 1).to(tl.int64) * nodes
-        taught = taught & (accepted > 0)
-    return taught, when
+        accepted_row = tl.load(path + seq[:, None] * PLACES + place[None, :], mask=held, other=-1)
+        when += tl.max((accepted_row == row[:, None]).to(tl.int32), 1).to(tl.int64) * nodes
+        counts = counts & (accepted > 0)
+    return counts, when
 
 
 @triton.jit(do_not_specialize=["batch", "nodes", "s_seq"])  # prompts come in all lengths
@@ -92,12 +92,12 @@ def _learn(
     PLACES: tl.constexpr, WAY: tl.constexpr, K: tl.constexpr, OWN: tl.constexpr,
     EACH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """EACH rows of a pass: those that no later row overwrites are written."""
+    """Write those of EACH rows of a pass that no later row overwrites."""
     take_turn(EARLY)
     total = batch * nodes
-    mine = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
-    real = mine < total
-    goal, time = _goal(slots, seen, rows, path, count, mine, real, batch, nodes, vocabulary, s_seq, PLACES, WAY, OWN)
+    own = tl.program_id(0).to(tl.int64) * EACH + tl.arange(0, EACH)
+    real = own < total
+    goal, time = _goal(slots, seen, rows, path, count, own, real, batch, nodes, vocabulary, s_seq, PLACES, WAY, OWN)
     beaten = tl.zeros([EACH], tl.int32)
     for start in range(0, total, BLOCK):
         other = start + tl.arange(0, BLOCK).to(tl.int64)
@@ -108,12 +108,12 @@ def _learn(
         beaten |= tl.max(beats.to(tl.int32), 1)
     rank = tl.arange(0, RANKS)
     here = (real & (goal >= 0) & (beaten == 0))[:, None] & (rank < K)[None, :]
-    token = tl.load(best + mine[:, None] * K + rank[None, :], mask=here, other=0)
-    chance = tl.load(worth + mine[:, None] * K + rank[None, :], mask=here, other=0.0)
-    sound = (chance == chance) & (tl.abs(chance) != float("inf"))
+    token = tl.load(best + own[:, None] * K + rank[None, :], mask=here, other=0)
+    chance = tl.load(worth + own[:, None] * K + rank[None, :], mask=here, other=0.0)
+    finite = (chance == chance) & (tl.abs(chance) != float("inf"))
     at = goal[:, None] * K + rank[None, :]
     tl.store(tokens + at, token.to(tl.int32), mask=here)
-    tl.store(chances + at, tl.where(sound, chance, float("-inf")), mask=here)
+    tl.store(chances + at, tl.where(finite, chance, float("-inf")), mask=here)
 
 
 @triton.jit
@@ -121,12 +121,12 @@ def _goal(
     slots, seen, rows, path, count, line, real, batch, nodes, vocabulary, s_seq,
     PLACES: tl.constexpr, WAY: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Which row of the table each row of a pass overwrites, -1 for none, and when."""
+    """Return which row of the table each row of a pass overwrites, -1 for none, and in which order."""
     seq, row = tl.where(real, line // nodes, 0), line % nodes
-    taught, when = _when(rows, seq, row, path, count, nodes, PLACES, WAY)
+    counts, when = _when(rows, seq, row, path, count, nodes, PLACES, WAY)
     token = tl.load(seen + seq * s_seq + row)
     table = tl.load(slots + seq) * (vocabulary + 1) if OWN else seq * 0
-    return tl.where(real & taught, table + token, -1), when * batch + seq
+    return tl.where(real & counts, table + token, -1), when * batch + seq
 
 
 def walked(

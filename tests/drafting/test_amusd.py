@@ -1,7 +1,7 @@
-"""amusd: a draft that is written meanwhile. In processes and threads, with delays, stops and deaths: the text is plain's.
+"""amusd drafts while the target checks. With processes, threads, delays, stops and deaths, the output is plain's.
 
-What the laws ask of every drafter they ask of one whose target waits for all guesses: then drafts are the same every time.
-A worker that runs free proposes as much as it has; here the law is that this is the beginning of what it would propose.
+The tests for every drafter run amusd with a target that waits for all draft tokens, so that drafts are the same every time.
+A worker that is not waited for proposes what it has. Here we test that this is a prefix of the full draft.
 """
 
 import os
@@ -25,35 +25,35 @@ from foreword.engine.request import Request
 from foreword.errors import DrafterError, ForewordWarning, InputError
 from foreword.hub.temporary import LOCK
 from foreword.methods import untrained
-from foreword.methods.amusd.drafter import Away, Clock
+from foreword.methods.amusd.drafter import Clock, LaunchedRound
 from foreword.methods.amusd.epochs import Job
-from foreword.methods.amusd.worker import Place, Writer, alone, in_a_process
+from foreword.methods.amusd.worker import DraftRunner, WorkerConfig, start_process, stock_copy
 from foreword.model.model import Model
 
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 ALL = dict(least=3, patience=60.0, rows=4, ahead=3)
 
 
-def free(model: Model, **options: Any) -> Any:
+def not_waiting(model: Model, **options: Any) -> Any:
     return with_random_weights("amusd", model, **{"worker": "thread", "least": 1, "ahead": 4} | options)
 
 
 @every_sampling
-def test_who_waits_for_all_drafts_what_draft_model_drafts(sampling: Sampling) -> None:
+def test_a_target_that_waits_gets_the_drafts_of_draft_model(sampling: Sampling) -> None:
     model, asked, drafts = target(), requests(5, sampling, ignore_eos=True), []
     chain = with_random_weights("draft_model", model, rows=4, depth=3, tree="chain", stop=0.0)
     for made in (chain, with_random_weights("amusd", model, worker="thread", **ALL)):
         recorder = Recorder(made)
         engine(recorder, model).generate(asked)
         found = [pair for seen in recorder.proposed for pair in zip(seen.sequences, drafts_of(seen), strict=True)]
-        drafts.append({tuple(text): draft for text, draft in found if len(text) > 1})
+        drafts.append({tuple(tokens): draft for tokens, draft in found if len(tokens) > 1})
     assert drafts[0] == drafts[1] and len(drafts[0]) > 20
 
 
 @every_sampling
 @pytest.mark.parametrize("family", ["llama", "smollm3", "gemma2"])
-def test_the_target_s_own_layers_are_always_right(family: str, sampling: Sampling) -> None:
-    """And are never disturbed: the draft writes every token once."""
+def test_drafts_of_all_target_layers_are_always_right(family: str, sampling: Sampling) -> None:
+    """The draft model is never rolled back: it computes every token once."""
     model, asked = target(family), requests(6, sampling, max_new_tokens=12, ignore_eos=True)[1:]
     drafter: Any = untrained("amusd", layers=4, worker="thread", **ALL)
     runs = engine(drafter, model).generate(asked)
@@ -63,20 +63,20 @@ def test_the_target_s_own_layers_are_always_right(family: str, sampling: Samplin
 
 
 class Delays:
-    """Random pauses, of both sides."""
+    """Random pauses on both sides."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, longest: float = 0.004) -> None:
-        self.draw, self.longest, step = random.Random(seed), longest, Writer.step
-        monkeypatch.setattr(Writer, "step", lambda writer, job: (self.pause(), step(writer, job), self.pause())[1])
+        self.random, self.longest, step = random.Random(seed), longest, DraftRunner.step
+        monkeypatch.setattr(DraftRunner, "step", lambda writer, job: (self.pause(), step(writer, job), self.pause())[1])
 
     def pause(self) -> None:
-        time.sleep(self.draw.choice([0.0, self.draw.random() * self.longest]))
+        time.sleep(self.random.choice([0.0, self.random.random() * self.longest]))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_delay_changes_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts come and go on three slots, some with a draft that is always right and a target that never waits; in half of
-    them rounds are read late, as on a GPU. What is proposed is always the beginning of what a chain would be."""
+def test_no_delay_changes_the_output(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come and go on three slots; some drafts are always right, and some targets never wait. In half of the cases
+    rounds are read late, as on a GPU. A proposal is always a prefix of the full chain."""
     delays, model = Delays(monkeypatch, seed), target()
     asked = requests(8, SAMPLINGS["T=0.8" if seed % 2 else "greedy"], seed=seed)
     make, layers = (with_random_weights, 2) if seed % 3 else (lambda name, model, **options: untrained(name, **options), 4)
@@ -85,28 +85,28 @@ def test_no_delay_changes_the_text(seed: int, monkeypatch: pytest.MonkeyPatch) -
         drafter: Any = make("amusd", model, worker="thread", layers=layers, ahead=4, **options)
         recorders.append(Recorder(drafter))
         steps = engine(recorders[-1], model, late=seed > 2)
-        drafter.behind = seed > 2
+        drafter.reads_late = seed > 2
         runs = [steps.add(request) for request in asked]
         while steps.busy:
             steps.step()
             delays.pause()
         assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
-        assert drafter.counters()["checked"] > 0 or options["patience"] < 1  # who does not wait may come too early
+        assert drafter.counters()["checked"] > 0 or options["patience"] < 1  # a target that does not wait may be too early
     known, proposed = (
         {
-            tuple(text): draft[0]
+            tuple(tokens): draft[0]
             for seen in recorder.proposed
-            for text, draft in zip(seen.sequences, drafts_of(seen), strict=True)
+            for tokens, draft in zip(seen.sequences, drafts_of(seen), strict=True)
         }
         for recorder in reversed(recorders)
     )
-    found = [(tokens, known[text]) for text, tokens in proposed.items() if text in known]
-    assert all(tokens == full[: len(tokens)] for tokens, full in found) and len(found) > 10
+    found = [(draft, known[sequence]) for sequence, draft in proposed.items() if sequence in known]
+    assert all(draft == full[: len(draft)] for draft, full in found) and len(found) > 10
 
 
 @pytest.fixture(scope="module")
-def apart() -> Any:
-    """One drafter with a worker in another process, for several tests: it takes seconds to start."""
+def in_process() -> Any:
+    """A drafter with a worker in another process, shared by several tests because it takes seconds to start."""
     model = target()
     drafter = with_random_weights("amusd", model, ahead=4)
     yield model, drafter, engine(drafter, model)
@@ -114,32 +114,32 @@ def apart() -> Any:
 
 
 @every_sampling
-def test_two_processes_write_the_truth(apart: Any, sampling: Sampling) -> None:
-    model, drafter, steps = apart
+def test_two_processes_generate_the_truth(in_process: Any, sampling: Sampling) -> None:
+    model, drafter, steps = in_process
     asked = requests(8, sampling, max_new_tokens=20)
     assert written(steps, asked) == [truth(model.hf, request) for request in asked]
     found = drafter.counters()
-    assert found["checked"] > 0 and found["tokens"] >= found["rounds"] > 0, "its guesses are used"
-    assert 0 <= found["both_s"] <= 1.01 * min(found["target_s"], found["draft_s"])  # how much, the machine decides
+    assert found["checked"] > 0 and found["tokens"] >= found["rounds"] > 0, "its draft tokens are used"
+    assert 0 <= found["both_s"] <= 1.01 * min(found["target_s"], found["draft_s"])  # how much depends on the machine
     assert found["target_s"] + found["waited_s"] <= 1.01 * found["wall_s"] and 0 <= found["overlap"] <= 1
 
 
-def test_a_stopped_worker_costs_patience_and_no_token(apart: Any) -> None:
-    model, drafter, steps = apart
-    written(steps, requests(1, max_new_tokens=2))  # the worker starts with the first text
+def test_a_stopped_worker_costs_time_but_no_token(in_process: Any) -> None:
+    model, drafter, steps = in_process
+    written(steps, requests(1, max_new_tokens=2))  # the worker starts with the first request
     drafter.patience = 0.02
-    draw, (asked,) = random.Random(0), requests(1, max_new_tokens=60, ignore_eos=True)
+    generator, (asked,) = random.Random(0), requests(1, max_new_tokens=60, ignore_eos=True)
     run = steps.add(asked)
     while steps.busy:
-        os.kill(drafter.worker.pid, draw.choice([signal.SIGSTOP, signal.SIGCONT]))
+        os.kill(drafter.worker.pid, generator.choice([signal.SIGSTOP, signal.SIGCONT]))
         steps.step()
     os.kill(drafter.worker.pid, signal.SIGCONT)
     assert run.tokens == truth(model.hf, asked)
 
 
-def test_a_killed_worker_is_missed_and_not_needed(apart: Any) -> None:
-    """The last of the tests that share it."""
-    model, drafter, steps = apart
+def test_a_killed_worker_gives_a_warning_and_the_output_goes_on(in_process: Any) -> None:
+    """This test must be the last that shares the worker."""
+    model, drafter, steps = in_process
     drafter.patience = 60.0
     asked = requests(3, SAMPLINGS["T=0.8"], max_new_tokens=30, ignore_eos=True)
     runs = [steps.add(request) for request in asked]
@@ -150,38 +150,38 @@ def test_a_killed_worker_is_missed_and_not_needed(apart: Any) -> None:
                 os.kill(drafter.worker.pid, signal.SIGKILL)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # told once is enough
+        warnings.simplefilter("error")  # one warning is enough
         assert written(steps, asked) == [truth(model.hf, request) for request in asked]
     assert drafter.worker is None and all(set(run.drafted[-3:]) == {0} for run in runs)
 
 
-def test_a_worker_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, count = Writer.step, iter(range(99))
+def test_a_worker_that_fails_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, count = DraftRunner.step, iter(range(99))
 
-    def failing(writer: Writer, job: Job) -> list[int]:
+    def failing(writer: DraftRunner, job: Job) -> list[int]:
         if next(count) == 9:
             raise MemoryError("no room")
         return step(writer, job)
 
-    monkeypatch.setattr(Writer, "step", failing)
+    monkeypatch.setattr(DraftRunner, "step", failing)
     model, asked = target(), requests(4, max_new_tokens=20)
     with pytest.warns(ForewordWarning, match="worker is gone: MemoryError: no room"):
-        assert written(engine(free(model), model), asked) == [truth(model.hf, request) for request in asked]
+        assert written(engine(not_waiting(model), model), asked) == [truth(model.hf, request) for request in asked]
 
 
-def test_another_engine_has_another_worker() -> None:
+def test_each_engine_has_its_own_worker() -> None:
     model, asked, threads = target(), requests(3), set(threading.enumerate())
-    drafter = free(model)
+    drafter = not_waiting(model)
     for slots in (1, 3):
         assert written(engine(drafter, model, slots), asked) == [truth(model.hf, request) for request in asked]
         worker = drafter.worker
     drafter.close()
-    assert worker.line.cut and drafter.worker is None
+    assert worker.channel.closed and drafter.worker is None
     assert set(threading.enumerate()) <= threads, "both have ended"
 
 
-def test_another_model_guesses_in_another_process() -> None:
-    """The target itself, of a longer vocabulary than is asked for: always right."""
+def test_another_model_drafts_in_another_process() -> None:
+    """The draft model is the target itself, so its drafts are always right."""
     model, asked = target(), requests(3, max_new_tokens=12, ignore_eos=True)[1:]
     drafter: Any = untrained("amusd", model=Model(tiny("llama"), "the same"), **ALL)
     runs = engine(drafter, model).generate(asked)
@@ -191,13 +191,13 @@ def test_another_model_guesses_in_another_process() -> None:
 
 
 def test_a_worker_that_cannot_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder is deleted, and so is what an earlier one left whose parent was killed."""
+    """Its folder is deleted, and so is one that an earlier worker left when its parent was killed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / "foreword-draft-left"
     left.mkdir()
     (left / LOCK).touch()
     os.utime(left, (1.0, 1.0))
-    worker = in_a_process(alone(target()), Place("nowhere", 1, 64, 48))
+    worker = start_process(stock_copy(target()), WorkerConfig("nowhere", 1, 64, 48))
     assert not left.exists() and [file for file in tmp_path.glob("foreword-draft-*/config.json")]
     with pytest.raises(DrafterError, match="worker did not start: its process ended with status 1 .*nowhere"):
         worker.wait()
@@ -213,35 +213,35 @@ def test_a_worker_that_cannot_start_is_refused(tmp_path: Path, monkeypatch: pyte
         (dict(layers=0), "amusd: layers is 0; a model has at least 1"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], match: str) -> None:
+def test_invalid_options(options: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
         untrained("amusd", **options)
 
 
-def test_a_pass_counts_as_long_as_the_device_took() -> None:
-    """However late the host comes to see that it is over; and a draft's pass beside it no longer than that."""
+def test_a_pass_is_timed_on_the_device() -> None:
+    """It does not matter how late the host sees its end. A draft pass alongside it overlaps no longer than that."""
     clock = Clock()
-    clock.meet(1.0)
-    clock.part(2.0)
-    clock.meet(6.0, worked=2.0)
+    clock.finish(1.0)
+    clock.launch(2.0)
+    clock.finish(6.0, worked=2.0)
     clock.drafted(3.0, 5.0)
     assert (clock.wall, clock.target, clock.draft, clock.both) == (5.0, 2.0, 2.0, 1.0)
-    clock.part(7.0)
-    clock.meet(8.0, worked=99.0)
-    assert (clock.wall, clock.target) == (7.0, 3.0), "it cannot have worked before it set out"
+    clock.launch(7.0)
+    clock.finish(8.0, worked=99.0)
+    assert (clock.wall, clock.target) == (7.0, 3.0), "it cannot have worked before it started"
 
 
 def test_a_round_is_waited_for_and_timed_by_its_events() -> None:
     waited: list[str] = []
-    set_out: Any = SimpleNamespace(elapsed_time=lambda back: back.at - 5)
+    started: Any = SimpleNamespace(elapsed_time=lambda back: back.at - 5)
     back: Any = SimpleNamespace(at=7.5, synchronize=lambda: waited.append("back"))
     empty: Any = None
-    assert Away({}, empty, set_out, back).wait() == 0.0025 and waited == ["back"]
-    assert Away({}, empty, None, None).wait() is None
+    assert LaunchedRound({}, empty, started, back).wait() == 0.0025 and waited == ["back"]
+    assert LaunchedRound({}, empty, None, None).wait() is None
 
 
-def test_a_text_is_at_its_end() -> None:
-    """No room for guesses: nobody waits for any."""
+def test_a_sequence_at_its_limit() -> None:
+    """There is no room for draft tokens, so the target waits for none."""
     model = target()
     drafter = with_random_weights("amusd", model, worker="thread", **ALL)
     request = Request(tuple(range(3, 43)), SAMPLINGS["greedy"], max_new_tokens=99, ignore_eos=True)
@@ -251,10 +251,10 @@ def test_a_text_is_at_its_end() -> None:
 @pytest.mark.parametrize(
     ("worker", "speculate", "threads"), [("process", True, 1), ("process", False, 2), ("thread", True, 2)]
 )
-def test_a_process_on_the_cpu_has_cores_of_its_own(
+def test_a_process_on_the_cpu_has_its_own_cores(
     worker: str, speculate: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the target checks its guesses, and no longer; also if that breaks. A thread shares the target's."""
+    """Only while the target checks its draft tokens, even if that raises an error. A thread shares the target's cores."""
     monkeypatch.setattr("foreword.model.cores.cores", lambda: 2)
     model, (request, *_) = target(), requests(2, ignore_eos=True)[1:]
     score, seen, before = model.score, set(), torch.get_num_threads()

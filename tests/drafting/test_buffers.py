@@ -1,4 +1,4 @@
-"""What a captured round reads is written in place: a graph knows the addresses, and a benchmark puts all of it back."""
+"""Buffers that a recorded round reads are written in place, because a graph holds their addresses."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -15,14 +15,14 @@ from foreword.engine.request import Request
 
 
 def buffers_of(made: Drafter) -> dict[str, Tensor]:
-    """What a drafter holds, in its own attributes and in the cache of a stack of its own."""
+    """Return the tensors of a drafter: its attributes, and the cache of its own stack."""
     held = {name: value for name, value in vars(made).items() if isinstance(value, Tensor)}
-    stack = getattr(made, "stack", None) or getattr(getattr(made, "guesser", None), "stack", None)
+    stack = getattr(made, "stack", None) or getattr(getattr(made, "small_model", None), "stack", None)
     return held if stack is None else held | {"cache": stack.cache.held, "lengths": stack.cache.length}
 
 
 def columns_of(steps: Engine) -> dict[str, Tensor]:
-    """What the engine holds of its slots: every column of `State` and of its sampling, and the cache."""
+    """Return the tensors of the engine's slots: every column of `State` and of its sampling, and the cache."""
     state = {field.name: getattr(steps.state, field.name) for field in fields(steps.state)}
     columns = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     columns |= {f"table.{name}": value for name, value in steps.state.table.columns.items()}
@@ -35,7 +35,7 @@ def addresses(held: dict[str, Tensor]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("method", methods.METHODS)
-def test_a_round_leaves_the_buffers_where_they_are(method: str) -> None:
+def test_a_round_does_not_move_the_buffers(method: str) -> None:
     model = target()
     made = drafter(method, model)
     engine = Engine(model, made, slots=2, max_context=64)
@@ -46,30 +46,30 @@ def test_a_round_leaves_the_buffers_where_they_are(method: str) -> None:
     assert not any(value.is_inference() for value in after.values())
 
 
-COMING: dict[str, Callable[[Request], Request]] = {
-    "as it is": lambda request: request,
-    "drawn": lambda request: replace(request, sampling=Sampling(0.8, top_k=5, top_p=0.9, min_p=0.1, seed=1)),
-    "an end held back": lambda request: replace(request, min_new_tokens=3),
+CHANGES: dict[str, Callable[[Request], Request]] = {
+    "unchanged": lambda request: request,
+    "sampled": lambda request: replace(request, sampling=Sampling(0.8, top_k=5, top_p=0.9, min_p=0.1, seed=1)),
+    "a minimum length": lambda request: replace(request, min_new_tokens=3),
     "without drafts": lambda request: replace(request, speculate=False, ignore_eos=True),
     "logprobs": lambda request: replace(request, sampling=Sampling(seed=2, logprobs=3)),
-    "from a slot's text": lambda request: replace(request, reuse=True),
+    "reuse of a slot": lambda request: replace(request, reuse=True),
 }
 
 
 @pytest.mark.parametrize("method", methods.METHODS)
-def test_requests_that_come_and_go_leave_the_columns_where_they_are(method: str) -> None:
-    """Of every kind, several at once, one given up while it waits and one while it runs. What only a few requests need, the
-    counts of a penalty and the tokens that are barred, is made when the first of them comes, and stays from then on."""
+def test_requests_that_come_and_go_do_not_move_the_columns(method: str) -> None:
+    """Requests of every kind, several at once, one aborted while it waits and one while it runs. Columns that few requests
+    need, such as penalty counts and barred tokens, are made for the first such request and stay from then on."""
     model = target()
     made = drafter(method, model)
     steps = engine(made, model, slots=3)
-    asked = [change(one) for one, change in zip(requests(6, max_new_tokens=5), COMING.values(), strict=True)]
-    kept = columns_of(steps) | buffers_of(made)  # and not freed, so that nothing else may come to lie there
+    asked = [change(one) for one, change in zip(requests(6, max_new_tokens=5), CHANGES.values(), strict=True)]
+    kept = columns_of(steps) | buffers_of(made)  # kept alive, so that nothing else gets their memory
 
     def nothing_moved() -> bool:
         return addresses(columns_of(steps) | buffers_of(made)) == addresses(kept)
 
-    def write_all() -> None:
+    def run_all() -> None:
         runs = [steps.add(request) for request in asked]
         steps.abort(runs[4])
         for _ in range(3):
@@ -79,7 +79,7 @@ def test_requests_that_come_and_go_leave_the_columns_where_they_are(method: str)
         run_to_end(steps)
         assert nothing_moved()
 
-    write_all()
+    run_all()
     penalty = replace(asked[0], sampling=Sampling(repetition_penalty=1.5, seed=3))
     barred = replace(asked[0], sampling=Sampling(seed=3, allowed_token_ids=tuple(range(20))))
     counted = replace(asked[0], sampling=Sampling(seed=3, presence_penalty=0.5))
@@ -93,4 +93,4 @@ def test_requests_that_come_and_go_leave_the_columns_where_they_are(method: str)
         kept[name] = columns_of(steps)[name]
         assert nothing_moved()
         asked.append(request)
-    write_all()
+    run_all()

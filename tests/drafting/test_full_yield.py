@@ -1,4 +1,4 @@
-"""Full yield: a drafter that knows the truth is accepted to full depth in every round but the last."""
+"""Full yield: drafts of a drafter that knows the truth are accepted to full depth in every round but the last."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from doubles import (
     check_yield,
     drafter,
     engine,
-    full_text,
+    full_sequence,
     requests,
     target,
     truth,
@@ -24,9 +24,9 @@ from foreword.methods import METHODS
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("as_chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("depth", [1, 6])
-def test_the_truth_is_accepted_whole(depth: int, as_chain: bool, sampling: Sampling, family: str) -> None:
+def test_the_truth_is_accepted_in_full(depth: int, as_chain: bool, sampling: Sampling, family: str) -> None:
     model, asked = target(family), requests(3, sampling, max_new_tokens=20, ignore_eos=True)
-    oracle = Oracle([full_text(model.hf, request) for request in asked], depth, lies=0, as_chain=as_chain)
+    oracle = Oracle([full_sequence(model.hf, request) for request in asked], depth, lies=0, as_chain=as_chain)
     for run in engine(oracle, model, slots=2).generate(asked):
         assert run.tokens == truth(model.hf, run.request)
         full, rest = divmod(20, depth + 1)
@@ -34,10 +34,10 @@ def test_the_truth_is_accepted_whole(depth: int, as_chain: bool, sampling: Sampl
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_lies_around_it_do_not_hide_it(sampling: Sampling) -> None:
-    """Lies may make a path longer by chance, never shorter."""
+def test_wrong_rows_do_not_hide_right_ones(sampling: Sampling) -> None:
+    """Wrong rows may make a path longer by chance, never shorter."""
     model, asked = target(), requests(3, sampling, max_new_tokens=20, ignore_eos=True)
-    oracle = Oracle([full_text(model.hf, request) for request in asked], depth=3, lies=12)
+    oracle = Oracle([full_sequence(model.hf, request) for request in asked], depth=3, lies=12)
     for run in engine(oracle, model).generate(asked):
         assert all(count >= 4 for count in run.accepted[:-1])
         assert run.drafted == [15] * len(run.drafted)
@@ -46,9 +46,9 @@ def test_lies_around_it_do_not_hide_it(sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("kind", [*METHODS, "liar", "oracle"])
 def test_what_is_right_in_a_draft_is_accepted(kind: str, sampling: Sampling) -> None:
-    """Of all that a method proposed, in every round: the deepest row that the truth has, and nothing that it has not."""
+    """Every round accepts the deepest proposed row that agrees with the truth, and nothing else."""
     model, asked = target(), requests(5, sampling, max_new_tokens=12)
-    doubles = {"liar": Liar(), "oracle": Oracle([full_text(model.hf, request) for request in asked], lies=8)}
+    doubles = {"liar": Liar(), "oracle": Oracle([full_sequence(model.hf, request) for request in asked], lies=8)}
     recorder = Recorder(doubles.get(kind) or drafter(kind, model))
     engine(recorder, model).generate(asked)
     check_yield(recorder, model.hf, asked)

@@ -1,4 +1,4 @@
-"""medusa: heads that start as the target's own, and trees of guesses that do not depend on one another."""
+"""medusa: heads start as the target's own head, and their candidates do not depend on one another."""
 
 from itertools import product
 
@@ -13,12 +13,12 @@ from doubles import (
     chain,
     drafts_of,
     engine,
-    own_hidden,
+    hf_hidden,
     path_to,
     paths_of,
     requests,
     target,
-    taught,
+    with_random_weights,
     written,
 )
 from foreword.core.needs import Needs
@@ -31,31 +31,31 @@ from foreword.model.model import Model
 from foreword.ops.noise import gumbel
 
 
-def last_states(model: Model, text: list[int]) -> torch.Tensor:
-    """[H]: of the row before the root, normed."""
-    return model.norm(own_hidden(model.hf, text[:-1])[-1][-1]).detach()
+def last_state(model: Model, sequence: list[int]) -> torch.Tensor:
+    """Return the normed hidden state [H] of the row before the root."""
+    return model.norm(hf_hidden(model.hf, sequence[:-1])[-1][-1]).detach()
 
 
-def test_an_untrained_head_says_what_the_target_s_says() -> None:
+def test_an_untrained_head_equals_the_target_head() -> None:
     model = target()
     recorder = Recorder(untrained("medusa", rows=3, heads=2, paths=[[0], [0, 0]]))
     written(engine(recorder, model), requests(3))
     late = recorder.proposed[-1]
-    for text, (tokens, _) in zip(late.texts, drafts_of(late), strict=True):
-        again = int(model.head(last_states(model, text)).argmax())
-        assert tokens == [text[-1], again, again]
+    for sequence, (tokens, _) in zip(late.sequences, drafts_of(late), strict=True):
+        best = int(model.head(last_state(model, sequence)).argmax())
+        assert tokens == [sequence[-1], best, best]
 
 
 @pytest.mark.parametrize("nodes", [4, 16])
-def test_the_likeliest_paths_are_products_of_the_heads_chances(nodes: int) -> None:
-    """Against every path of up to three tokens: the heads do not know each other, so chances multiply."""
+def test_the_likeliest_paths_multiply_the_probabilities_of_the_heads(nodes: int) -> None:
+    """Compare with every path of up to three tokens: the heads are independent, so probabilities multiply."""
     model = target()
-    drafter: Medusa = taught("medusa", model, rows=nodes, heads=3, tree="best", width=64)
+    drafter: Medusa = with_random_weights("medusa", model, rows=nodes, heads=3, tree="best", width=64)
     recorder = Recorder(drafter)
     written(engine(recorder, model), requests(4))
     late = recorder.proposed[-1]
-    for text, (tokens, parent) in zip(late.texts, drafts_of(late), strict=True):
-        state = last_states(model, text)
+    for sequence, (tokens, parent) in zip(late.sequences, drafts_of(late), strict=True):
+        state = last_state(model, sequence)
         chances = [model.head(head(state)).log_softmax(-1).detach() for head in drafter.module]
         best = [list(zip(*map(torch.Tensor.tolist, chance.topk(10)), strict=True)) for chance in chances]
         paths = [path for depth in range(1, 4) for path in product(*best[:depth])]
@@ -65,10 +65,10 @@ def test_the_likeliest_paths_are_products_of_the_heads_chances(nodes: int) -> No
 
 
 @torch.no_grad()
-def test_guesses_are_ranked_under_the_noise() -> None:
-    """Each head under that of the place where its token will stand."""
+def test_candidates_are_ranked_with_the_sampling_noise() -> None:
+    """Each head uses the noise of its token's position."""
     model, temperature = target(), 0.8
-    drafter: Medusa = taught("medusa", model, rows=16, heads=3)
+    drafter: Medusa = with_random_weights("medusa", model, rows=16, heads=3)
     steps = engine(drafter, model, slots=2)
     for request in requests(3, SAMPLINGS["T=0.8"], ignore_eos=True)[1:]:
         steps.add(request)
@@ -76,25 +76,25 @@ def test_guesses_are_ranked_under_the_noise() -> None:
         steps.step()
     state = steps.state.at(Batch.of(sorted(steps.slots.running), max(run.length for run in steps.slots.running.values())))
     logits = model.head(drafter._heads(model.norm(drafter.hidden[state.slots])))
-    place = state.length.unsqueeze(1) + torch.arange(1, 4)
-    order = (logits / temperature + gumbel(state.sampling.key, place, torch.arange(VOCABULARY))).topk(10).indices
+    position = state.length.unsqueeze(1) + torch.arange(1, 4)
+    order = (logits / temperature + gumbel(state.sampling.key, position, torch.arange(VOCABULARY))).topk(10).indices
     draft = drafter.propose(state)
     template = greedy_paths([row[:10] for row in USUAL_RATES[:3]], draft.nodes - 1)
     for index in range(2):
-        wanted = {tuple(int(order[index, step, rank]) for step, rank in enumerate(path)) for path in template}
-        assert set(paths_of(draft, index)) == {(), *wanted}
+        correct = {tuple(int(order[index, step, rank]) for step, rank in enumerate(path)) for path in template}
+        assert set(paths_of(draft, index)) == {(), *correct}
 
 
-def test_calibration_counts_the_places_of_what_was_written() -> None:
+def test_calibration_counts_the_ranks_of_the_labels() -> None:
     model = target()
-    drafter: Medusa = taught("medusa", model, heads=2)
-    texts = torch.randint(3, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
+    drafter: Medusa = with_random_weights("medusa", model, heads=2)
+    tokens = torch.randint(3, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(3, 20, dtype=torch.bool)
     model.allocate(3, CONTEXT, 20)
     with torch.no_grad():
-        scores = model.score(Batch.of([0, 1, 2], 0), chain(texts.tolist()), Needs(hidden=True))
-    rates = drafter.calibrate(texts, mask, scores, model)
-    lesson, found = Lesson.of(texts, mask, 2), [[0] * 10 for _ in range(2)]
+        scores = model.score(Batch.of([0, 1, 2], 0), chain(tokens.tolist()), Needs(hidden=True))
+    rates = drafter.calibrate(tokens, mask, scores, model)
+    lesson, found = Lesson.of(tokens, mask, 2), [[0] * 10 for _ in range(2)]
     for head in (1, 2):
         rows = drafter.module[head - 1](model.norm(lesson.of_rows(scores.require_hidden())))
         order = model.head(rows).argsort(-1, descending=True)[:, :10]
@@ -110,9 +110,9 @@ def test_calibration_counts_the_places_of_what_was_written() -> None:
     assert again.growth.shape.nodes == 8 and again.config["rates"] == rates
 
 
-def test_a_text_of_one_token_is_not_guessed_on() -> None:
+def test_a_sequence_of_one_token_gets_no_draft() -> None:
     model = target()
-    recorder = Recorder(taught("medusa", model, rows=6))
+    recorder = Recorder(with_random_weights("medusa", model, rows=6))
     written(engine(recorder, model), requests(1, SAMPLINGS["greedy"], max_new_tokens=3, ignore_eos=True))
-    assert [len(text) for text in recorder.proposed[0].texts] == [1]
+    assert [len(one) for one in recorder.proposed[0].sequences] == [1]
     assert recorder.proposed[0].draft.size.tolist() == [1] and recorder.proposed[1].draft.size.tolist() == [6]

@@ -1,4 +1,4 @@
-"""token_recycling: the template, what the table learns and from whom, and which walks through it are drafted."""
+"""token_recycling: the template, what the table stores and from which requests, and which walks are drafted."""
 
 import math
 from collections import Counter
@@ -34,8 +34,8 @@ def random_logits(batch: int, rows: int, seed: int = 0) -> Tensor:
     return 3 * torch.randn(batch, rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def taught(seed: int = 0, **options: object) -> TokenRecycling:
-    """A drafter that has seen every token of the vocabulary once, whoever asks."""
+def filled(seed: int = 0, **options: object) -> TokenRecycling:
+    """Make a drafter with a shared table that has seen every token of the vocabulary once."""
     drafter = bound(**{"table": "shared", **options})  # type: ignore[arg-type]
     tokens = torch.arange(VOCABULARY).unsqueeze(0)
     drafter.read(state_of([[1, 2]]), chain(tokens.tolist()), Scores(random_logits(1, VOCABULARY, seed)))
@@ -43,7 +43,7 @@ def taught(seed: int = 0, **options: object) -> TokenRecycling:
 
 
 def rows_of(drafter: TokenRecycling, table: int = 0) -> Table:
-    """What is known: for each token its candidates, best first."""
+    """Return the table: for each known token its candidates, best first."""
     known = (drafter.table.chances[table, :VOCABULARY] > -math.inf).all(-1)
     return {token: drafter.table.tokens[table, token].tolist() for token in range(VOCABULARY) if known[token]}
 
@@ -56,7 +56,7 @@ def accepted_rows(paths: list[list[int]], width: int) -> Accepted:
 # The template
 
 
-def test_the_template_is_the_paper_s() -> None:
+def test_the_template_is_that_of_the_paper() -> None:
     paths = template()
     assert len(paths) == len(set(paths)) == 81
     assert [Counter(map(len, paths))[depth] for depth in range(7)] == [1, 8, 21, 25, 15, 8, 3]
@@ -66,25 +66,25 @@ def test_the_template_is_the_paper_s() -> None:
     assert len(leaves) == 40
 
 
-def test_unbounded_it_has_81_rows() -> None:
+def test_the_default_has_81_rows() -> None:
     assert (bound().shape.nodes, bound().shape.depth) == (81, 6)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 81, 200])
 def test_rows_are_respected(rows: int) -> None:
-    drafter = taught(rows=rows)
+    drafter = filled(rows=rows)
     draft = drafter.propose(state_of([[5, 6, 7], [9]]))
     assert drafter.shape.nodes == draft.nodes == min(rows, 81)
     assert draft.size.tolist() == [min(rows, 81)] * 2
 
 
-# What the table learns
+# What the table stores
 
 
-def test_after_a_round_the_table_holds_what_the_target_ranked() -> None:
-    """Of equal tokens the later row has its way, and accepted rows come last of all; row by row across the batch."""
+def test_after_a_round_the_table_holds_the_best_tokens_of_the_target() -> None:
+    """If several rows have the same token, the later row wins, and accepted rows win over all; row by row over the batch."""
     drafter, generator = bound(table="shared"), torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, 6, (3, 12), generator=generator)  # few ids, so that they meet
+    tokens = torch.randint(0, 6, (3, 12), generator=generator)  # few ids, so that they repeat
     draft = Draft(tokens, random_tree(3, 12, generator), torch.tensor([12, 7, 10]))
     logits, paths = random_logits(3, 12), [[0, 2, 5], [0], [0, 1, 4, 6]]
     drafter.observe(state_of([[1], [1], [1]]), draft, Scores(logits), accepted_rows(paths, 5))
@@ -95,15 +95,15 @@ def test_after_a_round_the_table_holds_what_the_target_ranked() -> None:
     assert rows_of(drafter) == expected
 
 
-def test_remembered_chances_are_log_probabilities() -> None:
+def test_stored_chances_are_log_probabilities() -> None:
     drafter, logits = bound(), random_logits(1, 3)
     drafter.read(state_of([[1]]), chain([[5, 6, 7]]), Scores(logits))
     best = logits[0].log_softmax(-1).topk(8).values
     torch.testing.assert_close(drafter.table.chances[0, 5:8].double(), best, atol=1e-5, rtol=0)
 
 
-def test_padding_teaches_nothing() -> None:
-    """Neither the rows behind `size`, nor those of a frozen sequence."""
+def test_padding_is_not_stored() -> None:
+    """Neither rows beyond `size` nor rows of a frozen sequence."""
     drafter = bound()
     draft = Draft(torch.tensor([[5, 6, 7], [8, 9, 10]]), random_tree(1, 3, torch.Generator()), torch.tensor([2, 3]))
     frozen = Accepted(torch.zeros(2, 2, dtype=torch.long), torch.tensor([1, 0]), torch.zeros(2, dtype=torch.long))
@@ -111,8 +111,8 @@ def test_padding_teaches_nothing() -> None:
     assert set(rows_of(drafter)) == {5, 6}
 
 
-def test_a_prompt_teaches() -> None:
-    """After the first chunk, which has no round behind it yet, the table holds what the target ranks after its tokens."""
+def test_a_prompt_is_stored() -> None:
+    """After the first chunk, before any round, the table holds the target's best tokens after those of the chunk."""
     model, drafter, prompt = target(), make("token_recycling"), (4, 9, 4, 30, 8, 11, 12, 13)
     assert isinstance(drafter, TokenRecycling)
     steps = engine(drafter, model, slots=1)
@@ -122,7 +122,7 @@ def test_a_prompt_teaches() -> None:
     assert rows_of(drafter) == dict(zip(prompt[:5], own[:5], strict=True))
 
 
-# From whom: tables
+# Which requests share a table
 
 
 def learn(drafter: TokenRecycling, state: State, tokens: list[int], seed: int = 0) -> None:
@@ -153,7 +153,7 @@ def test_slots_do_not_learn_from_one_another(mode: str) -> None:
 
 @pytest.mark.parametrize(("mode", "remembers"), [("slot", True), ("shared", True), ("session", True), ("reset", False)])
 def test_a_second_turn_of_a_conversation(mode: str, remembers: bool) -> None:
-    """The slot still holds the beginning of the text: a session goes on, a reset one begins anew."""
+    """The slot still holds the prefix: `session` keeps its table, `reset` clears it."""
     drafter, state = bound(table=mode), state_of([[5, 6, 5]])
     learn(drafter, state, [5, 6])
     drafter.end([0])
@@ -162,11 +162,11 @@ def test_a_second_turn_of_a_conversation(mode: str, remembers: bool) -> None:
 
 
 @pytest.mark.parametrize(("mode", "remembers"), [("slot", True), ("shared", True), ("session", False), ("reset", False)])
-def test_another_text_in_the_same_slot(mode: str, remembers: bool) -> None:
+def test_another_request_in_the_same_slot(mode: str, remembers: bool) -> None:
     drafter, state = bound(table=mode), state_of([[5]])
     learn(drafter, state, [5, 6])
     drafter.end([0])
-    drafter.begin(state)  # nothing of the slot's earlier text is kept: length 0
+    drafter.begin(state)  # nothing of the slot's earlier sequence is reused: length 0
     assert bool(drafter.propose(state).size > 1) == remembers
 
 
@@ -180,7 +180,7 @@ def test_an_empty_table_drafts_nothing() -> None:
 @pytest.mark.parametrize("rows", [3, 10, 40, None])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_a_draft_is_a_walk_through_the_table(sampling: Sampling, rows: int | None) -> None:
-    drafter = taught(rows=rows)
+    drafter = filled(rows=rows)
     state = state_of([[5, 6, 7], [9], [11, 3]], sampling)
     draft, table = drafter.propose(state), rows_of(drafter)
     for index, root in enumerate([7, 9, 3]):
@@ -195,7 +195,7 @@ def test_a_draft_is_a_walk_through_the_table(sampling: Sampling, rows: int | Non
 
 
 def slow_walk(drafter: TokenRecycling, root: int, fade: float) -> list[tuple[int, float]]:
-    """Every node of the template, greedily: its token, and the log-chance that the target goes that way."""
+    """Return for every node of the template its token and its log-probability."""
     found: dict[tuple[int, ...], tuple[int, float]] = {(): (root, 0.0)}
     for path in template()[1:]:
         token, chance = found[path[:-1]]
@@ -205,10 +205,10 @@ def slow_walk(drafter: TokenRecycling, root: int, fade: float) -> list[tuple[int
 
 
 @pytest.mark.parametrize("price", [0.0, 0.02, 0.2, 1.0])
-def test_the_nodes_that_pay_are_drafted(price: float) -> None:
-    """The likeliest nodes first, as many as make tokens per cost the greatest, in the order of the template."""
+def test_the_nodes_that_pay_off_are_drafted(price: float) -> None:
+    """The likeliest nodes, as many as give the most tokens per cost, in the order of the template."""
     curve = CostCurve((1, 100), (1.0, 1.0 + 99 * price))
-    drafter = taught(curve=curve, fade=0.8)
+    drafter = filled(curve=curve, fade=0.8)
     nodes = slow_walk(drafter, root=7, fade=0.8)
     order = sorted(range(81), key=lambda node: -nodes[node][1])
     promised = [sum(math.exp(nodes[node][1]) for node in order[:count]) / curve.relative(count) for count in range(1, 82)]
@@ -219,18 +219,18 @@ def test_the_nodes_that_pay_are_drafted(price: float) -> None:
 
 
 def test_prices_make_a_difference() -> None:
-    """The cases above are not all the same: dear rows, smaller trees; and a batch pays for all its rows."""
+    """The cases above differ: expensive rows make smaller trees, and a batch pays for all its rows."""
     curve = CostCurve((1, 100), (1.0, 1.0 + 99 * 0.02))
-    sizes = [int(taught(curve=CostCurve((1, 100), (1.0, 1.0 + 99 * p))).propose(state_of([[7]])).size) for p in (0, 0.05, 1)]
+    sizes = [int(filled(curve=CostCurve((1, 100), (1.0, 1.0 + 99 * p))).propose(state_of([[7]])).size) for p in (0, 0.05, 1)]
     assert sizes[0] > sizes[1] > sizes[2] >= 1
-    alone, together = (taught(curve=curve).propose(state_of([[7]] * count)).size for count in (1, 4))
+    alone, together = (filled(curve=curve).propose(state_of([[7]] * count)).size for count in (1, 4))
     assert int(together[0]) < int(alone[0])
 
 
-def test_at_a_temperature_candidates_are_ranked_with_the_target_s_noise() -> None:
-    """First level: the eight candidates of the root, ordered by remembered chance / T plus the noise of their place."""
+def test_with_a_temperature_candidates_are_ranked_with_the_sampling_noise() -> None:
+    """First level: the eight candidates of the root, ordered by stored log-probability / T plus noise of their position."""
     sampling = Sampling(temperature=0.8, seed=11)
-    drafter, state = taught(), state_of([[5, 6, 7]], sampling)
+    drafter, state = filled(), state_of([[5, 6, 7]], sampling)
     candidates, chances = drafter.table.tokens[0, 7].long(), drafter.table.chances[0, 7]
     noise = gumbel(state.sampling.key, torch.tensor([[3]]), candidates.view(1, 1, -1)).view(-1)
     ranked = candidates[(chances / 0.8 + noise).argsort(descending=True)].tolist()
@@ -238,9 +238,9 @@ def test_at_a_temperature_candidates_are_ranked_with_the_target_s_noise() -> Non
     assert drafter.propose(state).tokens[0, 1:9].tolist() == ranked
 
 
-def test_greedy_and_drawn_side_by_side() -> None:
-    """A greedy request in a batch with a drawn one gets its greedy draft."""
-    drafter, state = taught(), state_of([[7], [7]])
+def test_greedy_and_sampled_requests_in_one_batch() -> None:
+    """A greedy request in a batch with a sampled one gets its greedy draft."""
+    drafter, state = filled(), state_of([[7], [7]])
     alone = drafter.propose(window(state, 0))
     state.table.set(1, Sampling(temperature=0.8, seed=11))
     together = drafter.propose(state)
@@ -249,7 +249,7 @@ def test_greedy_and_drawn_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(("options", "named"), [({"table": "own"}, "table"), ({"fade": 0.0}, "fade"), ({"fade": 2}, "fade")])
-def test_what_cannot_be_is_refused(options: dict[str, object], named: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], named: str) -> None:
     with pytest.raises(InputError, match=named):
         TokenRecycling(**options)  # type: ignore[arg-type]
 

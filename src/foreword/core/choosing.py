@@ -16,15 +16,15 @@ from torch import Tensor
 from foreword.core.sampling_table import ANY_TOKEN, SamplingRows
 from foreword.ops.filters import Filters, lowest, survivors
 from foreword.ops.noise import Noise, all_tokens, column, under
-from foreword.ops.top import first_largest, race, sampled, top, top_with_chances, widened
+from foreword.ops.top import at_least_float32, first_largest, race, sampled, top, top_with_chances
 
 
 @dataclass(frozen=True)
 class History:
-    """What stands before the token that each row decides, as far as the stages of the round ask for it."""
+    """The tokens before the one that each row decides, as far as the stages of the round need them."""
 
-    seen: Tensor | None = None  # [b, N, V]: how often each token stands in prompt and output
-    generated: Tensor | None = None  # [b, N, V]: in the output alone
+    seen: Tensor | None = None  # [b, N, V]: how often each token occurs in prompt and output
+    generated: Tensor | None = None  # [b, N, V]: how often it occurs in the output alone
     last: Tensor | None = None  # [b, N, L - 1]: the last tokens, for bad words of up to L tokens
 
 
@@ -32,21 +32,21 @@ NO_HISTORY = History()
 
 
 def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, history: History = NO_HISTORY) -> Tensor:
-    """The target's own token at every row: [b, N, V] -> [b, N].
+    """Pick the target's own token at every row: [b, N, V] -> [b, N].
 
-    `position` [b, N] is where the chosen token will stand; greedy rounds do not look at it.
+    `position` [b, N]: the position of the picked token; greedy rounds do not use it.
     """
     if sampling.kind.is_greedy:
         return first_largest(logits)
     scores = _processed(logits, position, sampling, history)
     if not sampling.kind.noise:
-        return first_largest(widened(scores))
+        return first_largest(at_least_float32(scores))
     return sampled(scores, _noise(scores, position, sampling), _filters(sampling))
 
 
 def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, history: History = NO_HISTORY) -> Tensor:
-    """The score by which a token wins, for every token: processed logits, plus noise where there is a temperature."""
-    scores = widened(_processed(logits, position, sampling, history))
+    """Return the score of every token, of which the largest wins: processed logits, plus noise if there is a temperature."""
+    scores = at_least_float32(_processed(logits, position, sampling, history))
     if not sampling.kind.noise:
         return scores
     temperature = column(sampling.temperature, scores)
@@ -56,23 +56,24 @@ def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, history: His
 
 
 def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, tokens: Tensor | None = None) -> Tensor:
-    """A drafter's k best candidates, best first, under the noise that the target will sample with: [b, N, V] -> [b, N, k].
+    """Return a drafter's k best candidates, best first, under the noise that the target will sample with: [b, N, V] -> [b,
+    N, k].
 
-    With `tokens` [b, N, C], `logits` are those of the given candidates alone, and the answer is indices into them.
-    Sharing the noise couples the candidate to the sample, so a good guess stays good at any temperature.
+    With `tokens` [b, N, C], `logits` are those of the given candidates alone, and the result is indices into them.
+    Sharing the noise couples the candidate to the sample, so a good candidate stays good at any temperature.
     """
     return top(under(logits, _noise(logits, position, sampling), tokens) if sampling.kind.noise else logits, k)
 
 
-def guesses(
+def candidates(
     logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: int, vocabulary: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k best candidates as `rank` has them, and the log-probability of each: [b, N, V] -> twice [b, N, k].
+    """Return the k best candidates as `rank` orders them, and the log-probability of each: [b, N, V] -> both [b, N, k].
 
-    `position` [b, N or 1] may be left out where there is no noise. With a draft `vocabulary` [V] the columns are those
-    tokens, in rising order: they are what is answered, and what the noise is of.
+    `position` [b, N or 1]: may be None without noise. `vocabulary` [V]: the draft vocabulary, in rising order, if the
+    columns are those tokens only. The candidates are then its token ids, and the noise is that of those ids.
 
-    A probability is the softmax of what the candidates are ranked by. Where noise is shared, it already tells which of the
+    A probability is the softmax of the scores that the candidates are ranked by. Shared noise already shows which of the
     likely tokens will win, so probabilities under it are sharper than those of the logits.
     """
     if not sampling.kind.noise:
@@ -82,21 +83,21 @@ def guesses(
 
 
 def likeliest(scores: Tensor, k: int, vocabulary: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k largest along the last axis, largest first, by their places or the tokens of a draft `vocabulary` [V] that stand
-    there, and the log of their softmax: twice [.., k]."""
+    """Return the k largest scores along the last axis, largest first: their indices, or with a draft `vocabulary` [V] the
+    tokens at those indices, and the log of their softmax. Both are [.., k]."""
     return top_with_chances(scores, k, None, vocabulary)
 
 
 def log_chances(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """How likely the model itself finds tokens [b, n] by their rows of logits [b, n, V]: the log-probability of each one
-    [b, n], and the `most` likeliest tokens with theirs, twice [b, n, most]."""
-    rows = widened(logits).log_softmax(-1)
+    """Return the model's own log-probability of tokens [b, n] by their rows of logits [b, n, V]: [b, n]; and the `most`
+    likeliest tokens and their log-probabilities, both [b, n, most]."""
+    rows = at_least_float32(logits).log_softmax(-1)
     likely = rows.topk(min(most, rows.shape[-1]), dim=-1)
     return rows.gather(2, tokens.unsqueeze(-1)).squeeze(-1), likely.indices, likely.values
 
 
 def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
-    """Which tokens survive top-k, top-p and min-p, in that order; None where no filter is on. `scores` are after / T."""
+    """Return which tokens survive top-k, top-p and min-p, in that order; None if no filter is on. `scores` are after / T."""
     filters = _filters(sampling)
     return None if filters is None else survivors(scores, filters)
 
@@ -121,15 +122,15 @@ def _filters(sampling: SamplingRows) -> Filters | None:
 
 
 def _processed(logits: Tensor, position: Tensor, sampling: SamplingRows, history: History) -> Tensor:
-    """Logits after bias, penalties, held-back end tokens, masks and bad words; as they are where there is none of these."""
+    """Apply bias, penalties, held-back end tokens, masks and bad words to logits, as far as the round has any."""
     kind, scores = sampling.kind, logits
     if kind.bias:
-        scores = widened(scores)
+        scores = at_least_float32(scores)
         scores = scores + sampling.column("logit_bias").unsqueeze(1).to(scores.dtype)
     if kind.penalties:
-        scores = _penalise(widened(scores), sampling, history)
+        scores = _penalise(at_least_float32(scores), sampling, history)
     if kind.floors:
-        scores = _hold_back_ends(widened(scores), position, sampling)
+        scores = _hold_back_ends(at_least_float32(scores), position, sampling)
     if kind.masks:
         early = (position < sampling.floor.unsqueeze(1)).unsqueeze(-1)  # [b, N, 1]
         scores = scores.masked_fill(sampling.column("barred").unsqueeze(1) + early.to(torch.uint8) >= 2, -math.inf)
@@ -139,7 +140,7 @@ def _processed(logits: Tensor, position: Tensor, sampling: SamplingRows, history
 
 
 def _penalise(scores: Tensor, sampling: SamplingRows, history: History) -> Tensor:
-    """The repetition penalty goes by prompt and output, the others by the output, as in vLLM."""
+    """Apply the penalties. The repetition penalty counts prompt and output, the others the output alone, as in vLLM."""
     if sampling.kind.repetition:
         seen = history.seen
         assert seen is not None, "a repetition penalty needs the counts of the sequence"
@@ -160,7 +161,7 @@ def _hold_back_ends(scores: Tensor, position: Tensor, sampling: SamplingRows) ->
 
 
 def _bar_bad_words(scores: Tensor, sampling: SamplingRows, history: History) -> Tensor:
-    """Bar the last token of every bad word whose other tokens stand right before the place that a row decides."""
+    """Bar the last token of every bad word whose other tokens come right before the token that a row decides."""
     last, kind = history.last, sampling.kind
     assert last is not None, "bad words need the last tokens of the sequence"
     words = sampling.table["bad_words"][:, : kind.bad_words, -kind.bad_word_length :][sampling.slots].unsqueeze(1)
@@ -169,7 +170,7 @@ def _bar_bad_words(scores: Tensor, sampling: SamplingRows, history: History) -> 
     for token, there in zip(before, last.unbind(-1), strict=True):
         hits = hits & ((token == there.unsqueeze(-1)) | (token == ANY_TOKEN))  # [b, N, W]
     hits = hits.expand(*scores.shape[:2], -1)
-    # Two words may end in the same token: counts, because one that is not completed must not undo the other.
+    # Two words may end in the same token. So count: a word that is not completed must not undo the other.
     counts = torch.zeros(scores.shape, dtype=torch.int32, device=scores.device)
     counts.scatter_add_(2, final.clamp(min=0).long().expand_as(hits), hits.to(torch.int32))
     return scores.masked_fill(counts > 0, -math.inf)

@@ -29,7 +29,7 @@ class Shape:
     def __post_init__(self) -> None:
         if self.nodes < 1 or not 0 <= self.depth < self.nodes:
             raise DrafterError(
-                f"a tree of {self.nodes} nodes and depth {self.depth} cannot be: "
+                f"a tree of {self.nodes} nodes and depth {self.depth} is impossible: "
                 "it needs at least the root, and a depth below the number of nodes"
             )
 

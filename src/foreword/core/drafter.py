@@ -31,9 +31,9 @@ class Drafter:
     """It sizes its trees by `target.cost`, which is measured once per machine."""
 
     captures: ClassVar[Literal["round", "check", "nothing"]] = "round"
-    """What of a round can be recorded as one graph. "round": all of it, and prompt passes with `read` in them; no method
-    works on the host. "check": everything after `propose`. Then `propose`, `read` and `decided` may work on the host, and
-    `observe` may not; the draft is copied to where the graph reads it. "nothing": `observe` works on the host too."""
+    """The part of a round that can be recorded as one graph. "round": all of it, and prompt passes including `read`; then no
+    method works on the host. "check": everything after `propose`. Then `propose`, `read` and `decided` may work on the host,
+    and `observe` may not; the draft is copied to where the graph reads it. "nothing": `observe` works on the host too."""
 
     vocabulary: DraftVocabulary | None = None
     """The draft vocabulary: the tokens it proposes, where it asks the target's head for candidates. None: all tokens."""
@@ -52,7 +52,7 @@ class Drafter:
         may call it again: it makes no weights."""
 
     def prepare(self, target: Target, slots: int) -> None:
-        """Build it, unless it is built already, and bind it. Whoever needs a drafter calls this; methods do not override
+        """Build it, unless it is built already, and bind it. Callers that need a drafter use this; methods do not override
         it."""
         if not self.built:
             self.build(target)
@@ -80,13 +80,13 @@ class Drafter:
         after the graph. A drafter on the host learns here where it continues, with `emission.fetched()` and an event."""
 
     def sketch(self, index: int) -> dict[str, Any]:
-        """How the last draft of batch row `index` was made, where its tree does not show that: `nodes`, each with its token,
-        the root first, and `edges`, each with start, goal, probability and whether it is an alias. It is for `Traced`, so it
-        may read from the device."""
+        """Describe how the last draft of batch row `index` was made, if its tree does not show that: `nodes`, each with its
+        token, the root first, and `edges`, each with start, goal, probability and whether it is an alias. It is for
+        `Traced`, so it may read from the device."""
         return {}
 
     def end(self, slots: Sequence[int]) -> None:
         """Sequences leave."""
 
     def close(self) -> None:
-        """End what works alongside the target: nobody uses the drafter any more, unless it is bound again."""
+        """End what runs alongside the target. The drafter is not used any more, unless it is bound again."""

@@ -1,7 +1,7 @@
-"""Sampling: what a user says about how a request chooses its tokens.
+"""Sampling: the options by which a request chooses its tokens.
 
-`OPTIONS` is the table of it: one row per option, with what it may be and when it is off. The names of settings, the columns
-on the device (core/sampling_table.py) and the stages of a round follow from it. core/choosing.py applies the options.
+`OPTIONS` is the table of them: one row per option, with its allowed values and the value that is off. The names of settings,
+the columns on the device (core/sampling_table.py) and the stages of a round follow from it. core/choosing.py applies them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ Sequences = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request chooses its tokens. `seed` None chooses one at random; `logprobs` n reports the n likeliest at each
-    place; `allowed_token_ids` are the only ones that are chosen from; `logit_bias` is kept as pairs of token id and bias;
-    `bad_word_ids` are token sequences that are never completed: those of `bad_words`, once a tokenizer has encoded them."""
+    """How one request chooses its tokens. `foreword.Settings` describes each option.
+
+    `seed` None: a random one. `logprobs` n: report the n likeliest tokens at each position. `allowed_token_ids`: the only
+    tokens that are sampled. `logit_bias`: kept as pairs of token id and bias. `bad_word_ids`: token sequences that are never
+    completed; a tokenizer adds those of `bad_words`.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -57,24 +60,25 @@ class Sampling:
 
     @property
     def biases(self) -> Biases:
-        """`logit_bias` as it is kept."""
+        """`logit_bias` as pairs of token id and bias."""
         assert self.logit_bias is None or isinstance(self.logit_bias, tuple)  # OPTIONS reads what is given
         return self.logit_bias or ()
 
     def seeded(self) -> Sampling:
-        """The same with its seed settled, so that a result can name the seed that made it."""
+        """Return the same with a seed, a random one if it has none, so that a result can report it."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
 
     def derived(self, index: int) -> Sampling:
-        """For the index-th request of a list under one seed."""
+        """Return the sampling of the index-th request of a list that shares one seed."""
         assert self.seed is not None
         return self if index == 0 else replace(self, seed=mix64(mix64(self.seed) + index) >> 1)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One row of the table. `read` brings what was given, and is allowed, into the form that is kept; it may refuse parts of
-    it. `column` is the type of an option that every slot has as a number on the device."""
+    """One row of the table. `off`: the value that turns it off. `holds`: whether a value is allowed. `needed`: the allowed
+    values in words. `read`: converts an allowed value to the form that is kept; it may refuse parts of it. `column`: the
+    dtype, if the option is a number per slot on the device."""
 
     off: Any
     holds: Callable[[Any], bool]
@@ -117,7 +121,7 @@ def _read_biases(given: Any) -> Biases | None:
     pairs = given.items() if isinstance(given, Mapping) else given
     found: dict[int, float] = {}
     for key, bias in pairs:
-        # JSON has no other keys than strings, so OpenAI's interface has ids as strings of digits.
+        # Keys of JSON are strings, so in the OpenAI API ids are strings of digits.
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
         _require(_whole(token) and token >= 0, "a key of logit_bias", key, "a token id")
         _require(_number(-100, 100)(bias), f"logit_bias of token {token}", bias, "a number from -100 to 100")
@@ -144,7 +148,7 @@ def _read_sequences(given: Any) -> Sequences:
     return tuple(dict.fromkeys(map(_token_ids("bad_word_ids"), given)))
 
 
-# Scores are float32: what divides them must not take them to infinity, nor to nothing.
+# Scores are float32: dividing them must not overflow, nor make all of them 0.
 OPTIONS: dict[str, Option] = {
     "temperature": Option(
         0.0,
@@ -186,7 +190,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def mix64(word: int) -> int:
-    """64 bits that differ in about half of them for neighbouring numbers."""
+    """Return a 64-bit hash: those of neighbouring numbers differ in about half of their bits."""
     word = (word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         word = ((word ^ (word >> shift)) * multiplier) & 0xFFFFFFFFFFFFFFFF

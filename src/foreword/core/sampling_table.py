@@ -1,4 +1,4 @@
-"""The sampling of every slot: columns on the device, and what the host knows of them.
+"""The sampling options of every slot: columns on the device, and the host's copy of them.
 
 In: the `Sampling` of requests, when they enter. Out: `SamplingRows`, the columns of the sequences in a round, with the
 `SamplingStages` that the round needs. Columns never move once they exist: captured rounds read them.
@@ -19,18 +19,17 @@ from foreword.ops.noise import WORD
 from foreword.ops.sending import sent
 
 COLUMNS = {name: option.column for name, option in OPTIONS.items() if option.column is not None}
-ANY_TOKEN = -1  # in a bad word, before its first token: whatever stands there
+ANY_TOKEN = -1  # in a bad word, before its first token: matches every token
 NO_TOKEN = -2  # before the first token of a sequence
-NO_WORD = -3  # where a slot has no bad word: nothing equals it
+NO_WORD = -3  # an unused entry for bad words: equals no token
 
 
 @dataclass(frozen=True)
 class SamplingStages:
-    """Which stages any request of a round needs; known to the host, so that a round runs no other.
+    """The sampling stages that the requests of a round need. The host knows them, so a round runs no others.
 
-    `top_k`, `logprobs`, `bad_words` and `bad_word_length` bound what any request asks for. They come in few sizes: a
-    captured round is made for its stages, and users may choose any number. Each request is cut to its own number where that
-    number is at hand.
+    `top_k`, `logprobs`, `bad_words` and `bad_word_length` bound what any request asks for. They come in a few sizes: a round
+    is captured for its stages, and users may choose any number. Each request is later cut to its own number.
     """
 
     noise: bool = False
@@ -56,17 +55,18 @@ class SamplingStages:
 
     @property
     def drops(self) -> bool:
-        """Some tokens get no chance, whatever their logits are."""
+        """Whether some tokens are excluded, whatever their logits are."""
         return self.filters or self.masks or bool(self.bad_words)
 
     @property
     def is_greedy(self) -> bool:
-        """Nothing has a say but the logits."""
+        """Whether the logits alone decide."""
         return not (self.noise or self.penalties or self.floors or self.masks or self.bias or self.bad_words)
 
     @staticmethod
     def of(requests: list[tuple[Sampling, bool]], masks: bool = False) -> SamplingStages:
-        """Of (sampling, whether end tokens are held back) pairs; `masks`: some have tokens of their own that are barred."""
+        """Return the stages of requests, given as (sampling, whether end tokens are held back). `masks`: some requests have
+        barred tokens."""
         samplings = [sampling for sampling, _ in requests]
         sampled = [sampling for sampling in samplings if sampling.temperature > 0]
         long = [_long_words(sampling) for sampling in samplings]
@@ -91,7 +91,7 @@ def _long_words(sampling: Sampling) -> list[tuple[int, ...]]:
 
 
 def _one_of_few_sizes(number: int, least: int = 16) -> int:
-    """The number rounded up to 16, 64, 256 and so on; 0 and less stay as they are."""
+    """Round a number up to `least` times a power of 4: 16, 64, 256 and so on. 0 and less stay unchanged."""
     size = least
     while size < number:
         size *= 4
@@ -100,13 +100,13 @@ def _one_of_few_sizes(number: int, least: int = 16) -> int:
 
 @cache
 def _one(kind: SamplingStages) -> SamplingStages:
-    """The same object for all that are equal, so that they are told apart at a glance."""
+    """Return one object for all equal stages, so that they can be compared by identity."""
     return kind
 
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The columns of the sequences in a round, taken from the table when a stage asks: greedy rounds ask none."""
+    """The columns of the sequences in a round, read from the table when a stage needs them; greedy rounds need none."""
 
     kind: SamplingStages
     ends: Tensor  # [E]
@@ -114,8 +114,8 @@ class SamplingRows:
     slots: Tensor
 
     def column(self, name: str) -> Tensor:
-        """[b, ..]: an option of every sequence. `barred` [b, V] has 0 for a token that may be chosen, 1 if not below the
-        floor, 2 if never."""
+        """Return an option of every sequence: [b, ..]. `barred` [b, V] is 0 for a token that may be sampled, 1 if not below
+        the floor, 2 if never."""
         return self.table[name][self.slots]
 
     @cached_property
@@ -133,23 +133,23 @@ class SamplingRows:
         return self.column("key")
 
 
-NOBODY: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+NONE_HELD: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class SamplingTable:
-    """Sampling of every slot: columns on the device, and the host's copy that tells the stages of a round.
+    """The sampling of every slot: columns on the device, and the host's copy, which gives the stages of a round.
 
-    What few requests need has a column from the first of them on: `barred`, `logit_bias`, `generated` [B, V], how often each
-    token stands in the output, and `bad_words` [B, W, L], which holds token sequences at the end of L places.
+    Columns that few requests need are made when the first of them enters: `barred`, `logit_bias`, `generated` [B, V], how
+    often each token occurs in the output, and `bad_words` [B, W, L], token sequences aligned to the end of L entries.
     """
 
     columns: dict[str, Tensor]
     ends: Tensor
     requests: dict[int, tuple[Sampling, bool]]
-    own: dict[int, SamplingStages]  # of each request alone; equal ones are one object
-    kinds: dict[tuple[int, ...], SamplingStages]  # of rounds over these slots, until a request enters or leaves
-    vocabulary: int  # tokens that a mask is about
+    own: dict[int, SamplingStages]  # slot -> stages of its request alone; equal ones are one object
+    kinds: dict[tuple[int, ...], SamplingStages]  # slots -> stages of a round; cleared when a request enters or leaves
+    vocabulary: int  # the number of tokens, the width of masks
 
     @staticmethod
     def empty(slots: int, ends: Tensor, vocabulary: int = 0) -> SamplingTable:
@@ -159,14 +159,15 @@ class SamplingTable:
         return SamplingTable(columns, ends, {}, {}, {}, vocabulary)
 
     def set(self, slot: int, sampling: Sampling, floor: int = 0, held: tuple[int, ...] = ()) -> None:
-        """`floor`: end tokens, and those that are `held` back with them, are not chosen until the sequence is that long."""
+        """Set the sampling of a slot. `floor`: end tokens and the tokens `held` are not sampled before the sequence is that
+        long."""
         self.set_all({slot: (sampling, floor)}, torch.tensor([slot]).to(self.ends.device), {slot: held})
 
     def set_all(
-        self, given: dict[int, tuple[Sampling, int]], slots: Tensor, held: Mapping[int, tuple[int, ...]] = NOBODY
+        self, given: dict[int, tuple[Sampling, int]], slots: Tensor, held: Mapping[int, tuple[int, ...]] = NONE_HELD
     ) -> None:
-        """Sampling and floor of several slots, which `slots` [n] names in the same order on the device; and which tokens a
-        slot holds back below its floor besides the end tokens."""
+        """Set the sampling and floor of several slots. `slots` [n]: the same slots in the same order, on the device. `held`:
+        the tokens that a slot holds back below its floor, in addition to the end tokens."""
         self.kinds.clear()
         keys, floors = [], []
         for slot, (sampling, floor) in given.items():
@@ -189,7 +190,7 @@ class SamplingTable:
             self.columns[name].index_copy_(0, slots, value)
 
     def _mask(self, slot: int, sampling: Sampling, held: tuple[int, ...]) -> bool:
-        """Write a slot's row of barred tokens; whether there are any."""
+        """Write a slot's row of barred tokens. Return whether there are any."""
         allowed = sampling.allowed_token_ids
         never = [word[0] for word in sampling.bad_word_ids or () if len(word) == 1]
         row = self._row("barred", slot, torch.uint8, allowed is not None or bool(held or never))
@@ -205,7 +206,7 @@ class SamplingTable:
         return True
 
     def _set_rare(self, slot: int, sampling: Sampling) -> None:
-        """Options that few requests have, and that are no number each."""
+        """Set the options that few requests have and that are no single number."""
         self._row("generated", slot, torch.int32, self.own[slot].generated)
         biases = sampling.biases
         row = self._row("logit_bias", slot, torch.float32, bool(biases))
@@ -222,8 +223,8 @@ class SamplingTable:
     def _row(
         self, name: str, slot: int, dtype: torch.dtype, needed: bool, shape: tuple[int, ...] = (), empty: int = 0
     ) -> Tensor | None:
-        """A slot's row of a column, emptied; None where it is not needed. The column is made when a request first needs it,
-        and stays where it is."""
+        """Return a slot's row of a column, filled with `empty`; None if it is not needed. The column is made when a request
+        first needs it, and never moves."""
         if name not in self.columns:
             if not needed:
                 return None
@@ -233,17 +234,18 @@ class SamplingTable:
         return row if needed else None
 
     def forget(self, slot: int) -> None:
-        """The request of this slot has no say in the stages of a round any more."""
+        """Remove a slot from the stages of rounds."""
         self.requests.pop(slot, None)
         self.own.pop(slot, None)
         self.kinds.clear()
 
     def kind(self, ids: tuple[int, ...]) -> SamplingStages:
+        """Return the stages of a round over these slots."""
         if ids not in self.kinds:
-            # Requests of one kind count as one: there are hundreds of requests, and few kinds.
-            unlike = {id(self.own[slot]): self.requests[slot] for slot in ids if slot in self.own}
+            # Requests with equal stages count as one: there are hundreds of requests, and few kinds of stages.
+            distinct = {id(self.own[slot]): self.requests[slot] for slot in ids if slot in self.own}
             masks = any(self.own[slot].masks for slot in ids if slot in self.own)
-            self.kinds[ids] = SamplingStages.of(list(unlike.values()), masks)
+            self.kinds[ids] = SamplingStages.of(list(distinct.values()), masks)
         return self.kinds[ids]
 
     def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:

@@ -1,4 +1,4 @@
-"""What a round brings back: `Scores` of the target, `Accepted` rows, and the `Emission` that the host reads."""
+"""The results of a round: `Scores` of the target, `Accepted` rows, and the `Emission` that the host reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 class Scores:
     """The answer of VERIFY, for the N rows of a pass and the R rows grafted onto it.
 
-    `hidden` is taken after the last layer and before the final norm. What `Needs` did not ask for is empty, except the
-    logits of a round, which the engine itself needs.
+    `hidden` is taken after the last layer and before the final norm. Fields that `Needs` did not ask for are empty, except
+    the logits of a round, which the engine itself needs.
     """
 
-    logits: Tensor | None = None  # [b, N, V] in the dtype of the model; `sampling.widened` where one computes with them
+    logits: Tensor | None = None  # [b, N, V] in the dtype of the model; compute with `ops.top.at_least_float32`
     hidden: Tensor | None = None  # [b, N, H]
     taps: dict[int, Tensor] = field(default_factory=dict)  # layer -> [b, N, H]
     grafted: Tensor | None = None  # [b, R, H], rows of all grafts in their order
@@ -32,7 +32,7 @@ class Scores:
 
 
 def along(rows: Tensor, path: Tensor) -> Tensor:
-    """Rows [b, N, H] at a path [b, n], in its order: [b, n, H]."""
+    """Take the rows of a path [b, n] from `rows` [b, N, H], in its order: [b, n, H]."""
     return rows.gather(1, path.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
 
 
@@ -55,7 +55,8 @@ class Accepted:
         return self.path.gather(1, (self.count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
 
     def along(self, rows: Tensor) -> Tensor:
-        """Rows [b, N, H] of a pass at the path, in its order: [b, D+1, H]. The first `count` are accepted."""
+        """Take the rows of the path from those of a pass [b, N, H], in its order: [b, D+1, H]. The first `count` are
+        accepted."""
         return along(rows, self.path)
 
     @property
@@ -83,7 +84,7 @@ class Emission:
 
     @staticmethod
     def in_a_block(batch: int, places: int, device: torch.device) -> Emission:
-        """An emission to be written, in one block of memory."""
+        """Allocate an emission in one block of memory, to be written."""
         return Emission._of_block(torch.empty(batch * (8 * (places + 2) + 2), dtype=torch.uint8, device=device), batch)
 
     @staticmethod
@@ -93,7 +94,7 @@ class Emission:
         return Emission(tokens.view(batch, -1), count, drafted, flags[:batch], flags[batch:], block=block)
 
     def fetched(self) -> Emission:
-        """A copy on its way to the host. It is complete when the device has come this far; nothing waits for it here."""
+        """Start a copy to the host, and return it. It is complete when the device has come this far; this does not wait."""
         parts = {part.name: getattr(self, part.name) for part in fields(self)}
         if self.block is not None:
             parts = {name: part for name, part in parts.items() if name not in BLOCK_PARTS}

@@ -1,8 +1,8 @@
-"""State: what the engine knows of its sequences, on the device, shared with accept and with the drafter.
+"""State: what the engine knows about its sequences, on the device, shared with accept and the drafter.
 
-Columns have one entry for each of B slots and lie in buffers that are never replaced. A State is a view of them: `batch`
-says which b slots this round is about, and the singular names (`root`, `length`) give the entries of those. For each of them
-the cache holds exactly the `length` tokens before the root, and `tokens[slot, :length + 1]` is the sequence, root included.
+Columns have one entry for each of B slots, in buffers that are never replaced. A State is a view of them: `batch` names the
+b slots of this round, and the singular names (`root`, `length`) give their entries. For each of them the cache holds exactly
+the `length` tokens before the root, and `tokens[slot, :length + 1]` is the sequence, root included.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Batch:
 
     @property
     def run(self) -> slice | None:
-        """The slots as a slice where they are adjacent, so that a view serves in place of a copy."""
+        """The slots as a slice if they are adjacent, so that a view serves in place of a copy; otherwise None."""
         if self.changes:
             return None
         first, last = self.ids[0], self.ids[-1]
@@ -54,12 +54,12 @@ class State:
     batch: Batch
     roots: Tensor  # [B]
     lengths: Tensor  # [B] the same buffer as in the target's cache
-    tokens: Tensor  # [B, L + 1] the last column is waste
+    tokens: Tensor  # [B, L + 1] the last column takes writes that must not count
     limits: Tensor  # [B] the sequence may not become longer than this
     heeds_ends: Tensor  # [B] bool: an end token ends the sequence
     speculates: Tensor  # [B] bool: drafts may have more than the root
     alive_slots: Tensor  # [B] bool
-    seen: Tensor  # [B, V] how often each token occurs in the sequence, root included; kept where a penalty is on
+    seen: Tensor  # [B, V] how often each token occurs in the sequence, root included; kept if a penalty is on
     table: SamplingTable
 
     @staticmethod
@@ -101,8 +101,8 @@ class State:
         return self.batch.take(self.lengths)
 
     def ahead(self, steps: int | Tensor) -> Tensor | None:
-        """[b, 1 or more]: the position of tokens `steps` after the root. None in rounds without noise: only noise depends on
-        it."""
+        """Return the position of the token `steps` after the root: [b, 1 or more]. None in rounds without noise: only noise
+        depends on it."""
         return self.length.unsqueeze(1) + steps if self.sampling.kind.noise else None
 
     @property

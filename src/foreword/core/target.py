@@ -42,7 +42,8 @@ class Target(Protocol):
         """The final norm."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Normed hidden states to logits, in the dtype of the model; `ops.top.at_least_float32` where one computes with them."""
+        """Normed hidden states to logits, in the dtype of the model; `ops.top.at_least_float32` where one computes with
+        them."""
 
     def draft_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         """Logits for drafting, never for deciding: those of `head`, or approximate ones from int8 draft linears where that
@@ -70,7 +71,8 @@ class Target(Protocol):
         each from one of a range. With `slots=0` the cache comes later, by `allocate(slots, context)`."""
 
     def cost(self, rows: int, sequences: int = 1) -> float:
-        """The cost on this machine of a pass over `rows` rows of `sequences` sequences together; a pass over one row is 1.0."""
+        """The cost on this machine of a pass over `rows` rows of `sequences` sequences together; a pass over one row is
+        1.0."""
 
     def read_cost(self, weights: int) -> float:
         """The cost of reading `weights` weights. A pass over one row, which reads all weights, is 1.0."""

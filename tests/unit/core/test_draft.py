@@ -26,7 +26,7 @@ def test_ancestors_and_depth(parent: list[int]) -> None:
 
 
 @given(st.lists(PARENTS, min_size=1, max_size=4))
-def test_trees_of_a_batch_are_apart(trees: list[list[int]]) -> None:
+def test_trees_of_a_batch_are_independent(trees: list[list[int]]) -> None:
     width = min(map(len, trees))
     batch = [parent[:width] for parent in trees]
     tree = Tree(torch.tensor(batch))
@@ -62,7 +62,7 @@ def test_static_trees_are_built_once() -> None:
 
 
 def test_chains_of_drafts_stay_where_they_are() -> None:
-    """Captured rounds read them, and nobody else holds them."""
+    """Captured rounds read them, and nothing else keeps them alive."""
     chain = Tree.chain(1)
     for nodes in range(1, 700):
         Tree.chain(nodes)

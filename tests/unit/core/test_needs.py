@@ -1,4 +1,4 @@
-"""Needs and grafts are checked where they are declared; what was not asked for cannot be read."""
+"""Needs and grafts are checked when they are declared; scores that were not needed cannot be read."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_grafted_rows_are_counted() -> None:
     assert Needs().grafted_rows == 0
 
 
-def test_what_was_not_asked_for_is_not_there() -> None:
+def test_scores_that_were_not_needed_are_missing() -> None:
     with pytest.raises(AssertionError, match="hidden=True"):
         Scores().require_hidden()
     with pytest.raises(AssertionError, match="head"):
@@ -46,7 +46,7 @@ def test_last_and_kept_of_a_path() -> None:
 @pytest.mark.parametrize(
     ("ids", "run"), [((0, 1, 2), slice(0, 3)), ((2,), slice(2, 3)), ((0, 2), None), ((1, 0), None), ((3, 4, 6), None)]
 )
-def test_slots_side_by_side_are_a_slice(ids: tuple[int, ...], run: slice | None) -> None:
+def test_adjacent_slots_are_a_slice(ids: tuple[int, ...], run: slice | None) -> None:
     batch = Batch.of(ids, 0)
     assert batch.run == run and batch.slots.tolist() == list(ids)
 

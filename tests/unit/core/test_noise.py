@@ -1,4 +1,4 @@
-"""The noise: pinned to the bit, the same for every shape it is asked in, uniform, and Gumbel."""
+"""The noise: pinned to the bit, independent of the shape it is computed in, uniform, and Gumbel."""
 
 import math
 
@@ -22,7 +22,7 @@ def bits(seed: int, position: int, token: int) -> int:
     return int(noise_bits(key_of(seed), torch.tensor([[position]]), torch.tensor([token])))
 
 
-# A text made with a seed today must be made again by every later version, on every device.
+# Every later version must reproduce today's output of a seed, on every device.
 GOLDEN = {
     (0, 0, 0): 761739980,
     (0, 1, 2): 1021242083,
@@ -33,13 +33,13 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize(("place", "value"), GOLDEN.items())
-def test_the_noise_never_changes(place: tuple[int, int, int], value: int) -> None:
-    assert bits(*place) == value
+@pytest.mark.parametrize(("key", "value"), GOLDEN.items())
+def test_the_noise_never_changes(key: tuple[int, int, int], value: int) -> None:
+    assert bits(*key) == value
 
 
 def slow_bits(seed: int, position: int, token: int) -> int:
-    """The same in whole numbers without tensors: 32-bit words that wrap."""
+    """The same with Python integers in place of tensors: 32-bit words that wrap."""
     word = 0xFFFFFFFF
 
     def mix64(value: int) -> int:
@@ -69,7 +69,7 @@ def test_the_noise_is_this_hash(seed: int) -> None:
             assert bits(seed, position, token) == slow_bits(seed, position, token)
 
 
-def test_it_does_not_depend_on_the_shape_it_is_asked_in() -> None:
+def test_it_does_not_depend_on_the_shape_it_is_computed_in() -> None:
     key = torch.cat([key_of(3), key_of(4)])
     position = torch.tensor([[5, 6, 7], [6, 5, 9]])
     whole = noise_bits(key, position, torch.arange(40))
@@ -81,11 +81,11 @@ def test_it_does_not_depend_on_the_shape_it_is_asked_in() -> None:
 def test_every_part_of_the_key_matters() -> None:
     base = (3, 100, 9)
     near = [(4, 100, 9), (3, 101, 9), (3, 100, 10), (3, 9, 100), (100, 3, 9)]
-    assert len({bits(*place) for place in (base, *near)}) == 6
+    assert len({bits(*key) for key in (base, *near)}) == 6
 
 
 def sample(count: int = 1 << 17) -> Tensor:
-    """Uniform numbers over many places: few seeds, many positions, many tokens."""
+    """Uniform numbers for few seeds, many positions and many tokens."""
     position = torch.arange(64).view(1, -1)
     tokens = torch.arange(count // (64 * 4))
     parts = [noise_bits(key_of(seed), position, tokens) for seed in range(4)]
@@ -103,7 +103,7 @@ def test_bits_are_uniform() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["seeds", "positions", "tokens"])
-def test_neighbours_are_strangers(axis: int) -> None:
+def test_neighbours_are_not_correlated(axis: int) -> None:
     values = sample()
     count = values.shape[axis] - 1
     one, other = values.narrow(axis, 0, count).flatten(), values.narrow(axis, 1, count).flatten()
@@ -121,20 +121,20 @@ def test_noise_is_gumbel() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_are_as_frequent_as_the_softmax_says(temperature: float) -> None:
-    """Chi-square of 40 000 draws of one distribution over 8 tokens at as many positions: 7 degrees, 24.3 is p = 0.001."""
+def test_samples_are_as_frequent_as_the_softmax_says(temperature: float) -> None:
+    """Chi-square of 40 000 samples of one distribution over 8 tokens at as many positions: 7 degrees, 24.3 is p = 0.001."""
     logits = torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0, 2.0, 0.2, -2.0]).double()
     table = SamplingTable.empty(1, torch.tensor([], dtype=torch.long))
     table.set(0, Sampling(temperature=temperature, seed=12))
     position = torch.arange(40_000).view(1, -1)
-    drawn = pick(logits.expand(1, 40_000, 8), position, table.at(torch.tensor([0]), (0,)))
+    sampled = pick(logits.expand(1, 40_000, 8), position, table.at(torch.tensor([0]), (0,)))
     expected = 40_000 * (logits / temperature).softmax(-1)
-    counts = drawn.flatten().bincount(minlength=8)
+    counts = sampled.flatten().bincount(minlength=8)
     assert ((counts - expected) ** 2 / expected).sum() < 24.3
 
 
-def test_draws_over_seeds_are_as_frequent_too() -> None:
-    """The same place under 4 000 seeds: requests are independent of one another."""
+def test_samples_over_seeds_are_as_frequent_too() -> None:
+    """The same position under 4 000 seeds: requests are independent of one another."""
     logits = torch.tensor([1.0, 0.0, -1.0, 0.5]).double()
     table = SamplingTable.empty(4000, torch.tensor([], dtype=torch.long))
     for seed in range(4000):

@@ -1,4 +1,4 @@
-"""How a token is chosen, against a slow reference that sorts: penalties, / T, top-k, top-p, min-p, argmax plus noise."""
+"""How a token is sampled, against a slow reference that sorts: penalties, / T, top-k, top-p, min-p, argmax plus noise."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.core.choosing import History, guesses, judge, keeps, pick, rank
+from foreword.core.choosing import History, candidates, judge, keeps, pick, rank
 from foreword.core.sampling import Sampling
 from foreword.core.sampling_table import NO_TOKEN, SamplingRows, SamplingStages, SamplingTable
 from foreword.errors import InputError
@@ -85,7 +85,7 @@ def test_a_wrong_part_is_named(options: dict[str, Any], named: str) -> None:
         Sampling(**options)
 
 
-def test_what_is_given_in_any_form_is_kept_in_one() -> None:
+def test_options_in_any_form_are_kept_in_one() -> None:
     sampling = Sampling(logit_bias={"7": 1, 3: -2.5}, bad_words=["a"], bad_word_ids=[[4, 5], (4, 5)])  # type: ignore
     assert sampling.biases == ((3, -2.5), (7, 1.0)) and sampling.bad_word_ids == ((4, 5),)
     assert replace(sampling, seed=3).biases == sampling.biases and hash(sampling) == hash(replace(sampling))
@@ -96,7 +96,7 @@ def test_what_is_given_in_any_form_is_kept_in_one() -> None:
 
 
 def slow_keeps(scores: list[float], sampling: Sampling) -> list[bool]:
-    """One row, by sorting; equal scores stay or go together."""
+    """One row, by sorting; equal scores are kept or dropped together."""
     kept = set(scores)
     best_first = sorted(scores, reverse=True)
     if sampling.top_k:
@@ -129,7 +129,7 @@ FILTERS = st.builds(
 
 @given(st.lists(st.tuples(SCORES, FILTERS), min_size=1, max_size=4))
 def test_filters_keep_what_the_slow_search_keeps(batch: list[tuple[list[float], Sampling]]) -> None:
-    """Every row with filters of its own; ties together."""
+    """Every row with its own filters; ties are kept or dropped together."""
     scores = torch.tensor([row for row, _ in batch]).double().unsqueeze(1)
     kept = keeps(scores, rows_of(*(sampling for _, sampling in batch)))
     expected = [slow_keeps(row, sampling) for row, sampling in batch]
@@ -143,7 +143,7 @@ def test_equal_logits_stay_together() -> None:
 
 
 def test_the_edge_of_the_nucleus_is_exact() -> None:
-    """64 tokens whose chances differ by a few of float32's smallest steps: those above the 32nd hold less than a half."""
+    """64 tokens whose probabilities differ by a few float32 steps: those above the 32nd sum to less than a half."""
     chances = (1 + torch.arange(64).double() * 2**-18) / 64
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     kept = keeps(chances.log()[order].view(1, 1, 64), rows_of(Sampling(1.0, top_p=0.5)))
@@ -157,7 +157,7 @@ def test_the_best_token_always_stays() -> None:
     assert torch.equal(kept.to(torch.int8).argmax(-1), scores.argmax(-1))
 
 
-def test_no_filter_asks_for_nothing() -> None:
+def test_without_filters_there_is_no_mask() -> None:
     assert keeps(logits_of(1, 1), rows_of(Sampling(1.0))) is None
 
 
@@ -195,7 +195,7 @@ def test_the_penalty_comes_before_the_temperature() -> None:
 
 
 def test_end_tokens_are_held_back_below_the_floor() -> None:
-    """Row by row: positions 6 and 7 lie below the first request's floor of 8, and 8 does not; the second has none."""
+    """Row by row: positions 6 and 7 are below the first request's floor of 8, and 8 is not; the second has no floor."""
     logits, position = torch.zeros(2, 3, 6), torch.tensor([[6, 7, 8], [6, 7, 8]])
     scores = judge(logits, position, rows_of(Sampling(), Sampling(), floors=(8, 0)))
     held = (scores == -math.inf).tolist()
@@ -204,14 +204,14 @@ def test_end_tokens_are_held_back_below_the_floor() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.0, True, "a", None])
-def test_what_is_no_token_is_not_allowed(wrong: object) -> None:
+def test_only_token_ids_can_be_allowed(wrong: object) -> None:
     with pytest.raises(InputError, match=f"allowed_token_ids is {wrong!r}; it must be a token id"):
         Sampling(allowed_token_ids=(3, wrong))  # type: ignore[arg-type]
     assert Sampling(allowed_token_ids=[3, 4]).allowed_token_ids == (3, 4)  # type: ignore[arg-type]
 
 
 def test_masks_bar_tokens_always_or_below_the_floor() -> None:
-    """One allows two tokens and holds one of them back, one holds a token back, one has no say."""
+    """One request allows two tokens and holds one of them back, one holds a token back, one does neither."""
     table = SamplingTable.empty(3, ENDS, 6)
     table.set(0, Sampling(seed=1, allowed_token_ids=(2, 3)), 8, held=(3,))
     table.set(1, Sampling(seed=1), 8, held=(0,))
@@ -221,7 +221,7 @@ def test_masks_bar_tokens_always_or_below_the_floor() -> None:
     assert open_to == [[[2], [2, 3]], [[2, 3, 5], [0, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5]] * 2]
 
 
-def test_the_kind_of_a_round_knows_of_masks() -> None:
+def test_the_stages_of_a_round_include_masks() -> None:
     table = SamplingTable.empty(3, ENDS, 12)
     table.set(0, Sampling(seed=1))
     table.set(1, Sampling(seed=1, allowed_token_ids=(3,)))
@@ -233,7 +233,7 @@ def test_the_kind_of_a_round_knows_of_masks() -> None:
 
 
 def test_bias_and_output_penalties_by_hand() -> None:
-    """Each row by its own numbers; the counts of the prompt do not matter to them."""
+    """Each row with its own penalties; the counts of the prompt do not matter."""
     rows = table_rows(
         Sampling(seed=1, frequency_penalty=0.5, presence_penalty=1.0),
         Sampling(seed=1, logit_bias={0: -100, 3: 2.5}),
@@ -245,8 +245,8 @@ def test_bias_and_output_penalties_by_hand() -> None:
     assert scores.view(3, 4).tolist() == [[-0.5, -3.5, 1.0, 0.0], [-98.0, -2.0, 1.0, 2.5], [2.0, -2.0, 1.0, 0.0]]
 
 
-def test_bad_words_bar_their_last_token_where_the_others_stand() -> None:
-    """VocabularyHead of one, two, three and five tokens; two words end alike, and one of them is not completed."""
+def test_bad_words_bar_their_last_token_after_the_others() -> None:
+    """Words of one, two, three and five tokens; two words end alike, and one of them is not completed."""
     words = ((1,), (2, 3), (0, 2, 3), (2, 2, 2, 2, 0))
     rows = table_rows(Sampling(seed=1, bad_word_ids=words), Sampling(seed=1))
     last = torch.tensor([[NO_TOKEN] * 14 + [2], [NO_TOKEN] * 13 + [0, 2], [*[NO_TOKEN] * 11, 2, 2, 2, 2], [0] * 15])
@@ -257,7 +257,7 @@ def test_bad_words_bar_their_last_token_where_the_others_stand() -> None:
 
 
 def table_rows(*samplings: Sampling) -> SamplingRows:
-    """With columns as wide as a vocabulary of four."""
+    """Columns for a vocabulary of four tokens."""
     table, ids = SamplingTable.empty(len(samplings), torch.tensor([3]), 4), tuple(range(len(samplings)))
     for slot, sampling in enumerate(samplings):
         table.set(slot, sampling)
@@ -268,7 +268,7 @@ def table_rows(*samplings: Sampling) -> SamplingRows:
 
 
 def slow_pick(logits: list[float], position: int, sampling: Sampling) -> int:
-    """The best of what the filters keep, plus noise; T = 0 is the argmax alone."""
+    """The best of the tokens that the filters keep, plus noise; T = 0 is the argmax alone."""
     if sampling.temperature == 0:
         return max(range(len(logits)), key=lambda token: logits[token])
     scores = [logit / sampling.temperature for logit in logits]
@@ -296,7 +296,7 @@ def test_every_row_picks_for_itself() -> None:
             assert int(chosen[index, row]) == expected
 
 
-LARGE = 600  # more tokens than the few that a pick on the CPU looks at first
+LARGE = 600  # more tokens than a pick on the CPU looks at first
 
 WIDE_FILTERS = [
     {},
@@ -328,7 +328,7 @@ def test_filters_of_a_large_vocabulary_equal_the_slow_search() -> None:
         assert kept[0].tolist() == [slow_keeps(row.tolist(), sampling) for row in logits[0]]
 
 
-def test_a_pick_does_not_know_its_batch_nor_its_row() -> None:
+def test_a_pick_depends_neither_on_the_batch_nor_on_the_row() -> None:
     logits, sampling = logits_of(1, 1), Sampling(1.0, top_p=0.9, seed=4)
     alone = pick(logits, torch.tensor([[7]]), rows_of(sampling))
     others = torch.cat([logits_of(2, 3, seed=1), logits.expand(1, 3, -1)])
@@ -337,7 +337,7 @@ def test_a_pick_does_not_know_its_batch_nor_its_row() -> None:
     assert together[2].tolist() == alone[0].tolist() * 3
 
 
-def test_the_kind_of_a_round_is_that_of_its_requests() -> None:
+def test_the_stages_of_a_round_are_those_of_its_requests() -> None:
     greedy = Sampling(top_k=5, top_p=0.5, min_p=0.5)
     assert SamplingStages.of([(greedy, False)]) == SamplingStages()
     mixed = [(greedy, True), (Sampling(1.0, top_k=7, logprobs=2), False), (Sampling(repetition_penalty=2.0), False)]
@@ -348,7 +348,7 @@ def test_the_kind_of_a_round_is_that_of_its_requests() -> None:
 
 
 def test_numbers_that_users_choose_come_in_few_sizes() -> None:
-    """A captured round is made for a kind: a kind for every number would be a graph for every number."""
+    """A round is captured for its stages: other stages for every number would need a graph for every number."""
     kinds = {SamplingStages.of([(Sampling(1.0, top_k=k), False)]).top_k for k in range(1, 300)}
     assert kinds == {16, 64, 256, 1024}
     assert {SamplingStages.of([(Sampling(logprobs=n), False)]).logprobs for n in range(1, 101)} == {16, 64, 256}
@@ -360,7 +360,7 @@ def test_numbers_that_users_choose_come_in_few_sizes() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 15, 16, 17, 64, 100])
 def test_the_size_that_a_number_is_rounded_to_changes_no_pick(k: int) -> None:
-    """Every row is cut to its own number, whatever its company asks for."""
+    """Every row is cut to its own number, whatever the other requests ask for."""
     logits, position, sampling = logits_of(3, 4, 300, seed=k), torch.arange(12).view(3, 4), Sampling(1.3, top_k=k, seed=k)
     rows = rows_of(sampling, sampling, sampling)
     exact = pick(logits, position, replace(rows, kind=replace(rows.kind, top_k=k)))
@@ -370,7 +370,7 @@ def test_the_size_that_a_number_is_rounded_to_changes_no_pick(k: int) -> None:
     assert (scores > -math.inf).sum(-1).tolist() == [[k] * 4] * 3
 
 
-def test_the_kind_of_a_round_follows_who_enters_and_leaves() -> None:
+def test_the_stages_of_a_round_follow_requests_that_enter_and_leave() -> None:
     table, slots = SamplingTable.empty(3, ENDS), (0, 1, 2)
     table.set(0, Sampling(seed=1))
     table.set(1, Sampling(seed=2))
@@ -389,7 +389,7 @@ def test_the_kind_of_a_round_follows_who_enters_and_leaves() -> None:
 
 
 def test_rank_begins_with_what_the_target_would_pick() -> None:
-    """A drafter that knows the target's logits guesses its draw at any temperature: that is the coupling."""
+    """A drafter that knows the target's logits predicts its sample at any temperature, because they share the noise."""
     logits, position = logits_of(3, 50), torch.arange(50).expand(3, -1)
     sampling = rows_of(Sampling(0.0, seed=1), Sampling(0.7, seed=2), Sampling(1.5, seed=3))
     ranked = rank(logits, position, sampling, 3)
@@ -397,14 +397,14 @@ def test_rank_begins_with_what_the_target_would_pick() -> None:
     assert not torch.equal(ranked[2, :, 0], logits[2].argmax(-1))
 
 
-def test_rank_is_best_first_by_the_draw() -> None:
+def test_rank_is_best_first_under_the_noise() -> None:
     logits, position, sampling = logits_of(1, 5), torch.arange(5).view(1, -1), rows_of(Sampling(0.9, seed=2))
     scores = judge(logits, position, sampling)
     assert torch.equal(rank(logits, position, sampling, 4), scores.topk(4).indices)
 
 
 def test_rank_over_given_candidates_sees_the_same_noise() -> None:
-    """Indices into the candidates; ranked as they are ranked among all."""
+    """Indices into the candidates, in the order that they have among all tokens."""
     logits, position, sampling = logits_of(2, 5), torch.arange(10).view(2, 5), rows_of(Sampling(0.9), Sampling(0.0))
     tokens = torch.stack([torch.randperm(12, generator=torch.Generator().manual_seed(i))[:4] for i in range(10)])
     tokens = tokens.view(2, 5, 4)
@@ -414,11 +414,11 @@ def test_rank_over_given_candidates_sees_the_same_noise() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_guess_has_the_chance_of_what_it_is_ranked_by(temperature: float) -> None:
-    """Of the logits where there is no noise, of what the target's draw will look at where there is."""
+def test_a_candidate_has_the_probability_of_the_scores_it_is_ranked_by(temperature: float) -> None:
+    """Those are the logits without noise, and otherwise the scores that the target will sample by."""
     logits, position = logits_of(2, 3), torch.tensor([[4, 5, 6], [1, 2, 3]])
     sampling = rows_of(Sampling(temperature=temperature, seed=3), Sampling(seed=4))
-    tokens, chances = guesses(logits, position, sampling, 5)
+    tokens, chances = candidates(logits, position, sampling, 5)
     assert torch.equal(tokens, rank(logits, position, sampling, 5))
     scores = judge(logits, position, sampling)
     torch.testing.assert_close(chances, scores.log_softmax(-1).gather(2, tokens))
@@ -430,14 +430,14 @@ def test_without_noise_rank_is_the_order_of_the_logits() -> None:
     assert torch.equal(rank(logits, torch.zeros(1, 5), rows_of(Sampling()), 4), logits.topk(4).indices)
 
 
-def test_coupled_guesses_hit_more_often() -> None:
-    """A drafter with other, similar logits: ranked with the noise it guesses the draw far more often than by argmax."""
+def test_candidates_under_shared_noise_match_more_often() -> None:
+    """A drafter with similar logits: under the noise it predicts the sample far more often than by argmax."""
     target, noise = logits_of(1, 2000), logits_of(1, 2000, seed=1)
     drafter, position = target + 0.25 * noise, torch.arange(2000).view(1, -1)
     sampling = rows_of(Sampling(1.0, seed=8))
-    drawn = pick(target, position, sampling)
-    coupled = (rank(drafter, position, sampling, 1)[..., 0] == drawn).double().mean()
-    by_argmax = (drafter.argmax(-1) == drawn).double().mean()
+    sampled = pick(target, position, sampling)
+    coupled = (rank(drafter, position, sampling, 1)[..., 0] == sampled).double().mean()
+    by_argmax = (drafter.argmax(-1) == sampled).double().mean()
     assert coupled > by_argmax + 0.1
 
 
@@ -445,8 +445,8 @@ def test_coupled_guesses_hit_more_often() -> None:
 
 
 def test_seeds_are_settled_once() -> None:
-    drawn = Sampling().seeded()
-    assert drawn.seed is not None and drawn.seeded() is drawn
+    seeded = Sampling().seeded()
+    assert seeded.seed is not None and seeded.seeded() is seeded
     assert Sampling(seed=5).seeded() == Sampling(seed=5)
     assert Sampling().seeded().seed != Sampling().seeded().seed
 

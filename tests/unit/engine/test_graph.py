@@ -407,7 +407,7 @@ def test_many_prompts_at_once_are_read_as_written(count: int, method: str) -> No
     with torch.inference_mode():
         prefill(model, made.loop, made.drafter.needs, made.state.at(batch), runs, made.chunk)
     if isinstance(made.drafter, Amusd):
-        assert made.drafter.teller.texts == [[*request.prompt[:-1][:16]] for request in requests], "it has read along"
+        assert made.drafter.target_side.sequences == [[*request.prompt[:-1][:16]] for request in requests], "it has read along"
     assert isinstance(made.loop, GraphedLoop) and len(made.loop.chunks) == (count == MOST_PROMPTS)
 
 
@@ -418,7 +418,7 @@ def test_sizes_of_prompt_passes() -> None:
 
 def same_texts(method: Any, state: State) -> None:
     for slot in method.writing:
-        assert method.teller.texts[slot] == state.tokens[slot, : state.lengths[slot] + 1].tolist()
+        assert method.target_side.sequences[slot] == state.tokens[slot, : state.lengths[slot] + 1].tolist()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -45,7 +45,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def words(decoder: decoders.Decoder | None) -> Tokenizer:
-    """Whole words; told to tidy the spaces before punctuation, which a stream cannot do."""
+    """Whole words, with the option to tidy spaces before punctuation, which a stream cannot do."""
     listed = ["<unk>", "</s>", "it", "is", "n't", "'s", "'", "##s", ".", ",", "?", "do", "m"]
     backend = Backend(models.WordLevel({word: i for i, word in enumerate(listed)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""The law of the detokenizer: however the ids are dealt out, the pieces add up to the text, and none is broken."""
+"""The law of the detokenizer: however the ids are divided, the pieces add up to the text, and none is broken."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ TEXTS = st.text(st.sampled_from("the cat.é猫🙂\n <note é> 's\ufffd\u200d"),
 
 
 def deal(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """The ids cut into chunks of these sizes, over and over."""
+    """Cut the ids into chunks of these sizes, over and over."""
     chunks: list[list[int]] = []
     start = 0
     while start < len(ids):
@@ -30,7 +30,7 @@ def sizes() -> st.SearchStrategy[list[int]]:
 @given(data=st.data(), sizes=sizes(), skip=st.booleans())
 def test_the_pieces_add_up_to_the_text(any_tokenizer: Tokenizer, data: st.DataObject, sizes: list[int], skip: bool) -> None:
     size = any_tokenizer.vocab_size
-    # The last ids twice as often: they are the words of the tokenizer that is mostly byte pieces.
+    # The last ids twice as often: in a tokenizer that is mostly byte pieces, they are the words.
     ids = data.draw(st.lists(st.integers(0, size + 3) | st.integers(size - 8, size), max_size=120))
     detokenizer = Detokenizer(any_tokenizer, skip)
     pieces = [detokenizer.push(chunk) for chunk in deal(ids, sizes)]
@@ -84,7 +84,7 @@ def test_byte_pieces_wait_until_their_run_is_over(fallback_tokenizer: Tokenizer)
     byte = {value: fallback_tokenizer.pieces.index(f"<0x{value:02X}>") for value in (0xC3, 0xA9, 0xFF)}
     cat = fallback_tokenizer.pieces.index("cat")
     detokenizer = Detokenizer(fallback_tokenizer)
-    # A stray byte spoils the whole run, also the é before it.
+    # A stray byte breaks the whole run, also the é before it.
     assert [detokenizer.push([i]) for i in (cat, byte[0xC3], byte[0xA9])] == ["cat", "", ""]
     assert detokenizer.push([byte[0xFF], cat]) == "\ufffd\ufffd\ufffdcat"
 

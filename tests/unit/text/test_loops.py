@@ -1,4 +1,4 @@
-"""Looping is counted as it is."""
+"""The share of an output that repeats itself."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from foreword.text import LOOP_GRAM, loop_share
 
 
 def slow_loop_share(tokens: list[int], gram: int) -> float:
-    """Token by token: does it lie in a piece that began earlier too?"""
+    """Token by token: does it lie in an n-gram that occurred earlier too?"""
     starts = range(len(tokens) - gram + 1)
     repeated = {
         place
@@ -20,7 +20,7 @@ def slow_loop_share(tokens: list[int], gram: int) -> float:
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 5))
-def test_loop_share_is_what_it_says(tokens: list[int], gram: int) -> None:
+def test_loop_share_equals_the_slow_count(tokens: list[int], gram: int) -> None:
     assert loop_share(tokens, gram) == pytest.approx(slow_loop_share(tokens, gram))
 
 

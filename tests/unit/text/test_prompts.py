@@ -1,4 +1,4 @@
-"""Prompt files: every form that is read, and every way in which one can be wrong."""
+"""Prompt files: every format that is read, and every way in which one can be wrong."""
 
 import gzip
 import io
@@ -56,11 +56,11 @@ def test_plain_text_skips_blank_lines_and_keeps_their_count(tmp_path: Path) -> N
     assert [(p.id, p.turns) for p in prompts] == [("1", ["Why?"]), ("4", ['{"not": "JSON here"}'])]
 
 
-def test_a_line_separator_inside_a_text_ends_nothing(tmp_path: Path) -> None:
+def test_a_unicode_line_separator_ends_no_line(tmp_path: Path) -> None:
     assert [p.turns for p in read_prompts(written(tmp_path / "p.txt", "one\u2028two"))] == [["one\u2028two"]]
 
 
-def test_a_name_that_says_nothing_leaves_it_to_the_first_line(tmp_path: Path) -> None:
+def test_without_a_known_suffix_the_first_line_decides(tmp_path: Path) -> None:
     assert read_prompts(written(tmp_path / "json", {"prompt": "Why?"}))[0].turns == ["Why?"]
     assert read_prompts(written(tmp_path / "text", "Why {so}?"))[0].turns == ["Why {so}?"]
 
@@ -82,7 +82,7 @@ def test_sets_as_they_are_published(tmp_path: Path) -> None:
 
 
 def test_one_json_list(tmp_path: Path) -> None:
-    """As ShareGPT comes, on one line or on many."""
+    """The format of ShareGPT, on one line or on many."""
     rows = [{"id": "a", "conversations": [{"from": "human", "value": "Hi"}]}, {"id": "b", "turns": ["Why?"]}]
     for indent in (None, 1):
         (tmp_path / "p.json").write_text(json.dumps(rows, indent=indent))
@@ -95,16 +95,16 @@ def test_one_json_list(tmp_path: Path) -> None:
 
 
 def test_text_that_begins_with_a_bracket_keeps_its_lines(tmp_path: Path) -> None:
-    """Blank lines are not prompts, and count all the same."""
+    """Blank lines are not prompts, but count as lines."""
     (tmp_path / "p").write_text("[1] Why?\n\nHow?\u2028Where?\n")
     assert [(p.id, p.turns) for p in read_prompts(tmp_path / "p")] == [("1", ["[1] Why?"]), ("3", ["How?\u2028Where?"])]
 
 
-def test_what_is_asked_after_replies() -> None:
+def test_the_prompt_after_replies() -> None:
     prompt = Prompt("81", "writing", ["Write.", "Again.", "Shorter."])
     assert prompt.answers == 3 and prompt.after([]) == "Write."
-    said = [user("Write."), {"role": "assistant", "content": "Yes."}, user("Again.")]
-    assert prompt.after(["Yes."]) == said
+    messages = [user("Write."), {"role": "assistant", "content": "Yes."}, user("Again.")]
+    assert prompt.after(["Yes."]) == messages
     assert prompt.after(["Yes.", "No."])[2:] == [user("Again."), {"role": "assistant", "content": "No."}, user("Shorter.")]
     assert Prompt("1", "chat", ["Hi", "Bye"], [user("Hi"), user("Bye")]).answers == 1
 
@@ -127,7 +127,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sys.stdin.closed
 
 
-def test_names_that_are_null_and_numbers_that_are_none(tmp_path: Path) -> None:
+def test_ids_that_are_null_and_scores_that_are_nan(tmp_path: Path) -> None:
     rows = [
         '{"id": null, "question_id": null, "task_id": "a", "prompt": "Why?", "score": NaN}',
         '{"id": null, "prompt": "How?"}',
@@ -156,7 +156,7 @@ def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ("[" * 100_000, "not JSON .*nest deeper"),
         ('{"prompt": "Why?", "id": ' + "[" * 500 + "]" * 500 + "}", "not JSON .*nest deeper"),
@@ -187,9 +187,9 @@ def test_the_limit_ends_the_reading(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_bad_row_is_refused_with_its_place(tmp_path: Path, row: object, says: str) -> None:
+def test_a_bad_row_is_refused_with_its_place(tmp_path: Path, row: object, message: str) -> None:
     path = written(tmp_path / "bad.jsonl", {"prompt": "fine"}, "", row)
-    with pytest.raises(PromptError, match=says) as caught:
+    with pytest.raises(PromptError, match=message) as caught:
         read_prompts(path)
     assert "bad.jsonl, line 3" in str(caught.value)
 
@@ -225,7 +225,7 @@ def question(number: int, category: str, turns: int = 1) -> Prompt:
     return Prompt(str(number), category, ["Why?"] * turns)
 
 
-def test_the_kinds_of_mt_bench_report_as_one() -> None:
+def test_the_categories_of_mt_bench_are_one_group() -> None:
     prompts = [question(1, "writing", 2), question(2, "qa"), question(3, "math", 2), question(4, "math")]
     names = {name: [p.id for p in group] for name, group in groups(prompts).items()}
     assert names == {"mt_bench": ["1", "3"], "qa": ["2"], "math": ["4"]}

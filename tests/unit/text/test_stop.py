@@ -1,4 +1,4 @@
-"""Stop strings: what is shown, what is held back, and that the cut does not depend on the pieces."""
+"""Stop strings: which text is shown, which is held back, and that the cut does not depend on the pieces."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The law of the stream: tokens that come in rounds stop where tokens that come one by one would have stopped."""
+"""The law of the stream: tokens that come in rounds stop where tokens that come one by one would stop."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +60,7 @@ def test_without_stops_every_token_is_used(tokenizer: Tokenizer) -> None:
     assert TextStream(tokenizer).push([*ids, 1]) == Pushed("the cat", len(ids) + 1, False)
 
 
-def test_a_stop_string_in_the_last_breath_still_counts(fallback_tokenizer: Tokenizer) -> None:
+def test_a_stop_string_in_the_flushed_text_counts(fallback_tokenizer: Tokenizer) -> None:
     ids = [fallback_tokenizer.pieces.index(piece) for piece in ("cat", "<0xC3>", "<0xA9>")]
     stream = TextStream(fallback_tokenizer, "é")
     assert stream.push(ids) == Pushed("cat", 3, False)

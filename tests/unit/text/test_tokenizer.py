@@ -1,4 +1,4 @@
-"""What becomes of a prompt on its way to token ids, and of ids on their way back."""
+"""Prompts to token ids, and token ids to text."""
 
 import copy
 import json
@@ -62,7 +62,7 @@ def test_what_is_no_prompt_is_refused(tokenizer: Tokenizer, prompt: object, chat
 
 
 @pytest.mark.parametrize(
-    ("messages", "says"),
+    ("messages", "message"),
     [
         ([], "at least one"),
         (["the cat"], "message 0 must be"),
@@ -86,8 +86,8 @@ def test_what_is_no_prompt_is_refused(tokenizer: Tokenizer, prompt: object, chat
         ([*ASK, {"role": "tool", "content": "4"}], "no tools here"),
     ],
 )
-def test_bad_messages_are_refused_with_the_reason(tokenizer: Tokenizer, messages: list, says: str) -> None:
-    with pytest.raises(PromptError, match=says):
+def test_bad_messages_are_refused_with_the_reason(tokenizer: Tokenizer, messages: list, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
         tokenizer.encode(messages)
 
 
@@ -105,17 +105,17 @@ TOOLS = (
 
 @pytest.mark.parametrize("arguments", ['{"a": 3}', {"a": 3}])
 def test_calls_of_tools_and_their_answers(tokenizer: Tokenizer, arguments: Any) -> None:
-    """As the OpenAI API has them, where keys that say nothing are null; and as templates expect them."""
-    said = [
+    """As in the OpenAI API, where unused keys are null; and as templates expect them."""
+    messages = [
         *ASK,
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": [called("add", arguments)]},
         {"role": "tool", "tool_call_id": "1", "content": "4"},
     ]
-    (text,) = tokenizer.rendered(said, options=ChatOptions(chat_template=TOOLS)).pieces
+    (text,) = tokenizer.rendered(messages, options=ChatOptions(chat_template=TOOLS)).pieces
     assert text == "user: the cat; assistant: [add 3]; tool: 4; assistant:"
 
 
-def test_what_a_request_says_to_the_template(tokenizer: Tokenizer, templateless: Tokenizer) -> None:
+def test_options_reach_the_template(tokenizer: Tokenizer, templateless: Tokenizer) -> None:
     add = {"type": "function", "function": {"name": "add"}}
     options = ChatOptions(chat_template=TOOLS, chat_template_kwargs={"mood": "calm "}, tools=[add])
     (text,) = tokenizer.rendered("the cat", options=options).pieces
@@ -124,15 +124,15 @@ def test_what_a_request_says_to_the_template(tokenizer: Tokenizer, templateless:
 
 
 def test_the_last_message_is_continued(tokenizer: Tokenizer) -> None:
-    said = [*ASK, {"role": "assistant", "content": "It sat"}]
-    written = tokenizer.rendered(said, options=ChatOptions(continue_final_message=True))
-    assert written.pieces == ("<s><|user|>the cat</s><|assistant|>It sat",)
+    messages = [*ASK, {"role": "assistant", "content": "It sat"}]
+    rendered = tokenizer.rendered(messages, options=ChatOptions(continue_final_message=True))
+    assert rendered.pieces == ("<s><|user|>the cat</s><|assistant|>It sat",)
     with pytest.raises(PromptError, match="continue_final_message.*'user'"):
         tokenizer.rendered("the cat", options=ChatOptions(continue_final_message=True))
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"chat_template": 5}, "chat_template is 5"),
         ({"chat_template_kwargs": ["mood"]}, "chat_template_kwargs is"),
@@ -142,8 +142,8 @@ def test_the_last_message_is_continued(tokenizer: Tokenizer) -> None:
         ({"continue_final_message": None}, "continue_final_message is None"),
     ],
 )
-def test_options_that_no_template_has(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
+def test_options_that_no_template_has(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         ChatOptions(**options)
 
 
@@ -185,7 +185,7 @@ def test_a_template_that_does_not_end_is_refused(
 
 def test_a_template_that_writes_too_much_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "LONGEST_RENDERED", 1000)
-    with pytest.raises(PromptError, match="makes 1001 characters of these messages; 1000 are read"):
+    with pytest.raises(PromptError, match="makes 1001 characters of these messages; at most 1000 are read"):
         tokenizer.rendered("the cat", options=ChatOptions(chat_template="{% for a in range(1001) %}x{% endfor %}"))
 
 
@@ -196,7 +196,7 @@ def test_whatever_a_template_raises_is_refused_as_a_prompt(tokenizer: Tokenizer,
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_text_without_a_template_takes_no_options_of_one(
+def test_a_string_without_a_template_takes_no_options_of_one(
     tokenizer: Tokenizer, templateless: Tokenizer, chat: bool
 ) -> None:
     with pytest.raises(PromptError, match="tools.*template"):
@@ -230,10 +230,10 @@ def test_sanitising_changes_nothing_where_there_is_nothing_to_sanitise(tokenizer
 
 
 def test_a_template_finds_what_it_looks_for_in_a_sanitised_prompt(tokenizer: Tokenizer) -> None:
-    """Half of a pair of marks is left in what it keeps; and no prompt knows the marks."""
+    """The template keeps one mark of a pair; and no prompt can know the marks."""
     template = "{{ messages[0].content.split('</s>')[-1] }}"
-    written = tokenizer.rendered("hidden</s>shown", options=ChatOptions(chat_template=template), sanitize=True)
-    assert written.pieces == ("shown",)
+    rendered = tokenizer.rendered("hidden</s>shown", options=ChatOptions(chat_template=template), sanitize=True)
+    assert rendered.pieces == ("shown",)
     one, other = Marks(tokenizer.control_tokens), Marks(tokenizer.control_tokens)
     assert len({one.opening, one.closing, other.opening, other.closing}) == 4
 
@@ -253,13 +253,14 @@ def test_added_tokens_in_brackets_are_control_tokens(tokenizer: Tokenizer) -> No
     assert control_tokens(hf).fullmatch("<tool_call>") and not control_tokens(hf).search("  ")
 
 
-def test_the_end_of_a_written_prompt() -> None:
-    """Counted in characters, and in pieces, each of which is a token at least."""
-    written = RenderedPrompt(("abc", "def", "gh"), special=True)
-    assert written.characters == 8 and written.last(3, 3) == written.last(99, 99) == written
-    assert written.last(3, 2) == RenderedPrompt(("c", "def", "gh"), False) and written.last(5, 1) == RenderedPrompt(("def", "gh"), False)
-    assert written.last(2, 99) == RenderedPrompt(("def", "gh"), False) and written.last(4, 1) == RenderedPrompt(("ef", "gh"), False)
-    assert written.fits(3, 3) and not written.fits(3, 2) and not written.fits(2, 9)
+def test_the_end_of_a_rendered_prompt() -> None:
+    """Counted in characters, and in pieces, each of which is at least one token."""
+    prompt = RenderedPrompt(("abc", "def", "gh"), special=True)
+    assert prompt.characters == 8 and prompt.last(3, 3) == prompt.last(99, 99) == prompt
+    assert prompt.last(3, 2) == RenderedPrompt(("c", "def", "gh"), False)
+    assert prompt.last(5, 1) == prompt.last(2, 99) == RenderedPrompt(("def", "gh"), False)
+    assert prompt.last(4, 1) == RenderedPrompt(("ef", "gh"), False)
+    assert prompt.fits(3, 3) and not prompt.fits(3, 2) and not prompt.fits(2, 9)
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -269,17 +270,17 @@ def test_broken_unicode_is_refused(tokenizer: Tokenizer, chat: bool) -> None:
 
 
 def test_many_at_once_are_the_same(tokenizer: Tokenizer, templateless: Tokenizer) -> None:
-    said = [{"role": "user", "content": "there"}]
-    good = ["hello", "a longer text, of more words", said]
+    messages = [{"role": "user", "content": "there"}]
+    good = ["hello", "a longer text, of more words", messages]
     found = tokenizer.encode_all([good[0], " ", good[1], [{"role": "?"}], "\ud800", good[2]])
     assert [one for one in found if isinstance(one, list)] == [tokenizer.encode(prompt) for prompt in good]
     assert [isinstance(one, PromptError) for one in found] == [False, True, False, True, True, False]
     begun, bare = str(templateless.hf.bos_token) + "hello", "hello"
     assert templateless.encode_all([bare, begun]) == [templateless.encode(bare), templateless.encode(begun)]
-    assert isinstance(templateless.encode_all([said])[0], PromptError) and tokenizer.encode_all([]) == []
+    assert isinstance(templateless.encode_all([messages])[0], PromptError) and tokenizer.encode_all([]) == []
 
 
-def test_a_text_without_tokens_is_refused() -> None:
+def test_a_prompt_without_tokens_is_refused() -> None:
     knows_one_letter = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE({"a": 0}, [])))
     assert Tokenizer(knows_one_letter).encode("ba") == [0]
     with pytest.raises(PromptError, match="no tokens"):
@@ -299,7 +300,7 @@ def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> N
 
 
 def test_the_text_of_one_token_has_its_space(any_tokenizer: Tokenizer) -> None:
-    """In the middle of a text: what follows a letter adds just that."""
+    """In the middle of a text: after a letter the token adds exactly this text."""
     letter = any_tokenizer.hf.encode("a", add_special_tokens=False)
     for token in range(any_tokenizer.vocab_size):
         whole = any_tokenizer.decode([*letter, token], skip_special_tokens=False)
@@ -320,7 +321,7 @@ def test_the_vocabulary(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_ids == (1,)
 
 
-def test_only_what_is_decoded_speaks(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
+def test_only_decoded_tokens_are_visible(tokenizer: Tokenizer, fallback_tokenizer: Tokenizer) -> None:
     silent = {i for i in range(-1, tokenizer.vocab_size + 2) if not tokenizer.is_visible(i)}
     assert silent == {-1, 0, 1, 2, 3, tokenizer.vocab_size, tokenizer.vocab_size + 1}
     assert fallback_tokenizer.is_visible(fallback_tokenizer.pieces.index("▁"))
@@ -360,10 +361,10 @@ def test_what_shows_only_in_use_is_noticed_at_once(tokenizer: Tokenizer, tmp_pat
 
 @pytest.mark.parametrize("begin_answer", [False, True])
 def test_the_chat_template_is_applied_as_transformers_does(tokenizer: Tokenizer, begin_answer: bool) -> None:
-    said: Any = [{"role": "user", "content": "hello"}]
-    text = tokenizer.hf.apply_chat_template(said, tokenize=False, add_generation_prompt=begin_answer)
-    assert tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=begin_answer) == text
-    ids = tokenizer.apply_chat_template(said, add_generation_prompt=begin_answer)
+    messages: Any = [{"role": "user", "content": "hello"}]
+    text = tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin_answer)
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begin_answer) == text
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=begin_answer)
     assert ids == tokenizer.hf.encode(text, add_special_tokens=False)
 
 

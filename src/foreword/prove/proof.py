@@ -1,10 +1,10 @@
-"""The proof itself: plain decoding writes every prompt, each method writes them again, and the tokens are compared.
+"""The proof: plain decoding answers every prompt, each method answers them again, and the tokens are compared.
 
 In: a loaded LLM, method names, prompts and samplings. Out: a Report. All prompts of a sampling go to the engine at once,
-more than it has slots, so that batching and late admission are proved with the drafts; the seeds are the same for all
-methods. Where a method diverges from plain, the difference goes to the referee, and the method continues from plain's
-sequence. So every token of plain's outputs is tested, whatever came before it. The differences of all methods are judged
-together, at the end; until then a report is incomplete.
+more than it has slots, so that batching and late admission are tested too; all methods use the same seeds. Where a method
+diverges from plain, the difference goes to the referee, and the method continues from plain's sequence. So every token of
+plain's outputs is tested, whatever came before it. The differences of all methods are judged together at the end; until then
+a report is incomplete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import count
 
 from foreword.api import LLM
 from foreword.core.sampling import Sampling
-from foreword.drafters.resolve import Wanted
+from foreword.drafters.resolve import DrafterRequest
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import InputError
@@ -37,59 +37,59 @@ def prove(
     max_new_tokens: int = 64,
     rows: int | None = None,
     progress: Progress | None = None,
-    known: Callable[[Report], None] | None = None,
+    on_report: Callable[[Report], None] | None = None,
 ) -> Report:
-    """Test that each method writes what plain decoding writes. `rows` bounds its passes; None is what pays here.
+    """Test that each method generates what plain decoding generates.
 
-    A method is a name, or NAME=FOLDER for a trained drafter. `progress` hears what is being run, how many texts of it are
-    done, and of how many. `known` hears what is known so far, after each method and while its differences are judged. The
-    LLM is left with the last method.
+    A method is a name, or NAME=FOLDER for a trained drafter. `rows` bounds its passes; None: as many as pay off on this
+    machine. `progress` is called with the stage, the number of outputs done, and their total. `on_report` receives the
+    incomplete report after each method and while differences are judged. The LLM is left with the last method.
     """
     _check(llm, methods, prompts, samplings, rows)
     named = {name_of(sampling): sampling for sampling in [sampling.seeded() for sampling in samplings]}
     asked = {name: _requests(llm, prompts, sampling, max_new_tokens) for name, sampling in named.items()}
     total = len(prompts) * len(named)
     engine, done = llm.use("plain").engine, _counter(progress, "plain", total)
-    texts = {name: _write_plain(engine, prompts, requests, done) for name, requests in asked.items()}
+    outputs = {name: _generate_plain(engine, prompts, requests, done) for name, requests in asked.items()}
     trials: dict[str, list[ProofTrial]] = {}
 
     def report(rulings: Rulings, complete: bool) -> Report:
         proofs = {method: _proof(tried, llm, rulings) for method, tried in trials.items()}
         return Report.of(llm, named, max_new_tokens, proofs, complete)
 
-    def tell(rulings: Rulings) -> None:
-        if known is not None:
-            known(report(rulings, complete=False))
+    def report_so_far(rulings: Rulings) -> None:
+        if on_report is not None:
+            on_report(report(rulings, complete=False))
 
     for method in dict.fromkeys(methods):
         engine, done = llm.use(method, rows=rows).engine, _counter(progress, method, total)
-        trials[method] = [ProofTrial(name, written).run(engine, done) for name, written in texts.items()]
-        tell({})
+        trials[method] = [ProofTrial(name, plain).run(engine, done) for name, plain in outputs.items()]
+        report_so_far({})
     every = [trial for tried in trials.values() for trial in tried]
-    return report(_judged(every, llm, progress, tell), complete=True)
+    return report(_judge(every, llm, progress, report_so_far), complete=True)
 
 
 def compare(original: LLM, other: LLM, prompts: Sequence[Prompt], max_new_tokens: int = 64) -> MethodProof:
-    """Test that another model, of the same function, writes what `original` writes: both plainly and greedily.
+    """Test that another model with the same function generates what `original` generates, both with plain greedy decoding.
 
-    Where they diverge, the original is asked again in float64, as for a method. Both LLMs are left with plain decoding.
+    Where they diverge, the original judges in float64, as for a method. Both LLMs are left with plain decoding.
     """
     sampling = Sampling(seed=0)
     requests = _requests(original, prompts, sampling, max_new_tokens)
-    texts = _write_plain(original.use("plain").engine, prompts, requests, lambda: None)
-    trial = ProofTrial(name_of(sampling), texts).run(other.use("plain").engine, lambda: None)
-    return _proof([trial], original, _judged([trial], original))
+    outputs = _generate_plain(original.use("plain").engine, prompts, requests, lambda: None)
+    trial = ProofTrial(name_of(sampling), outputs).run(other.use("plain").engine, lambda: None)
+    return _proof([trial], original, _judge([trial], original))
 
 
 def _check(
     llm: LLM, methods: Sequence[str], prompts: Sequence[Prompt], samplings: Sequence[Sampling], rows: int | None
 ) -> None:
-    """Refuse now what would fail after plain decoding has written everything."""
+    """Refuse arguments now that would fail only after plain decoding has finished."""
     for given, name in ((methods, "methods"), (prompts, "prompts"), (samplings, "samplings")):
         if not given:
             raise InputError(f"there are no {name} to prove with; give at least one")
     for method in methods:
-        Wanted.of(method, rows=rows).on(llm.model)
+        DrafterRequest.of(method, rows=rows).resolve(llm.model)
 
 
 def _requests(llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int) -> list[Request]:
@@ -102,21 +102,21 @@ def _counter(progress: Progress | None, stage: str, total: int) -> Callable[[], 
     return (lambda: None) if progress is None else (lambda: progress(stage, next(done), total))
 
 
-# Writing ----------------------------------------------------------------------------------------------------------------
+# Generating -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Text:
-    """What plain decoding wrote for one prompt under one sampling."""
+class PlainOutput:
+    """What plain decoding generated for one prompt under one sampling."""
 
     prompt: Prompt
     request: Request
     tokens: list[int]
 
     def after(self, position: int) -> Request | None:
-        """To go on behind a new token of plain's, or None where nothing is left to write.
+        """Return the request that continues after plain's new token at `position`, or None if nothing is left.
 
-        The noise depends on the place in the whole text, so the same seed goes on with the same draws.
+        The noise depends on the position in the whole sequence, so the same seed continues with the same noise.
         """
         given = self.tokens[: position + 1]
         if len(given) == len(self.tokens):
@@ -129,7 +129,7 @@ class Text:
 class ProofDivergence:
     """A position where the method's token is not plain's; None stands for a sequence that had ended."""
 
-    text: int
+    output: int  # its index in the trial
     position: int
     plain: int | None
     method: int | None
@@ -140,57 +140,61 @@ class ProofTrial:
     """One method against plain's outputs under one sampling."""
 
     sampling: str
-    texts: list[Text]
+    outputs: list[PlainOutput]
     divergences: list[ProofDivergence] = field(default_factory=list)
     runs: list[Running] = field(default_factory=list)
     seconds: float = 0.0
 
     def run(self, engine: Engine, done: Callable[[], None]) -> ProofTrial:
-        def heard(index: int, run: Running) -> Request | None:
-            text = self.texts[index]
-            divergence = _divergence(index, text, run)
+        def on_update(index: int, run: Running) -> Request | None:
+            output = self.outputs[index]
+            divergence = _divergence(index, output, run)
             if divergence is not None:
                 self.divergences.append(divergence)
-                engine.abort(run)  # its further tokens have nothing to be compared with
-            further = None if divergence is None else text.after(divergence.position)
+                engine.abort(run)  # its further tokens cannot be compared with anything
+            further = None if divergence is None else output.after(divergence.position)
             if run.done and further is None:
                 done()
             return further
 
         started = time.perf_counter()
-        self.runs = _write(engine, [text.request for text in self.texts], heard)
+        self.runs = _generate(engine, [output.request for output in self.outputs], on_update)
         self.seconds = time.perf_counter() - started
         return self
 
     @property
     def cases(self) -> list[Case]:
         return [
-            case for divergence in self.divergences if (case := _case(self.texts[divergence.text], divergence)) is not None
+            case
+            for divergence in self.divergences
+            if (case := _case(self.outputs[divergence.output], divergence)) is not None
         ]
 
 
-def _divergence(index: int, text: Text, run: Running) -> ProofDivergence | None:
+def _divergence(index: int, output: PlainOutput, run: Running) -> ProofDivergence | None:
     """Return where a run, maybe still under way, diverges from plain's output."""
-    given = len(run.request.prompt) - len(text.request.prompt)
-    expected = text.tokens[given:]
+    given = len(run.request.prompt) - len(output.request.prompt)
+    expected = output.tokens[given:]
     place = _first_difference(expected if run.done else expected[: len(run.tokens)], run.tokens)
     if place is None:
         return None
     return ProofDivergence(index, given + place, _at(expected, place), _at(run.tokens, place))
 
 
-def _write_plain(engine: Engine, prompts: Sequence[Prompt], requests: list[Request], done: Callable[[], None]) -> list[Text]:
-    def heard(_: int, run: Running) -> None:
+def _generate_plain(
+    engine: Engine, prompts: Sequence[Prompt], requests: list[Request], done: Callable[[], None]
+) -> list[PlainOutput]:
+    def on_update(_: int, run: Running) -> None:
         if run.done:
             done()
 
-    runs = _write(engine, requests, heard)
-    return [Text(prompt, request, run.tokens) for prompt, request, run in zip(prompts, requests, runs, strict=True)]
+    runs = _generate(engine, requests, on_update)
+    return [PlainOutput(prompt, request, run.tokens) for prompt, request, run in zip(prompts, requests, runs, strict=True)]
 
 
-def _write(engine: Engine, requests: list[Request], heard: Callable[[int, Running], Request | None]) -> list[Running]:
-    """Write all requests together. `heard` hears of each whenever it has grown, by its index, and may answer with what to
-    write next."""
+def _generate(engine: Engine, requests: list[Request], on_update: Callable[[int, Running], Request | None]) -> list[Running]:
+    """Generate all requests together. `on_update` is called with the index and run of each request that got new tokens, and
+    may return a request to continue with."""
     try:
         runs = [engine.add(request) for request in requests]
         index = {id(run): i for i, run in enumerate(runs)}
@@ -198,7 +202,7 @@ def _write(engine: Engine, requests: list[Request], heard: Callable[[int, Runnin
             for run in [event.running for event in engine.step()]:
                 if run.error:
                     raise run.error
-                further = heard(index[id(run)], run)
+                further = on_update(index[id(run)], run)
                 if further is not None:
                     runs.append(engine.add(further))
                     index[id(runs[-1])] = index[id(run)]
@@ -220,43 +224,47 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
 # Judging ----------------------------------------------------------------------------------------------------------------
 
 
-def _judged(
-    trials: list[ProofTrial], llm: LLM, progress: Progress | None = None, tell: Callable[[Rulings], None] = lambda _: None
+def _judge(
+    trials: list[ProofTrial],
+    llm: LLM,
+    progress: Progress | None = None,
+    report_so_far: Callable[[Rulings], None] = lambda _: None,
 ) -> Rulings:
-    """Verdicts on all that the trials found, each text asked about once. `tell` hears what is known after each batch."""
+    """Judge all divergences of the trials, each sequence once. `report_so_far` receives the rulings after each batch."""
     cases = [case for trial in trials for case in trial.cases]
-    texts = {case.key for case in cases}
+    sequences = {case.key for case in cases}
     rulings: Rulings = {}
     for found in Referee(llm.model).judge(cases):
         rulings |= found
-        tell(rulings)
+        report_so_far(rulings)
         if progress is not None:
-            progress("judging", len({case.key for case in rulings}), len(texts))
+            progress("judging", len({case.key for case in rulings}), len(sequences))
     return rulings
 
 
-def _case(text: Text, divergence: ProofDivergence) -> Case | None:
-    """What the referee is asked. The tokens before are the same, so whether a text has ended is no matter of rounding."""
+def _case(output: PlainOutput, divergence: ProofDivergence) -> Case | None:
+    """Return the case for the referee. None if one sequence has ended: the tokens before are equal, so rounding cannot
+    explain that."""
     if divergence.plain is None or divergence.method is None:
         return None
-    prompt = len(text.request.prompt)
-    whole = (*text.request.prompt, *text.tokens)
-    return Case(whole, prompt, prompt + divergence.position, text.request.sampling, divergence.plain, divergence.method)
+    prompt = len(output.request.prompt)
+    whole = (*output.request.prompt, *output.tokens)
+    return Case(whole, prompt, prompt + divergence.position, output.request.sampling, divergence.plain, divergence.method)
 
 
 def _proof(trials: list[ProofTrial], llm: LLM, rulings: Rulings) -> MethodProof:
-    parts = {trial.sampling: _figures([trial], _differences(trial, llm, rulings)) for trial in trials}
-    differences = [difference for part in parts.values() for difference in part.differences]
-    return replace(_figures(trials, differences), samplings=parts)
+    by_sampling = {trial.sampling: _figures([trial], _differences(trial, llm, rulings)) for trial in trials}
+    differences = [difference for proof in by_sampling.values() for difference in proof.differences]
+    return replace(_figures(trials, differences), samplings=by_sampling)
 
 
 def _figures(trials: list[ProofTrial], differences: list[Difference]) -> MethodProof:
     stats = Stats.of(run for trial in trials for run in trial.runs)
-    diverged = {divergence.text for trial in trials for divergence in trial.divergences}
-    prompts = len(trials[0].texts)
+    diverged = {divergence.output for trial in trials for divergence in trial.divergences}
+    prompts = len(trials[0].outputs)
     return MethodProof(
         prompts=prompts,
-        tokens=sum(len(text.tokens) for trial in trials for text in trial.texts),
+        tokens=sum(len(output.tokens) for trial in trials for output in trial.outputs),
         identical=prompts - len(diverged),
         ties=sum(difference.verdict == "tie" for difference in differences),
         bugs=sum(difference.verdict == "bug" for difference in differences),
@@ -271,10 +279,10 @@ def _figures(trials: list[ProofTrial], differences: list[Difference]) -> MethodP
 
 
 def _differences(trial: ProofTrial, llm: LLM, rulings: Rulings) -> list[Difference]:
-    """The judged ones of a trial's divergences, prompt by prompt."""
+    """Return the judged divergences of a trial, prompt by prompt."""
     found = []
-    for divergence in sorted(trial.divergences, key=lambda divergence: (divergence.text, divergence.position)):
-        case = _case(trial.texts[divergence.text], divergence)
+    for divergence in sorted(trial.divergences, key=lambda divergence: (divergence.output, divergence.position)):
+        case = _case(trial.outputs[divergence.output], divergence)
         ruling = Ruling(None, None, None, None, "bug", "length") if case is None else rulings.get(case)
         if ruling is not None:
             found.append(_difference(trial, divergence, llm, ruling))
@@ -283,7 +291,7 @@ def _differences(trial: ProofTrial, llm: LLM, rulings: Rulings) -> list[Differen
 
 def _difference(trial: ProofTrial, divergence: ProofDivergence, llm: LLM, ruling: Ruling) -> Difference:
     return Difference(
-        prompt=trial.texts[divergence.text].prompt.id,
+        prompt=trial.outputs[divergence.output].prompt.id,
         sampling=trial.sampling,
         position=divergence.position,
         plain=_choice(divergence.plain, ruling.plain_score, llm),

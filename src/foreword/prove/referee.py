@@ -1,10 +1,10 @@
-"""Where a method and plain decoding diverge, the referee says whether that was a tie or a bug.
+"""The referee: where a method and plain decoding diverge, it tells a tie from a bug.
 
-In: cases, each a place in a text and two tokens for it. The target is asked again in float64, by transformers alone. It is
-a tie if rounding as large as the run's own can turn the choice: the scores lie within twice the run's error at these two
-tokens, or the likelier one sits on a filter's edge by that margin. The error is the largest deviation from float64 among
-passes in the run's dtype, its own over the replayed text and transformers'. What the run's deviate beyond twice anything
-that transformers' does is no rounding, and excuses nothing. Each pass goes over many texts and answers all their places.
+In: cases, each a position in a sequence and two tokens for it. transformers alone scores them again in float64. A case is a
+tie if rounding as large as the run's own can flip the choice: the scores lie within twice the run's error at these two
+tokens, or the likelier one is within that margin of a filter's edge. The error is the largest deviation from float64 of
+passes in the run's dtype: replays of the run, and transformers' own. Deviations beyond twice the largest of transformers'
+are not rounding and do not count. Each pass covers many sequences and scores all their cases.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from foreword.ops.sending import sent
 from foreword.prove.report import Reason, Verdict
 
 PASS_ROWS = (1, 4, 16)
-"""Rows of the passes that a text is replayed in: plain decoding's shape, a small draft's and a large one's."""
+"""Rows of the passes that replay a sequence: plain decoding, a small draft and a large one."""
 
-MOST_LANES = 64
+MOST_SEQUENCES = 64
 MOST_ANSWERS = 2**24
-"""Of one batch: texts, and numbers in its answers, which are its cases times the vocabulary."""
+"""Bounds of one batch: its sequences, and its logits (cases times vocabulary)."""
 
 NUCLEUS_ROUNDING = 2.0**-20
 """The mass of the top-p nucleus is summed in float32, whatever the model computes in."""
@@ -53,12 +53,12 @@ Filter = Callable[[Tensor, int, Sampling, float], bool]
 
 @dataclass(frozen=True)
 class Case:
-    """Two tokens for one place of a text: plain's and a method's, after `text[:place]`.
+    """Two tokens for one position of a sequence: plain's and a method's, after `sequence[:place]`.
 
-    `text` is the whole of what plain has, its first `prompt` tokens given: the cases of a text share the passes over it.
+    `sequence` is plain's whole sequence; its first `prompt` tokens are the prompt. The cases of a sequence share its passes.
     """
 
-    text: tuple[int, ...]
+    sequence: tuple[int, ...]
     prompt: int
     place: int
     sampling: Sampling
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def key(self) -> Key:
-        return self.text, self.prompt
+        return self.sequence, self.prompt
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Ruling:
 
 
 class Referee:
-    """The float64 copy of the model is made when the first difference appears: a proof without any costs nothing."""
+    """Judges cases. The float64 copy of the model is made at the first case, so a proof without differences has no cost."""
 
     def __init__(self, model: Model, folder: Path | None = None) -> None:
-        """`folder` is where the weights can be read again, for a widened model those of its original."""
+        """`folder`: where to read the weights again; for a widened model, those of its original."""
         self.model, self.folder = model, folder
 
     @cached_property
@@ -92,10 +92,10 @@ class Referee:
         return exact_copy(self.model, self.folder)
 
     def judge(self, cases: Iterable[Case], wide: bool = False) -> Iterator[dict[Case, Ruling]]:
-        """The verdicts, batch by batch. Methods often diverge at the same places: equal cases are judged once.
+        """Yield the verdicts batch by batch. Methods often diverge at the same positions; equal cases are judged once.
 
-        `wide`: the passes that wrote the texts had shapes that are not replayed, or were not ours. Their error at two tokens
-        is then taken to be as large as the largest of transformers' own at any token of that place.
+        `wide`: the sequences came from passes whose shapes are not replayed, or from another decoder. The error at the two
+        tokens is then at least the largest one of transformers at any token of that position.
         """
         for batch in batches(cases, self.model):
             yield dict(zip(batch.cases, self._rule(batch, wide), strict=True))
@@ -116,22 +116,22 @@ class Referee:
 
 
 def _ruling(case: Case, plain: float, method: float, error: float, scaled: Tensor) -> Ruling:
-    ahead, behind = (case.plain, case.method) if plain >= method else (case.method, case.plain)
-    stands = [standing(scaled, token, case.sampling, 2 * error) for token in (ahead, behind)]
+    higher, lower = (case.plain, case.method) if plain >= method else (case.method, case.plain)
+    stands = [standing(scaled, token, case.sampling, 2 * error) for token in (higher, lower)]
     gap = abs(plain - method)
     return Ruling(plain, method, gap, error, *decide(gap, 2 * error, *stands))
 
 
-def decide(gap: float, margin: float, ahead: Standing, behind: Standing) -> tuple[Verdict, Reason]:
-    """`ahead` is how the token of the higher score stands with the filters, `behind` the other one.
+def decide(gap: float, margin: float, higher: Standing, lower: Standing) -> tuple[Verdict, Reason]:
+    """Decide a case. `higher`: whether the filters keep the token with the higher score; `lower`: the other token.
 
-    Only a filter that may or may not drop the token ahead lets the other one win across a wide gap.
+    Across a wide gap, the lower token can win only if a filter may or may not drop the higher one.
     """
-    if ahead == "dropped" or behind == "dropped":
+    if higher == "dropped" or lower == "dropped":
         return "bug", "filter"
     if gap <= margin:
         return "tie", "gap"
-    return ("bug", "gap") if ahead == "kept" else ("tie", ahead)
+    return ("bug", "gap") if higher == "kept" else ("tie", higher)
 
 
 # Scores -----------------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def decide(gap: float, margin: float, ahead: Standing, behind: Standing) -> tupl
 
 @dataclass(frozen=True)
 class Scoring:
-    """How the tokens of cases are chosen, each by its row of logits [c, V]."""
+    """How the token of each case is chosen from its row of the logits [c, V]."""
 
     table: SamplingTable
     position: Tensor  # [c, 1]
@@ -156,15 +156,15 @@ class Scoring:
         return Scoring(table, position, temperature.to(model.device), history)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """What `pick` compares, filters left out, in the precision it is given.
+        """Return the scores that `pick` compares, without the filters, in the precision of the logits.
 
-        The noise is the same number whatever the logits, so two of these differ by the error of the logits and by the
-        rounding of the choice itself.
+        The noise does not depend on the logits, so two results differ by the error of the logits and by the rounding of the
+        choice itself.
         """
         return self._judge(logits, lambda kind: replace(kind, top_k=0, top_p=False, min_p=False)).double()
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """What the filters see: after bias, penalties, masks, bad words and / T, without noise."""
+        """Return the scores that the filters see: after bias, penalties, masks, bad words and / T, without noise."""
         return self._judge(logits, lambda kind: replace(kind, noise=False)) / self.temperature
 
     def _judge(self, logits: Tensor, stages: Callable[[SamplingStages], SamplingStages]) -> Tensor:
@@ -174,9 +174,9 @@ class Scoring:
 
 
 def _history(cases: list[Case], kind: SamplingStages, model: Model) -> History:
-    """What stands before the place of each case, as far as any of them asks for it."""
-    count, before = kind.bad_word_length - 1, [case.text[: case.place] for case in cases]
-    output = [case.text[case.prompt : case.place] for case in cases]
+    """Return the tokens before the position of each case, as far as the sampling of any case needs them."""
+    count, before = kind.bad_word_length - 1, [case.sequence[: case.place] for case in cases]
+    output = [case.sequence[case.prompt : case.place] for case in cases]
     return History(
         seen=_counts(before, model) if kind.repetition else None,
         generated=_counts(output, model) if kind.generated else None,
@@ -192,9 +192,9 @@ def _counts(sequences: list[tuple[int, ...]], model: Model) -> Tensor:
 
 
 def standing(scaled: Tensor, token: int, sampling: Sampling, margin: float) -> Standing:
-    """Whether the filters keep a token: surely, surely not, or depending on rounding within the margin.
+    """Return whether the filters keep a token: "kept", "dropped", or the edge where rounding within the margin decides.
 
-    Each filter is asked twice: with everything in the token's favour, and with everything against it.
+    Each filter is tried twice: with rounding in the token's favour, and against it.
     """
     if sampling.temperature == 0:
         return "kept"
@@ -210,7 +210,7 @@ def _in_top_k(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> 
 
 
 def _in_top_p(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> bool:
-    """A token is in while those above it hold less than top_p, of what top-k left."""
+    """A token is kept if the tokens above it hold less than top_p of the mass that top-k left."""
     if sampling.top_p == 1:
         return True
     weight = (scaled - scaled.max()).exp()
@@ -218,7 +218,7 @@ def _in_top_p(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> 
         floor = scaled.topk(min(sampling.top_k, len(scaled))).values[-1]
         weight = weight.where(scaled >= floor - favour, 0)
     above = _above(scaled, token, favour)
-    # Errors move the two masses against each other, which multiplies their odds.
+    # Errors shift mass between the two sides, which multiplies their odds.
     over, under = weight[above].sum() * math.exp(-favour), weight[~above].sum()
     return float(over / (over + under)) < sampling.top_p + math.copysign(NUCLEUS_ROUNDING, favour)
 
@@ -228,7 +228,7 @@ def _in_min_p(scaled: Tensor, token: int, sampling: Sampling, favour: float) -> 
 
 
 def _above(scaled: Tensor, token: int, favour: float) -> Tensor:
-    """[V] bool: the tokens that stand above this one when it is moved up by `favour`."""
+    """Return [V] bool: the tokens that rank above this one when its score is raised by `favour`."""
     above = scaled > scaled[token] + favour
     above[token] = False
     return above
@@ -239,47 +239,47 @@ def _above(scaled: Tensor, token: int, favour: float) -> Tensor:
 
 @dataclass(frozen=True)
 class CaseBatch:
-    """Cases whose texts are asked about together, a lane for each text."""
+    """Cases that are scored together; the cases of a sequence share its batch row."""
 
-    texts: list[tuple[int, ...]]  # each up to the last place that is asked about
-    roots: list[int]  # where the last token of each prompt stands, the first that is not read with the others
+    sequences: list[tuple[int, ...]]  # each up to its last case
+    roots: list[int]  # index of each prompt's last token, the first one that is not prefilled
     cases: list[Case]
-    lanes: list[int]  # of each case
-    rows: list[int]  # of each case: the token of its text that answers it
+    sequence_index: list[int]  # of each case: its sequence
+    rows: list[int]  # of each case: the index of the token whose logits decide it
 
     @staticmethod
-    def of(texts: list[list[Case]]) -> CaseBatch:
-        cases = [case for of_text in texts for case in of_text]
+    def of(cases_by_sequence: list[list[Case]]) -> CaseBatch:
+        cases = [case for of_sequence in cases_by_sequence for case in of_sequence]
         return CaseBatch(
-            texts=[of_text[0].text[: _length(of_text)] for of_text in texts],
-            roots=[of_text[0].prompt - 1 for of_text in texts],
+            sequences=[of_sequence[0].sequence[: _length(of_sequence)] for of_sequence in cases_by_sequence],
+            roots=[of_sequence[0].prompt - 1 for of_sequence in cases_by_sequence],
             cases=cases,
-            lanes=[lane for lane, of_text in enumerate(texts) for _ in of_text],
+            sequence_index=[index for index, of_sequence in enumerate(cases_by_sequence) for _ in of_sequence],
             rows=[case.place - 1 for case in cases],
         )
 
 
 def batches(cases: Iterable[Case], model: Model) -> Iterator[CaseBatch]:
-    """All cases, those of a text together and texts of like length side by side, as many as the memory allows."""
-    texts: dict[Key, list[Case]] = {}
+    """Yield all cases in batches: those of a sequence together, sequences of similar length together, as memory allows."""
+    by_sequence: dict[Key, list[Case]] = {}
     for case in dict.fromkeys(cases):
-        texts.setdefault(case.key, []).append(case)
+        by_sequence.setdefault(case.key, []).append(case)
     batch: list[list[Case]] = []
-    for of_text in sorted(texts.values(), key=_length):
-        if batch and not _fit([*batch, of_text], model):
+    for of_sequence in sorted(by_sequence.values(), key=_length):
+        if batch and not _fit([*batch, of_sequence], model):
             yield CaseBatch.of(batch)
             batch = []
-        batch.append(of_text)
+        batch.append(of_sequence)
     if batch:
         yield CaseBatch.of(batch)
 
 
-def _fit(texts: list[list[Case]], model: Model) -> bool:
-    """Whether texts, the longest of them last, can go side by side; in float64, attention weighs all tokens at once."""
-    weights = len(texts) * _length(texts[-1]) ** 2
-    answers = sum(map(len, texts)) * model.vocab_size
+def _fit(sequences: list[list[Case]], model: Model) -> bool:
+    """Return whether sequences fit in one batch, the longest last; float64 attention holds all its weights at once."""
+    weights = len(sequences) * _length(sequences[-1]) ** 2
+    answers = sum(map(len, sequences)) * model.vocab_size
     most_weights = 2**24 if model.device.type == "cuda" else 2**22  # for each head
-    return len(texts) <= MOST_LANES and weights <= most_weights and answers <= MOST_ANSWERS
+    return len(sequences) <= MOST_SEQUENCES and weights <= most_weights and answers <= MOST_ANSWERS
 
 
 def _length(cases: list[Case]) -> int:
@@ -290,84 +290,90 @@ def _length(cases: list[Case]) -> int:
 
 
 def own_logits(hf: Any, batch: CaseBatch) -> Tensor:
-    """[c, V]: what transformers answers by itself, in one pass, no cache and no walk of ours.
+    """Return [c, V]: the logits of transformers alone, in one pass without a cache and without our code.
 
-    Padding stands behind a text, where no row of it looks. The head is given the rows that are asked about, no others.
+    Padding comes after a sequence, where none of its rows attends. The head gets only the rows of the cases.
     """
     device = next(hf.parameters()).device
-    lanes, rows = sent(batch.lanes, device), sent(batch.rows, device)
-    picking = hf.lm_head.register_forward_pre_hook(lambda _, given: (given[0][lanes, rows].unsqueeze(1),))
+    index, rows = sent(batch.sequence_index, device), sent(batch.rows, device)
+    picking = hf.lm_head.register_forward_pre_hook(lambda _, given: (given[0][index, rows].unsqueeze(1),))
     try:
-        logits: Tensor = hf(input_ids=_padded(batch.texts, device), use_cache=False).logits[:, 0]
+        logits: Tensor = hf(input_ids=_padded(batch.sequences, device), use_cache=False).logits[:, 0]
     finally:
         picking.remove()
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def replays(model: Model, batch: CaseBatch) -> list[Tensor]:
-    """What the run's model answers, each [c, V]: the texts written in passes of every shape, and read in one.
+    """Return the run's model's logits [c, V] for each replay: generated in passes of every shape, and prefilled in one.
 
-    The history counts: in a narrow dtype, keys and values that were written row by row are not those of a prompt.
+    The history matters: in a narrow dtype, keys and values generated row by row differ from those of a prefill.
     """
     scratch = max(prefill_chunk(model.device), *PASS_ROWS)
-    with model.temporary_cache(len(batch.texts), max(map(len, batch.texts)), scratch) as cache:
+    with model.temporary_cache(len(batch.sequences), max(map(len, batch.sequences)), scratch) as cache:
         replay = PassReplay(model, batch, cache)
-        replay.read(batch.roots)
-        written = [replay.write(rows) for rows in PASS_ROWS]
-        replay.read([len(text) - 1 for text in batch.texts])
-        return [*written, replay.look_back()]
+        replay.prefill(batch.roots)
+        generated = [replay.generate(rows) for rows in PASS_ROWS]
+        replay.prefill([len(sequence) - 1 for sequence in batch.sequences])
+        return [*generated, replay.score_single_rows()]
 
 
 @dataclass(frozen=True)
 class PassReplay:
-    """Passes of the run's own model over the texts of a batch, in a cache of their own."""
+    """Passes of the run's own model over the sequences of a batch, with their own cache."""
 
     model: Model
     batch: CaseBatch
     cache: SlotCache
 
-    def read(self, stops: list[int]) -> None:
-        """Read the texts as prompts, up to `stops`."""
+    def prefill(self, stops: list[int]) -> None:
+        """Prefill the sequences as prompts, up to `stops`."""
         longest = prefill_chunk(self.model.device)
         for start in range(0, max(stops), longest):
-            parts = [text[start : min(start + longest, stop)] for text, stop in zip(self.batch.texts, stops, strict=True)]
-            self._pass([min(start, stop) for stop in stops], parts, max(map(len, parts)), asked=[])
+            chunks = [
+                sequence[start : min(start + longest, stop)]
+                for sequence, stop in zip(self.batch.sequences, stops, strict=True)
+            ]
+            self._pass([min(start, stop) for stop in stops], chunks, max(map(len, chunks)), asked=[])
 
-    def write(self, rows: int) -> Tensor:
-        """[c, V]: what chains of `rows` tokens answer, one behind the other from the last token of each prompt."""
-        behind = [row - self.batch.roots[lane] for row, lane in zip(self.batch.rows, self.batch.lanes, strict=True)]
+    def generate(self, rows: int) -> Tensor:
+        """Return [c, V]: the logits of consecutive chains of `rows` tokens, from the last token of each prompt on."""
+        batch = self.batch
+        offsets = [row - batch.roots[index] for row, index in zip(batch.rows, batch.sequence_index, strict=True)]
         found: dict[int, Tensor] = {}
-        for step in range(max(behind) // rows + 1):
-            lanes = zip(self.batch.texts, self.batch.roots, strict=True)
-            starts = [min(root + step * rows, len(text)) for text, root in lanes]
-            parts = [text[start : start + rows] for text, start in zip(self.batch.texts, starts, strict=True)]
-            asked = [case for case, far in enumerate(behind) if far // rows == step]
-            found |= self._pass(starts, parts, rows, asked)
+        for step in range(max(offsets) // rows + 1):
+            rooted = zip(batch.sequences, batch.roots, strict=True)
+            starts = [min(root + step * rows, len(sequence)) for sequence, root in rooted]
+            chunks = [sequence[start : start + rows] for sequence, start in zip(batch.sequences, starts, strict=True)]
+            asked = [case for case, offset in enumerate(offsets) if offset // rows == step]
+            found |= self._pass(starts, chunks, rows, asked)
         return self._in_order(found)
 
-    def look_back(self) -> Tensor:
-        """[c, V]: what single rows answer behind texts that were read; the last of each first, for it overwrites a row."""
-        places = set(zip(self.batch.lanes, self.batch.rows, strict=True))
-        rows = [sorted((row for lane, row in places if lane == one), reverse=True) for one in range(len(self.batch.texts))]
+    def score_single_rows(self) -> Tensor:
+        """Return [c, V]: the logits of single rows after a prefill; the last row of a sequence first, because a pass
+        overwrites its row in the cache."""
+        batch = self.batch
+        places = set(zip(batch.sequence_index, batch.rows, strict=True))
+        rows = [sorted((row for index, row in places if index == one), reverse=True) for one in range(len(batch.sequences))]
         found: dict[int, Tensor] = {}
         for turn in range(max(map(len, rows))):
-            starts = [of_text[min(turn, len(of_text) - 1)] for of_text in rows]
-            parts = [text[start : start + 1] for text, start in zip(self.batch.texts, starts, strict=True)]
-            lanes = enumerate(zip(self.batch.lanes, self.batch.rows, strict=True))
-            found |= self._pass(starts, parts, 1, [case for case, (lane, row) in lanes if row == starts[lane]])
+            starts = [of_sequence[min(turn, len(of_sequence) - 1)] for of_sequence in rows]
+            chunks = [sequence[start : start + 1] for sequence, start in zip(batch.sequences, starts, strict=True)]
+            cases = enumerate(zip(batch.sequence_index, batch.rows, strict=True))
+            found |= self._pass(starts, chunks, 1, [case for case, (index, row) in cases if row == starts[index]])
         return self._in_order(found)
 
-    def _pass(self, starts: list[int], parts: list[tuple[int, ...]], rows: int, asked: list[int]) -> dict[int, Tensor]:
-        """One chain of `rows` tokens in each lane; the answers to those cases whose rows are `asked` about."""
+    def _pass(self, starts: list[int], chunks: list[tuple[int, ...]], rows: int, asked: list[int]) -> dict[int, Tensor]:
+        """Score a chain of `rows` tokens of each sequence; return the logits of the cases `asked`."""
         device = self.model.device
         self.cache.length.copy_(sent(starts, device))
-        lanes = Batch.of(list(range(len(parts))), max(starts), device)
-        draft = Draft(_padded(parts, device, rows), Tree.chain(rows, device), sent([len(part) for part in parts], device))
-        scores = self.model.score(lanes, draft, Needs(), logits="all" if asked else "none")
+        slots = Batch.of(list(range(len(chunks))), max(starts), device)
+        draft = Draft(_padded(chunks, device, rows), Tree.chain(rows, device), sent([len(one) for one in chunks], device))
+        scores = self.model.score(slots, draft, Needs(), logits="all" if asked else "none")
         if not asked:
             return {}
-        of_case = [self.batch.lanes[case] for case in asked]
-        row = [self.batch.rows[case] - starts[lane] for case, lane in zip(asked, of_case, strict=True)]
+        of_case = [self.batch.sequence_index[case] for case in asked]
+        row = [self.batch.rows[case] - starts[index] for case, index in zip(asked, of_case, strict=True)]
         answers = scores.require_logits()[sent(of_case, device), sent(row, device)]
         return dict(zip(asked, answers, strict=True))
 
@@ -375,16 +381,16 @@ class PassReplay:
         return torch.stack([found[case] for case in range(len(self.batch.cases))])
 
 
-def _padded(texts: list[tuple[int, ...]], device: torch.device, rows: int | None = None) -> Tensor:
-    rows = max(map(len, texts)) if rows is None else rows
-    return sent([(*text, *(0,) * (rows - len(text))) for text in texts], device)
+def _padded(sequences: list[tuple[int, ...]], device: torch.device, rows: int | None = None) -> Tensor:
+    rows = max(map(len, sequences)) if rows is None else rows
+    return sent([(*sequence, *(0,) * (rows - len(sequence))) for sequence in sequences], device)
 
 
 # The float64 copy -------------------------------------------------------------------------------------------------------
 
 
 class ExactNorm(nn.Module):
-    """RMSNorm in the dtype of its input; the one of transformers computes in float32 whatever it is given."""
+    """RMSNorm in the dtype of its input; that of transformers always computes in float32."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
@@ -395,17 +401,17 @@ class ExactNorm(nn.Module):
 
 
 def exact_copy(model: Model, folder: Path | None = None) -> Any:
-    """The very weights of a model, computed with in float64. Rotary angles stay as transformers makes them, in float32:
-    they are the same in every pass, so they are part of the function and not of its rounding."""
+    """Return a float64 copy with the model's own weights. Rotary angles stay in float32, as transformers makes them: they
+    are the same in every pass, so they belong to the function and not to its rounding."""
     try:
         again = _is_rebuilt(model.hf) or (model.widened_from is not None and folder is not None)
         exact = _reloaded(model, folder) if again else copy.deepcopy(model.hf).double()
-    except (RuntimeError, TypeError) as error:  # out of memory, or something in the model that cannot be copied
+    except (RuntimeError, TypeError) as error:  # out of memory, or a module that cannot be copied
         raise ModelError(
             f"{model.name}: judging a difference needs the model a second time, in float64 on {model.device}, and that "
             f"failed ({error}); prove a smaller model, or one that transformers loaded unchanged"
         ) from error
-    # Eager attention takes its softmax in float32, whose rounding is below that of any run; only it caps scores.
+    # Only eager attention caps scores. Its softmax is in float32, which rounds less than any run.
     exact.config._attn_implementation = "eager" if model.family.softcap(model.hf.config) else "sdpa"
     for name, module in list(exact.named_modules()):
         if "RMSNorm" in type(module).__name__:
@@ -414,7 +420,7 @@ def exact_copy(model: Model, folder: Path | None = None) -> Any:
 
 
 def _is_rebuilt(hf: nn.Module) -> bool:
-    """Whether linears were replaced for speed, after which the weights cannot be read back."""
+    """Return whether linears were replaced for speed, so that the weights cannot be read back."""
     return any(type(module).__module__.startswith("foreword.") for module in hf.modules())
 
 
@@ -423,17 +429,17 @@ def _reloaded(model: Model, folder: Path | None) -> Any:
     if not ((folder / "config.json").is_file() or is_adapter(folder)):
         raise ModelNotFound(
             f"{model.name}: judging a difference needs the weights in float64, but they were repacked for speed and "
-            f"{str(folder)!r} is no folder to read them from again; load the model from a folder, or give it to wrap"
+            f"{str(folder)!r} is not a folder to read them from again; load the model from a folder, or use foreword.wrap"
         )
     exact = load_weights(folder, model.device, torch.float64)
     for parameter in exact.parameters():
-        parameter.data = parameter.data.to(model.dtype).double()  # the run may have read them rounded
+        parameter.data = parameter.data.to(model.dtype).double()  # rounded as in the run
     return exact
 
 
 def _exact_norm(norm: Any) -> ExactNorm:
-    """The same norm in float64, checked on a row: a family may have a norm of another form."""
-    gemma = hasattr(norm, "eps")  # whose weights are what is added to one
+    """Return the same norm in float64, checked on a row: a family may have a different norm."""
+    gemma = hasattr(norm, "eps")  # its weights are added to one
     exact = ExactNorm(1 + norm.weight, norm.eps) if gemma else ExactNorm(norm.weight, norm.variance_epsilon)
     row = torch.linspace(-1, 2, norm.weight.numel(), dtype=torch.float64, device=norm.weight.device)
     if not torch.allclose(exact(row), norm(row), rtol=1e-4, atol=1e-5):

@@ -1,8 +1,8 @@
-"""What a proof found: the figures of each method, every difference with its verdict, and the two files that hold them.
+"""The report of a proof: the figures of each method, every difference with its verdict, and the two files that hold them.
 
-`proof` fills a Report, the command line prints it and asks it for `bugs`. `to_dict` is the shape of `prove --json`;
-`write` leaves that as a JSON file and a Markdown page next to it. Figures carry no commit and no date: whoever publishes
-them says which command made them.
+`proof` fills a Report; the command line prints it and asks for `bugs`. `to_dict` is the shape of `prove --json`; `write`
+writes it as a JSON file with a Markdown page next to it. A report has no commit and no date: publish it together with the
+command that made it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Reason = Literal["gap", "top-k edge", "top-p edge", "min-p edge", "filter", "len
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token and its float64 score: processed logit plus noise, before the filters. No token: the text had ended."""
+    """A token and its float64 score: processed logit plus noise, before the filters. No token: the output had ended."""
 
     token: int | None
     text: str
@@ -39,9 +39,9 @@ class ScoredToken:
 class Difference:
     """Where a method diverged from plain decoding. `position` counts the new tokens from 0.
 
-    `gap` is the distance of the two scores, `error` the run's own error at these tokens. `reason` names what decided: the
-    gap against twice the error; a filter's edge that the likelier token sits on; a filter that drops one of them beyond
-    doubt; or the length, where one text goes on and the other does not.
+    `gap` is the distance of the two scores, `error` the run's own error at these tokens. `reason` says what decided: the gap
+    against twice the error; a filter's edge at the likelier token; a filter that certainly drops one of them; or the length,
+    if one output goes on and the other ends.
     """
 
     prompt: str
@@ -57,12 +57,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class MethodProof:
-    """One method's figures over all samplings, and each sampling's own in `samplings`.
+    """One method's figures over all samplings; `samplings` has them for each sampling.
 
-    `identical` counts the prompts without any difference, `tokens` those of plain's texts, all of which were tested.
-    `rounds`, `tokens_per_round`, `seconds`, the candidates `drafted` and those of them `accepted` are the method's own,
-    runs that go on after a difference included. A method that drafted next to nothing was hardly tested.
-    `unjudged` counts the differences that still wait for their verdict: in a complete report, none.
+    `identical` counts the prompts without any difference; `tokens` counts the tokens of plain's outputs, which were all
+    tested. `rounds`, `tokens_per_round`, `seconds`, `drafted` and `accepted` are the method's own and include runs that
+    continue after a difference. A method that drafted almost nothing was hardly tested. `unjudged` counts the differences
+    without a verdict yet; a complete report has none.
     """
 
     prompts: int
@@ -84,8 +84,8 @@ class MethodProof:
         if not self.samplings:
             del fields["samplings"]
             return fields
-        # The method's own list holds every difference already.
-        fields["samplings"] = {name: _without(part.to_dict(), "differences") for name, part in self.samplings.items()}
+        # The method's own list already holds every difference.
+        fields["samplings"] = {name: _without(proof.to_dict(), "differences") for name, proof in self.samplings.items()}
         return fields
 
 
@@ -101,7 +101,7 @@ class Report:
     max_new_tokens: int
     methods: dict[str, MethodProof]
     complete: bool = True
-    """Whether every method was tested and every difference judged: a run that is cut leaves what it knew."""
+    """Whether every method was tested and every difference judged. An interrupted run leaves an incomplete report."""
 
     @staticmethod
     def of(
@@ -135,12 +135,12 @@ class Report:
         return sum(proof.bugs for proof in self.methods.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The shape of `prove --json`."""
+        """Return the shape of `prove --json`."""
         methods = {name: proof.to_dict() for name, proof in self.methods.items()}
         return {"methods": methods, "ties": self.ties, "bugs": self.bugs, **_without(asdict(self), "methods")}
 
     def write(self, path: str | Path) -> tuple[Path, Path]:
-        """A JSON file and a Markdown page next to it: `proof.json` and `proof.md` where `path` names a folder."""
+        """Write a JSON file and a Markdown page next to it: `proof.json` and `proof.md` if `path` is a folder."""
         path = Path(path)
         base = path / "proof" if path.is_dir() or not path.suffix else path
         data, page = base.with_suffix(".json"), base.with_suffix(".md")
@@ -161,15 +161,15 @@ class Report:
 
 
 def name_of(sampling: Sampling) -> str:
-    """A sampling in a few words; two that choose differently have different names."""
-    drawn = sampling.temperature > 0
-    words = [f"T={sampling.temperature:g}"] if drawn else ["greedy"]
-    words += [f"top_k={sampling.top_k}"] if drawn and sampling.top_k else []
-    words += [f"top_p={sampling.top_p:g}"] if drawn and sampling.top_p < 1 else []
-    words += [f"min_p={sampling.min_p:g}"] if drawn and sampling.min_p > 0 else []
-    words += [f"penalty={sampling.repetition_penalty:g}"] if sampling.repetition_penalty != 1 else []
-    words += [f"seed={sampling.seed}"] if drawn else []
-    return " ".join(words)
+    """Return a short name of a sampling; samplings that choose differently have different names."""
+    sampled = sampling.temperature > 0
+    terms = [f"T={sampling.temperature:g}"] if sampled else ["greedy"]
+    terms += [f"top_k={sampling.top_k}"] if sampled and sampling.top_k else []
+    terms += [f"top_p={sampling.top_p:g}"] if sampled and sampling.top_p < 1 else []
+    terms += [f"min_p={sampling.min_p:g}"] if sampled and sampling.min_p > 0 else []
+    terms += [f"penalty={sampling.repetition_penalty:g}"] if sampling.repetition_penalty != 1 else []
+    terms += [f"seed={sampling.seed}"] if sampled else []
+    return " ".join(terms)
 
 
 def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
@@ -183,13 +183,13 @@ def _sentence(report: Report) -> str:
     if not report.complete:
         unjudged = _count(sum(proof.unjudged for proof in report.methods.values()), "difference")
         found = f"{_count(report.bugs, 'bug')} and {_count(report.ties, 'proven tie')} so far, {unjudged} not judged"
-        return f"**Incomplete: the run was cut.** Tested: {', '.join(report.methods)}. {found}."
+        return f"**Incomplete: the run was interrupted.** Tested: {', '.join(report.methods)}. {found}."
     if report.bugs:
         broken = [name for name, proof in report.methods.items() if proof.bugs]
-        return f"**{_count(report.bugs, 'bug')}** in {', '.join(broken)}: the text is not what plain decoding writes."
+        return f"**{_count(report.bugs, 'bug')}** in {', '.join(broken)}: the output is not that of plain decoding."
     if report.ties:
         ties = _count(report.ties, "proven tie")
-        return f"**No bugs.** Every token equals plain decoding's, apart from {ties}, after which the text was tested on."
+        return f"**No bugs.** Every token equals plain decoding's, except for {ties}; the tokens after them were tested too."
     return "**No bugs.** Every token equals plain decoding's."
 
 
@@ -202,7 +202,7 @@ def _facts(report: Report) -> str:
             ["machine", machine],
             ["versions", versions],
             ["samplings", "; ".join(report.samplings)],
-            ["new tokens", f"at most {report.max_new_tokens} a prompt"],
+            ["new tokens", f"at most {report.max_new_tokens} per prompt"],
         ],
     )
 
@@ -213,7 +213,7 @@ def _figures(report: Report) -> str:
     rows = []
     for name, proof in report.methods.items():
         rows.append(_row(name, "all", proof))
-        rows += [_row("", sampling, part) for sampling, part in proof.samplings.items()]
+        rows += [_row("", sampling, one) for sampling, one in proof.samplings.items()]
     return _table(heads, rows)
 
 
@@ -229,8 +229,8 @@ def _differences(name: str, proof: MethodProof) -> str:
 
 
 def _difference_row(one: Difference) -> list[str]:
-    words = [one.verdict, one.reason, one.prompt, one.sampling, str(one.position)]
-    return [*words, _choice(one.plain), _choice(one.method), _number(one.gap), _number(one.error)]
+    cells = [one.verdict, one.reason, one.prompt, one.sampling, str(one.position)]
+    return [*cells, _choice(one.plain), _choice(one.method), _number(one.gap), _number(one.error)]
 
 
 def _choice(choice: ScoredToken) -> str:

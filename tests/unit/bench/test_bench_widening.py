@@ -215,7 +215,7 @@ def test_a_size_is_the_nearest_power_of_two() -> None:
 def test_a_widened_model_is_judged_by_its_original(folders: dict[str, Path], own_home: Path) -> None:
     """Its own weights were repacked and cannot be read from a folder."""
     _, wide = load_widened(folders["llama"], 2, device="cpu", max_context=128)
-    with pytest.raises(ModelNotFound, match="is no folder to read them from again"):
+    with pytest.raises(ModelNotFound, match="is not a folder to read them from again"):
         exact_copy(wide.model)
     exact = exact_copy(wide.model, folders["llama"])
     given = torch.tensor([TEXT])

@@ -1,4 +1,4 @@
-"""Whole small LLMs to prove: a tiny model of tests/doubles, a tokenizer of as many words, and prompts in them."""
+"""Whole small LLMs to prove: a tiny model of tests/doubles, a tokenizer of as many words, and prompts of them."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 FREE_ROWS = CostCurve((1, 64), (1.0, 1.0))  # so that methods draft as much as they can
 
 
-def words(chat_template: str | None = TEMPLATE) -> Tokenizer:
+def tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
     backend = Backend(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w2")
@@ -32,14 +32,14 @@ def words(chat_template: str | None = TEMPLATE) -> Tokenizer:
 def load(
     hf: PreTrainedModel | None = None, kind: type[Model] = Model, slots: int = 3, chat_template: str | None = TEMPLATE
 ) -> LLM:
-    """An LLM around the float32 Llama, or around a model of the test's own."""
+    """Make an LLM around the float32 Llama, or around a given model."""
     model = kind(hf or tiny("llama", torch.float32), "tiny", FREE_ROWS)
-    return LLM.of(model, words(chat_template), DrafterRequest.of("plain"), slots, CONTEXT)
+    return LLM.of(model, tokenizer(chat_template), DrafterRequest.of("plain"), slots, CONTEXT)
 
 
 def coarse(hf: PreTrainedModel, step: float = 1 / 8) -> PreTrainedModel:
-    """A head that answers in steps, one row rounded down and several rounded to the nearest: near-ties flip with the
-    shape of the pass, as they do in bfloat16, but the same on every machine. In float64 it is exact."""
+    """Round the head's logits to steps: down in passes of one row, to the nearest otherwise. Near-ties then flip with the
+    shape of the pass, as in bfloat16, but the same on every machine. float64 is not rounded."""
 
     def rounded(_: nn.Module, __: object, logits: Tensor) -> Tensor:
         if logits.dtype == torch.float64:
@@ -51,7 +51,7 @@ def coarse(hf: PreTrainedModel, step: float = 1 / 8) -> PreTrainedModel:
 
 
 def twins(hf: PreTrainedModel) -> PreTrainedModel:
-    """Tokens 2i and 2i + 1 get the same logits."""
+    """Give tokens 2i and 2i + 1 the same logits."""
     with torch.no_grad():
         hf.lm_head.weight[1::2] = hf.lm_head.weight[::2]
     return hf
@@ -59,13 +59,13 @@ def twins(hf: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture
 def small() -> SimpleNamespace:
-    """The makers above; a conftest cannot be imported."""
+    """Return the makers above; a conftest cannot be imported."""
     return SimpleNamespace(load=load, coarse=coarse, twins=twins)
 
 
 @pytest.fixture
 def questions() -> list[Prompt]:
-    """Five prompts for three slots, the first one token long."""
+    """Return five prompts for three slots; the first has one token."""
     texts = [" ".join(f"w{token}" for token in tokens) for tokens in prompts(5)]
     return [Prompt(f"question {i}", "test", [text]) for i, text in enumerate(texts)]
 

@@ -1,4 +1,4 @@
-"""A report counts, is JSON of the promised shape, and is written as two files that say where the bugs are."""
+"""A report counts bugs and ties, has the documented JSON shape, and is written as two files that show the bugs."""
 
 import json
 from dataclasses import replace
@@ -67,9 +67,9 @@ def test_bugs_and_ties_of_all_methods() -> None:
     assert (found.bugs, found.ties) == (2, 2)
 
 
-def test_a_report_that_was_cut_says_so() -> None:
+def test_an_incomplete_report_says_so() -> None:
     cut = replace(report(medusa=[TIE]), complete=False)
-    assert "**Incomplete: the run was cut.** Tested: medusa. 0 bugs and 1 proven tie so far" in cut.to_markdown()
+    assert "**Incomplete: the run was interrupted.** Tested: medusa. 0 bugs and 1 proven tie so far" in cut.to_markdown()
     assert cut.to_dict()["complete"] is False and report(medusa=[TIE]).to_dict()["complete"] is True
     assert "ncomplete" not in report(medusa=[TIE]).to_markdown()
 
@@ -117,7 +117,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         report(medusa=[]).write(tmp_path / "file" / "proof.json")
 
 
-def test_the_page_says_where_the_bugs_are() -> None:
+def test_the_page_shows_the_bugs() -> None:
     page = report(medusa=[TIE, BUG, ENDED], clover=[]).to_markdown()
     assert "**2 bugs** in medusa:" in page
     lines = page.splitlines()
@@ -128,9 +128,9 @@ def test_the_page_says_where_the_bugs_are() -> None:
     assert "## Differences of medusa" in page and "## Differences of clover" not in page
 
 
-def test_the_page_says_that_all_is_well() -> None:
+def test_the_page_says_that_there_are_no_bugs() -> None:
     assert "**No bugs.** Every token equals plain decoding's.\n" in report(medusa=[]).to_markdown()
-    assert "apart from 1 proven tie," in report(medusa=[TIE]).to_markdown()
+    assert "except for 1 proven tie;" in report(medusa=[TIE]).to_markdown()
 
 
 @pytest.mark.parametrize(

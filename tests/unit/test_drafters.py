@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import foreword
 from doubles import TRAINED, truth
 from foreword.bench import contender
-from foreword.bench.contenders import Manner, Task
+from foreword.bench.contenders import GenerationSettings, Task
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 from foreword.errors import DrafterError
@@ -90,8 +90,8 @@ def test_proof_and_bench_take_folders(folders: dict[str, Path], trained: dict[st
         report = prove(llm, [name], [Prompt("1", "", [ASK])], [Sampling(seed=0)], 8, rows=4)
         assert report.bugs == 0 and report.methods[name].drafted > 0
         one, plain = contender(llm, name, rows=4), contender(llm, "plain")
-        asked, manner = [Task("1", tuple(llm.tokenizer.encode(ASK)))], Manner(8)
-        assert one.name == name and one.write(asked, manner)[0].tokens == plain.write(asked, manner)[0].tokens
+        asked, settings = [Task("1", tuple(llm.tokenizer.encode(ASK)))], GenerationSettings(8)
+        assert one.name == name and one.write(asked, settings)[0].tokens == plain.write(asked, settings)[0].tokens
 
 
 def test_a_proof_refuses_a_foreign_drafter_before_it_writes(

@@ -21,16 +21,16 @@ from foreword.cli.console import bar, complain, note, print_json, screen, waitin
 from foreword.cli.options import Json, ModelOptions, Remeasure, measuring, numbers
 from foreword.cli.prove import NAMES_HELP, and_shipped, make_folder, named_methods
 from foreword.cli.widening import Widen, WidenOldName, loaded
-from foreword.drafters.spec import read_word
+from foreword.drafters.spec import parse_spec
 from foreword.errors import ForewordError, InputError, StorageError
 from foreword.methods import AUTO, all_methods
 
 if TYPE_CHECKING:
     from foreword.api import LLM
-    from foreword.bench import Benchmark, Contender, Heat, Plan
+    from foreword.bench import Benchmark, BlockRun, Contender, Plan
     from foreword.bench.journal import Journal
     from foreword.bench.report import Extras
-    from foreword.bench.run import Found
+    from foreword.bench.run import RunResults
 
 BENCH_EXAMPLES = """\
 [bold]Examples[/]
@@ -176,12 +176,12 @@ def _named(asked: BenchOptions, llm: LLM) -> BenchOptions:
     """Fill in what `all` means for this model on this machine."""
     from torch.cuda import device_count  # noqa: PLC0415  slow
 
-    from foreword.bench.contenders import apart  # noqa: PLC0415  imports torch
+    from foreword.bench.contenders import needs_own_run  # noqa: PLC0415  imports torch
 
     added = and_shipped(asked.methods, [], llm.model)
-    left = apart(added, llm.model.device, device_count())
+    left = needs_own_run(added, llm.model.device, device_count())
     names = dict.fromkeys(["plain", *asked.names, *(name for name in added if name not in left)])
-    there = {read_word(name).name for name in names}
+    there = {parse_spec(name).name for name in names}
     return replace(asked, names=list(names), apart=tuple(name for name in left if name not in there))
 
 
@@ -216,7 +216,7 @@ def _measured(
     from foreword.bench.spec_bench import answer_records  # noqa: PLC0415  as above
     from foreword.cli.judging import referee  # noqa: PLC0415  as above
     from foreword.hub.resolve import resolve  # noqa: PLC0415  as above
-    from foreword.model.busy import Waits, busy_words  # noqa: PLC0415  as above
+    from foreword.model.busy import Waits, busy_message  # noqa: PLC0415  as above
 
     plan, folder = asked.plan, resolve(model.model)
     before, others = _drift_check(model, llm), _others_at_work()
@@ -226,31 +226,36 @@ def _measured(
                 lambda count: _contenders(asked, model, llm, folder, count),
                 plan,
                 llm.tokenizer,
-                journal.heats,
+                journal.block_runs,
                 journal.add,
                 show,
             )
         drift = {"before": before, "after": _drift_check(model, llm)} if before else {}
-        heats = sorted(found.heats.values(), key=lambda heat: _order(heat.place, plan))
-        manner = room.Manner(plan.max_new_tokens, seed=plan.seed)
-        verdicts = room.Verdicts(heats, manner, referee(llm, folder, show))
-    timings = room.timings(heats, verdicts)
+        block_runs = sorted(found.block_runs.values(), key=lambda block_run: _order(block_run.place, plan))
+        settings = room.GenerationSettings(plan.max_new_tokens, seed=plan.seed)
+        verdicts = room.Verdicts(block_runs, settings, referee(llm, folder, show))
+    timings = room.timings(block_runs, verdicts)
     made = room.benchmarks(timings, plan.max_new_tokens, found.warm_up_s)
-    answers = answer_records(heats, plan.prompts, llm.tokenizer.decode)
+    answers = answer_records(block_runs, plan.prompts, llm.tokenizer.decode)
     dtype = str(llm.model.dtype).removeprefix("torch.")
     about = facts(llm.model.device, model=llm.model.name, dtype=dtype, prompts=len(plan.prompts), rows=asked.rows, **widened)
-    about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.heats)}
-    busy = {"others": others, "waited": waits.share, "told": busy_words(others, waits.share)}
-    measured = {"roofline": _roofline(asked, llm, made, heats), "costs": journal.costs or {}, "pulse": drift, "busy": busy}
+    about |= {"prompts_sha256": plan.prompts_sha256, "resumed": len(journal.block_runs)}
+    busy = {"others": others, "waited": waits.share, "told": busy_message(others, waits.share)}
+    measured = {
+        "roofline": _roofline(asked, llm, made, block_runs),
+        "costs": journal.costs or {},
+        "drift_check": drift,
+        "busy": busy,
+    }
     return room.content(made, about, timings, _extras(asked, llm, found, answers, measured)), timings, answers
 
 
 def _others_at_work() -> float:
     """Return the share of the cores that other programs use, and warn if it would spoil the figures."""
-    from foreword.model.busy import busy_words, others_at_work  # noqa: PLC0415  imports torch
+    from foreword.model.busy import busy_message, others_at_work  # noqa: PLC0415  imports torch
 
     share = others_at_work()
-    if words := busy_words(share):
+    if words := busy_message(share):
         complain(f"{words}, so these figures will be noisy; close other programs, or wait", "warning", "yellow")
     return share
 
@@ -269,29 +274,34 @@ def _order(place: Any, plan: Plan) -> tuple[int, ...]:
     return (*first, place.repeat, place.turn, place.block)
 
 
-def _roofline(asked: BenchOptions, llm: LLM, made: Sequence[Benchmark], heats: Sequence[Heat]) -> dict[str, Any]:
+def _roofline(asked: BenchOptions, llm: LLM, made: Sequence[Benchmark], block_runs: Sequence[BlockRun]) -> dict[str, Any]:
     """Return the roofline of the methods at batch 1; empty if that was not timed or nobody reads it."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
     from foreword.bench.roofline import roofline  # noqa: PLC0415  as above
 
     alone = next((one for one in made if one.batch == 1), None)
-    tasks = [task for heat in heats for task in heat.tasks if task.ids and heat.place.batch == 1 and not heat.place.repeat]
+    tasks = [
+        task
+        for block_run in block_runs
+        for task in block_run.tasks
+        if task.ids and block_run.place.batch == 1 and not block_run.place.repeat
+    ]
     if alone is None or not tasks or not asked.kept:
         return {}
-    ours = [name for name in alone.contenders if read_word(name).name in {AUTO, *all_methods()}]
+    ours = [name for name in alone.contenders if parse_spec(name).name in {AUTO, *all_methods()}]
     with waiting("measuring what a pass costs"):
         found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks, asked.rows))
     return found
 
 
-def _extras(asked: BenchOptions, llm: LLM, found: Found, answers: Any, measured: dict[str, Any]) -> Extras:
+def _extras(asked: BenchOptions, llm: LLM, found: RunResults, answers: Any, measured: dict[str, Any]) -> Extras:
     from foreword.bench.report import Extras  # noqa: PLC0415  imports torch
     from foreword.bench.run import left_out  # noqa: PLC0415  as above
-    from foreword.bench.spec_bench import published  # noqa: PLC0415  as above
+    from foreword.bench.spec_bench import spec_bench_figures  # noqa: PLC0415  as above
 
-    figures = published(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
+    figures = spec_bench_figures(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
     left = left_out(asked.plan)
-    return Extras(figures, left_out=left, warm_up_failed=found.warm_up_failed, apart=list(asked.apart), **measured)
+    return Extras(figures, left_out=left, warm_up_failed=found.warm_up_failed, needs_own_run=list(asked.apart), **measured)
 
 
 def _contenders(asked: BenchOptions, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:
@@ -308,7 +318,7 @@ def _contenders(asked: BenchOptions, model: ModelOptions, llm: LLM, folder: Path
         except Exception as error:  # of any library: the report names it
             if count == asked.plan.batches[0]:
                 raise
-            return room.unable(name, error)
+            return room.failing_contender(name, error)
 
     ours = [made(name) for name in asked.names]
     return ours + (room.make_baselines(asked.baselines, llm, folder, context) if count == 1 else [])
@@ -337,11 +347,11 @@ def _journal(asked: BenchOptions, model: ModelOptions, llm: LLM, out: Path | Non
         "temperature": plan.temperatures,
         "repeats": plan.repeats,
     }
-    journal = Journal(out, run, asdict(llm.model.curve) if llm.model.curve else None)
+    journal = Journal(out, run, llm.model.curve.to_dict() if llm.model.curve else None)
     with _reads(journal.file):
         llm.model.use_costs(CostCurve.read(journal.costs) if journal.costs else None)
-    if journal.heats:
-        note(f"going on after {sum(len(heat.tasks) for heat in journal.heats.values())} texts")
+    if journal.block_runs:
+        note(f"going on after {sum(len(block_run.tasks) for block_run in journal.block_runs.values())} texts")
     return journal
 
 
@@ -422,7 +432,7 @@ def table(
     In a page, --batch and --temperature stand in the line before a table, after the folder and in this order.
     """
     from foreword.bench import read_results  # noqa: PLC0415  imports torch
-    from foreword.bench.published import published_table, refreshed  # noqa: PLC0415  as above
+    from foreword.bench.published import published_table, refresh_tables  # noqa: PLC0415  as above
 
     if not results and into is None:
         raise typer.BadParameter("name a folder with results, or a page with --into")
@@ -434,7 +444,7 @@ def table(
             raise InputError(f"{into} is no page: it is not a regular file; name one with tables in it")
         try:
             with _reads(into):
-                into.write_text(refreshed(into.read_text(encoding="utf-8"), into.parent), encoding="utf-8")
+                into.write_text(refresh_tables(into.read_text(encoding="utf-8"), into.parent), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"the page {into} cannot be changed ({error.strerror}); name one that can be") from error
 
@@ -443,29 +453,29 @@ def table(
 
 
 def _print(found: dict[str, Any]) -> None:
-    from foreword.bench.markdown import trouble_words, widened_words  # noqa: PLC0415  imports torch
+    from foreword.bench.markdown import warning_sentences, widened_sentences  # noqa: PLC0415  imports torch
 
     if "grown" in found["about"]:
-        screen().print(widened_words(found["about"]["grown"]))
+        screen().print(widened_sentences(found["about"]["grown"]))
     _print_part(found, found["base"], f", T={found['temperature']:g}" if found["temperature"] else "")
     for temperature, part in found["temperatures"].items():
         _print_part(part, found["base"], f", T={temperature}")
-    for words in trouble_words(found):
+    for words in warning_sentences(found):
         screen().print(words, soft_wrap=True)
 
 
 def _print_part(part: dict[str, Any], base: str, suffix: str) -> None:
-    from foreword.bench.markdown import HEADS, by_batch, cells, side_by_side, stop_words  # noqa: PLC0415  imports torch
+    from foreword.bench.markdown import HEADS, batch_tables, by_batch, cells, stops_paying_sentences  # noqa: PLC0415  imports torch
 
     for name, rows in part["tables"].items():
         heads = [head.format(base=base) for head in HEADS]
         screen().print(_table(name + suffix, ["contender", *heads], [[row["contender"], *cells(row)] for row in rows]))
-    several = side_by_side(part["batches"], base)
+    several = batch_tables(part["batches"], base)
     for title, (heads, body) in several.items():
         screen().print(_table(title + suffix, heads, body))
     if several:
         screen().print(_table(f"over {base} by batch{suffix}", *by_batch(part["batches"])))
-        for words in stop_words(part["stops_paying"], part["batches"]):
+        for words in stops_paying_sentences(part["stops_paying"], part["batches"]):
             screen().print(words)
 
 

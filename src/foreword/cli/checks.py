@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from foreword.api import load
-from foreword.bench.figures import noise
+from foreword.bench.figures import noise_reason
 from foreword.cli.console import waiting
-from foreword.drafters.auto import Expected, choose, expectations, fitting
+from foreword.drafters.auto import Expected, choose, expectations, shipped_for
 from foreword.drafters.shipped import model_of, shipped
 from foreword.errors import ForewordError
 from foreword.hub.checksums import verify_model
 from foreword.hub.resolve import default_model, resolve
 from foreword.hub.storage import home
 from foreword.methods import METHODS
-from foreword.model.busy import busy_words, others_at_work
+from foreword.model.busy import busy_message, others_at_work
 from foreword.model.cores import cores
 from foreword.model.cost import kept_curve
 from foreword.model.loading import choose_device, choose_dtype
@@ -122,7 +122,7 @@ def _onednn() -> Finding:
 
 def _numba(model: ModelOptions) -> Finding:
     if find_spec("numba") is not None:
-        return Finding("Numba", "ok", f"{version('numba')}: lean layers on the CPU")
+        return Finding("Numba", "ok", f"{version('numba')}: fused layers on the CPU")
     if (model.device or "cuda").startswith("cuda") and torch.cuda.is_available():
         return Finding("Numba", "ok", "not installed, and not needed on CUDA")
     return Finding("Numba", "warn", "not installed: slower layers on the CPU", "pip install numba")
@@ -140,7 +140,7 @@ def _memory() -> Finding:
 def _others() -> Finding:
     """Whatever is timed on a busy machine misleads."""
     share = others_at_work()
-    if words := busy_words(share):
+    if words := busy_message(share):
         return Finding("other programs", "warn", words, "close what you can: figures of a busy machine mislead")
     return Finding("other programs", "ok", f"the machine is quiet: {share:.0%} of the cores are used")
 
@@ -197,7 +197,7 @@ def _self_test(model: ModelOptions, full: bool) -> Iterator[Finding]:
             prompts = TEST_PROMPTS if full else TEST_PROMPTS[:QUICK_PROMPTS]
             _write(llm, prompts)  # the first text pays for warming up
             plain = _write(llm, prompts)
-        for method in (*TRIED, *(fitting(llm.model) if full else ())):
+        for method in (*TRIED, *(shipped_for(llm.model) if full else ())):
             with waiting(f"self-test: {method}"):
                 found = _write(llm.use(method, None if full else QUICK_ROWS), prompts)
             yield _compare(method, plain, found, str(llm.model.dtype).removeprefix("torch."))
@@ -245,7 +245,7 @@ def _compare(method: str, plain: list[Result], found: list[Result], dtype: str) 
     tokens, rounds = (sum(getattr(one.stats, name) for one in found) for name in ("new_tokens", "rounds"))
     ratio = sum(one.stats.decode_s for one in plain) / sum(one.stats.decode_s for one in found)
     said = f"same {tokens} tokens as plain; {tokens / rounds:.2f} tokens/round, {ratio:.2f}x its speed"
-    if why := noise(ratio, tokens / rounds):
+    if why := noise_reason(ratio, tokens / rounds):
         return Finding(check, "warn", f"{said}, which is {why}", "the machine is busy: try again when it is quiet")
     if ratio < 0.9:
         return Finding(check, "warn", said, "slower than plain: try again when the machine is quiet, and see row costs")

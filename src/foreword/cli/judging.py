@@ -24,7 +24,7 @@ def referee(llm: LLM, folder: Path, progress: Callable[[str, int, int], None]) -
     from foreword.prove import Case, Referee  # noqa: PLC0415  imports torch
 
     def judge(divergences: Sequence[Divergence]) -> list[str]:
-        cases = [Case(one.text, one.prompt, one.place, one.sampling, one.base, one.other) for one in divergences]
+        cases = [Case(one.sequence, one.prompt, one.place, one.sampling, one.base, one.other) for one in divergences]
         rulings: dict[Case, Ruling] = {}
         try:
             for found in Referee(llm.model, folder).judge(cases, wide=True):

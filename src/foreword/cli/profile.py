@@ -127,9 +127,9 @@ def _subject(
     if model.model is not None:
         raise typer.BadParameter("random weights take the place of a model: leave out --model", param_hint="--shapes")
     with waiting(f"making random weights of {shapes} shapes"):
-        from foreword.bench.profile import drawn  # noqa: PLC0415  imports torch
+        from foreword.bench.profile import random_subject  # noqa: PLC0415  imports torch
 
-        subject = drawn(shapes, batch, rows=candidates, **model.where())
+        subject = random_subject(shapes, batch, rows=candidates, **model.where())
     yield subject, {}
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from foreword.cli.console import bar, note, print_json, screen
 from foreword.cli.options import Json, MethodOptions, ModelOptions, Slots
-from foreword.drafters.spec import read_word, split_words
+from foreword.drafters.spec import parse_spec, split_specs
 from foreword.errors import StorageError
 from foreword.methods import AUTO, all_methods, find
 
@@ -55,21 +55,21 @@ SHOWN = 10  # differences on the screen; all of them are in the files
 def named_methods(wanted: str) -> list[str]:
     """Parse method names, separated by commas. `all`: those without weights; `and_shipped` adds the others."""
     ready = [name for name, method in all_methods().items() if name != "plain" and not method.trained]
-    names = ready if wanted == "all" else split_words(wanted)
+    names = ready if wanted == "all" else split_specs(wanted)
     for name in names:
-        called = read_word(name).name
+        called = parse_spec(name).name
         if "=" in name or called == AUTO or find(called).trained:
-            from foreword.drafters.resolve import Wanted  # noqa: PLC0415  imports torch
+            from foreword.drafters.resolve import DrafterRequest  # noqa: PLC0415  imports torch
 
-            Wanted.of(name)  # what is wrong with a folder is said before a model is loaded
+            DrafterRequest.of(name)  # what is wrong with a folder is said before a model is loaded
     return names
 
 
 def and_shipped(wanted: str, names: list[str], model: Model) -> list[str]:
     """For `all`, add the trained methods whose shipped drafters fit this model."""
-    from foreword.drafters.auto import fitting  # noqa: PLC0415  imports torch
+    from foreword.drafters.auto import shipped_for  # noqa: PLC0415  imports torch
 
-    return [*names, *(fitting(model) if wanted == "all" else ())]
+    return [*names, *(shipped_for(model) if wanted == "all" else ())]
 
 
 def prove(
@@ -114,9 +114,9 @@ def prove(
         from foreword.prove import prove as run  # noqa: PLC0415  imports torch
 
         samplings = [Sampling(seed=seed)] + ([Sampling(temperature=temperature, seed=seed)] if temperature else [])
-        known = None if out is None else (lambda report: report.write(out))  # should the run be cut
+        write = None if out is None else (lambda report: report.write(out))  # should the run be cut
         tested = and_shipped(methods, names, llm.model)
-        report = run(llm, tested, asked, samplings, max_new_tokens, rows, progress=show, known=known)
+        report = run(llm, tested, asked, samplings, max_new_tokens, rows, progress=show, on_report=write)
     if json:
         print_json(report.to_dict())
     else:

@@ -19,7 +19,7 @@ import foreword.cli.bench as bench_command
 import foreword.cli.console as console_module
 import foreword.model.busy as busy_module
 import foreword.prove.referee as referee_module
-from doubles import taught
+from doubles import with_random_weights
 from foreword.bench.journal import Journal
 from foreword.drafters import saved
 from foreword.model import cost
@@ -37,7 +37,7 @@ def questions(tmp_path: Path) -> Path:
 @pytest.fixture
 def medusa(tiny_model: str, tmp_path: Path) -> Path:
     with foreword.load(tiny_model, "plain", device="cpu", slots=1) as llm:
-        saved.save(taught("medusa", llm.model, heads=2), tmp_path / "medusa", llm.model)
+        saved.save(with_random_weights("medusa", llm.model, heads=2), tmp_path / "medusa", llm.model)
     return tmp_path / "medusa"
 
 
@@ -47,7 +47,7 @@ def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questi
     arguments = ("--methods", f"prompt_lookup,medusa={medusa}", "--batch", "1,2", "--widen", 2, "--out", out)
     result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *arguments)
     assert result.exit_code == 0, result.output
-    assert "by batch" in result.stdout and "pay" in result.stdout and "Grown r=2" in result.stdout
+    assert "by batch" in result.stdout and "pay" in result.stdout and "grown r=2" in result.stdout
     found = json.loads((out / "results.json").read_text())
     assert found["about"]["model"].endswith("grown r=2")
     grown = found["about"]["grown"]
@@ -60,7 +60,7 @@ def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questi
         assert all(row["prompts"] == 6 for row in table)
     assert set(found["stops_paying"]) == {"prompt_lookup", f"medusa={medusa}"}
     text = (out / "report.md").read_text()
-    assert "grown r=2" in text and "Grown r=2" in text and "## over plain by batch" in text
+    assert "grown r=2" in text and "grown r=2" in text and "## over plain by batch" in text
 
 
 def test_one_text_at_a_time_as_json(run, tiny_model, questions):
@@ -120,9 +120,9 @@ def test_who_is_timed_apart_is_not_in_all_and_may_be_named(run, tiny_model, ques
     monkeypatch.setattr(
         bench_command, "and_shipped", lambda wanted, names, _: [*names, *(["gsd", "amusd"] if wanted == "all" else [])]
     )
-    monkeypatch.setattr(contenders_module, "apart", lambda names, *_: [name for name in names if name == "amusd"])
+    monkeypatch.setattr(contenders_module, "needs_own_run", lambda names, *_: [name for name in names if name == "amusd"])
     monkeypatch.setattr(
-        bench_room, "contender", lambda llm, name, *_, **__: bench_room.unable(name, RuntimeError("not here"))
+        bench_room, "contender", lambda llm, name, *_, **__: bench_room.failing_contender(name, RuntimeError("not here"))
     )
     asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--rows", 4, "--limit", 1, "--json")
     found = json.loads(run(*asked).stdout)
@@ -153,8 +153,8 @@ def test_what_cannot_be_made_for_more_texts_fails_there_alone(run, tiny_model, q
 
 
 def test_differences_that_find_no_memory_to_be_judged_in(run, tiny_model, questions, monkeypatch):
-    right = baselines_module.counted
-    monkeypatch.setattr(baselines_module, "counted", lambda tokens, *more: right([9, *tokens[1:]], *more))
+    right = baselines_module.up_to_stop
+    monkeypatch.setattr(baselines_module, "up_to_stop", lambda tokens, *more: right([9, *tokens[1:]], *more))
 
     def full(*_: object) -> Any:
         raise torch.OutOfMemoryError("no memory\nleft")
@@ -162,7 +162,7 @@ def test_differences_that_find_no_memory_to_be_judged_in(run, tiny_model, questi
     monkeypatch.setattr(referee_module, "own_logits", full)
     asked = ("--prompts", questions, *SMALL, "--methods", "plain", "--baselines", "hf", "--limit", 1, "--json")
     row = json.loads(run("bench", "--model", tiny_model, *asked).stdout)["tables"]["overall"][1]
-    assert row["speedup"] is None and row["refused"].endswith("by a tie: no memory left")
+    assert row["speedup"] is None and row["refused"].endswith("whether at ties: no memory left")
 
 
 def test_passes_are_measured_where_somebody_will_see_it(run, tiny_model, questions, monkeypatch):
@@ -184,9 +184,9 @@ def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkey
     asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "prompt_lookup", "--out", out)
     add, told = Journal.add, []
 
-    def cut(journal: Journal, heat: Any) -> None:
-        add(journal, heat)
-        told.append(heat.place)
+    def cut(journal: Journal, block_run: Any) -> None:
+        add(journal, block_run)
+        told.append(block_run.place)
         if len(told) == 5:
             raise KeyboardInterrupt
 
@@ -209,7 +209,7 @@ def test_what_a_busy_machine_showed_is_measured_again(run, command, tiny_model, 
     """Unless rows are given, and nobody asks. Others at work here are not those that the test is about."""
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(cost, "SLOWER", math.inf)
-    monkeypatch.setattr(cost, "FLOOR_TIMES", math.inf)
+    monkeypatch.setattr(cost, "MAX_READ_TIMES", math.inf)
     measured, measure = [], cost.measure
     monkeypatch.setattr(cost, "measure", lambda model: measured.append(model) or measure(model))
     name, *more = command
@@ -217,7 +217,7 @@ def test_what_a_busy_machine_showed_is_measured_again(run, command, tiny_model, 
     given = "--rows" if name == "bench" else "--candidates"
     assert run(name, *more, given, 4).exit_code == 0 and not measured
     for steady, times in ((False, 1), (True, 2), (True, 2)):
-        monkeypatch.setattr(cost.Tries, "steady", steady)
+        monkeypatch.setattr(cost.PassTimings, "steady", steady)
         assert run(name, *more).exit_code == 0 and len(measured) == times
     assert run(name, *more, "--remeasure").exit_code == 0 and len(measured) == 3
     assert run(name, *more).exit_code == 0 and len(measured) == 3
@@ -251,12 +251,12 @@ def test_progress_is_shown_in_a_pipe(run, tiny_model, questions, monkeypatch):
 
 
 def test_another_text_gets_no_speedup(run, tiny_model, questions, monkeypatch):
-    right = baselines_module.counted
-    monkeypatch.setattr(baselines_module, "counted", lambda tokens, *more: right([9, *tokens[1:]], *more))
+    right = baselines_module.up_to_stop
+    monkeypatch.setattr(baselines_module, "up_to_stop", lambda tokens, *more: right([9, *tokens[1:]], *more))
     asked = ("--prompts", questions, *SMALL, "--methods", "plain", "--baselines", "hf", "--limit", 2)
     result = run("bench", "--model", tiny_model, *asked, "--json")
     row = json.loads(result.stdout)["tables"]["overall"][1]
-    assert row["contender"] == "hf" and row["speedup"] is None and row["refused"] == "other text" and row["differing"] == 2
+    assert row["contender"] == "hf" and row["speedup"] is None and row["refused"] == "other output" and row["differing"] == 2
 
 
 def test_near_ties_are_counted_and_refuse_nothing(run, tiny_model, tmp_path):
@@ -279,14 +279,14 @@ def test_a_quick_look(run, tiny_model):
 
 
 def test_a_grown_model_with_another_text_is_not_timed(run, tiny_model, questions, monkeypatch):
-    right = widening_module.grow
+    right = widening_module.widen_model
 
     def wrong(hf: Any, times: int) -> Any:
         wide = right(hf, times)
         wide.model.norm.weight.data[:8] *= -3
         return wide
 
-    monkeypatch.setattr(widening_module, "grow", wrong)
+    monkeypatch.setattr(widening_module, "widen_model", wrong)
     grown = ("--methods", "plain", "--widen", 2, "--limit", 1)  # every token of a wrong text goes before the referee
     result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *grown)
     assert result.exit_code == 2 and "positions that are no ties" in result.output and "tokens/s" not in result.output

@@ -50,7 +50,7 @@ def test_a_section_that_fails_is_told_and_the_others_are_kept(run, tiny_model, m
         raise RuntimeError("the clock stopped")
 
     monkeypatch.setattr(profile_module.Profile, "rounds", broken)
-    monkeypatch.setattr(profile_module, "parts_of_pass", lambda *_: 1 / 0)
+    monkeypatch.setattr(profile_module, "break_down_pass", lambda *_: 1 / 0)
     out = tmp_path / "profile.json"
     result = run("profile", "--model", tiny_model, *SMALL, "--out", out)
     assert result.exit_code == 1

@@ -284,7 +284,7 @@ def test_chain_rows_next_to_a_tree_are_dropped_first() -> None:
 
 
 def test_a_short_chain_pays_before_a_long_one() -> None:
-    """About the costs of an H200 for the 7 B model: with 8 sequences 128 rows cost little more than 64, and 256 rows cost 1.5
+    """About the costs of an H200 for the 7 B model: with 8 sequences 128 rows cost little more than 64, and 256 cost 1.5
     times as much as 128, so tree and chain share the cheap rows."""
     model, eight = target(), {8: 4.32, 32: 4.33, 64: 4.66, 128: 4.88, 256: 7.49, 512: 12.86}
     batch = CostCurve(tuple(eight), tuple(each * 1e-3 for each in eight.values()), sequences=8)

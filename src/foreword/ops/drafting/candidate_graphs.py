@@ -226,7 +226,6 @@ def _add(
     own = _finite(tl.load(at_live + rank * l_rank, mask=real, other=_NEVER).to(tl.float32))
     counts = (own >= best + siblings) & (own > _NEVER) & (path > _NEVER)
     own = tl.where(counts, own, _NEVER)
-
     token = tl.load(candidates + seq * c_seq + place * c_live + rank * c_rank, mask=real, other=0)
     key = _key(token, recent, roots, node, seq, real, before, FIRST)
     goal, twin, leads = number, candidate, tl.zeros([block], tl.int64)
@@ -235,7 +234,6 @@ def _add(
             key, counts, place, keys, goals, reads, reach, count, FIRST, K, LIVE_BLOCK, RANK_BLOCK, DOUBLINGS
         )
     goal = tl.where(counts, goal, _NOWHERE)
-
     is_sure = counts & (own >= sure)
     whole = tl.where((goal == number) & is_sure, path + own, _NEVER)
     spot = _spot(whole, real, block)

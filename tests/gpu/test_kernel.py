@@ -1,11 +1,11 @@
-"""The Triton kernel as it is compiled, against torch's masked attention; the unit tests go through its interpreter."""
+"""Tree attention, compiled for the GPU, against torch's masked attention; the unit tests use Triton's interpreter."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from doubles import Looks
+from doubles import AttentionCase
 from foreword.core.draft import Tree
 from tiers import slow
 
@@ -27,19 +27,21 @@ CLOSE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 HALF = [torch.bfloat16, slow(torch.float16)]
 
 
-def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | None = None, chain: bool = False) -> float:
-    """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
+def error(
+    case: AttentionCase, window: int = 0, softcap: float = 0.0, splits: int | None = None, chain: bool = False
+) -> float:
+    """Return the kernel's distance from the exact result; NaN if it read what no query may see."""
     from foreword.ops.layer.tree_attention import attend_tree, attention_tiles  # noqa: PLC0415  needs triton
 
-    looks = looks.to("cuda").within(window) if window else looks.to("cuda")
-    batch, heads, rows, width = looks.query.shape
-    span, key_heads, depth = -(-int(looks.base.max()) // 256) * 256, looks.keys.shape[1], looks.depth[:, -rows:]
-    tiles = attention_tiles(heads // key_heads * rows, span + rows, batch * key_heads, width, looks.query.element_size())
+    case = case.to("cuda").within(window) if window else case.to("cuda")
+    batch, heads, rows, width = case.query.shape
+    span, key_heads, depth = -(-int(case.base.max()) // 256) * 256, case.keys.shape[1], case.depth[:, -rows:]
+    tiles = attention_tiles(heads // key_heads * rows, span + rows, batch * key_heads, width, case.query.element_size())
     if splits is not None:
         tiles = replace(tiles, splits=splits)
-    seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
+    seen = (case.query, case.keys, case.values, case.slots, case.base, case.sees)
     found = attend_tree(*seen, span, width**-0.5, depth if window else None, window, softcap, chain, tiles)
-    return float((found.double() - looks.exact(window, softcap)).abs().max())
+    return float((found.double() - case.exact(window, softcap)).abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
@@ -47,7 +49,7 @@ def error(looks: Looks, window: int = 0, softcap: float = 0.0, splits: int | Non
 def test_the_kernel_is_masked_attention(
     heads: tuple[int, int], width: int, rows: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
-    assert error(Looks.drawn(heads, width, rows, lengths, dtype=dtype)) < CLOSE[dtype]
+    assert error(AttentionCase.random(heads, width, rows, lengths, dtype=dtype)) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -55,48 +57,48 @@ def test_the_kernel_is_masked_attention(
 @pytest.mark.parametrize("rows", [60, 300, slow(1), slow(64)])
 @pytest.mark.parametrize(("heads", "width"), [((9, 3), 64), slow((8, 2), 128), slow((4, 2), 256)])
 def test_prompts(heads: tuple[int, int], width: int, rows: int, window: int, dtype: torch.dtype) -> None:
-    """A chain that is known to be one, behind nothing and behind a long text."""
-    looks, chain = Looks.drawn(heads, width, rows, [0, 1500, 70], dtype=dtype), Tree.chain(rows)
-    looks = replace(looks, sees=chain.ancestors, depth=chain.depth)
-    assert error(looks, window, chain=True) < CLOSE[dtype]
+    """A chain that is declared as one, after no prefix and after a long one."""
+    case, chain = AttentionCase.random(heads, width, rows, [0, 1500, 70], dtype=dtype), Tree.chain(rows)
+    case = replace(case, sees=chain.ancestors, depth=chain.depth)
+    assert error(case, window, chain=True) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("rows", [4, slow(1)])
-def test_one_long_text_among_many_short_ones(rows: int) -> None:
-    looks = Looks.drawn((9, 3), 64, rows, [*range(40, 71), 1600], dtype=torch.bfloat16)
-    assert error(looks) < CLOSE[torch.bfloat16]
+def test_one_long_sequence_among_many_short_ones(rows: int) -> None:
+    case = AttentionCase.random((9, 3), 64, rows, [*range(40, 71), 1600], dtype=torch.bfloat16)
+    assert error(case) < CLOSE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("splits", [1, 7, slow(2), slow(33)])
 def test_any_number_of_shares(splits: int, dtype: torch.dtype) -> None:
-    looks = Looks.drawn((9, 3), 64, 17, [0, 5, 130, 512], before=6, dtype=dtype)
-    assert error(looks, splits=splits) < CLOSE[dtype]
+    case = AttentionCase.random((9, 3), 64, 17, [0, 5, 130, 512], before=6, dtype=dtype)
+    assert error(case, splits=splits) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("window", [9, 200, slow(1), slow(64), slow(4096)])
 @pytest.mark.parametrize(("heads", "width"), [((8, 2), 128), slow((9, 3), 64), slow((4, 2), 256)])
 def test_windows(heads: tuple[int, int], width: int, window: int, dtype: torch.dtype) -> None:
-    """Longer than the text, shorter than it, and so short that deep rows see none of the prefix."""
-    looks = Looks.drawn(heads, width, 24, [700, 64, 3], before=5, dtype=dtype)
-    assert error(looks, window) < CLOSE[dtype]
-    assert error(looks, window, splits=1) < CLOSE[dtype]
+    """Longer than the sequence, shorter, and so short that deep rows see none of the prefix."""
+    case = AttentionCase.random(heads, width, 24, [700, 64, 3], before=5, dtype=dtype)
+    assert error(case, window) < CLOSE[dtype]
+    assert error(case, window, splits=1) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("window", [150, slow(0)])
 @pytest.mark.parametrize("softcap", [50.0, slow(1.5)])
 def test_soft_caps(softcap: float, window: int, dtype: torch.dtype) -> None:
-    assert error(Looks.drawn((8, 2), 128, 24, [700, 3], dtype=dtype), window, softcap) < CLOSE[dtype]
+    assert error(AttentionCase.random((8, 2), 128, 24, [700, 3], dtype=dtype), window, softcap) < CLOSE[dtype]
 
 
 def test_the_kernel_is_captured() -> None:
-    """Replayed on other lengths, sight and queries than those it was captured with."""
+    """Replayed with other lengths, visibility and queries than at capture."""
     from foreword.ops.layer.tree_attention import attend_tree  # noqa: PLC0415  needs triton
 
     first, second = (
-        Looks.drawn((9, 3), 64, 20, lengths, dtype=torch.bfloat16, seed=seed).to("cuda")
+        AttentionCase.random((9, 3), 64, 20, lengths, dtype=torch.bfloat16, seed=seed).to("cuda")
         for seed, lengths in ((0, [300, 7]), (1, [20, 300]))
     )
     seen = [tensor.clone() for tensor in (first.query, first.keys, first.values, first.slots, first.base, first.sees)]
@@ -105,9 +107,9 @@ def test_the_kernel_is_captured() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = attend_tree(*seen, 512, 0.125)
-    for looks in (first, second):
-        new = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
+    for case in (first, second):
+        new = (case.query, case.keys, case.values, case.slots, case.base, case.sees)
         for buffer, tensor in zip(seen, new, strict=True):
             buffer.copy_(tensor)
         graph.replay()
-        assert (found.double() - looks.exact()).abs().max() < CLOSE[torch.bfloat16]
+        assert (found.double() - case.exact()).abs().max() < CLOSE[torch.bfloat16]

@@ -1,4 +1,4 @@
-"""Products of few rows, and what lies between them, on CUDA: real shapes, captured, the same bits every time."""
+"""Products of few rows and the steps between them on CUDA: real shapes, captured, the same bits every time."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
 
 
@@ -47,10 +47,10 @@ def test_products_at_real_shapes(rows: int, n: int, k: int, kind: str, dtype: to
     from foreword.ops.layer.linear import few_rows_linear  # noqa: PLC0415  needs triton
 
     gated = kind == "gated"
-    x, weight = drawn(rows, k, dtype=dtype), drawn(2 * n if gated else n, k, dtype=dtype, seed=1) * k**-0.5
-    norm = (drawn(k, dtype=dtype, seed=2), 1e-5) if kind in ("norm", "gated") else None
-    residual = drawn(rows, n, dtype=dtype, seed=3) if kind == "residual" else None
-    bias = drawn(n, dtype=dtype, seed=4) if kind == "bias" else None
+    x, weight = random(rows, k, dtype=dtype), random(2 * n if gated else n, k, dtype=dtype, seed=1) * k**-0.5
+    norm = (random(k, dtype=dtype, seed=2), 1e-5) if kind in ("norm", "gated") else None
+    residual = random(rows, n, dtype=dtype, seed=3) if kind == "residual" else None
+    bias = random(n, dtype=dtype, seed=4) if kind == "bias" else None
 
     found = [few_rows_linear(x, weight, bias, norm=norm, residual=residual, gated=gated) for _ in range(3)]
 
@@ -67,30 +67,30 @@ def test_products_at_real_shapes(rows: int, n: int, k: int, kind: str, dtype: to
     ("m", "n", "warps"), [(1, 8, 4), (16, 16, 8), slow(1, 4, 2), slow(1, 4, 4), slow(16, 8, 4), slow(32, 16, 4)]
 )
 @pytest.mark.parametrize("kind", ["gated", "residual"])
-def test_weights_that_are_held(kind: str, m: int, n: int, warps: int) -> None:
+def test_preloaded_weights(kind: str, m: int, n: int, warps: int) -> None:
     from foreword.ops.layer.linear import few_rows_linear  # noqa: PLC0415  needs triton
     from foreword.ops.layer.tiles import Tiles  # noqa: PLC0415  needs triton
 
     gated, columns, k = kind == "gated", 100, 576
-    x = drawn(2 if m == 1 else 17, k, dtype=torch.bfloat16)
-    weight = drawn((1 + gated) * columns, k, dtype=torch.bfloat16, seed=1) * k**-0.5
-    norm = (drawn(k, dtype=torch.bfloat16, seed=2), 1e-5) if gated else None
-    residual = None if gated else drawn(len(x), columns, dtype=torch.bfloat16, seed=3)
+    x = random(2 if m == 1 else 17, k, dtype=torch.bfloat16)
+    weight = random((1 + gated) * columns, k, dtype=torch.bfloat16, seed=1) * k**-0.5
+    norm = (random(k, dtype=torch.bfloat16, seed=2), 1e-5) if gated else None
+    residual = None if gated else random(len(x), columns, dtype=torch.bfloat16, seed=3)
     given = {"norm": norm, "residual": residual, "gated": gated}
-    held, streamed = (few_rows_linear(x, weight, **given, tiles=Tiles(m, n, 1024, warps, stages)) for stages in (0, 1))
-    assert error(held, streamed.double()) < TOLERANCE[torch.bfloat16]
+    preloaded, streamed = (few_rows_linear(x, weight, **given, tiles=Tiles(m, n, 1024, warps, stages)) for stages in (0, 1))
+    assert error(preloaded, streamed.double()) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("rows", [2, 16, slow(33), slow(64), slow(100)])
 @pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), slow(4096, 14336), slow(896, 1152)])
-def test_a_norm_inside_apart_and_handed_on_is_the_same(hidden: int, mlp: int, rows: int) -> None:
-    """But for the order of sums: nearly all numbers to the last bit."""
+def test_a_norm_inside_separate_and_prescaled_is_the_same(hidden: int, mlp: int, rows: int) -> None:
+    """Except for the order of sums: nearly all numbers are equal to the last bit."""
     from foreword.ops.layer.linear import few_rows_linear, linear_and_prescale  # noqa: PLC0415  needs triton
 
-    x, residual = drawn(rows, mlp, dtype=torch.bfloat16), drawn(rows, hidden, dtype=torch.bfloat16, seed=3)
-    norm = (drawn(hidden, dtype=torch.bfloat16, seed=2), 1e-5)
-    down = drawn(hidden, mlp, dtype=torch.bfloat16, seed=1) * mlp**-0.5
-    up = drawn(2 * mlp, hidden, dtype=torch.bfloat16, seed=4) * hidden**-0.5
+    x, residual = random(rows, mlp, dtype=torch.bfloat16), random(rows, hidden, dtype=torch.bfloat16, seed=3)
+    norm = (random(hidden, dtype=torch.bfloat16, seed=2), 1e-5)
+    down = random(hidden, mlp, dtype=torch.bfloat16, seed=1) * mlp**-0.5
+    up = random(2 * mlp, hidden, dtype=torch.bfloat16, seed=4) * hidden**-0.5
     (out, prescaled), (same, again) = (linear_and_prescale(x, down, None, residual, norm[0]) for _ in range(2))
     assert torch.equal(out, few_rows_linear(x, down, residual=residual)) and torch.equal(out, same)
     assert (prescaled is None) == (again is None) == (rows <= 4)
@@ -111,28 +111,28 @@ def test_a_norm_inside_apart_and_handed_on_is_the_same(hidden: int, mlp: int, ro
     ("heads", "key_heads", "width", "k"),
     [(9, 3, 64, 576), (32, 8, 128, 4096), slow(14, 2, 64, 896), slow(4, 2, 16, 64)],
 )
-def test_the_turned_product_is_product_and_rotation(
+def test_the_rotated_product_is_product_and_rotation(
     heads: int, key_heads: int, width: int, k: int, rows: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Nearly every number to the last bit, since both round in the same places."""
+    """Nearly every number is equal to the last bit, since both round in the same places."""
     from foreword.ops.layer.linear import few_rows_linear  # noqa: PLC0415  needs triton
     from foreword.ops.layer.qkv import linear_rotate_and_store  # noqa: PLC0415
     from foreword.ops.layer.rotary import rotate_and_store  # noqa: PLC0415
 
     batch, count = rows
     columns = (heads + 2 * key_heads) * width
-    x, norm = drawn(batch, count, k, dtype=dtype), (drawn(k, dtype=dtype, seed=2), 1e-5)
-    weight, bias = drawn(columns, k, dtype=dtype, seed=1) * k**-0.5, drawn(columns, dtype=dtype, seed=3)
-    turn = [drawn(batch, count, width, dtype=dtype, seed=seed) for seed in (4, 5)]
+    x, norm = random(batch, count, k, dtype=dtype), (random(k, dtype=dtype, seed=2), 1e-5)
+    weight, bias = random(columns, k, dtype=dtype, seed=1) * k**-0.5, random(columns, dtype=dtype, seed=3)
+    angles = [random(batch, count, width, dtype=dtype, seed=seed) for seed in (4, 5)]
     places = torch.randperm(2 * batch * key_heads * count, device="cuda")[: batch * key_heads * count]
 
     def cache() -> list[Tensor]:
         return [torch.zeros(2 * batch, key_heads, count, width, dtype=dtype, device="cuda") for _ in range(2)]
 
     product = few_rows_linear(x, weight, bias, norm=norm)
-    apart, found, again = cache(), cache(), cache()
-    expected = [rotate_and_store(product, *turn, *apart, places), *apart]
-    query, same = (linear_rotate_and_store(x, weight, bias, norm, *turn, *part, places) for part in (found, again))
+    separate, found, again = cache(), cache(), cache()
+    expected = [rotate_and_store(product, *angles, *separate, places), *separate]
+    query, same = (linear_rotate_and_store(x, weight, bias, norm, *angles, *part, places) for part in (found, again))
     for one, other, exact in zip((query, *found), (same, *again), expected, strict=True):
         assert torch.equal(one, other) and error(one, exact.double()) < TOLERANCE[dtype]
         assert dtype == torch.float32 or (one == exact).float().mean() > 0.95
@@ -141,16 +141,16 @@ def test_the_turned_product_is_product_and_rotation(
 @pytest.mark.parametrize("rows", [1, 16, slow(4), slow(64)])
 @pytest.mark.parametrize(("hidden", "mlp"), [(576, 1536), slow(4096, 14336)])
 def test_a_captured_chain_is_the_plain_one(hidden: int, mlp: int, rows: int) -> None:
-    """Every product reads what the one before wrote: a kernel that starts early and does not wait gives other numbers."""
+    """Every product reads what the previous one wrote: a kernel that starts early and does not wait gives other numbers."""
     from foreword.ops.layer.linear import few_rows_linear, linear_and_prescale  # noqa: PLC0415  needs triton
 
     weights = [
-        (drawn(2 * mlp, hidden, dtype=torch.bfloat16, seed=i) / hidden**0.5,
-         drawn(hidden, mlp, dtype=torch.bfloat16, seed=i + 9) / mlp**0.5)
+        (random(2 * mlp, hidden, dtype=torch.bfloat16, seed=i) / hidden**0.5,
+         random(hidden, mlp, dtype=torch.bfloat16, seed=i + 9) / mlp**0.5)
         for i in range(6)
     ]  # fmt: skip
-    norm = (drawn(hidden, dtype=torch.bfloat16, seed=5), 1e-5)
-    start = drawn(rows, hidden, dtype=torch.bfloat16)
+    norm = (random(hidden, dtype=torch.bfloat16, seed=5), 1e-5)
+    start = random(rows, hidden, dtype=torch.bfloat16)
 
     def chain(x: Tensor, wait: bool) -> Tensor:
         prescaled = None
@@ -181,9 +181,9 @@ def test_rotation_and_cache(
 ) -> None:
     from foreword.ops.layer.rotary import rotate_and_store  # noqa: PLC0415  needs triton
 
-    qkv = drawn(batch, rows, (heads + 2 * key_heads) * width, dtype=dtype)
-    cosine, sine = drawn(batch, rows, width, dtype=dtype, seed=1), drawn(batch, rows, width, dtype=dtype, seed=2)
-    norm = (drawn(width, dtype=dtype, seed=3), 1e-5) if normed else None
+    qkv = random(batch, rows, (heads + 2 * key_heads) * width, dtype=dtype)
+    cosine, sine = random(batch, rows, width, dtype=dtype, seed=1), random(batch, rows, width, dtype=dtype, seed=2)
+    norm = (random(width, dtype=dtype, seed=3), 1e-5) if normed else None
     keys, values = (torch.zeros(batch + 1, key_heads, 128, width, dtype=dtype, device="cuda") for _ in range(2))
     index, head, row = torch.meshgrid(
         *(torch.arange(size, device="cuda") for size in (batch, key_heads, rows)), indexing="ij"

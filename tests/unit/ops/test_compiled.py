@@ -1,6 +1,6 @@
-"""Where compiled loops keep their machine code, in processes of their own: next to the source, in the spare folder, nowhere.
+"""Where compiled loops cache their machine code, in separate processes: next to the source, in the fallback folder, nowhere.
 
-A folder that nobody can write, not even root, is one whose path leads through a file.
+A path that leads through a file cannot be written, not even by root.
 """
 
 import os
@@ -27,30 +27,30 @@ import sys, warnings
 from pathlib import Path
 from foreword.ops.layer import compiled
 compiled.fallback_folder = Path(sys.argv[1])
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from foreword.ops.layer import small_loop
-print(small_loop.twice(21.0), [f"{one.category.__name__}: {one.message}" for one in told])
+print(small_loop.twice(21.0), [f"{one.category.__name__}: {one.message}" for one in caught])
 """
 
 LOAD = """
 import sys, warnings, foreword
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     llm = foreword.load(sys.argv[1], "prompt_lookup", rows=3, device="cpu")
     assert llm.model.layer_stack.fused is not None
     out = llm.generate("hi", max_new_tokens=3, ignore_eos=True)
-print(out.stats.new_tokens, [str(one.message) for one in told if one.category.__name__ == "ForewordWarning"])
+print(out.stats.new_tokens, [str(one.message) for one in caught if one.category.__name__ == "ForewordWarning"])
 """
 
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Path:
-    """The package as it lies in a read-only container: there is no `__pycache__` to write to."""
+    """The package as in a read-only container: it has no `__pycache__` to write to."""
     package = tmp_path / "site" / "foreword"
     layer = Path("ops", "layer")
     (package / layer).mkdir(parents=True)
-    for place in (Path(), Path("ops"), layer):  # links to all but the folders that are made anew
+    for place in (Path(), Path("ops"), layer):  # links to everything except the folders made here
         for entry in (SOURCE / place).iterdir():
             if entry.name != "__pycache__" and not (package / place / entry.name).exists():
                 (package / place / entry.name).symlink_to(entry)
@@ -68,19 +68,21 @@ def run(package: Path, script: str, *arguments: str | Path) -> str:
     return done.stdout.strip()
 
 
-def test_where_numba_can_write_the_spare_folder_is_not_used(read_only: Path, tmp_path: Path) -> None:
+def test_the_fallback_folder_is_not_used_if_numba_can_write(read_only: Path, tmp_path: Path) -> None:
     (read_only / "ops" / "layer" / "__pycache__").unlink()
     (read_only / "ops" / "layer" / "small_loop.py").write_text(LOOP)
-    assert run(read_only, RUN, tmp_path / "spare") == "42.0 []"
-    assert list((read_only / "ops" / "layer" / "__pycache__").glob("small_loop.*.nbc")) and not (tmp_path / "spare").exists()
+    assert run(read_only, RUN, tmp_path / "fallback") == "42.0 []"
+    assert (
+        list((read_only / "ops" / "layer" / "__pycache__").glob("small_loop.*.nbc")) and not (tmp_path / "fallback").exists()
+    )
 
 
-def test_where_numba_cannot_write_the_spare_folder_is_used(read_only: Path, tmp_path: Path) -> None:
+def test_the_fallback_folder_is_used_if_numba_cannot_write(read_only: Path, tmp_path: Path) -> None:
     (read_only / "ops" / "layer" / "small_loop.py").write_text(LOOP)
-    assert run(read_only, RUN, tmp_path / "spare") == "42.0 []"
-    assert list((tmp_path / "spare").glob("*/small_loop.*.nbc"))
+    assert run(read_only, RUN, tmp_path / "fallback") == "42.0 []"
+    assert list((tmp_path / "fallback").glob("*/small_loop.*.nbc"))
 
 
-def test_where_nothing_can_be_written_a_model_is_loaded_with_a_warning(read_only: Path, folders: dict[str, Path]) -> None:
-    told = run(read_only, LOAD, folders["llama"])
-    assert told.startswith("3 [") and told.count("cannot be kept") == 1 and "FOREWORD_HOME" in told
+def test_a_model_loads_with_a_warning_if_nothing_is_writable(read_only: Path, folders: dict[str, Path]) -> None:
+    printed = run(read_only, LOAD, folders["llama"])
+    assert printed.startswith("3 [") and printed.count("cannot be cached") == 1 and "FOREWORD_HOME" in printed

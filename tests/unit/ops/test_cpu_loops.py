@@ -1,4 +1,4 @@
-"""The compiled loops give what torch gives, for any number of rows, and never hide a NaN."""
+"""The compiled loops equal torch's operations for any number of rows, and never hide a NaN."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm, silu
 
 from foreword.ops.layer import cpu_loops
 
-EPSILON = 1e-3  # large enough to be seen
+EPSILON = 1e-3  # large enough to matter
 
 
 def rows(count: int, width: int) -> Tensor:
@@ -19,12 +19,12 @@ def rows(count: int, width: int) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 3, 17])
 def test_norms(count: int) -> None:
-    x, more, weight = rows(count, 37), 3 * rows(count + 1, 37)[1:], rows(1, 37)[0]
+    x, residual, weight = rows(count, 37), 3 * rows(count + 1, 37)[1:], rows(1, 37)[0]
     out = torch.empty_like(x)
     cpu_loops.normed(x.numpy(), weight.numpy(), EPSILON, out.numpy())
     torch.testing.assert_close(out, rms_norm(x, (37,), weight, EPSILON))
-    total = x + more
-    cpu_loops.added_and_normed(x.numpy(), more.numpy(), weight.numpy(), EPSILON, out.numpy())
+    total = x + residual
+    cpu_loops.added_and_normed(x.numpy(), residual.numpy(), weight.numpy(), EPSILON, out.numpy())
     assert torch.equal(x, total)
     torch.testing.assert_close(out, rms_norm(total, (37,), weight, EPSILON))
 
@@ -51,7 +51,7 @@ def test_broken_rows_stay_broken(bad: float) -> None:
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain heads", "normed heads"])
 @pytest.mark.parametrize(("batch", "count"), [(1, 1), (2, 3)])
-def test_turned_and_stored(batch: int, count: int, normed: bool) -> None:
+def test_rotated_and_stored(batch: int, count: int, normed: bool) -> None:
     heads, groups, width, places = 2, 3, 8, torch.randperm(40)[: batch * 2 * count]
     qkv, angle = rows(batch * count, (heads * groups + 2 * heads) * width), rows(batch * count, width // 2)
     cosine, sine = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
@@ -62,11 +62,11 @@ def test_turned_and_stored(batch: int, count: int, normed: bool) -> None:
     q, k, v = split.split([heads * groups, heads, heads], dim=1)
     if normed:
         q, k = rms_norm(q, (width,), norms[0], EPSILON), rms_norm(k, (width,), norms[1], EPSILON)
-    turn = [part.view(batch, 1, count, width) for part in (cosine, sine)]
-    swap = [torch.cat([-part[..., width // 2 :], part[..., : width // 2]], dim=-1) for part in (q, k)]
-    q, k = q * turn[0] + swap[0] * turn[1], k * turn[0] + swap[1] * turn[1]
+    angles = [tensor.view(batch, 1, count, width) for tensor in (cosine, sine)]
+    swapped = [torch.cat([-tensor[..., width // 2 :], tensor[..., : width // 2]], dim=-1) for tensor in (q, k)]
+    q, k = q * angles[0] + swapped[0] * angles[1], k * angles[0] + swapped[1] * angles[1]
 
-    arrays = [part.numpy() for part in (qkv, cosine, sine, *norms)]
+    arrays = [tensor.numpy() for tensor in (qkv, cosine, sine, *norms)]
     cpu_loops.rotated_and_stored(*arrays, EPSILON, places.numpy(), keys.numpy(), values.numpy(), query.numpy())
     torch.testing.assert_close(query, q.reshape(query.shape))
     torch.testing.assert_close(keys[places], k.reshape(-1, width))

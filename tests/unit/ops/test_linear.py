@@ -1,4 +1,4 @@
-"""Products of few rows against plain torch in float32, through Triton's interpreter."""
+"""Products of few rows against plain torch in float32, in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -17,21 +17,21 @@ from foreword.ops.layer.tiles import Tiles
 
 SMALL = Tiles(16, 16, 32, warps=4, stages=2)
 SHARED = replace(SMALL, splits=2)
-HELD = replace(SMALL, stages=0)
+PRELOADED = replace(SMALL, stages=0)
 ONE = Tiles(1, 8, 64, warps=4, stages=2)
-ONE_HELD = replace(ONE, stages=0)
+ONE_PRELOADED = replace(ONE, stages=0)
 
 
 class Case:
     def __init__(self, rows: int, n: int, k: int, gated: bool = False) -> None:
         generator = torch.Generator().manual_seed(rows * n + k)
 
-        def drawn(*shape: int) -> Tensor:
+        def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
         tall = 2 * n if gated else n
-        self.rows, self.weight, self.bias = drawn(rows, k), drawn(tall, k) * k**-0.5, drawn(tall)
-        self.norm, self.residual, self.gated = (1 + drawn(k) / 4, 1e-3), drawn(rows, n), gated
+        self.rows, self.weight, self.bias = random(rows, k), random(tall, k) * k**-0.5, random(tall)
+        self.norm, self.residual, self.gated = (1 + random(k) / 4, 1e-3), random(rows, n), gated
 
     def check(self, tiles: Tiles | None, normed: bool, biased: bool, added: bool) -> None:
         norm, bias = self.norm if normed else None, self.bias if biased else None
@@ -49,7 +49,7 @@ class Case:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 17, 64, 100])
 def test_any_number_of_rows(rows: int, gated: bool) -> None:
-    """With the default tiles, a remainder in K and columns that fill no whole number of programs."""
+    """With the default tiles, a remainder in K, and columns that do not fill a whole number of programs."""
     Case(rows, 37, 200, gated).check(None, normed=True, biased=False, added=True)
 
 
@@ -59,30 +59,30 @@ def test_any_number_of_rows(rows: int, gated: bool) -> None:
     n=st.integers(2, 24),
     k=st.integers(1, 9).map(lambda eighths: 8 * eighths),
     gated=st.booleans(),
-    parts=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    steps=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     tiles=st.sampled_from([SMALL, ONE]),
 )
-def test_any_parts_at_any_size(rows: int, n: int, k: int, gated: bool, parts: tuple[bool, bool, bool], tiles: Tiles) -> None:
-    Case(min(rows, 2) if tiles == ONE else rows, n, k, gated).check(tiles, *parts)
+def test_any_steps_at_any_size(rows: int, n: int, k: int, gated: bool, steps: tuple[bool, bool, bool], tiles: Tiles) -> None:
+    Case(min(rows, 2) if tiles == ONE else rows, n, k, gated).check(tiles, *steps)
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("k", "splits"), [(256, 2), (200, 2), (200, 3), (40, 4)])
 def test_programs_that_share_a_sum(k: int, splits: int, normed: bool) -> None:
-    """Also where the last ones have nothing left to add."""
+    """Also if the last ones have nothing left to add."""
     Case(17, 20, k).check(Tiles(16, 16, 32, warps=4, stages=2, splits=splits), normed, biased=True, added=True)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    "held", [Tiles(16, 16, 64, 4, 0), Tiles(16, 16, 64, 8, 0), Tiles(1, 8, 64, 2, 0), Tiles(1, 4, 64, 4, 0)]
+    "tiles", [Tiles(16, 16, 64, 4, 0), Tiles(16, 16, 64, 8, 0), Tiles(1, 8, 64, 2, 0), Tiles(1, 4, 64, 4, 0)]
 )
 @pytest.mark.parametrize("k", [24, 64, 72, 130, 576])
-def test_weights_that_are_held(k: int, held: Tiles, gated: bool) -> None:
-    """Shares that are full, partly filled and empty. In half precision: longer numbers are not held."""
-    case = Case(17 if held.block_m > 1 else 2, 20, k, gated)
+def test_preloaded_weights(k: int, tiles: Tiles, gated: bool) -> None:
+    """Shares that are full, partly filled and empty. In half precision: longer numbers are not preloaded."""
+    case = Case(17 if tiles.block_m > 1 else 2, 20, k, gated)
     rows, weight, residual = case.rows.half(), case.weight.half(), case.residual.half()
-    found = few_rows_linear(rows, weight, norm=case.norm, residual=residual, gated=gated, tiles=held)
+    found = few_rows_linear(rows, weight, norm=case.norm, residual=residual, gated=gated, tiles=tiles)
     exact = linear(rms_norm(rows.float(), (k,), *case.norm), weight.float())
     exact = (silu(exact.chunk(2, dim=-1)[0]) * exact.chunk(2, dim=-1)[1] if gated else exact) + residual.float()
     torch.testing.assert_close(found.float(), exact, rtol=1e-2, atol=1e-2)
@@ -96,25 +96,27 @@ def test_rows_keep_their_shape() -> None:
     assert few_rows_linear(wide[:0], case.weight).shape == (0, 3, 20)
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["norm behind", "norm first"])
+@pytest.mark.parametrize("first", [False, True], ids=["norm after", "norm first"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_is_rounded_alike_alone_and_among_others(gated: bool, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In half precision, where only the order of sums may differ: nearly every number is the same to the last bit.
+    """In half precision only the order of sums may differ: nearly every number is equal to the last bit.
 
-    Triton's interpreter has no products in bfloat16; what is done for it is done here in float16.
+    Triton's interpreter has no products in bfloat16; its code path runs here in float16.
     """
     monkeypatch.setattr(kernel, "NORMED_FIRST", (torch.float16,) if first else ())
     case = Case(5, 48, 100, gated)
     rows, weight, norm = case.rows.half(), case.weight.half(), (case.norm[0].half(), case.norm[1])
     alone = torch.cat([few_rows_linear(row, weight, norm=norm, gated=gated, tiles=ONE) for row in rows.split(1)])
-    for tiles in (SMALL, HELD, ONE_HELD) if gated else (SMALL, HELD, ONE_HELD, SHARED):
+    for tiles in (SMALL, PRELOADED, ONE_PRELOADED) if gated else (SMALL, PRELOADED, ONE_PRELOADED, SHARED):
         among = few_rows_linear(rows, weight, norm=norm, gated=gated, tiles=tiles)
         assert (alone == among).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("tiles", [ONE, ONE_HELD, SMALL, HELD, SHARED], ids=["one", "one held", "few", "held", "shared"])
+@pytest.mark.parametrize(
+    "tiles", [ONE, ONE_PRELOADED, SMALL, PRELOADED, SHARED], ids=["one", "one preloaded", "few", "preloaded", "shared"]
+)
 def test_long_rows_in_float16(tiles: Tiles) -> None:
-    """Rows that a norm's weight would make too large for it, if they were not normalised first."""
+    """Rows that would overflow when multiplied by the norm's weight, if they were not normalised first."""
     case = Case(3, 20, 48)
     rows, norm = (case.rows * 8000).half(), (case.norm[0].half() * 16, case.norm[1])
     found = few_rows_linear(rows, case.weight.half(), norm=norm, tiles=tiles)
@@ -123,18 +125,18 @@ def test_long_rows_in_float16(tiles: Tiles) -> None:
 
 
 def linear_and_prescaled(case: Case, tiles: Tiles, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Prescaled | None]:
-    """The rows of a case go through a product, back into the residual stream, and to the norm of another product."""
+    """Run a case's rows through a product that adds to the residual stream, and prescale them for the next norm."""
     weight, bias = (part.to(dtype) for part in (case.weight, case.bias))
     rows, residual = case.rows.to(dtype), case.residual.to(dtype)
     return linear_and_prescale(rows, weight, bias, residual, (1 + case.bias / 4).to(dtype), tiles=tiles)
 
 
-@pytest.mark.parametrize("before", [SMALL, HELD, SHARED], ids=["few", "held", "shared"])
+@pytest.mark.parametrize("before", [SMALL, PRELOADED, SHARED], ids=["few", "preloaded", "shared"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(5, 40, 64), (17, 37, 100), (16, 600, 32)])
-def test_what_is_handed_on_is_what_the_norm_would_make(
+def test_prescaled_rows_equal_the_norm_kernels(
     rows: int, n: int, k: int, before: Tiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit in half precision, but for the sums of squares, of which there is one for every block of columns."""
+    """To the last bit in half precision, except for the sums of squares: there is one for every block of columns."""
     monkeypatch.setattr(kernel, "NORMED_FIRST", ())
     case = Case(rows, n, k)
     out, prescaled = linear_and_prescaled(case, before, torch.float16)
@@ -147,29 +149,29 @@ def test_what_is_handed_on_is_what_the_norm_would_make(
 
 
 @pytest.mark.parametrize("before", [SMALL, SHARED], ids=["few", "shared"])
-@pytest.mark.parametrize("behind", [SMALL, SHARED, ONE], ids=["few", "shared", "one"])
-def test_a_product_of_what_was_handed_on_is_norm_and_product(before: Tiles, behind: Tiles) -> None:
+@pytest.mark.parametrize("after", [SMALL, SHARED, ONE], ids=["few", "shared", "one"])
+def test_a_product_of_prescaled_rows_is_norm_and_product(before: Tiles, after: Tiles) -> None:
     case, second = Case(17, 72, 64), Case(17, 20, 72)
     out, prescaled = linear_and_prescaled(case, before)
     norm = (1 + case.bias / 4, 1e-3)
-    for gated in (False, True) if behind.splits == 1 else (False,):
+    for gated in (False, True) if after.splits == 1 else (False,):
         found, apart = (
-            few_rows_linear(out, second.weight, norm=norm, prescaled=given, gated=gated, tiles=behind)
+            few_rows_linear(out, second.weight, norm=norm, prescaled=given, gated=gated, tiles=after)
             for given in (prescaled, None)
         )  # fmt: skip
         torch.testing.assert_close(found, apart, rtol=1e-6, atol=1e-6)
 
 
-def test_only_the_very_rows_that_it_is_of_use_what_was_handed_on() -> None:
+def test_prescaled_rows_are_used_for_their_very_source_only() -> None:
     case, second = Case(9, 72, 64), Case(9, 20, 72)
     out, prescaled = linear_and_prescaled(case, SMALL)
     assert prescaled is not None
-    spoilt = prescaled._replace(rows=prescaled.rows * float("nan"))
+    broken = prescaled._replace(rows=prescaled.rows * float("nan"))
     for rows, used in ((out, True), (out[:], False), (out.clone(), False), (torch.cat([out, out]), False)):
-        found = few_rows_linear(rows, second.weight, norm=(1 + case.bias / 4, 1e-3), prescaled=spoilt, tiles=SMALL)
+        found = few_rows_linear(rows, second.weight, norm=(1 + case.bias / 4, 1e-3), prescaled=broken, tiles=SMALL)
         assert found.isnan().all().item() is used and found.isnan().any().item() is used
 
 
-def test_nothing_is_handed_on_where_norms_are_inside_or_first() -> None:
+def test_no_rows_are_prescaled_if_norms_are_inside_or_first() -> None:
     case = Case(3, 40, 64)
     assert linear_and_prescaled(case, ONE)[1] is None and linear_and_prescaled(case, SMALL, torch.float16)[1] is None

@@ -1,4 +1,4 @@
-"""What stands between a library's products, by kernels, against torch's own, in Triton's interpreter."""
+"""The norm and gate kernels against torch's operations, in Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The q/k/v product that rotates and stores, against torch in float32 and against the two kernels that it stands for."""
+"""The q/k/v product that rotates and stores, against torch in float32 and against the two kernels that it replaces."""
 
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ from foreword.ops.layer.tiles import Tiles
 ONE = Tiles(1, 16, 64, warps=4, stages=1)
 FEW = Tiles(16, 8, 32, warps=4, stages=2)
 SHARED = replace(FEW, splits=2)
-HELD = replace(FEW, stages=0)
-ONE_HELD = replace(ONE, stages=0)
+PRELOADED = replace(FEW, stages=0)
+ONE_PRELOADED = replace(ONE, stages=0)
 
 K = 72
 
@@ -44,14 +44,14 @@ class Case:
     ) -> None:
         generator = torch.Generator().manual_seed(heads * width + rows)
 
-        def drawn(*shape: int) -> Tensor:
+        def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(dtype)
 
         batch, columns = len(slots), (heads + 2 * key_heads) * width
-        self.heads, self.rows = heads, drawn(batch, rows, K)
+        self.heads, self.rows = heads, random(batch, rows, K)
         self.prescaled: Prescaled | None = None
-        self.weight, self.bias, self.norm = drawn(columns, K) * K**-0.5, drawn(columns), (1 + drawn(K) / 4, 1e-3)
-        self.turn = [drawn(batch if spread else 1, rows, width) for _ in range(2)]
+        self.weight, self.bias, self.norm = random(columns, K) * K**-0.5, random(columns), (1 + random(K) / 4, 1e-3)
+        self.angles = [random(batch if spread else 1, rows, width) for _ in range(2)]
         shape = CacheShape(1, key_heads, width, dtype)
         self.cache = SlotCache(shape, slots=4, context=20, scratch=8, device="cpu")
         first = torch.arange(batch).view(-1, 1) * 4
@@ -61,17 +61,17 @@ class Case:
         """Queries, keys and values."""
         keys, values = (torch.zeros_like(part) for part in (self.cache.keys[0], self.cache.values[0]))
         bias, norm = self.bias if biased else None, self.norm if normed else None
-        goal = keys, values, self.places
+        destination = keys, values, self.places
         query = linear_rotate_and_store(
-            self.rows, self.weight, bias, norm, *self.turn, *goal, prescaled=self.prescaled, tiles=tiles
+            self.rows, self.weight, bias, norm, *self.angles, *destination, prescaled=self.prescaled, tiles=tiles
         )  # fmt: skip
         return query, keys, values
 
-    def apart(self, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by a product and a rotation."""
+    def separate(self, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by a product kernel and a rotation kernel."""
         keys, values = (torch.zeros_like(part) for part in (self.cache.keys[0], self.cache.values[0]))
         qkv = few_rows_linear(self.rows, self.weight, self.bias, norm=self.norm, tiles=tiles)
-        return rotate_and_store(qkv, *self.turn, keys, values, self.places), keys, values
+        return rotate_and_store(qkv, *self.angles, keys, values, self.places), keys, values
 
     def exact(self, normed: bool, biased: bool) -> tuple[Tensor, Tensor, Tensor]:
         rows = rms_norm(self.rows, (K,), *self.norm) if normed else self.rows
@@ -79,7 +79,7 @@ class Case:
         keys, values = (torch.zeros_like(part) for part in (self.cache.keys[0], self.cache.values[0]))
         parts = qkv.view(*rows.shape[:2], -1, keys.shape[-1]).transpose(1, 2)
         q, k, v = parts.split([self.heads, keys.shape[1], keys.shape[1]], dim=1)
-        q, k = apply_rotary_pos_emb(q, k, *(part.expand(len(rows), -1, -1) for part in self.turn))
+        q, k = apply_rotary_pos_emb(q, k, *(part.expand(len(rows), -1, -1) for part in self.angles))
         KVRows(keys, values).store(self.places, k, v)
         return q, keys, values
 
@@ -95,9 +95,9 @@ SHAPES: list[tuple[int, int, int, list[int], int]] = [
 
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
-def test_it_is_product_rotation_and_write(shape: int, tiles: str) -> None:
-    """Also for halves of a head that no number of programs fills, and more rows than a program takes. All tiles and all
-    shapes have cases with a norm and no bias, and cases with a bias and no norm."""
+def test_it_is_product_rotation_and_store(shape: int, tiles: str) -> None:
+    """Also for halves of a head that do not fill a whole number of programs, and for more rows than a program takes. All
+    tiles and all shapes have cases with a norm and no bias, and cases with a bias and no norm."""
     normed = (shape + list(TILES).index(tiles)) % 2 == 0
     biased, case = not normed, Case(*SHAPES[shape])
     for found, exact in zip(case.found(TILES[tiles], normed, biased), case.exact(normed, biased), strict=True):
@@ -108,22 +108,24 @@ def test_it_is_product_rotation_and_write(shape: int, tiles: str) -> None:
 def test_positions_may_be_shared_by_the_batch(tiles: Tiles) -> None:
     case = Case(2, 1, 16, [0, 2], 3, spread=False)
     found = case.found(tiles)
-    case.turn = [part.repeat(2, 1, 1) for part in case.turn]
+    case.angles = [part.repeat(2, 1, 1) for part in case.angles]
     assert all(torch.equal(one, other) for one, other in zip(found, case.found(tiles), strict=True))
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["norm behind", "norm first"])
-@pytest.mark.parametrize("tiles", [ONE, ONE_HELD, FEW, HELD, SHARED], ids=["one", "one held", "few", "held", "shared"])
+@pytest.mark.parametrize("first", [False, True], ids=["norm after", "norm first"])
+@pytest.mark.parametrize(
+    "tiles", [ONE, ONE_PRELOADED, FEW, PRELOADED, SHARED], ids=["one", "one preloaded", "few", "preloaded", "shared"]
+)
 def test_it_rounds_where_the_two_kernels_do(tiles: Tiles, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the order of sums may differ, by how they are cut: nearly every number is the same to the last bit."""
+    """Only the order of sums may differ, with the tiles: nearly every number is equal to the last bit."""
     monkeypatch.setattr(kernel, "NORMED_FIRST", (torch.float16,) if first else ())
     case = Case(2, 1, 32, [0, 2], 3, torch.float16)
-    for found, apart in zip(case.found(tiles), case.apart(FEW), strict=True):
-        assert (found == apart).float().mean() > 0.97
+    for found, separate in zip(case.found(tiles), case.separate(FEW), strict=True):
+        assert (found == separate).float().mean() > 0.97
 
 
 @pytest.mark.parametrize("tiles", [ONE, FEW, SHARED], ids=["one", "few", "shared"])
-def test_rows_that_were_handed_on_are_those_of_the_norm(tiles: Tiles) -> None:
+def test_prescaled_rows_equal_the_norm_kernels(tiles: Tiles) -> None:
     case, before = Case(2, 1, 32, [0, 2], 9), Tiles(16, 16, 32, warps=4, stages=2)
     weight = torch.randn(K, K, generator=torch.Generator().manual_seed(1)) * K**-0.5
     case.rows, case.prescaled = linear_and_prescale(case.rows, weight, None, case.rows, case.norm[0], tiles=before)

@@ -1,4 +1,4 @@
-"""Rotary positions and the way into the cache, in one kernel, against transformers' rotation and `SlotCache.write`."""
+"""Rotary embeddings and cache stores in one kernel, against transformers' rotation and the cache's own `store`."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def cache_of(key_heads: int, width: int) -> SlotCache:
     return SlotCache(CacheShape(1, key_heads, width, torch.float32), slots=4, context=20, scratch=8, device="cpu")
 
 
-def drawn(*shape: int) -> Tensor:
+def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -29,14 +29,14 @@ def drawn(*shape: int) -> Tensor:
     ("heads", "key_heads", "width", "slots", "rows"),
     [(9, 3, 64, [0], 1), (4, 2, 16, [2], 5), (4, 4, 80, [3, 0], 3), (3, 1, 32, [1, 3, 2], 2), (15, 5, 16, [1, 0], 2)],
 )
-def test_it_is_norm_rotation_and_write(
+def test_it_is_norm_rotation_and_store(
     heads: int, key_heads: int, width: int, slots: list[int], rows: int, normed: str
 ) -> None:
-    """Also for more heads than a program takes, and with all kinds of them in one."""
+    """Also for more heads than a program takes, and for programs with heads of q, k and v."""
     batch = len(slots)
-    qkv = drawn(batch, rows, (heads + 2 * key_heads) * width)
-    cosine, sine = drawn(batch, rows, width), drawn(batch, rows, width).flip(0, 1, 2)
-    norms = {name: (1 + drawn(width + seed)[:width], EPSILON) for seed, name in enumerate("qk") if name in normed}
+    qkv = random(batch, rows, (heads + 2 * key_heads) * width)
+    cosine, sine = random(batch, rows, width), random(batch, rows, width).flip(0, 1, 2)
+    norms = {name: (1 + random(width + seed)[:width], EPSILON) for seed, name in enumerate("qk") if name in normed}
     found, exact = cache_of(key_heads, width), cache_of(key_heads, width)
     first = torch.arange(batch).view(-1, 1) * 4
     places = found.places(Batch.of(slots, 20), first + torch.arange(rows))
@@ -54,11 +54,11 @@ def test_it_is_norm_rotation_and_write(
 
 
 def test_positions_may_be_shared_by_the_batch() -> None:
-    cosine, sine = drawn(1, 3, 16), drawn(1, 3, 16).flip(2)
-    qkv, given = drawn(2, 3, 4 * 16), []
+    cosine, sine = random(1, 3, 16), random(1, 3, 16).flip(2)
+    qkv, given = random(2, 3, 4 * 16), []
     for spread in (False, True):
         cache = cache_of(1, 16)
         places = cache.places(Batch.of([0, 1], 20), torch.arange(3).expand(2, 3))
-        turn = (cosine.repeat(2, 1, 1), sine.repeat(2, 1, 1)) if spread else (cosine, sine)
-        given.append((rotate_and_store(qkv, *turn, cache.keys[0], cache.values[0], places), cache.keys[0]))
+        angles = (cosine.repeat(2, 1, 1), sine.repeat(2, 1, 1)) if spread else (cosine, sine)
+        given.append((rotate_and_store(qkv, *angles, cache.keys[0], cache.values[0], places), cache.keys[0]))
     assert all(torch.equal(one, other) for one, other in zip(*given, strict=True))

@@ -1,4 +1,4 @@
-"""Where rows stand, by a kernel, against the stack's own operations, in Triton's interpreter."""
+"""Positions of rows by a kernel, against the stack's torch operations, in Triton's interpreter."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ from rounds import check_row_positions, same
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("count", "scratch"), [(1, 1), (3, 3), (4, 9)])
-def test_rows_stand_where_the_stack_says(count: int, scratch: int, shared: bool) -> None:
+def test_rows_have_the_positions_that_the_stack_computes(count: int, scratch: int, shared: bool) -> None:
     for seed in range(4):
         check_row_positions(seed, "cpu", count, scratch, shared)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("count", "scratch"), [(4, 4), (4, 9)])
-def test_grafted_rows_stand_behind_their_anchors(count: int, scratch: int, shared: bool) -> None:
-    """Some nodes carry several rows, of one graft and of both, and one carries none."""
+def test_grafted_rows_come_after_their_anchors(count: int, scratch: int, shared: bool) -> None:
+    """Some nodes have several grafted rows, of one graft or of both, and one has none."""
     grafts = [
         Graft.of(1, (0, 3, 3), (1, 1, 2), lambda real, _: real),
         Graft.of(2, (3, 1, 0), (3, 1, 2), lambda real, _: real),
@@ -34,8 +34,8 @@ def test_grafted_rows_stand_behind_their_anchors(count: int, scratch: int, share
         check_row_positions(seed, "cpu", count, scratch, shared, grafts[: 1 + seed % 2])
 
 
-def test_a_chain_is_known_as_one() -> None:
-    """Of a prompt's rows; not of a tree's, nor where rows are grafted onto a chain."""
+def test_a_chain_is_recognised() -> None:
+    """A prompt is a chain; a tree is not, nor is a chain with grafted rows."""
     stack, tree = target(dtype=torch.float32).layer_stack, random_tree(1, 5, torch.Generator().manual_seed(3))
     stack.allocate(4, 40, 16)
     batch, base = Batch.of([3], 30), torch.tensor([30])
@@ -66,8 +66,8 @@ def test_a_pass_says_whether_its_draft_is_a_chain(tree: Tree, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
-def test_layers_share_what_the_kernel_says(family: str) -> None:
-    """With windows and several rotary tables too: what each number of rows gets is what torch operations give it."""
+def test_layers_share_what_the_kernel_computes(family: str) -> None:
+    """Also with windows and several rotary tables: each number of rows gets what torch operations give it."""
     stack, tree = target(family, dtype=torch.float32).layer_stack, random_tree(2, 5, torch.Generator().manual_seed(3))
     stack.allocate(4, 40, 16)
     rows = Rows(torch.tensor([30, 7]), tree.depth, tree.ancestors, Batch.of([3, 1], 30))
@@ -76,5 +76,5 @@ def test_layers_share_what_the_kernel_says(family: str) -> None:
     for one, other in zip(found.values(), exact.values(), strict=True):
         assert all(same(getattr(one.shared, name), getattr(other.shared, name)) for name in ("depth", "sees", "places"))
         assert all(same(one.seen[window], seen) for window, seen in other.seen.items())
-        for name, turned in other.tables.items():
-            assert all(map(same, one.tables[name], turned))
+        for name, angles in other.rotary.items():
+            assert all(map(same, one.rotary[name], angles))

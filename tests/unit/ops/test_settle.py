@@ -1,4 +1,4 @@
-"""FIT, ACCEPT and COMMIT's columns as kernels against the same as torch operations, through Triton's interpreter."""
+"""FIT, ACCEPT and COMMIT's columns: kernels against their torch references, in Triton's interpreter."""
 
 import pytest
 from hypothesis import given, settings
@@ -21,12 +21,12 @@ def test_a_draft_is_fitted(seed: int, nodes: int) -> None:
 @settings(max_examples=120)
 @given(SEEDS, SIZES, st.integers(0, 3), st.booleans())
 def test_a_round_is_settled(seed: int, nodes: int, ends: int, shared: bool) -> None:
-    """Any tree, with ends, limits, frozen slots and NaN."""
+    """Any tree, with end tokens, length limits, frozen slots and NaN."""
     check_settle(seed, "cpu", nodes, ends, shared)
 
 
 def test_the_rounds_are_not_all_alike() -> None:
-    """Of what a round may come to, everything is among those that were drawn."""
+    """Every kind of outcome occurs among the random rounds."""
     seen = [check_settle(seed, "cpu", 16, 1, False)[1] for seed in range(40)]
     counts = {count for emission in seen for count in emission.count.tolist()}
     assert counts >= {0, 1, 2, 3}

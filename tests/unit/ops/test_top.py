@@ -1,4 +1,4 @@
-"""The k best of a row against torch's stable sort, through Triton's interpreter."""
+"""The k largest scores of a row against torch's stable sort, in Triton's interpreter."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from foreword.ops import dispatch
 from foreword.ops.noise import gumbel, noise_bits
 from foreword.ops.round.top import Noise, top, top_with_chances
 from foreword.ops.top import MOST, kernel_serves
-from rounds import check_top, check_words, scores_with_ties
+from rounds import check_top, check_vocabulary, scores_with_ties
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -20,12 +20,12 @@ from rounds import check_top, check_words, scores_with_ties
     ("rows", "width", "k"), [(1, 1, 1), (3, 8, 8), (2, 40, 3), (3, 1030, 8), (17, 300, 16), (2, 2048, 1), (18, 4100, 4)]
 )
 def test_it_is_the_stable_sort(rows: int, width: int, k: int, dtype: torch.dtype) -> None:
-    """Also where ties, NaN or infinities cross from one stretch into the next, and where a stretch has fewer than k."""
+    """Also if ties, NaN or infinities cross from one stretch into the next, and if a stretch has fewer than k."""
     check_top(scores_with_ties(width + k, rows, width, dtype), k, "cpu")
 
 
 def test_chances_of_scores_far_from_zero() -> None:
-    """A stretch without any chance beside one of very low scores."""
+    """A stretch of probability zero next to one of very low scores."""
     scores = torch.full((1, 3000), -torch.inf)
     scores[0, 2500:] = -5000 + torch.rand(500, generator=torch.Generator().manual_seed(0))
     check_top(scores, 5, "cpu")
@@ -36,18 +36,18 @@ def test_rows_keep_their_shape() -> None:
     scores = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(1))
     assert torch.equal(top(scores, 4), scores.topk(4).indices)
     assert torch.equal(top(scores[:, ::2, :50], 4), scores[:, ::2, :50].topk(4).indices)
-    assert torch.equal(top(scores[..., :50], 4), scores[..., :50].topk(4).indices)  # which reshape would leave a view
+    assert torch.equal(top(scores[..., :50], 4), scores[..., :50].topk(4).indices)  # reshape alone would leave a view
     assert top(scores[:0], 4).shape == (0, 3, 4)
 
 
-def test_sampling_asks_for_no_more_than_it_finds() -> None:
+def test_it_serves_no_more_than_it_finds() -> None:
     scores = torch.zeros(1, 1, 40)
     assert kernel_serves(scores, MOST) and not kernel_serves(scores, MOST + 1)
     assert not kernel_serves(scores.double(), 1)
     assert top(scores, MOST).shape == (1, 1, MOST)
 
 
-def test_the_noise_is_that_of_the_tensors() -> None:
+def test_the_noise_equals_that_of_torch_operations() -> None:
     """Three requests, one of them greedy; ids beyond one stretch, positions beyond 16 bits."""
     key = torch.tensor([[0x9ABCDEF0, 0x12345678], [1, 0xFFFFFFFF], [7, 7]])
     position = torch.tensor([[3, 70_000], [1, 2], [0, 2**31 + 5]])
@@ -61,8 +61,8 @@ def test_the_noise_is_that_of_the_tensors() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_words_race_under_the_noise_of_their_tokens(dtype: torch.dtype) -> None:
-    check_words(dtype, "cpu")
+def test_a_draft_vocabulary_has_the_noise_of_its_tokens(dtype: torch.dtype) -> None:
+    check_vocabulary(dtype, "cpu")
 
 
 def test_noise_is_precise_over_all_its_range() -> None:
@@ -80,7 +80,7 @@ def test_noise_is_precise_over_all_its_range() -> None:
 
 KINDS = {
     "greedy": Sampling(seed=1),
-    "drawn": Sampling(0.7, seed=2),
+    "sampled": Sampling(0.7, seed=2),
     "top_k": Sampling(1.3, top_k=5, seed=3),
     "top_p": Sampling(0.9, top_p=0.6, seed=4),
     "min_p": Sampling(0.8, min_p=0.2, seed=5),
@@ -96,7 +96,7 @@ KINDS = {
 
 
 def picked(names: list[str], logits: torch.Tensor) -> torch.Tensor:
-    """Three places of each request: what stands there does not depend on the others. The floor lies at the second."""
+    """Pick at three positions of each request, none of which depends on other requests. The floor is at the second."""
     ids = tuple(list(KINDS).index(name) for name in names)
     table = SamplingTable.empty(len(KINDS), torch.tensor([3, 8]), logits.shape[2])
     for slot, name in zip(ids, names, strict=True):
@@ -109,8 +109,8 @@ def picked(names: list[str], logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_pick_by_the_kernel_is_that_of_the_tensors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone and in company, whatever has a say in it; some tokens have no chance at all."""
+def test_a_pick_by_the_kernel_equals_that_of_torch_operations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and in a batch, with every option; some tokens have probability zero."""
     logits = 3 * torch.randn(len(KINDS), 3, 300, generator=torch.Generator().manual_seed(0))
     logits[:, :, ::7], logits[-1, :, 3] = -torch.inf, 30.0
     logits = logits.to(dtype)

@@ -1,4 +1,4 @@
-"""Ancestors and depth by walking up against squaring who hangs on whom, through Triton's interpreter."""
+"""Ancestors and depth by climbing, against the reference that squares a matrix, in Triton's interpreter."""
 
 import pytest
 import torch
@@ -33,5 +33,5 @@ def test_a_view_of_a_longer_tree() -> None:
 
 
 @pytest.mark.parametrize("widths", [(1,), (4, 8, 8), (3, 1, 5)])
-def test_a_level_hangs_on_the_one_above(widths: tuple[int, ...]) -> None:
+def test_a_level_follows_the_one_above(widths: tuple[int, ...]) -> None:
     check_next_level(len(widths), "cpu", widths)

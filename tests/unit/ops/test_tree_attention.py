@@ -1,4 +1,4 @@
-"""The Triton kernel, through Triton's interpreter, against torch's masked attention: trees, batches, windows, soft caps."""
+"""Tree attention in Triton's interpreter, against torch's masked attention: trees, batches, windows, soft caps."""
 
 import sys
 from dataclasses import replace
@@ -33,23 +33,23 @@ PRECISE = 2e-6
 
 
 def by_kernel(
-    looks: AttentionCase, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0, chain: bool = False
+    case: AttentionCase, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0, chain: bool = False
 ) -> Tensor:
-    span, scaling = int(looks.base.max()), looks.query.shape[3] ** -0.5
-    depth = looks.depth[:, -looks.sees.shape[1] :] if window else None
-    seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
+    span, scaling = int(case.base.max()), case.query.shape[3] ** -0.5
+    depth = case.depth[:, -case.sees.shape[1] :] if window else None
+    seen = (case.query, case.keys, case.values, case.slots, case.base, case.sees)
     return attend_tree(*seen, span, scaling, depth, window, softcap, chain, tiles)
 
 
 def error(
-    looks: AttentionCase, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0, chain: bool = False
+    case: AttentionCase, tiles: AttentionTiles | None, window: int = 0, softcap: float = 0.0, chain: bool = False
 ) -> float:
-    """How far the kernel is from the exact answer; not a number where it read what nobody may see."""
+    """Return the kernel's distance from the exact result; NaN if it read what no query may see."""
     if window:
-        looks = looks.within(window)
-    found = by_kernel(looks, tiles, window, softcap, chain)
-    assert found.dtype == looks.query.dtype
-    return float((found.double() - looks.exact(window, softcap)).abs().max())
+        case = case.within(window)
+    found = by_kernel(case, tiles, window, softcap, chain)
+    assert found.dtype == case.query.dtype
+    return float((found.double() - case.exact(window, softcap)).abs().max())
 
 
 @settings(max_examples=20, phases=[Phase.generate])  # shrinking would take minutes in the interpreter
@@ -77,16 +77,16 @@ def test_any_tree_in_any_batch(
     softcap: float,
     seed: int,
 ) -> None:
-    looks = AttentionCase.random(heads, 16, rows, lengths, before, shared, seed=seed)
-    assert error(looks, replace(tiles, splits=splits), window, softcap) < PRECISE
+    case = AttentionCase.random(heads, 16, rows, lengths, before, shared, seed=seed)
+    assert error(case, replace(tiles, splits=splits), window, softcap) < PRECISE
 
 
 @pytest.mark.parametrize("tiles", [SMALL, BY_TWO], ids=["alone", "shared"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48])
 def test_lengths_around_the_edges_of_blocks(length: int, splits: int, tiles: AttentionTiles) -> None:
-    looks = AttentionCase.random((2, 1), 16, 3, [length], before=1)
-    assert error(looks, replace(tiles, splits=splits)) < PRECISE
+    case = AttentionCase.random((2, 1), 16, 3, [length], before=1)
+    assert error(case, replace(tiles, splits=splits)) < PRECISE
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["tree", "chain"])
@@ -94,58 +94,58 @@ def test_lengths_around_the_edges_of_blocks(length: int, splits: int, tiles: Att
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [0, 20])
 def test_more_rows_than_a_block_of_keys(window: int, splits: int, tiles: AttentionTiles, known: bool) -> None:
-    """As of a prompt: the scratch is several blocks, behind nothing and behind a prefix that ends within one. Of 48 rows a
-    block of queries has none of two heads. Which number of rows a case has is chosen so that any four of the five choices
-    meet in every way."""
+    """Like a prompt: the scratch is several blocks, after no prefix or after one that ends within a block. With 48 rows no
+    block of queries has rows of two heads. The number of rows is chosen so that any four of the five choices occur in
+    every combination."""
     rows = 48 if ((window > 0) + (splits > 1) + (tiles is BY_TWO) + known) % 2 else 40
-    looks, chain = AttentionCase.random((2, 1), 16, rows, [0, 37]), Tree.chain(rows)
-    looks = replace(looks, sees=chain.ancestors, depth=chain.depth)
-    assert error(looks, replace(tiles, splits=splits), window, chain=known) < PRECISE
+    case, chain = AttentionCase.random((2, 1), 16, rows, [0, 37]), Tree.chain(rows)
+    case = replace(case, sees=chain.ancestors, depth=chain.depth)
+    assert error(case, replace(tiles, splits=splits), window, chain=known) < PRECISE
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("rows", [4, 20, 32, 40])
 def test_rows_that_see_each_other(rows: int, splits: int) -> None:
-    """A block without an order, as masked drafting has it, of more rows than a block of queries: see `causal`."""
-    looks = AttentionCase.random((2, 1), 16, rows, [0, 37])
-    looks = replace(looks, sees=torch.ones(1, rows, rows, dtype=torch.bool))
+    """A block whose rows are not causal, as in masked drafting, with more rows than a block of queries: see `causal`."""
+    case = AttentionCase.random((2, 1), 16, rows, [0, 37])
+    case = replace(case, sees=torch.ones(1, rows, rows, dtype=torch.bool))
     tiles = replace(SMALL, splits=splits)
-    seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
+    seen = (case.query, case.keys, case.values, case.slots, case.base, case.sees)
     found = attend_tree(*seen, 37, 0.25, tiles=tiles, causal=False)
-    assert float((found.double() - looks.exact(0, 0.0)).abs().max()) < PRECISE
+    assert float((found.double() - case.exact(0, 0.0)).abs().max()) < PRECISE
     with pytest.raises(AssertionError, match="a chain is causal"):
         attend_tree(*seen, 37, 0.25, tiles=tiles, causal=False, chain=True)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_known_chain_is_not_looked_up(splits: int) -> None:
-    """What rows see is neither read nor different, behind rows of an earlier pass either."""
-    looks, chain = AttentionCase.random((4, 2), 16, 5, [20, 3], before=2), Tree.chain(7)
-    looks = replace(looks, sees=chain.ancestors[:, 2:], depth=chain.depth)
-    asked, tiles = by_kernel(looks, replace(SMALL, splits=splits)), replace(SMALL, splits=splits)
-    blind = replace(looks, sees=torch.zeros_like(looks.sees))
-    assert torch.equal(by_kernel(blind, tiles, chain=True), asked)
+    """`sees` is not read, and the result is the same, also after rows of an earlier pass."""
+    case, chain = AttentionCase.random((4, 2), 16, 5, [20, 3], before=2), Tree.chain(7)
+    case = replace(case, sees=chain.ancestors[:, 2:], depth=chain.depth)
+    expected, tiles = by_kernel(case, replace(SMALL, splits=splits)), replace(SMALL, splits=splits)
+    blind = replace(case, sees=torch.zeros_like(case.sees))
+    assert torch.equal(by_kernel(blind, tiles, chain=True), expected)
 
 
 @pytest.mark.parametrize("least", [0, 16, 48, 512])
-def test_short_texts_beside_a_long_one_leave_their_shares_empty(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote is not read: the room for the shares begins as NaN."""
-    looks, tiles = AttentionCase.random((2, 1), 16, 3, [300, 0, 15, 17]), replace(SMALL, splits=9, least=least)
+def test_short_sequences_next_to_a_long_one_leave_shares_empty(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that were not written are not read: their buffer starts as NaN."""
+    case, tiles = AttentionCase.random((2, 1), 16, 3, [300, 0, 15, 17]), replace(SMALL, splits=9, least=least)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
     for window in (0, 50):
-        assert error(looks, tiles, window) < PRECISE
+        assert error(case, tiles, window) < PRECISE
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_padding_may_lie_behind_the_cache(splits: int) -> None:
-    """Of eight rows the first two have a place in the cache; what lies behind it belongs to somebody else."""
+def test_padding_may_lie_beyond_the_cache(splits: int) -> None:
+    """Of eight rows the first two have a place in the cache; the memory after it belongs to another tensor."""
     whole = AttentionCase.random((2, 1), 16, 8, [20, 6])
     chain = Tree.chain(8)
     whole = replace(whole, sees=chain.ancestors, depth=chain.depth)
-    held = torch.full((2, *whole.keys.shape[:2], 30, 16), torch.nan)
-    held[..., :22, :] = torch.stack([whole.keys, whole.values])[..., :22, :]
-    cut = replace(whole, keys=held[0, :, :, :22], values=held[1, :, :, :22])
+    cache = torch.full((2, *whole.keys.shape[:2], 30, 16), torch.nan)
+    cache[..., :22, :] = torch.stack([whole.keys, whole.values])[..., :22, :]
+    cut = replace(whole, keys=cache[0, :, :, :22], values=cache[1, :, :, :22])
     found = by_kernel(cut, replace(SMALL, splits=splits))[0, :2]
     assert float((found.double() - whole.exact()[0, :2]).abs().max()) < PRECISE
 
@@ -160,30 +160,30 @@ def test_windows_around_the_edges_of_blocks(window: int) -> None:
 @pytest.mark.parametrize("width", [16, 32, 64, 128])
 def test_widths_and_precisions_with_tiles_of_their_own(width: int, dtype: torch.dtype) -> None:
     """25 rows of 3 heads are more than a block of queries."""
-    looks = AttentionCase.random((3, 1), width, 25, [130], dtype=dtype)
-    assert error(looks, None) < (PRECISE if dtype == torch.float32 else 4e-3)
+    case = AttentionCase.random((3, 1), width, 25, [130], dtype=dtype)
+    assert error(case, None) < (PRECISE if dtype == torch.float32 else 4e-3)
 
 
-def test_sight_may_lie_in_any_order() -> None:
-    looks = AttentionCase.random((2, 1), 16, 5, [20, 7])
-    assert error(replace(looks, sees=looks.sees.mT.contiguous().mT), SMALL) < PRECISE
+def test_visibility_may_have_any_strides() -> None:
+    case = AttentionCase.random((2, 1), 16, 5, [20, 7])
+    assert error(replace(case, sees=case.sees.mT.contiguous().mT), SMALL) < PRECISE
 
 
 def test_a_row_that_sees_nothing_gets_nothing() -> None:
     """Not a division by zero, which would spread from padding rows to the cache."""
-    looks = AttentionCase.random((2, 1), 16, 3, [0])
-    blind = replace(looks, sees=torch.zeros_like(looks.sees))
+    case = AttentionCase.random((2, 1), 16, 3, [0])
+    blind = replace(case, sees=torch.zeros_like(case.sees))
     for tiles in (SMALL, BY_TWO):
         for splits in (1, 2):
             assert not by_kernel(blind, replace(tiles, splits=splits)).any()
 
 
 def test_one_share_needs_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = AttentionCase.random((2, 1), 16, 3, [20])
+    case = AttentionCase.random((2, 1), 16, 3, [20])
     monkeypatch.setattr(tree_attention, "_join", None)
-    assert error(looks, SMALL) < PRECISE
+    assert error(case, SMALL) < PRECISE
     with pytest.raises(TypeError):
-        by_kernel(looks, replace(SMALL, splits=2))
+        by_kernel(case, replace(SMALL, splits=2))
 
 
 @given(
@@ -197,7 +197,7 @@ def test_shares_are_few_and_not_short(queries: int, keys: int, units: int, width
     assert tiles.splits == 1 or 2 < tiles.splits <= MOST_SHARES + 1
     assert tiles.least >= LEAST_SHARE and tiles.least % tiles.block_k == 0
     assert tiles.splits - 2 < keys / LEAST_SHARE
-    assert tiles.splits == 1 or units < MANY_UNITS * keys / LEAST_SHARE  # so many texts keep the machine busy by themselves
+    assert tiles.splits == 1 or units < MANY_UNITS * keys / LEAST_SHARE  # more units fill the GPU by themselves
 
 
 @given(queries=st.integers(1, 300), keys=st.integers(1, UNSPLIT), units=st.integers(PROGRAMS, 900))
@@ -205,7 +205,8 @@ def test_units_that_keep_the_gpu_busy_have_one_share_each(queries: int, keys: in
     tiles = attention_tiles(queries, keys, units, 64)
     assert tiles.splits == 1 and tiles.block_q == (16 if queries <= 16 else 64)
     longer = attention_tiles(queries, UNSPLIT + 1, units, 64)
-    assert (longer.splits > 1) == (units < MANY_UNITS * (UNSPLIT + 64) // LEAST_SHARE)  # or all would wait for a long text
+    # Without a split all would wait for one long sequence. Units past this bound have a least share that holds it whole.
+    assert (longer.splits > 1) == (units < MANY_UNITS * (UNSPLIT + 1) / LEAST_SHARE)
 
 
 @pytest.mark.parametrize("rows", [3, 20])
@@ -225,24 +226,24 @@ def test_keys_are_cut_alike_for_any_number_of_queries(queries: int, keys: int, u
 
 
 def test_a_row_is_rounded_alike_alone_and_among_others() -> None:
-    """In half precision: what the root gets is the same to the last bit, however many rows stand beside it."""
+    """In half precision the root's result is the same to the last bit, however many rows are in the pass."""
     for heads, rows, tiles in (((4, 2), 9, replace(SMALL, splits=3)), ((14, 2), 40, None)):
-        looks = AttentionCase.random(heads, 16, rows, [150], dtype=torch.float16)
-        alone = replace(looks, query=looks.query[:, :, :1], sees=looks.sees[:, :1, :1], depth=looks.depth[:, :1])
-        assert torch.equal(by_kernel(alone, tiles)[:, 0], by_kernel(looks, tiles)[:, 0])
+        case = AttentionCase.random(heads, 16, rows, [150], dtype=torch.float16)
+        alone = replace(case, query=case.query[:, :, :1], sees=case.sees[:, :1, :1], depth=case.depth[:, :1])
+        assert torch.equal(by_kernel(alone, tiles)[:, 0], by_kernel(case, tiles)[:, 0])
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_nobody_reads_a_row_behind_its_own(splits: int) -> None:
-    """Of three blocks of queries the last alone reads the last rows, which are not numbers."""
-    looks = AttentionCase.random((2, 1), 16, 48, [20])
-    looks.keys[:, :, 20 + 32 :], looks.values[:, :, 20 + 32 :] = torch.nan, torch.nan
-    found = by_kernel(looks, replace(SMALL, splits=splits))
+def test_no_query_reads_a_later_row(splits: int) -> None:
+    """Of three blocks of queries only the last reads the last rows, which are NaN."""
+    case = AttentionCase.random((2, 1), 16, 48, [20])
+    case.keys[:, :, 20 + 32 :], case.values[:, :, 20 + 32 :] = torch.nan, torch.nan
+    found = by_kernel(case, replace(SMALL, splits=splits))
     assert found[:, :32].isfinite().all() and not found[:, 40:].isfinite().all()
 
 
-def test_texts_may_be_longer_than_was_said() -> None:
-    looks = AttentionCase.random((2, 1), 16, 3, [300, 40])
-    seen = (looks.query, looks.keys, looks.values, looks.slots, looks.base, looks.sees)
+def test_sequences_may_be_longer_than_the_span() -> None:
+    case = AttentionCase.random((2, 1), 16, 3, [300, 40])
+    seen = (case.query, case.keys, case.values, case.slots, case.base, case.sees)
     found = attend_tree(*seen, 30, 0.25, tiles=replace(SMALL, splits=3))
-    assert float((found.double() - looks.exact()).abs().max()) < PRECISE
+    assert float((found.double() - case.exact()).abs().max()) < PRECISE

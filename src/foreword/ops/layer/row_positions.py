@@ -64,7 +64,7 @@ def _position_row(
     cosines, sines, base, depth, slots, sees, anchor, offset, counts, cosine, sine, places, all_depth, all_sees,
     real, first, limit, d_seq, d_row, s_seq, s_row, s_column,
     GRAFTED: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    LINES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the position of one row of one sequence."""
     take_turn(EARLY)
@@ -80,7 +80,7 @@ def _position_row(
     out_index = (seq * tl.num_programs(0) + row) * WIDTH + column
     tl.store(cosine + out_index, tl.load(cosines + table_index, mask=column < WIDTH), mask=column < WIDTH)
     tl.store(sine + out_index, tl.load(sines + table_index, mask=column < WIDTH), mask=column < WIDTH)
-    head = tl.arange(0, LINES)
+    head = tl.arange(0, HEAD_BLOCK)
     place = (tl.load(slots + seq) * HEADS + head) * limit + tl.minimum(committed + first + row, limit - 1)
     if GRAFTED == 0:
         tl.store(places + (seq * HEADS + head) * real + row, place, mask=head < HEADS)
@@ -123,7 +123,7 @@ def row_positions(
         *angles, base, depth, slots, sees.view(torch.uint8), *stages[:3],
         cosine, sine, places, all_depth, all_sees.view(torch.uint8), real, scratch - real, limit,
         *_strides(depth), *_strides(sees),
-        GRAFTED=extra, STAGES=len(stages.sizes), HEADS=heads, WIDTH=width, LINES=triton.next_power_of_2(heads),
+        GRAFTED=extra, STAGES=len(stages.sizes), HEADS=heads, WIDTH=width, HEAD_BLOCK=triton.next_power_of_2(heads),
         BLOCK=triton.next_power_of_2(width), COLUMNS=triton.next_power_of_2(scratch + extra) if extra else 1,
         **launched(device, 1),
     )  # fmt: skip

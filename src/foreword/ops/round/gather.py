@@ -163,7 +163,7 @@ def conditioned_on_next(
     """`conditioned_on_next` of ops/rows.py.
 
     Takes rows `hidden` [b, N, H] and taps of the same shape, along a `path` [b, n] or all of them, with 0 past the first
-    `count` [b]; and embeddings, from a table [V, H], of the tokens after the `cached` [B] ones. Returns the concatenated taps
+    `count` [b]; and embeddings, from a table [V, H], of the tokens after the `cached` [B] ones. Returns concatenated taps
     [b, n, T H], rows and embeddings [b, n, H], all normalised to a root mean square of 1, and the root mean square that the
     rows had [b, n, 1]."""
     (batch, rows, k), places = hidden.shape, hidden.shape[1] if path is None else path.shape[1]

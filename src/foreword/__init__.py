@@ -1,7 +1,7 @@
 """Foreword: lossless speculative decoding for Hugging Face models.
 
-The public names, and nothing else. They are looked up when first used: `import foreword` alone does not import torch,
-so a command that loads no model answers at once.
+Only the public names. They are imported when first used: `import foreword` alone does not import torch, so a command that
+loads no model answers at once.
 """
 
 from importlib import import_module

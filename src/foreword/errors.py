@@ -9,8 +9,8 @@
     │   ├── ModelCorrupt      the bytes are not what they should be
     │   └── ModelUnsupported  a family, quantisation or layout that Foreword does not support
     ├── DrafterError          this drafter cannot serve this target
-    ├── DataError             training data is damaged, or another model's, or made in another way
-    ├── CapacityError         the KV cache asked for does not fit the memory that is there
+    ├── DataError             training data is damaged, of another model, or made with other settings
+    ├── CapacityError         the KV cache does not fit into the free memory
     ├── QueueFull             too many requests wait for a slot
     ├── StorageError          the cache folder cannot be written, or the disk is full
     └── NumericsError         the target answered NaN
@@ -20,7 +20,7 @@ A message says what was given, what is needed, and what to do. The command line 
 
 
 class ForewordError(Exception):
-    """Root of the tree: catch this to catch all of them."""
+    """The base class: catch this to catch all of them."""
 
 
 class InputError(ForewordError, ValueError):
@@ -76,4 +76,4 @@ class NumericsError(ForewordError):
 
 
 class ForewordWarning(UserWarning):
-    """Something works, but not as well as the caller may think."""
+    """Something works, but not as well as the caller may expect."""

@@ -1,7 +1,7 @@
-"""JSON from files that anyone may have written: parsed, or refused with one kind of error.
+"""JSON from untrusted files: parsed, or refused with one kind of error.
 
-`json.loads` alone raises RecursionError for brackets in brackets, and hands on what fails far from its cause: constants that
-are no numbers, halves of a surrogate pair, nesting that only a later `repr` cannot bear.
+`json.loads` alone raises RecursionError for deep nesting, and accepts values that fail later, far from their cause: NaN and
+Infinity, halves of a surrogate pair, nesting too deep for `repr`.
 """
 
 import json
@@ -16,17 +16,17 @@ TOO_DEEP = f"brackets nest deeper than {DEEPEST} levels"
 
 
 class BadJSON(ValueError):
-    """What was read is no JSON that can be used. The message says why, and leaves it to the caller to say where."""
+    """The input is no usable JSON. The message says why; the caller adds where."""
 
 
 def read_json(file: Path, strict: bool = True) -> Any:
-    """Parse a whole file. Whether it can be read at all is the caller's question: OSError is handed on."""
+    """Parse a whole file. OSError is left to the caller."""
     with file.open("rb") as stream:
         return parse_json(read_all(stream), strict)
 
 
 def read_all(stream: IO[bytes]) -> bytes:
-    """All that is left of a stream, which need not end: /dev/zero does not."""
+    """Read the rest of a stream, up to a limit: some streams never end, such as /dev/zero."""
     found = stream.read(LARGEST + 1)
     if len(found) > LARGEST:
         raise BadJSON(f"it has more than {LARGEST} bytes")
@@ -34,7 +34,7 @@ def read_all(stream: IO[bytes]) -> bytes:
 
 
 def lines_of(stream: IO[bytes], longest: int) -> Iterator[bytes]:
-    """Lines, each with its end, of at most `longest` bytes: a file that is no text may have none that ends."""
+    """Yield lines with their ends, of at most `longest` bytes: in a file that is no text, a line may never end."""
     while line := stream.readline(longest + 1):
         if len(line) > longest:
             raise BadJSON(f"a line has more than {longest} bytes")
@@ -44,14 +44,15 @@ def lines_of(stream: IO[bytes], longest: int) -> Iterator[bytes]:
 def parse_json(text: str | bytes, strict: bool = True) -> Any:
     """Parse one value; raise BadJSON, never RecursionError or UnicodeDecodeError.
 
-    What others wrote may hold NaN and halves of surrogate pairs where nobody reads them: without `strict` they pass.
+    Without `strict`, NaN and halves of surrogate pairs are accepted: files of others may hold them in fields that are not
+    used.
     """
     try:
         whole = text if isinstance(text, str) else text.decode("utf-8")
         value = json.loads(whole, parse_constant=_refuse if strict else None)
     except RecursionError as error:
         raise BadJSON(TOO_DEEP) from error
-    except ValueError as error:  # no JSON, no UTF-8, or an integer of more digits than Python reads
+    except ValueError as error:  # no JSON, no UTF-8, or an integer with more digits than Python reads
         raise BadJSON(str(error)) from error
     _check(value, strict)
     return value
@@ -62,7 +63,7 @@ def _refuse(constant: str) -> None:
 
 
 def _check(value: Any, strict: bool) -> None:
-    """Look at all that a value holds, level by level."""
+    """Check everything inside a value, level by level."""
     level = [value]
     for _ in range(DEEPEST):
         for one in level if strict else ():

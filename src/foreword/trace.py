@@ -1,7 +1,7 @@
-"""Traced: stands before a drafter and writes every round down, a line of JSON for each text: what was drafted, what of it
-was accepted, and how the drafter came to it, where it says so (`Drafter.sketch`).
+"""Traced: wraps a drafter and writes every round to a file, as one line of JSON per sequence: what was drafted, what of it
+was accepted, and how the drafter made it, if it says so (`Drafter.sketch`).
 
-The text and its rounds are those without it. It asks the device for all of a draft, so rounds are not captured.
+Output and rounds are the same as without it. It reads whole drafts from the device, so rounds are not captured.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Traced(Drafter):
     captures = "nothing"
 
     def __init__(self, inner: Drafter, file: Path, spell: Callable[[int], str]) -> None:
-        """`spell` says how a token is written."""
+        """`inner`: the drafter. `file`: is overwritten. `spell`: returns a token as text."""
         self.inner, self.file, self.spell = inner, file, spell
-        self.text_in: dict[int, int] = {}  # by slot: the texts are counted as they enter
-        self.rounds: list[int] = []  # of each text
+        self.sequence_in: dict[int, int] = {}  # slot -> number of its sequence, in the order that they enter
+        self.rounds: list[int] = []  # rounds of each sequence so far
         try:
             file.write_text("")
         except (OSError, ValueError) as error:
@@ -40,7 +40,7 @@ class Traced(Drafter):
 
     def begin(self, state: State) -> None:
         for slot in state.batch.ids:
-            self.text_in[slot] = len(self.rounds)
+            self.sequence_in[slot] = len(self.rounds)
             self.rounds.append(0)
         self.inner.begin(state)
 
@@ -58,7 +58,7 @@ class Traced(Drafter):
         self.inner.observe(state, draft, scores, accepted)
 
     def _append(self, lines: bytes) -> None:
-        """All of them or none: where they do not fit, the file ends as it did before."""
+        """Append all lines or none: if they do not fit on the disk, the file is restored."""
         before = None
         try:
             before = self.file.stat().st_size
@@ -71,16 +71,16 @@ class Traced(Drafter):
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: Exception) -> StorageError:
-        told = f"the trace {self.file} cannot be written ({error})"
-        return StorageError(f"{told}; make room, name another file, or choose a method again to go on without a trace")
+        reason = f"the trace {self.file} cannot be written ({error})"
+        return StorageError(f"{reason}; make room, name another file, or choose a method again to continue without a trace")
 
     def _line(self, state: State, row: int, draft: Draft, accepted: Accepted) -> dict[str, Any]:
-        text, size = self.text_in[state.batch.ids[row]], int(draft.size[row])
+        sequence, size = self.sequence_in[state.batch.ids[row]], int(draft.size[row])
         parents = draft.tree.parent.expand_as(draft.tokens)[row, :size].tolist()
-        self.rounds[text] += 1
+        self.rounds[sequence] += 1
         line = {
-            "text": text,
-            "round": self.rounds[text] - 1,
+            "text": sequence,
+            "round": self.rounds[sequence] - 1,
             "nodes": [
                 {"token": token, "piece": self.spell(token), "parent": parent}
                 for token, parent in zip(draft.tokens[row, :size].tolist(), parents, strict=True)

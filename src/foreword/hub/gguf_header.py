@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its fields as plain values, and its tensors, each with the bytes that it has in the file.
+"""The header of a GGUF file: its fields as plain values, and its tensors, each with its bytes in the file.
 
-In: a file that anyone may have written or harmed. Out: a Header, or a ValueError that says what does not fit. Every length
-is compared with what the file has left before anything of that length is read, so that one flipped bit costs nothing.
+In: an untrusted, possibly damaged file. Out: a Header, or a ValueError that says what is wrong. Every length is compared
+with the rest of the file before anything of that length is read, so that one flipped bit costs nothing.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
-ALIGNMENT = 32  # of tensors, where the file says nothing of it
+ALIGNMENT = 32  # bytes; the alignment of tensors if the file does not set it
 LONGEST_STRING = 1 << 24  # bytes; chat templates have thousands
 LONGEST_ARRAY = 1 << 22  # items; the largest vocabularies have a quarter of a million tokens, and twice as many merges
 MOST_DIMENSIONS = 4
@@ -28,7 +28,7 @@ MOST_DIMENSIONS = 4
 class Tensor:
     name: str
     kind: Any  # GGMLQuantizationType
-    shape: tuple[int, ...]  # as torch counts: what lies closest together comes last
+    shape: tuple[int, ...]  # in torch's order: the contiguous dimension is last
     data: np.ndarray  # as `gguf.quants.dequantize` takes it
 
     @property
@@ -44,7 +44,7 @@ class Header:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a header says of a tensor."""
+    """The entry of a tensor in the header."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,6 +53,7 @@ class _Place:
 
 
 def read_header(path: Path) -> Header:
+    """Read fields and tensors of a file. The tensors are mapped, not read."""
     file = _File(np.asarray(np.memmap(path, dtype=np.uint8, mode="r")))
     if file.take(4).tobytes() != MAGIC:
         raise ValueError("it does not begin as one")
@@ -61,18 +62,18 @@ def read_header(path: Path) -> Header:
         order = ", or its numbers are big-endian" if version & 0xFFFF == 0 else ""
         raise ValueError(f"it is of version {version}{order}; versions 2 and 3 are read")
     tensors, fields = file.number("<u8"), file.number("<u8")
-    held = _unlike(fields, file.field, "field")
-    places = _unlike(tensors, file.place, "tensor")
+    held = _by_name(fields, file.field, "field")
+    places = _by_name(tensors, file.place, "tensor")
     return Header(held, _tensors(file, places, _alignment(held)))
 
 
-def _unlike(count: int, read: Callable[[], tuple[str, Any]], called: str) -> dict[str, Any]:
-    """So many things with names, of which no two are alike."""
+def _by_name(count: int, read: Callable[[], tuple[str, Any]], what: str) -> dict[str, Any]:
+    """Read `count` named entries, and refuse a name that occurs twice."""
     found: dict[str, Any] = {}
     for _ in range(count):
         name, value = read()
         if name in found:
-            raise ValueError(f"the {called} {name} is there twice")
+            raise ValueError(f"the {what} {name} is there twice")
         found[name] = value
     return found
 
@@ -80,16 +81,16 @@ def _unlike(count: int, read: Callable[[], tuple[str, Any]], called: str) -> dic
 def _alignment(fields: dict[str, Any]) -> int:
     alignment = fields.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is {alignment!r}, no power of two")
+        raise ValueError(f"general.alignment is {alignment!r}, which is no power of two")
     return alignment
 
 
 def _tensors(file: _File, places: dict[str, _Place], alignment: int) -> dict[str, Tensor]:
-    """Tensors follow each other without gaps but for their alignment: one of another size or kind shows."""
+    """Map the tensors. They follow each other without gaps, except for alignment, so a wrong size or kind is noticed."""
     begin, end, found = _aligned(file.at, alignment), 0, {}
     for name, one in places.items():
         if one.offset != end:
-            raise ValueError(f"the tensor {name} begins at byte {one.offset} of the data, where {end} is needed")
+            raise ValueError(f"the tensor {name} begins at byte {one.offset} of the data, but must begin at {end}")
         found[name] = _tensor(file, one, begin + one.offset)
         end = _aligned(end + found[name].data.nbytes, alignment)
     return found
@@ -102,7 +103,7 @@ def _tensor(file: _File, place: _Place, at: int) -> Tensor:
     block, block_bytes = GGML_QUANT_SIZES[kind]
     *rows, columns = place.shape
     if columns % block:
-        raise ValueError(f"the tensor {place.name} has rows of {columns} values, which {kind.name} keeps {block} at a time")
+        raise ValueError(f"the tensor {place.name} has rows of {columns} values, but {kind.name} has blocks of {block}")
     row_bytes = columns // block * block_bytes
     file.at = at
     data = file.take(prod(rows) * row_bytes).reshape(*rows, row_bytes)
@@ -114,15 +115,15 @@ def _aligned(at: int, alignment: int) -> int:
 
 
 class _File:
-    """The bytes of a file, and how far they have been read."""
+    """The bytes of a file, and the position of the next read."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.at = data, 0
 
     def take(self, count: int) -> np.ndarray:
-        """The next bytes. A count is a Python number, which does not overflow."""
+        """Return the next bytes. The count is a Python integer, which does not overflow."""
         if count > len(self.data) - self.at:
-            raise ValueError(f"at byte {self.at} it should go on for {count}, and it has {len(self.data)} in all")
+            raise ValueError(f"{count} bytes are needed from byte {self.at} on, but it has {len(self.data)} in total")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -145,7 +146,7 @@ class _File:
         if kind == STRING:
             return self.string()
         if kind not in NUMBERS:
-            raise ValueError(f"a field is of kind {kind}, which there is not")
+            raise ValueError(f"a field is of kind {kind}, which does not exist")
         return self.number(NUMBERS[kind])
 
     def array(self) -> list[Any]:
@@ -155,7 +156,7 @@ class _File:
         if kind == STRING:
             return [self.string() for _ in range(length)]
         if kind not in NUMBERS:
-            raise ValueError(f"a list holds things of kind {kind}, which are not read")
+            raise ValueError(f"a list holds values of kind {kind}, which are not supported")
         return self.take(length * np.dtype(NUMBERS[kind]).itemsize).view(NUMBERS[kind]).tolist()
 
     def place(self) -> tuple[str, _Place]:

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, written as `tokenizer.json` and `tokenizer_config.json`; called by `gguf.convert`.
+"""Convert the tokenizer inside a GGUF file to `tokenizer.json` and `tokenizer_config.json`; called by `gguf.convert`.
 
-In come the `tokenizer.*` fields; out goes a tokenizer that splits text as the original did. Two kinds exist: byte-level
-BPE, whose file only *names* the rule by which text is cut before merging, and SentencePiece BPE, which has scores
-where the other has merges. A rule that is not in the table here is refused: a near miss would give other tokens.
+In: the `tokenizer.*` fields. Out: a tokenizer that splits text as the original did. Two kinds exist: byte-level BPE, whose
+file only *names* the rule that splits text before merging, and SentencePiece BPE, which has scores in place of merges. A
+rule that is not in the table here is refused: a similar one would give other tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from foreword.errors import ModelCorrupt, ModelUnsupported
 
-CONTROL, USER_DEFINED = 3, 4  # the file's kinds of token that are matched as a whole
-LONGEST_TOKEN = 1024  # letters; how two parts of a token may merge is looked for at every one of them
+CONTROL, USER_DEFINED = 3, 4  # the kinds of token that are matched as a whole
+LONGEST_TOKEN = 1024  # characters; every split of a token into two is looked up
 SPACE = "\u2581"  # how SentencePiece writes a space
 
-# How byte-level tokenizers cut text into words: "{digits}" is how many digits may stay together.
+# How byte-level tokenizers split text into words: "{digits}" is how many digits may stay together.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,34 +36,34 @@ CUTS: dict[str, list[Any]] = {
 
 
 def write_tokenizer(path: Path, fields: Mapping[str, Any], context: int, folder: Path) -> None:
-    """Write the tokenizer that `fields`, of the GGUF file `path`, describe."""
+    """Write the tokenizer that the `fields` of the GGUF file `path` describe."""
     prefix = "tokenizer.ggml."
     ours = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     kind, cut = str(ours.get("model")), str(ours.get("pre"))
     if kind not in ("gpt2", "llama"):
-        raise ModelUnsupported(f"{path}: the tokenizer is of kind {kind}; gpt2 and llama are read")
+        raise ModelUnsupported(f"{path}: the tokenizer is of kind {kind}; gpt2 and llama are supported")
     if kind == "gpt2" and cut not in CUTS:
-        raise ModelUnsupported(f"{path}: the tokenizer cuts text by the rule {cut}; these are known: {', '.join(CUTS)}")
+        raise ModelUnsupported(f"{path}: the tokenizer splits text by the rule {cut}; known rules: {', '.join(CUTS)}")
     try:
         _check(ours, fields.get("tokenizer.chat_template"))
         tokenizer = _byte_level(ours) if kind == "gpt2" else _sentencepiece(ours)
         _add_special(tokenizer, ours)
         config = _config(ours, context, fields.get("tokenizer.chat_template"))
-    except Exception as error:  # a list that does not fit the others shows in many ways; the library has no narrower
-        raise ModelCorrupt(f"{path}: the tokenizer is not whole ({error}); fetch it again") from error
+    except Exception as error:  # lists that do not match fail in many ways, and the library has no narrower error
+        raise ModelCorrupt(f"{path}: the tokenizer is damaged ({error}); fetch it again") from error
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _check(fields: Mapping[str, Any], chat_template: object) -> None:
-    """Refuse lists that hold other things than they should: below they would be taken for what they are not."""
+    """Refuse lists with values of a wrong type, which would be misread below."""
     kinds = {"tokens": str, "merges": str, "token_type": int, "scores": float}
     for name, kind in kinds.items():
         values = fields.get(name, [])
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
             raise ValueError(f"{name} is no list of {kind.__name__}")
     if longest := max((token for token in fields["tokens"] if len(token) > LONGEST_TOKEN), key=len, default=""):
-        raise ValueError(f"a token has {len(longest)} letters")
+        raise ValueError(f"a token has {len(longest)} characters")
     if not isinstance(chat_template, str | None):
         raise ValueError("the chat template is no text")
 
@@ -106,13 +106,13 @@ def _sentencepiece(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def _add_special(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    """Tokens that are never cut; and the one that opens every text, if the model wants it."""
+    """Add the tokens that are never split, and the token that begins every text, if the model wants one."""
     kinds = dict(zip(fields["tokens"], fields["token_type"], strict=True))
     special = [AddedToken(token, normalized=False, special=True) for token, kind in kinds.items() if kind == CONTROL]
     whole = [AddedToken(token, normalized=False) for token, kind in kinds.items() if kind == USER_DEFINED]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(whole)
-    if _opens(fields):
+    if _adds_bos(fields):
         first = fields["bos_token_id"]
         bos = fields["tokens"][first]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -120,8 +120,8 @@ def _add_special(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
         )
 
 
-def _opens(fields: Mapping[str, Any]) -> bool:
-    """Whether a text begins with the bos token. Files that do not say follow the custom of their kind."""
+def _adds_bos(fields: Mapping[str, Any]) -> bool:
+    """Return whether a text begins with the bos token. Files that do not say so follow the default of their kind."""
     return fields.get("add_bos_token", fields["model"] == "llama" or fields.get("pre") == "llama-bpe")
 
 

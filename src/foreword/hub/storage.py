@@ -1,8 +1,8 @@
-"""Foreword's own folder on disk, underneath `hub`: where it is, whether there is room, and how a thing is built in it.
+"""Foreword's own folder on disk: where it is, whether there is room, and how folders are made in it.
 
-In comes the name of a folder and a function that fills it; out goes that folder, complete. It is filled under another
-name by one process at a time and renamed when it is whole, so whatever stands under its own name can be trusted, no
-matter what was interrupted before.
+In: the name of a folder, and a function that fills it. Out: that folder, complete. One process at a time fills it under
+another name and renames it when it is complete. So a folder under its own name can be trusted, whatever was interrupted
+before.
 """
 
 import errno
@@ -22,15 +22,15 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def place() -> Path:
-    """Where the cache folder is, whether or not it exists yet."""
+    """Return the path of the cache folder, whether or not it exists yet."""
     if own := os.environ.get("FOREWORD_HOME"):
-        return Path(os.path.expanduser(own))  # pathlib's raises where a name stands for no home
+        return Path(os.path.expanduser(own))  # pathlib's raises if there is no such home
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(cache)) / "foreword"
 
 
 def home() -> Path:
-    """The cache folder, made if it is not there, and writable."""
+    """Return the cache folder; make it if it does not exist, and refuse one that cannot be written."""
     folder = place()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,8 +45,8 @@ def _unwritable(folder: Path, reason: str | None) -> StorageError:
     above = (folder, *folder.parents)
     in_the_way = next((place for place in above if os.path.exists(place) and not os.path.isdir(place)), None)
     if in_the_way is not None:
-        told = f"the cache folder {folder} cannot be made, as {in_the_way} is a file"
-        return StorageError(f"{told}; move that away, or set FOREWORD_HOME to a folder that can be written")
+        reason = f"the cache folder {folder} cannot be made, because {in_the_way} is a file"
+        return StorageError(f"{reason}; move that away, or set FOREWORD_HOME to a folder that can be written")
     return StorageError(
         f"the cache folder {folder} cannot be written ({reason}); set FOREWORD_HOME to a folder that can be written"
     )
@@ -54,7 +54,7 @@ def _unwritable(folder: Path, reason: str | None) -> StorageError:
 
 @contextmanager
 def room(folder: Path, needed: int) -> Iterator[None]:
-    """Refuse to begin without `needed` free bytes, and say the same should the disk fill up meanwhile."""
+    """Refuse to begin without `needed` free bytes, and raise the same error if the disk fills up meanwhile."""
     if shutil.disk_usage(folder).free < needed:
         raise _full(folder, needed)
     try:
@@ -74,7 +74,8 @@ def _full(folder: Path, needed: int) -> StorageError:
 
 
 def once(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """`folder`, which `fill` fills if it is not there. Of several processes one does the work and the others wait."""
+    """Return `folder`, after `fill` has filled it if it did not exist. One of several processes does the work, and the
+    others wait."""
     if not os.path.isdir(folder):
         with _alone(folder.name):
             if not os.path.isdir(folder):
@@ -119,17 +120,17 @@ def _build(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def check_empty(folder: Path) -> None:
-    """Refuse a folder of the user's in which something lies already."""
+    """Refuse a folder of the user that is not empty."""
     try:
         taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
-    except OSError as error:  # no name of a folder, or not ours to look at
+    except OSError as error:  # no valid name of a folder, or no permission
         raise InputError(f"{folder} cannot be used ({error.strerror}); name a new or an empty folder") from error
     if taken:
-        raise InputError(f"{folder} is there already and holds other things; name a new or an empty folder")
+        raise InputError(f"{folder} is there already and is not empty; name a new or an empty folder")
 
 
 def fill_empty(folder: Path, fill: Callable[[Path], None]) -> None:
-    """A folder of the user's, filled whole or not at all."""
+    """Fill a folder of the user, completely or not at all."""
     check_empty(folder)
     building = folder.resolve().with_name(f".{folder.resolve().name}.{os.getpid()}")
     try:

@@ -1,8 +1,8 @@
-"""Temporary folders that do not outlive the process that made them, not even if it is killed.
+"""Temporary folders that are deleted even if their process is killed.
 
-The process holds a lock inside its folder, which the system gives up with the process, however that ends. Whoever makes the
-next folder of the same name deletes those whose locks nobody holds. A process id would not do: containers that share a
-folder for temporary files do not share process ids.
+The process holds a lock inside its folder, which the system releases when the process ends in any way. The next process that
+makes a folder of the same name deletes those whose locks are free. A process id would not do: containers that share a folder
+for temporary files do not share process ids.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ FRESH_S = 60.0  # a folder is made before its lock is taken, so a young one is l
 
 
 class TemporaryFolder:
+    """A folder that lasts until `delete` or the end of the process."""
+
     def __init__(self, name: str) -> None:
-        """Make a folder whose name begins with `name`, after deleting those that killed processes left."""
+        """Make a folder whose name begins with `name`, after deleting those of killed processes."""
         _sweep(name)
         self.path = Path(tempfile.mkdtemp(prefix=f"{name}-"))
         self._lock = FileLock(self.path / LOCK, thread_local=False)
@@ -39,7 +41,7 @@ def _sweep(name: str) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether it is ours, and whoever made it is gone."""
+    """Return whether a folder belongs to this user, and its process has ended."""
     try:
         about = folder.lstat()
         if about.st_uid != os.getuid() or time.time() - about.st_mtime < FRESH_S or not (folder / LOCK).is_file():

@@ -203,7 +203,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "measure", measure)
     monkeypatch.setattr(cost, "measure_draft", measure_draft)
     monkeypatch.setattr(cost, "read_speed", lambda device: 1.0)
-    monkeypatch.setattr(pack, "_rows_tried", lambda: int(next(coming) * 10) % 4)
+    monkeypatch.setattr(pack, "_measure_max_stock_rows", lambda: int(next(coming) * 10) % 4)
     monkeypatch.setattr(pack.Waits, "doubt", "")
 
 
@@ -218,7 +218,7 @@ def test_four_loads_choose_the_same(folders: dict[str, Path], monkeypatch: pytes
         as_a_new_process()
         with foreword.load(folders["llama"]) as llm:
             assert llm.model.curve is not None
-            chosen.append((llm.method, llm.model.curve.seconds, llm.model.hf.lm_head.rows_stock))
+            chosen.append((llm.method, llm.model.curve.seconds, llm.model.hf.lm_head.stock_rows))
     assert len(set(chosen)) == 1
 
 
@@ -230,7 +230,7 @@ def test_a_load_may_measure_anew(folders: dict[str, Path], monkeypatch: pytest.M
         with foreword.load(folders["llama"], remeasure=remeasure) as llm:
             assert llm.model.curve is not None
             curves.append(llm.model.curve.seconds)
-            linears.append(llm.model.hf.lm_head.rows_stock)
+            linears.append(llm.model.hf.lm_head.stock_rows)
     assert curves[0] != curves[1] == curves[2] and linears[0] != linears[1] == linears[2]
 
 

@@ -94,7 +94,7 @@ def test_what_is_refused_before_the_model_is_read(
     (tmp_path / "full" / "file").touch()
     own, other = trained["draft_model"], folders["llama"]
     for out, drafter, dtype, error, message in (
-        ("full", own, "float32", InputError, "full is there already and holds other things; name a new or an empty folder"),
+        ("full", own, "float32", InputError, "full is there already and is not empty; name a new or an empty folder"),
         ("full/file", own, "float32", InputError, "there already"),
         ("new", trained["medusa"], "float32", DrafterError, "a drafter of 'medusa'.*`foreword train draft_model`"),
         ("new", other, "float32", DrafterError, "holds a whole model already"),

@@ -1,4 +1,4 @@
-"""Tiny GGUF files, made from tiny transformers models by the rules of the format; and other processes."""
+"""Fixtures: tiny GGUF files, made from tiny transformers models; and commands of other processes."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ PROSE = [
 
 @pytest.fixture
 def python() -> Callable[[str], list[str]]:
-    """The command that runs a script which only needs single modules, without the start-up of the whole package."""
+    """The command that runs a script with single modules, without importing the whole package."""
     bare = f"import sys, types; bare = types.ModuleType('foreword'); bare.__path__ = {list(foreword.__path__)!r}"
     return lambda script: [sys.executable, "-c", f"{bare}; sys.modules['foreword'] = bare\n{script}"]
 
@@ -46,7 +46,7 @@ def original() -> Tokenizer:
 
 @pytest.fixture
 def tiny(original: Tokenizer) -> Callable[..., PreTrainedModel]:
-    """A random model of the asked family: tiny("llama", tie_word_embeddings=True)."""
+    """A random model of a family: tiny("llama", tie_word_embeddings=True)."""
 
     def make(family: str, **changes: Any) -> PreTrainedModel:
         sizes = {"vocab_size": original.get_vocab_size(), "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -54,7 +54,7 @@ def tiny(original: Tokenizer) -> Callable[..., PreTrainedModel]:
         config, kind = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[family]
         torch.manual_seed(7)
         model = kind(config(**sizes | depth | {"tie_word_embeddings": False} | changes)).eval()
-        for parameter in model.parameters():  # a norm of ones would hide that it was lost
+        for parameter in model.parameters():  # with norms of ones, a lost norm would not be noticed
             torch.nn.init.normal_(parameter, mean=0.1, std=0.3)
         return model
 
@@ -124,7 +124,7 @@ def _write_tokenizer(writer: Any, original: Tokenizer) -> None:
 
 def _write_field(writer: Any, key: str, value: Any) -> None:
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    writer.kv_data[0].pop(key, None)  # the writer refuses to say a thing twice
+    writer.kv_data[0].pop(key, None)  # the writer refuses to write a field twice
     kinds.get(type(value), writer.add_array)(key, value)
 
 

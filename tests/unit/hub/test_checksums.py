@@ -1,4 +1,4 @@
-"""What was written and what is there now, by size and by every byte."""
+"""Checksums: files compared with what was written, by size and by every byte."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_nothing_is_wrong_with_what_was_written(folder: Path) -> None:
+def test_unchanged_files_have_no_faults(folder: Path) -> None:
     assert check_sizes(folder) == verify_model(folder) == []
 
 
@@ -34,7 +34,7 @@ def test_every_file_that_is_wrong_is_named(folder: Path) -> None:
     assert check_sizes(folder) == verify_model(folder) == wrong
 
 
-def test_a_folder_without_checksums_has_nothing_to_compare_with(tmp_path: Path) -> None:
+def test_a_folder_without_checksums_is_not_compared(tmp_path: Path) -> None:
     assert verify_model(tmp_path) is None and check_sizes(tmp_path) == []
 
 

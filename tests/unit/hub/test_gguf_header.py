@@ -1,4 +1,4 @@
-"""Headers of GGUF files: whatever a length says, it is compared with the file before anything of that length is made."""
+"""Headers of GGUF files: every length is compared with the file before anything of that length is allocated."""
 
 import random
 import resource
@@ -78,16 +78,16 @@ def test_fields_and_tensors_are_read(tmp_path: Path) -> None:
 ALIGNED = field("general.alignment", 4, struct.pack("<I", 3))
 LIES = {
     "it does not begin as one": b"PK" * 40,
-    "at byte 0 it should go on": b"GG",
+    "from byte 0 on, but it has": b"GG",
     "of version 9": whole([], [], version=9),
     "big-endian": whole([], [], version=3 << 24),
-    "should go on for 8": whole([], [])[:8] + struct.pack("<QQ", 0, 2**63),
+    "^8 bytes are needed": whole([], [])[:8] + struct.pack("<QQ", 0, 2**63),
     "a string has 9223372036854775808 bytes": whole([struct.pack("<Q", 2**63)], []),
     "a string has 16777217 bytes": whole([field("a", 8, struct.pack("<Q", (1 << 24) + 1))], []),
     "a list has 18446744073709551615 items": whole([field("a", 9, array(0, 2**64 - 1))], []),
     "a list has 4194305 items": whole([field("a", 9, array(0, (1 << 22) + 1))], []),
-    "it should go on for 4000000": whole([field("a", 9, array(0, 4_000_000))], []),
-    "a list holds things of kind 9": whole([field("a", 9, array(9, 4_000_000))], []),
+    "4000000 bytes are needed": whole([field("a", 9, array(0, 4_000_000))], []),
+    "a list holds values of kind 9": whole([field("a", 9, array(9, 4_000_000))], []),
     "a field is of kind 77": whole([field("a", 77, b"")], []),
     "can't decode": whole([field("a", 8, struct.pack("<Q", 1) + b"\xff")], []),
     "the field a is there twice": whole([field("a", 7, b"\1"), field("a", 7, b"\1")], []),
@@ -95,20 +95,22 @@ LIES = {
     "has 0 dimensions": whole([], [tensor("a", ())], bytes(64)),
     "has 5 dimensions": whole([], [tensor("a", (1, 1, 1, 1, 1))], bytes(64)),
     "is empty": whole([], [tensor("a", (3, 0))], bytes(64)),
-    "begins at byte 32 of the data, where 0": whole([], [tensor("a", (8,), offset=32)], bytes(64)),
-    "begins at byte 64 of the data, where 32": whole([], [tensor("a", (8,)), tensor("b", (8,), offset=64)], bytes(128)),
-    "which Q8_0 keeps 32 at a time": whole([], [tensor("a", (8, 31), kind=8)], bytes(1024)),
+    "begins at byte 32 of the data, but must begin at 0": whole([], [tensor("a", (8,), offset=32)], bytes(64)),
+    "begins at byte 64 of the data, but must begin at 32": whole(
+        [], [tensor("a", (8,)), tensor("b", (8,), offset=64)], bytes(128)
+    ),
+    "but Q8_0 has blocks of 32": whole([], [tensor("a", (8, 31), kind=8)], bytes(1024)),
     "99 is not a valid": whole([], [tensor("a", (8,), kind=99)], bytes(64)),
     "general.alignment is 3": whole([ALIGNED], []),
-    "it should go on for 4611686018427387904000": whole([], [tensor("a", (1000, 2**60))], bytes(64)),
+    "4611686018427387904000 bytes are needed": whole([], [tensor("a", (1000, 2**60))], bytes(64)),
 }
 
 
-@pytest.mark.parametrize("said", LIES)
+@pytest.mark.parametrize("message", LIES)
 @pytest.mark.usefixtures("little_memory")
-def test_what_does_not_fit_is_refused(said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=said):
-        found(LIES[said], tmp_path)
+def test_damaged_headers_are_refused(message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        found(LIES[message], tmp_path)
 
 
 def header_bytes(path: Path) -> int:
@@ -117,7 +119,7 @@ def header_bytes(path: Path) -> int:
 
 
 def most_memory() -> int:
-    """Bytes that this process ever had."""
+    """The peak memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -137,7 +139,7 @@ def test_a_number_of_layers_that_is_not_there(tiny: Any, write_gguf: Callable[..
 def test_flipped_bits_are_answered_with_an_error_or_a_model(
     tiny: Any, write_gguf: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Nothing else is raised, and no more memory taken, whatever a header says."""
+    """No other error is raised, and no more memory is taken, whatever a header says."""
     path, dice = write_gguf(tmp_path / "m.gguf", tiny("llama", num_hidden_layers=1)), random.Random(0)
     content, size = path.read_bytes(), header_bytes(path)
     refused, before = 0, most_memory()
@@ -160,7 +162,7 @@ SIZES = ["block_count", "embedding_length", "feed_forward_length", "attention.he
 
 @pytest.mark.parametrize("value", WRONG, ids=str)
 @pytest.mark.parametrize("key", SIZES)
-def test_a_size_that_is_none_is_named(
+def test_an_impossible_size_is_named(
     key: str, value: Any, tiny: Any, write_gguf: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny("llama", num_hidden_layers=2), fields={f"llama.{key}": value})
@@ -169,31 +171,31 @@ def test_a_size_that_is_none_is_named(
 
 
 @pytest.mark.parametrize(
-    ("field_name", "value", "said"),
+    ("field_name", "value", "message"),
     [
-        ("llama.attention.head_count", 0, r"attention\.head_count is '0', needed is a whole number from 1 on"),
+        ("llama.attention.head_count", 0, r"attention\.head_count is '0', but must be a whole number from 1 on"),
         ("llama.context_length", "long", "context_length is 'long'"),
-        ("llama.rope.freq_base", float("inf"), "rope.freq_base is 'inf', needed is a number above 0"),
+        ("llama.rope.freq_base", float("inf"), "rope.freq_base is 'inf', but must be a number above 0"),
         ("llama.attention.layer_norm_rms_epsilon", [1.0], "rms_epsilon is"),
-        ("tokenizer.ggml.eos_token_id", 340, "eos_token_id is '340', needed is a token from 0 to 339"),
+        ("tokenizer.ggml.eos_token_id", 340, "eos_token_id is '340', but must be a token from 0 to 339"),
         ("tokenizer.ggml.bos_token_id", "a", "bos_token_id is 'a'"),
         ("tokenizer.ggml.tokens", ["a"] * 341, "the tokenizer has 341 tokens, the embedding 340 rows"),
-        ("tokenizer.ggml.tokens", [1], "the tokenizer is not whole"),
-        ("tokenizer.ggml.merges", 7, "the tokenizer is not whole"),
-        ("tokenizer.ggml.token_type", ["a"], "the tokenizer is not whole"),
-        ("tokenizer.chat_template", 5, "the tokenizer is not whole .the chat template is no text"),
+        ("tokenizer.ggml.tokens", [1], "the tokenizer is damaged"),
+        ("tokenizer.ggml.merges", 7, "the tokenizer is damaged"),
+        ("tokenizer.ggml.token_type", ["a"], "the tokenizer is damaged"),
+        ("tokenizer.chat_template", 5, "the tokenizer is damaged .the chat template is no text"),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_named(
-    field_name: str, value: Any, said: str, tiny: Any, write_gguf: Callable[..., Path], tmp_path: Path
+    field_name: str, value: Any, message: str, tiny: Any, write_gguf: Callable[..., Path], tmp_path: Path
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), fields={field_name: value})
-    with pytest.raises(ModelCorrupt, match=said):
+    with pytest.raises(ModelCorrupt, match=message):
         convert(path, tmp_path / "out")
 
 
 def test_a_tensor_of_another_size_is_named(tiny: Any, write_gguf: Callable[..., Path], tmp_path: Path) -> None:
     fields = {"llama.feed_forward_length": 128}
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), fields=fields)
-    with pytest.raises(ModelCorrupt, match=r"ffn_\w+\.weight has shape .*fields .* is needed"):
+    with pytest.raises(ModelCorrupt, match=r"ffn_\w+\.weight has shape .*but needs .* fields"):
         convert(path, tmp_path / "out")

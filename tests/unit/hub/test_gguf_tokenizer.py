@@ -1,4 +1,4 @@
-"""The tokenizer read from a GGUF file cuts text as the original did."""
+"""The tokenizer read from a GGUF file splits text as the original did."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_special_tokens_and_chat_template(converted):
         ("qwen2", ["It", "'s", "Ġ", "Ġ", "1", "2", "3", "4", "5", ",", "Ġ", "Ġx", "ĊĊ", "y"]),
     ],
 )
-def test_each_rule_cuts_in_its_own_way(original, tmp_path, rule, words):
+def test_each_rule_splits_in_its_own_way(original, tmp_path, rule, words):
     fields = byte_level(original) | {"tokenizer.ggml.pre": rule, "tokenizer.ggml.add_bos_token": False}
     write_tokenizer(Path("m.gguf"), fields, 64, tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -94,7 +94,7 @@ def sentencepiece(**changes: Any) -> dict[str, Any]:
 
 
 def best_merges(text: str) -> list[str]:
-    """SentencePiece's rule in its plainest form: again and again join the neighbours that make the best token."""
+    """SentencePiece's rule in its simplest form: repeatedly join the neighbours that make the best token."""
     parts = list(text)
     while pairs := [(PIECES[a + b], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in PIECES]:
         at = -max(pairs)[1]

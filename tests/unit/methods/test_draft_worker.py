@@ -15,7 +15,7 @@ import torch
 from doubles import VOCABULARY, target
 from foreword.methods.amusd import worker
 from foreword.methods.amusd.epochs import ALONE, GREEDY, Job
-from foreword.methods.amusd.worker import CHUNK, WIDTHS, Place, Sheet, Writer, sizes
+from foreword.methods.amusd.worker import CHUNK, WIDTHS, DraftRunner, PassInputs, WorkerConfig, sizes
 from foreword.model.model import Model
 
 CONTEXT = 160
@@ -43,8 +43,8 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     Rerun.made = []
 
 
-def made(family: str, slots: int, captured: bool) -> Writer:
-    one = Writer(Model(target(family).hf, "draft"), Place("cpu", slots, CONTEXT, VOCABULARY))
+def made(family: str, slots: int, captured: bool) -> DraftRunner:
+    one = DraftRunner(Model(target(family).hf, "draft"), WorkerConfig("cpu", slots, CONTEXT, VOCABULARY))
     if captured:
         one.capture()
     return one
@@ -54,20 +54,26 @@ class Texts:
     """Random jobs as a follower gives them: texts go on, are rolled back a little, or begin anew."""
 
     def __init__(self, slots: int, seed: int) -> None:
-        self.draw, self.cached = random.Random(seed), [0] * slots
-        self.draws = [GREEDY] * slots
+        self.sampling_key, self.cached = random.Random(seed), [0] * slots
+        self.sampling_keys = [GREEDY] * slots
 
     def job(self) -> Job:
-        draw = self.draw
-        slots = sorted(draw.sample(range(len(self.cached)), draw.randint(1, len(self.cached))))
+        sampling_key = self.sampling_key
+        slots = sorted(sampling_key.sample(range(len(self.cached)), sampling_key.randint(1, len(self.cached))))
         longest, rows = CHUNK if len(slots) == 1 else ALONE, []
         for slot in slots:
-            if self.cached[slot] > CONTEXT - CHUNK or draw.random() < 0.1:
-                self.cached[slot], self.draws[slot] = 0, draw.choice(DRAWS)
-            self.cached[slot] = max(0, self.cached[slot] - draw.choice([0, 0, 1, 3]))
-            count = draw.choice([1, 1, 2, longest]) if self.cached[slot] else longest
-            rows.append([draw.randrange(VOCABULARY) for _ in range(count)])
-        job = Job(slots, rows, [self.cached[slot] for slot in slots], [self.draws[s] for s in slots], draw.random() < 0.8)
+            if self.cached[slot] > CONTEXT - CHUNK or sampling_key.random() < 0.1:
+                self.cached[slot], self.sampling_keys[slot] = 0, sampling_key.choice(DRAWS)
+            self.cached[slot] = max(0, self.cached[slot] - sampling_key.choice([0, 0, 1, 3]))
+            count = sampling_key.choice([1, 1, 2, longest]) if self.cached[slot] else longest
+            rows.append([sampling_key.randrange(VOCABULARY) for _ in range(count)])
+        job = Job(
+            slots,
+            rows,
+            [self.cached[slot] for slot in slots],
+            [self.sampling_keys[s] for s in slots],
+            sampling_key.random() < 0.8,
+        )
         for slot, read in zip(slots, rows, strict=True):
             self.cached[slot] += len(read)
         return job
@@ -76,10 +82,10 @@ class Texts:
 @pytest.mark.usefixtures("capturing")
 @pytest.mark.parametrize(("family", "slots"), [("llama", 1), ("llama", 5), ("gemma2", 3)])
 def test_captured_passes_write_what_written_ones_do(family: str, slots: int) -> None:
-    plain, captured, texts = made(family, slots, False), made(family, slots, True), Texts(slots, seed=slots)
+    plain, captured, sequences = made(family, slots, False), made(family, slots, True), Texts(slots, seed=slots)
     written = 0
     for _ in range(60):
-        job = texts.job()
+        job = sequences.job()
         found = captured.step(job)
         assert found == plain.step(job) and len(found) == len(job.slots) * job.writes
         written += len(found)
@@ -90,7 +96,7 @@ def test_captured_passes_write_what_written_ones_do(family: str, slots: int) -> 
 @pytest.mark.usefixtures("capturing")
 def test_sizes_are_few_and_share_their_memory() -> None:
     one = made("llama", 6, True)
-    expected = {(texts, rows, noise) for texts in (1, 2, 4, 6) for rows in WIDTHS for noise in (False, True)}
+    expected = {(sequences, rows, noise) for sequences in (1, 2, 4, 6) for rows in WIDTHS for noise in (False, True)}
     assert set(one.passes) == {size for size in expected if size[:2] == (1, CHUNK) or size[1] < CHUNK}
     assert [each.pool for each in Rerun.made] == [None] + ["shared"] * (len(Rerun.made) - 1)
     assert [sizes(count) for count in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8), (1, 2, 4, 8, 9)]
@@ -107,8 +113,10 @@ def test_graphs_end_with_the_writer() -> None:
 
 
 def test_who_is_missing_on_a_sheet_does_what_the_first_does() -> None:
-    sheet = Sheet(3, 4, torch.device("cpu"))
-    where = sheet.tokens.data_ptr()
-    sheet.fill(Job([5, 2], [[7, 8], [9]], [10, 20], [GREEDY, GREEDY], True))
-    assert sheet.slots.tolist() == [5, 2, 5] and sheet.cached.tolist() == [10, 20, 10] and sheet.read.tolist() == [2, 1, 2]
-    assert sheet.tokens.tolist() == [[7, 8, 8, 8], [9] * 4, [7, 8, 8, 8]] and sheet.tokens.data_ptr() == where
+    inputs = PassInputs(3, 4, torch.device("cpu"))
+    where = inputs.tokens.data_ptr()
+    inputs.fill(Job([5, 2], [[7, 8], [9]], [10, 20], [GREEDY, GREEDY], True))
+    assert (
+        inputs.slots.tolist() == [5, 2, 5] and inputs.cached.tolist() == [10, 20, 10] and inputs.read.tolist() == [2, 1, 2]
+    )
+    assert inputs.tokens.tolist() == [[7, 8, 8, 8], [9] * 4, [7, 8, 8, 8]] and inputs.tokens.data_ptr() == where

@@ -296,12 +296,9 @@ class Stack:
     def _views_by_kernel(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...]) -> dict[int, _View]:
         assert self.cache is not None and rows.batch is not None
         by_kernel = kernels("layer.row_positions")
-        device, heads = rows.base.device, self.cache.shape.heads
-        grafted = (
-            by_kernel.GraftedRows(*anchors_and_offsets(grafts, device), on_device(counts, device), counts)
-            if grafts
-            else None
-        )
+        device, heads, grafted = rows.base.device, self.cache.shape.heads, None
+        if grafts:
+            grafted = by_kernel.GraftedRows(*anchors_and_offsets(grafts, device), on_device(counts, device), counts)
         where = rows.base, rows.depth, rows.sees, rows.batch.slots, heads, grafted
         found = {name: by_kernel.row_positions(table, *where) for name, table in self.rotary_tables.items()}
         first = next(iter(found.values()))

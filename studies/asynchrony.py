@@ -20,63 +20,63 @@ TOKENS = 20_000  # of a simulated sequence
 
 @dataclass(frozen=True)
 class Times:
-    """All in the same unit, milliseconds as a rule."""
+    """All in the same unit, usually milliseconds."""
 
     draft: float  # a pass of the draft model, one token
     target: float = 1.0  # a pass of the target over a draft
     plain: float = 1.0  # a pass of the target over one row
     hand_over: float = 0.0  # until a message reaches the other side
-    right: float = 0.8  # how often a draft token is right when those before it were
+    right: float = 0.8  # how often a draft token is right if those before it were
     ahead: int = 16
     least: int = 1
-    spread: float = 0.2  # passes differ by this share: if none did, two clocks in step would make some ratios look special
+    spread: float = 0.2  # relative variation of passes; without it, passes in lockstep would favour some ratios
 
-    def pass_of(self, usual: float, draw: random.Random) -> float:
-        return usual * draw.uniform(1 - self.spread, 1 + self.spread)
+    def pass_of(self, usual: float, rng: random.Random) -> float:
+        return usual * rng.uniform(1 - self.spread, 1 + self.spread)
 
 
 class SimulatedDraft:
     """A small model that keeps drafting: when each draft token is ready, and whether it is right."""
 
-    def __init__(self, times: Times, draw: random.Random) -> None:
-        self.times, self.draw = times, draw
+    def __init__(self, times: Times, rng: random.Random) -> None:
+        self.times, self.rng = times, rng
         self.free = 0.0  # when its last pass ended
         self.ready: list[float] = []  # of tokens after the decided ones
         self.right: list[bool] = []
 
-    def write(self, until: float | None = None, count: int | None = None) -> None:
+    def draft(self, until: float | None = None, count: int | None = None) -> None:
         """Draft until that time, or that many tokens; never more than `ahead`. A pass that began is finished."""
         while len(self.ready) < min(self.times.ahead, count or self.times.ahead) and (until is None or self.free < until):
-            self.free += self.times.pass_of(self.times.draft, self.draw)
+            self.free += self.times.pass_of(self.times.draft, self.rng)
             self.ready.append(self.free)
-            self.right.append(all(self.right[-1:]) and self.draw.random() < self.times.right)
+            self.right.append(all(self.right[-1:]) and self.rng.random() < self.times.right)
 
     def decided(self, count: int, now: float) -> None:
-        """Hear that the target decided `count` tokens at `now`. Draft tokens that agree with them stay."""
+        """Take in that the target decided `count` tokens at `now`. Draft tokens that agree with them stay."""
         idle = len(self.ready) >= self.times.ahead
-        heard = now + self.times.hand_over
+        informed = now + self.times.hand_over
         agrees = len(self.right) >= count and self.right[count - 1]
         self.ready, self.right = (self.ready[count:], self.right[count:]) if agrees else ([], [])
         if idle or not agrees:
-            self.free = max(self.free, heard)
+            self.free = max(self.free, informed)
 
 
 def asynchronous(times: Times, tokens: int = TOKENS, seed: int = 0) -> float:
     """Return the time per token when drafting and verifying run at the same time."""
-    draw = random.Random(seed)
-    draft, now, written = SimulatedDraft(times, draw), 0.0, 0
-    while written < tokens:
+    rng = random.Random(seed)
+    draft, now, decided = SimulatedDraft(times, rng), 0.0, 0
+    while decided < tokens:
         if times.least:
-            draft.write(count=min(times.least, times.ahead))
+            draft.draft(count=min(times.least, times.ahead))
             now = max(now, draft.ready[min(times.least, times.ahead) - 1] + times.hand_over)
-        draft.write(until=now)
-        there = sum(ready + times.hand_over <= now for ready in draft.ready)
-        now += times.pass_of(times.target, draw)
-        draft.write(until=now)  # it goes on meanwhile
-        kept = sum(draft.right[:there])
+        draft.draft(until=now)
+        arrived = sum(ready + times.hand_over <= now for ready in draft.ready)
+        now += times.pass_of(times.target, rng)
+        draft.draft(until=now)  # drafting goes on during the pass
+        kept = sum(draft.right[:arrived])
         draft.decided(kept + 1, now)
-        written += kept + 1
-    return now / written
+        decided += kept + 1
+    return now / decided
 
 
 def best_wait(times: Times) -> int:
@@ -105,7 +105,7 @@ def best_in_turns(times: Times) -> tuple[float, int]:
 class Published:
     """Milliseconds per token with Llama 3.1 8B and Llama 3.2 1B, as the authors' repository lists them."""
 
-    texts: str
+    prompts: str
     plain: float
     turns: float  # a look-ahead of 5, both models on one GPU
     same_time: float  # on two
@@ -182,7 +182,7 @@ def show_paper() -> None:
         shown = []
         for one in PUBLISHED:
             right, same = expected(one, ratio)
-            shown.append(f"{one.texts} right {right:.2f}, {same:.2f} (was {one.same_time:.2f})")
+            shown.append(f"{one.prompts} right {right:.2f}, {same:.2f} (was {one.same_time:.2f})")
         print(f"draft/target {ratio:.3f}: {mean_gain(ratio):.2f} expected; " + "; ".join(shown))
 
 

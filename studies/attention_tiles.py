@@ -33,32 +33,32 @@ from study import command
 if TYPE_CHECKING:
     from foreword.ops.layer.tree_attention import AttentionTiles
 
-CACHED_BYTES = 100e6  # caches of one trial together: more than a GPU keeps close
+CACHED_BYTES = 100e6  # all caches of one trial: more than the L2 cache holds
 MOST_CACHES = 64
 REPLAYS = 8
-PARTS = (1, 15, 10, 3, 6, 11, 2, 7)  # unlike sequences: one has the full length, the next a fifteenth of it, ..
-SHAPES = {"135M": (9, 3, 64), "7B": (32, 8, 128), "grown": (72, 24, 64)}  # grown: the default model, widened 8 times
+DIVISORS = (1, 15, 10, 3, 6, 11, 2, 7)  # unequal sequences: one has the full length, the next a fifteenth of it, ..
+SHAPES = {"135M": (9, 3, 64), "7B": (32, 8, 128), "widened": (72, 24, 64)}  # widened: the default model, 8 times
 
 Timer = Callable[[list[Callable[[], Tensor]]], float]
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A pass: query heads, key heads, their width, rows per sequence, tokens before them, and sequences in the batch. These
-    may be `unlike`: then the longest has `context` tokens, and most have few."""
+    """A pass: query heads, key heads, their width, rows per sequence, tokens before them, and sequences in the batch.
+    `unlike`: the longest sequence has `context` tokens, and most have few."""
 
     heads: int
     key_heads: int
     width: int
     rows: int
     context: int
-    texts: int = 1
+    texts: int = 1  # sequences; the key of published timings
     unlike: bool = False
 
     @property
     def lengths(self) -> list[int]:
         """Tokens before the pass, by sequence."""
-        return [self.context // (PARTS[text % len(PARTS)] if self.unlike else 1) for text in range(self.texts)]
+        return [self.context // (DIVISORS[index % len(DIVISORS)] if self.unlike else 1) for index in range(self.texts)]
 
     @property
     def queries(self) -> int:
@@ -76,7 +76,7 @@ class AttentionTrial:
 
 
 class Rig:
-    """The inputs of a case: one cache for each call of a trial."""
+    """The inputs of a case, with one cache for each call of a trial."""
 
     def __init__(self, case: AttentionCase, device: str) -> None:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -86,8 +86,8 @@ class Rig:
         count = min(MOST_CACHES, int(CACHED_BYTES / read) + 1)
         self.case, self.scaling = case, case.width**-0.5
         self.caches = torch.randn(count, *shape, generator=generator, device=device).to(dtype)
-        asked = (case.texts, case.heads, case.rows, case.width)
-        self.query = torch.randn(asked, generator=generator, device=device).to(dtype)
+        queries = (case.texts, case.heads, case.rows, case.width)
+        self.query = torch.randn(queries, generator=generator, device=device).to(dtype)
         self.slots = torch.arange(case.texts, device=device)
         self.base = torch.tensor(case.lengths, device=device)
         self.sees = torch.ones(1, case.rows, case.rows, dtype=torch.bool, device=device).tril()
@@ -98,7 +98,7 @@ class Rig:
         return [partial(attend, self.query, keys, values, mask, self.scaling) for keys, values in self.caches]
 
     def by_kernel(self, tiles: AttentionTiles) -> list[Callable[[], Tensor]]:
-        from foreword.ops.layer.tree_attention import attend_tree  # noqa: PLC0415  triton is there only where CUDA is
+        from foreword.ops.layer.tree_attention import attend_tree  # noqa: PLC0415  triton is installed only with CUDA
 
         seen = (self.slots, self.base, self.sees, self.case.context, self.scaling)
         return [partial(attend_tree, self.query, keys, values, *seen, tiles=tiles) for keys, values in self.caches]
@@ -106,7 +106,7 @@ class Rig:
 
 def grid(case: AttentionCase) -> list[AttentionTiles]:
     """Return the default tiling, then others that differ in the block, the warps and loads in flight, or the splits."""
-    from foreword.ops.layer.tree_attention import AttentionTiles, attention_tiles  # noqa: PLC0415  triton is there only where CUDA is
+    from foreword.ops.layer.tree_attention import AttentionTiles, attention_tiles  # noqa: PLC0415  triton is installed only with CUDA
 
     keys = case.context + case.rows
     default = attention_tiles(case.queries, keys, case.texts * case.key_heads, case.width)
@@ -137,7 +137,7 @@ def sweep(case: AttentionCase, tiles: list[AttentionTiles], timer: Timer, device
 
 
 def _trial(rig: Rig, tiles: AttentionTiles, expected: Tensor, timer: Timer) -> AttentionTrial:
-    from triton.errors import TritonError  # noqa: PLC0415  triton is there only where CUDA is
+    from triton.errors import TritonError  # noqa: PLC0415  triton is installed only with CUDA
 
     calls = rig.by_kernel(tiles)
     try:
@@ -157,8 +157,8 @@ def by_graph(calls: list[Callable[[], Tensor]]) -> float:
 
 
 def table(trials: list[list[AttentionTrial]], best: int) -> Table:
-    """Show the fastest tilings of each case, the default, masked attention, and what failed."""
-    columns = ("heads", "width", "texts", "rows", "context", "tiles", "us")
+    """Show the fastest tilings of each case, the default, masked attention, and the failures."""
+    columns = ("heads", "width", "sequences", "rows", "context", "tiles", "us")
     shown = Table(*columns, title="tree attention", title_justify="left")
     for case in trials:
         masked, default = case[:2]
@@ -166,7 +166,7 @@ def table(trials: list[list[AttentionTrial]], best: int) -> Table:
         failed = [one for one in case[1:] if one.failure]
         for one in dict.fromkeys([masked, default, *timed[:best], *failed]):
             at = one.case
-            name = "masked" if one is masked else _words(one) + (" (default)" if one is default else "")
+            name = "masked" if one is masked else _label(one) + (" (default)" if one is default else "")
             figure = f"{one.microseconds:.1f}" if one.microseconds is not None else f"failed: {one.failure}"
             style = "bold" if timed and one is timed[0] else None
             context = f"up to {at.context}" if at.unlike else str(at.context)
@@ -176,7 +176,7 @@ def table(trials: list[list[AttentionTrial]], best: int) -> Table:
     return shown
 
 
-def _words(trial: AttentionTrial) -> str:
+def _label(trial: AttentionTrial) -> str:
     tiles = trial.tiles
     assert tiles is not None
     warps = f"{tiles.warps} warps" + (f" that share keys by {tiles.shares}" if tiles.shares > 1 else "")
@@ -187,7 +187,7 @@ def _words(trial: AttentionTrial) -> str:
 def time_attention_tiles(
     out: Annotated[Path | None, typer.Option(help="Write all timings to this JSON file.")] = None,
     shapes: Annotated[
-        str, typer.Option(help="Model shapes, separated by commas: 135M, 7B, grown (the default model widened 8 times).")
+        str, typer.Option(help="Model shapes, separated by commas: 135M, 7B, widened (the default model, 8 times).")
     ] = "135M,7B",
     rows: Annotated[str, typer.Option(help="Rows in a pass, separated by commas.")] = "1,16,64",
     contexts: Annotated[str, typer.Option(help="Tokens before the pass, separated by commas.")] = "512,4096",
@@ -199,9 +199,11 @@ def time_attention_tiles(
 ) -> None:
     """Time tilings of tree attention on this machine's GPU."""
     if not torch.cuda.is_available():
-        raise InputError("the kernels run on CUDA, and this machine has no CUDA device; run this where there is one")
-    wanted = product(shapes.split(","), rows.split(","), contexts.split(","), texts.split(","))
-    cases = [AttentionCase(*SHAPES[name], int(row), int(context), int(some), unlike) for name, row, context, some in wanted]
+        raise InputError("the kernels run on CUDA, and this machine has no CUDA device; run it on a machine that has one")
+    combinations = product(shapes.split(","), rows.split(","), contexts.split(","), texts.split(","))
+    cases = [
+        AttentionCase(*SHAPES[name], int(row), int(context), int(some), unlike) for name, row, context, some in combinations
+    ]
     trials = [sweep(case, grid(case), by_graph, "cuda") for case in cases]
     Console(width=None if Console().is_terminal else 160).print(table(trials, best))
     if out is not None:

@@ -4,9 +4,9 @@
     python studies/fuzz.py --seed 7 --only 12     # one trial again
 
 A trial makes a tiny random model in float64, serves it by a random method under random engine settings, and lets several
-threads call that one LLM at once. What each call must bring is written beforehand by plain decoding, one request at a time
-in an engine of its own; some of that is compared with the transformers model alone. The seed is printed: with it every trial
-asks for the same, but for the order in which threads take turns. Ends with status 1 at the first difference.
+threads call that one LLM at once. Plain decoding generates the expected outputs first, one request at a time in its own
+engine; some of them are compared with the transformers model alone. The seed is printed. With the same seed every trial
+makes the same calls; only the order in which threads take turns differs. The exit status is 1 at the first difference.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from foreword.results import Result  # noqa: E402
 
 HANGS_AFTER_S = 120.0  # a trial takes a few seconds
 CONTEXT = doubles.CONTEXT
-LETTERS = "abcdefg"  # that the tokenizer's pieces are made of
+LETTERS = "abcdefg"  # of the tokenizer's pieces
 
 Prompt = list[int]
 Settings = dict[str, Any]
 
 
 class Difference(Exception):
-    """An output is not what plain decoding writes."""
+    """An output is not that of plain decoding."""
 
 
-# What is asked --------------------------------------------------------------------------------------------------------
+# Workloads -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Asked:
-    """Prompts under the same settings, and what plain decoding writes for them."""
+class Workload:
+    """Prompts with the same settings, and the outputs of plain decoding."""
 
     prompts: list[Prompt]
     settings: Settings
     expected: list[Result] = field(default_factory=list)
 
 
-def draw_prompt(random: Random, earlier: list[Prompt]) -> Prompt:
-    """Noise, something that repeats itself, which can be looked up, or the beginning of an earlier prompt and more."""
+def random_prompt(random: Random, earlier: list[Prompt]) -> Prompt:
+    """Return random tokens, a loop that can be looked up, or the beginning of an earlier prompt and more."""
     kind = random.choice(["noise", "noise", "loop", "more"])
     noise = [random.randrange(3, doubles.VOCABULARY) for _ in range(random.randint(1, 12))]
     if kind == "loop":
@@ -76,11 +76,11 @@ def draw_prompt(random: Random, earlier: list[Prompt]) -> Prompt:
     return noise[: CONTEXT - 4]
 
 
-def draw_settings(random: Random) -> Settings:
+def random_settings(random: Random) -> Settings:
     def some(chance: float, name: str, *values: Any) -> Settings:
         return {name: random.choice(values)} if random.random() < chance else {}
 
-    words = ["".join(random.choice(LETTERS) for _ in range(random.randint(1, 3))) for _ in range(2)]
+    stops = ["".join(random.choice(LETTERS) for _ in range(random.randint(1, 3))) for _ in range(2)]
     tokens = [random.randrange(doubles.VOCABULARY) for _ in range(random.randint(6, 30))]
     most = random.randint(1, 16)
     return {
@@ -93,7 +93,7 @@ def draw_settings(random: Random) -> Settings:
         **some(0.25, "repetition_penalty", 0.7, 1.3, 2.0),
         **some(0.2, "logprobs", 0, 1, 5, 20),
         **some(0.1, "prompt_logprobs", 0, 3),
-        **some(0.25, "stop", words[0], words),
+        **some(0.25, "stop", stops[0], stops),
         **some(0.1, "stop_token_ids", tokens[:3]),
         **some(0.1, "allowed_token_ids", tokens),
         **some(0.2, "min_new_tokens", random.randint(0, most)),
@@ -107,16 +107,16 @@ def draw_settings(random: Random) -> Settings:
     }
 
 
-def draw_asked(random: Random, count: int) -> list[Asked]:
-    found: list[Asked] = []
+def random_workloads(random: Random, count: int) -> list[Workload]:
+    found: list[Workload] = []
     for _ in range(count):
-        earlier = [prompt for asked in found for prompt in asked.prompts]
-        prompts = [draw_prompt(random, earlier) for _ in range(random.choice([1, 1, 2, 4]))]
-        found.append(Asked(prompts, draw_settings(random)))
+        earlier = [prompt for workload in found for prompt in workload.prompts]
+        prompts = [random_prompt(random, earlier) for _ in range(random.choice([1, 1, 2, 4]))]
+        found.append(Workload(prompts, random_settings(random)))
     return found
 
 
-# Ways to ask ----------------------------------------------------------------------------------------------------------
+# Ways to call ---------------------------------------------------------------------------------------------------------
 
 
 def same(found: Result, expected: Result, what: str) -> None:
@@ -128,7 +128,7 @@ def same(found: Result, expected: Result, what: str) -> None:
 
 
 def near(found: Any, expected: Any, what: str) -> None:
-    """Log-probabilities: sums of other rows round otherwise."""
+    """Compare log-probabilities; passes of other shapes round differently."""
     if found is None or expected is None:
         if found is not expected:
             raise Difference(f"{what} is {found!r}, plain has {expected!r}")
@@ -146,29 +146,31 @@ def near(found: Any, expected: Any, what: str) -> None:
 
 def begins(tokens: list[int], expected: Result, what: str) -> None:
     if tokens != expected.tokens[: len(tokens)]:
-        raise Difference(f"{what}: it wrote {tokens}, plain writes {expected.tokens}")
+        raise Difference(f"{what}: the tokens are {tokens}, plain has {expected.tokens}")
 
 
-def by_list(llm: LLM, asked: Asked, random: Random) -> None:
-    for found, expected in zip(llm.generate(asked.prompts, **asked.settings), asked.expected, strict=True):
+def by_list(llm: LLM, workload: Workload, random: Random) -> None:
+    for found, expected in zip(llm.generate(workload.prompts, **workload.settings), workload.expected, strict=True):
         same(found, expected, "generate")
 
 
-def one_by_one(llm: LLM, asked: Asked, random: Random) -> None:
-    """The first of a list as results come, then the loop is left: the others are aborted."""
-    stop = random.randint(1, len(asked.prompts))
-    for place, found in enumerate(llm.generate_each(asked.prompts, **asked.settings), start=1):
-        same(found, asked.expected[place - 1], "generate_each")
+def one_by_one(llm: LLM, workload: Workload, random: Random) -> None:
+    """Take results as they come and leave the loop early: the other requests are aborted."""
+    stop = random.randint(1, len(workload.prompts))
+    for place, found in enumerate(llm.generate_each(workload.prompts, **workload.settings), start=1):
+        same(found, workload.expected[place - 1], "generate_each")
         if place == stop:
             break
 
 
-def streams(llm: LLM, asked: Asked, random: Random) -> None:
-    """Read alternately; some are left early, some are never begun."""
-    given = list(zip(asked.prompts, asked.expected, strict=True))
+def streams(llm: LLM, workload: Workload, random: Random) -> None:
+    """Read streams alternately; close some early, and never begin some."""
+    given = list(zip(workload.prompts, workload.expected, strict=True))
     reading = [
         (iter(stream), stream, expected, random.choice([None, None, random.randint(0, 4)]), Shown())
-        for stream, expected in ((llm.stream(prompt, **settings_of_one(asked, i)), e) for i, (prompt, e) in enumerate(given))
+        for stream, expected in (
+            (llm.stream(prompt, **settings_of_one(workload, i)), e) for i, (prompt, e) in enumerate(given)
+        )
     ]
     while reading:
         pieces, stream, expected, most, shown = one = random.choice(reading)
@@ -195,20 +197,20 @@ class Shown:
         self.text, self.tokens, self.pieces = self.text + piece, self.tokens + piece.tokens, self.pieces + 1
 
 
-def settings_of_one(asked: Asked, place: int) -> Settings:
-    """A list of prompts has seeds of its own for each; asked for alone, a prompt needs that seed."""
-    return asked.settings | {"seed": asked.expected[place].sampling.seed}
+def settings_of_one(workload: Workload, place: int) -> Settings:
+    """Each prompt of a list has its own seed; a single call needs that seed."""
+    return workload.settings | {"seed": workload.expected[place].sampling.seed}
 
 
-WAYS: list[Callable[[LLM, Asked, Random], None]] = [by_list, by_list, one_by_one, streams]
+CALLERS: list[Callable[[LLM, Workload, Random], None]] = [by_list, by_list, one_by_one, streams]
 
 
 # A trial --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Given:
-    """A drafter that is there already, in the place of what a user wants."""
+class ReadyDrafter:
+    """A request for a drafter that already exists."""
 
     name: str
     drafter: Drafter
@@ -227,40 +229,42 @@ class Trial:
         random = self.random
         self.family, seed = random.choice(doubles.EVERY_FAMILY), random.randrange(2**30)
         hf = doubles.fresh(self.family, seed=seed, num_hidden_layers=4)
-        asked = draw_asked(random, random.randint(2, 7))
+        workloads = random_workloads(random, random.randint(2, 7))
         with until_closed(LLM.of(Model(hf), doubles.tokenizer(), plain(), 1, CONTEXT)) as alone:
-            for one in asked:
+            for one in workloads:
                 one.expected = alone.generate(one.prompts, **one.settings | {"reuse": False})
             if random.random() < 0.3:
-                self._compare_with_transformers(alone, hf, random.choice(asked))
+                self._compare_with_transformers(alone, hf, random.choice(workloads))
         self.method = random.choice([*METHODS, "liar", "oracle"])
-        with until_closed(self._llm(hf, asked)) as llm:
-            self._call(llm, asked)
+        with until_closed(self._llm(hf, workloads)) as llm:
+            self._call(llm, workloads)
             engine = llm.engine
-            if engine.busy or len(engine.slots.left) != engine.slots.count:
+            if engine.busy or len(engine.slots.free) != engine.slots.count:
                 raise Difference("a slot is still taken after all calls have ended")
-        self.counts["requests"] += sum(len(one.prompts) for one in asked)
-        self.counts["tokens"] += sum(len(result.tokens) for one in asked for result in one.expected)
+        self.counts["requests"] += sum(len(one.prompts) for one in workloads)
+        self.counts["tokens"] += sum(len(result.tokens) for one in workloads for result in one.expected)
         doubles.forget_truth()
 
-    def _drafter(self, model: Model, asked: list[Asked]) -> Drafter:
+    def _drafter(self, model: Model, workloads: list[Workload]) -> Drafter:
         if self.method == "liar":
             return doubles.Liar(seed=self.random.randrange(99))
         if self.method == "oracle":
-            written = [prompt + out.tokens for one in asked for prompt, out in zip(one.prompts, one.expected, strict=True)]
-            return doubles.Oracle(written, seed=self.random.randrange(99))
+            sequences = [
+                prompt + out.tokens for one in workloads for prompt, out in zip(one.prompts, one.expected, strict=True)
+            ]
+            return doubles.Oracle(sequences, seed=self.random.randrange(99))
         return doubles.drafter(self.method, model)
 
-    def _llm(self, hf: Any, asked: list[Asked]) -> LLM:
-        """A method under random engine settings."""
+    def _llm(self, hf: Any, workloads: list[Workload]) -> LLM:
+        """Make an LLM of the method with random engine settings."""
         model, random = Model(hf), self.random
-        drafter = self._drafter(model, asked)
-        llm = LLM.of(model, doubles.tokenizer(), Given(self.method, drafter), random.randint(1, 4), CONTEXT)  # type: ignore[arg-type]
+        drafter = self._drafter(model, workloads)
+        llm = LLM.of(model, doubles.tokenizer(), ReadyDrafter(self.method, drafter), random.randint(1, 4), CONTEXT)  # type: ignore[arg-type]
         engine = llm.engine
         engine.chunk, engine.late = random.choice([1, 3, 8, 40]), random.random() < 0.5
-        free = [*engine.slots.left]
+        free = [*engine.slots.free]
         random.shuffle(free)
-        engine.slots.left = {slot: () for slot in free}
+        engine.slots.free = {slot: () for slot in free}
         self.captured = drafter.captures != "nothing" and random.random() < 0.4
         if self.captured:  # as on a GPU
             engine.loop, engine.slots.pads = doubles.rerunning(engine.loop, drafter), True
@@ -269,10 +273,10 @@ class Trial:
         self.about += f"{', read late' * engine.late}{', captured' * self.captured}"
         return llm
 
-    def _call(self, llm: LLM, asked: list[Asked]) -> None:
-        """All of them, in several threads or one behind the other."""
+    def _call(self, llm: LLM, workloads: list[Workload]) -> None:
+        """Call all workloads, in several threads or one after the other."""
         random, threads = self.random, self.random.choice([1, 1, 2, 5])
-        jobs = [(random.choice(WAYS), one, Random(random.random())) for one in asked * random.choice([1, 2])]
+        jobs = [(random.choice(CALLERS), one, Random(random.random())) for one in workloads * random.choice([1, 2])]
         self.counts["calls"] += len(jobs)
         self.counts["calls in threads"] += len(jobs) * (threads > 1)
         with ThreadPoolExecutor(threads) as pool:
@@ -285,33 +289,33 @@ class Trial:
             future.result(timeout=HANGS_AFTER_S)
         except TimeoutError:
             faulthandler.dump_traceback()
-            print(f"{self.told()}\n{what}\ndoes not return after {HANGS_AFTER_S:.0f} s", flush=True)
+            print(f"{self.description()}\n{what}\ndoes not return after {HANGS_AFTER_S:.0f} s", flush=True)
             os._exit(1)  # threads that hang cannot be ended
         except Exception as error:
             raise Difference(f"{what}\n{error}") from error
 
-    def _compare_with_transformers(self, alone: LLM, hf: Any, asked: Asked) -> None:
-        """Plain decoding itself, where no stop rule cuts it: the whole text through the model for every token."""
-        if {"stop", "stop_token_ids"} & asked.settings.keys():
+    def _compare_with_transformers(self, alone: LLM, hf: Any, workload: Workload) -> None:
+        """Check plain decoding itself, if no stop rule applies: run the whole sequence through the model for every token."""
+        if {"stop", "stop_token_ids"} & workload.settings.keys():
             return
-        for place, expected in enumerate(asked.expected):
-            (request,) = alone._requests([asked.prompts[place]], settings_of_one(asked, place))
+        for place, expected in enumerate(workload.expected):
+            (request,) = alone._requests([workload.prompts[place]], settings_of_one(workload, place))
             true = doubles.truth(hf, request)
             if expected.tokens != true:
                 raise Difference(f"plain: {request} gives {expected.tokens}, transformers {true}")
             self.counts["compared with transformers"] += 1
 
-    def told(self) -> str:
+    def description(self) -> str:
         return f"trial {self.number}: {getattr(self, 'about', self.family)}"
 
 
 def plain() -> Any:
-    return Given("plain", doubles.drafter("plain", None))  # type: ignore[arg-type]
+    return ReadyDrafter("plain", doubles.drafter("plain", None))  # type: ignore[arg-type]
 
 
 @contextmanager
 def until_closed(llm: LLM) -> Iterator[LLM]:
-    """Closed in the end, but not after a difference: what hangs would hang again."""
+    """Close the LLM at the end, but not after a difference: a hanging call would hang again."""
     yield llm
     llm.close()
 
@@ -325,9 +329,9 @@ def trials(seed: int, only: int | None, counts: Counter[str]) -> Iterator[Trial]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="begin no trial after this long")
-    parser.add_argument("--seed", type=int, help="of all that is random; one is drawn and printed without")
-    parser.add_argument("--only", type=int, help="run this trial alone")
+    parser.add_argument("--seconds", type=float, default=60.0, help="start no trial after this time")
+    parser.add_argument("--seed", type=int, help="the seed of all random choices; by default a random one, which is printed")
+    parser.add_argument("--only", type=int, help="run only this trial")
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
@@ -341,7 +345,7 @@ def main() -> int:
                 trial.run()
             except Exception as error:
                 traceback.print_exc()
-                print(f"\n{trial.told()}\n{error}\nagain: python studies/fuzz.py --seed {seed} --only {trial.number}")
+                print(f"\n{trial.description()}\n{error}\nagain: python studies/fuzz.py --seed {seed} --only {trial.number}")
                 return 1
             counts["trials"] += 1
             if time.monotonic() - started > given.seconds:

@@ -1,7 +1,7 @@
 """Search tilings for the linear layers of a decoding pass, on CUDA: `python studies/linear_tiles.py --help`.
 
 Times a grid of `Tiles` for every product of three models, by rows, next to torch's own linear. The best run again without
-each thing that makes them fast. A graph loops over copies of the weights that no cache can hold, as a pass does.
+each of their optimisations. A graph loops over copies of the weights that no cache can hold, as a pass does.
 Worker processes compile ahead into Triton's cache on disk and compare with float32. The last lines are ready for `TUNED` in
 `ops/layer/tiles.py`. `studies/linear_tiles_in_passes.py` serves products of a few microseconds, which depend on their
 neighbours. Made results/profile_cuda/linears.json.xz, linears_grown.json.xz and norm_inside.json.xz.
@@ -42,7 +42,7 @@ from foreword.ops.layer.tiles import BUCKETS, ONE_BY_ONE, PROGRAMS, Kind, Tiles,
 from study import command
 
 ROWS = (1, 2, 16, 64)
-PRESCALED_BLOCK = 32  # columns of the product before, over which it has summed squares
+PRESCALED_BLOCK = 32  # columns of the previous product whose squares it sums
 READ_PER_GRAPH = 256 * 2**20  # bytes: several times the L2 cache
 LEAST_LAUNCHES = 20
 EPSILON = 1e-5  # of norms
@@ -58,7 +58,7 @@ class Product:
     normed: bool = False
     added: bool = False
     kind: Kind = "plain"
-    heads: tuple[int, int] = (0, 0)  # of queries and of keys, where the product applies rotary embeddings
+    heads: tuple[int, int] = (0, 0)  # of queries and of keys, if the product applies rotary embeddings
 
     @property
     def weights(self) -> int:
@@ -70,7 +70,7 @@ class Product:
 
     @property
     def width(self) -> int:
-        """Of a head."""
+        """The width of a head."""
         return self.n // (self.heads[0] + 2 * self.heads[1])
 
 
@@ -80,7 +80,7 @@ class LinearTrial:
     rows: int
     tiles: Tiles
     overlap: bool = True
-    handed: bool = True  # rows arrive from the product before, and leave for the one after, ready for their norms
+    handed: bool = True  # rows come prescaled from the previous product, and leave prescaled for the next norm
     apart: bool = False  # rotary and store run as a separate kernel; the tiles are those of a plain product
 
 
@@ -95,21 +95,21 @@ PRODUCTS = (
     Product("7.2B", "gate_up", 14336, 4096, normed=True, kind="gated"),
     Product("7.2B", "down", 4096, 14336, added=True),
     Product("7.2B", "head", 32000, 4096, normed=True),
-    Product("grown 7.0B", "qkv", 7680, 4608, normed=True, kind="turned", heads=(72, 24)),
-    Product("grown 7.0B", "o", 4608, 4608, added=True),
-    Product("grown 7.0B", "gate_up", 12288, 4608, normed=True, kind="gated"),
-    Product("grown 7.0B", "down", 4608, 12288, added=True),
+    Product("widened 7.0B", "qkv", 7680, 4608, normed=True, kind="turned", heads=(72, 24)),
+    Product("widened 7.0B", "o", 4608, 4608, added=True),
+    Product("widened 7.0B", "gate_up", 12288, 4608, normed=True, kind="gated"),
+    Product("widened 7.0B", "down", 4608, 12288, added=True),
     # The int8 draft linears: the head, and those of clover2 for its first level and for every later one.
-    Product("135M", "rough head", 49152, 576, normed=True, kind="coarse"),
-    Product("135M", "rough head of words", 16768, 576, normed=True, kind="coarse"),
-    Product("135M", "rough query key value", 1728, 576, normed=True, kind="coarse"),
-    Product("135M", "rough first", 576, 576, kind="coarse"),
-    Product("135M", "rough later", 576, 1152, kind="coarse"),
-    Product("grown 7.0B", "rough head", 49152, 4608, normed=True, kind="coarse"),
-    Product("grown 7.0B", "rough head of words", 16768, 4608, normed=True, kind="coarse"),
-    Product("grown 7.0B", "rough query key value", 13824, 4608, normed=True, kind="coarse"),
-    Product("grown 7.0B", "rough first", 4608, 4608, kind="coarse"),
-    Product("grown 7.0B", "rough later", 4608, 9216, kind="coarse"),
+    Product("135M", "int8 head", 49152, 576, normed=True, kind="coarse"),
+    Product("135M", "int8 head of a draft vocabulary", 16768, 576, normed=True, kind="coarse"),
+    Product("135M", "int8 query key value", 1728, 576, normed=True, kind="coarse"),
+    Product("135M", "int8 first", 576, 576, kind="coarse"),
+    Product("135M", "int8 later", 576, 1152, kind="coarse"),
+    Product("widened 7.0B", "int8 head", 49152, 4608, normed=True, kind="coarse"),
+    Product("widened 7.0B", "int8 head of a draft vocabulary", 16768, 4608, normed=True, kind="coarse"),
+    Product("widened 7.0B", "int8 query key value", 13824, 4608, normed=True, kind="coarse"),
+    Product("widened 7.0B", "int8 first", 4608, 4608, kind="coarse"),
+    Product("widened 7.0B", "int8 later", 4608, 9216, kind="coarse"),
 )
 
 # (block_m, block_n, block_k, warps, stages)
@@ -138,15 +138,15 @@ _FEW_ROWS = {
 
 
 def grid(product: Product, rows: int) -> list[Tiles]:
-    """Return the tilings worth trying, the default first; for a handful of rows also that of 16. Drafts have 16 at most."""
+    """Return the tilings to try, the default first; for few rows also that of 16 rows. Int8 linears have at most 16 rows."""
     if product.kind == "coarse":
-        return list(_coarse(product)) if rows == 16 else []
+        return list(_int8(product)) if rows == 16 else []
     first, sixteen = (tiles_for(count, product.n, product.k, product.kind) for count in (rows, 16))
     tried = [*_one_by_one(product), sixteen] if rows <= ONE_BY_ONE else _with_matrix_units(product, rows)
     return list(dict.fromkeys([first, *tried]))
 
 
-def _coarse(product: Product) -> Iterator[Tiles]:
+def _int8(product: Product) -> Iterator[Tiles]:
     widths = (64, 128) if product.n >= 2**14 else (16, 32, 64)
     ways = ((64, 4, 6), (128, 2, 5), (128, 4, 5), (128, 8, 5), (256, 4, 4))
     shares = (2, 3, 4) if product.n * product.k > 2**22 and product.n < 2**14 else ()
@@ -181,7 +181,7 @@ def _with_matrix_units(product: Product, rows: int) -> Iterator[Tiles]:
 
 
 def _width(product: Product, n: int) -> int:
-    """Halve the columns of a program where they come in pairs."""
+    """Halve the columns of a program if they come in pairs."""
     return n // 2 if product.kind != "plain" and n >= 16 else n
 
 
@@ -201,16 +201,16 @@ class Given:
         numbers = memory.view(torch.int8) if product.kind == "coarse" else memory
         self.weights = [numbers[i * product.weights : (i + 1) * product.weights].view(shape) for i in range(copies)]
         self.scales = torch.rand(n, 1, device="cuda") * 1e-2
-        self.turn = Turn(product, rows) if product.kind == "turned" else None
+        self.rotary = RotaryInputs(product, rows) if product.kind == "turned" else None
 
     def ours(self, trial: LinearTrial) -> Callable[[Tensor], Tensor]:
         tiles, rows = trial.tiles, self.rows
         prescaled = self.prescaled if trial.handed else None
         if self.product.kind == "coarse":
-            return self._coarse(tiles)
-        if self.turn is not None and not trial.apart:
-            turn, norm = self.turn.where, self.norm
-            return lambda weight: linear_rotate_and_store(rows, weight, None, norm, *turn, prescaled=prescaled, tiles=tiles)
+            return self._int8(tiles)
+        if self.rotary is not None and not trial.apart:
+            where, norm = self.rotary.where, self.norm
+            return lambda weight: linear_rotate_and_store(rows, weight, None, norm, *where, prescaled=prescaled, tiles=tiles)
         if self.residual is not None and trial.handed:
             added, after = self.residual, self.after
             return lambda weight: linear_and_prescale(rows, weight, None, added, after, tiles=tiles)[0]
@@ -218,14 +218,14 @@ class Given:
 
         def product(weight: Tensor) -> Tensor:
             out = few_rows_linear(rows, weight, gated=self.product.kind == "gated", **options)
-            return out if self.turn is None else rotate_and_store(out, *self.turn.where)
+            return out if self.rotary is None else rotate_and_store(out, *self.rotary.where)
 
         return product
 
-    def _coarse(self, tiles: Tiles) -> Callable[[Tensor], Tensor]:
-        """As drafters call it: a product twice as long as the model is wide takes two inputs side by side, and a norm only
-        scales by the length of the rows."""
-        if self.product.name == "rough later":
+    def _int8(self, tiles: Tiles) -> Callable[[Tensor], Tensor]:
+        """Return the product as drafters call it: one with twice the hidden size takes two inputs, and a norm only scales by
+        the length of the rows."""
+        if self.product.name == "int8 later":
             half, other = self.rows.chunk(2, dim=-1)
             return lambda weight: int8_linear(half, weight, self.scales, second=SecondInput(other), tiles=tiles)
         epsilon = EPSILON if self.product.normed else None
@@ -243,12 +243,12 @@ class Given:
             gate, up = out.chunk(2, dim=-1)
             out = silu(gate) * up
         out = out if self.residual is None else out + self.residual.float()
-        return out if self.turn is None else self.turn.exact(out)
+        return out if self.rotary is None else self.rotary.exact(out)
 
     def error(self, trial: LinearTrial) -> float:
         """Return how far one launch is from float32, keys and values in the cache included."""
         found, exact = self.ours(trial)(self.weights[0]), self.exact(self.weights[0])
-        found = (found if self.turn is None else self.turn.found(found)).float()
+        found = (found if self.rotary is None else self.rotary.found(found)).float()
         return ((found - exact).norm() / exact.norm()).item()
 
 
@@ -259,8 +259,8 @@ def prescaled_rows(rows: Tensor, weight: Tensor) -> Prescaled:
     return Prescaled(rows, (flat * weight.float()).to(rows.dtype), squares)
 
 
-class Turn:
-    """Positions of the rows of one sequence, and a cache that has room for them alone."""
+class RotaryInputs:
+    """Rotary angles of the rows of one sequence, and a cache with room for just these rows."""
 
     def __init__(self, product: Product, rows: int) -> None:
         (self.heads, key_heads), width = product.heads, product.width
@@ -274,8 +274,8 @@ class Turn:
         return torch.cat([query, self.keys, self.values], dim=1)
 
     def exact(self, qkv: Tensor) -> Tensor:
-        """[1, all heads, rows, width], the last of which are values and stay as they are."""
-        cosine, sine = (part.float()[:, None] for part in self.where[:2])
+        """Return [1, all heads, rows, width]; the last heads are values, which are not rotated."""
+        cosine, sine = (one.float()[:, None] for one in self.where[:2])
         heads = qkv.view(1, qkv.shape[1], -1, self.keys.shape[-1]).transpose(1, 2)
         low, high = heads.chunk(2, dim=-1)
         turned = heads * cosine + torch.cat([-high, low], dim=-1) * sine
@@ -283,7 +283,7 @@ class Turn:
         return torch.cat([turned[:, :-last], heads[:, -last:]], dim=1)
 
 
-def drawn(count: int) -> Tensor:
+def random_weights(count: int) -> Tensor:
     """Return random weights, small enough that no product overflows."""
     return torch.randn(count, device="cuda", dtype=torch.bfloat16).mul_(0.05)
 
@@ -293,7 +293,7 @@ def compile_ahead(trial: LinearTrial) -> str | None:
     try:
         torch.backends.cuda.matmul.allow_tf32 = False
         overlap.ENABLED = trial.overlap
-        given = Given(trial.product, trial.rows, drawn(trial.product.weights))
+        given = Given(trial.product, trial.rows, random_weights(trial.product.weights))
         error = given.error(trial)
         return None if error < 1e-2 else f"off by {error:.1e}"
     except Exception as problem:  # a trial that cannot run is one of the results
@@ -354,13 +354,13 @@ def best(results: list[LinearTiming]) -> dict[tuple[Product, int], LinearTiming]
     """Return the fastest trial of every product and row count, in the order of the results."""
     found: dict[tuple[Product, int], LinearTiming] = {}
     for result in (result for result in results if result.us):
-        asked = result.trial.product, result.trial.rows
-        found[asked] = min(found.get(asked, result), result, key=lambda one: one.us or math.inf)
+        key = result.trial.product, result.trial.rows
+        found[key] = min(found.get(key, result), result, key=lambda one: one.us or math.inf)
     return found
 
 
-def second_look(winners: dict[tuple[Product, int], LinearTiming]) -> list[LinearTrial]:
-    """Return the best tilings again: without overlap, with nothing handed on, without the norm, with a separate rotary."""
+def ablations(winners: dict[tuple[Product, int], LinearTiming]) -> list[LinearTrial]:
+    """Return the best tilings again: without overlap, without prescaling, without the norm, with a separate rotary."""
     found = [winner.trial for winner in winners.values()]
     trials = [replace(trial, overlap=False) for trial in found]
     trials += [replace(trial, handed=False) for trial in found if trial.tiles.block_m > 1 and trial.product.kind != "coarse"]
@@ -372,29 +372,30 @@ def second_look(winners: dict[tuple[Product, int], LinearTiming]) -> list[Linear
 
 
 def table(
-    winners: dict[tuple[Product, int], LinearTiming], stock: dict[tuple[Product, int], float], looks: list[LinearTiming]
+    winners: dict[tuple[Product, int], LinearTiming], stock: dict[tuple[Product, int], float], ablated: list[LinearTiming]
 ) -> Table:
-    others = "no overlap", "not handed on", "no norm", "turned apart"
+    others = "no overlap", "not prescaled", "no norm", "separate rotary"
     found = Table("model", "product", "rows", "us", "TB/s", "torch us", *others, "tiles", title="linears")
     for (product, rows), winner in winners.items():
         figures = f"{winner.us:.2f}", f"{winner.speed:.2f}", f"{stock[product, rows]:.2f}"
-        ways = [f"{us:.2f}" if us else "-" for us in other_ways(winner, looks)]
+        ways = [f"{us:.2f}" if us else "-" for us in other_ways(winner, ablated)]
         tiles = ",".join(str(size) for size in asdict(winner.trial.tiles).values())
         found.add_row(product.model, product.name, str(rows), *figures, *ways, tiles)
     return found
 
 
-def other_ways(winner: LinearTiming, looks: list[LinearTiming]) -> list[float | None]:
-    """Return the times of a winner's second looks: no overlap, nothing handed on, no norm, separate rotary."""
-    asked = winner.trial
-    bare = replace(asked.product, normed=False)
+def other_ways(winner: LinearTiming, ablated: list[LinearTiming]) -> list[float | None]:
+    """Return the times of a winner's ablations: no overlap, no prescaling, no norm, separate rotary."""
+    best_trial = winner.trial
+    bare = replace(best_trial.product, normed=False)
 
-    def look(**changed: Any) -> float | None:
-        wanted = replace(asked, **changed)
-        return next((found.us for found in looks if replace(found.trial, tiles=wanted.tiles) == wanted), None)
+    def without(**changed: Any) -> float | None:
+        sought = replace(best_trial, **changed)
+        return next((found.us for found in ablated if replace(found.trial, tiles=sought.tiles) == sought), None)
 
     return [
-        look(overlap=False), look(handed=False), look(product=bare) if asked.product.normed else None, look(apart=True)
+        without(overlap=False), without(handed=False),
+        without(product=bare) if best_trial.product.normed else None, without(apart=True)
     ]  # fmt: skip
 
 
@@ -422,49 +423,49 @@ def tuned(winners: dict[tuple[Product, int], LinearTiming]) -> str:
 def linear_tiles(
     out: Annotated[Path, typer.Option(help="Write all timings to this JSON file.")],
     only: Annotated[
-        str, typer.Option(help="Only products whose name, such as '7.2B down', contains one of these words.")
+        str, typer.Option(help="Only products whose name, such as '7.2B down', contains one of these, separated by commas.")
     ] = "",
     rows: Annotated[str, typer.Option(help="Row counts, separated by commas.")] = ",".join(map(str, ROWS)),
-    again: Annotated[bool, typer.Option(help="Time the best again without each thing that makes them fast.")] = True,
+    again: Annotated[bool, typer.Option(help="Time the best again without each of their optimisations.")] = True,
 ) -> None:
     """Time tilings for products of few rows, next to torch's own linear."""
     if not torch.cuda.is_available():
         raise InputError("the sweep times kernels on a CUDA device, and there is none; run it on a machine that has one")
-    products = [one for one in PRODUCTS if any(part in f"{one.model} {one.name}" for part in only.split(","))]
+    products = [one for one in PRODUCTS if any(name in f"{one.model} {one.name}" for name in only.split(","))]
     counts = [int(count) for count in rows.split(",")]
     trials = [
         LinearTrial(product, count, tiles) for product in products for count in counts for tiles in grid(product, count)
     ]
     with ProcessPoolExecutor(workers(), mp_context=multiprocessing.get_context("spawn")) as pool:
         problems = list(pool.map(compile_ahead, trials))
-        memory = drawn(max(READ_PER_GRAPH, *(2 * product.weights for product in products)))
+        memory = random_weights(max(READ_PER_GRAPH, *(2 * product.weights for product in products)))
         results = timed(trials, problems, memory)
         winners = best(results)
         write(out, results)
-        second = second_look(winners) if again else []
-        looks = timed(second, list(pool.map(compile_ahead, second)), memory)
+        again_without = ablations(winners) if again else []
+        ablated = timed(again_without, list(pool.map(compile_ahead, again_without)), memory)
     stock = {(product, rows): stock_microseconds(product, rows, memory) for product, rows in winners}
-    write(out, results + looks, [{**asdict(p), "rows": r, "us": us} for (p, r), us in stock.items()])
-    report(winners, stock, results, looks)
+    write(out, results + ablated, [{**asdict(p), "rows": r, "us": us} for (p, r), us in stock.items()])
+    report(winners, stock, results, ablated)
 
 
 def report(
     winners: dict[tuple[Product, int], LinearTiming],
     stock: dict[tuple[Product, int], float],
     results: list[LinearTiming],
-    looks: list[LinearTiming],
+    ablated: list[LinearTiming],
 ) -> None:
-    """Print the winners, what failed, and last the lines for `TUNED`."""
+    """Print the winners, the failures, and last the lines for `TUNED`."""
     console = Console(width=170)
-    console.print(table(winners, stock, looks))
+    console.print(table(winners, stock, ablated))
     print(layers(winners, stock))
-    failed = [result for result in results + looks if result.failed]
+    failed = [result for result in results + ablated if result.failed]
     for result in failed:
         trial = result.trial
-        asked = f"{trial.product.model} {trial.product.name} {trial.rows} rows, {trial.tiles}"
+        named = f"{trial.product.model} {trial.product.name} {trial.rows} rows, {trial.tiles}"
         ways = f"overlap {trial.overlap}, handed {trial.handed}, apart {trial.apart}"
-        console.print(f"failed: {asked}, {ways}: {result.failed}", markup=False)
-    console.print(f"{len(results + looks)} trials, {len(failed)} failed")
+        console.print(f"failed: {named}, {ways}: {result.failed}", markup=False)
+    console.print(f"{len(results + ablated)} trials, {len(failed)} failed")
     print(tuned(winners))
 
 

@@ -36,7 +36,7 @@ MOST_HELD = 128  # two-byte weights per thread; this leaves half of the register
 Key = tuple[int, int, Kind]  # output columns, k, kind: with the rows in front, a key of TUNED
 
 # (block_m, block_n, block_k, warps, stages); 0 stages: a program preloads all its weights
-WAYS = {
+TILINGS = {
     1: [(1, 1, 0, 1, 1), (1, 2, 0, 1, 1), (1, 2, 0, 2, 1), (1, 4, 0, 2, 1), (1, 4, 0, 4, 1), (1, 8, 0, 4, 1),
         (1, 1, 0, 1, 0), (1, 2, 0, 1, 0), (1, 2, 0, 2, 0), (1, 4, 0, 2, 0), (1, 4, 0, 4, 0), (1, 8, 0, 4, 0),
         (1, 8, 0, 8, 0)],
@@ -52,10 +52,10 @@ WAYS = {
 }  # fmt: skip
 
 
-def ways(rows: int, key: Key) -> list[Tiles]:
+def tilings(rows: int, key: Key) -> list[Tiles]:
     """Return the tilings to try for a product, the present one first. Long sums have too many weights to preload."""
     whole, paired = 1 << (key[1] - 1).bit_length(), key[2] != "plain"
-    tried = [Tiles(m, n, k or whole, warps, stages) for m, n, k, warps, stages in WAYS[rows]]
+    tried = [Tiles(m, n, k or whole, warps, stages) for m, n, k, warps, stages in TILINGS[rows]]
     fit = [one for one in tried if one.stages or one.block_n * (1 + paired) * whole <= MOST_HELD * 32 * one.warps]
     return list(dict.fromkeys([tiles_for(rows, *key), *fit]))
 
@@ -86,14 +86,14 @@ class Search:
         while found:
             found = False
             for key in keys:
-                quicker = self._best_way(key, best)
+                quicker = self._best_tiling(key, best)
                 found, best = found or quicker < best, quicker
                 print(f"  {key}: {TUNED[self.rows, *key]}, {best:.4f} ms", flush=True)
         return best
 
-    def _best_way(self, key: Key, best: float) -> float:
+    def _best_tiling(self, key: Key, best: float) -> float:
         kept = tiles_for(self.rows, *key)
-        for tiles in ways(self.rows, key):
+        for tiles in tilings(self.rows, key):
             TUNED[self.rows, *key] = tiles
             took = self._pass()
             self.times.append({"rows": self.rows, "product": key, "tiles": asdict(tiles), "ms": took})
@@ -120,10 +120,8 @@ def compile_ahead(given: tuple[str | None, list[tuple[int, Key, Tiles]]]) -> Non
                 TUNED[rows, *key] = before
 
 
-def _shared_out(
-    model: str | None, rows: list[int], keys: list[Key]
-) -> Iterator[tuple[str | None, list[tuple[int, Key, Tiles]]]]:
-    trials = [(count, key, tiles) for count in rows for key in keys for tiles in ways(count, key)]
+def _jobs(model: str | None, rows: list[int], keys: list[Key]) -> Iterator[tuple[str | None, list[tuple[int, Key, Tiles]]]]:
+    trials = [(count, key, tiles) for count in rows for key in keys for tiles in tilings(count, key)]
     count = workers()
     return ((model, trials[first::count]) for first in range(count))
 
@@ -139,11 +137,11 @@ def linear_tiles_in_passes(
     if not torch.cuda.is_available():
         raise InputError("passes are timed on a CUDA device, and there is none; run it on a machine that has one")
     counts = [int(count) for count in rows.split(",")]
-    if not set(counts) <= set(WAYS):
-        raise InputError(f"rows is {rows}; choose from {', '.join(map(str, WAYS))}")
+    if not set(counts) <= set(TILINGS):
+        raise InputError(f"rows is {rows}; choose from {', '.join(map(str, TILINGS))}")
     with foreword.load(model, method="plain", slots=1, max_context=2 * CONTEXT, device="cuda") as llm:
         keys = products(llm.model)
-        jobs = list(_shared_out(model, counts, keys))
+        jobs = list(_jobs(model, counts, keys))
         with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_ahead, jobs))
         searches = [Search(llm.model, count) for count in counts]

@@ -17,36 +17,36 @@ import typer
 
 from foreword.api import LLM, load
 from foreword.core.sampling import Sampling
-from foreword.drafters.resolve import Wanted
+from foreword.drafters.resolve import DrafterRequest
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.methods.gsd import Gsd
 from foreword.results import Stats
 from study import first_turns, keep
 
-NOTHING = -1  # merged: an ordinary tree
+NO_MERGING = -1  # an ordinary tree
 
 
 @dataclass(frozen=True)
 class MergeFigures:
-    """What one merging rule brought at one pair of thresholds."""
+    """The figures of one merging rule at one pair of thresholds."""
 
     repeat: int
     siblings: float
     sure: float
     tokens_per_round: float
     rows_per_round: float  # read by the draft model
-    saved_per_round: float  # rows merged in place of read
+    saved_per_round: float  # rows merged instead of read
     fewer_rows: float = 0.0  # share, against the ordinary tree with the same thresholds
     fewer_tokens: float = 0.0  # share, against that tree
 
-    def over(self, tree: MergeFigures) -> MergeFigures:
+    def relative_to(self, tree: MergeFigures) -> MergeFigures:
         rows, tokens = self.rows_per_round / tree.rows_per_round, self.tokens_per_round / tree.tokens_per_round
         return MergeFigures(**{**asdict(self), "fewer_rows": 1 - rows, "fewer_tokens": 1 - tokens})
 
     @property
     def line(self) -> str:
-        rule = "nothing" if self.repeat == NOTHING else f"k = {self.repeat}"
+        rule = "nothing" if self.repeat == NO_MERGING else f"k = {self.repeat}"
         return (
             f"{rule:8} s {self.siblings:<5g} p {self.sure:<5g} {self.tokens_per_round:6.3f} tokens per round  "
             f"{self.rows_per_round:6.2f} rows  {self.saved_per_round:5.2f} merged  "
@@ -80,18 +80,18 @@ def merged_graphs(
     found: list[MergeFigures] = []
     for share, chance in product(_numbers(siblings), _numbers(sure)):
         tree: MergeFigures | None = None
-        for rule in (NOTHING, *map(int, repeat.split(","))):
+        for rule in (NO_MERGING, *map(int, repeat.split(","))):
             options = {"repeat": rule, "siblings": share, "sure": chance, "depth": depth, "width": width, "branch": branch}
-            wanted = Wanted.of("gsd", drafter, rows, **options)
-            one = drafted(llm, cast(Gsd, wanted.on(llm.model)[1]), requests, slots)
+            request = DrafterRequest.of("gsd", drafter, rows, **options)
+            one = measured(llm, cast(Gsd, request.resolve(llm.model)[1]), requests, slots)
             tree = tree or one
-            found.append(one.over(tree))
+            found.append(one.relative_to(tree))
             print(found[-1].line, flush=True)
     kept = [asdict(one) for one in found]
     keep(out, "graphs", llm.model, kept, prompts=len(asked), depth=depth, width=width, branch=branch, rows=rows)
 
 
-def drafted(llm: LLM, drafter: Gsd, requests: Sequence[Request], slots: int) -> MergeFigures:
+def measured(llm: LLM, drafter: Gsd, requests: Sequence[Request], slots: int) -> MergeFigures:
     """Answer the requests with one way of drafting, and count what its draft model read."""
     context = max(len(one.prompt) + one.max_new_tokens for one in requests)
     answers = Engine(llm.model, drafter, slots=slots, max_context=context).generate(list(requests))

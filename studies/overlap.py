@@ -27,13 +27,13 @@ from study import command
 
 @dataclass(frozen=True)
 class Overlap:
-    texts: int
-    identical: int  # to plain's
+    texts: int  # outputs; the key of published figures
+    identical: int  # outputs equal to plain's
     overlap: float  # share of the time in which both were busy
     tokens_per_verify: float
-    right: float  # how often a draft token was right when those before it were
-    dropped_per_refusal: float  # tokens drafted in vain
-    rollback_ms: float  # from a refusal until the draft model has heard of it
+    right: float  # how often a draft token was right if those before it were
+    dropped_per_refusal: float  # draft tokens that were thrown away
+    rollback_ms: float  # from a rejection until the draft model knows of it
     waited: float  # share of the time in which the target waited for draft tokens
     plain_ms: float  # a pass of the target over one row, with no draft model running
     target_ms: float  # a pass of the target over a draft, with the draft model running
@@ -69,7 +69,7 @@ def measured(llm: LLM, prompts: Sequence[Prompt], max_new_tokens: int, **options
         rollback_ms=1000 * spent["rollback_s"] / refusals,
         waited=spent["waited_s"] / max(spent["wall_s"], 1e-9),
         plain_ms=1000 * sum(one.stats.decode_s for one in plain) / max(sum(one.stats.rounds for one in plain), 1),
-        target_ms=1000 * spent["target_s"] / max(spent["rounds"], 1),  # nobody may wait for the last pass of a sequence
+        target_ms=1000 * spent["target_s"] / max(spent["rounds"], 1),  # the last pass of a sequence may have no time
         draft_ms=1000 * spent["draft_s"] / max(spent["passes"], 1),
         speedup=sum(one.stats.decode_s for one in plain) / max(sum(one.stats.decode_s for one in drafted), 1e-9),
     )

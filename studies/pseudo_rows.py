@@ -21,7 +21,7 @@ from foreword.bench.passes import Probe, milliseconds
 from foreword.core.needs import Needs
 from foreword.drafters.saved import restore
 from foreword.drafters.shipped import shipped
-from foreword.drafting.transfer import behind
+from foreword.drafting.transfer import steps_after
 from foreword.errors import InputError
 from foreword.methods.hidden_transfer import HiddenTransfer
 from foreword.model.model import Model
@@ -33,13 +33,13 @@ class PseudoRowCost:
     """How the rows of a pass are divided, and milliseconds by what the pass holds."""
 
     carry: str
-    rows: int  # that the pass may have
+    rows: int  # of the pass, at most
     nodes: int
     carried: int
-    nodes_alone: float  # milliseconds, as the others
+    nodes_alone: float  # milliseconds, like the ones below
     with_carried: float
     all_nodes: float  # a pass in which every row is a node
-    own_walk: float  # of firp: all steps through the upper layers, after the sequence
+    own_walk: float  # firp's walk: all steps through the upper layers, after the sequence
 
 
 def pseudo_rows(
@@ -71,10 +71,10 @@ def cost(model: Model, folder: Path, carry: str, rows: int, context: int, repeat
     assert isinstance(drafter, HiddenTransfer)
     nodes, carried = drafter.shape.nodes, drafter.needs.grafted_rows
     if not carried:
-        raise InputError(f"of {rows} rows none is left for nodes to carry; give more")
+        raise InputError(f"{rows} rows leave no room for pseudo rows; give more")
     times = []
     for count, needs in ((nodes, Needs()), (nodes, drafter.needs), (nodes + carried, Needs())):
-        probe = Probe(model, count, context, needs)  # one after the other: a probe has the model's cache to itself
+        probe = Probe(model, count, context, needs)  # one at a time: a probe takes over the model's cache
         times.append(milliseconds(probe.score, model.device, repeats))
     known = torch.randn(1, drafter.options.steps, model.hidden_size, dtype=model.dtype, device=model.device)
     times.append(milliseconds(lambda: _walk(drafter, probe, known), model.device, repeats))
@@ -83,8 +83,8 @@ def cost(model: Model, folder: Path, carry: str, rows: int, context: int, repeat
 
 @torch.inference_mode()
 def _walk(drafter: HiddenTransfer, probe: Probe, known: Tensor) -> Tensor:
-    """What firp does between two passes, up to the states that draft tokens are read from."""
-    first, later = behind(drafter.module, drafter.layers, drafter.options.source, known)
+    """Run what firp runs between two passes, up to the states that draft tokens are read from."""
+    first, later = steps_after(drafter.module, drafter.layers, drafter.options.source, known)
     return probe.model.norm(probe.model.onward(probe.batch, first, drafter.layers[0], later))
 
 

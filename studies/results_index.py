@@ -1,7 +1,8 @@
 """Write results/README.md, the index of the published results: `python studies/results_index.py`.
 
 In: the JSON files under results/, which say what made them, and the pages and source files, which cite them.
-Out: one line for each file: what it shows, machine, commit, date, command, and who cites it. A test compares the two.
+Out: one line for each file: what it shows, machine, commit, date, command, and the pages that cite it. A test compares the
+page with the files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Found = dict[str, Any]
 
 
 def tables(found: Found) -> dict[tuple[float, int], list[Found]]:
-    """The rows of each table over all prompts, by temperature and batch."""
+    """Return the rows of each table over all prompts, by temperature and batch size."""
     runs = {found.get("temperature", 0.0): found} | found.get("temperatures", {})
     every = {}
     for temperature, run in runs.items():
@@ -46,7 +47,7 @@ def tables(found: Found) -> dict[tuple[float, int], list[Found]]:
 
 
 def benchmark(found: Found) -> str:
-    """The fastest methods: three where there is one table, else one of each."""
+    """Name the fastest methods: three if there is one table, else one of each table."""
     every, parts = tables(found), []
     for (temperature, batch), rows in every.items():
         timed = [row for row in rows if row["contender"] != found["base"] and row["speedup"] is not None]
@@ -82,11 +83,11 @@ def layer_sweep(found: Found) -> str:
 
 
 def printed_runs(found: Found) -> str:
-    return f"what {len(found['runs'])} short trainings printed"
+    return f"the output of {len(found['runs'])} short trainings"
 
 
 def trees(found: Found) -> str:
-    """Tokens per round of every kind of tree, with the most rows that it was tried with."""
+    """Give the tokens per round of every kind of tree, at the most rows that were tried."""
     parts, axes = [], set()
     for one in found["trees"]:
         rows = max(one["tokens_per_round"], key=int)
@@ -121,8 +122,8 @@ def product_trials(found: Found) -> str:
     return f"{len(found['results'])} timings of linear layers, {len(found['torch'])} of torch's"
 
 
-def carried_rows(found: Found) -> str:
-    return f"what rows that nodes carry cost, in {len(found['grafts'])} kinds of passes"
+def pseudo_rows(found: Found) -> str:
+    return f"the cost of pseudo rows, in {len(found['grafts'])} kinds of passes"
 
 
 def merged_graphs(found: Found) -> str:
@@ -145,7 +146,7 @@ def simulated(found: Found) -> str:
     return found["printed"][0]
 
 
-# Section, the field that tells such a result from those further down, and what is said of it.
+# Section, the field that only this kind of result and earlier ones have, and the function that describes it.
 KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Benchmarks", "tables", benchmark),
     ("Proofs", "bugs", proof),
@@ -159,14 +160,14 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Passes and kernels", "inside", passes_inside),
     ("Passes and kernels", "trials", attention_trials),
     ("Passes and kernels", "results", product_trials),
-    ("Passes and kernels", "grafts", carried_rows),
+    ("Passes and kernels", "grafts", pseudo_rows),
     ("Passes and kernels", "milliseconds", row_costs),
     ("Drafting during verification", "overlap", overlapping),
     ("Drafting during verification", "printed", simulated),
 ]
 
 
-# Where a result comes from, and who cites it ------------------------------------------------------------------------------
+# Origin and citations of a result ---------------------------------------------------------------------------------------
 
 
 def result_files() -> list[Path]:
@@ -179,10 +180,10 @@ def read(path: Path) -> Found:
 
 
 def provenance(path: Path, found: Found) -> Found:
-    """Command, commit, date and machine: `about` of most results, `run` of a training record."""
+    """Return command, commit, date and machine: `about` of most results, `run` of a training record."""
     about = found.get("about") or found.get("run") or {}
     if missing := [name for name in NEEDED if name not in about]:
-        raise SystemExit(f"{path.relative_to(ROOT)} does not say its {', '.join(missing)}: add them to its field `about`")
+        raise SystemExit(f"{path.relative_to(ROOT)} lacks {', '.join(missing)}: add it to its field `about`")
     return about
 
 
@@ -193,7 +194,7 @@ def citing_files() -> Iterator[Path]:
 
 
 def citations() -> dict[Path, list[Path]]:
-    """For each result the pages and source files that name it, its report, or a folder that it lies in."""
+    """Return, for each result, the pages and source files that name it, its report, or a folder that contains it."""
     cited: dict[Path, list[Path]] = {path: [] for path in result_files()}
     for citing in citing_files():
         named = {RESULTS / name for name in CITATION.findall(citing.read_text(encoding="utf-8"))} - {RESULTS / "README.md"}
@@ -208,7 +209,7 @@ def citations() -> dict[Path, list[Path]]:
 
 
 def link(citing: Path) -> str:
-    """A page as a link; a source file by its name alone, which stays when it moves."""
+    """Return a page as a link, and a source file by its name, which stays the same if the file moves."""
     if citing.suffix != ".md":
         return f"`{citing.name}`"
     return f"[{citing.stem}](../{citing.relative_to(ROOT).as_posix()})"
@@ -235,11 +236,11 @@ def kind(path: Path, found: Found) -> tuple[str, Callable[[Found], str]]:
     for section, field, shows in KINDS:
         if field in found:
             return section, shows
-    raise SystemExit(f"{path.relative_to(ROOT)} is of no kind that studies/results_index.py knows: add it to KINDS")
+    raise SystemExit(f"{path.relative_to(ROOT)} is of a kind that studies/results_index.py does not know: add it to KINDS")
 
 
 def index() -> str:
-    """The whole page."""
+    """Return the whole page."""
     sections: dict[str, list[str]] = {section: [] for section, *_ in KINDS}
     for path, cited in citations().items():
         found = read(path)

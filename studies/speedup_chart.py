@@ -25,7 +25,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def rows(folder: str) -> Rows:
-    """By method, over all prompts. Other programs' figures are not shown: their baseline is another one."""
+    """Return the rows over all prompts by method. Other decoders are not shown: their rounds are not ours."""
     found = read_results(ROOT / folder)["tables"]["overall"]
     return {row["contender"]: row for row in found if row["contender"] in METHODS and row["contender"] != "plain"}
 

@@ -1,4 +1,4 @@
-"""What the studies share: which prompts they ask, and how they write what they found.
+"""What the studies share: how they choose prompts and write their results.
 
 In: a prompt file, and later the figures. Out: prompts as token ids, and a JSON file that says which command made it.
 """
@@ -18,7 +18,7 @@ from foreword.text.prompts import groups, read_prompts, spread
 
 
 def command() -> str:
-    """The command line that runs this study, as it belongs into its result."""
+    """Return the command line of this study, for its result."""
     return shlex.join(["python", f"studies/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 

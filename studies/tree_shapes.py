@@ -55,18 +55,18 @@ def tree_shapes(
         figures = {count: figure({"rows": count}) for count in by_rows}
         equal = {count: figure(contender.with_nodes(count)) for count in by_nodes}
         short = {most: {count: figure({"rows": count}, most) for count in by_rows} for most in bounds}
-        hung = {more: {c: figure({"rows": c + more, "chain": more}) for c in by_rows if c > more} for more in lengths}
+        with_chains = {more: {c: figure({"rows": c + more, "chain": more}) for c in by_rows if c > more} for more in lengths}
         found.append(
             {"method": contender.method, "tree": kind}
             | {"tokens_per_round": _rates(figures)}
             | {"nodes": {count: one.nodes for count, one in figures.items()}}
             | {"by_nodes": {count: asdict(one) for count, one in equal.items()}}
             | {"by_levels": {most: _rates(some) for most, some in short.items()}}
-            | {"by_chains": {more: _rates(some) for more, some in hung.items()}}
+            | {"by_chains": {more: _rates(some) for more, some in with_chains.items()}}
         )
         lines = {f"{contender.method:15} {kind:8}": [*figures.values(), *equal.values()]}
         lines |= {f"{'':15} {most} levels": [*some.values()] for most, some in short.items()}
-        lines |= {f"{'':15} and {more} looked up": [*some.values()] for more, some in hung.items()}
+        lines |= {f"{'':15} and {more} looked up": [*some.values()] for more, some in with_chains.items()}
         for head, line in lines.items():
             print(head + "".join(f"{_shown(one):>30}" for one in line))
     keep(out, "trees", llm.model, found, prompts=len(asked))
@@ -114,7 +114,7 @@ class DrafterWithTree:
         slots: int,
         levels: int | None = None,
     ) -> TreeFigure:
-        if self.method != "gsd":  # whose graphs are always unrolled into the likeliest paths
+        if self.method != "gsd":  # its graphs are always unrolled into the likeliest paths
             own = {"tree": self.kind, **own}
         drafter: Any = restore(self.folder, llm.model, method=self.method, **own)
         if levels is not None:

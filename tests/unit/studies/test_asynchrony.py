@@ -1,4 +1,4 @@
-"""The simulator of amusd, against what can be said without one, and against what was published."""
+"""The simulator of amusd agrees with closed formulas and with the published figures."""
 
 from dataclasses import replace
 
@@ -10,36 +10,36 @@ from asynchrony import PUBLISHED, Times, app, asynchronous, best_in_turns, expec
 EVEN = Times(draft=0.25, spread=0.0, least=2)
 
 
-def test_a_draft_that_is_always_right_sets_the_pace() -> None:
-    """What is limited by the draft goes as fast as the draft; what is not, as the rows of a pass allow."""
+def test_a_draft_that_is_always_right_sets_the_speed() -> None:
+    """If drafting is the bottleneck, the speed is the draft's; otherwise the rows of a pass limit it."""
     assert asynchronous(replace(EVEN, right=1.0)) == pytest.approx(0.25, rel=0.01)
     assert asynchronous(replace(EVEN, right=1.0, draft=0.7)) == pytest.approx(0.7, rel=0.01)
     assert asynchronous(replace(EVEN, right=1.0, draft=0.001, ahead=4, least=4)) == pytest.approx(1 / 5, rel=0.02)
 
 
 def test_a_draft_that_is_never_right_costs_what_the_target_waits() -> None:
-    """Two guesses after each refusal, the pass that was under way first."""
+    """The target waits for two draft tokens after each rejection, and for the draft pass that was running."""
     never = replace(EVEN, right=0.0)
     assert asynchronous(replace(never, least=0)) == pytest.approx(1.0)
     assert asynchronous(never) == pytest.approx(1.5, rel=0.01)
     assert asynchronous(replace(never, hand_over=0.1)) == pytest.approx(1.7, rel=0.05)
 
 
-def test_in_turns_it_is_the_known_formula() -> None:
+def test_in_turns_matches_the_known_formula() -> None:
     assert in_turns(replace(EVEN, right=0.5), 2) == pytest.approx(1.5 / 1.75)
     assert in_turns(replace(EVEN, right=1.0), 3) == pytest.approx(1.75 / 4)
     assert best_in_turns(replace(EVEN, right=0.0)) == (1.25, 1)
 
 
-def test_the_longer_it_takes_to_hand_over_the_slower_it_is() -> None:
+def test_a_longer_hand_over_is_slower() -> None:
     usual = Times(draft=0.2)
     found = [asynchronous(replace(usual, hand_over=late)) for late in (0.0, 0.1, 0.3, 1.0)]
     assert found == sorted(found) and found[-1] > 1.3 * found[0]
 
 
-def test_what_the_paper_measured() -> None:
+def test_the_figures_of_the_paper() -> None:
     """Published is 1.29 on average. Between the ratio of the models' parameters, 0.154, and that of their layers, 0.5, the
-    simulator comes to 1.17 to 1.26; of two of the three sets it has the time a token within 6%."""
+    simulator gives 1.17 to 1.26; for two of the three sets its time per token is within 6%."""
     assert sum(one.gain for one in PUBLISHED) / 3 == pytest.approx(1.29, abs=0.005)
     assert mean_gain(0.154) == pytest.approx(1.17, abs=0.02)
     assert mean_gain(0.36) == pytest.approx(1.26, abs=0.02)

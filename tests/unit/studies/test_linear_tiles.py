@@ -1,4 +1,4 @@
-"""The sweep over tiles: what it tries can be launched, and what it prints can be pasted."""
+"""The search over tilings: what it tries can be launched, and what it prints can be pasted."""
 
 from dataclasses import replace
 
@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("triton")
 
 from foreword.ops.layer.tiles import Tiles, tiles_for
-from linear_tiles import PRODUCTS, ROWS, LinearTiming, LinearTrial, Product, best, grid, other_ways, second_look, tuned
+from linear_tiles import PRODUCTS, ROWS, LinearTiming, LinearTrial, Product, ablations, best, grid, other_ways, tuned
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_every_grid_is_modest_and_can_be_launched(rows: int) -> None:
+def test_every_grid_is_small_and_can_be_launched(rows: int) -> None:
     for product in PRODUCTS:
         check_grid(product, rows)
 
@@ -36,7 +36,7 @@ def test_the_whole_sweep_is_bounded() -> None:
     assert sum(len(grid(product, rows)) for product in PRODUCTS for rows in ROWS) < 900
 
 
-def test_the_quickest_that_worked_is_kept() -> None:
+def test_the_fastest_that_worked_is_kept() -> None:
     product = PRODUCTS[0]
     slow, quick, broken = (LinearTrial(product, 16, Tiles(16, 16, size, 4, 4)) for size in (32, 64, 128))
     winners = best([LinearTiming(slow, us=3.0), LinearTiming(quick, us=2.0), LinearTiming(broken, failed="too large")])
@@ -44,16 +44,16 @@ def test_the_quickest_that_worked_is_kept() -> None:
     assert eval(f"{{{tuned(winners)}}}") == {(16, 960, 576, "turned"): quick.tiles}
 
 
-def test_the_other_ways_are_told_apart() -> None:
+def test_ablations_are_distinguished() -> None:
     product = PRODUCTS[0]
     quick, slow = (LinearTrial(product, 16, Tiles(16, 8, 64, 4, stages)) for stages in (6, 5))
     winners = best([LinearTiming(quick, us=2.0), LinearTiming(slow, us=4.0)])
-    again = second_look(winners)
+    again = ablations(winners)
     assert [(look.overlap, look.handed, look.product.normed, look.apart) for look in again] == [
         (False, True, True, False), (True, False, True, False), (True, True, False, False), (True, True, True, True)
     ]  # fmt: skip
     assert again[3].tiles == tiles_for(16, product.n, product.k)
-    looks = [LinearTiming(look, us=5.0 + number) for number, look in enumerate(again)]
+    ablated = [LinearTiming(look, us=5.0 + number) for number, look in enumerate(again)]
     elsewhere = [LinearTiming(replace(look, rows=64), us=1.0) for look in again]
-    assert other_ways(winners[product, 16], elsewhere + looks) == [5.0, 6.0, 7.0, 8.0]
+    assert other_ways(winners[product, 16], elsewhere + ablated) == [5.0, 6.0, 7.0, 8.0]
     assert other_ways(winners[product, 16], elsewhere) == [None] * 4

@@ -1,4 +1,4 @@
-"""What merging saves, by rule and threshold: an ordinary tree comes first, and what is printed is what is written."""
+"""What merging saves, by rule and threshold: an ordinary tree comes first, and the printed figures are those in the file."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,5 +21,7 @@ def test_every_rule_and_threshold(study: Callable[..., tuple[Result, Any]]) -> N
         assert one["fewer_tokens"] == pytest.approx(1 - one["tokens_per_round"] / tree["tokens_per_round"])
         assert one["tokens_per_round"] >= 1 and (one["repeat"] >= 0 or one["saved_per_round"] == 0)
         assert MergeFigures(**one).line in done.output
-    assert found[1]["saved_per_round"] > max(0, found[2]["saved_per_round"])  # a longer match is found less often
-    assert found[1]["fewer_rows"] > 0 and found[0]["rows_per_round"] > found[3]["rows_per_round"]  # nor is what is not sure
+    assert found[1]["saved_per_round"] > max(0, found[2]["saved_per_round"])  # longer matches are rarer
+    assert (
+        found[1]["fewer_rows"] > 0 and found[0]["rows_per_round"] > found[3]["rows_per_round"]
+    )  # as unlikely nodes

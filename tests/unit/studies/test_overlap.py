@@ -1,4 +1,4 @@
-"""What is measured of a draft that is written meanwhile, on a tiny model."""
+"""The figures of drafting during verification, on a tiny model."""
 
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ def test_the_worker_ends_with_the_model(folders: dict[str, Path], trained: dict[
     drafter: Any = llm.engine.drafter
     worker = drafter.worker
     llm.use("plain")
-    assert worker.line.cut and drafter.worker is None
+    assert worker.channel.closed and drafter.worker is None
     llm.use("amusd", drafter=trained["draft_model"], worker="thread").generate("hello", max_new_tokens=4)
     worker = llm.engine.drafter.worker  # type: ignore[attr-defined]
     llm.close()
-    assert worker.line.cut
+    assert worker.channel.closed
     with pytest.raises(ValueError, match="closed"):
         llm.generate("hello")

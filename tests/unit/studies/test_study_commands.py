@@ -25,7 +25,7 @@ def test_a_study_names_its_command_and_its_results(study: Path) -> None:
 
 
 def test_a_study_explains_itself() -> None:
-    """In a process of its own, as it is run."""
+    """Run in its own process, as a user runs it."""
     command = [sys.executable, str(ROOT / "studies" / "asynchrony.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "--draft-ms" in done.stdout, done.stderr

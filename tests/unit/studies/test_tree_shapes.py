@@ -1,4 +1,4 @@
-"""Tokens per round by tree and rows: more rows bring no fewer, and what is printed is what is written."""
+"""Tokens per round by tree and rows: they do not fall with more rows, and the printed figures are those in the file."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +26,8 @@ def test_every_drafter_tree_and_number_of_rows(study: Study) -> None:
         assert 1 == one["by_levels"]["1"]["1"] <= one["by_levels"]["1"]["9"] <= 2 and "1 levels" in done.output
 
 
-def test_nodes_are_told_where_they_carry_rows(study: Study) -> None:
-    """One drafter, two methods: with equally many nodes both draft the same."""
+def test_nodes_are_printed_if_they_carry_pseudo_rows(study: Study) -> None:
+    """One drafter, two methods: with the same number of nodes both draft the same."""
     options = "--drafters {drafter},firp={drafter} --kinds static --rows 9 --nodes 5 --max-new-tokens 24"
     done, written = study(tree_shapes, "hidden_transfer", options, steps=2)
     carrying, alone = written["trees"]
@@ -39,8 +39,8 @@ def test_nodes_are_told_where_they_carry_rows(study: Study) -> None:
     assert one["tokens_per_round"] == other["tokens_per_round"] >= 1
 
 
-def test_chains_hang_beside_the_tree(study: Study) -> None:
-    """Of as many rows each; one that would be as long as its tree is left out."""
+def test_chains_next_to_the_tree(study: Study) -> None:
+    """Trees have the given rows; a chain as long as its tree is left out."""
     options = "--drafters echo={drafter} --rows 2,6 --kinds best --chains 0,3 --max-new-tokens 24"
     done, written = study(tree_shapes, "clover2", options, heads=2)
     (found,) = written["trees"]

@@ -223,11 +223,11 @@ def test_a_pass_is_timed_on_the_device() -> None:
     clock = Clock()
     clock.finish(1.0)
     clock.launch(2.0)
-    clock.finish(6.0, worked=2.0)
+    clock.finish(6.0, device_seconds=2.0)
     clock.drafted(3.0, 5.0)
     assert (clock.wall, clock.target, clock.draft, clock.both) == (5.0, 2.0, 2.0, 1.0)
     clock.launch(7.0)
-    clock.finish(8.0, worked=99.0)
+    clock.finish(8.0, device_seconds=99.0)
     assert (clock.wall, clock.target) == (7.0, 3.0), "it cannot have worked before it started"
 
 

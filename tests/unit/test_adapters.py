@@ -1,5 +1,5 @@
-"""Models with peft adapters: weight adapters count as they stand, adapters that add tokens are refused by name. Folders of
-adapters are loaded with the model that they name."""
+"""Models with peft adapters: adapters of weights apply, adapters that add tokens are refused by name. A folder of an adapter
+is loaded with the model that it names."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import foreword
-from doubles import READY
+from doubles import WITHOUT_WEIGHTS
 from foreword.errors import InputError, ModelCorrupt, ModelNotFound, ModelUnsupported
 from foreword.model.adapters import tokenizer_folder
 from foreword.model.loading import load_stock
@@ -33,15 +33,15 @@ peft = pytest.importorskip("peft")
 
 @pytest.fixture
 def lora(talking: Maker) -> Any:
-    """Adapters with weights that matter, on attention and on the MLP."""
+    """A LoRA model whose adapters, on attention and on the MLP, change the output."""
     torch.manual_seed(1)
     places = ["q_proj", "v_proj", "up_proj"]
     config = peft.LoraConfig(r=4, lora_alpha=16, lora_dropout=0.1, target_modules=places, init_lora_weights=False)
     return peft.get_peft_model(talking("llama"), config).eval()
 
 
-@pytest.mark.parametrize("method", READY)
-def test_a_lora_adapter_counts(method: str, lora: Any, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own) -> None:
+@pytest.mark.parametrize("method", WITHOUT_WEIGHTS)
+def test_a_lora_adapter_applies(method: str, lora: Any, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own) -> None:
     adapted = own_text(lora, ASK)
     with lora.disable_adapter():
         bare = own_text(lora, ASK)
@@ -54,7 +54,7 @@ def test_a_lora_adapter_counts(method: str, lora: Any, hf_tokenizer: PreTrainedT
     assert own_text(lora, ASK) == adapted
 
 
-def test_an_adapter_that_transformers_added_counts(
+def test_an_adapter_that_transformers_added_applies(
     talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
 ) -> None:
     hf = talking("llama")
@@ -87,7 +87,7 @@ def base(folders: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(base: Path, tmp_path: Path) -> tuple[Any, Path]:
-    """A LoRA adapter for the model in `base`, as peft has it in memory, and the folder that peft saves it in."""
+    """A LoRA adapter for the model in `base`: as peft's model in memory, and as the folder that peft saves."""
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
     lora = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
@@ -112,7 +112,7 @@ def test_the_folder_of_an_adapter_is_loaded_with_its_model(
 
 
 def test_an_adapter_is_merged_in_float32_whatever_it_runs_in(saved: tuple[Any, Path]) -> None:
-    """So that the referee, who reads the weights again in float64, reads the same ones."""
+    """So that the referee, which loads the weights again in float64, has the same ones."""
     weights = {
         dtype: load_stock(saved[1], torch.device("cpu"), dtype).model.layers[1].mlp.up_proj.weight
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
@@ -138,7 +138,7 @@ def test_an_adapter_may_have_a_tokenizer_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "said"),
+    ("fields", "error", "message"),
     [
         ({"base_model_name_or_path": "nobody/nothing"}, ModelNotFound, "adapter for nobody/nothing, which was not found"),
         ({"base_model_name_or_path": None}, ModelCorrupt, "does not name a model in base_model_name_or_path"),
@@ -147,11 +147,11 @@ def test_an_adapter_may_have_a_tokenizer_of_its_own(
     ],
 )
 def test_adapters_that_cannot_be_loaded(
-    fields: dict[str, Any], error: type[Exception], said: str, saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], error: type[Exception], message: str, saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     change(saved[1], **fields)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         foreword.load(saved[1], "plain", device="cpu")
 
 
@@ -179,7 +179,7 @@ def test_the_folder_of_virtual_tokens_is_refused(base: Path, tmp_path: Path) -> 
         foreword.load(tmp_path / "adapter", "plain", device="cpu")
 
 
-def test_without_peft_it_is_said_what_to_install(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_says_what_to_install(saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(InputError, match=r"is an adapter.*pip install 'foreword\[lora\]'"):
         foreword.load(saved[1], "plain", device="cpu")
@@ -194,7 +194,7 @@ def test_an_adapter_without_weights_is_refused(saved: tuple[Any, Path]) -> None:
 def test_a_model_of_the_hub_is_asked_for_once_with_the_token(
     saved: tuple[Any, Path], base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From then on what was fetched is used, for which no token is needed."""
+    """Later the fetched files are used, for which no token is needed."""
     change(saved[1], base_model_name_or_path="org/base", revision="v2")
     asked: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""The Python API on tiny models from disk: what a user may say, what comes back, and that it is what plain text is."""
+"""The Python API on tiny models from disk: what a user may give, what comes back, and that it equals plain decoding."""
 
 import gc
 import json
@@ -31,24 +31,22 @@ HELLO = [{"role": "user", "content": "hello"}]
 CONTEXT = 512
 END = 1
 
-Written = Callable[..., list[int]]
-
 
 @pytest.fixture(scope="module")
 def llm(folders: dict[str, Path], own_home: Path) -> Iterator[LLM]:
-    """Drafts in every round: each has four rows, whatever a row costs here."""
+    """Drafts in every round: `rows=4` fixes the number of rows, whatever they cost on this machine."""
     with foreword.load(folders["llama"], "token_recycling", rows=4, slots=2) as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
 def own(folders: dict[str, Path]) -> LLM:
-    """One for tests that close it or change its method in vain; plain, so that nothing is measured."""
+    """An LLM for tests of errors; plain, so that nothing is measured."""
     return foreword.load(folders["llama"], "plain", slots=2)
 
 
 def expected(hf: PreTrainedModel, tokenizer: Tokenizer, prompt: Any = ASK, ends: tuple[int, ...] = (END,), **settings: Any):  # type: ignore[no-untyped-def]
-    """The slow truth for what `generate` was asked."""
+    """The output of the slow reference for a prompt and settings of `generate`."""
     ids = tokenizer.encode(prompt, chat=settings.pop("chat", True))
     limits = {key: settings.pop(key) for key in ("max_new_tokens", "min_new_tokens", "ignore_eos") if key in settings}
     return truth(hf, Request(tuple(ids), Sampling(**{"seed": 0} | settings), **limits), CONTEXT, ends)
@@ -92,7 +90,7 @@ def test_a_folder_may_be_a_string_or_a_path(kind: Callable[[Path], Any], folders
         ({"table": "none"}, "plain.*table"),
     ],
 )
-def test_what_cannot_be_loaded_so(options: dict[str, Any], named: str, folders: dict[str, Path]) -> None:
+def test_options_of_load_that_are_refused(options: dict[str, Any], named: str, folders: dict[str, Path]) -> None:
     with pytest.raises(InputError, match=named):
         foreword.load(folders["llama"], "plain", **options)
 
@@ -105,10 +103,10 @@ def test_a_flag_is_true_or_false(name: str, value: object) -> None:
         foreword.load("no/such/model", "plain", **{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("said", "meant"), [("tokn_recycling", "'token_recycling'"), ("lookup", "'prompt_lookup'")])
-def test_an_unknown_method_is_answered_with_the_nearest(said: str, meant: str, folders: dict[str, Path]) -> None:
-    with pytest.raises(UnknownMethod, match=f"{said}.*did you mean {meant}.*plain, prompt_lookup"):
-        foreword.load(folders["llama"], said)
+@pytest.mark.parametrize(("given", "meant"), [("tokn_recycling", "'token_recycling'"), ("lookup", "'prompt_lookup'")])
+def test_an_unknown_method_is_answered_with_the_nearest(given: str, meant: str, folders: dict[str, Path]) -> None:
+    with pytest.raises(UnknownMethod, match=f"{given}.*did you mean {meant}.*plain, prompt_lookup"):
+        foreword.load(folders["llama"], given)
 
 
 def test_a_method_is_refused_before_anything_is_loaded() -> None:
@@ -134,14 +132,14 @@ def test_the_dtype_is_the_one_asked_for(dtype: Any, folders: dict[str, Path]) ->
 
 # Settings ----------------------------------------------------------------------------------------------------------------
 
-DRAWN = {"temperature": 1.5, "seed": 3}
+SAMPLED = {"temperature": 1.5, "seed": 3}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "max_new_tokens": ({}, {"max_new_tokens": 5}),
     "temperature": ({"seed": 3}, {"temperature": 1.5}),
-    "seed": (DRAWN, {"seed": 4}),
-    "top_k": (DRAWN, {"top_k": 2}),
-    "top_p": (DRAWN, {"top_p": 0.3}),
-    "min_p": (DRAWN, {"min_p": 0.5}),
+    "seed": (SAMPLED, {"seed": 4}),
+    "top_k": (SAMPLED, {"top_k": 2}),
+    "top_p": (SAMPLED, {"top_p": 0.3}),
+    "min_p": (SAMPLED, {"min_p": 0.5}),
     "repetition_penalty": ({}, {"repetition_penalty": 5.0}),
     "chat": ({}, {"chat": False}),
 }
@@ -151,7 +149,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_setting_does_what_it_says(
     others: dict[str, Any], setting: dict[str, Any], llm: LLM, stock: dict[str, PreTrainedModel]
 ) -> None:
-    """And is heard at all: without it the text is another."""
+    """And has an effect: without it the output differs."""
     base = {"max_new_tokens": 20, "ignore_eos": True} | others
     found = llm.generate(ASK, **base | setting).tokens
     assert found == expected(stock["llama"], llm.tokenizer, **base | setting)
@@ -160,7 +158,7 @@ def test_a_setting_does_what_it_says(
 
 @pytest.fixture
 def ending(folders: dict[str, Path]) -> tuple[LLM, int]:
-    """A model that also ends its texts with the fifth token of its answer to ASK, and that token."""
+    """A model for which the fifth token of its answer to ASK is an end token too, and that token."""
     hf = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tokenizer = Tokenizer.load(folders["llama"])
     tokens = expected(hf, tokenizer, max_new_tokens=9, ignore_eos=True)
@@ -171,7 +169,7 @@ def ending(folders: dict[str, Path]) -> tuple[LLM, int]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_new_tokens": 4}, {"min_new_tokens": 5}, {"ignore_eos": True}], ids=str)
-def test_where_a_text_ends(settings: dict[str, Any], ending: tuple[LLM, int]) -> None:
+def test_where_an_output_ends(settings: dict[str, Any], ending: tuple[LLM, int]) -> None:
     llm, end = ending
     out = llm.generate(ASK, max_new_tokens=9, **settings)
     assert out.tokens == expected(llm.model.hf, llm.tokenizer, ends=(END, end), max_new_tokens=9, **settings)
@@ -180,7 +178,7 @@ def test_where_a_text_ends(settings: dict[str, Any], ending: tuple[LLM, int]) ->
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_stop_string_ends_the_text_before_it(several: bool, llm: LLM) -> None:
+def test_the_text_ends_before_a_stop_string(several: bool, llm: LLM) -> None:
     whole = llm.generate(ASK, max_new_tokens=40, ignore_eos=True)
     place = next(i for i, letter in enumerate(whole.text) if letter.isascii() and letter.isalnum())
     stop = whole.text[place]
@@ -189,8 +187,8 @@ def test_a_stop_string_ends_the_text_before_it(several: bool, llm: LLM) -> None:
     assert out.tokens == whole.tokens[: len(out.tokens)] and stop in llm.tokenizer.decode(out.tokens)
 
 
-def test_without_speculation_the_text_is_the_same(llm: LLM) -> None:
-    fast, slow = (llm.generate(ASK, max_new_tokens=12, speculate=wanted) for wanted in (True, False))
+def test_without_speculation_the_output_is_the_same(llm: LLM) -> None:
+    fast, slow = (llm.generate(ASK, max_new_tokens=12, speculate=speculate) for speculate in (True, False))
     assert fast.tokens == slow.tokens and slow.stats.tokens_per_round == 1.0
     assert fast.stats.spec_decode_num_drafts > 0 == slow.stats.spec_decode_num_drafts
 
@@ -230,8 +228,8 @@ def test_a_result_says_what_ended_it(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("method", ["plain", "token_recycling"])
-def test_what_is_left_out_of_a_text_may_be_kept(method: str, folders: dict[str, Path]) -> None:
-    """The stop string that ended it, and special tokens."""
+def test_stop_strings_and_special_tokens_can_be_kept(method: str, folders: dict[str, Path]) -> None:
+    """In the text, which leaves them out by default."""
     with foreword.load(folders["llama"], method, rows=None if method == "plain" else 4) as llm:
         limits = {"max_new_tokens": 120, "ignore_eos": True, "temperature": 100.0, "seed": 6}
         whole = llm.generate(ASK, **limits)
@@ -242,7 +240,7 @@ def test_what_is_left_out_of_a_text_may_be_kept(method: str, folders: dict[str, 
         assert kept.text == whole.text[: whole.text.index(stop) + 1] and kept.stop_reason == stop
 
 
-def test_a_result_names_the_seed_that_was_drawn(llm: LLM) -> None:
+def test_a_result_names_its_random_seed(llm: LLM) -> None:
     first = llm.generate(ASK, max_new_tokens=8, temperature=1.5)
     assert first.sampling.seed is not None
     again = llm.generate(ASK, max_new_tokens=8, temperature=1.5, seed=first.sampling.seed)
@@ -288,14 +286,14 @@ COUNTS = {name: value for name, value in OWN.items() if name != "do_sample"}
 @pytest.fixture(scope="module")
 def sampling_folder(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(shutil.copytree(folders["llama"], tmp_path_factory.mktemp("sampling") / "llama"))
-    said = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(said | OWN))
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | OWN))
     return folder
 
 
 @pytest.fixture(params=["load", "wrap"])
 def opened(request: pytest.FixtureRequest, sampling_folder: Path) -> Callable[..., LLM]:
-    """Makes an LLM of a model with defaults of its own: opened("plain", generation_config=False)."""
+    """Makes an LLM of a model with its own defaults: opened("plain", generation_config=False)."""
 
     def make(method: str, **options: Any) -> LLM:
         if request.param == "load":
@@ -307,7 +305,7 @@ def opened(request: pytest.FixtureRequest, sampling_folder: Path) -> Callable[..
 
 
 @pytest.mark.parametrize("method", ["plain", "token_recycling"])
-def test_the_model_s_defaults_apply_where_a_request_says_nothing(
+def test_the_model_s_defaults_apply_to_settings_that_are_not_given(
     method: str, opened: Callable[..., LLM], stock: dict[str, PreTrainedModel]
 ) -> None:
     with opened(method) as llm:
@@ -315,18 +313,18 @@ def test_the_model_s_defaults_apply_where_a_request_says_nothing(
         assert out.sampling == Sampling(**COUNTS, seed=2) and out.model_defaults == list(COUNTS)
         assert out.tokens == expected(stock["llama"], llm.tokenizer, max_new_tokens=20, **COUNTS, seed=2)
         assert json.loads(json.dumps(out.to_dict()))["model_defaults"] == list(COUNTS)
-        said = llm.generate(ASK, max_new_tokens=20, seed=2, temperature=0, repetition_penalty=1.0)
-        assert said.tokens == expected(stock["llama"], llm.tokenizer, max_new_tokens=20)
-        assert said.sampling.top_p == 0.95 and said.model_defaults == ["top_p"]
-        all_said = llm.generate(ASK, max_new_tokens=2, temperature=0, repetition_penalty=1.0, top_p=1)
-        assert all_said.model_defaults is None and "model_defaults" not in all_said.to_dict()
+        some = llm.generate(ASK, max_new_tokens=20, seed=2, temperature=0, repetition_penalty=1.0)
+        assert some.tokens == expected(stock["llama"], llm.tokenizer, max_new_tokens=20)
+        assert some.sampling.top_p == 0.95 and some.model_defaults == ["top_p"]
+        all_given = llm.generate(ASK, max_new_tokens=2, temperature=0, repetition_penalty=1.0, top_p=1)
+        assert all_given.model_defaults is None and "model_defaults" not in all_given.to_dict()
 
 
 def test_streams_chats_and_lists_have_the_model_s_defaults_too(sampling_folder: Path) -> None:
     with foreword.load(sampling_folder, "plain", slots=2) as llm:
-        own, said = llm.generate([ASK, ASK], max_new_tokens=3, seed=1, settings=[{}, {"top_p": 0.5}])
-        assert (own.model_defaults, said.model_defaults) == (list(COUNTS), ["temperature", "repetition_penalty"])
-        assert said.sampling.top_p == 0.5 and own.sampling.top_p == 0.95
+        own, given = llm.generate([ASK, ASK], max_new_tokens=3, seed=1, settings=[{}, {"top_p": 0.5}])
+        assert (own.model_defaults, given.model_defaults) == (list(COUNTS), ["temperature", "repetition_penalty"])
+        assert given.sampling.top_p == 0.5 and own.sampling.top_p == 0.95
         assert llm.stream(ASK, max_new_tokens=3, seed=1).result.sampling == own.sampling
         assert llm.chat(max_new_tokens=3).send("hello").sampling.temperature == 0.6
 
@@ -349,7 +347,7 @@ def test_a_string_is_one_message_of_the_user(llm: LLM) -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_several_prompts_are_answered_in_their_order(kind: Callable[[Any], Any], llm: LLM) -> None:
-    """Five for two slots, strings and conversations side by side."""
+    """Five prompts for two slots, strings and conversations mixed."""
     system = [{"role": "system", "content": "be brief"}, *HELLO]
     asked = [ASK, HELLO, "a", system, "the words"]
     found = llm.generate(kind(asked), max_new_tokens=8)
@@ -362,16 +360,16 @@ def test_a_list_of_one_prompt_gives_a_list(llm: LLM) -> None:
     assert out.tokens == same.tokens
 
 
-def test_samples_of_a_prompt_lie_side_by_side(llm: LLM) -> None:
-    drawn = {"temperature": 1.5, "seed": 9, "max_new_tokens": 8}
-    alone = llm.generate(ASK, **drawn)
-    samples = llm.generate(ASK, n=3, **drawn)
+def test_samples_of_a_prompt_are_next_to_each_other(llm: LLM) -> None:
+    settings = {"temperature": 1.5, "seed": 9, "max_new_tokens": 8}
+    alone = llm.generate(ASK, **settings)
+    samples = llm.generate(ASK, n=3, **settings)
     assert samples[0].tokens == alone.tokens and len({tuple(one.tokens) for one in samples}) == 3
     assert [one.sampling.seed for one in samples] == [Sampling(seed=9).derived(i).seed for i in range(3)]
-    both = llm.generate([ASK, HELLO], n=2, **drawn)
+    both = llm.generate([ASK, HELLO], n=2, **settings)
     assert [one.stats.prompt_tokens for one in both] == [alone.stats.prompt_tokens] * 2 + [8] * 2
     assert [one.tokens for one in both[:2]] == [one.tokens for one in samples[:2]]
-    assert [one.tokens for one in llm.generate(ASK, n=1, **drawn)] == [alone.tokens]
+    assert [one.tokens for one in llm.generate(ASK, n=1, **settings)] == [alone.tokens]
 
 
 @pytest.mark.parametrize(
@@ -425,7 +423,7 @@ def test_a_result_as_json(llm: LLM) -> None:
 
 
 def test_the_figures_of_a_run_add_up(llm: LLM) -> None:
-    """Four rows a pass: of the three candidates in each round some were kept, and the target added its own token."""
+    """Four rows per pass: some of the three candidates of a round are accepted, and the target adds its own token."""
     stats = llm.generate(ASK, max_new_tokens=30, ignore_eos=True, reuse=False).stats
     assert stats.new_tokens == 30 == stats.rounds + stats.spec_decode_num_accepted_tokens
     assert stats.tokens_per_round == pytest.approx(30 / stats.rounds)
@@ -481,7 +479,7 @@ def test_closing_a_stream_early_frees_its_slot(llm: LLM) -> None:
     assert llm.generate(ASK, max_new_tokens=12).tokens == whole.tokens
 
 
-def test_a_closed_stream_tells_what_it_wrote(llm: LLM) -> None:
+def test_a_closed_stream_has_the_output_so_far(llm: LLM) -> None:
     stream = llm.stream(ASK, max_new_tokens=100, ignore_eos=True)
     first = next(iter(stream))
     stream.close()
@@ -489,7 +487,7 @@ def test_a_closed_stream_tells_what_it_wrote(llm: LLM) -> None:
     assert not llm.engine.busy and list(stream) == []
 
 
-def test_closing_a_stream_that_never_began_gives_it_up(own: LLM) -> None:
+def test_closing_a_stream_that_never_began_aborts_it(own: LLM) -> None:
     own.stream(ASK, max_new_tokens=2).close()
     assert not own.engine.busy
 
@@ -497,20 +495,20 @@ def test_closing_a_stream_that_never_began_gives_it_up(own: LLM) -> None:
 def test_streams_in_turns_lose_nothing(llm: LLM) -> None:
     whole = [llm.generate(one, max_new_tokens=10, ignore_eos=True) for one in (ASK, "hello")]
     streams = [llm.stream(one, max_new_tokens=10, ignore_eos=True) for one in (ASK, "hello")]
-    said: list[list[int]] = [[], []]
+    found: list[list[int]] = [[], []]
     iterators = [iter(stream) for stream in streams]
-    while any(len(tokens) < 10 for tokens in said):
-        for tokens, iterator in zip(said, iterators, strict=True):
+    while any(len(tokens) < 10 for tokens in found):
+        for tokens, iterator in zip(found, iterators, strict=True):
             tokens += next((piece.tokens for piece in iterator), [])
-    assert said == [out.tokens for out in whole]
+    assert found == [out.tokens for out in whole]
 
 
 def test_generating_while_a_stream_is_open_disturbs_neither(llm: LLM) -> None:
     whole = llm.generate(ASK, max_new_tokens=12, ignore_eos=True)
     stream = llm.stream(ASK, max_new_tokens=12, ignore_eos=True)
-    said = next(iter(stream)).tokens
+    first = next(iter(stream)).tokens
     assert llm.generate(ASK, max_new_tokens=12, ignore_eos=True).tokens == whole.tokens
-    assert said + [token for piece in stream for token in piece.tokens] == whole.tokens
+    assert first + [token for piece in stream for token in piece.tokens] == whole.tokens
 
 
 def test_a_stream_that_never_began_is_not_queued(own: LLM) -> None:
@@ -523,7 +521,7 @@ def test_a_stream_that_never_began_is_not_queued(own: LLM) -> None:
 
 
 def test_results_come_one_by_one_in_their_order(llm: LLM) -> None:
-    """While the caller looks at the first, the slots go on; leaving early aborts the rest."""
+    """Leaving early aborts the rest."""
     asked = [ASK, "hello", "a", "the words"]
     whole = llm.generate(asked, n=2, temperature=1.0, seed=3, max_new_tokens=8)
     each = llm.generate_each(asked, n=2, temperature=1.0, seed=3, max_new_tokens=8)
@@ -536,8 +534,8 @@ def test_results_come_one_by_one_in_their_order(llm: LLM) -> None:
 # Reuse -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_starts_from_what_its_caller_left_in_the_cache(folders: dict[str, Path]) -> None:
-    """By default in float32, where that is exact; never from what somebody else left."""
+def test_a_prompt_reuses_cached_tokens_of_its_own_salt(folders: dict[str, Path]) -> None:
+    """By default in float32, where that is exact; never those of another salt."""
     with foreword.load(folders["llama"], "plain", slots=1) as llm:
         first = llm.generate(ASK, max_new_tokens=6, cache_salt="ada")
         stranger = llm.generate(ASK, max_new_tokens=6, cache_salt="bob")
@@ -547,7 +545,7 @@ def test_a_prompt_starts_from_what_its_caller_left_in_the_cache(folders: dict[st
     assert first.tokens == stranger.tokens == again.tokens == fresh.tokens
 
 
-def test_in_half_precision_reuse_has_to_be_asked_for(folders: dict[str, Path]) -> None:
+def test_in_half_precision_reuse_is_off_by_default(folders: dict[str, Path]) -> None:
     with foreword.load(folders["llama"], "plain", slots=1, dtype="bfloat16") as llm:
         for settings, reused in (({}, False), ({}, False), ({"reuse": True}, True)):
             assert (llm.generate(ASK, max_new_tokens=2, **settings).stats.reused_tokens > 0) == reused
@@ -564,7 +562,7 @@ def test_reuse_of_a_wrong_type_is_named(settings: dict[str, Any], own: LLM) -> N
 TURNS = ("hello", "what did I say?", "and before that?")
 
 
-def test_a_chat_keeps_its_cache_and_says_what_a_fresh_model_says(llm: LLM, folders: dict[str, Path]) -> None:
+def test_a_chat_reuses_its_cache_and_replies_as_a_fresh_model(llm: LLM, folders: dict[str, Path]) -> None:
     fresh = foreword.load(folders["llama"], "plain", slots=1)
     chat = llm.chat(system="be brief", max_new_tokens=7, ignore_eos=True)
     for i, text in enumerate(TURNS):
@@ -599,7 +597,7 @@ def test_a_chat_streams(llm: LLM) -> None:
     assert chat.messages[-1] == {"role": "assistant", "content": whole.text}
 
 
-def test_a_reply_that_was_left_is_not_remembered(llm: LLM) -> None:
+def test_an_unfinished_reply_is_not_remembered(llm: LLM) -> None:
     chat = llm.chat(max_new_tokens=20, ignore_eos=True)
     stream = chat.stream("hello")
     next(stream)  # type: ignore[call-overload]
@@ -609,7 +607,7 @@ def test_a_reply_that_was_left_is_not_remembered(llm: LLM) -> None:
     assert chat.messages == [] and not llm.engine.busy
 
 
-def test_a_reply_that_somebody_gave_up_is_not_remembered(llm: LLM) -> None:
+def test_an_aborted_reply_is_not_remembered(llm: LLM) -> None:
     chat = llm.chat(max_new_tokens=20, ignore_eos=True)
     stream = chat.stream("hello")
     next(stream)  # type: ignore[call-overload]
@@ -620,9 +618,9 @@ def test_a_reply_that_somebody_gave_up_is_not_remembered(llm: LLM) -> None:
 
 def test_two_chats_share_the_slots(llm: LLM) -> None:
     one, other = (llm.chat(system=who, max_new_tokens=5) for who in ("a", "b"))
-    said = [(one.send(text), other.send(text)) for text in TURNS]
+    replies = [(one.send(text), other.send(text)) for text in TURNS]
     alone = llm.chat(system="b", max_new_tokens=5)
-    assert [second.tokens for _, second in said] == [alone.send(text).tokens for text in TURNS]
+    assert [second.tokens for _, second in replies] == [alone.send(text).tokens for text in TURNS]
 
 
 # Methods and endings -----------------------------------------------------------------------------------------------------
@@ -638,13 +636,13 @@ def test_another_method_on_the_same_weights(folders: dict[str, Path]) -> None:
     assert llm.model.hf is weights
 
 
-def test_an_unknown_method_leaves_the_one_there_is(own: LLM) -> None:
+def test_after_an_unknown_method_the_current_one_stays(own: LLM) -> None:
     with pytest.raises(UnknownMethod, match="plain"):
         own.use("plainly")
     assert own.method == "plain" and own.generate(ASK, max_new_tokens=2).stats.new_tokens == 2
 
 
-def test_a_method_that_does_not_fit_leaves_the_one_there_is(
+def test_after_a_method_that_does_not_fit_the_current_one_stays(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = foreword.load(folders["llama"], "plain")
@@ -655,7 +653,7 @@ def test_a_method_that_does_not_fit_leaves_the_one_there_is(
     assert llm.generate(ASK, max_new_tokens=2).stats.new_tokens == 2
 
 
-def test_what_was_being_written_is_given_up_with_its_method(folders: dict[str, Path]) -> None:
+def test_another_method_aborts_requests_in_progress(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain", slots=1)
     stream = llm.stream(ASK, max_new_tokens=50, ignore_eos=True)
     next(iter(stream))
@@ -664,7 +662,7 @@ def test_what_was_being_written_is_given_up_with_its_method(folders: dict[str, P
     assert stream.result.finish_reason == "abort" and not llm.engine.busy
 
 
-def test_closing_gives_the_model_its_attention_back(folders: dict[str, Path]) -> None:
+def test_closing_restores_the_model_s_attention(folders: dict[str, Path]) -> None:
     with foreword.load(folders["qwen3"], "plain") as llm:
         hf = llm.model.hf
         assert hf.config._attn_implementation != "sdpa"
@@ -680,7 +678,7 @@ def test_a_context_closes_on_errors_too(folders: dict[str, Path]) -> None:
     assert llm.model.hf.config._attn_implementation == "sdpa"
 
 
-def test_what_was_being_written_is_given_up_with_its_model(folders: dict[str, Path]) -> None:
+def test_closing_aborts_requests_in_progress(folders: dict[str, Path]) -> None:
     with foreword.load(folders["llama"], "plain", slots=1) as llm:
         stream = llm.stream(ASK, max_new_tokens=50, ignore_eos=True)
         next(iter(stream))
@@ -734,7 +732,7 @@ def test_warm_up_changes_no_output(folders: dict[str, Path]) -> None:
         assert llm.generate(ASK, max_new_tokens=12).tokens == other.generate(ASK, max_new_tokens=12).tokens
 
 
-# Names of before ---------------------------------------------------------------------------------------------------------
+# Earlier names -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_class_loads_as_the_function_does(folders: dict[str, Path]) -> None:
@@ -745,7 +743,7 @@ def test_the_class_loads_as_the_function_does(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [("compile", "fused_layers"), ("graph", "cuda_graphs")])
-def test_earlier_names_are_taken_with_a_warning(before: str, now: str, folders: dict[str, Path]) -> None:
+def test_earlier_names_are_accepted_with_a_warning(before: str, now: str, folders: dict[str, Path]) -> None:
     options: dict[str, Any] = {before: False}
     with pytest.warns(ForewordWarning, match=f"{before} is called {now} now"):
         foreword.load(folders["llama"], "plain", **options).close()

@@ -1,4 +1,4 @@
-"""Tasks of an event loop share one LLM: each gets what plain decoding writes, and one that is cancelled frees its slot."""
+"""Tasks of an event loop share one LLM: each gets the output of plain decoding, and a cancelled one frees its slot."""
 
 import asyncio
 import threading
@@ -46,8 +46,8 @@ async def streamed(llm: LLM, prompt: str, settings: Settings) -> list[int]:
     return tokens
 
 
-def test_hundreds_of_tasks_get_what_plain_writes(llm: LLM, expected: list[list[int]]) -> None:
-    async def everybody() -> tuple[list[list[int]], int]:
+def test_hundreds_of_tasks_get_the_output_of_plain(llm: LLM, expected: list[list[int]]) -> None:
+    async def all_tasks() -> tuple[list[list[int]], int]:
         asked = [asyncio.create_task(llm.agenerate(prompt, **settings)) for prompt, settings in CASES * 10]
         streams = [asyncio.create_task(streamed(llm, prompt, settings)) for prompt, settings in CASES]
         await asyncio.sleep(0)
@@ -56,7 +56,7 @@ def test_hundreds_of_tasks_get_what_plain_writes(llm: LLM, expected: list[list[i
         return [*written, *await asyncio.gather(*streams)], threads
 
     before = threading.active_count()
-    found, threads = asyncio.run(everybody())
+    found, threads = asyncio.run(all_tasks())
     assert found == expected * 11
     assert threads < before + 20  # no thread sleeps for a task
     assert not llm.engine.busy
@@ -69,7 +69,7 @@ def test_lists_and_samples_come_back_in_order(llm: LLM, expected: list[list[int]
 
 
 @pytest.mark.parametrize("by", ["cancel", "timeout", "leaving", "closing"])
-def test_who_gives_up_frees_the_slot(folders: dict[str, Path], expected: list[list[int]], by: str) -> None:
+def test_an_aborted_request_frees_its_slot(folders: dict[str, Path], expected: list[list[int]], by: str) -> None:
     async def give_up(llm: LLM) -> None:
         stream = llm.astream("hello", **LONG)
         if by == "leaving":
@@ -97,7 +97,7 @@ def test_who_gives_up_frees_the_slot(folders: dict[str, Path], expected: list[li
         asyncio.run(main(llm))
 
 
-def test_a_loop_that_is_closed_harms_nobody(folders: dict[str, Path], expected: list[list[int]]) -> None:
+def test_a_closed_event_loop_does_not_disturb_others(folders: dict[str, Path], expected: list[list[int]]) -> None:
     with foreword.load(folders["llama"], "plain", slots=1) as llm:
         loop = asyncio.new_event_loop()
         task = loop.create_task(llm.agenerate("hello", max_new_tokens=60, ignore_eos=True))

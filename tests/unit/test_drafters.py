@@ -1,4 +1,4 @@
-"""Trained drafters through the Python API: load, wrap and use take a folder, write the truth, and fail without harm."""
+"""Trained drafters through the Python API: load, wrap and use take a folder, give the output of plain, and fail safely."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,17 +31,17 @@ def test_a_loaded_drafter_writes_the_truth(
     method: str, folders: dict[str, Path], trained: dict[str, Path], stock: dict[str, PreTrainedModel]
 ) -> None:
     with foreword.load(folders["llama"], method, drafter=trained[method], rows=6, slots=3) as llm:
-        texts = llm.generate([ASK] * 4, max_new_tokens=12)
-        assert [text.tokens for text in texts] == [expected(stock["llama"], llm)] * 4
-        assert llm.method == texts[0].method == method
-        assert sum(text.stats.spec_decode_num_draft_tokens for text in texts) > 0
+        results = llm.generate([ASK] * 4, max_new_tokens=12)
+        assert [result.tokens for result in results] == [expected(stock["llama"], llm)] * 4
+        assert llm.method == results[0].method == method
+        assert sum(result.stats.spec_decode_num_draft_tokens for result in results) > 0
 
 
 def test_the_folder_alone_names_the_method(folders: dict[str, Path], trained: dict[str, Path]) -> None:
     with foreword.load(folders["llama"], drafter=str(trained["hydra"]), rows=4) as llm:
         assert llm.method == "hydra"
         assert llm.use(drafter=trained["clover2"], rows=4).method == "clover2"
-        assert llm.use("medusa", drafter=trained["medusa"]).method == "medusa"  # rows: what pays here
+        assert llm.use("medusa", drafter=trained["medusa"]).method == "medusa"  # rows: as many as pay off here
 
 
 def test_a_wrapped_model_takes_a_drafter(folders: dict[str, Path], trained: dict[str, Path], hf_tokenizer: Any) -> None:
@@ -53,7 +53,7 @@ def test_a_wrapped_model_takes_a_drafter(folders: dict[str, Path], trained: dict
 def test_weights_that_were_trained_are_those_that_draft(
     folders: dict[str, Path], trained: dict[str, Path], keep_drafter: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """One that guesses what the target's own head says, and one that guesses noise: they draft differently."""
+    """One drafter that proposes what the target's own head says, and one with random weights: they draft differently."""
 
     def drafted(folder: Path) -> list[int]:
         with foreword.load(folders["llama"], drafter=folder, rows=4) as llm:
@@ -69,7 +69,7 @@ def test_a_folder_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
         foreword.load("no/such/model", drafter=tmp_path / "none")
 
 
-def test_a_drafter_that_cannot_be_used_leaves_the_one_at_work(
+def test_after_an_unusable_drafter_the_current_one_stays(
     folders: dict[str, Path], trained: dict[str, Path], keep_drafter: Callable[..., Path], tmp_path: Path
 ) -> None:
     foreign = keep_drafter("clover", folders["qwen3"], tmp_path / "foreign")
@@ -94,10 +94,10 @@ def test_proof_and_bench_take_folders(folders: dict[str, Path], trained: dict[st
         assert one.name == name and one.write(asked, settings)[0].tokens == plain.write(asked, settings)[0].tokens
 
 
-def test_a_proof_refuses_a_foreign_drafter_before_it_writes(
+def test_a_proof_refuses_a_foreign_drafter_before_it_generates(
     folders: dict[str, Path], keep_drafter: Callable[..., Path], tmp_path: Path
 ) -> None:
-    foreign, heard = keep_drafter("medusa", folders["qwen3"], tmp_path / "foreign"), []
+    foreign, calls = keep_drafter("medusa", folders["qwen3"], tmp_path / "foreign"), []
     with foreword.load(folders["llama"], "plain") as llm:
         with pytest.raises(DrafterError, match="trained for"):
             prove(
@@ -106,6 +106,6 @@ def test_a_proof_refuses_a_foreign_drafter_before_it_writes(
                 [Prompt("1", "", [ASK])],
                 [Sampling(seed=0)],
                 4,
-                progress=lambda *a: heard.append(a),
+                progress=lambda *a: calls.append(a),
             )
-    assert not heard
+    assert not calls

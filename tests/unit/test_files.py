@@ -1,4 +1,4 @@
-"""JSON of anyone's files: parsed, or refused with one kind of error."""
+"""JSON from untrusted files: parsed, or refused with one kind of error."""
 
 import io
 import math
@@ -28,19 +28,19 @@ from foreword.files import DEEPEST, BadJSON, lines_of, parse_json, read_json
     ],
     ids=lambda value: str(value)[:12],
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(text: str | bytes, reason: str) -> None:
+def test_bad_json_is_refused_with_the_reason(text: str | bytes, reason: str) -> None:
     with pytest.raises(BadJSON, match=reason):
         parse_json(text)
 
 
-def test_what_is_whole_is_read(tmp_path: Path) -> None:
+def test_good_json_is_read(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('{"a": [1, 2.5, null, true, "é \\ud83d\\ude00"]}', encoding="utf-8")
     assert read_json(file) == {"a": [1, 2.5, None, True, "é 😀"]}
     assert parse_json("[" * DEEPEST + "]" * DEEPEST)
 
 
-def test_what_others_wrote_is_read_less_strictly() -> None:
+def test_files_of_others_are_read_less_strictly() -> None:
     assert parse_json('["\\ud800", 1e999]', strict=False) == ["\ud800", math.inf]
     assert math.isnan(parse_json("NaN", strict=False))
     for text in ("[" * 500 + "]" * 500, "9" * 5000, "{"):
@@ -57,6 +57,6 @@ def test_a_stream_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert [*lines_of(io.BytesIO(b"a\n\n" + b"b" * 50), 50)] == [b"a\n", b"\n", b"b" * 50]
 
 
-def test_a_file_that_is_not_there_is_the_callers_matter(tmp_path: Path) -> None:
+def test_a_missing_file_is_left_to_the_caller(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "a.json")

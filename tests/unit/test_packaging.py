@@ -1,4 +1,4 @@
-"""What a package index and a wheel get to see, by the build backend itself, without building."""
+"""What a package index and a wheel contain, according to the build backend itself, without building."""
 
 import re
 import tomllib
@@ -36,7 +36,7 @@ def test_every_link_of_the_page_on_an_index_is_absolute(metadata: ProjectMetadat
 
 
 def test_the_links_lead_to_the_files_of_the_release(metadata: ProjectMetadata) -> None:
-    """At a tag, so that the page of a release stays whole when files move."""
+    """At a tag, so that the links of a release stay valid when files move."""
     release = f"{HOME}/blob/v{foreword.__version__}/"
     ours = [link.removeprefix(release) for link in links(metadata.core.readme) if link.startswith(HOME)]
     assert ours and all((ROOT / link.partition("#")[0]).exists() for link in ours)

@@ -1,4 +1,4 @@
-"""What the repository holds besides code: published results that pages cite, their index, no large files, forms, hooks."""
+"""What the repository holds in addition to code: results that pages cite, their index, no large files, forms, hooks."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ def tracked() -> list[Path]:
 
 
 def test_the_tracked_tree_stays_small() -> None:
-    """A clone is quick, and no file meets the limits of those who host it."""
+    """A clone is quick, and no file reaches the size limits of hosts."""
     sizes = {path.relative_to(ROOT).as_posix(): path.stat().st_size for path in tracked()}
     assert {name: size for name, size in sizes.items() if size > 24 * MIB} == {}
     assert sum(sizes.values()) <= 44 * MIB
@@ -73,7 +73,7 @@ def test_the_links_of_the_index_lead_somewhere() -> None:
 def test_a_result_must_say_where_it_comes_from(study: ModuleType) -> None:
     path = ROOT / "results" / "mine.json"
     with pytest.raises(
-        SystemExit, match=r"results/mine\.json does not say its command, date: add them to its field `about`"
+        SystemExit, match=r"results/mine\.json lacks command, date: add it to its field `about`"
     ):
         study.provenance(path, {"about": {"commit": "1234567", "machine": "m"}})
     with pytest.raises(SystemExit, match=r"results/mine\.json is of no kind"):
@@ -135,8 +135,8 @@ def test_a_bug_is_asked_for_what_shows_it_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["bug", "feature", "question"])
-def test_a_form_is_whole(name: str) -> None:
-    """What GitHub needs to show it: a name, a description, and fields of its own kinds with ids that differ."""
+def test_a_form_is_complete(name: str) -> None:
+    """It has what GitHub needs to show it: a name, a description, and fields of known types with distinct ids."""
     found = form(name)
     ids = [field["id"] for field in found["body"]]
     assert found["name"] and found["description"] and len(ids) == len(set(ids))

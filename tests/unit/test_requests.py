@@ -1,4 +1,4 @@
-"""From prompts and settings to requests: every form that users give them in, and what is refused before any work."""
+"""From prompts and settings to requests: every form in which users give them, and what is refused before any work."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def limits(tokenizer: Tokenizer) -> EngineLimits:
 
 @pytest.fixture
 def asked(tokenizer: Tokenizer, limits: EngineLimits) -> Any:
-    """Requests of prompts: asked("hello", temperature=1.0)."""
+    """Builds the requests of prompts: asked("hello", temperature=1.0)."""
 
     def ask(prompt: Any, n: int | None = None, **settings: Any) -> list[Request]:
         return build(tokenizer, limits, listed(prompt), {"seed": 3} | settings, n)
@@ -90,8 +90,8 @@ def test_settings_of_the_chat_template_reach_it(asked: Any, tokenizer: Tokenizer
     template = "{{ messages[0].content }}{% if think %}?{% endif %}{{ tools | length }}"
     settings = {"chat_template": template, "chat_template_kwargs": {"think": True}, "tools": [{"name": "add"}]}
     assert asked("hi", **settings)[0].prompt == tuple(tokenizer.encode("hi?1", chat=False))
-    said = [*HELLO, {"role": "assistant", "content": "hel"}]
-    assert tokenizer.decode(asked(said, continue_final_message=True)[0].prompt, False).endswith("<|assistant|>hel")
+    messages = [*HELLO, {"role": "assistant", "content": "hel"}]
+    assert tokenizer.decode(asked(messages, continue_final_message=True)[0].prompt, False).endswith("<|assistant|>hel")
     forged = asked("hello</s>", sanitize_control_tokens=True)[0].prompt
     assert forged.count(1) == 1 and tokenizer.decode(forged, False).count("</s>") == 2
     with pytest.raises(PromptError, match="tools.*token ids"):
@@ -140,17 +140,17 @@ def test_settings_that_cannot_be_used(asked: Any, settings: dict[str, Any], name
         asked(ASK, **settings)
 
 
-def test_every_prompt_of_a_list_may_have_settings_of_its_own(asked: Any) -> None:
+def test_every_prompt_of_a_list_may_have_its_own_settings(asked: Any) -> None:
     each = [{}, {"max_tokens": 5, "stop": "x"}, {"temperature": 0.5, "seed": 9, "chat": False}]
-    plain, short, drawn = asked(["a", "b", "c"], max_new_tokens=8, settings=each)
+    plain, short, sampled = asked(["a", "b", "c"], max_new_tokens=8, settings=each)
     assert (plain.max_new_tokens, plain.sampling) == (8, Sampling(seed=3))
     assert (short.max_new_tokens, short.sampling) == (5, Sampling(seed=3).derived(1))
-    assert drawn.sampling == Sampling(temperature=0.5, seed=9) and drawn.max_new_tokens == 8
-    assert drawn.prompt == asked("c", chat=False)[0].prompt
+    assert sampled.sampling == Sampling(temperature=0.5, seed=9) and sampled.max_new_tokens == 8
+    assert sampled.prompt == asked("c", chat=False)[0].prompt
 
 
-def test_samples_under_a_seed_of_their_own_are_those_of_that_seed(asked: Any) -> None:
-    """The others are those of the seed for all, by their place in the whole list."""
+def test_seeds_of_samples_are_derived_from_the_prompt_s_own_seed(asked: Any) -> None:
+    """The others are derived from the common seed, by their index in the whole list."""
     requests = asked(["a", "b"], n=2, settings=[{}, {"seed": 9}])
     seeds = [Sampling(seed=3).derived(0), Sampling(seed=3).derived(1), Sampling(seed=9), Sampling(seed=9).derived(1)]
     assert [one.sampling for one in requests] == seeds
@@ -222,7 +222,7 @@ def test_settings_that_prompts_share_are_checked_once(
 
 
 class NoEntries(list[int]):
-    """Ten million token ids that nobody may look at."""
+    """Ten million token ids that must not be read."""
 
     def __len__(self) -> int:
         return 10_000_000
@@ -231,7 +231,7 @@ class NoEntries(list[int]):
         return True
 
     def __iter__(self) -> Any:
-        raise AssertionError("the entries of a list that is too long were looked at")
+        raise AssertionError("the entries of a list that is too long were read")
 
 
 @pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
@@ -247,7 +247,7 @@ def test_a_sampling_object_with_too_many_allowed_tokens_is_refused(asked: Any, l
 
 
 class Untouchable:
-    """A tokenizer that renders templates, and must not be asked to encode."""
+    """A tokenizer that renders templates, and must not encode."""
 
     def __init__(self, hf: Any) -> None:
         self._hf = hf
@@ -267,7 +267,7 @@ def test_of_a_long_prompt_only_the_end_is_encoded(asked: Any, tokenizer: Tokeniz
 def test_control_tokens_by_the_thousand_are_refused_before_they_are_encoded(
     asked: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is encoded by itself, so that each is a token at least, and takes its time."""
+    """Each is encoded separately, so it is at least one token, and takes time."""
     encoded, encode = [], tokenizer.hf.encode
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **how: encoded.append(text) or encode(text, **how))
     with pytest.raises(PromptError, match="characters"):
@@ -314,15 +314,15 @@ def test_sampling_is_given_as_one_object(asked: Any, tokenizer: Tokenizer, limit
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"sampling": Sampling(), "temperature": 1.0}, r"temperature is given too; put it into Sampling\(\.\.\.\)"),
         ({"sampling": Sampling(), "seed": 1, "top_k": 3}, "seed, top_k is given too"),
         ({"sampling": {"temperature": 1.0}}, r"give a foreword.Sampling\(\.\.\.\)"),
     ],
 )
-def test_two_forms_of_one_thing_are_refused(tokenizer: Tokenizer, limits: EngineLimits, settings: Any, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_two_forms_of_one_thing_are_refused(tokenizer: Tokenizer, limits: EngineLimits, settings: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         build(tokenizer, limits, [ASK], settings)
 
 

@@ -1,4 +1,4 @@
-"""Figures, recounted by hand from the rounds of runs whose every round is known."""
+"""The figures of results, counted by hand from runs whose rounds are known."""
 
 import json
 
@@ -21,7 +21,7 @@ STATS = {
 
 
 def run(accepted: list[int], drafted: list[int], prompt: int = 5, **more: object) -> Running:
-    """A finished run: in each round so many tokens were decided, of so many candidates."""
+    """A finished run, with the number of tokens decided and of candidates checked in each round."""
     tokens = list(range(100, 100 + sum(accepted)))
     done = {"tokens": tokens, "text": "abc", "finish_reason": "length", "prefill_s": 0.5, "decode_s": 2.0}
     request = Request(tuple(range(prompt)), Sampling(seed=3))
@@ -50,7 +50,7 @@ def test_the_figures_of_a_run() -> None:
 
 
 def test_several_runs_are_pooled_over_their_rounds() -> None:
-    """A long run weighs more than a short one: the mean of 4 and 1 tokens per round is not what is asked."""
+    """A long run weighs more than a short one: tokens per round is not the mean of 4 and 1."""
     stats = Stats.of([run([4], [3]), run([1, 1, 1], [3, 0, 1], prompt=2)])
     assert (stats.new_tokens, stats.rounds, stats.tokens_per_round) == (7, 4, 7 / 4)
     assert stats.accepted_per_position == [1 / 3, 1 / 3, 1 / 3]
@@ -64,7 +64,7 @@ def test_without_drafts_there_are_no_rates() -> None:
     assert stats.accepted_per_position == stats.conditional_per_position == []
 
 
-def test_without_rounds_nothing_is_divided_by_nothing() -> None:
+def test_without_rounds_nothing_is_divided_by_zero() -> None:
     stats = Stats.of(run([], [], decode_s=0.0))
     assert (stats.tokens_per_round, stats.tokens_per_second, stats.rounds) == (0.0, 0.0, 0)
 
@@ -89,6 +89,6 @@ def test_a_result_as_json_has_the_keys_of_the_contract(logprobs: int | None) -> 
         assert found["logprobs"] == [own]
 
 
-def test_a_piece_is_a_text_with_tokens() -> None:
+def test_a_piece_is_a_string_with_tokens() -> None:
     piece = Piece("the ", [7, 8])
     assert piece == "the " and isinstance(piece, str) and piece.tokens == [7, 8]

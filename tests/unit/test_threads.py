@@ -1,4 +1,4 @@
-"""Any number of threads call one LLM: each gets what it would get alone, and all share the batch."""
+"""Many threads call one LLM: each gets the output that it would get alone, and all share the batch."""
 
 import asyncio
 import gc
@@ -83,7 +83,7 @@ def test_threads_get_what_they_would_get_alone(llm: LLM) -> None:
 
 
 def test_callers_share_the_batch(plain: LLM) -> None:
-    """Two that wait at the same time are written in the same rounds."""
+    """Two that wait at the same time run in the same rounds."""
     together = []
 
     def watch(engine: Engine, advance: Callable[[], None]) -> None:
@@ -113,7 +113,7 @@ def test_an_event_loop_may_call_from_its_threads(plain: LLM) -> None:
     assert asyncio.run(all_at_once()) == alone
 
 
-def test_a_stream_that_nobody_reads_does_not_run_on(plain: LLM) -> None:
+def test_a_stream_that_nobody_reads_does_not_continue(plain: LLM) -> None:
     stream = plain.stream("hello", max_new_tokens=50, ignore_eos=True)
     next(iter(stream))
     written = len(stream._run.tokens)
@@ -129,7 +129,7 @@ def broken_step(engine: Engine) -> None:
     engine._admit = fail  # type: ignore[method-assign]
 
 
-def test_a_step_that_breaks_is_heard_of_by_everybody_in_it(plain: LLM) -> None:
+def test_a_broken_step_is_raised_for_every_caller_in_it(plain: LLM) -> None:
     broken_step(plain.engine)
     with ThreadPoolExecutor(3) as threads:
         asked = [threads.submit(by_generate, plain, CASES[0]) for _ in range(3)]
@@ -140,8 +140,8 @@ def test_a_step_that_breaks_is_heard_of_by_everybody_in_it(plain: LLM) -> None:
     assert plain.generate("hello", max_new_tokens=2).stats.new_tokens == 2
 
 
-def test_who_cannot_even_be_queued_hears_why(plain: LLM) -> None:
-    """Room for the counts of a penalty is made when the first comes, and there may be none left."""
+def test_an_error_in_queueing_is_raised(plain: LLM) -> None:
+    """The counts for a penalty are allocated when the first such request comes, and memory may run out."""
 
     def full() -> None:
         raise MemoryError
@@ -155,7 +155,7 @@ def test_who_cannot_even_be_queued_hears_why(plain: LLM) -> None:
 
 
 def test_what_waits_is_bounded(plain: LLM) -> None:
-    """A list that is longer may still be served, if nobody else waits."""
+    """A longer list is still served if nothing else waits."""
     plain._driver.most_waiting = 3
     assert len(plain.generate(["a"] * 9, max_new_tokens=1)) == 9
     stream = plain.stream("hello", max_new_tokens=1)
@@ -175,7 +175,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("way", ["close", "use"])
-def test_who_is_being_written_for_when_the_method_goes_is_told_so(way: str, plain: LLM) -> None:
+def test_requests_in_progress_are_aborted_when_the_method_changes(way: str, plain: LLM) -> None:
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(plain.generate, "hello", max_new_tokens=400, ignore_eos=True)
         until(lambda: plain.engine.busy)
@@ -195,7 +195,7 @@ def test_a_stream_of_a_closed_model_does_not_begin(plain: LLM) -> None:
         list(stream)
 
 
-def test_an_llm_that_is_dropped_takes_its_thread_with_it(folders: dict[str, Path]) -> None:
+def test_the_thread_of_a_dropped_llm_ends(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain")
     llm.generate("hello", max_new_tokens=2)
     thread, driver = llm._driver._thread, weakref.ref(llm._driver)

@@ -1,4 +1,4 @@
-"""A trace: the rounds that were, a line each, from which the text can be read again."""
+"""Traces: one line per round, from which the output can be reconstructed."""
 
 import errno
 import json
@@ -25,8 +25,8 @@ class FullDisk(FileIO):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ["token_recycling", "gsd"])
-def test_the_lines_tell_the_texts(name: str, late: bool, tmp_path: Path) -> None:
-    """In their order, with what came before the last token of each round; texts share slots."""
+def test_the_lines_contain_the_outputs(name: str, late: bool, tmp_path: Path) -> None:
+    """In their order, with the accepted tokens before the last one of each round; sequences share slots."""
     model, asked = target(), requests(5, SAMPLINGS["T=0.8"], ignore_eos=True)
     traced = Traced(drafter(name, model), tmp_path / "trace", str)
     runs = engine(traced, model, slots=2, late=late).generate(asked)
@@ -35,18 +35,18 @@ def test_the_lines_tell_the_texts(name: str, late: bool, tmp_path: Path) -> None
     for number, (run, request) in enumerate(zip(runs, asked, strict=True)):
         own = [line for line in lines if line["text"] == number]
         assert [line["round"] for line in own] == list(range(len(own))) and len(own) == len(run.accepted)
-        said = [
+        tokens = [
             token
             for line in own
             for token in (*(line["nodes"][row]["token"] for row in line["accepted"][1:]), int(line["next"]))
         ]
-        assert said == run.tokens == truth(model.hf, request)
+        assert tokens == run.tokens == truth(model.hf, request)
         assert all(line["nodes"][0]["piece"] == str(line["nodes"][0]["token"]) for line in own)
 
 
 def test_a_graph_holds_the_tree_that_was_checked(tmp_path: Path) -> None:
-    """Every path of the draft is a walk through the sketch, and some go by an alias. What was read is counted, and what did
-    not have to be: merged guesses, but for those of the last level, which is not read in any case."""
+    """Every path of the draft is a walk through the sketch, and some use an alias. The counters have the rows that were
+    read, and those that were saved: merged candidates, except on the last level, which is never read."""
     model = target()
     made = with_random_weights("gsd", model, rows=40, depth=4, repeat=0, siblings=0.0, sure=0.0)
     engine(Traced(made, tmp_path / "trace", str), model).generate(requests(4, ignore_eos=True))
@@ -73,8 +73,10 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
             Traced(drafter("plain", target()), file, str)
 
 
-def test_a_disk_that_is_full_gives_up_the_texts_and_not_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fits stays, line by line; with room again the same engine writes the truth."""
+def test_a_full_disk_aborts_the_requests_and_the_engine_stays_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Complete lines stay in the file; with room again the same engine gives the output of plain."""
     model, asked = target(), requests(3, ignore_eos=True)
     running = engine(Traced(drafter("token_recycling", model), tmp_path / "trace", str), model)
     running.generate(asked)

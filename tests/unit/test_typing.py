@@ -1,4 +1,4 @@
-"""py.typed means it: a type checker knows every keyword of the public calls, and what comes back."""
+"""py.typed: a type checker knows every keyword of the public calls, and what they return."""
 
 import os
 import subprocess
@@ -61,14 +61,14 @@ chat.send("a", sampling={})  # type: ignore[arg-type]
 foreword.load("folder", 3)  # type: ignore[arg-type]
 foreword.load("folder", slots="x")  # type: ignore[arg-type]
 """
-LARGE = "torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "jinja2"  # to check takes long
+LARGE = "torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "jinja2"  # slow to check
 CONFIG = "[mypy]\nstrict = True\nfollow_imports = silent\n" + "".join(
     f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in LARGE
 )
 
 
 def test_a_users_program_is_checked_to_the_last_parameter(tmp_path: Path) -> None:
-    """Each `type: ignore` covers a mistake; one that nothing needs is an error too."""
+    """Each `type: ignore` covers a mistake; an unused one is an error too."""
     pytest.importorskip("mypy")
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "mypy.ini").write_text(CONFIG)

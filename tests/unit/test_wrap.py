@@ -1,4 +1,4 @@
-"""A transformers model already in memory: nothing in it changes, and what cannot be walked is refused by name."""
+"""Wrapping a transformers model in memory: the model is not changed, and unsupported models are refused by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ Own = Callable[..., list[int]]
 
 
 def weights_of(model: nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
-    """Where every tensor lies, and a copy of it."""
+    """The address of every tensor, and a copy of it."""
     return {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
 
 
@@ -46,7 +46,7 @@ def test_a_wrapped_model_is_still_the_user_s(
     assert own_text(hf, ASK) == before
     stream = llm.stream(ASK, max_new_tokens=14)
     first = next(iter(stream)).tokens
-    assert own_text(hf, ASK) == before  # in the middle of a text of ours
+    assert own_text(hf, ASK) == before  # in the middle of a stream
     assert first + [token for piece in stream for token in piece.tokens] == before
     llm.close()
     assert own_text(hf, ASK) == before and hf.config._attn_implementation == attention
@@ -56,7 +56,7 @@ def test_a_wrapped_model_is_still_the_user_s(
 
 
 @pytest.mark.parametrize("method", WITHOUT_WEIGHTS)
-def test_the_text_is_that_of_the_model_s_own_generate(
+def test_the_output_is_that_of_the_model_s_own_generate(
     method: str, talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
 ) -> None:
     hf = talking("llama")
@@ -126,7 +126,7 @@ def test_quantised_models_are_refused(name: str, talking: Maker, hf_tokenizer: P
 
 
 class EightBits(nn.Linear):
-    """Weights of eight bits with a scale a row, as libraries keep them that quantise weights alone."""
+    """int8 weights with a scale per row, as in libraries that quantise weights alone."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -160,7 +160,7 @@ def test_a_model_whose_weights_alone_are_quantised_is_served(
 def test_a_model_whose_activation_scales_span_a_pass_is_refused(
     talking: Maker, hf_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Its config says nothing of it; each method would write another text."""
+    """Its config does not show it, and each method would generate a different output."""
     hf = torch.ao.quantization.quantize_dynamic(talking("llama"), {nn.Linear}, dtype=torch.qint8)
     with pytest.raises(ModelUnsupported, match=r"q_proj \(torch\.ao\..*Linear\) computes a row differently.*weights alone"):
         foreword.wrap(hf, hf_tokenizer, "plain")
@@ -246,7 +246,7 @@ def test_a_model_without_a_head_is_refused(talking: Maker, hf_tokenizer: PreTrai
 
 
 def test_attention_that_loses_a_cap_is_refused(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Some versions of transformers run it all the same, and write another text than the weights were trained for."""
+    """Some versions of transformers still run it, without the soft-cap that the weights were trained with."""
     hf = talking("gemma2")
     hf.config._attn_implementation = "sdpa"
     with pytest.raises(ModelUnsupported, match="gemma2.*'sdpa'.*attn_implementation='eager'"):
@@ -256,7 +256,7 @@ def test_attention_that_loses_a_cap_is_refused(talking: Maker, hf_tokenizer: Pre
 
 
 def passes(hf: PreTrainedModel, **options: Any) -> None:
-    """The second layer hands these to its attention function, as a family does that has them."""
+    """Make the second layer pass these options to its attention function, as some families do."""
     hf.model.layers[1].self_attn.register_forward_pre_hook(
         lambda _, args, kwargs: (args, kwargs | options), with_kwargs=True
     )
@@ -273,7 +273,7 @@ def test_an_attention_option_that_is_not_supported_is_refused_by_name(
     assert hf.config._attn_implementation == "sdpa" and hf.training
 
 
-def test_an_attention_option_that_says_nothing_is_fine(
+def test_an_attention_option_that_is_none_is_accepted(
     talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
 ) -> None:
     hf = talking("llama")
@@ -305,7 +305,7 @@ def test_what_is_no_tokenizer_is_refused_at_once(what: Any, talking: Maker) -> N
     assert hf.config._attn_implementation == "sdpa"
 
 
-def test_a_model_that_could_not_be_wrapped_is_given_back(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_model_that_could_not_be_wrapped_is_restored(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> None:
     hf = talking("llama").train()
     with pytest.raises(InputError, match="max_context") as caught:
         foreword.wrap(hf, hf_tokenizer, "plain", max_context=10**9)
@@ -317,15 +317,15 @@ def test_a_model_that_could_not_be_wrapped_is_given_back(talking: Maker, hf_toke
 
 @pytest.fixture
 def poisoned(talking: Maker, hf_tokenizer: PreTrainedTokenizerFast) -> LLM:
-    """Whoever has a percent sign in the prompt gets NaN."""
+    """A model that answers NaN to prompts with a percent sign."""
     hf = talking("llama")
     with torch.no_grad():
         hf.model.embed_tokens.weight[hf_tokenizer.encode("%")] = torch.nan
-    hf.lm_head.weight = nn.Parameter(talking("llama").lm_head.weight.detach())  # the token is not written, only read
+    hf.lm_head.weight = nn.Parameter(talking("llama").lm_head.weight.detach())  # the token is only read, never generated
     return foreword.wrap(hf, hf_tokenizer, "plain", slots=2)
 
 
-def test_the_stream_of_a_broken_text_breaks_and_no_other(poisoned: LLM) -> None:
+def test_only_the_stream_with_nan_fails(poisoned: LLM) -> None:
     alone = poisoned.generate(ASK, max_new_tokens=6).tokens
     sick, healthy = poisoned.stream("100%", max_new_tokens=6), poisoned.stream(ASK, max_new_tokens=6)
     assert [token for piece in healthy for token in piece.tokens] == alone
@@ -333,7 +333,7 @@ def test_the_stream_of_a_broken_text_breaks_and_no_other(poisoned: LLM) -> None:
         list(sick)
 
 
-def test_a_request_that_fails_costs_the_others_in_its_list_nothing(poisoned: LLM) -> None:
+def test_a_failed_request_does_not_affect_the_others_of_its_list(poisoned: LLM) -> None:
     alone = poisoned.generate(ASK, max_new_tokens=6).tokens
     with pytest.warns(ForewordWarning, match="output 1 of 3 failed: the target answered NaN"):
         first, sick, last = poisoned.generate([ASK, "100%", ASK], max_new_tokens=6)

@@ -5,9 +5,10 @@ there is one, and gets no second beginning-of-text token. An empty or malformed 
 spaces, so that the text of a stream is the sum of its pieces.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from foreword.errors import InputError, ModelCorrupt, ModelNotFound, PromptError
 from foreword.text.chat_options import ChatOptions
 from foreword.text.control_tokens import Marks, control_tokens
 from foreword.text.prompts import Message, check_messages
+from foreword.text.template_limits import ValueTooLarge, limited_values
 from foreword.text.time_limit import TimeLimitReached, within
 
 NO_TOKENS = "the prompt has no tokens in this model's vocabulary; give another prompt"
@@ -138,17 +140,21 @@ class Tokenizer:
             marked = messages if marks is None else marks.around(messages)
             return self.hf.apply_chat_template(marked, tokenize=False, **options.arguments())
 
-        return self._within_limits(render)
+        return self._within_limits(render, options.chat_template is not None)
 
-    def _within_limits(self, render: Callable[[], str]) -> str:
-        """Run a chat template under its limits of time and of characters."""
+    def _within_limits(self, render: Callable[[], str], given: bool) -> str:
+        """Run a chat template under its limits of time, of memory and of characters. `given`: it is not the model's own."""
         try:
-            text = within(RENDERING_S, render)
+            with limited_values():
+                text = within(RENDERING_S, render, _code_of_templates())
         except TimeLimitReached as error:
             reason = f"the chat template takes longer than {RENDERING_S:g} s for these messages"
             raise PromptError(f"{reason}; give fewer of them, or another chat_template") from error
+        except ValueTooLarge as error:
+            reason = f"the chat template would make {error} of these messages, which is too much"
+            raise PromptError(f"{reason}; give fewer of them, or another chat_template") from error
         except Exception as error:  # a template is a program: it may raise anything
-            raise PromptError(f"this model's chat template refuses the messages: {error}; change them") from error
+            raise PromptError(_refusal(error, given)) from error
         if len(text) > LONGEST_RENDERED:
             reason = f"the chat template makes {len(text)} characters of these messages; at most {LONGEST_RENDERED} are read"
             raise PromptError(f"{reason}; give fewer of them, or another chat_template")
@@ -165,7 +171,8 @@ class Tokenizer:
             raise PromptError("this model has no chat template; give one as chat_template")
         messages = check_messages(conversation)
         options = {**options, "add_generation_prompt": add_generation_prompt, "tokenize": False}
-        text = self._within_limits(lambda: self.hf.apply_chat_template(messages, **options))
+        given = options.get("chat_template") is not None
+        text = self._within_limits(lambda: self.hf.apply_chat_template(messages, **options), given)
         return list(self.hf.encode(_unicode(text), add_special_tokens=False)) if tokenize else text
 
     def ids(self, prompt: RenderedPrompt) -> list[int]:
@@ -238,6 +245,27 @@ class Tokenizer:
         for piece, token in vocabulary.items():
             pieces[token] = piece
         return pieces
+
+
+@cache
+def _code_of_templates() -> tuple[str, ...]:
+    """Return the files whose code runs for as long as a chat template wants."""
+    import jinja2  # noqa: PLC0415  as above
+
+    packages = [str(Path(str(module.__file__)).parent) for module in (jinja2, json)]
+    return ("<template>", *packages)
+
+
+def _refusal(error: Exception, given: bool) -> str:
+    """Return the message for a template that raises. `given`: the caller gave it, so that it is the caller's to correct."""
+    from jinja2 import TemplateSyntaxError  # noqa: PLC0415  as above
+
+    if isinstance(error, TemplateSyntaxError):
+        which = "chat_template" if given else "this model's chat template"
+        advice = "correct it" if given else "give another as chat_template"
+        return f"{which} is no valid Jinja template: {error.message} (line {error.lineno}); {advice}"
+    which = "the chat_template that was given" if given else "this model's chat template"
+    return f"{which} refuses the messages: {error}; change {'it or them' if given else 'them'}"
 
 
 def _unicode(text: str) -> str:

@@ -1,7 +1,7 @@
-"""The `foreword` command: its sub-commands, and the one place where errors turn into a line and an exit status.
+"""The `foreword` command: its sub-commands, and the one place that turns errors into a line and an exit status.
 
-What Foreword raises on purpose is a line on stderr and status 2; Ctrl-C is status 130; anything else is a bug and keeps
-its traceback.
+An error of Foreword becomes a line on stderr and status 2. Ctrl-C is status 130. Any other exception is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from foreword import __version__
-from foreword.cli.bench import BENCH_EXAMPLES, bench, compare, table
+from foreword.cli.bench import BENCH_EXAMPLES, COMPARE_EXAMPLES, TABLE_EXAMPLES, bench, compare, table
 from foreword.cli.chat import CHAT_EXAMPLES, chat
 from foreword.cli.console import complain, notes
 from foreword.cli.distill import DISTILL_EXAMPLES, distill
@@ -32,7 +32,7 @@ from foreword.cli.prove import PROVE_EXAMPLES, prove
 from foreword.cli.train import TRAIN_EXAMPLES, train
 from foreword.errors import ForewordError, ForewordWarning
 
-OLD_NAMES = {"words": "draft-vocabulary"}  # what commands were called in 0.1; not shown, still understood
+OLD_NAMES = {"words": "draft-vocabulary"}  # names of commands in 0.1: hidden, and still accepted
 
 
 class Commands(TyperGroup):
@@ -47,7 +47,7 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             if notes().is_terminal:
-                notes().print()  # the shell's prompt belongs on a line of its own
+                notes().print()  # so that the shell's prompt starts on a new line
             raise typer.Exit(130) from error
 
 
@@ -60,15 +60,15 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(given: bool) -> None:
+    if given:
         typer.echo(f"foreword {__version__}")
         raise typer.Exit
 
 
 def _paragraphs(text: str | None) -> str:
-    """Join the lines of each paragraph: the terminal decides how wide they are."""
-    return "\n\n".join(part.replace("\n", " ") for part in inspect.cleandoc(text or "").split("\n\n"))
+    """Join the lines of each paragraph; they are wrapped to the width of the terminal."""
+    return "\n\n".join(one.replace("\n", " ") for one in inspect.cleandoc(text or "").split("\n\n"))
 
 
 ABOUT = """
@@ -79,17 +79,17 @@ would have chosen are kept. Without --model, SmolLM2-135M-Instruct is used and f
 """
 
 
-@app.callback(help=_paragraphs(ABOUT), epilog="Every command explains itself: foreword COMMAND --help")
+@app.callback(help=_paragraphs(ABOUT), epilog="Every command has options and examples: foreword COMMAND --help")
 def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Prepare the process for every command."""
-    _hush()
+    _silence_libraries()
 
 
-def _hush() -> None:
+def _silence_libraries() -> None:
     """Keep other libraries from printing between our lines. Warnings of Foreword are printed like errors."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not notes().is_terminal:
@@ -117,6 +117,6 @@ for command, examples in (
 
 measuring = typer.Typer(rich_markup_mode="rich")
 measuring.callback(help=_paragraphs(bench.__doc__), epilog=BENCH_EXAMPLES, invoke_without_command=True)(unfold(bench))
-measuring.command(help=_paragraphs(compare.__doc__))(compare)
-measuring.command(help=_paragraphs(table.__doc__))(table)
+measuring.command(help=_paragraphs(compare.__doc__), epilog=COMPARE_EXAMPLES)(compare)
+measuring.command(help=_paragraphs(table.__doc__), epilog=TABLE_EXAMPLES)(table)
 app.add_typer(measuring, name="bench")

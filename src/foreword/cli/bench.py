@@ -1,6 +1,6 @@
-"""`foreword bench`: methods and baselines on the same prompts, interleaved, as a table, files or JSON.
+"""`foreword bench`: time methods and baselines on the same prompts, interleaved. Output: tables, files or JSON.
 
-`compare` and `table` read those files again.
+`compare` and `table` read those files.
 """
 
 from __future__ import annotations
@@ -45,42 +45,60 @@ BENCH_EXAMPLES = """\
 
   foreword bench compare results/before results/after
 """
+COMPARE_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword bench compare results/before results/after
+
+  foreword bench compare results/before results/after --json
+"""
+TABLE_EXAMPLES = """\
+[bold]Examples[/]
+
+  foreword bench table results/cpu
+
+  foreword bench table results/cuda --batch 8 --temperature 0.8
+
+  foreword bench table --into README.md
+"""
 METHODS_HELP = f"Methods to time{NAMES_HELP} On a single GPU `all` leaves out amusd, which would slow the others down."
 QUICK_PER_GROUP, QUICK_TOKENS = 1, 48
-ASKED = "Workload"
-_of_asked = partial(typer.Option, rich_help_panel=ASKED)
+WORKLOAD = "Workload"  # a panel of --help
+_of_workload = partial(typer.Option, rich_help_panel=WORKLOAD)
 
 
 @dataclass(frozen=True)
-class AskedOptions:
+class WorkloadOptions:
     """Which prompts every contender answers, how often and in which batches."""
 
     prompts: Annotated[
         list[str] | None,
-        _of_asked(
+        _of_workload(
             metavar="[NAME=]FILE",
             help="Prompts to answer; may be repeated. spec_bench_48=FILE and spec_bench_240=FILE are samples of Spec-Bench "
             "(its questions), spec_bench_48b=FILE a sample that nothing was tuned on. Default: sixty built-in prompts.",
         ),
     ] = None
-    limit: Annotated[int | None, _of_asked(min=1, metavar="N", help="Only the first N prompts of each file.")] = None
-    per_group: Annotated[int | None, _of_asked(min=1, metavar="N", help="At most N prompts of each category of a file.")] = (
-        None
-    )
-    batch: Annotated[str, _of_asked(metavar="N,N", help="Batch sizes; each gets a table of its own.")] = "1"
+    limit: Annotated[
+        int | None, _of_workload(min=1, metavar="N", help="Only the first N prompts of each file. Default: all.")
+    ] = None
+    per_group: Annotated[
+        int | None, _of_workload(min=1, metavar="N", help="At most N prompts of each category of a file. Default: all.")
+    ] = None
+    batch: Annotated[str, _of_workload(metavar="N,N", help="Batch sizes; each gets its own table.")] = "1"
     temperature: Annotated[
-        str, _of_asked(metavar="X,X", help="Temperatures; 0 is greedy. Sampled outputs are the same for all methods.")
+        str, _of_workload(metavar="X,X", help="Temperatures; 0 is greedy. Sampled outputs are the same for all methods.")
     ] = "0"
     repeats: Annotated[
-        int, _of_asked(min=1, metavar="N", help="Repeat everything N times; the median time of each prompt counts.")
+        int, _of_workload(min=1, metavar="N", help="Repeat everything N times, and take the median time of each prompt.")
     ] = 3
-    max_new_tokens: Annotated[int, _of_asked(min=1, metavar="N", help="Tokens per answer, at most.")] = 128
+    max_new_tokens: Annotated[int, _of_workload(min=1, metavar="N", help="The most tokens per answer.")] = 128
     rows: Annotated[
-        int | None, _of_asked(min=1, metavar="N", help="Rows of a verify pass, at most. Default: as many as pay off.")
+        int | None, _of_workload(min=1, metavar="N", help="The most rows of a verify pass. Default: as many as pay off.")
     ] = None
     quick: Annotated[
         bool,
-        _of_asked("--quick", metavar="", help="One prompt per category, 48 tokens, no repeats: a few minutes on a CPU."),
+        _of_workload("--quick", metavar="", help="One prompt per category, 48 tokens, no repeats: a few minutes on a CPU."),
     ] = False
     remeasure: Remeasure = False
 
@@ -106,17 +124,18 @@ class BenchOptions:
     baselines: list[str]
     plan: Plan
     rows: int | None
-    kept: bool  # whether JSON or files are wanted, and not only tables on the screen
-    apart: tuple[str, ...] = ()  # methods of `all` that need a run of their own
+    kept: bool  # whether JSON or files are written, and not only tables on the screen
+    excluded: tuple[str, ...] = ()  # methods of `all` that need a run of their own
 
 
 def bench(
     ctx: typer.Context,
     model: ModelOptions,
-    asking: AskedOptions,
+    workload: WorkloadOptions,
     methods: Annotated[str, typer.Option(metavar="NAMES", help=METHODS_HELP)] = "all",
     drafter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Also time this trained drafter; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="Also time this trained drafter; may be repeated. Default: none."),
     ] = None,
     baselines: Annotated[
         str,
@@ -124,7 +143,7 @@ def bench(
             metavar="NAMES",
             help="Other decoders in the same run, at batch 1: hf (generate of transformers), hf_static (static cache, "
             "compiled; on a GPU), hf_lookup, hf_assistant (with the shipped draft model) or hf_assistant=FOLDER, "
-            "llama_cpp=FILE.gguf.",
+            "llama_cpp=FILE.gguf. Default: none.",
         ),
     ] = "",
     widen: Widen = None,
@@ -134,7 +153,8 @@ def bench(
         typer.Option(
             metavar="DIR",
             file_okay=False,
-            help="Write results.json, report.md, report.html and the answers here. The same command resumes a run.",
+            help="Write results.json, report.md, report.html and the answers to this folder. The same command resumes a "
+            "run. Default: no files.",
         ),
     ] = None,
     json: Json = False,
@@ -143,20 +163,20 @@ def bench(
 
     Every contender answers every turn of every prompt. Times include reading the prompt. Speed-ups are over `plain`, which
     runs on the same engine at the same batch size. A method whose output differs from plain's gets no speed-up, unless the
-    difference is a near-tie of the model. The loop share next to each figure is the part of the answers that repeats
+    difference is a near-tie of the model. The loop share next to each figure is the share of the answers that repeats
     itself, which favours methods that look tokens up.
 
-    With --batch 1,8,32 it runs with batches of these sizes; a request that ends makes room for the next.
+    With --batch 1,8,32 it runs with these batch sizes. A request that ends makes room for the next.
     """
     if ctx.invoked_subcommand is not None:
         return
     names = [*named_methods(methods), *(name for one in drafter or () for name in named_methods(one))]
-    plan = asking.plan()
-    asked = BenchOptions(methods, names, _others(baselines, plan), plan, asking.rows, json or out is not None)
+    plan = workload.plan()
+    asked = BenchOptions(methods, names, _baselines(baselines, plan), plan, workload.rows, json or out is not None)
     if out is not None:
         make_folder(out)
-    costs = asking.rows is None and names != ["plain"]
-    with measuring(asking.remeasure), loaded(model, widen or grow, 1, plan.prompts, costs) as (llm, widened):
+    costs = workload.rows is None and names != ["plain"]
+    with measuring(workload.remeasure), loaded(model, widen or grow, 1, plan.prompts, costs) as (llm, widened):
         asked = _named(asked, llm)
         journal = _journal(asked, model, llm, out)
         found, timings, answers = _measured(asked, model, llm, widened, journal)
@@ -181,13 +201,13 @@ def _named(asked: BenchOptions, llm: LLM) -> BenchOptions:
     added = and_shipped(asked.methods, [], llm.model)
     left = needs_own_run(added, llm.model.device, device_count())
     names = dict.fromkeys(["plain", *asked.names, *(name for name in added if name not in left)])
-    there = {parse_spec(name).name for name in names}
-    return replace(asked, names=list(names), apart=tuple(name for name in left if name not in there))
+    given = {parse_spec(name).name for name in names}
+    return replace(asked, names=list(names), excluded=tuple(name for name in left if name not in given))
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(float(part) for part in text.split(","))
+        found = tuple(float(number) for number in text.split(","))
     except ValueError:
         found = (-1.0,)
     if not all(0 <= one < math.inf for one in found) or len(set(found)) < len(found):
@@ -195,16 +215,16 @@ def _temperatures(text: str) -> tuple[float, ...]:
     return found
 
 
-def _others(words: str, plan: Plan) -> list[str]:
+def _baselines(names: str, plan: Plan) -> list[str]:
     from foreword.bench import check_baseline  # noqa: PLC0415  imports torch
 
-    others = [check_baseline(one.strip()) for one in words.split(",") if one.strip()]
-    if others and (1 not in plan.batches or 0 not in plan.temperatures):
+    found = [check_baseline(one.strip()) for one in names.split(",") if one.strip()]
+    if found and (1 not in plan.batches or 0 not in plan.temperatures):
         raise typer.BadParameter(
             "baselines run greedily at batch 1: include 1 in --batch and 0 in --temperature",
             param_hint="--baselines",
         )
-    return others
+    return found
 
 
 def _measured(
@@ -255,8 +275,8 @@ def _others_at_work() -> float:
     from foreword.model.busy import busy_message, others_at_work  # noqa: PLC0415  imports torch
 
     share = others_at_work()
-    if words := busy_message(share):
-        complain(f"{words}, so these figures will be noisy; close other programs, or wait", "warning", "yellow")
+    if message := busy_message(share):
+        complain(f"{message}, so these figures will be noisy; close other programs, or wait", "warning", "yellow")
     return share
 
 
@@ -275,22 +295,22 @@ def _order(place: Any, plan: Plan) -> tuple[int, ...]:
 
 
 def _roofline(asked: BenchOptions, llm: LLM, made: Sequence[Benchmark], block_runs: Sequence[BlockRun]) -> dict[str, Any]:
-    """Return the roofline of the methods at batch 1; empty if that was not timed or nobody reads it."""
+    """Return the roofline of the methods at batch 1; empty if that was not timed or is not written anywhere."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
     from foreword.bench.roofline import roofline  # noqa: PLC0415  as above
 
-    alone = next((one for one in made if one.batch == 1), None)
+    single = next((one for one in made if one.batch == 1), None)
     tasks = [
         task
         for block_run in block_runs
         for task in block_run.tasks
         if task.ids and block_run.place.batch == 1 and not block_run.place.repeat
     ]
-    if alone is None or not tasks or not asked.kept:
+    if single is None or not tasks or not asked.kept:
         return {}
-    ours = [name for name in alone.contenders if parse_spec(name).name in {AUTO, *all_methods()}]
+    ours = [name for name in single.contenders if parse_spec(name).name in {AUTO, *all_methods()}]
     with waiting("measuring what a pass costs"):
-        found: dict[str, Any] = attempt(lambda: roofline(llm, ours, alone, tasks, asked.rows))
+        found: dict[str, Any] = attempt(lambda: roofline(llm, ours, single, tasks, asked.rows))
     return found
 
 
@@ -301,7 +321,9 @@ def _extras(asked: BenchOptions, llm: LLM, found: RunResults, answers: Any, meas
 
     figures = spec_bench_figures(answers, asked.plan.prompts, lambda text: len(llm.tokenizer.hf(text)["input_ids"]))
     left = left_out(asked.plan)
-    return Extras(figures, left_out=left, warm_up_failed=found.warm_up_failed, needs_own_run=list(asked.apart), **measured)
+    return Extras(
+        figures, left_out=left, warm_up_failed=found.warm_up_failed, needs_own_run=list(asked.excluded), **measured
+    )
 
 
 def _contenders(asked: BenchOptions, model: ModelOptions, llm: LLM, folder: Path, count: int) -> list[Contender]:
@@ -312,10 +334,10 @@ def _contenders(asked: BenchOptions, model: ModelOptions, llm: LLM, folder: Path
     memory = SharedCacheMemory()
 
     def made(name: str) -> Contender:
-        """Fail at once where the first batch cannot be made; a larger one may need more memory, and is reported."""
+        """Fail at once if this is the first batch size. A larger one may need more memory, so its error is reported."""
         try:
             return room.contender(llm, name, context, count, not model.no_cuda_graphs, memory, rows=asked.rows)
-        except Exception as error:  # of any library: the report names it
+        except Exception as error:  # from any library; the report names it
             if count == asked.plan.batches[0]:
                 raise
             return room.failing_contender(name, error)
@@ -351,7 +373,7 @@ def _journal(asked: BenchOptions, model: ModelOptions, llm: LLM, out: Path | Non
     with _reads(journal.file):
         llm.model.use_costs(CostCurve.read(journal.costs) if journal.costs else None)
     if journal.block_runs:
-        note(f"going on after {sum(len(block_run.tasks) for block_run in journal.block_runs.values())} texts")
+        note(f"resuming after {sum(len(block_run.tasks) for block_run in journal.block_runs.values())} answers")
     return journal
 
 
@@ -360,7 +382,7 @@ def _journal(asked: BenchOptions, model: ModelOptions, llm: LLM, out: Path | Non
 
 @contextmanager
 def _reads(*files: Path | None) -> Iterator[None]:
-    """What is missing in files, or of another kind than it should be, is said of the files."""
+    """Report missing or malformed content as an error that names the files."""
     try:
         yield
     except ForewordError:
@@ -371,14 +393,16 @@ def _reads(*files: Path | None) -> Iterator[None]:
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(metavar="A", help="A folder that --out wrote, or its results.json.")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="The same of a later run.")],
+    before: Annotated[
+        Path, typer.Argument(metavar="A", help="A folder that `foreword bench --out` wrote, or its results.json.")
+    ],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The same of a later run, to compare with A.")],
     json: Json = False,
 ) -> None:
-    """Show what became faster or slower from A to B, and whether the prompts are enough to tell.
+    """Show what became faster or slower from A to B, and whether the difference is more than noise.
 
-    Compares the tables and contenders that both have, at batch 1, over the prompts that both answered. A change counts if
-    the 95% interval of its ratio excludes 1.
+    Compares the tables and contenders that both runs have, at batch 1, over the prompts that both answered. A change counts
+    if the 95% interval of its ratio excludes 1.
     """
     from foreword.bench import read_results  # noqa: PLC0415  imports torch
     from foreword.bench.compare import changes, settings_that_differ  # noqa: PLC0415  as above
@@ -413,23 +437,25 @@ def compare(
 
 def table(
     results: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders that --out wrote, or their results.json.")
+        list[Path] | None,
+        typer.Argument(metavar="[DIR]...", help="Folders that `foreword bench --out` wrote, or their results.json."),
     ] = None,
     into: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Rewrite every table of this page that follows a line <!-- foreword bench table DIR -->."
+            metavar="FILE",
+            help="Rewrite every table of this page that follows a line <!-- foreword bench table DIR -->. Default: print.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="The table of this batch size.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Print the table of this batch size.")] = 1,
     temperature: Annotated[
         float | None,
-        typer.Option(metavar="T", min=0.0, help="The table of this temperature. Default: the first of the results."),
+        typer.Option(metavar="T", min=0.0, help="Print the table of this temperature. Default: the first in the results."),
     ] = None,
 ) -> None:
-    """Write the tables of a page, such as a README, from results.
+    """Print the table of a benchmark as Markdown, or update the tables of a page, such as a README.
 
-    In a page, --batch and --temperature stand in the line before a table, after the folder and in this order.
+    In a page, the line before a table may also have --batch and --temperature, after the folder and in this order.
     """
     from foreword.bench import read_results  # noqa: PLC0415  imports torch
     from foreword.bench.published import published_table, refresh_tables  # noqa: PLC0415  as above
@@ -441,7 +467,7 @@ def table(
             typer.echo(published_table(read_results(folder), batch, temperature), nl=False)
     if into is not None:
         if not os.path.isfile(into):
-            raise InputError(f"{into} is no page: it is not a regular file; name one with tables in it")
+            raise InputError(f"{into} is not a regular file; name a page with tables in it")
         try:
             with _reads(into):
                 into.write_text(refresh_tables(into.read_text(encoding="utf-8"), into.parent), encoding="utf-8")
@@ -457,26 +483,26 @@ def _print(found: dict[str, Any]) -> None:
 
     if "grown" in found["about"]:
         screen().print(widened_sentences(found["about"]["grown"]))
-    _print_part(found, found["base"], f", T={found['temperature']:g}" if found["temperature"] else "")
-    for temperature, part in found["temperatures"].items():
-        _print_part(part, found["base"], f", T={temperature}")
-    for words in warning_sentences(found):
-        screen().print(words, soft_wrap=True)
+    _print_section(found, found["base"], f", T={found['temperature']:g}" if found["temperature"] else "")
+    for temperature, section in found["temperatures"].items():
+        _print_section(section, found["base"], f", T={temperature}")
+    for sentence in warning_sentences(found):
+        screen().print(sentence, soft_wrap=True)
 
 
-def _print_part(part: dict[str, Any], base: str, suffix: str) -> None:
+def _print_section(section: dict[str, Any], base: str, suffix: str) -> None:
     from foreword.bench.markdown import HEADS, batch_tables, by_batch, cells, stops_paying_sentences  # noqa: PLC0415  imports torch
 
-    for name, rows in part["tables"].items():
+    for name, rows in section["tables"].items():
         heads = [head.format(base=base) for head in HEADS]
         screen().print(_table(name + suffix, ["contender", *heads], [[row["contender"], *cells(row)] for row in rows]))
-    several = batch_tables(part["batches"], base)
+    several = batch_tables(section["batches"], base)
     for title, (heads, body) in several.items():
         screen().print(_table(title + suffix, heads, body))
     if several:
-        screen().print(_table(f"over {base} by batch{suffix}", *by_batch(part["batches"])))
-        for words in stops_paying_sentences(part["stops_paying"], part["batches"]):
-            screen().print(words)
+        screen().print(_table(f"over {base} by batch{suffix}", *by_batch(section["batches"])))
+        for sentence in stops_paying_sentences(section["stops_paying"], section["batches"]):
+            screen().print(sentence)
 
 
 def _table(title: str, heads: list[str], body: list[list[str]]) -> Table:

@@ -1,7 +1,7 @@
-"""`foreword chat`: a conversation in the terminal, or one turn a line through a pipe.
+"""`foreword chat`: a conversation in the terminal, or one turn per line through a pipe.
 
 Earlier turns stay in the cache, so a turn costs only its new tokens. Tokens that were accepted together in one round are
-coloured, so that speculation is visible. A reply that is stopped is forgotten, together with its question. At the keyboard
+coloured, so that speculation is visible. If a reply is stopped, its turn is dropped from the conversation. At the keyboard
 the engine warms up before the first turn.
 """
 
@@ -27,7 +27,7 @@ from foreword.cli.console import (
     screen,
     waiting,
 )
-from foreword.cli.options import Json, MethodOptions, ModelOptions, Remeasure, WritingOptions
+from foreword.cli.options import GenerationOptions, Json, MethodOptions, ModelOptions, Remeasure
 from foreword.errors import PromptError
 
 if TYPE_CHECKING:
@@ -44,20 +44,20 @@ CHAT_EXAMPLES = """\
   printf 'My name is Ada.\\nWhat is my name?\\n' | foreword chat --json
 """
 
-WARM_UP_TOKENS = 1024  # of a conversation; rounds and prompt passes of longer ones are recorded when they come
+WARM_UP_TOKENS = 1024  # length of a conversation; rounds of longer ones are recorded when they occur
 
 HELP = """\
 /reset  forget the conversation, keep the system message
-/stats  figures of the session so far
-/quit   leave; so does Ctrl-D. Ctrl-C stops a reply, and forgets that turn"""
+/stats  show the figures of the session so far
+/quit   leave; Ctrl-D does too. Ctrl-C stops a reply and forgets that turn"""
 
 
 def chat(
     model: ModelOptions,
     method: MethodOptions,
-    writing: WritingOptions,
+    generation: GenerationOptions,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A system message: how the model should behave.")
+        str | None, typer.Option(metavar="TEXT", help="A system message that tells the model how to behave. Default: none.")
     ] = None,
     remeasure: Remeasure = False,
     json: Json = False,
@@ -68,18 +68,18 @@ def chat(
     stops a reply and forgets that turn; /help lists the commands. In a pipe, each line is a turn; with --json, each turn is
     answered by one JSON object.
     """
-    settings = writing.settings(json, max_new_tokens=512)
-    with model.load(method, 1, remeasure, generation_config=not writing.no_generation_config) as llm:
+    settings = generation.settings(json, max_new_tokens=512)
+    with model.load(method, 1, remeasure, generation_config=not generation.no_generation_config) as llm:
         session = ChatSession(llm.chat(system, **settings), json, _at_keyboard())
         if session.is_live:
-            with waiting("warming up", only_here=True):
+            with waiting("warming up", terminal_only=True):
                 llm.warm_up(min(WARM_UP_TOKENS, llm.engine.max_context), **settings)
             note(f"{llm.model.name} · {llm.method} · /help lists the commands, Ctrl-D leaves")
             note_defaults(llm.sampling_defaults, settings)
         for line in _lines():
             if line == "/quit":
                 break
-            session.hear(line)
+            session.handle(line)
 
 
 def _at_keyboard() -> bool:
@@ -114,13 +114,13 @@ class ChatSession:
 
     replies: list[Result] = field(default_factory=list)
 
-    def hear(self, line: str) -> None:
+    def handle(self, line: str) -> None:
         """Run a command, or answer a prompt. At the keyboard, a prompt that cannot be used does not end the session."""
         commands: dict[str, Callable[[], None]] = {"/help": self.help, "/reset": self.reset, "/stats": self.stats}
         if line in commands:
             commands[line]()
         elif line.startswith("/") and line[1:].isalpha():
-            notes().print(f"there is no {line}; /help lists the commands")
+            notes().print(f"there is no command {line}; /help lists the commands")
         else:
             try:
                 self.answer(line)
@@ -152,15 +152,15 @@ class ChatSession:
     def _show(self, piece: Piece) -> None:
         if self.json:
             return
-        guessed = len(piece.tokens) > 1 and has_colour(screen())
-        typer.echo(typer.style(piece, fg="cyan") if guessed else piece, nl=False)
+        coloured = len(piece.tokens) > 1 and has_colour(screen())
+        typer.echo(typer.style(piece, fg="cyan") if coloured else piece, nl=False)
 
     def help(self) -> None:
         notes().print(HELP, style="dim")
 
     def reset(self) -> None:
         self.chat.reset()
-        notes().print("the conversation begins anew", style="dim")
+        notes().print("the conversation starts again", style="dim")
 
     def stats(self) -> None:
         if not self.replies:

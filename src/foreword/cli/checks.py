@@ -1,7 +1,7 @@
-"""What `foreword doctor` looks at, one function a check: the machine, the cache folder, the model, and a real run.
+"""The checks of `foreword doctor`, one function each: the machine, the cache folder, the model, and a real run.
 
-Each check says what it found and, where something is wrong, what to do. Nothing here raises what Foreword raises on
-purpose: a fault is a finding. The usual checks take seconds; `full` ones measure, try every method and read every byte.
+Each check says what it found and, if something is wrong, what to do. Errors of Foreword are not raised here: a fault is a
+finding. The default checks take seconds; with `full` they measure, try every method and read every byte.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ TEST_PROMPTS = (
     "Explain in two sentences why the sea is salty.",
 )
 TEST_TOKENS = 32
-QUICK_ROWS, QUICK_PROMPTS = 8, 1  # few, so that what rows cost need not be known
-AGAIN = "foreword doctor --remeasure measures it anew; it is best done when the machine is quiet"
-LEFT_OUT = "every method, what rounds cost, what auto expects, and the bytes of the model"
+QUICK_ROWS, QUICK_PROMPTS = 8, 1  # a fixed number of rows, so that costs need not be measured
+REMEASURE = "foreword doctor --remeasure measures it again; do it when the machine is quiet"
+LEFT_OUT = "every method, the cost of rounds, the expectations of auto, and the files of the model"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Finding:
 
 
 def examine(model: ModelOptions, fetch: bool, full: bool = True) -> Iterator[Finding]:
-    """Every check in turn, the quick ones first."""
+    """Run every check in turn, quick ones first."""
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform(terse=True)}")
     yield from (_package(name) for name in LEAST)
     yield from _device(model)
@@ -84,7 +84,7 @@ def examine(model: ModelOptions, fetch: bool, full: bool = True) -> Iterator[Fin
 def _package(name: str) -> Finding:
     found = version(name)
     least = ".".join(map(str, LEAST[name]))
-    numbers = tuple(int(part) for part in found.split(".")[:2])
+    numbers = tuple(int(number) for number in found.split(".")[:2])
     if numbers < LEAST[name]:
         return Finding(name, "fail", f"{found}, {least} or later is needed", f"pip install --upgrade '{name}>={least}'")
     return Finding(name, "ok", found)
@@ -102,22 +102,27 @@ def _device(model: ModelOptions) -> Iterator[Finding]:
         for i in range(torch.cuda.device_count())
     ]
     yield Finding("device", "ok", f"{device}; GPUs that torch sees: {', '.join(gpus) or 'none'}")
-    exact = "texts are equal token for token" if dtype in ("float32", "float64") else "texts are equal up to near-ties"
+    exact = "outputs are equal token for token" if dtype in ("float32", "float64") else "outputs are equal up to near-ties"
     yield Finding("dtype", "ok", f"{dtype}: {exact}")
 
 
-def _threads(wanted: int | None) -> Finding:
-    threads, most = wanted or torch.get_num_threads(), cores()
+def _threads(given: int | None) -> Finding:
+    threads, most = given or torch.get_num_threads(), cores()
     said = f"{threads}, on {most} cores"
     if threads > most:
-        return Finding("threads", "warn", said, f"threads that wait for each other are slow: --threads {most}")
+        return Finding("threads", "warn", said, f"more threads than cores wait for each other: --threads {most}")
     return Finding("threads", "ok", said)
 
 
 def _onednn() -> Finding:
     if torch.backends.mkldnn.is_available():
-        return Finding("oneDNN", "ok", "available: candidates are cheap to check on the CPU")
-    return Finding("oneDNN", "warn", "not in this torch: on the CPU every candidate costs", "install torch from its wheels")
+        return Finding("oneDNN", "ok", "available: draft tokens are cheap to verify on the CPU")
+    return Finding(
+        "oneDNN",
+        "warn",
+        "not in this torch: draft tokens are expensive to verify on the CPU",
+        "install torch from its wheels",
+    )
 
 
 def _numba(model: ModelOptions) -> Finding:
@@ -131,17 +136,17 @@ def _numba(model: ModelOptions) -> Finding:
 def _memory() -> Finding:
     free = free_memory(torch.device("cpu"))
     if free is None:
-        return Finding("memory", "ok", "this system does not tell how much is free")
+        return Finding("memory", "ok", "this system does not say how much is free")
     if free < ROOMY:
         return Finding("memory", "warn", f"{_size(free)} free", "close something, or choose a smaller --max-context")
     return Finding("memory", "ok", f"{_size(free)} free")
 
 
 def _others() -> Finding:
-    """Whatever is timed on a busy machine misleads."""
+    """Check the load of other programs: figures of a busy machine mislead."""
     share = others_at_work()
-    if words := busy_message(share):
-        return Finding("other programs", "warn", words, "close what you can: figures of a busy machine mislead")
+    if message := busy_message(share):
+        return Finding("other programs", "warn", message, "close what you can: figures of a busy machine mislead")
     return Finding("other programs", "ok", f"the machine is quiet: {share:.0%} of the cores are used")
 
 
@@ -155,7 +160,7 @@ def _cache() -> Iterator[Finding]:
     kept = sorted([*folder.glob("models/*/"), *folder.glob("gguf/*/")])
     names = [f"{one.name} ({_size(sum(file.stat().st_size for file in one.iterdir()))})" for one in kept]
     costs = len([*folder.glob("costs/*.json")])
-    yield Finding("in the cache", "ok", f"models: {', '.join(names) or 'none'}; measured row costs: {costs}")
+    yield Finding("in the cache", "ok", f"models: {', '.join(names) or 'none'}; measured cost curves: {costs}")
 
 
 def _drafters() -> Finding:
@@ -165,13 +170,13 @@ def _drafters() -> Finding:
         return Finding("drafters", "fail", str(error))
     lacking = [name for name, method in METHODS.items() if method.trained and name not in shipped()]
     said = f"shipped: {', '.join(ships) or 'none'}"
-    return Finding("drafters", "ok", said + (f"; to be trained: {', '.join(lacking)}" if lacking else ""))
+    return Finding("drafters", "ok", said + (f"; must be trained: {', '.join(lacking)}" if lacking else ""))
 
 
 def _model(model: ModelOptions, fetch: bool) -> Finding:
     if model.model is None and not (fetch or model.is_here()):
         said = f"{model.name}: not fetched yet (about 90 MB, once)"
-        return Finding("model", "warn", said, "foreword doctor --fetch fetches it; so does the first text")
+        return Finding("model", "warn", said, "foreword doctor --fetch fetches it; so does the first request")
     try:
         folder = default_model() if model.model is None else resolve(model.model)
     except ForewordError as error:
@@ -180,26 +185,26 @@ def _model(model: ModelOptions, fetch: bool) -> Finding:
 
 
 def _bytes(model: ModelOptions) -> Finding:
-    """Whether the files of a converted model are those that were written."""
+    """Compare the files of a converted model with their checksums."""
     with waiting("comparing the model's files with their checksums"):
         wrong = verify_model(resolve(model.model))
     if wrong:
         return Finding("model's files", "fail", "; ".join(wrong), "delete its folder: it is then fetched or converted again")
-    said = "every byte is as it was written" if wrong is not None else "no checksums were kept of them"
+    said = "they match their checksums" if wrong is not None else "there are no checksums of them"
     return Finding("model's files", "ok", said)
 
 
 def _self_test(model: ModelOptions, full: bool) -> Iterator[Finding]:
-    """The same text from some methods or all, and how fast each wrote it."""
+    """Compare the output and speed of some methods, or all, with plain decoding."""
     try:
         with waiting("self-test: plain"):
             llm = load(model.model, "plain", slots=1, **model.where())
             prompts = TEST_PROMPTS if full else TEST_PROMPTS[:QUICK_PROMPTS]
-            _write(llm, prompts)  # the first text pays for warming up
-            plain = _write(llm, prompts)
+            _generate(llm, prompts)  # warms up
+            plain = _generate(llm, prompts)
         for method in (*TRIED, *(shipped_for(llm.model) if full else ())):
             with waiting(f"self-test: {method}"):
-                found = _write(llm.use(method, None if full else QUICK_ROWS), prompts)
+                found = _generate(llm.use(method, None if full else QUICK_ROWS), prompts)
             yield _compare(method, plain, found, str(llm.model.dtype).removeprefix("torch."))
         yield from _costs(llm, full)
     except ForewordError as error:
@@ -207,7 +212,7 @@ def _self_test(model: ModelOptions, full: bool) -> Iterator[Finding]:
 
 
 def _costs(llm: LLM, full: bool) -> Iterator[Finding]:
-    """What rows cost, and what `auto` makes of it: measured in full, else what is known of it."""
+    """Check the cost of rows, and what `auto` makes of it. Measure it if `full`, else use what is stored."""
     if not full:
         llm.model.use_costs(kept_curve(llm.model))
         yield _curve(llm)
@@ -218,20 +223,20 @@ def _costs(llm: LLM, full: bool) -> Iterator[Finding]:
     yield from _choice(expected, choose(llm.model, expected).method)
 
 
-def _choice(expected: list[Expected], taken: str) -> Iterator[Finding]:
-    """What `auto` takes, and why."""
+def _choice(expected: list[Expected], chosen: str) -> Iterator[Finding]:
+    """Say which method `auto` takes, and why."""
     for one in expected:
-        figures = f"{one.tokens_per_round:.2f} tokens/round, a round costs {one.round_cost:.2f} of plain's"
+        figures = f"{one.tokens_per_round:.2f} tokens/round, a round costs {one.round_cost:.2f}x plain's"
         yield Finding(f"expected {one.method}", "ok", f"{figures}: {one.speedup:.2f}x its speed")
-    before = "" if taken == expected[0].method else f", as before: {expected[0].method} is about as fast"
-    said = f"takes {taken} here{before}; texts differ: foreword bench measures on yours"
+    kept = "" if chosen == expected[0].method else f", its earlier choice; {expected[0].method} is about as fast"
+    said = f"takes {chosen} here{kept}; foreword bench measures on your prompts"
     if not all(one.steady for one in expected):
-        yield Finding("auto", "warn", f"{said}; costs were measured while the machine was busy", AGAIN)
+        yield Finding("auto", "warn", f"{said}; costs were measured while the machine was busy", REMEASURE)
     else:
         yield Finding("auto", "ok", said)
 
 
-def _write(llm: LLM, prompts: Sequence[str] = TEST_PROMPTS) -> list[Result]:
+def _generate(llm: LLM, prompts: Sequence[str] = TEST_PROMPTS) -> list[Result]:
     return [llm.generate(prompt, max_new_tokens=TEST_TOKENS, ignore_eos=True, seed=0) for prompt in prompts]
 
 
@@ -239,8 +244,10 @@ def _compare(method: str, plain: list[Result], found: list[Result], dtype: str) 
     check = f"self-test {method}"
     if [one.tokens for one in found] != [one.tokens for one in plain]:
         if dtype in ("float32", "float64"):
-            return Finding(check, "fail", "wrote another text than plain decoding", "foreword prove tells where; report it")
-        said = f"wrote another text than plain decoding; in {dtype} near-ties may fall either way"
+            return Finding(
+                check, "fail", "another output than plain decoding", "foreword prove says where; please report it"
+            )
+        said = f"another output than plain decoding; in {dtype} near-ties may fall either way"
         return Finding(check, "warn", said, f"foreword prove --methods {method} tells ties from bugs")
     tokens, rounds = (sum(getattr(one.stats, name) for one in found) for name in ("new_tokens", "rounds"))
     ratio = sum(one.stats.decode_s for one in plain) / sum(one.stats.decode_s for one in found)
@@ -248,22 +255,26 @@ def _compare(method: str, plain: list[Result], found: list[Result], dtype: str) 
     if why := noise_reason(ratio, tokens / rounds):
         return Finding(check, "warn", f"{said}, which is {why}", "the machine is busy: try again when it is quiet")
     if ratio < 0.9:
-        return Finding(check, "warn", said, "slower than plain: try again when the machine is quiet, and see row costs")
+        return Finding(
+            check, "warn", said, "slower than plain: try again when the machine is quiet, and look at the row costs"
+        )
     return Finding(check, "ok", said)
 
 
 def _curve(llm: LLM) -> Finding:
-    """A pass over many candidates should cost little more than over one; a curve measured on a busy machine misleads."""
+    """Check that a pass over many rows costs little more than over one. A curve of a busy machine misleads."""
     curve = llm.model.curve
     if curve is None:
-        return Finding("row costs", "ok", "not measured yet: the first load of a method that asks does, or --full")
+        return Finding(
+            "row costs", "ok", "not measured yet: --full measures them, or the first load of a method that needs them"
+        )
     costs = ", ".join(f"{rows} rows x{curve.relative(rows):.1f}" for rows in (4, 16, 64))
     said = f"1 row {1000 * curve.at(1):.0f} ms, {costs}"
     if not curve.steady:
         why = f" ({curve.suspect})" if curve.suspect else ""
-        return Finding("row costs", "warn", f"{said}, measured while the machine was busy{why}", AGAIN)
+        return Finding("row costs", "warn", f"{said}, measured while the machine was busy{why}", REMEASURE)
     if curve.relative(16) > 8:
-        return Finding("row costs", "warn", f"{said}: guessing pays little here", f"if that is news: {AGAIN}")
+        return Finding("row costs", "warn", f"{said}: speculation gains little here", f"if that is unexpected: {REMEASURE}")
     return Finding("row costs", "ok", said)
 
 

@@ -1,4 +1,4 @@
-"""`foreword distill`: a prompt file in, a folder of training data out: the model's own answers."""
+"""`foreword distill`: let the model answer a prompt file, and store its answers as training data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreword.cli.console import bar, complain, note, print_json, screen
-from foreword.cli.options import WRITING, Json, MethodOptions, ModelOptions
+from foreword.cli.options import GENERATION, Json, MethodOptions, ModelOptions
 
 if TYPE_CHECKING:
     from foreword.api import LLM
@@ -31,30 +31,43 @@ DISTILL_EXAMPLES = """\
 SLOTS = {"cpu": 16, "cuda": 512}
 
 
-_of_writing = partial(typer.Option, rich_help_panel=WRITING)
+_of_generation = partial(typer.Option, rich_help_panel=GENERATION)
 
 
 @dataclass(frozen=True)
 class RecipeOptions:
     """Everything that decides which tokens are generated and kept."""
 
-    tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N kept tokens of the model.")] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Stop once the model has written N tokens that were kept. Default: answer all prompts."
+        ),
+    ] = None
     answers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Answers per prompt; they differ above temperature 0.")
     ] = 1
     drop_loops: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, metavar="X", help="Drop answers of which more than this share repeats itself; 0.3 is mild."
+            min=0,
+            max=1,
+            metavar="X",
+            help="Drop answers of which more than this share repeats itself; 0.3 is mild. Default: keep all.",
         ),
     ] = None
-    max_new_tokens: Annotated[int, _of_writing(min=1, metavar="N", help="Tokens per answer, at most.")] = 512
-    temperature: Annotated[float, _of_writing(min=0, metavar="X", help="0 is greedy: the likeliest token each time.")] = 0.0
+    max_new_tokens: Annotated[int, _of_generation(min=1, metavar="N", help="The most tokens per answer.")] = 512
+    temperature: Annotated[
+        float, _of_generation(min=0, metavar="X", help="Randomness: 0 always takes the likeliest token.")
+    ] = 0.0
     top_p: Annotated[
-        float, _of_writing(min=0, max=1, metavar="X", help="Sample from the likeliest tokens that hold this share.")
+        float,
+        _of_generation(
+            min=0, max=1, metavar="X", help="Sample from the likeliest tokens that together have this probability; 1 is off."
+        ),
     ] = 1.0
     seed: Annotated[
-        int, _of_writing(metavar="N", help="Each prompt is sampled with a seed made from this one and its id.")
+        int, _of_generation(metavar="N", help="Each prompt is sampled with a seed made from this one and its id.")
     ] = 0
 
     def recipe(self) -> Recipe:
@@ -70,19 +83,19 @@ def distill(
         Path,
         typer.Option(
             metavar="FILE",
-            help="What to answer: one prompt per line, or JSON lines with prompt, turns, messages or conversations; "
-            ".gz and .xz too; `-` is standard input.",
+            help="The prompts: one per line, or JSON lines with prompt, turns, messages or conversations; also .gz and .xz; "
+            "`-` reads standard input.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Write the training data to this folder.")],
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts. Default: all.")] = None,
     slots: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Batch size; the cache grows with it. Default: 512 on a GPU, else 16."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Have the model answer a prompt file in large batches, and keep what it wrote as training data.
+    """Let the model answer a prompt file in large batches, and store its answers as training data.
 
     A drafter learns to draft what this model writes, so the model's own output is the best training data. Every turn of a
     prompt is answered after the earlier turns and the model's own replies to them.
@@ -129,7 +142,7 @@ def _run(llm: LLM, asked: list[Prompt], out: Path, recipe: Recipe) -> DistillPro
         try:
             return run(llm, asked, out, recipe, command=shlex.join(["foreword", *sys.argv[1:]]), show=report)
         except KeyboardInterrupt:
-            note(f"stopped; {out} can be used now, and the same command continues")
+            note(f"stopped; {out} can be used as it is, and the same command continues")
             raise
 
 

@@ -1,4 +1,4 @@
-"""`foreword doctor`: check whether this machine is ready, and say what to do where it is not."""
+"""`foreword doctor`: check whether this machine is ready, and say what to do if it is not."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def doctor(
     remeasure: Remeasure = False,
     json: Json = False,
 ) -> None:
-    """Check that everything Foreword needs is installed and works, and say what to do where it does not.
+    """Check that everything Foreword needs is installed and works, and say what to do if it does not.
 
     Checks Python, torch, the device, threads, memory, the load of other programs, the cache folder and the model. Then it
-    generates a few tokens to show that speculation gives those of plain decoding. That takes half a minute on a CPU. The
-    last line says what --full would add. Exit status 1 if a check fails.
+    generates a few tokens to show that speculation gives the same as plain decoding. This takes half a minute on a CPU. The
+    last line says what --full would add. The exit status is 1 if a check fails.
     """
     if not fetch:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # heeded by the hub's client, which is imported below
-    with waiting("looking around"):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read by the hub's client, which is imported below
+    with waiting("starting"):
         from foreword.cli.checks import examine  # noqa: PLC0415  imports torch
 
     findings = []
@@ -76,7 +76,7 @@ def doctor(
 
 
 def _print(finding: Finding) -> None:
-    words = Text.assemble((f"{finding.status:<4}", COLOURS[finding.status]), f"  {finding.check:<26} {finding.said}")
-    screen().print(words, soft_wrap=True)
+    line = Text.assemble((f"{finding.status:<4}", COLOURS[finding.status]), f"  {finding.check:<26} {finding.said}")
+    screen().print(line, soft_wrap=True)
     if finding.do:
         screen().print(Text(f"{'':33}{finding.do}", "dim"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`foreword draft-vocabulary`: which tokens a trained drafter may draft, chosen by how often its model writes them."""
+"""`foreword draft-vocabulary`: choose the tokens that a trained drafter may draft, by how often its model writes them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def draft_vocabulary(
     """Choose the draft vocabulary of a trained drafter: the tokens that it may draft.
 
     Drafting a token reads one row of the model's head for every token of the draft vocabulary, and most tokens are rare.
-    A smaller vocabulary makes drafting faster and lowers acceptance a little. The output does not change. `foreword train`
-    does this by itself.
+    A smaller draft vocabulary makes drafting faster and lowers acceptance a little. The output does not change. `foreword
+    train` does this by itself.
     """
     from foreword.model.fingerprint import Fingerprint  # noqa: PLC0415  imports torch
     from foreword.train import choose_draft_vocabulary, open_data  # noqa: PLC0415  imports torch

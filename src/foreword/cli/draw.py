@@ -1,4 +1,4 @@
-"""`foreword draw`: one round of a trace as an SVG picture: the draft tree, or the draft graph with its aliases."""
+"""`foreword draw`: draw one round of a trace as SVG: the draft tree, or the draft graph with its aliases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foreword.cli.picture import Picture
 from foreword.errors import InputError, StorageError
 from foreword.files import lines_of, parse_json
 
-LONGEST_LINE = 1 << 24  # bytes; a round of a thousand rows has some hundred thousand
+LONGEST_LINE = 1 << 24  # bytes; a round of a thousand rows takes a few hundred thousand
 DRAW_EXAMPLES = """\
 [bold]Examples[/]
 
@@ -23,8 +23,8 @@ DRAW_EXAMPLES = """\
 
 def draw(
     trace: Annotated[Path, typer.Argument(metavar="FILE", help="A trace that `foreword generate --trace FILE` wrote.")],
-    round: Annotated[int, typer.Option(min=0, metavar="N", help="Which round of the request, counted from 0.")] = 0,
-    text: Annotated[int, typer.Option(min=0, metavar="N", help="Which request of the trace, counted from 0.")] = 0,
+    round: Annotated[int, typer.Option(min=0, metavar="N", help="The round of the request, counted from 0.")] = 0,
+    text: Annotated[int, typer.Option(min=0, metavar="N", help="The request of the trace, counted from 0.")] = 0,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the picture to this file. Default: standard output.")
     ] = None,
@@ -39,14 +39,14 @@ def draw(
     line = _line(trace, text, round)
     try:
         checked, decided = _counted(len(line["nodes"]), "row"), _counted(len(line["accepted"]), "token")
-        drawn = Picture.of(line).svg(f"sequence {text}, round {round}: {checked} checked, {decided} decided")
+        svg = Picture.of(line).svg(f"sequence {text}, round {round}: {checked} checked, {decided} decided")
     except (ValueError, LookupError, TypeError) as error:
-        raise _no_trace(trace, error) from error
+        raise _not_a_trace(trace, error) from error
     if out is None:
-        typer.echo(drawn, nl=False)
+        typer.echo(svg, nl=False)
         return
     try:
-        out.write_text(drawn, encoding="utf-8")
+        out.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{out} cannot be written ({error}); name another file") from error
 
@@ -61,13 +61,14 @@ def _line(trace: Path, text: int, round: int) -> dict[str, Any]:
             lines = [parse_json(line) for line in lines_of(stream, LONGEST_LINE)]
         found = {(line["text"], line["round"]): line for line in lines}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise _no_trace(trace, error) from error
+        raise _not_a_trace(trace, error) from error
     if (text, round) not in found:
-        most = max((number for of, number in found if of == text), default=None)
-        there = f"it has {len({of for of, _ in found})} requests" if most is None else f"that request has rounds 0 to {most}"
-        raise InputError(f"{trace} has no round {round} of request {text}; {there}")
+        last = max((number for request, number in found if request == text), default=None)
+        requests = len({request for request, _ in found})
+        has = f"it has {requests} requests" if last is None else f"that request has rounds 0 to {last}"
+        raise InputError(f"{trace} has no round {round} of request {text}; {has}")
     return found[text, round]
 
 
-def _no_trace(trace: Path, error: Exception) -> InputError:
-    return InputError(f"{trace} is no trace ({error!r}); `foreword generate --trace FILE` writes one")
+def _not_a_trace(trace: Path, error: Exception) -> InputError:
+    return InputError(f"{trace} is not a trace ({error!r}); `foreword generate --trace FILE` writes one")

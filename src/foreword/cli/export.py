@@ -1,4 +1,4 @@
-"""`foreword export`: a trained drafter of draft_model in, a model folder out that other programs can load too."""
+"""`foreword export`: turn a trained drafter of draft_model into a model folder that other programs can load too."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def export(
     ] = "bfloat16",
     json: Json = False,
 ) -> None:
-    """Make a model that stands alone of a trained drafter of draft_model.
+    """Turn a trained drafter of draft_model into a standalone model.
 
-    The drafter is a few layers that guess between the embedding and the head of the model they were trained for. With
-    copies of both they are a small model: config.json, model.safetensors and the tokenizer, as transformers keeps it.
+    The drafter is a few layers that use the embedding and the head of the model it was trained for. With copies of both it
+    is a small model: config.json, model.safetensors and the tokenizer, in the format of transformers.
 
-    Here draft_model, gsd and amusd take the folder as --drafter; in transformers it is an assistant_model, in vLLM the model
-    of a speculative config.
+    In Foreword, draft_model, gsd and amusd take the folder as --drafter. In transformers it is an assistant_model, and in
+    vLLM the model of a speculative config.
     """
     done = _run(out, folder, model, dtype)
     if json:
@@ -63,13 +63,13 @@ def export(
         return
     made = f"{done.layers} layers, {done.parameters / 1e6:,.1f} M parameters, {done.bytes / 1e6:,.1f} MB in {done.dtype}"
     screen().print(f"{done.out}: {made} · a draft model for {done.target}", soft_wrap=True)
-    screen().print(f"use it with --drafter {done.out}, here, or as an assistant_model of transformers", soft_wrap=True)
+    screen().print(f"use it here with --drafter {done.out}, or as an assistant_model of transformers", soft_wrap=True)
 
 
 def _run(out: Path, folder: Path | None, model: str | None, dtype: str) -> Exported:
     from foreword.drafters.export import export as run  # noqa: PLC0415  imports torch
 
-    if not ModelOptions(model).is_here():  # fetching draws a bar of its own
+    if not ModelOptions(model).is_here():  # fetching shows its own progress bar
         return run(out, folder, model, dtype)
-    with waiting("making a model of the drafter"):
+    with waiting("exporting the drafter"):
         return run(out, folder, model, dtype)

@@ -1,7 +1,7 @@
-"""`foreword generate`: a prompt, or a file of prompts, in; text or JSON out.
+"""`foreword generate`: answer a prompt or a file of prompts, as text or JSON.
 
-One answer streams as it is decided. Several run as a batch and come out in their order, each exactly as `LLM.generate`
-would give it under the same seed.
+One answer is streamed. Several run as a batch and are printed in order, each exactly as `LLM.generate` would give it with
+the same seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from foreword.cli.console import bar, end_line, figures, note, note_defaults, print_json, screen
-from foreword.cli.options import WRITING, Json, MethodOptions, ModelOptions, Remeasure, Slots, WritingOptions
+from foreword.cli.options import GENERATION, GenerationOptions, Json, MethodOptions, ModelOptions, Remeasure, Slots
 from foreword.errors import PromptError
 
 if TYPE_CHECKING:
@@ -40,25 +40,28 @@ GENERATE_EXAMPLES = """\
 def generate(
     model: ModelOptions,
     method: MethodOptions,
-    writing: WritingOptions,
+    generation: GenerationOptions,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="What to answer. `-`, or no prompt in a pipe, reads standard input."),
+        typer.Argument(metavar="PROMPT", help="The prompt to answer. `-`, or no prompt in a pipe, reads standard input."),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Answer every prompt of a file: one per line, or JSON lines with prompt, turns, messages or conversations "
-            "(the first of several turns). With --json the answers are JSON lines, in order, each with its id.",
+            "(the first of several turns). With --json the answers are JSON lines, in order, each with its id. "
+            "Default: answer PROMPT.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts of the file.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts of the file. Default: all.")
+    ] = None,
     n: Annotated[int, typer.Option(min=1, metavar="N", help="Samples per prompt; they differ above temperature 0.")] = 1,
     raw: Annotated[
         bool,
         typer.Option(
-            "--raw", metavar="", help="Continue the prompt as it is, without the chat template.", rich_help_panel=WRITING
+            "--raw", metavar="", help="Continue the prompt itself, without the chat template.", rich_help_panel=GENERATION
         ),
     ] = False,
     slots: Slots = 4,
@@ -66,32 +69,33 @@ def generate(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write every round to a file, one JSON object per line; `foreword draw` draws them."
+            metavar="FILE",
+            help="Write every round to a file, one JSON object per line; `foreword draw` draws them. Default: none.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Answer a prompt, and stream the answer as it is decided.
+    """Answer a prompt, and stream the answer.
 
     The model answers as in a chat; with --raw it continues the prompt. On a terminal a last line shows tokens per round
     (plain decoding has 1) and the speed.
     """
-    settings = writing.settings(json) | {"chat": not raw}
-    asked = _asked(prompt, prompts, limit)
-    own = not writing.no_generation_config
+    settings = generation.settings(json) | {"chat": not raw}
+    asked = _prompts(prompt, prompts, limit)
+    own = not generation.no_generation_config
     with model.load(method, slots if len(asked) * n > 1 else 1, remeasure, generation_config=own) as llm:
         note_defaults(llm.sampling_defaults, settings)
         if trace is not None:
             llm.trace(trace)
         if len(asked) * n > 1 or prompts:
-            _write_all(llm, asked, n, json, settings)
+            _print_all(llm, asked, n, json, settings)
         elif json:
             print_json(llm.stream(asked[0][1], **settings).result.to_dict())
         else:
-            _write_one(llm, asked[0][1], settings)
+            _print_one(llm, asked[0][1], settings)
 
 
-def _asked(prompt: str | None, file: Path | None, limit: int | None) -> list[tuple[str | None, Any]]:
+def _prompts(prompt: str | None, file: Path | None, limit: int | None) -> list[tuple[str | None, Any]]:
     """Return the prompts, each with its id in the file."""
     if file is not None:
         from foreword.text import read_prompts  # noqa: PLC0415  start-up time
@@ -114,7 +118,7 @@ def _standard_input() -> str:
         raise PromptError(f"standard input is not UTF-8 ({error.reason}); convert it") from error
 
 
-def _write_one(llm: LLM, prompt: Any, settings: dict[str, Any]) -> None:
+def _print_one(llm: LLM, prompt: Any, settings: dict[str, Any]) -> None:
     stream = llm.stream(prompt, **settings)
     for piece in stream:
         typer.echo(piece, nl=False)
@@ -122,22 +126,22 @@ def _write_one(llm: LLM, prompt: Any, settings: dict[str, Any]) -> None:
     note(figures([stream.result]))
 
 
-def _write_all(llm: LLM, asked: list[tuple[str | None, Any]], n: int, json: bool, settings: dict[str, Any]) -> None:
+def _print_all(llm: LLM, asked: list[tuple[str | None, Any]], n: int, json: bool, settings: dict[str, Any]) -> None:
     labels = (
         ({} if name is None else {"id": name}) | ({} if n == 1 else {"sample": i}) for name, _ in asked for i in range(n)
     )
     started = time.perf_counter()
     done: list[Result] = []
     results = llm.generate_each([prompt for _, prompt in asked], n=n, **settings)
-    with bar("writing", shown=not screen().is_terminal) as show:  # on a terminal the answers themselves show progress
-        show("writing", 0, len(asked) * n)
+    with bar("answers", shown=not screen().is_terminal) as show:  # on a terminal the answers themselves show progress
+        show("answers", 0, len(asked) * n)
         for label, result in zip(labels, results, strict=True):
             if json:
                 print_json(label | result.to_dict())
             else:
                 _print_answer(" ".join(f"{key} {value}" for key, value in label.items()), result)
             done.append(result)
-            show("writing", len(done), len(asked) * n)
+            show("answers", len(done), len(asked) * n)
     note(figures(done, time.perf_counter() - started))
 
 

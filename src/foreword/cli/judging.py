@@ -1,4 +1,4 @@
-"""The referee of `prove` for the outputs of `bench`: two rooms that meet only here."""
+"""The referee of `prove` for the outputs of `bench`. The two packages meet only here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def referee(llm: LLM, folder: Path, progress: Callable[[str, int, int], None]) -
             for found in Referee(llm.model, folder).judge(cases, wide=True):
                 rulings |= found
                 progress("judging differences", len(rulings), len(cases))
-        except (ForewordError, RuntimeError) as error:  # the latter where a pass in float64 finds no memory
+        except (ForewordError, RuntimeError) as error:  # RuntimeError: a float64 pass runs out of memory
             return [" ".join(str(error).split())] * len(cases)
         return [TIE if rulings[case].verdict == "tie" else DIFFERENT for case in cases]
 

@@ -1,4 +1,4 @@
-"""`foreword methods`: the table of methods, read without importing them; with --measure, what `auto` would pick."""
+"""`foreword methods`: list the methods without importing them; with --measure, also what `auto` would pick."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def methods(
 
     A trained method needs a drafter made for the model: one that ships, or one of yours (--drafter). The others work with
     any model at once. The output is the same with every method; `foreword prove` shows it. With --measure a second table
-    shows the expected speed-up on this machine, the fastest first, and which method `auto` takes: the fastest, or its
+    shows the expected speed-up on this machine, the fastest first, and which method `auto` picks: the fastest, or its
     earlier choice if that is about as fast. --remeasure measures the costs again first.
     """
     found = _measured(model, remeasure) if measure or remeasure else None
@@ -61,7 +61,7 @@ def methods(
         expected, chosen = found
         screen().print()
         screen().print(_expected_table(expected))
-        screen().print(f"auto takes {chosen.method}")
+        screen().print(f"auto picks {chosen.method}")
         if not all(one.steady for one in expected):
             complain("costs were measured while the machine was busy; try --remeasure when it is quiet", "warning", "yellow")
 
@@ -70,7 +70,7 @@ def _drafter(name: str) -> str:
     if not find(name).trained:
         return "not needed"
     folder = shipped().get(name)
-    return "to be trained" if folder is None else f"ships for {model_of(folder)}"
+    return "must be trained" if folder is None else f"ships for {model_of(folder)}"
 
 
 def _fields() -> dict[str, dict[str, Any]]:
@@ -95,12 +95,14 @@ def _expected_fields(expected: list[Expected], chosen: Choice) -> dict[str, Any]
 
 
 def _expected_table(expected: list[Expected]) -> Table:
-    table = Table(title="expected here, of one text", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title="expected on this machine, batch 1", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     table.header_style = "dim"
     table.add_column("method")
     for head in ("tokens/round", "cost of a round", "over plain"):
         table.add_column(head, justify="right")
-    table.add_column("tokens are from")
+    table.add_column("tokens/round from")
     for one in expected:
         figures = f"{one.tokens_per_round:.2f}", f"{one.round_cost:.2f}", f"{one.speedup:.2f}x"
         table.add_row(Text(one.method, "bold"), *figures, f"{one.source}, {one.rows} rows")

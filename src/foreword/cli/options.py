@@ -1,7 +1,7 @@
-"""The options that commands share, in three groups, and `unfold`, which gives them to typer.
+"""The options that commands share, in three groups, and `unfold`, which passes them to typer.
 
-A command takes a group as one argument and asks it for what it needs: `model.load(method)`, `writing.settings()`. Ranges
-that typer can check are refused before anything is loaded.
+A command takes a group as one argument and uses its methods: `model.load(method)`, `generation.settings()`. typer checks
+ranges before anything is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from foreword.cli.console import waiting
-from foreword.drafters.spec import read_value, read_word
+from foreword.drafters.spec import parse_spec, parse_value
 from foreword.errors import ForewordWarning
 from foreword.files import BadJSON, parse_json, read_all
 from foreword.methods import AUTO, DEFAULT_METHOD, all_methods, find
@@ -28,10 +28,10 @@ from foreword.methods import AUTO, DEFAULT_METHOD, all_methods, find
 if TYPE_CHECKING:
     from foreword.api import LLM
 
-MODEL, METHOD, WRITING = "Model", "Method", "Writing"  # panels of --help
+MODEL, METHOD, GENERATION = "Model", "Method", "Generation"  # panels of --help
 _of_model = partial(typer.Option, rich_help_panel=MODEL)
 _of_method = partial(typer.Option, rich_help_panel=METHOD)
-_of_writing = partial(typer.Option, rich_help_panel=WRITING)
+_of_generation = partial(typer.Option, rich_help_panel=GENERATION)
 
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON instead of text, for programs.")]
 Remeasure = Annotated[
@@ -42,24 +42,24 @@ Remeasure = Annotated[
         help="Measure again what rounds cost on this machine, and replace the stored figures. The first load measures them.",
     ),
 ]
-Slots = Annotated[int, _of_model(min=1, metavar="N", help="Batch size: requests that run at a time.")]
+Slots = Annotated[int, _of_model(min=1, metavar="N", help="Batch size: the number of requests that run at the same time.")]
 
 
 @contextmanager
-def measuring(anew: bool) -> Iterator[None]:
-    """Measure costs again inside this block, if `anew`."""
-    if not anew:
+def measuring(again: bool) -> Iterator[None]:
+    """Measure costs again inside this block, if `again`."""
+    if not again:
         yield
         return
-    from foreword.model.measured import anew as block  # noqa: PLC0415  imports torch
+    from foreword.model.measured import remeasuring  # noqa: PLC0415  imports torch
 
-    with block():
+    with remeasuring():
         yield
 
 
 def _known(method: str) -> str:
     """Check NAME, NAME=FOLDER or FOLDER, perhaps with options after it."""
-    name = read_word(method).name
+    name = parse_spec(method).name
     if name != AUTO:
         find(name)
     return method
@@ -75,8 +75,9 @@ class MethodOptions:
             callback=_known,
             autocompletion=lambda: [AUTO, *all_methods()],
             metavar="NAME",
+            show_default=False,
             help="How tokens are drafted; `foreword methods` lists the methods. The output is the same with every method. "
-            "Default: the one expected to be fastest on this machine.",
+            "Default: auto, which picks the method expected to be fastest on this machine.",
         ),
     ] = DEFAULT_METHOD
     drafter: Annotated[
@@ -92,20 +93,21 @@ class MethodOptions:
         _of_method(
             min=1,
             metavar="N",
-            help="Rows of a verify pass, at most: the draft tokens and the root. Default: as many as pay off on this "
+            help="The most rows of a verify pass: the draft tokens and the root. Default: as many as pay off on this "
             "machine, which is measured once.",
         ),
     ] = None
     method_option: Annotated[
         list[str],
         _of_method(
-            metavar="KEY=VALUE", help="An option of the method, such as table=reset or max_match=3; may be repeated."
+            metavar="KEY=VALUE",
+            help="An option of the method, such as table=reset or max_match=3; may be repeated. Default: none.",
         ),
     ] = field(default_factory=list)
 
     def own(self) -> dict[str, Any]:
         """Return the options of the method, with numbers and tuples parsed."""
-        return dict(_pair(text) for text in self.method_option)
+        return dict(_pair(one) for one in self.method_option)
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -115,7 +117,7 @@ def _pair(text: str) -> tuple[str, Any]:
     if key in _HAVE_OPTIONS:
         instead = key.replace("_", "-")
         raise typer.BadParameter(f"{key} has an option of its own: --{instead}", param_hint="--method-option")
-    return key, read_value(value)
+    return key, parse_value(value)
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class ModelOptions:
         ),
     ] = None
     threads: Annotated[
-        int | None, _of_model(min=1, metavar="N", help="CPU threads. Default: one per core; more than that is slower.")
+        int | None, _of_model(min=1, metavar="N", help="CPU threads. Default: one per core; more would be slower.")
     ] = None
     max_context: Annotated[
         int | None,
@@ -156,20 +158,22 @@ class ModelOptions:
         _of_model(
             "--no-fused-layers",
             metavar="",
-            help="Run the layers of transformers in place of the fused layers: slower, to compare.",
+            help="Run the layers of transformers instead of the fused layers. Slower; for comparisons.",
         ),
     ] = False
     no_cuda_graphs: Annotated[
         bool,
         _of_model(
-            "--no-cuda-graphs", metavar="", help="On CUDA, launch kernels one by one in place of graphs: slower, to compare."
+            "--no-cuda-graphs",
+            metavar="",
+            help="On CUDA, launch kernels one by one instead of as graphs. Slower; for comparisons.",
         ),
     ] = False
     no_compile: Annotated[bool, _of_model("--no-compile", hidden=True)] = False
     no_graph: Annotated[bool, _of_model("--no-graph", hidden=True)] = False
 
     def __post_init__(self) -> None:
-        """Flags under the names that they had in 0.1."""
+        """Accept flags under their names of 0.1, with a warning."""
         for before, now in (("no_compile", "no_fused_layers"), ("no_graph", "no_cuda_graphs")):
             if getattr(self, before):
                 old, new = (f"--{name.replace('_', '-')}" for name in (before, now))
@@ -180,8 +184,8 @@ class ModelOptions:
     def load(self, method: MethodOptions, slots: int, remeasure: bool = False, generation_config: bool = False) -> LLM:
         """Load the model. `generation_config`: use the model's own defaults for sampling."""
         own = method.own()
-        # Fetching draws a bar of its own, and two live displays would overwrite each other.
-        with waiting(f"loading {self.name}", only_here=True) if self.is_here() else nullcontext(), measuring(remeasure):
+        # Fetching shows its own progress bar, and two live displays would overwrite each other.
+        with waiting(f"loading {self.name}", terminal_only=True) if self.is_here() else nullcontext(), measuring(remeasure):
             from foreword.api import load  # noqa: PLC0415  imports torch: seconds that only loading commands pay
 
             own |= {"drafter": method.drafter, "rows": method.rows, "slots": slots, "generation_config": generation_config}
@@ -189,19 +193,19 @@ class ModelOptions:
 
     def where(self) -> dict[str, Any]:
         """Return these options as arguments of `foreword.load`, without the model."""
-        apart = {"model", "no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
+        others = {"model", "no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in others}
         return given | {"fused_layers": not self.no_fused_layers, "cuda_graphs": not self.no_cuda_graphs}
 
     @property
     def name(self) -> str:
-        from foreword.hub.resolve import DEFAULT  # noqa: PLC0415  start-up time: numpy is below it
+        from foreword.hub.resolve import DEFAULT  # noqa: PLC0415  start-up time: it imports numpy
 
         return self.model or DEFAULT.name
 
     def is_here(self) -> bool:
-        """Whether the model is certainly on this disk; a hub id may have to be fetched."""
-        from foreword.hub.storage import place  # noqa: PLC0415  beside `name`
+        """Return whether the model is certainly on this disk; a hub id may have to be fetched."""
+        from foreword.hub.storage import place  # noqa: PLC0415  as in `name`
 
         if self.model is None:
             return (place() / "models" / self.name).is_dir()
@@ -215,113 +219,167 @@ def _number(value: float | None) -> float | None:
     return value
 
 
-_of_number = partial(_of_writing, callback=_number)
+_of_number = partial(_of_generation, callback=_number)
 
 
 @dataclass(frozen=True)
-class WritingOptions:
+class GenerationOptions:
     """How tokens are sampled and where the output ends."""
 
     max_new_tokens: Annotated[
-        int | None, _of_writing(min=1, metavar="N", help="Stop after N tokens. Default: 128; 512 in a chat.")
+        int | None, _of_generation(min=1, metavar="N", help="Stop after N tokens. Default: 128, or 512 in a chat.")
     ] = None
-    min_new_tokens: Annotated[int, _of_writing(min=0, metavar="N", help="Do not end before N tokens.")] = 0
+    min_new_tokens: Annotated[int, _of_generation(min=0, metavar="N", help="Do not end before N tokens.")] = 0
     temperature: Annotated[
         float | None,
         _of_number(
             min=0,
             metavar="X",
-            help="0 is greedy: the likeliest token each time. Higher values vary more. Default, as for the next four: what "
-            "the model's generation_config.json says, else 0.",
+            help="Randomness: 0 always takes the likeliest token, higher values vary more. Default: the value in the "
+            "model's generation_config.json, or 0.",
         ),
     ] = None
     top_p: Annotated[
-        float | None, _of_number(min=0, max=1, metavar="X", help="Sample from the likeliest tokens that hold this share.")
+        float | None,
+        _of_number(
+            min=0,
+            max=1,
+            metavar="X",
+            help="Sample from the likeliest tokens that together have this probability. Default: as for --temperature, or "
+            "1, which is off.",
+        ),
     ] = None
-    top_k: Annotated[int | None, _of_writing(min=0, metavar="N", help="Sample from the N likeliest tokens; 0 is off.")] = (
-        None
-    )
+    top_k: Annotated[
+        int | None,
+        _of_generation(
+            min=0, metavar="N", help="Sample from the N likeliest tokens. Default: as for --temperature, or 0, which is off."
+        ),
+    ] = None
     min_p: Annotated[
-        float | None, _of_number(min=0, max=1, metavar="X", help="Drop tokens less likely than this share of the likeliest.")
+        float | None,
+        _of_number(
+            min=0,
+            max=1,
+            metavar="X",
+            help="Drop tokens that are less likely than X times the likeliest. Default: as for --temperature, or 0, "
+            "which is off.",
+        ),
     ] = None
     repetition_penalty: Annotated[
-        float | None, _of_number(metavar="X", help="Above 1, tokens that occurred before become less likely.")
+        float | None,
+        _of_number(
+            metavar="X",
+            help="Above 1, tokens of the prompt and the output become less likely. Default: as for --temperature, or 1, "
+            "which is off.",
+        ),
     ] = None
     presence_penalty: Annotated[
         float | None,
-        _of_number(min=-2, max=2, metavar="X", help="Above 0, tokens that are in the output already become less likely."),
+        _of_number(
+            min=-2, max=2, metavar="X", help="Above 0, tokens that are already in the output become less likely. Default: 0."
+        ),
     ] = None
     frequency_penalty: Annotated[
         float | None,
-        _of_number(min=-2, max=2, metavar="X", help="The same, by how often they are in the output."),
+        _of_number(
+            min=-2,
+            max=2,
+            metavar="X",
+            help="Above 0, tokens become less likely each time they occur in the output. Default: 0.",
+        ),
     ] = None
     logit_bias: Annotated[
         list[str],
-        _of_writing(metavar="ID=VALUE", help="Add VALUE, -100 to 100, to a token's logit; may be repeated."),
+        _of_generation(
+            metavar="ID=VALUE", help="Add VALUE, from -100 to 100, to the logit of token ID; may be repeated. Default: none."
+        ),
     ] = field(default_factory=list)
-    bad_words: Annotated[list[str], _of_writing("--bad-word", metavar="TEXT", help="Never write this; may be repeated.")] = (
-        field(default_factory=list)
-    )
+    bad_words: Annotated[
+        list[str],
+        _of_generation("--bad-word", metavar="TEXT", help="Never generate this text; may be repeated. Default: none."),
+    ] = field(default_factory=list)
     bad_word_ids: Annotated[
         list[str],
-        _of_writing(metavar="ID,ID", help="Never write these tokens one after the other; may be repeated."),
+        _of_generation(metavar="ID,ID", help="Never generate these tokens in a row; may be repeated. Default: none."),
     ] = field(default_factory=list)
     no_generation_config: Annotated[
-        bool, _of_writing("--no-generation-config", metavar="", help="Ignore the model's own defaults for sampling.")
+        bool,
+        _of_generation(
+            "--no-generation-config", metavar="", help="Ignore the sampling defaults in the model's generation_config.json."
+        ),
     ] = False
     seed: Annotated[
         int | None,
-        _of_writing(
-            metavar="N", help="The same seed gives the same output, with any method. Default: a new one; --json shows it."
+        _of_generation(
+            metavar="N",
+            help="The same seed gives the same output, with any method. Default: a new seed, which --json shows.",
         ),
     ] = None
     allowed_token_ids: Annotated[
-        list[int], _of_writing("--allowed-token-id", metavar="N", help="Sample only these tokens; may be repeated.")
+        list[int],
+        _of_generation(
+            "--allowed-token-id",
+            metavar="N",
+            help="Generate only tokens given this way; may be repeated. Default: all tokens.",
+        ),
     ] = field(default_factory=list)
-    stop: Annotated[list[str], _of_writing(metavar="TEXT", help="End the output before this string; may be repeated.")] = (
-        field(default_factory=list)
-    )
+    stop: Annotated[
+        list[str], _of_generation(metavar="TEXT", help="End the output before this string; may be repeated. Default: none.")
+    ] = field(default_factory=list)
     stop_token_ids: Annotated[
-        list[int], _of_writing("--stop-token-id", metavar="N", help="End the output before this token; may be repeated.")
+        list[int],
+        _of_generation(
+            "--stop-token-id", metavar="N", help="End the output before this token; may be repeated. Default: none."
+        ),
     ] = field(default_factory=list)
     include_stop_str_in_output: Annotated[
-        bool, _of_writing("--include-stop", metavar="", help="Keep the stop string or token at the end of the output.")
+        bool, _of_generation("--include-stop", metavar="", help="Keep the stop string or token at the end of the output.")
     ] = False
     ignore_eos: Annotated[
-        bool, _of_writing("--ignore-eos", metavar="", help="Continue after the model's end-of-sequence token.")
+        bool, _of_generation("--ignore-eos", metavar="", help="Continue after the model's end-of-sequence token.")
     ] = False
     keep_special_tokens: Annotated[
-        bool, _of_writing("--keep-special-tokens", metavar="", help="Show special tokens in the output.")
+        bool,
+        _of_generation("--keep-special-tokens", metavar="", help="Show special tokens, such as <|im_end|>, in the output."),
     ] = False
     logprobs: Annotated[
         int | None,
-        _of_writing(
-            min=0, max=100, metavar="N", help="With --json: each token's log-probability, and the N likeliest next to it."
+        _of_generation(
+            min=0,
+            max=100,
+            metavar="N",
+            help="With --json: the log-probability of each token and of the N likeliest ones. Default: off.",
         ),
     ] = None
     prompt_logprobs: Annotated[
-        int | None, _of_writing(min=0, max=100, metavar="N", help="With --json: the same for the tokens of the prompt.")
+        int | None,
+        _of_generation(
+            min=0, max=100, metavar="N", help="With --json: the same for the tokens of the prompt. Default: off."
+        ),
     ] = None
     truncate_prompt_tokens: Annotated[
-        int | None, _of_writing(min=1, metavar="N", help="Keep the last N tokens of a prompt.")
+        int | None, _of_generation(min=1, metavar="N", help="Keep only the last N tokens of a prompt. Default: all.")
     ] = None
     sanitize_control_tokens: Annotated[
         bool,
-        _of_writing(
+        _of_generation(
             "--sanitize-control-tokens",
             metavar="",
-            help="Read control tokens in a prompt, such as <|im_end|>, as plain characters.",
+            help="Treat control tokens in a prompt, such as <|im_end|>, as plain text.",
         ),
     ] = False
     chat_template: Annotated[
-        Path | None, _of_writing(metavar="FILE", help="A Jinja chat template in place of the model's.")
+        Path | None, _of_generation(metavar="FILE", help="A file with a Jinja chat template. Default: the model's own.")
     ] = None
     chat_template_kwargs: Annotated[
         str | None,
-        _of_writing(metavar="JSON", help="Variables that the chat template reads, such as '{\"enable_thinking\": false}'."),
+        _of_generation(
+            metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'. Default: none."
+        ),
     ] = None
     no_speculation: Annotated[
-        bool, _of_writing("--no-speculation", metavar="", help="Decode token by token: same output, slower, to compare.")
+        bool,
+        _of_generation("--no-speculation", metavar="", help="Decode token by token. Same output, slower; for comparisons."),
     ] = False
 
     def settings(self, as_json: bool, max_new_tokens: int = 128) -> dict[str, Any]:
@@ -339,7 +397,7 @@ class WritingOptions:
         if self.logit_bias:
             given["logit_bias"] = dict(map(_bias, self.logit_bias))
         if self.bad_word_ids:
-            given["bad_word_ids"] = [_ids(text) for text in self.bad_word_ids]
+            given["bad_word_ids"] = [_ids(one) for one in self.bad_word_ids]
         if self.chat_template is not None:
             given["chat_template"] = _template(self.chat_template)
         if self.chat_template_kwargs is not None:
@@ -383,7 +441,7 @@ def _variables(text: str) -> dict[str, Any]:
 def numbers(text: str, option: str) -> tuple[int, ...]:
     """Parse a list such as `1,16`."""
     try:
-        found = tuple(int(part) for part in text.split(","))
+        found = tuple(int(number) for number in text.split(","))
     except ValueError:
         found = (0,)
     if min(found) < 1:
@@ -395,11 +453,11 @@ _HAVE_OPTIONS = {"slots"} | {one.name for group in (MethodOptions, ModelOptions)
 
 
 def unfold(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn a command that takes groups of options into one with a parameter per option, as typer wants it."""
-    asked = inspect.signature(command, eval_str=True).parameters
-    groups: dict[str, Any] = {name: one.annotation for name, one in asked.items() if is_dataclass(one.annotation)}
+    """Turn a command that takes groups of options into one with a parameter per option, as typer needs it."""
+    arguments = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {name: one.annotation for name, one in arguments.items() if is_dataclass(one.annotation)}
     parameters: list[inspect.Parameter] = []
-    for name, one in asked.items():
+    for name, one in arguments.items():
         parameters += _parameters(groups[name]) if name in groups else [one.replace(kind=one.KEYWORD_ONLY)]
 
     @wraps(command)

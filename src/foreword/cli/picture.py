@@ -1,8 +1,8 @@
-"""One round of a trace as SVG: what was drafted, what of it the model checked and accepted, and the token it chose itself.
+"""Draw one round of a trace as SVG: draft tokens, those that the model checked and accepted, and the token it chose itself.
 
-In: a line of a trace. Out: an SVG file that needs no script, in the light or the dark colours of whoever looks at it.
-Nodes stand from left to right by depth. Leaves are laid below one another, and a node stands at the height of its first
-child. Text is set in a monospaced font, so its width is known without measuring it on a screen.
+In: a line of a trace. Out: an SVG file without scripts, in the light or dark colours of the program that shows it. Nodes are
+placed from left to right by depth. Leaves are placed below one another, and a node at the height of its first child. The
+font is monospaced, so the width of text is known.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, NamedTuple
 
-MARGIN, GAP, DOWN, HIGH = 20, 36, 30, 22  # around the picture; between columns; from row to row; of a box
+MARGIN, GAP, DOWN, HIGH = 20, 36, 30, 22  # px: around the picture; between columns; from row to row; height of a box
 SMALL, NORMAL = 10, 12  # font sizes
 ADVANCE = 0.62  # a monospaced character is at most this wide, as a share of its font size
 LONGEST = 12  # characters of a token that fit into a box
 LEAST_WIDTH = 440
-SPACE = "␣"  # a space at an end of a token would not be seen
+SPACE = "␣"  # makes spaces visible
 LINE = 18  # of the title and of the legend
 
 ROOT, ACCEPTED, CHECKED, UNCHECKED, CHOSEN = "root", "hit", "checked", "unchecked", "chosen"
@@ -31,7 +31,7 @@ LEGEND = {
     UNCHECKED: "drafted, not checked",
 }
 ALIAS_LEGEND = "alias: drafted once, shared"
-PAINTED_FIRST = (UNCHECKED, CHECKED, ROOT, ACCEPTED, CHOSEN)  # what matters most lies on top
+PAINTED_FIRST = (UNCHECKED, CHECKED, ROOT, ACCEPTED, CHOSEN)  # the most important on top
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Picture:
 
     @staticmethod
     def of(line: dict[str, Any]) -> Picture:
-        """Of a line of a trace: the graph that was drafted, or the tree where there is none."""
+        """Make the picture of a line of a trace: the draft graph, or the tree if there is none."""
         rows, accepted = line["nodes"], line["accepted"]
         if "graph" in line:
             found, edges = line["graph"]["nodes"], [Edge(**edge) for edge in line["graph"]["edges"]]
@@ -120,16 +120,14 @@ class Picture:
             taken = list(range(len(edges)))
         kinds = dict.fromkeys(taken, CHECKED) | {taken[row - 1]: ACCEPTED for row in accepted[1:]}
         edges = [replace(edge, kind=kinds.get(number, UNCHECKED)) for number, edge in enumerate(edges)]
-        steps = sorted(
-            kinds, key=lambda step: PAINTED_FIRST.index(kinds[step])
-        )  # of several edges to a node the last counts
+        steps = sorted(kinds, key=lambda step: PAINTED_FIRST.index(kinds[step]))  # the last of several edges to a node wins
         reached = {0: ROOT} | {edges[step].goal: kinds[step] for step in steps}
         nodes = [Node(node["piece"], reached.get(number, UNCHECKED)) for number, node in enumerate(found)]
         last = edges[taken[accepted[-1] - 1]].goal if accepted[-1] else 0
-        return Picture(nodes, edges)._choosing(line, taken, last)
+        return Picture(nodes, edges)._with_chosen(line, taken, last)
 
-    def _choosing(self, line: dict[str, Any], taken: list[int], last: int) -> Picture:
-        """With the model's own token after node `last`. Where the sequence ends with a right candidate, it is that token."""
+    def _with_chosen(self, line: dict[str, Any], taken: list[int], last: int) -> Picture:
+        """Add the model's own token after node `last`. If the sequence ends with a right candidate, that one is marked."""
         chosen, after = line.get("next_token"), line["accepted"][-1]
         for row, node in enumerate(line["nodes"]):
             if row and node["parent"] == after and node["token"] == chosen:
@@ -145,7 +143,7 @@ class Picture:
         cells = self.cells()
         width = max(LEAST_WIDTH, 2 * MARGIN + max(column for column, _ in cells) * (wide + GAP) + wide)
         lines = textwrap.wrap(title, int((width - 2 * MARGIN) / (ADVANCE * NORMAL)))
-        head = [_text(MARGIN, MARGIN + LINE * number, said) for number, said in enumerate(lines)]
+        head = [_text(MARGIN, MARGIN + LINE * number, text) for number, text in enumerate(lines)]
         legend, top = self._legend(width, MARGIN + LINE * len(lines))
         places = [Point(MARGIN + (wide + GAP) * column, top + DOWN * row) for column, row in cells]
         height = max(place.y for place in places) + HIGH + MARGIN
@@ -165,7 +163,7 @@ class Picture:
         )
 
     def cells(self) -> list[tuple[int, int]]:
-        """Column and row of every node. The model's own token comes first after its node, then candidates as drafted."""
+        """Return column and row of every node. The model's own token comes first after its node, then the candidates."""
         children: list[list[int]] = [[] for _ in self.nodes]
         for edge in sorted(self.edges, key=lambda edge: edge.kind != CHOSEN):
             if not edge.alias:
@@ -180,21 +178,21 @@ class Picture:
         return found
 
     def _legend(self, width: int, top: int) -> tuple[str, int]:
-        """What every style means that occurs, in as many lines as it takes, and where the next line would be."""
+        """Return the legend of all styles that occur, in as many lines as needed, and the y of the next line."""
         kinds = {node.kind for node in self.nodes} | {edge.kind for edge in self.edges}
-        entries = [(kind, said) for kind, said in LEGEND.items() if kind in kinds]
+        entries = [(kind, text) for kind, text in LEGEND.items() if kind in kinds]
         entries += [("alias", ALIAS_LEGEND)] if any(edge.alias for edge in self.edges) else []
-        x, y, parts = MARGIN, top, list[str]()
-        for kind, said in entries:
-            room = 30 + round(ADVANCE * SMALL * len(said)) + 14
+        x, y, shapes = MARGIN, top, list[str]()
+        for kind, text in entries:
+            room = 30 + round(ADVANCE * SMALL * len(text)) + 14
             if x > MARGIN and x + room > width - MARGIN:
                 x, y = MARGIN, y + LINE
-            parts.append(_sample(kind, x, y) + _text(x + 30, y + 4, said, "small"))
+            shapes.append(_sample(kind, x, y) + _text(x + 30, y + 4, text, "small"))
             x += room
-        return f'<g class="legend">{"".join(parts)}</g>', y + LINE + 6
+        return f'<g class="legend">{"".join(shapes)}</g>', y + LINE + 6
 
     def _chances(self, places: list[Point], wide: int) -> Iterator[str]:
-        """How likely each candidate was to the drafter, at the right end of its box."""
+        """Yield the probability of each candidate, at the right end of its box."""
         for edge in self.edges:
             if edge.chance is not None and not edge.alias:
                 place, kind = places[edge.goal], self.nodes[edge.goal].kind
@@ -202,7 +200,7 @@ class Picture:
 
 
 def _unrolled(rows: list[dict[str, Any]], tokens: list[int], edges: list[Edge]) -> list[int]:
-    """Which edge every row after the root took. A graph is unrolled for the model, so several rows may take one edge."""
+    """Return the edge of every row after the root. A graph is unrolled for the model, so rows may share an edge."""
     steps = {(edge.start, tokens[edge.goal]): number for number, edge in reversed(list(enumerate(edges)))}
     at, taken = [0], list[int]()
     for row in rows[1:]:
@@ -224,12 +222,12 @@ def _curve(edge: Edge, places: list[Point], wide: int) -> str:
 
 
 def _box(node: Node, place: Point, wide: int) -> str:
-    said = repr(node.piece)[1:-1].replace(" ", SPACE)
+    text = repr(node.piece)[1:-1].replace(" ", SPACE)
     box = (
         f'<rect class="{node.kind}" x="{place.x}" y="{place.y}" width="{wide}" height="{HIGH}" rx="{_round(node.kind)}">'
-        f"<title>{escape(said)}: {LEGEND[node.kind]}</title></rect>"
+        f"<title>{escape(text)}: {LEGEND[node.kind]}</title></rect>"
     )
-    return box + _text(place.x + 6, place.y + 15, _shortened(said), node.kind)
+    return box + _text(place.x + 6, place.y + 15, _shortened(text), node.kind)
 
 
 def _round(kind: str) -> int:
@@ -242,18 +240,18 @@ def _sample(kind: str, x: int, y: int) -> str:
     return f'<rect class="{kind}" x="{x}" y="{y - 6}" width="24" height="12" rx="{min(_round(kind), 6)}"/>'
 
 
-def _text(x: int, y: int, said: str, kind: str = "") -> str:
-    return f'<text class="{kind}" x="{x}" y="{y}">{escape(said)}</text>'
+def _text(x: int, y: int, text: str, kind: str = "") -> str:
+    return f'<text class="{kind}" x="{x}" y="{y}">{escape(text)}</text>'
 
 
-def _shortened(said: str) -> str:
-    """As much as a box holds. East Asian characters and emoji are two places wide."""
-    widths = [2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in said]
+def _shortened(text: str) -> str:
+    """Cut text to the width of a box. East Asian characters and emoji count double."""
+    widths = [2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text]
     if sum(widths) <= LONGEST:
-        return said
+        return text
     held, room = "", LONGEST - 1
-    for character, taken in zip(said, widths, strict=True):
-        room -= taken
+    for character, width in zip(text, widths, strict=True):
+        room -= width
         if room < 0:
             break
         held += character

@@ -1,4 +1,4 @@
-"""`foreword profile`: where the time of a round goes on this machine, as tables, a file or JSON."""
+"""`foreword profile`: measure where the time of a round goes on this machine. Output: tables, a file or JSON."""
 
 from __future__ import annotations
 
@@ -44,20 +44,23 @@ class Shapes(StrEnum):
 
 Candidates = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Rows of a verify pass in those rounds, at most. Default: as many as pay off."),
+    typer.Option(min=1, metavar="N", help="The most rows of a verify pass in those rounds. Default: as many as pay off."),
 ]
-Drawn = Annotated[
+RandomShapes = Annotated[
     Shapes | None,
-    typer.Option(help="Use random weights of these shapes in place of a model. Nothing is fetched; the output is noise."),
+    typer.Option(
+        help="Use random weights of these shapes instead of a model. Nothing is fetched; the output is noise. Default: use "
+        "the model."
+    ),
 ]
 
 
 def profile(
     model: ModelOptions,
-    shapes: Drawn = None,
+    shapes: RandomShapes = None,
     rows: Annotated[str, typer.Option(metavar="N,N", help="Numbers of rows for which a pass is timed.")] = "1,4,16,64",
     contexts: Annotated[
-        str, typer.Option(metavar="N,N", help="Cached tokens before those passes; limited by the model's context.")
+        str, typer.Option(metavar="N,N", help="Numbers of cached tokens before those passes, up to the model's context.")
     ] = "128,512,2048",
     methods: Annotated[
         str, typer.Option(metavar="NAMES", help=f"Methods whose rounds are timed{NAMES_HELP}")
@@ -76,7 +79,8 @@ def profile(
     ] = False,
     remeasure: Remeasure = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write all figures to this JSON file.")
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Write all figures to this JSON file. Default: no file."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -85,9 +89,9 @@ def profile(
     How fast can this machine read memory? How long does one pass take, by rows and context, and which share of the memory
     bandwidth does it reach? How long does a round take, and for how much of it does the device wait for the host? Which
     kernels make up a pass? With --cold: how long until the first token of a new process? docs/performance.md explains the
-    answers. A section that fails is reported, and the others go on; the exit status is then 1.
+    answers. If a section fails, this is reported, the others continue, and the exit status is 1.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes to stderr when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch's profiler writes to stderr
     names = ["plain", *named_methods("all")] if methods == "all" else named_methods(methods)
     sizes, lengths = numbers(rows, "--rows"), numbers(contexts, "--contexts")
     widen = widen or grow
@@ -125,7 +129,7 @@ def _subject(
             yield Subject.of(llm, candidates), widened
         return
     if model.model is not None:
-        raise typer.BadParameter("random weights take the place of a model: leave out --model", param_hint="--shapes")
+        raise typer.BadParameter("random weights replace the model: leave out --model", param_hint="--shapes")
     with waiting(f"making random weights of {shapes} shapes"):
         from foreword.bench.profile import random_subject  # noqa: PLC0415  imports torch
 
@@ -134,13 +138,13 @@ def _subject(
 
 
 def _cold(model: ModelOptions, shapes: Shapes | None, method: str) -> Any:
-    from foreword.bench.cold import cold_start  # noqa: PLC0415  beside the other sections
+    from foreword.bench.cold import cold_start  # noqa: PLC0415  start-up time
 
     return lambda: cold_start(shapes, model.model, method, model.where())
 
 
 def _run(sections: dict[str, Any], found: dict[str, Any], out: Path | None, shown: bool) -> dict[str, Any]:
-    """Run the sections. Each is shown and written before the next begins, which might end the process."""
+    """Run the sections. Each is shown and written before the next starts, which might crash."""
     from foreword.bench.profile import attempt  # noqa: PLC0415  imports torch
 
     for name, section in sections.items():
@@ -173,16 +177,16 @@ def _print(name: str, result: Any) -> None:
             screen().print()
 
 
-def _table(title: str, *heads: str, words: int = 1) -> Table:
-    """Make an empty table. The first `words` columns hold text, the others numbers."""
+def _table(title: str, *heads: str, text_columns: int = 1) -> Table:
+    """Make an empty table. The first `text_columns` columns hold text, the others numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(heads):
-        table.add_column(head, justify="left" if place < words else "right", overflow="fold")
+        table.add_column(head, justify="left" if place < text_columns else "right", overflow="fold")
     return table
 
 
 def _machine(found: dict[str, Any]) -> list[Table]:
-    table = _table("machine", "", "", words=2)
+    table = _table("machine", "", "", text_columns=2)
     for key in ("device", "dtype", "threads", "torch", "model"):
         table.add_row(key, str(found[key]))
     table.add_row("weights", f"{found['weight_bytes'] / 1e6:.1f} MB read by a pass")
@@ -192,7 +196,7 @@ def _machine(found: dict[str, Any]) -> list[Table]:
 
 def _passes(found: list[dict[str, Any]]) -> list[Table]:
     heads = ("context", "rows", "ms", "over one row", "MB", "of peak bandwidth")
-    table = _table("one pass, batch 1", *heads, words=0)
+    table = _table("one pass, batch 1", *heads, text_columns=0)
     for one in found:
         table.add_row(str(one["context"]), str(one["rows"]), *_unless_failed(one, _pass_figures))
     return [table]
@@ -204,9 +208,9 @@ def _pass_figures(one: dict[str, Any]) -> list[str]:
 
 
 def _rounds(found: list[dict[str, Any]]) -> list[Table]:
-    texts, context = (next((one[key] for one in found if key in one), "?") for key in ("texts", "context"))
+    batch, context = (next((one[key] for one in found if key in one), "?") for key in ("texts", "context"))
     heads = ("method", "ms per round", "device ms", "kernels", "host share", "tokens per round", "prompt ms")
-    table = _table(f"a round, batch {texts}, after {context} tokens", *heads)
+    table = _table(f"a round, batch {batch}, after {context} tokens", *heads)
     for one in found:
         table.add_row(one["method"], *_unless_failed(one, _round_figures))
     return [table]
@@ -231,10 +235,12 @@ def _parts(found: list[dict[str, Any]]) -> list[Table]:
         wall = one["wall_ms"]
         for group, figures in one["groups"].items():
             groups.add_row(group, f"{figures['ms']:.3f}", _percent(figures["ms"] / wall), f"{figures['count']:.0f}")
-        unseen = "between kernels, less what overlaps" if one["device"] == "cuda" else "between the products and unseen"
+        unseen = (
+            "between kernels, less what overlaps" if one["device"] == "cuda" else "between the products, and not measured"
+        )
         groups.add_row(unseen, f"{one['unseen_ms']:.3f}", _percent(one["unseen_ms"] / wall))
         groups.add_row("whole pass", f"{wall:.3f}")
-        top = _table(f"the longest, {one['rows']} row(s)", "name", "part", "ms", "count", words=2)
+        top = _table(f"the longest, {one['rows']} row(s)", "name", "part", "ms", "count", text_columns=2)
         for row in one["top"]:
             top.add_row(row["name"][:90], row["group"], f"{row['ms']:.3f}", f"{row['count']:.0f}")
         tables.append(top)
@@ -243,14 +249,14 @@ def _parts(found: list[dict[str, Any]]) -> list[Table]:
 
 def _cold_start(found: dict[str, Any]) -> list[Table]:
     table = _table("cold start", found["method"], "seconds")
-    for key, words in (
+    for key, label in (
         ("python_s", "Python itself"),
         ("imports_s", "imports"),
         ("load_s", "load"),
         ("first_token_s", "first token"),
         ("total_s", "all"),
     ):
-        table.add_row(words, f"{found[key]:.2f}")
+        table.add_row(label, f"{found[key]:.2f}")
     return [table]
 
 

@@ -1,4 +1,4 @@
-"""`foreword prove`: every method against plain decoding, token for token, greedy and sampled, as a table or JSON."""
+"""`foreword prove`: compare every method with plain decoding, token for token. Output: a table, files or JSON."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ PROMPTS = (
     "Repeat after me, ten times, one per line: the quick brown fox.",
 )
 NAMES_HELP = (
-    ", separated by commas, or `all`. NAME=FOLDER is a trained drafter of yours, NAME:KEY=VALUE a method with an option."
+    ", separated by commas, or `all`. NAME=FOLDER uses your trained drafter of a method, NAME:KEY=VALUE sets an option."
 )
 SHOWN = 10  # differences on the screen; all of them are in the files
 
 
-def named_methods(wanted: str) -> list[str]:
+def named_methods(given: str) -> list[str]:
     """Parse method names, separated by commas. `all`: those without weights; `and_shipped` adds the others."""
-    ready = [name for name, method in all_methods().items() if name != "plain" and not method.trained]
-    names = ready if wanted == "all" else split_specs(wanted)
+    untrained = [name for name, method in all_methods().items() if name != "plain" and not method.trained]
+    names = untrained if given == "all" else split_specs(given)
     for name in names:
         called = parse_spec(name).name
         if "=" in name or called == AUTO or find(called).trained:
             from foreword.drafters.resolve import DrafterRequest  # noqa: PLC0415  imports torch
 
-            DrafterRequest.of(name)  # what is wrong with a folder is said before a model is loaded
+            DrafterRequest.of(name)  # checks a folder before the model is loaded
     return names
 
 
-def and_shipped(wanted: str, names: list[str], model: Model) -> list[str]:
+def and_shipped(given: str, names: list[str], model: Model) -> list[str]:
     """For `all`, add the trained methods whose shipped drafters fit this model."""
     from foreword.drafters.auto import shipped_for  # noqa: PLC0415  imports torch
 
-    return [*names, *(shipped_for(model) if wanted == "all" else ())]
+    return [*names, *(shipped_for(model) if given == "all" else ())]
 
 
 def prove(
@@ -78,24 +78,30 @@ def prove(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts to test on. Default: ten built-in prompts.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N prompts. Default: all.")] = None,
     per_group: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="At most N prompts of each category in the file.")
+        int | None, typer.Option(min=1, metavar="N", help="At most N prompts of each category in the file. Default: all.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="New tokens per prompt, at most.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The most new tokens per prompt.")] = 64,
     temperature: Annotated[
         float,
         typer.Option(
-            min=0, metavar="X", help="Temperature of the sampled outputs, tested next to the greedy ones. 0: greedy only."
+            min=0,
+            metavar="X",
+            help="Temperature of the sampled outputs, tested in addition to greedy ones; 0 tests only greedy ones.",
         ),
     ] = 0.8,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampled outputs.")] = 0,
-    rows: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rows of a verify pass, at most.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The most rows of a verify pass. Default: as many as pay off.")
+    ] = None,
     slots: Slots = 4,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", file_okay=False, help="Write proof.json and proof.md here, and update them during the run."
+            metavar="DIR",
+            file_okay=False,
+            help="Write proof.json and proof.md to this folder, and update them during the run. Default: no files.",
         ),
     ] = None,
     json: Json = False,
@@ -104,7 +110,7 @@ def prove(
 
     Every prompt is answered greedily, and once more sampled with a fixed seed. In float32 and float64 all tokens must be
     equal. In a narrower dtype near-ties may fall either way: where outputs diverge, a float64 pass over the same sequence
-    tells a tie from a bug. Exit status 1 if there is a bug.
+    tells a tie from a bug. The exit status is 1 if there is a bug.
     """
     names, asked = named_methods(methods), asked_prompts(prompts, limit, per_group)
     if out is not None:
@@ -114,7 +120,7 @@ def prove(
         from foreword.prove import prove as run  # noqa: PLC0415  imports torch
 
         samplings = [Sampling(seed=seed)] + ([Sampling(temperature=temperature, seed=seed)] if temperature else [])
-        write = None if out is None else (lambda report: report.write(out))  # should the run be cut
+        write = None if out is None else (lambda report: report.write(out))  # in case the run is interrupted
         tested = and_shipped(methods, names, llm.model)
         report = run(llm, tested, asked, samplings, max_new_tokens, rows, progress=show, on_report=write)
     if json:
@@ -131,7 +137,7 @@ def asked_prompts(file: Path | None, limit: int | None, per_group: int | None) -
     from foreword.text.prompts import NO_CATEGORY, Prompt, read_prompts, spread  # noqa: PLC0415  start-up time
 
     if file is None:
-        prompts = [Prompt(str(number), NO_CATEGORY, [text]) for number, text in enumerate(PROMPTS, 1)]
+        prompts = [Prompt(str(number), NO_CATEGORY, [prompt]) for number, prompt in enumerate(PROMPTS, 1)]
     else:
         prompts = read_prompts(file)
     if per_group is not None:
@@ -152,15 +158,15 @@ def _print(report: Report) -> None:
     for head in ("prompts", "identical", "tokens", "ties", "bugs", "tokens/round", "seconds"):
         table.add_column(head, justify="right")
     for name, proof in report.methods.items():
-        for sampling, part in proof.samplings.items():
-            table.add_row(Text(name, "bold"), sampling, *_figures(part))
+        for sampling, pooled in proof.samplings.items():
+            table.add_row(Text(name, "bold"), sampling, *_figures(pooled))
     screen().print(table)
     differences = [(name, one) for name, proof in report.methods.items() for one in proof.differences]
     differences.sort(key=lambda pair: pair[1].verdict)  # bugs before ties
     for name, one in differences[:SHOWN]:
         screen().print(_difference(name, one), soft_wrap=True)
     if len(differences) > SHOWN:
-        screen().print(f"and {len(differences) - SHOWN} more differences: --out DIR keeps them all")
+        screen().print(f"and {len(differences) - SHOWN} more differences: --out DIR writes all of them")
     screen().print(_verdict(report))
 
 
@@ -172,7 +178,7 @@ def _figures(proof: MethodProof) -> list[Text]:
 
 def _difference(name: str, one: Difference) -> Text:
     style = "bold red" if one.verdict == "bug" else "yellow"
-    gap = "" if one.gap is None else f", {one.gap:.2g} apart where the run errs by {one.error:.2g}"
+    gap = "" if one.gap is None else f", {one.gap:.2g} apart, with an error of the run of {one.error:.2g}"
     place = f"{name}, prompt {one.prompt}, {one.sampling}, new token {one.position}"
     return Text.assemble((one.verdict, style), f"  {place}: {one.plain.text!r} against {one.method.text!r}{gap}")
 
@@ -180,5 +186,5 @@ def _difference(name: str, one: Difference) -> Text:
 def _verdict(report: Report) -> Text:
     if report.bugs:
         return Text(f"{report.bugs} bugs: the output is not that of plain decoding", "bold red")
-    ties = f", apart from {report.ties} proven ties" if report.ties else ""
+    ties = f", except for {report.ties} proven ties" if report.ties else ""
     return Text(f"no bugs: every token equals plain decoding's{ties}", "green")

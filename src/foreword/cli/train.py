@@ -53,7 +53,7 @@ Option = Annotated[
         "--method-option",
         metavar="KEY=VALUE",
         rich_help_panel=METHOD,
-        help="An option of the method, such as heads=5, labels=soft or taps=10,20; may be repeated.",
+        help="An option of the method, such as heads=5, labels=soft or taps=10,20; may be repeated. Default: none.",
     ),
 ]
 
@@ -81,7 +81,9 @@ class LearningOptions:
     tokens: Annotated[
         int | None, _of_learning(min=1, metavar="N", help="Train on about N tokens. Default: every sequence once.")
     ] = None
-    steps: Annotated[int | None, _of_learning(min=1, metavar="N", help="Train for N steps, in place of --tokens.")] = None
+    steps: Annotated[
+        int | None, _of_learning(min=1, metavar="N", help="Train for N steps, instead of --tokens. Default: see --tokens.")
+    ] = None
     batch: Annotated[
         int | None,
         _of_learning(
@@ -104,7 +106,7 @@ class LearningOptions:
         _of_learning(min=3, metavar="N", help="Cut sequences to N tokens. Default: 1024, or the model's context."),
     ] = None
     learning_rate: Annotated[
-        float, _of_learning(metavar="X", help="The highest rate; it rises linearly and falls along a cosine.")
+        float, _of_learning(metavar="X", help="The highest learning rate; it is reached linearly and falls along a cosine.")
     ] = 2e-3
     warm_up: Annotated[int, _of_learning(min=0, metavar="N", help="Steps until the highest learning rate.")] = 100
     weight_decay: Annotated[float, _of_learning(min=0, metavar="X", help="Weight decay of AdamW.")] = 0.0
@@ -113,14 +115,14 @@ class LearningOptions:
         float,
         _of_learning(
             metavar="X",
-            help="Draft vocabulary: the most frequent tokens that cover this share of the data; 1 takes all tokens.",
+            help="Draft only the most frequent tokens that cover this share of the data; 1 takes all tokens.",
         ),
     ] = 0.98
     evaluate_every: Annotated[int, _of_measuring(min=1, metavar="N", help="Steps between evaluations.")] = 500
     checkpoint_every: Annotated[
         int, _of_learning(min=1, metavar="N", help="Steps between checkpoints; --resume continues from the last one.")
     ] = 200
-    rows: Annotated[int, _of_measuring(min=2, metavar="N", help="Rows of a verify pass in an evaluation, at most.")] = 64
+    rows: Annotated[int, _of_measuring(min=2, metavar="N", help="The most rows of a verify pass in an evaluation.")] = 64
     new_tokens: Annotated[int, _of_measuring(min=1, metavar="N", help="Tokens per answer in an evaluation.")] = 128
 
     def settings(self) -> TrainingSettings:
@@ -201,7 +203,7 @@ def train(
     out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Write the drafter to this folder.")],
     option: Option = None,
     store: Annotated[
-        Store, typer.Option(help="How weights are stored; int8, with a scale per row, is half as large.")
+        Store, typer.Option(help="The format of the stored weights; int8, with a scale per row, is half as large.")
     ] = Store.bfloat16,
     resume: Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run in --out.")] = False,
     sweep: SweepFlag = False,
@@ -213,7 +215,7 @@ def train(
     evaluation the drafter answers prompts in the real engine. The folder holds the weights with the most tokens per round
     so far. A drafter works only with the model it was trained for.
 
-    Ctrl-C ends the run after the present step; the same command with --resume continues exactly. On several GPUs:
+    Ctrl-C ends the run after the current step; the same command with --resume continues exactly. On several GPUs:
     accelerate launch -m foreword train ... Needs accelerate, which the extra "train" installs.
     """
     settings, own = learning.settings(), MethodOptions(method=method, method_option=option or []).own()

@@ -1,4 +1,4 @@
-"""The command line as a function: `run("generate", "hi")`, a tiny model on disk for it, and a cache folder of its own."""
+"""The command line as a function, `run("generate", "hi")`, with a tiny model on disk and its own cache folder."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ import foreword
 from doubles import fresh
 from foreword.api import load
 from foreword.cli.app import app
-from foreword.cli.console import Lines
+from foreword.cli.console import ProgressLines
 from foreword.text import Prompt
 from foreword.train import Recipe, distill
 
@@ -41,12 +41,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tiny(folder: Path, spoil: bool = False, **changes: Any) -> Path:
-    """A random Llama with a tokenizer; spoilt, every answer is NaN."""
+def save_tiny(folder: Path, broken: bool = False, **changes: Any) -> Path:
+    """Save a random Llama with a tokenizer. If `broken`, every answer is NaN."""
     tokenizer = _tokenizer()
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "max_position_embeddings": 512}
     model = fresh("llama", torch.float32, **sizes | changes)
-    if spoil:
+    if broken:
         with torch.no_grad():
             model.model.norm.weight.fill_(torch.nan)
     model.save_pretrained(folder)
@@ -61,7 +61,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
-    """What the tiny model answers to thirty prompts."""
+    """Training data: the answers of the tiny model to thirty prompts."""
     folder = tmp_path_factory.mktemp("data")
     prompts = [Prompt(f"q{i}", "prompts", [f"the book {i} that comes"]) for i in range(30)]
     with load(tiny_model, "plain", slots=8, max_context=128, device="cpu") as llm:
@@ -71,7 +71,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
 
 @pytest.fixture(scope="session")
 def broken_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny(tmp_path_factory.mktemp("broken"), spoil=True))
+    return str(save_tiny(tmp_path_factory.mktemp("broken"), broken=True))
 
 
 @pytest.fixture(scope="session")
@@ -80,12 +80,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """A machine without GPU or colours and a cache folder of our own; what commands set in the environment is undone."""
+def environment(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Set up a machine without GPU and colours and with its own cache folder, and undo what commands set."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes of their own
-    monkeypatch.setattr(typer.rich_utils, "FORCE_TERMINAL", None)  # typer colours its help wherever CI is spelt out
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for child processes
+    monkeypatch.setattr(typer.rich_utils, "FORCE_TERMINAL", None)  # typer colours its help if CI is set
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FOREWORD_HOME", str(cache))
@@ -93,12 +93,12 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(Lines, "FIRST_S", 3600.0)  # nor does anything take long here, however busy the machine is
+    monkeypatch.setattr(ProgressLines, "FIRST_S", 3600.0)  # no progress lines, however busy the machine is
 
 
 @pytest.fixture
 def run() -> Callable[..., Result]:
-    """Run a command in this process; stdin is a pipe that holds `input`."""
+    """Run a command in this process; stdin is a pipe with `input`."""
     runner = CliRunner()
 
     def invoke(*args: object, input: str | bytes | None = None) -> Result:
@@ -112,7 +112,7 @@ def run() -> Callable[..., Result]:
 
 @pytest.fixture
 def command() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a command in a process of its own."""
+    """Run a command in a separate process."""
     source = str(Path(foreword.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
 

@@ -1,22 +1,24 @@
-"""What all commands share: quick start-up, exit statuses, one line for an error."""
+"""What all commands share: quick start-up, exit codes, one line per error."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 import foreword
-from foreword.cli.app import Commands
+from foreword.cli.app import Commands, app
 from foreword.errors import InputError
 
-COMMANDS = ("generate", "chat", "methods", "doctor", "prove", "distill")
+COMMANDS = ("generate", "chat", "methods", "doctor", "prove", "profile", "distill", "train", "draft-vocabulary", "export")
+COMMANDS += ("draw", "bench")
 
 
-def app_that(raises: BaseException) -> typer.Typer:
+def failing_app(raises: BaseException) -> typer.Typer:
     app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
 
     @app.callback()
@@ -35,12 +37,37 @@ def test_help_lists_every_command(run):
     assert all(f"│ {name} " in shown.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(run, name):
-    shown = run(name, "--help")
+@pytest.mark.parametrize("name", [*COMMANDS, "bench compare", "bench table"])
+def test_every_command_has_help_with_examples(run, name):
+    shown = run(*name.split(), "--help")
     assert shown.exit_code == 0
     assert "Examples" in shown.stdout and shown.stdout.count(" foreword ") >= 2
     assert "\x1b" not in shown.stdout
+
+
+def commands(group: Any, name: str = "") -> dict[str, Any]:
+    found = {name: group}
+    for one, command in getattr(group, "commands", {}).items():
+        found |= commands(command, f"{name} {one}".strip())
+    return found
+
+
+def test_every_option_has_help_and_says_its_default():
+    """A flag is off by default, and typer shows defaults that are not empty; any other option must say its default."""
+    for name, command in commands(typer.main.get_command(app)).items():
+        for option in command.params:
+            if getattr(option, "hidden", False) or option.name in ("help", "install_completion", "show_completion"):
+                continue
+            assert option.help and option.help.endswith("."), (name, option.name)
+            silent = option.default in (None, "", [], ()) and not option.required and option.param_type_name == "option"
+            assert not silent or option.is_flag or "Default" in option.help, (name, option.name)
+
+
+@pytest.mark.parametrize("name", ["bench", "profile"])
+def test_grow_is_a_hidden_alias_of_widen(run, name):
+    shown = run(name, "--help").stdout
+    assert "--widen" in shown and "--grow" not in shown
+    assert any("--grow" in option.opts for option in commands(typer.main.get_command(app))[name].params)
 
 
 def test_version(run):
@@ -48,7 +75,7 @@ def test_version(run):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["methods"], ["methods", "--json"], ["generate", "--help"]])
-def test_no_torch_where_no_model_is_loaded(arguments):
+def test_torch_is_not_imported_without_a_model(arguments):
     script = (
         "import sys\nfrom foreword.cli import main\n"
         "try:\n    main()\nexcept SystemExit as left:\n    assert not left.code\n"
@@ -61,7 +88,7 @@ def test_no_torch_where_no_model_is_loaded(arguments):
     assert ran.returncode == 0, ran.stderr
 
 
-def test_public_names_are_there_and_nothing_is_invented():
+def test_public_names_exist_and_no_others():
     assert sorted(foreword.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)) == (foreword.__all__)
     assert all(getattr(foreword, name).__name__ == name for name in foreword.__all__)
     assert set(foreword.__all__) <= set(dir(foreword))
@@ -70,29 +97,29 @@ def test_public_names_are_there_and_nothing_is_invented():
 
 
 def test_an_error_is_one_line_and_status_2():
-    result = CliRunner().invoke(app_that(InputError("the first half,\n\n  and the second")), ["fail"])
+    result = CliRunner().invoke(failing_app(InputError("the first half,\n\n  and the second")), ["fail"])
     assert result.exit_code == 2
     assert result.stderr == "error: the first half, and the second\n"
     assert result.stdout == ""
 
 
-def test_markup_in_an_error_is_shown_as_it_is():
-    result = CliRunner().invoke(app_that(InputError("no [bold] here: [/x]")), ["fail"])
+def test_markup_in_an_error_is_not_interpreted():
+    result = CliRunner().invoke(failing_app(InputError("no [bold] here: [/x]")), ["fail"])
     assert result.stderr == "error: no [bold] here: [/x]\n"
 
 
 def test_ctrl_c_is_status_130_without_traceback():
-    result = CliRunner().invoke(app_that(KeyboardInterrupt()), ["fail"])
+    result = CliRunner().invoke(failing_app(KeyboardInterrupt()), ["fail"])
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")
 
 
 def test_a_bug_keeps_its_traceback():
-    result = CliRunner().invoke(app_that(ZeroDivisionError("a bug")), ["fail"])
+    result = CliRunner().invoke(failing_app(ZeroDivisionError("a bug")), ["fail"])
     assert isinstance(result.exception, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["generate", "hi", "--metod", "plain"], "--method"),
         (["gnerate"], "generate"),
@@ -100,10 +127,10 @@ def test_a_bug_keeps_its_traceback():
         ([], "Usage"),
     ],
 )
-def test_usage_errors_are_status_2(run, arguments, said):
+def test_usage_errors_are_status_2(run, arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
-    assert said in result.stderr + result.stdout
+    assert message in result.stderr + result.stdout
 
 
 def test_a_closed_pipe_ends_quietly(command, tiny_model):

@@ -1,4 +1,4 @@
-"""The command around the benchmark: batches, grown models, trained drafters, and what is refused beforehand."""
+"""The bench command: batches, widened models, trained drafters, resuming, and what is refused at the start."""
 
 import json
 import math
@@ -41,8 +41,8 @@ def medusa(tiny_model: str, tmp_path: Path) -> Path:
     return tmp_path / "medusa"
 
 
-def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questions, medusa, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures_module, "NOISE", math.inf)  # whatever else this machine does, everybody has a speed-up
+def test_batches_of_a_widened_model_with_a_trained_drafter(run, tiny_model, questions, medusa, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures_module, "NOISE", math.inf)  # so that noise of this machine refuses no speed-up
     out = tmp_path / "out"
     arguments = ("--methods", f"prompt_lookup,medusa={medusa}", "--batch", "1,2", "--widen", 2, "--out", out)
     result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *arguments)
@@ -50,8 +50,8 @@ def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questi
     assert "by batch" in result.stdout and "pay" in result.stdout and "grown r=2" in result.stdout
     found = json.loads((out / "results.json").read_text())
     assert found["about"]["model"].endswith("grown r=2")
-    grown = found["about"]["grown"]
-    assert (grown["times"], grown["prompts"], grown["identical"] + (grown["ties"] > 0) >= 4) == (2, 4, True)
+    widened = found["about"]["grown"]
+    assert (widened["times"], widened["prompts"], widened["identical"] + (widened["ties"] > 0) >= 4) == (2, 4, True)
     assert list(found["batches"]) == ["1", "2"] and found["tables"]
     costs = found["costs"]
     assert len(costs["rows"]) == len(costs["seconds"]) > 1 and costs["rows"][0] == costs["texts"] == 1
@@ -59,18 +59,18 @@ def test_batches_of_a_grown_model_with_a_trained_drafter(run, tiny_model, questi
         assert [row["contender"] for row in table] == ["plain", "prompt_lookup", f"medusa={medusa}"]
         assert all(row["prompts"] == 6 for row in table)
     assert set(found["stops_paying"]) == {"prompt_lookup", f"medusa={medusa}"}
-    text = (out / "report.md").read_text()
-    assert "grown r=2" in text and "grown r=2" in text and "## over plain by batch" in text
+    report = (out / "report.md").read_text()
+    assert "grown r=2" in report and "## over plain by batch" in report
 
 
-def test_one_text_at_a_time_as_json(run, tiny_model, questions):
+def test_batch_1_as_json(run, tiny_model, questions):
     result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", "--json")
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and list(found["batches"]) == ["1"] and "grown" not in found["about"]
     assert found["repeats"] == 2 and found["about"]["resumed"] == 0
 
 
-def test_methods_sets_temperatures_and_others_in_one_run(run, tiny_model, questions, medusa, tmp_path):
+def test_methods_suites_temperatures_and_baselines_in_one_run(run, tiny_model, questions, medusa, tmp_path):
     talk = tmp_path / "talk.jsonl"
     talk.write_text('{"question_id": 81, "category": "writing", "turns": ["words", "more words"]}')
     out, sets = tmp_path / "out", ("--prompts", questions, "--prompts", f"talks={talk}")
@@ -81,18 +81,18 @@ def test_methods_sets_temperatures_and_others_in_one_run(run, tiny_model, questi
     names = ["plain", "prompt_lookup", f"medusa={medusa}"]
     rows = found["tables"]["overall"]
     assert [row["contender"] for row in rows] == [*names, "hf", "hf_lookup"]
-    assert [row["prompts"] for row in rows] == [8] * 5  # the talk has two turns
+    assert [row["prompts"] for row in rows] == [8] * 5  # one prompt has two turns
     assert all(row["identical"] + row["ties"] == 8 and row["speedup"] for row in rows)
     assert list(found["tables"]) == ["overall", "questions", "talks", "questions: prompts", "talks: mt_bench"]
-    drawn = found["temperatures"]["0.7"]["tables"]["overall"]
-    assert [row["contender"] for row in drawn] == names and all(row["identical"] == 8 for row in drawn)
+    sampled = found["temperatures"]["0.7"]["tables"]["overall"]
+    assert [row["contender"] for row in sampled] == names and all(row["identical"] == 8 for row in sampled)
     assert {row["suite"] for row in found["timings"]} == {"questions", "talks"}
     assert set(found["spec_bench"]) == {row["contender"] for row in rows}
     assert {file.name for file in out.iterdir()} == {"results.json", "report.md", "report.html", "answers"}
     assert "overall, T=0.7" in result.stdout
 
 
-def test_a_failed_prompt_is_told(run, tiny_model, tmp_path):
+def test_a_failed_prompt_is_reported(run, tiny_model, tmp_path):
     file = tmp_path / "questions.txt"
     file.write_text("hello\n" + "long " * 400)
     asked = ("--prompts", file, "--methods", "prompt_lookup", *SMALL)
@@ -101,7 +101,7 @@ def test_a_failed_prompt_is_told(run, tiny_model, tmp_path):
     assert result.stdout.count("PromptError: the prompt has") == 2 and "1 of 1, 1 failed" in result.stdout
 
 
-def test_a_prompt_that_cannot_be_read_fails_alone(run, tiny_model, tmp_path):
+def test_a_prompt_that_is_too_long_fails_alone(run, tiny_model, tmp_path):
     file = tmp_path / "questions.jsonl"
     long = "long " * 400
     rows = [{"prompt": "hello"}, {"prompt": long}, {"turns": ["hello", long]}]
@@ -116,9 +116,9 @@ def test_a_prompt_that_cannot_be_read_fails_alone(run, tiny_model, tmp_path):
     assert found["tables"]["overall"][0]["prompts"] == 2
 
 
-def test_who_is_timed_apart_is_not_in_all_and_may_be_named(run, tiny_model, questions, monkeypatch):
+def test_a_method_that_needs_its_own_run_is_not_in_all_but_can_be_named(run, tiny_model, questions, monkeypatch):
     monkeypatch.setattr(
-        bench_command, "and_shipped", lambda wanted, names, _: [*names, *(["gsd", "amusd"] if wanted == "all" else [])]
+        bench_command, "and_shipped", lambda given, names, _: [*names, *(["gsd", "amusd"] if given == "all" else [])]
     )
     monkeypatch.setattr(contenders_module, "needs_own_run", lambda names, *_: [name for name in names if name == "amusd"])
     monkeypatch.setattr(
@@ -134,7 +134,7 @@ def test_who_is_timed_apart_is_not_in_all_and_may_be_named(run, tiny_model, ques
     assert found["apart"] == [] and "amusd" in found["warm_up_failed"]
 
 
-def test_what_cannot_be_made_for_more_texts_fails_there_alone(run, tiny_model, questions, monkeypatch):
+def test_a_contender_that_fails_at_a_larger_batch_fails_only_there(run, tiny_model, questions, monkeypatch):
     right = bench_room.contender
 
     def small(llm: Any, name: str, context: int, slots: int, *more: Any, **options: Any) -> Any:
@@ -145,14 +145,14 @@ def test_what_cannot_be_made_for_more_texts_fails_there_alone(run, tiny_model, q
     monkeypatch.setattr(bench_room, "contender", small)
     asked = ("bench", "--model", tiny_model, "--prompts", questions, "--methods", "prompt_lookup", *SMALL, "--json")
     found = json.loads(run(*asked, "--batch", "1,2").stdout)
-    (_, alone), (plain, together) = found["batches"].values()
-    assert alone["speedup"] and plain["speedup"] and together["refused"] == "no answers"
+    (_, one), (plain, two) = found["batches"].values()
+    assert one["speedup"] and plain["speedup"] and two["refused"] == "no answers"
     assert {one["why"] for one in found["failures"]} == {"RuntimeError: no memory"}
     with pytest.raises(RuntimeError, match="no memory"):
         run(*asked, "--batch", "2")
 
 
-def test_differences_that_find_no_memory_to_be_judged_in(run, tiny_model, questions, monkeypatch):
+def test_differences_that_cannot_be_judged_for_lack_of_memory(run, tiny_model, questions, monkeypatch):
     right = baselines_module.up_to_stop
     monkeypatch.setattr(baselines_module, "up_to_stop", lambda tokens, *more: right([9, *tokens[1:]], *more))
 
@@ -165,7 +165,7 @@ def test_differences_that_find_no_memory_to_be_judged_in(run, tiny_model, questi
     assert row["speedup"] is None and row["refused"].endswith("whether at ties: no memory left")
 
 
-def test_passes_are_measured_where_somebody_will_see_it(run, tiny_model, questions, monkeypatch):
+def test_the_roofline_is_measured_only_for_json_or_files(run, tiny_model, questions, monkeypatch):
     measured = []
     monkeypatch.setattr(roofline_module, "roofline", lambda *_: measured.append("passes") or {})
     asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", "--limit", 1)
@@ -173,40 +173,40 @@ def test_passes_are_measured_where_somebody_will_see_it(run, tiny_model, questio
     assert run(*asked, "--json").exit_code == 0 and measured == ["passes"]
 
 
-def test_a_temperature_is_told_wherever_it_stands(run, tiny_model, questions):
+def test_every_table_names_its_temperature(run, tiny_model, questions):
     asked = ("--prompts", questions, *SMALL, "--methods", "plain", "--temperature", "0.7,0", "--limit", 1, "--repeats", 1)
     shown = run("bench", "--model", tiny_model, *asked).stdout
     assert shown.index("overall, T=0.7") < shown.index("overall, T=0 ")
 
 
-def test_a_run_that_was_cut_goes_on(run, tiny_model, questions, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes(run, tiny_model, questions, tmp_path, monkeypatch):
     out = tmp_path / "out"
     asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "prompt_lookup", "--out", out)
-    add, told = Journal.add, []
+    add, added = Journal.add, []
 
-    def cut(journal: Journal, block_run: Any) -> None:
+    def interrupt(journal: Journal, block_run: Any) -> None:
         add(journal, block_run)
-        told.append(block_run.place)
-        if len(told) == 5:
+        added.append(block_run.place)
+        if len(added) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Journal, "add", cut)
-    assert run(*asked).exit_code == 130 and len(told) == 5
+    monkeypatch.setattr(Journal, "add", interrupt)
+    assert run(*asked).exit_code == 130 and len(added) == 5
     assert [file.name for file in out.iterdir()] == ["unfinished.jsonl"]
     began = json.loads((out / "unfinished.jsonl").read_text().splitlines()[0])["costs"]
     refused = run(*asked, "--repeats", 1)
     assert refused.exit_code == 2 and "another repeats" in refused.output
     refused = run(*asked, "--no-fused-layers", "--max-context", 128)
     assert refused.exit_code == 2 and "another max_context, another compile or graph" in refused.output
-    assert run(*asked).exit_code == 0 and len(told) == len(set(told)) == 12
+    assert run(*asked).exit_code == 0 and len(added) == len(set(added)) == 12
     found = json.loads((out / "results.json").read_text())
     assert found["about"]["resumed"] == 5 and len(found["timings"]) == 24 and not (out / "unfinished.jsonl").exists()
     assert found["costs"] == began
 
 
 @pytest.mark.parametrize("command", [("bench", "--json", *SMALL), ("profile", "--quick")], ids=str)
-def test_what_a_busy_machine_showed_is_measured_again(run, command, tiny_model, tmp_path, monkeypatch):
-    """Unless rows are given, and nobody asks. Others at work here are not those that the test is about."""
+def test_costs_of_a_busy_machine_are_measured_again(run, command, tiny_model, tmp_path, monkeypatch):
+    """Unless rows are given, because then no costs are needed. Real load on this machine must not matter here."""
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(cost, "SLOWER", math.inf)
     monkeypatch.setattr(cost, "MAX_READ_TIMES", math.inf)
@@ -223,7 +223,7 @@ def test_what_a_busy_machine_showed_is_measured_again(run, command, tiny_model, 
     assert run(name, *more).exit_code == 0 and len(measured) == 3
 
 
-def test_a_busy_machine_is_told_before_and_in_the_report(run, tiny_model, questions, monkeypatch):
+def test_a_busy_machine_gives_a_warning_and_a_line_in_the_report(run, tiny_model, questions, monkeypatch):
     asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", "--limit", 1, "--json")
     monkeypatch.setattr(busy_module, "others_at_work", lambda: 0.73)
     result = run(*asked)
@@ -236,21 +236,21 @@ def test_a_busy_machine_is_told_before_and_in_the_report(run, tiny_model, questi
 
 
 def test_progress_is_shown_in_a_pipe(run, tiny_model, questions, monkeypatch):
-    """Of warming up too, before there is an answer."""
-    told = []
+    """Also of the warm-up, before there is an answer."""
+    lines = []
 
-    class Watched(console_module.Lines):
-        def tell(self, what: str, done: int, total: int) -> None:
-            super().tell(what, done, total)
-            told.append(self._words)
+    class Recorded(console_module.ProgressLines):
+        def update(self, what: str, done: int, total: int) -> None:
+            super().update(what, done, total)
+            lines.append(self._line)
 
-    monkeypatch.setattr(console_module, "Lines", Watched)
+    monkeypatch.setattr(console_module, "ProgressLines", Recorded)
     asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "prompt_lookup", "--limit", 2)
     assert run(*asked, "--rows", 4).exit_code == 0
-    assert told[0] == "answers, 0 of 4: warming up plain" and told[-1] == "answers, 4 of 4: batch 1, run 2 of 2"
+    assert lines[0] == "answers, 0 of 4: warming up plain" and lines[-1] == "answers, 4 of 4: batch 1, run 2 of 2"
 
 
-def test_another_text_gets_no_speedup(run, tiny_model, questions, monkeypatch):
+def test_another_output_gets_no_speedup(run, tiny_model, questions, monkeypatch):
     right = baselines_module.up_to_stop
     monkeypatch.setattr(baselines_module, "up_to_stop", lambda tokens, *more: right([9, *tokens[1:]], *more))
     asked = ("--prompts", questions, *SMALL, "--methods", "plain", "--baselines", "hf", "--limit", 2)
@@ -260,7 +260,7 @@ def test_another_text_gets_no_speedup(run, tiny_model, questions, monkeypatch):
 
 
 def test_near_ties_are_counted_and_refuse_nothing(run, tiny_model, tmp_path):
-    """In half precision, transformers rounds otherwise than we do, and on these prompts it turns some choices."""
+    """In half precision, transformers rounds differently, and on these prompts this changes some tokens."""
     file = tmp_path / "questions.txt"
     file.write_text("\n".join(f"the words that come before {i} and the book {i * 7}" for i in range(12)))
     asked = ("--prompts", file, *SMALL, "--max-new-tokens", 64, "--methods", "plain", "--baselines", "hf", "--repeats", 1)
@@ -278,7 +278,7 @@ def test_a_quick_look(run, tiny_model):
     assert found["tables"]["overall"][0]["prompts"] + found["tables"]["overall"][0]["failed"] == 7
 
 
-def test_a_grown_model_with_another_text_is_not_timed(run, tiny_model, questions, monkeypatch):
+def test_a_widened_model_with_another_output_is_not_timed(run, tiny_model, questions, monkeypatch):
     right = widening_module.widen_model
 
     def wrong(hf: Any, times: int) -> Any:
@@ -287,12 +287,13 @@ def test_a_grown_model_with_another_text_is_not_timed(run, tiny_model, questions
         return wide
 
     monkeypatch.setattr(widening_module, "widen_model", wrong)
-    grown = ("--methods", "plain", "--widen", 2, "--limit", 1)  # every token of a wrong text goes before the referee
-    result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *grown)
-    assert result.exit_code == 2 and "positions that are no ties" in result.output and "tokens/s" not in result.output
+    options = ("--methods", "plain", "--widen", 2, "--limit", 1)  # the referee judges every token of a wrong output
+    result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, *options)
+    assert result.exit_code == 2 and "positions that are not ties" in result.output and "tokens/s" not in result.output
 
 
-def test_a_grown_model_is_profiled(run, tiny_model):
+def test_a_widened_model_is_profiled(run, tiny_model):
+    """Under the old name of the flag."""
     small = ("--threads", 1, "--rows", "1,4", "--contexts", "16", "--context", 24, "--tokens", 16, "--quick")
     result = run("profile", "--model", tiny_model, *small, "--grow", 2, "--json", "--methods", "plain", "--device", "cpu")
     found = json.loads(result.stdout)
@@ -301,7 +302,7 @@ def test_a_grown_model_is_profiled(run, tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("bench", "--batch", "1,x"), "whole numbers"),
         (("bench", "--batch", "0"), "whole numbers"),
@@ -320,13 +321,13 @@ def test_a_grown_model_is_profiled(run, tiny_model):
         (("profile", "--widen", "2", "--cold"), "leave out --shapes"),
     ],
 )
-def test_what_cannot_be_timed_is_refused_first(run, arguments, words):
+def test_invalid_arguments_are_refused_first(run, arguments, message):
     result = run(*arguments)
-    assert result.exit_code == 2 and words in result.output
+    assert result.exit_code == 2 and message in result.output
 
 
 @pytest.mark.parametrize(
-    "text",
+    "content",
     [
         '{"tables": 5}',
         '{"tables": {"overall": [5]}, "batches": {}, "timings": [5]}',
@@ -334,16 +335,16 @@ def test_what_cannot_be_timed_is_refused_first(run, arguments, words):
         '{"tables": {"overall": [{"contender": "plain"}]}, "base": "plain", "temperature": "warm"}',
     ],
 )
-def test_results_that_are_none(run, tmp_path, text):
+def test_malformed_results_are_refused(run, tmp_path, content):
     page = tmp_path / "page.md"
     page.write_text("<!-- foreword bench table . -->\n\n| a |\n")
-    (tmp_path / "results.json").write_text(text)
+    (tmp_path / "results.json").write_text(content)
     for asked in (("compare", tmp_path, tmp_path), ("table", tmp_path), ("table", "--into", page)):
         result = run("bench", *asked)
         assert result.exit_code == 2 and "foreword bench" in result.stderr and result.exception.__class__ is SystemExit
 
 
-def test_costs_of_an_unfinished_run_that_are_none(run, tiny_model, questions, tmp_path, monkeypatch):
+def test_malformed_costs_of_an_unfinished_run_are_refused(run, tiny_model, questions, tmp_path, monkeypatch):
     asked = ("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "prompt_lookup", "--out", tmp_path)
     monkeypatch.setattr(Journal, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     run(*asked)
@@ -355,7 +356,7 @@ def test_costs_of_an_unfinished_run_that_are_none(run, tiny_model, questions, tm
         assert result.exit_code == 2 and "unfinished.jsonl is not what" in result.stderr.replace("\n", " ")
 
 
-def test_what_cannot_grow(run, tiny_model, questions):
-    for given, words in ((("--widen", 3), "power of two"), (("--batch", "8"), "cannot fill a batch of 8")):
+def test_invalid_widths_and_batches(run, tiny_model, questions):
+    for given, message in ((("--widen", 3), "power of two"), (("--batch", "8"), "cannot fill a batch of 8")):
         result = run("bench", "--model", tiny_model, "--prompts", questions, *SMALL, "--methods", "plain", *given)
-        assert result.exit_code == 2 and words in result.output
+        assert result.exit_code == 2 and message in result.output

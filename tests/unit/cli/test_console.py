@@ -1,4 +1,4 @@
-"""Answers on stdout, the rest on stderr, and neither disturbs the other."""
+"""Answers go to stdout and the rest to stderr, and neither disturbs the other."""
 
 import re
 import time
@@ -7,14 +7,14 @@ import warnings
 import pytest
 
 import foreword
-from foreword.cli.app import _hush
-from foreword.cli.console import Lines, bar, figures, note, screen, waiting
+from foreword.cli.app import _silence_libraries
+from foreword.cli.console import ProgressLines, bar, figures, note, screen, waiting
 from foreword.errors import ForewordWarning
 
 
 @pytest.fixture
 def as_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both streams count as terminals."""
+    """Treat both streams as terminals."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
 
@@ -37,13 +37,13 @@ def test_no_bar_in_a_pipe(capsys):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Everything takes long."""
-    monkeypatch.setattr(Lines, "FIRST_S", 0.01)
-    monkeypatch.setattr(Lines, "EVERY_S", 0.01)
+    """Print progress lines almost at once."""
+    monkeypatch.setattr(ProgressLines, "FIRST_S", 0.01)
+    monkeypatch.setattr(ProgressLines, "EVERY_S", 0.01)
 
 
-def said(capsys) -> str:
-    """What stderr has once something is there; the writer has a thread of its own."""
+def next_stderr(capsys) -> str:
+    """Return stderr once it has something; a thread prints the lines."""
     for _ in range(500):
         if shown := capsys.readouterr().err:
             return shown
@@ -55,24 +55,24 @@ def test_in_a_pipe_progress_is_a_line_now_and_then(impatient, capsys):
     with bar("answers") as show:
         show("run 1 of 2", 3, 60)
         capsys.readouterr()
-        line = said(capsys).splitlines()[0]
+        line = next_stderr(capsys).splitlines()[0]
     assert re.fullmatch(r"answers, 3 of 60: run 1 of 2 \(\d+ s\)", line)
     with waiting("measuring"):
-        assert re.match(r"measuring \(\d+ s\)\n", said(capsys))
+        assert re.match(r"measuring \(\d+ s\)\n", next_stderr(capsys))
     capsys.readouterr()
     time.sleep(0.05)
-    assert capsys.readouterr().err == "", "what has ended says nothing more"
+    assert capsys.readouterr().err == "", "nothing is printed after the end"
 
 
-def test_a_step_that_takes_long_is_told_of_while_it_lasts(impatient, capsys):
-    """Nobody calls anything meanwhile."""
-    with bar("learning"):
-        assert said(capsys).startswith("learning (")
+def test_a_single_long_step_is_shown(impatient, capsys):
+    """No update is called meanwhile."""
+    with bar("training"):
+        assert next_stderr(capsys).startswith("training (")
 
 
-def test_no_lines_where_nobody_asks(impatient, capsys):
-    with bar("learning", shown=False) as show, waiting("loading", only_here=True):
-        show("learning", 1, 2)
+def test_hidden_progress_prints_no_lines(impatient, capsys):
+    with bar("training", shown=False) as show, waiting("loading", terminal_only=True):
+        show("training", 1, 2)
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
 
@@ -99,7 +99,7 @@ def test_nothing_is_folded_in_a_pipe(capsys):
 
 def test_only_our_own_warnings_are_shown(capsys):
     with warnings.catch_warnings():
-        _hush()
+        _silence_libraries()
         warnings.warn("from elsewhere", UserWarning, stacklevel=1)
         warnings.warn("the cache is small", ForewordWarning, stacklevel=1)
     assert capsys.readouterr().err == "warning: the cache is small\n"

@@ -1,4 +1,4 @@
-"""`foreword distill`: a file in, a folder out, a line about it; the same command goes on."""
+"""`foreword distill`: a prompt file becomes a folder, with a summary line; the same command resumes."""
 
 import json
 import lzma
@@ -56,21 +56,21 @@ def test_json_and_nothing_left_to_do(run, asked):
     assert "nothing was left to do" in run(*asked).stdout
 
 
-def test_several_answers_under_a_seed(run, asked, tmp_path):
-    drawn = ("--temperature", 0.9, "--top-p", 0.9, "--answers", 3, "--limit", 1, "--seed", 4)
-    found = json.loads(run(*asked, *drawn, "--json").stdout)
+def test_several_answers_with_a_seed(run, asked, tmp_path):
+    sampled = ("--temperature", 0.9, "--top-p", 0.9, "--answers", 3, "--limit", 1, "--seed", 4)
+    found = json.loads(run(*asked, *sampled, "--json").stdout)
     assert found["talks"] == 3 and found["answers"] == 6
     shards = Shards.open(tmp_path / "data")
     assert len({tuple(shards[i][0].tolist()) for i in range(len(shards))}) == len(shards) >= 3
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--max-new-tokens", "7"], "max_new_tokens was 6, is 7"),
         (["--temperature", "0.5"], "temperature was 0.0, is 0.5"),
         (["--limit", "1"], "prompts was 4"),
-        (["--answers", "2"], "would all be the same"),
+        (["--answers", "2"], "would all be equal"),
         (["--drop-loops", "1"], "drop_loops is 1.0"),
         (["--prompts", "none.txt"], "none.txt"),
         (["--max-new-tokens", "300"], "leaves no room for a prompt"),
@@ -78,15 +78,15 @@ def test_several_answers_under_a_seed(run, asked, tmp_path):
         (["--tokens", "0"], "--tokens"),
     ],
 )
-def test_what_cannot_be_gone_on_with(run, asked, arguments, said):
-    if "was" in said:
+def test_invalid_or_changed_settings(run, asked, arguments, message):
+    if "was" in message:
         assert run(*asked).exit_code == 0
     shown = run(*asked, *arguments)
     assert shown.exit_code == 2
-    assert said in " ".join(shown.stderr.split())
+    assert message in " ".join(shown.stderr.split())
 
 
-def test_nothing_but_rows_that_cannot_be_used(run, asked, prompts):
+def test_only_unusable_rows(run, asked, prompts):
     prompts.write_bytes(lzma.compress(b'{"prompt": " "}\n{"nothing": 1}\nno json\n'))
     shown = run(*asked)
     assert shown.exit_code == 2

@@ -1,4 +1,4 @@
-"""Findings on a sound machine and on faulty ones; the model is tiny, the self-test is real."""
+"""Findings on a sound machine and on faulty ones, with a tiny model and the real self-test."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from foreword.cli import checks
 from foreword.cli.options import ModelOptions
 from foreword.hub.checksums import write_checksums
 from foreword.model import cost
-from foreword.model.cost import CostCurve, Tries
+from foreword.model.cost import CostCurve, PassTimings
 
 
 def found(result) -> dict[str, dict[str, str]]:
@@ -34,15 +34,15 @@ def test_a_sound_machine(run, tiny_model, cache):
     for method in checks.TRIED:
         assert said[f"self-test {method}"].startswith("same 64 tokens as plain")
     assert "1 row" in said["row costs"] and said["auto"].startswith("takes ")
-    assert said["model's files"] == "no checksums were kept of them" and "left out" not in said
+    assert said["model's files"] == "there are no checksums of them" and "left out" not in said
 
 
-def test_the_usual_checks_measure_nothing(run, tiny_model, tmp_path, monkeypatch):
-    """A text by plain decoding and two by methods, with rows given; what is left out is said."""
+def test_the_default_checks_measure_nothing(run, tiny_model, tmp_path, monkeypatch):
+    """They run plain decoding and two methods with a fixed number of rows, and say what they leave out."""
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     for name in ("measure", "measure_draft"):
         monkeypatch.setattr(cost, name, lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(checks, "fitting", lambda *_: pytest.fail("tried what ships"))
+    monkeypatch.setattr(checks, "shipped_for", lambda *_: pytest.fail("tried what ships"))
     monkeypatch.setattr(checks, "verify_model", lambda *_: pytest.fail("read every byte"))
     result = run("doctor", "--model", tiny_model, "--threads", 1, "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["full"] is False
@@ -52,9 +52,9 @@ def test_the_usual_checks_measure_nothing(run, tiny_model, tmp_path, monkeypatch
     assert said["row costs"].startswith("not measured yet") and "--full" in said["left out"]
 
 
-def test_the_usual_checks_show_what_is_known(run, tiny_model, tmp_path, monkeypatch):
+def test_the_default_checks_show_stored_costs(run, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
-    shown = [Tries((1, 16, 64), [[0.001] * 3, [0.002] * 3, [0.004] * 3], waited="a thread waited")]
+    shown = [PassTimings((1, 16, 64), [[0.001] * 3, [0.002] * 3, [0.004] * 3], waited="a thread waited")]
     monkeypatch.setattr(cost, "measure", lambda model: shown.pop())
     run("generate", "hi", "--model", tiny_model, "--threads", 1, "--method", "token_recycling", "--max-new-tokens", 1)
     check = found(run("doctor", "--model", tiny_model, "--threads", 1, "--json"))["row costs"]
@@ -62,17 +62,17 @@ def test_the_usual_checks_show_what_is_known(run, tiny_model, tmp_path, monkeypa
     assert "--remeasure" in check["do"]
 
 
-def test_the_doctor_measures_anew(run, tiny_model, tmp_path, monkeypatch):
+def test_remeasure_measures_again(run, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(cost, "read_speed", lambda device: 1.0)
-    shown = [Tries((1, 4, 16, 64), [[0.001 * times] * 3 for times in (1, 1, more, 4)]) for more in (1, 2, 3)]
+    shown = [PassTimings((1, 4, 16, 64), [[0.001 * times] * 3 for times in (1, 1, more, 4)]) for more in (1, 2, 3)]
     monkeypatch.setattr(cost, "measure", lambda model: shown.pop(0))
     asked = ("doctor", "--model", tiny_model, "--threads", 1, "--json")
     for more, costs in ((("--full",), "x1.0"), (("--full",), "x1.0"), (("--remeasure",), "x2.0"), (("--full",), "x2.0")):
         assert costs in found(run(*asked, *more))["row costs"]["said"].split("16 rows")[1]
 
 
-def test_a_busy_machine_is_told(run, tmp_path, monkeypatch):
+def test_a_busy_machine_gives_a_warning(run, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     monkeypatch.setattr(checks, "others_at_work", lambda: 0.73)
     check = found(run("doctor", "--json"))["other programs"]
@@ -81,9 +81,9 @@ def test_a_busy_machine_is_told(run, tmp_path, monkeypatch):
     assert found(run("doctor", "--json"))["other programs"]["status"] == "ok"
 
 
-def test_more_than_tokens_per_round_is_noise_and_never_ok(tiny_model):
+def test_a_speed_up_above_tokens_per_round_is_noise(tiny_model):
     with foreword.load(tiny_model, "plain") as llm:
-        plain = checks._write(llm)
+        plain = checks._generate(llm)
 
     def timed(seconds: float) -> list:
         return [replace(one, stats=replace(one.stats, decode_s=seconds)) for one in plain]
@@ -93,11 +93,11 @@ def test_more_than_tokens_per_round_is_noise_and_never_ok(tiny_model):
     assert checks._compare("plain", timed(1.02), timed(1.0), "float32").status == "ok"
 
 
-def test_files_that_changed_are_a_fault(run, tiny_model, tmp_path, monkeypatch):
+def test_changed_files_are_a_fault(run, tiny_model, tmp_path, monkeypatch):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     write_checksums(folder)
     asked = ("doctor", "--full", "--model", folder, "--threads", 1, "--json")
-    assert found(run(*asked))["model's files"]["said"] == "every byte is as it was written"
+    assert found(run(*asked))["model's files"]["said"] == "they match their checksums"
     config = folder / "generation_config.json"
     config.write_text(config.read_text().replace("\n", " "))
     result = run(*asked)
@@ -121,7 +121,7 @@ def test_too_many_threads(run, tmp_path, monkeypatch):
     assert check["status"] == "warn" and check["do"].endswith(f"--threads {cores}")
 
 
-def test_without_the_model_nothing_is_fetched_and_the_self_test_is_skipped(run, tmp_path, monkeypatch):
+def test_without_the_model_the_self_test_is_skipped(run, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     result = run("doctor", "--json")
     assert result.exit_code == 0
@@ -145,9 +145,9 @@ def test_faults_are_findings_and_status_1(run, tmp_path, monkeypatch, broken_mod
     assert found(run("doctor", "--json"))["cache folder"]["status"] == "fail"
 
 
-def test_a_text_that_differs_is_a_fault_where_it_must_be_equal(tiny_model):
+def test_another_output_is_a_fault_in_float32(tiny_model):
     with foreword.load(tiny_model, "plain") as llm:
-        plain, other = checks._write(llm), [llm.generate("something else", max_new_tokens=4)] * 2
+        plain, other = checks._generate(llm), [llm.generate("something else", max_new_tokens=4)] * 2
     assert checks._compare("plain", plain, other, "float32").status == "fail"
     assert checks._compare("plain", plain, other, "bfloat16").status == "warn"
     assert checks._compare("plain", plain, plain, "float32").status == "ok"

@@ -1,4 +1,4 @@
-"""--drafter and NAME=FOLDER on every command that writes, the listing, and the doctor's words on the choice."""
+"""--drafter and NAME=FOLDER on every command that generates, the listing of methods, and the choice of `auto`."""
 
 import json
 from collections.abc import Callable
@@ -26,8 +26,8 @@ def test_generate(run: Any, tiny_model: str, clover: Path) -> None:
 
 def test_chat(run: Any, tiny_model: str, clover: Path) -> None:
     asked = ("chat", "--model", tiny_model, "--drafter", clover, "--max-new-tokens", 4, "--json")
-    said = [json.loads(line) for line in run(*asked, input="hello\nagain\n").stdout.splitlines()]
-    assert [one["method"] for one in said] == ["clover", "clover"]
+    turns = [json.loads(line) for line in run(*asked, input="hello\nagain\n").stdout.splitlines()]
+    assert [one["method"] for one in turns] == ["clover", "clover"]
 
 
 def test_prove(run: Any, tiny_model: str, clover: Path) -> None:
@@ -46,7 +46,7 @@ def test_bench_and_profile(run: Any, tiny_model: str, clover: Path) -> None:
     assert rounds["method"] == name and rounds["tokens_per_round"] >= 1
 
 
-def test_all_has_what_ships_for_the_model(
+def test_all_includes_shipped_drafters_of_the_model(
     run: Any, tiny_model: str, clover: Path, ship: Callable[[Path], Path], keep_drafter: Any, folders: Any, tmp_path: Path
 ) -> None:
     ship(clover)
@@ -56,7 +56,7 @@ def test_all_has_what_ships_for_the_model(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("generate", "hi", "--drafter", "none/here"), "the folder none/here is missing"),
         (("generate", "hi", "--drafter", "none", "--method", "plain"), "plain has no weights"),
@@ -67,25 +67,25 @@ def test_all_has_what_ships_for_the_model(
         (("profile", "--methods", "plain=x"), "plain has no weights"),
     ],
 )
-def test_what_is_refused_in_one_line_and_before_loading(
-    run: Any, arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_errors_are_one_line_and_come_before_loading(
+    run: Any, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))  # where there is no model
     monkeypatch.setattr("foreword.drafters.shipped.WEIGHTS", tmp_path)
     result = run(*arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert said in line
+    assert message in line
 
 
 # The listing, and the choice ---------------------------------------------------------------------------------------------
 
 
-def test_the_listing_says_what_ships(run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str) -> None:
+def test_the_listing_shows_shipped_drafters(run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str) -> None:
     ship(clover)
     lines = {line.split()[0]: line for line in run("methods").stdout.splitlines()}
     assert f"ships for {Path(tiny_model).name}" in lines["clover"]
-    assert "to be trained" in lines["medusa"] and "not needed" in lines["plain"]
+    assert "must be trained" in lines["medusa"] and "not needed" in lines["plain"]
     listed = json.loads(run("methods", "--json").stdout)
     assert {name: one["ships_for"] for name, one in listed["methods"].items()} == dict.fromkeys(METHODS) | {
         "clover": Path(tiny_model).name
@@ -96,14 +96,14 @@ def test_the_listing_says_what_ships(run: Any, clover: Path, ship: Callable[[Pat
 def test_the_listing_measures(run: Any, clover: Path, ship: Callable[[Path], Path], tiny_model: str) -> None:
     ship(clover)
     asked = ("methods", "--measure", "--model", tiny_model, "--threads", 1)
-    told = json.loads(run(*asked, "--json").stdout)
-    found = told["expected"]
-    assert told["auto"] in {one["method"] for one in found}
+    listed = json.loads(run(*asked, "--json").stdout)
+    found = listed["expected"]
+    assert listed["auto"] in {one["method"] for one in found}
     assert {one["method"] for one in found} == {"plain", "prompt_lookup", "token_recycling", "clover"}
     speeds = [one["speedup"] for one in found]
     assert speeds == sorted(speeds, reverse=True)
     shown = run(*asked).stdout
-    assert "over plain" in shown and "record.json" in shown and f"auto takes {told['auto']}" in shown
+    assert "over plain" in shown and "record.json" in shown and f"auto picks {listed['auto']}" in shown
 
 
 def test_the_doctor_says_what_auto_takes_and_why(
@@ -112,13 +112,11 @@ def test_the_doctor_says_what_auto_takes_and_why(
     ship(clover)
     result = run("doctor", "--full", "--model", tiny_model, "--threads", 1, "--json")
     said = {check["check"]: check["said"] for check in json.loads(result.stdout)["checks"]}
-    assert said["drafters"].startswith(f"shipped: clover (for {Path(tiny_model).name}); to be trained: medusa")
+    assert said["drafters"].startswith(f"shipped: clover (for {Path(tiny_model).name}); must be trained: medusa")
     assert said["self-test clover"].startswith("same 64 tokens as plain")
     assert "tokens/round, a round costs" in said["expected clover"]
     assert said["expected plain"].endswith("1.00x its speed")
-    speeds = {
-        name: float(words.split(": ")[1].split("x")[0]) for name, words in said.items() if name.startswith("expected ")
-    }
+    speeds = {name: float(one.split(": ")[1].split("x")[0]) for name, one in said.items() if name.startswith("expected ")}
     fastest = said["auto"].split()[1]
     assert speeds[f"expected {fastest}"] == max(speeds.values())
 
@@ -133,7 +131,7 @@ def test_a_damaged_shipped_drafter_is_a_finding(
 
 
 @pytest.mark.parametrize(("before", "now"), [("--no-compile", "--no-fused-layers"), ("--no-graph", "--no-cuda-graphs")])
-def test_flags_of_before_do_the_same_and_say_so(run: Any, tiny_model: str, before: str, now: str) -> None:
+def test_old_flags_work_with_a_warning(run: Any, tiny_model: str, before: str, now: str) -> None:
     asked = ("generate", "hello", "--model", tiny_model, "--method", "plain", "--max-new-tokens", 4, "--json")
     new, old = run(*asked, now), run(*asked, before)
     assert json.loads(new.stdout)["tokens"] == json.loads(old.stdout)["tokens"]
@@ -142,6 +140,6 @@ def test_flags_of_before_do_the_same_and_say_so(run: Any, tiny_model: str, befor
     assert now in shown and before not in shown
 
 
-def test_a_folder_is_a_method_and_a_plain_word_is_not(run: Any, tiny_model: str, clover: Path) -> None:
+def test_a_folder_can_be_given_as_the_method(run: Any, tiny_model: str, clover: Path) -> None:
     asked = ("generate", "hello", "--model", tiny_model, "--max-new-tokens", 4, "--json")
     assert json.loads(run(*asked, "--method", clover, "--rows", 4).stdout)["method"] == "clover"

@@ -1,4 +1,4 @@
-"""`foreword export`: a folder in, a folder out, two lines about it."""
+"""`foreword export`: a drafter folder becomes a model folder, with two lines of summary."""
 
 import json
 
@@ -17,5 +17,5 @@ def test_a_drafter_becomes_a_model(run, tiny_model, keep_drafter, tmp_path):
 
 def test_json(run, tiny_model, keep_drafter, tmp_path):
     drafter, out = keep_drafter("draft_model", tiny_model, tmp_path / "drafter"), tmp_path / "small"
-    told = json.loads(run("export", drafter, "--model", tiny_model, "--out", out, "--json").stdout)
-    assert (told["out"], told["layers"], told["dtype"]) == (str(out), 2, "bfloat16") and told["bytes"] > 0
+    done = json.loads(run("export", drafter, "--model", tiny_model, "--out", out, "--json").stdout)
+    assert (done["out"], done["layers"], done["dtype"]) == (str(out), 2, "bfloat16") and done["bytes"] > 0

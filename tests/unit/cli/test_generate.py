@@ -1,4 +1,4 @@
-"""Prompts in by every door, text and JSON out, and a clear line for whatever cannot be used."""
+"""Prompts from arguments, pipes and files, output as text and JSON, and a clear line for invalid input."""
 
 import json
 import shutil
@@ -97,25 +97,27 @@ def test_every_other_option_reaches_the_library(run, llm, tiny_model, tmp_path):
 
 @pytest.fixture
 def sampling_model(tiny_model, tmp_path):
-    """The same model, with defaults of its own."""
+    """The same model, with its own sampling defaults."""
     folder = shutil.copytree(tiny_model, tmp_path / "sampling")
-    said = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps(said | {"do_sample": True, "temperature": 0.6, "top_p": 0.9}))
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(
+        json.dumps(config | {"do_sample": True, "temperature": 0.6, "top_p": 0.9})
+    )
     return folder
 
 
-def test_the_model_s_own_defaults_count_unless_they_are_switched_off(run, sampling_model):
+def test_sampling_defaults_of_the_model_apply_unless_switched_off(run, sampling_model):
     ask = ("generate", "hello", "--model", sampling_model, "--json", "--seed", 1, *SHORT)
-    own, greedy, said = (json.loads(run(*ask, *more).stdout) for more in ([], ["--no-generation-config"], ["--top-p", 1]))
+    own, greedy, given = (json.loads(run(*ask, *more).stdout) for more in ([], ["--no-generation-config"], ["--top-p", 1]))
     assert (own["sampling"]["temperature"], own["sampling"]["top_p"]) == (0.6, 0.9)
-    assert own["model_defaults"] == ["temperature", "top_p"] and said["model_defaults"] == ["temperature"]
+    assert own["model_defaults"] == ["temperature", "top_p"] and given["model_defaults"] == ["temperature"]
     assert greedy["sampling"]["temperature"] == 0 and "model_defaults" not in greedy
-    assert said["sampling"]["top_p"] == 1 and said["sampling"]["temperature"] == 0.6
+    assert given["sampling"]["top_p"] == 1 and given["sampling"]["temperature"] == 0.6
     chat = run("chat", "--model", sampling_model, "--json", "--seed", 1, "--max-new-tokens", 3, input="hello\n")
     assert json.loads(chat.stdout)["model_defaults"] == ["temperature", "top_p"]
 
 
-def test_without_speculation_the_text_is_the_same(run, tiny_model):
+def test_without_speculation_the_output_is_the_same(run, tiny_model):
     fast = run("generate", "hello", "--model", tiny_model, *SHORT, "--json")
     slow = run("generate", "hello", "--model", tiny_model, *SHORT, "--json", "--no-speculation")
     assert json.loads(fast.stdout)["tokens"] == json.loads(slow.stdout)["tokens"]
@@ -146,16 +148,16 @@ def test_a_file_gives_json_lines_in_order(run, llm, tiny_model, prompts):
     assert [line["tokens"] for line in lines] == [result.tokens for result in own]
 
 
-def test_a_file_gives_texts_with_a_blank_line_between(run, llm, tiny_model, prompts):
+def test_a_file_gives_answers_with_a_blank_line_between(run, llm, tiny_model, prompts):
     shown = run("generate", "--prompts", prompts, "--limit", 2, "--model", tiny_model, *SHORT)
     own = llm.generate(asked(prompts)[:2], max_new_tokens=8, ignore_eos=True)
     assert shown.stdout == "".join(f"{result.text}\n\n" for result in own)
 
 
-def test_samples_differ_and_can_be_drawn_again(run, llm, tiny_model):
-    drawn = ("--n", 3, "--temperature", 1, "--seed", 2, "--json")
+def test_samples_differ_and_can_be_repeated(run, llm, tiny_model):
+    sampled = ("--n", 3, "--temperature", 1, "--seed", 2, "--json")
     lines = [
-        json.loads(line) for line in run("generate", "hello", "--model", tiny_model, *drawn, *SHORT).stdout.splitlines()
+        json.loads(line) for line in run("generate", "hello", "--model", tiny_model, *sampled, *SHORT).stdout.splitlines()
     ]
     assert [line["sample"] for line in lines] == [0, 1, 2]
     assert len({line["text"] for line in lines}) == 3
@@ -171,17 +173,17 @@ def test_one_prompt_of_a_file_still_has_its_id(run, tiny_model, prompts):
 # What cannot be used ------------------------------------------------------------------------------------------------------
 
 
-def refused(result, *said: str) -> None:
-    """Status 2, nothing on stdout, and a message that holds the words, however the terminal folds it."""
+def refused(result, *fragments: str) -> None:
+    """Check for status 2, nothing on stdout, and a message with these fragments, however it is wrapped."""
     assert result.exit_code == 2
     assert result.stdout == ""
     message = " ".join(result.stderr.replace("│", " ").split())
-    for words in said:
-        assert words in message
+    for fragment in fragments:
+        assert fragment in message
 
 
-def one_line(result, *said: str) -> None:
-    refused(result, *said)
+def one_line(result, *fragments: str) -> None:
+    refused(result, *fragments)
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
@@ -198,13 +200,13 @@ def test_a_prompt_longer_than_the_context(run, tiny_model):
     one_line(run("generate", "word " * 50, "--model", tiny_model, "--max-context", 32), "the context holds 32")
 
 
-def test_a_long_prompt_in_a_file_is_refused_before_anything_is_written(run, tiny_model, tmp_path):
+def test_a_long_prompt_in_a_file_is_refused_before_anything_is_generated(run, tiny_model, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("short\n" + "word " * 50 + "\n")
     one_line(run("generate", "--prompts", file, "--model", tiny_model, "--max-context", 32), "the context holds 32")
 
 
-def test_an_unknown_method_names_the_nearest(run):
+def test_an_unknown_method_suggests_a_similar_name(run):
     one_line(run("generate", "hi", "--method", "token_recylcing"), "did you mean 'token_recycling'?")
 
 
@@ -250,7 +252,7 @@ def test_numbers_out_of_range(run, option, value):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--top-p", 0), "top_p is 0.0"),
         (("--repetition-penalty", 0), "repetition_penalty is 0.0"),
@@ -261,8 +263,8 @@ def test_numbers_out_of_range(run, option, value):
         (("--max-context", 100_000), "max_context is 100000"),
     ],
 )
-def test_values_that_the_library_refuses(run, tiny_model, options, said):
-    one_line(run("generate", "hi", "--model", tiny_model, *options), said)
+def test_values_that_the_library_refuses(run, tiny_model, options, message):
+    one_line(run("generate", "hi", "--model", tiny_model, *options), message)
 
 
 def test_nan_logits(run, broken_model):
@@ -271,11 +273,11 @@ def test_nan_logits(run, broken_model):
 
 
 def test_a_cache_folder_that_cannot_be_written(run, tiny_model, tmp_path, monkeypatch):
-    """The default model has to be put there; a model of the user's own is written with all the same."""
+    """The default model must be stored there; a model of the user works without it."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "file" / "home"))
     one_line(run("generate", "hi"), "FOREWORD_HOME")
-    monkeypatch.setattr(PassTimings, "steady", True)  # whatever else the machine does now, the costs are to be kept
+    monkeypatch.setattr(PassTimings, "steady", True)  # so that the costs are stored, however busy the machine is
     shown = run("generate", "hi", "--model", tiny_model, *SHORT)
     assert shown.exit_code == 0 and shown.stdout
     (line,) = shown.stderr.splitlines()
@@ -283,7 +285,7 @@ def test_a_cache_folder_that_cannot_be_written(run, tiny_model, tmp_path, monkey
 
 
 @pytest.mark.parametrize(("name", "given"), [("generate", ("hi",)), ("chat", ())])
-def test_costs_are_measured_anew_where_that_is_asked_for(name, given, run, tiny_model, tmp_path, monkeypatch):
+def test_remeasure_measures_costs_again(name, given, run, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
     measured, measure = [], cost.measure
     monkeypatch.setattr(cost, "measure", lambda model: measured.append(model) or measure(model))
@@ -307,7 +309,7 @@ def test_standard_input_that_is_not_text(run, tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["hi", "--prompts", "file"], "not both"),
         (["hi", "--limit", "3"], "--prompts FILE"),
@@ -316,5 +318,5 @@ def test_standard_input_that_is_not_text(run, tiny_model):
         (["hi", "--method-option", "rows=3"], "--rows"),
     ],
 )
-def test_options_that_do_not_go_together(run, arguments, said):
-    refused(run("generate", *arguments), said)
+def test_options_that_exclude_each_other(run, arguments, message):
+    refused(run("generate", *arguments), message)

@@ -1,4 +1,4 @@
-"""Arguments that nobody means: every command answers them with a line and status 2, never with a traceback."""
+"""Absurd arguments: every command answers with a line and status 2, never with a traceback."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ def asked(tmp_path: Path) -> Path:
     return file
 
 
-def refused(result: Any, words: str) -> None:
+def refused(result: Any, message: str) -> None:
     assert isinstance(result.exception, SystemExit) and result.exit_code == 2, result.exception
-    assert words in " ".join(result.stderr.split()) and "Traceback" not in result.output
+    assert message in " ".join(result.stderr.split()) and "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("--threads", HUGE), "threads is 99999999999999999999"),
         (("--n", HUGE), "ask for a whole number of samples"),
@@ -36,13 +36,13 @@ def refused(result: Any, words: str) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_generate(run: Any, tiny_model: str, arguments: tuple[str, str], words: str) -> None:
+def test_generate(run: Any, tiny_model: str, arguments: tuple[str, str], message: str) -> None:
     prompt = () if "--prompts" in arguments else ("hello",)
-    refused(run("generate", *prompt, "--model", tiny_model, "--max-new-tokens", 2, *arguments), words)
+    refused(run("generate", *prompt, "--model", tiny_model, "--max-new-tokens", 2, *arguments), message)
 
 
 @pytest.mark.parametrize("model", [LONG, "~nobody-at-all/x", "/dev/null", "a\0b"], ids=lambda model: repr(model[:20]))
-def test_models_that_are_none(run: Any, model: str) -> None:
+def test_invalid_models(run: Any, model: str) -> None:
     refused(run("generate", "hello", "--model", model, "--method", "plain"), "folder")
 
 
@@ -60,15 +60,15 @@ def test_a_seed_beyond_all_generators(run: Any, tiny_model: str, asked: Path, tm
         refused(trained, "seed is")
 
 
-def test_files_that_have_no_end(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_files(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foreword.cli.draw.LONGEST_LINE", 1000)
     monkeypatch.setattr("foreword.text.prompts.LONGEST_LINE", 1000)
     monkeypatch.setattr("foreword.files.LARGEST", 1000)
-    refused(run("draw", "/dev/zero"), "/dev/zero is no trace")
+    refused(run("draw", "/dev/zero"), "/dev/zero is not a trace")
     refused(run("bench", "compare", "/dev/zero", "/dev/zero"), "/dev/zero holds no results")
-    refused(run("bench", "table", "--into", "/dev/zero"), "/dev/zero is no page")
+    refused(run("bench", "table", "--into", "/dev/zero"), "/dev/zero is not a regular file")
     refused(run("generate", "--prompts", "/dev/zero"), "cannot read the prompt file /dev/zero")
 
 
-def test_a_folder_that_no_disk_takes(run: Any, tiny_model: str) -> None:
+def test_a_folder_name_that_is_too_long(run: Any, tiny_model: str) -> None:
     refused(run("export", "--out", LONG, "--model", tiny_model), "name a new or an empty folder")

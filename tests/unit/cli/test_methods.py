@@ -1,4 +1,4 @@
-"""The listing says what the table and the methods themselves say."""
+"""The listing agrees with the table of methods and with the methods themselves."""
 
 import json
 
@@ -8,7 +8,7 @@ from foreword.methods import METHODS
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_table_names_the_paper_that_the_method_names(name):
+def test_the_table_and_the_method_name_the_same_paper(name):
     assert METHODS[name].paper == METHODS[name].load().paper != ""
 
 
@@ -16,7 +16,7 @@ def test_table(run):
     shown = run("methods")
     assert shown.exit_code == 0
     lines = shown.stdout.splitlines()
-    assert len(lines) == 1 + len(METHODS)  # one line each: a pipe is not folded
+    assert len(lines) == 1 + len(METHODS)  # one line each: output to a pipe is not folded
     for line, (name, method) in zip(lines[1:], METHODS.items(), strict=True):
         assert line.split()[0] == name
         assert method.summary in line and method.paper in line

@@ -1,4 +1,4 @@
-"""Options mean what the library means, and reach it unchanged."""
+"""Options have the meaning and defaults of the library, and reach it unchanged."""
 
 import inspect
 from dataclasses import fields
@@ -10,13 +10,13 @@ import typer
 from typer.testing import CliRunner
 
 from foreword.api import DEFAULT_METHOD
-from foreword.cli.options import MethodOptions, WritingOptions, unfold
+from foreword.cli.options import GenerationOptions, MethodOptions, unfold
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 
 
 def test_defaults_are_those_of_the_library():
-    settings = WritingOptions().settings(as_json=False)
+    settings = GenerationOptions().settings(as_json=False)
     for kind in (Sampling, Request):
         own = {one.name: one.default for one in fields(kind)}
         shared = own.keys() & settings.keys()
@@ -25,34 +25,34 @@ def test_defaults_are_those_of_the_library():
 
 
 def test_every_setting_of_the_library_has_an_option():
-    asked = {one.name for one in fields(WritingOptions)} | {*WritingOptions().settings(as_json=False)}
+    asked = {one.name for one in fields(GenerationOptions)} | {*GenerationOptions().settings(as_json=False)}
     asked |= {"stream", "prompt", "reuse", "cache_salt", "model_defaults"}
     assert {one.name for kind in (Sampling, Request) for one in fields(kind)} - {"sampling"} <= asked
 
 
-def test_what_is_not_given_is_left_to_the_model():
-    """Its defaults count where nothing is said; 0 and 1 are something."""
-    silent = WritingOptions().settings(as_json=False)
-    said = WritingOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+def test_options_that_are_not_given_are_left_to_the_model():
+    """Its defaults apply if an option is not given; 0 and 1 count as given."""
+    silent = GenerationOptions().settings(as_json=False)
+    given = GenerationOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     names = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-    assert not names & silent.keys() and names <= said.settings(as_json=False).keys()
+    assert not names & silent.keys() and names <= given.settings(as_json=False).keys()
 
 
 def test_a_chat_template_comes_from_a_file_and_its_variables_as_json(tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }}", encoding="utf-8")
-    options = WritingOptions(chat_template=file, chat_template_kwargs='{"enable_thinking": false}')
+    options = GenerationOptions(chat_template=file, chat_template_kwargs='{"enable_thinking": false}')
     settings = options.settings(as_json=False)
     assert settings["chat_template"] == "{{ messages }}"
     assert settings["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_biases_and_bad_words_are_read():
-    options = WritingOptions(logit_bias=["5=-3.5", "7=2"], bad_words=["a b"], bad_word_ids=["4,5"], presence_penalty=0.5)
+def test_biases_and_bad_words_are_parsed():
+    options = GenerationOptions(logit_bias=["5=-3.5", "7=2"], bad_words=["a b"], bad_word_ids=["4,5"], presence_penalty=0.5)
     settings = options.settings(as_json=False)
     assert settings["logit_bias"] == {5: -3.5, 7: 2.0} and settings["bad_word_ids"] == [[4, 5]]
     assert settings["bad_words"] == ["a b"] and settings["presence_penalty"] == 0.5
-    assert not {"logit_bias", "bad_words", "frequency_penalty"} & WritingOptions().settings(as_json=False).keys()
+    assert not {"logit_bias", "bad_words", "frequency_penalty"} & GenerationOptions().settings(as_json=False).keys()
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_biases_and_bad_words_are_read():
         ({"bad_word_ids": ["5,x"]}, "'5,x' is not ID,ID"),
     ],
 )
-def test_options_that_cannot_be_used(options, named):
+def test_invalid_options(options, named):
     with pytest.raises(typer.BadParameter, match=named):
-        WritingOptions(**options).settings(as_json=False)
+        GenerationOptions(**options).settings(as_json=False)
 
 
 @pytest.mark.parametrize(
@@ -86,31 +86,31 @@ def test_options_that_cannot_be_used(options, named):
         ("", ""),
     ],
 )
-def test_method_options_are_numbers_tuples_or_words(text, value):
+def test_method_options_are_numbers_tuples_or_strings(text, value):
     assert MethodOptions(method_option=[f"key={text}"]).own() == {"key": value}
 
 
 @pytest.mark.parametrize("text", ["table", "=3", "two words=1", "rows=3", "slots=2", "device=cpu"])
-def test_method_options_that_are_none(text):
+def test_invalid_method_options(text):
     with pytest.raises(typer.BadParameter):
         MethodOptions(method_option=[text]).own()
 
 
-def test_unfold_gives_typer_the_fields_and_the_command_the_group():
-    heard = []
+def test_unfold_gives_fields_to_typer_and_the_group_to_the_command():
+    calls = []
     app = typer.Typer()
 
     @app.command()
     @unfold
     def command(name: str, method: MethodOptions, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
-        heard.append((name, method, loud))
+        calls.append((name, method, loud))
 
     result = CliRunner().invoke(app, ["Ada", "--rows", "3", "--method-option", "a=1", "--method-option", "b=2", "--loud"])
     assert result.exit_code == 0, result.output
-    assert heard == [("Ada", MethodOptions(rows=3, method_option=["a=1", "b=2"]), True)]
+    assert calls == [("Ada", MethodOptions(rows=3, method_option=["a=1", "b=2"]), True)]
 
 
-def test_unfold_leaves_a_command_without_groups_alone():
+def test_unfold_does_not_change_a_command_without_groups():
     def command(name: str = "x") -> None: ...
 
     assert list(inspect.signature(unfold(command)).parameters) == ["name"]

@@ -1,4 +1,4 @@
-"""The command around the sections: what a person sees, what a file holds, and what is refused."""
+"""The profile command: its tables, its file, and what it refuses."""
 
 import json
 from typing import Any
@@ -20,8 +20,8 @@ def test_tables_and_a_file(run, tiny_model, tmp_path):
     out = tmp_path / "deep" / "profile.json"
     result = run("profile", "--model", tiny_model, *SMALL, "--cold", "--out", out)
     assert result.exit_code == 0, result.output
-    for words in ("peak bandwidth", "over one row", "tokens per round", "where a pass goes, 64 row(s)", "first token"):
-        assert words in result.stdout
+    for fragment in ("peak bandwidth", "over one row", "tokens per round", "where a pass goes, 64 row(s)", "first token"):
+        assert fragment in result.stdout
     content = json.loads(out.read_text())
     assert list(content["sections"]) == ["machine", "passes", "rounds", "parts", "cold start"]
     assert content["about"]["settings"]["rows"] == [1, 4] and content["about"]["model"] == tiny_model
@@ -31,7 +31,7 @@ def test_tables_and_a_file(run, tiny_model, tmp_path):
     assert cold["total_s"] == pytest.approx(steps) and 0 < cold["load_s"] < cold["total_s"]
 
 
-def test_json_of_two_texts_and_one_method(run, tiny_model):
+def test_json_of_batch_2_and_one_method(run, tiny_model):
     result = run("profile", "--model", tiny_model, *SMALL, "--json", "--batch", 2, "--methods", "prompt_lookup")
     (found,) = json.loads(result.stdout)["sections"]["rounds"]
     assert (found["method"], found["texts"]) == ("prompt_lookup", 2)
@@ -45,7 +45,7 @@ def test_random_weights_need_no_model(run, monkeypatch):
     assert result.exit_code == 0 and content["about"]["model"] == "random weights of 135m shapes"
 
 
-def test_a_section_that_fails_is_told_and_the_others_are_kept(run, tiny_model, monkeypatch, tmp_path):
+def test_a_section_that_fails_is_reported_and_the_others_are_kept(run, tiny_model, monkeypatch, tmp_path):
     def broken(self: Any) -> None:
         raise RuntimeError("the clock stopped")
 
@@ -61,7 +61,7 @@ def test_a_section_that_fails_is_told_and_the_others_are_kept(run, tiny_model, m
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("--rows", "1,x"), "whole numbers"),
         (("--contexts", "0"), "whole numbers"),
@@ -70,9 +70,9 @@ def test_a_section_that_fails_is_told_and_the_others_are_kept(run, tiny_model, m
         (("--shapes", "135m", "--model", "some"), "leave out --model"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused_first(run, arguments, words):
+def test_invalid_arguments_are_refused_first(run, arguments, message):
     result = run("profile", *arguments)
-    assert result.exit_code == 2 and words in result.output
+    assert result.exit_code == 2 and message in result.output
 
 
 def test_a_file_that_cannot_be_written(run, tiny_model, tmp_path):

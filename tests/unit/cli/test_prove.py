@@ -1,4 +1,4 @@
-"""The proof from the command line: the table, the JSON, the files and the exit status."""
+"""`foreword prove`: its table, JSON, files and exit status."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def test_prompts_of_a_file_by_group(run, tiny_model, tmp_path):
 
 
 class Wrong(Plain):
-    """Has the target go on from a token that nobody wrote: it does what no drafter may, and writes to the state."""
+    """A faulty drafter: it writes to the state, so the target continues from a token that it did not choose."""
 
     def propose(self, state) -> Draft:
         state.roots[state.slots] = 7
@@ -61,11 +61,11 @@ def test_a_bug_is_status_1_and_named(run, tiny_model, monkeypatch):
     assert shown.stdout.splitlines()[-1].endswith("the output is not that of plain decoding")
 
 
-def test_a_run_that_is_cut_leaves_what_it_knows(run, tiny_model, tmp_path, monkeypatch):
-    def cut(*_: object) -> None:
+def test_an_interrupted_run_leaves_its_results_so_far(run, tiny_model, tmp_path, monkeypatch):
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("foreword.prove.proof._judged", cut)
+    monkeypatch.setattr("foreword.prove.proof._judge", interrupt)
     shown = run("prove", "--model", tiny_model, "--methods", "prompt_lookup", "--out", tmp_path, *QUICK)
     assert shown.exit_code != 0
     left = json.loads((tmp_path / "proof.json").read_text())
@@ -78,7 +78,7 @@ def test_the_built_in_prompts_are_ten_different_ones():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--methods", "token_recycling,medusae"], "no method is called 'medusae'"),
         (["--methods", ""], "no method is called ''"),
@@ -88,13 +88,13 @@ def test_the_built_in_prompts_are_ten_different_ones():
         (["--per-group", "0"], "--per-group"),
     ],
 )
-def test_what_cannot_be_used(run, arguments, said):
+def test_invalid_arguments(run, arguments, message):
     result = run("prove", *arguments)
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert message in result.stderr
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_the_proof(run, tmp_path):
+def test_a_folder_that_cannot_be_created_is_refused_first(run, tmp_path):
     (tmp_path / "file").write_text("")
     result = run("prove", "--out", tmp_path / "file" / "proof")
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""The commands as a person meets them: in a pseudo-terminal, with colour, a prompt and Ctrl-C."""
+"""The commands as a person sees them: in a pseudo-terminal, with colour, a prompt and Ctrl-C."""
 
 import os
 import pty
@@ -25,7 +25,7 @@ class Terminal:
         os.write(self.handle, keys)
 
     def wait_for(self, text: str, seconds: float = 60) -> str:
-        """What was shown up to and with `text`; it is not looked at again."""
+        """Return and consume the output up to and including `text`."""
         limit = time.monotonic() + seconds
         while text not in self.shown and time.monotonic() < limit and self._read():
             pass
@@ -38,7 +38,7 @@ class Terminal:
             assert self._read()
 
     def wait(self) -> int:
-        """The exit status; a process that does not end is killed, which shows as its status."""
+        """Return the exit status. A process that does not end is killed, which shows in its status."""
         limit = time.monotonic() + 60
         while self._read() and time.monotonic() < limit:
             pass
@@ -64,15 +64,15 @@ class Terminal:
 @contextmanager
 def terminal(*args: object, **environment: str) -> Iterator[Terminal]:
     source = str(Path(foreword.__file__).parents[1])
-    surroundings = os.environ | {"PYTHONPATH": source, "TERM": "xterm", "OMP_NUM_THREADS": "1"} | environment
+    variables = os.environ | {"PYTHONPATH": source, "TERM": "xterm", "OMP_NUM_THREADS": "1"} | environment
     line = [sys.executable, "-m", "foreword", *map(str, args)]
     pid, handle = pty.fork()
     if pid == 0:
-        os.execve(line[0], line, surroundings)
+        os.execve(line[0], line, variables)
     try:
         yield Terminal(pid, handle)
     finally:
-        os.close(handle)  # hangs up: a process that still runs ends
+        os.close(handle)  # hangs up, which ends a running process
 
 
 def test_generate_streams_and_ends_with_figures(tiny_model):
@@ -80,11 +80,11 @@ def test_generate_streams_and_ends_with_figures(tiny_model):
     with terminal("generate", "hello", *asked) as screen:
         shown = screen.wait_for("prompt_lookup")
         assert screen.wait() == 0
-    assert re.search(r"\x1b\[2m8 tokens, all that --max-new-tokens allows · [\d.]+ tokens/round · [\d.]+ tokens/s", shown)
+    assert re.search(r"\x1b\[2m8 tokens, the limit of --max-new-tokens · [\d.]+ tokens/round · [\d.]+ tokens/s", shown)
 
 
-def test_chat_stops_a_reply_and_goes_on(tiny_model):
-    # Forced rows in a long text: some guesses are right, and their pieces hold several tokens.
+def test_chat_stops_a_reply_and_continues(tiny_model):
+    # Fixed rows in a long output: some draft tokens are right, so some pieces have several tokens.
     asked = ("--model", tiny_model, "--max-new-tokens", 450, "--ignore-eos", "--method", "prompt_lookup", "--rows", 4)
     with terminal("chat", *asked) as screen:
         screen.wait_for("/help lists the commands")

@@ -1,4 +1,4 @@
-"""`foreword train`: what was distilled in, a drafter out; cut and gone on with, it is the same; bad input is refused."""
+"""`foreword train`: distilled data becomes a drafter; a resumed run gives the same; bad input is refused."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from foreword.methods import untrained
 from foreword.model.fingerprint import Fingerprint
 from foreword.results import Stats
 from foreword.train import TrainingSettings, open_data, split_data
-from foreword.train.evaluate import trials_of
+from foreword.train.evaluate import held_out_prompts
 from foreword.train.loop import Training
 
 SMALL = ("--batch", 8, "--steps", 6, "--warm-up", 1, "--evaluate-every", 3, "--checkpoint-every", 2, "--max-length", 64)
@@ -53,10 +53,10 @@ def test_a_drafter_with_its_record(run: Any, asked: Any, tmp_path: Path, data: P
     assert read_config(out)["config"] == record["config"] and read_config(out)["method"] == "medusa"
     again = (*asked, "--option", "heads=2", "--resume", "--json")
     assert json.loads(run(*again).stdout) == record  # nothing is left to do
-    unfinished = {name: part for name, part in record.items() if name != "stored"}
+    unfinished = {name: entry for name, entry in record.items() if name != "stored"}
     config = read_config(out)
     (out / "config.json").write_text(json.dumps(config | {"config": config["config"] | {"rates": [[0.5, 0.1], [0.4, 0.1]]}}))
-    (out / "record.json").write_text(json.dumps(unfinished))  # cut between the two, at the very end
+    (out / "record.json").write_text(json.dumps(unfinished))  # interrupted between the two, at the very end
     assert json.loads(run(*again).stdout)["stored"] == record["stored"] and read_config(out) == config
 
 
@@ -69,7 +69,7 @@ def test_prompts_of_a_file_by_category_and_int8(run: Any, asked: Any, tmp_path: 
         out = tmp_path / store
         given = [out if one == tmp_path / "out" else one for one in asked]
         record = json.loads(run(*given, "--prompts", file, "--measured", 4, "--store", store, "--json").stdout)
-        assert {name: part["prompts"] for name, part in record["stored"]["categories"].items()} == {"a": 2, "b": 2}
+        assert {name: one["prompts"] for name, one in record["stored"]["categories"].items()} == {"a": 2, "b": 2}
         assert record["stored"]["dtype"] == read_config(out)["dtype"] == store
         sizes[store] = (out / "model.safetensors").stat().st_size
     assert sizes["int8"] < 0.8 * sizes["bfloat16"]
@@ -91,12 +91,12 @@ def test_ctrl_c_ends_the_step_and_resume_gives_the_same_bits(
     with monkeypatch.context() as patch:
         patch.setattr(Training, "_learn", interrupted)
         shown = run(*given)
-    assert shown.exit_code == 130 and "stopped after step 5; the same command with --resume goes on" in shown.stderr
-    assert "holds a run already; go on with it by --resume" in run(*given).stderr
+    assert shown.exit_code == 130 and "stopped after step 5; the same command with --resume continues" in shown.stderr
+    assert "already holds a run; continue it with --resume" in run(*given).stderr
     assert run(*given, "--resume").exit_code == 0
     again = weights(tmp_path / "cut")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert "begun with learning_rate 0.002, not 0.5;" in run(*given, "--resume", "--learning-rate", 0.5).stderr
+    assert "started with learning_rate 0.002, not 0.5;" in run(*given, "--resume", "--learning-rate", 0.5).stderr
 
 
 @pytest.mark.parametrize(
@@ -107,46 +107,46 @@ def test_ctrl_c_ends_the_step_and_resume_gives_the_same_bits(
         (("--device", "cuda"), "torch sees no CUDA device here"),
         (("--steps", 3, "--tokens", 5), "give one of them"),
         (("--learning-rate", 0), "learning_rate is 0.0"),
-        (("--batch", 1000, "--at-once", 1000), "a step reads 1000; lower the batch"),
+        (("--batch", 1000, "--at-once", 1000), "a step reads 1000; lower --batch"),
         (("--held-out", 0), "raise --held-out"),
-        (("--max-length", 600), "reads 512 tokens at most"),
-        (("--resume",), "holds no run to go on with"),
+        (("--max-length", 600), "takes 512 tokens at most"),
+        (("--resume",), "holds no run to continue"),
         (("--prompts", "no such file"), "cannot read the prompt file"),
     ],
 )
-def test_what_cannot_be_used(run: Any, asked: Any, changes: Any, reason: str) -> None:
+def test_invalid_arguments(run: Any, asked: Any, changes: Any, reason: str) -> None:
     shown = run(*asked, *changes)
     assert shown.exit_code == 2 and reason in shown.stderr and "Traceback" not in shown.stderr
 
 
 def test_a_sweep_finds_layers(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
-    """From the command to figures, and on to a drafter with the layers that it names."""
+    """The sweep gives figures, and its layers train a drafter."""
     rest = ("--model", tiny_model, "--data", data, *SMALL)
     shown = run("train", "hidden_transfer", "--sweep", "--out", tmp_path, *rest)
     record = json.loads((tmp_path / "sweep.json").read_text())
     layers = ",".join(map(str, record["layers"]))
     assert shown.exit_code == 0 and f"train hidden_transfer --option layers={layers}" in shown.stdout
-    assert "step 2, blind to step 1" in shown.stdout and list(record["accuracy"]) == ["1", "2", "3"]
+    assert "step 2 without step 1" in shown.stdout and list(record["accuracy"]) == ["1", "2", "3"]
     assert {"command", "commit", "machine"} <= set(record["run"]) and record["data"][0]["counts"]
     assert {"accuracy.svg", "nearness.svg", "sight.svg"} <= {file.name for file in tmp_path.iterdir()}
-    said = run(
+    printed = run(
         "train", "hidden_transfer", "--sweep", "--out", tmp_path, *rest, "--json", "--option", "steps=1", "--steps", 2
     ).stdout
-    assert list(json.loads(said)["accuracy"]) == ["1"]
+    assert list(json.loads(printed)["accuracy"]) == ["1"]
     assert (
         run("train", "hidden_transfer", "--option", f"layers={layers}", "--out", tmp_path / "drafter", *rest).exit_code == 0
     )
     assert read_config(tmp_path / "drafter")["config"]["layers"] == record["layers"]
 
 
-def test_the_command_that_a_sweep_names_is_taken(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
-    """With the options that it was asked to try, and where there is one layer."""
+def test_the_command_that_a_sweep_prints_works(run: Any, tiny_model: str, data: Path, tmp_path: Path) -> None:
+    """Also with options of the sweep, and with a single layer."""
     rest = ("--model", tiny_model, "--data", data, *SMALL)
     given = ("--option", "steps=1", "--option", "norm=false", "--steps", 2)
     shown = run("train", "hidden_transfer", "--sweep", "--out", tmp_path, *rest, *given)
-    said = re.search(r"foreword train hidden_transfer (.*) \.\.\.", shown.stdout)
-    assert said is not None
-    assert run("train", "hidden_transfer", *said[1].split(), "--out", tmp_path / "drafter", *rest).exit_code == 0
+    printed = re.search(r"foreword train hidden_transfer (.*) \.\.\.", shown.stdout)
+    assert printed is not None
+    assert run("train", "hidden_transfer", *printed[1].split(), "--out", tmp_path / "drafter", *rest).exit_code == 0
     config = read_config(tmp_path / "drafter")["config"]
     assert (config["steps"], config["norm"], len(config["layers"])) == (1, False, 1)
 
@@ -159,14 +159,14 @@ def test_the_command_that_a_sweep_names_is_taken(run: Any, tiny_model: str, data
         ("hidden_transfer", ("--resume",), "leave --resume out"),
     ],
 )
-def test_what_cannot_be_swept(
+def test_invalid_sweeps(
     method: str, changes: Any, reason: str, run: Any, tiny_model: str, data: Path, tmp_path: Path
 ) -> None:
     shown = run("train", method, "--sweep", "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *changes)
     assert shown.exit_code == 2 and reason in shown.stderr
 
 
-def test_one_process_sweeps(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_runs_in_one_process(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     shown = run("train", "hidden_transfer", "--sweep", "--data", tmp_path, "--out", tmp_path)
     assert shown.exit_code == 2 and "start it without accelerate launch" in shown.stderr
@@ -185,7 +185,7 @@ def test_methods_that_are_not_trained(run: Any, tiny_model: str, data: Path, tmp
         assert shown.exit_code == 2 and reason in shown.stderr
 
 
-def test_data_that_does_not_belong_here(run: Any, asked: Any, data: Path, tmp_path: Path) -> None:
+def test_data_of_another_model_is_refused(run: Any, asked: Any, data: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "holds no manifest.json; `foreword distill` makes such a folder" in run(*asked, "--data", empty).stderr
@@ -211,7 +211,7 @@ def test_defaults_are_those_of_the_library() -> None:
     assert LearningOptions().fitted(TrainingSettings(), 2000, processes=1) == TrainingSettings()
 
 
-def test_defaults_follow_the_model_and_the_data_and_what_is_given_stays() -> None:
+def test_defaults_follow_the_model_and_the_data() -> None:
     assert LearningOptions().reaching(512) == TrainingSettings(max_length=512)
     assert LearningOptions(max_length=2048).reaching(512) == TrainingSettings(max_length=2048)
     assert LearningOptions().fitted(TrainingSettings(), 160, processes=1) == TrainingSettings(batch=10)
@@ -219,16 +219,16 @@ def test_defaults_follow_the_model_and_the_data_and_what_is_given_stays() -> Non
 
 
 def commands_of(page: str, first: str) -> list[list[str]]:
-    """Those of the fenced block that begins so."""
+    """Return the commands of the fenced block that begins with `first`."""
     blocks = re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if block.startswith(first))
     return [shlex.split(line)[1:] for line in block.splitlines()]
 
 
-def test_the_smallest_recipe_of_the_page_works_on_twenty_prompts(
+def test_the_smallest_recipe_of_the_docs_works_on_twenty_prompts(
     run: Any, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it stands there, but for the model: a drafter, without a warning; and so does the shortest command of all."""
+    """Run it unchanged except for the model: it gives a drafter without a warning. The shortest command works too."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "questions.txt").write_text("".join(f"the book {i} that comes\n" for i in range(20)))
     page = (Path(__file__).parents[3] / "docs" / "train.md").read_text(encoding="utf-8")
@@ -246,10 +246,10 @@ def test_the_smallest_recipe_of_the_page_works_on_twenty_prompts(
 
 
 @pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50), ("hidden_transfer", 60)])
-def test_a_trained_drafter_guesses_better_than_an_untrained_one(
+def test_a_trained_drafter_is_better_than_an_untrained_one(
     method: str, steps: int, run: Any, tiny_model: str, data: Path, tmp_path: Path
 ) -> None:
-    """From prompts to a folder to tokens per round, measured by an engine of our own on texts it has seen."""
+    """From prompts to a folder to tokens per round, measured by a separate engine on sequences of the training data."""
     given = ("--steps", steps, "--learning-rate", 0.01, "--batch", 16, "--evaluate-every", steps)
     given += ("--option", "steps=2" if method == "hidden_transfer" else "heads=2")
     shown = run("train", method, "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *given)
@@ -267,5 +267,5 @@ def _tokens_per_round(llm: LLM, method: str, data: Path, folder: Path | None) ->
     if folder is not None:
         load_into(drafter, folder, llm.model)
     learned, _ = split_data(open_data([data], Fingerprint.of(llm.model)), 0.2, 64)
-    asked = [Request(one.prompt, Sampling(seed=0), max_new_tokens=20) for one in trials_of(learned, 8, 60)]
+    asked = [Request(one.prompt, Sampling(seed=0), max_new_tokens=20) for one in held_out_prompts(learned, 8, 60)]
     return Stats.of(engine.generate(asked)).tokens_per_round

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
@@ -61,6 +61,14 @@ class Remeasurement:
     doubts: list[str] = field(default_factory=list)
 
 
+class Unwritten(NamedTuple):
+    """What could not be written to a file, and when it was measured."""
+
+    content: dict[str, Any]
+    time: float
+
+
+_unwritten: dict[Path, Unwritten] = {}  # by file: the home may be read-only, and each load must find the same measurements
 _remeasurement: ContextVar[Remeasurement | None] = ContextVar("_remeasurement", default=None)
 _measuring: ContextVar[bool] = ContextVar("_measuring", default=False)
 
@@ -120,15 +128,19 @@ def _trusted(file: Path, read: Read[Found], quiet: bool) -> Found | None:
     if kept is None or kept.steady:
         return kept
     with suppress(OSError):
-        if not quiet and time.time() - file.stat().st_mtime < SUSPECT_S:
+        remembered = _unwritten.get(file)
+        measured_at = remembered.time if remembered else file.stat().st_mtime
+        if not quiet and time.time() - measured_at < SUSPECT_S:
             return kept
     return None
 
 
 def read_kept(file: Path, read: Callable[[dict[str, Any]], Stored]) -> Stored | None:
-    """Return what a file holds, trusted or not, or None if it holds nothing that can be read."""
+    """Return what a file holds, trusted or not, or None if it holds nothing that can be read. What this process could not
+    write to the file counts as its content."""
     try:
-        return read(read_json(file))
+        remembered = _unwritten.get(file)
+        return read(remembered.content if remembered else read_json(file))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
@@ -150,15 +162,17 @@ def machine_facts(device: torch.device) -> Facts:
 
 
 def keep(file: Path, content: dict[str, Any]) -> None:
-    """Store a measurement for the next load. If it cannot be written, the caller still has it, so that is only a warning."""
+    """Store a measurement for the next load. If it cannot be written, this process remembers it: that is only a warning."""
     written = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
         home()
         file.parent.mkdir(parents=True, exist_ok=True)
         written.write_text(json.dumps(content, indent=1), encoding="utf-8")
         os.replace(written, file)
+        _unwritten.pop(file, None)
     except (OSError, StorageError) as error:
-        _warn(f"costs are measured at every load: {error}")
+        _unwritten[file] = Unwritten(content, time.time())
+        _warn(f"costs are measured by every process: {error}")
         with suppress(OSError):
             written.unlink()
 

@@ -281,7 +281,7 @@ def test_a_cache_folder_that_cannot_be_written(run, tiny_model, tmp_path, monkey
     shown = run("generate", "hi", "--model", tiny_model, *SHORT)
     assert shown.exit_code == 0 and shown.stdout
     (line,) = shown.stderr.splitlines()
-    assert line.startswith("warning: costs are measured at every load") and "FOREWORD_HOME" in line
+    assert line.startswith("warning: costs are measured by every process") and "FOREWORD_HOME" in line
 
 
 @pytest.mark.parametrize(("name", "given"), [("generate", ("hi",)), ("chat", ())])

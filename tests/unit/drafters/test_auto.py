@@ -284,6 +284,15 @@ def test_a_choice_is_kept_for_its_candidates_and_rows(hf: Any) -> None:
     assert choose(model, expected({"clover": 1.48, "plain": 1.5})).method == "clover"
 
 
+@pytest.mark.filterwarnings("ignore:costs are measured by every process")
+def test_a_choice_that_cannot_be_written_is_remembered(hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "file" / "home"))
+    model = Model(hf, curve=CHEAP)
+    assert choose(model, expected({"clover": 1.5, "plain": 1.49})).method == "clover"
+    assert choose(model, expected({"clover": 1.49, "plain": 1.5})).method == "clover"
+
+
 def test_a_choice_that_cannot_be_read_is_made_again(hf: Any, tmp_path: Path) -> None:
     model, both = Model(hf), expected({"clover": 1.5, "plain": 1.49})
     choose(model, both)

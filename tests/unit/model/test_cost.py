@@ -308,7 +308,7 @@ def test_a_curve_that_cannot_be_stored_is_still_used(
     (tmp_path / "home" / blocked).write_text("")
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "home"))
     measured.append(STEADY)
-    with pytest.warns(ForewordWarning, match="costs are measured at every load: .*home"):
+    with pytest.warns(ForewordWarning, match="costs are measured by every process: .*home"):
         assert curve_for(target()) == STEADY.curve()
 
 

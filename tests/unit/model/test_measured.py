@@ -162,6 +162,46 @@ def test_a_measurement_may_need_another_one_first() -> None:
     assert recall("figures", {}, measure, Figure.read).value == 2.0
 
 
+@pytest.fixture
+def unwritable(own: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home that cannot be made, by whoever runs the tests."""
+    (own / "file").write_text("")
+    monkeypatch.setenv("FOREWORD_HOME", str(own / "file" / "home"))
+    return own
+
+
+@pytest.mark.filterwarnings("ignore:costs are measured by every process")
+@pytest.mark.usefixtures("unwritable")
+def test_what_cannot_be_written_is_remembered_by_the_process() -> None:
+    ask = shows((1.0, QUIET), (2.0, QUIET))
+    assert [ask() for _ in range(3)] == [1.0] * 3
+    with remeasuring():
+        assert ask() == ask() == 2.0
+    assert ask() == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:costs are measured by every process")
+@pytest.mark.usefixtures("unwritable")
+def test_what_is_remembered_of_a_busy_machine_is_used_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = shows((9.0, BUSY), (1.0, QUIET))
+    assert ask() == ask() == 9.0
+    later = time.time() + measured.SUSPECT_S + 1
+    monkeypatch.setattr(measured.time, "time", lambda: later)
+    assert ask() == ask() == 1.0
+
+
+def test_what_is_remembered_gives_way_to_what_is_written(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = own / "figures" / "one.json"
+    with monkeypatch.context() as full_disk, pytest.warns(ForewordWarning, match="measured by every process: .*full"):
+        full_disk.setattr(measured.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
+        keep(file, Figure(1.0).to_dict())
+    assert read_kept(file, Figure.read) == Figure(1.0)
+    keep(file, Figure(2.0).to_dict())
+    assert read_kept(file, Figure.read) == Figure(2.0)
+    file.unlink()
+    assert read_kept(file, Figure.read) is None
+
+
 @pytest.mark.parametrize("text", ['{"value": -1, "steady": true, "suspect": ""}', '{"value": "a"}', "[1]", "{", "[" * 5000])
 def test_a_damaged_file_counts_as_absent(text: str, own: Path) -> None:
     ask = shows((1.0, QUIET), (2.0, QUIET))

@@ -41,8 +41,8 @@ class AttentionCase:
         """Make one. `heads`: of queries and of keys. The rows are the last of a tree with `before` earlier rows."""
         generator = torch.Generator().manual_seed(seed)
         batch, scratch = len(lengths), before + rows
-        draws = torch.rand(1 if shared else batch, scratch, generator=generator) ** 0.3  # deep, so that windows matter
-        tree = Tree((draws * torch.arange(scratch).clamp(min=1)).long())
+        random = torch.rand(1 if shared else batch, scratch, generator=generator) ** 0.3  # deep, so that windows matter
+        tree = Tree((random * torch.arange(scratch).clamp(min=1)).long())
         slots = torch.randperm(batch + 2, generator=generator)[:batch]
         cached = torch.full((2, batch + 2, heads[1], max(lengths) + scratch + 3, width), torch.nan, dtype=dtype)
         for slot, length in zip(slots, lengths, strict=True):

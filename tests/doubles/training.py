@@ -34,8 +34,8 @@ class TwoHeads(LastHidden):
         return self.target.head(rows + functional.silu(self.module[head](rows)))
 
     def propose(self, state: State) -> Draft:
-        guesses = [self._logits(head, self.hidden[state.slots]).argmax(-1) for head in range(self.heads)]
-        tokens = torch.stack([state.root, *guesses], dim=1)
+        candidates = [self._logits(head, self.hidden[state.slots]).argmax(-1) for head in range(self.heads)]
+        tokens = torch.stack([state.root, *candidates], dim=1)
         return Draft(tokens, Tree.chain(1 + self.heads), torch.full_like(state.root, 1 + self.heads))
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
@@ -53,7 +53,7 @@ class TwoHeads(LastHidden):
 
 @dataclass(frozen=True)
 class SequenceList:
-    """Training sequences in memory. Satisfies `Texts`."""
+    """Training sequences in memory. Satisfies `TrainingData`."""
 
     sequences: list[tuple[Tensor, Tensor]]
 

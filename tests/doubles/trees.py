@@ -24,8 +24,8 @@ def path_to(parent: Sequence[int], node: int) -> list[int]:
 
 
 def random_tree(batch: int, nodes: int, generator: torch.Generator) -> Tree:
-    draws = torch.rand(batch, nodes, generator=generator)
-    return Tree((draws * torch.arange(nodes).clamp(min=1)).long())
+    random = torch.rand(batch, nodes, generator=generator)
+    return Tree((random * torch.arange(nodes).clamp(min=1)).long())
 
 
 def paths_of(draft: Draft, index: int) -> list[tuple[int, ...]]:

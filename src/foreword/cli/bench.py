@@ -115,6 +115,17 @@ class WorkloadOptions:
         return plan
 
 
+Baselines = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="Other decoders in the same run, at batch 1: hf (generate of transformers), hf_static (static cache, compiled; "
+        "on a GPU), hf_lookup, hf_assistant (with the shipped draft model) or hf_assistant=FOLDER, llama_cpp=FILE.gguf. "
+        "Default: none.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """The arguments of the command, checked before a model is loaded."""
@@ -137,15 +148,7 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME=FOLDER", help="Also time this trained drafter; may be repeated. Default: none."),
     ] = None,
-    baselines: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Other decoders in the same run, at batch 1: hf (generate of transformers), hf_static (static cache, "
-            "compiled; on a GPU), hf_lookup, hf_assistant (with the shipped draft model) or hf_assistant=FOLDER, "
-            "llama_cpp=FILE.gguf. Default: none.",
-        ),
-    ] = "",
+    baselines: Baselines = "",
     widen: Widen = None,
     grow: WidenOldName = None,
     out: Annotated[
@@ -238,7 +241,7 @@ def _measured(
     from foreword.hub.resolve import resolve  # noqa: PLC0415  as above
     from foreword.model.busy import Waits, busy_message  # noqa: PLC0415  as above
 
-    plan, folder = asked.plan, resolve(model.model)
+    plan, folder = asked.plan, resolve(model.model, model.revision)
     before, others = _drift_check(model, llm), _others_at_work()
     with bar("answers") as show:
         with Waits() as waits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -120,6 +121,13 @@ def _pair(text: str) -> tuple[str, Any]:
     return key, parse_value(value)
 
 
+def _take_token(token: str | None) -> None:
+    """Put a token where huggingface_hub looks for it, and nowhere else: results record the command that made them."""
+    if token is not None:
+        os.environ["HF_TOKEN"] = token
+        sys.argv[:] = [one.replace(token, "***") if token else one for one in sys.argv]
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model runs, on which device, with which precision."""
@@ -131,6 +139,19 @@ class ModelOptions:
             help="A model folder, a GGUF file, or a Hugging Face id (org/name). Default: SmolLM2-135M-Instruct.",
         ),
     ] = None
+    revision: Annotated[
+        str | None,
+        _of_model(metavar="NAME", help="A branch, tag or commit of a Hugging Face id. Default: its main branch."),
+    ] = None
+    token: Annotated[
+        str | None,
+        _of_model(
+            callback=_take_token,
+            metavar="TOKEN",
+            help="An access token for the hub. Better set it as HF_TOKEN in the environment, or use `hf auth login`: other "
+            "users of this machine can see command lines.",
+        ),
+    ] = field(default=None, repr=False)
     device: Annotated[
         str | None, _of_model(metavar="NAME", help="cpu, cuda or cuda:N. Default: the GPU, if there is one.")
     ] = None
@@ -193,8 +214,9 @@ class ModelOptions:
 
     def where(self) -> dict[str, Any]:
         """Return these options as arguments of `foreword.load`, without the model."""
-        others = {"model", "no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
+        others = {"model", "revision", "token", "no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in others}
+        given |= {"revision": self.revision} if self.revision is not None else {}
         return given | {"fused_layers": not self.no_fused_layers, "cuda_graphs": not self.no_cuda_graphs}
 
     @property

@@ -46,6 +46,9 @@ Candidates = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="The most rows of a verify pass in those rounds. Default: as many as pay off."),
 ]
+Cold = Annotated[
+    bool, typer.Option("--cold", metavar="", help="Also start a new process and time it up to its first token.")
+]
 RandomShapes = Annotated[
     Shapes | None,
     typer.Option(
@@ -71,9 +74,7 @@ def profile(
     tokens: Annotated[int, typer.Option(min=16, metavar="N", help="New tokens per request in those rounds.")] = 96,
     widen: Widen = None,
     grow: WidenOldName = None,
-    cold: Annotated[
-        bool, typer.Option("--cold", metavar="", help="Also start a new process and time it up to its first token.")
-    ] = False,
+    cold: Cold = False,
     quick: Annotated[
         bool, typer.Option("--quick", metavar="", help="Fewer sizes and fewer repeats, for a first look.")
     ] = False,
@@ -128,8 +129,8 @@ def _subject(
 
             yield Subject.of(llm, candidates), widened
         return
-    if model.model is not None:
-        raise typer.BadParameter("random weights replace the model: leave out --model", param_hint="--shapes")
+    if model.model is not None or model.revision is not None:
+        raise typer.BadParameter("random weights replace the model: leave out --model and --revision", param_hint="--shapes")
     with waiting(f"making random weights of {shapes} shapes"):
         from foreword.bench.profile import random_subject  # noqa: PLC0415  imports torch
 

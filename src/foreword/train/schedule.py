@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from foreword.errors import ForewordWarning, InputError
 
-SHAPES = 64  # on CUDA, sequences are padded to a multiple of this: attention is planned anew for every new length
+SHAPES = 64  # on CUDA, sequences are padded to a multiple of this: attention is planned again for every new length
 BATCH = 64  # sequences per step by default, if there are enough of them
 LEAST_STEPS = 16  # per epoch, with the default batch
 MOST_SEED = 1 << 31  # so that the seeds derived for each step fit 64 bits

@@ -171,7 +171,7 @@ def check_shard(folder: Path, shard: Shard, vocab_size: int, verify: bool) -> No
         if there < size:
             raise DataError(f"{file} has {there} of {size} bytes; copy the folder again, or distil into another one")
         if verify and hash_of(file, size).hexdigest() != shard.sha256[kind]:
-            raise DataError(f"{file} is not what was written (its sha256 differs); copy the folder again, or distil anew")
+            raise DataError(f"{file} is not what was written (its sha256 differs); copy the folder again, or distil again")
 
 
 def hash_of(file: Path, size: int) -> Any:

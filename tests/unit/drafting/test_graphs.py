@@ -223,7 +223,7 @@ def test_a_nan_candidate_is_not_in_the_graph() -> None:
 def paths_of(draft: Draft, row: int) -> set[Tokens]:
     parent = draft.tree.parent[row].tolist()
     rows = range(int(draft.size[row]))
-    return {tuple(int(draft.tokens[row, node]) for node in path_to(parent, row)) for row in rows}
+    return {tuple(int(draft.tokens[row, node]) for node in path_to(parent, last)) for last in rows}
 
 
 def unrolled(graph: TorchGraph, state: State, shape: Shape) -> Draft:

@@ -38,7 +38,7 @@ class Change:
         if self.low is None or self.high is None:
             return "too few prompts to tell"
         if self.low <= 1 <= self.high:
-            return "no change that can be told"
+            return "no significant change"
         return "faster" if self.low > 1 else "slower"
 
 

@@ -40,7 +40,7 @@ class Timing:
     seconds: float
     loop_share: float
     identical: int  # outputs equal to the base's
-    texts: int = 1
+    texts: int = 1  # answers, failed ones included
     batch: int = 1
     suite: str = ""
     temperature: float = 0.0

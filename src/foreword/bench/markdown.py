@@ -20,8 +20,8 @@ def markdown(found: Content) -> str:
     if "grown" in found["about"]:
         lines += ["", widened_sentences(found["about"]["grown"])]
     lines += _temperature_lines(found, base, "")
-    for temperature, part in found.get("temperatures", {}).items():
-        lines += _temperature_lines(part, base, f", T={temperature}")
+    for temperature, section in found.get("temperatures", {}).items():
+        lines += _temperature_lines(section, base, f", T={temperature}")
     lines += _failure_lines(found)
     if found.get("roofline"):
         lines += _roofline_lines(found["roofline"], base, first)
@@ -41,8 +41,8 @@ def _warm_up_lines(found: Content) -> list[str]:
 
 def run_sentences(found: Content) -> str:
     about = found["about"]
-    parts = [about.get("model"), about["machine"], f"{about['threads']} threads", about.get("dtype")]
-    parts += [f"commit {about['commit']}", about["date"]]
+    facts = [about.get("model"), about["machine"], f"{about['threads']} threads", about.get("dtype")]
+    facts += [f"commit {about['commit']}", about["date"]]
     chosen = " and ".join(temperature_names(found))
     chosen = chosen[0].upper() + chosen[1:]
     repeats = f", the median of {found['repeats']} runs" if found.get("repeats", 1) > 1 else ""
@@ -50,7 +50,7 @@ def run_sentences(found: Content) -> str:
         f" The run was interrupted after {about['resumed']} blocks of prompts and resumed." if about.get("resumed") else ""
     )
     return (
-        f"{', '.join(part for part in parts if part)}. {chosen}, at most {found['max_new_tokens']} new tokens{repeats}. "
+        f"{', '.join(fact for fact in facts if fact)}. {chosen}, at most {found['max_new_tokens']} new tokens{repeats}. "
         "Speeds are tokens over wall seconds, prompt included. In brackets: the 95% bootstrap interval of the speed-up over "
         "the prompts. Loop share: share of tokens in an 8-gram that the answer already had."
         f"{resumed}"
@@ -128,17 +128,17 @@ def speedup_cell(row: Content) -> str:
     return f"{row['speedup']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
 
 
-def _temperature_lines(part: Content, base: str, suffix: str) -> list[str]:
+def _temperature_lines(section: Content, base: str, suffix: str) -> list[str]:
     lines: list[str] = []
-    for name, table in part["tables"].items():
+    for name, table in section["tables"].items():
         lines += ["", f"## {name}, batch 1{suffix}", ""]
         lines += table_lines(
             ["contender", *(head.format(base=base) for head in HEADS)], [[r["contender"], *cells(r)] for r in table]
         )
-    several = batch_tables(part["batches"], base)
+    several = batch_tables(section["batches"], base)
     for title, (heads, body) in several.items():
         lines += ["", f"## {title}{suffix}", "", *table_lines(heads, body)]
-    return lines + (_batch_lines(part, base, suffix) if several else [])
+    return lines + (_batch_lines(section, base, suffix) if several else [])
 
 
 def table_lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
@@ -146,10 +146,10 @@ def table_lines(heads: Sequence[str], body: Iterable[Sequence[str]]) -> list[str
     return [lines[0].replace("|  |", "| |", 1), "|---" * len(heads) + "|", *lines[1:]]
 
 
-def _batch_lines(part: Content, base: str, suffix: str) -> list[str]:
+def _batch_lines(section: Content, base: str, suffix: str) -> list[str]:
     """Tabulate the speed-ups by batch size, and say at which batch each method stops paying."""
-    stops = stops_paying_sentences(part["stops_paying"], [int(batch) for batch in part["batches"]])
-    table = table_lines(*by_batch(part["batches"]))
+    stops = stops_paying_sentences(section["stops_paying"], [int(batch) for batch in section["batches"]])
+    table = table_lines(*by_batch(section["batches"]))
     return ["", f"## over {base} by batch{suffix}", "", *table, "", *(f"- {sentence}" for sentence in stops)]
 
 
@@ -210,12 +210,14 @@ def _busy_sentences(found: Content) -> list[str]:
 
 def _tables(found: Content) -> list[tuple[str, list[Content]]]:
     """Return every table with its name."""
-    parts = {"": found} | {f", T={temperature}": part for temperature, part in found.get("temperatures", {}).items()}
-    tables = [(name + suffix, rows) for suffix, part in parts.items() for name, rows in part["tables"].items()]
+    sections = {"": found} | {
+        f", T={temperature}": section for temperature, section in found.get("temperatures", {}).items()
+    }
+    tables = [(name + suffix, rows) for suffix, section in sections.items() for name, rows in section["tables"].items()]
     several = [
         (f"batch {batch}{suffix}", rows)
-        for suffix, part in parts.items()
-        for batch, rows in part["batches"].items()
+        for suffix, section in sections.items()
+        for batch, rows in section["batches"].items()
         if int(batch) > 1
     ]
     return tables + several

@@ -219,18 +219,19 @@ class HtmlReport:
         return f'<h2>Break-even</h2><p class="soft">{caption}</p>{_table(heads, body)}'
 
     def tables(self) -> str:
-        parts = [self._tables(self.found, "")]
-        parts += [
-            self._tables(part, f", T={temperature}") for temperature, part in self.found.get("temperatures", {}).items()
+        sections = [self._tables(self.found, "")]
+        sections += [
+            self._tables(section, f", T={temperature}")
+            for temperature, section in self.found.get("temperatures", {}).items()
         ]
-        return "<h2>Figures</h2>" + "".join(parts)
+        return "<h2>Figures</h2>" + "".join(sections)
 
-    def _tables(self, part: Content, suffix: str) -> str:
+    def _tables(self, section: Content, suffix: str) -> str:
         heads = ["contender", *(head.format(base=self.base) for head in HEADS)]
         found = ""
-        for name, rows in part["tables"].items():
+        for name, rows in section["tables"].items():
             found += f"<h3>{escape(name + suffix)}</h3>{_table(heads, [[short(r['contender']), *cells(r)] for r in rows])}"
-        for title, (heads, body) in batch_tables(part["batches"], self.base).items():
+        for title, (heads, body) in batch_tables(section["batches"], self.base).items():
             found += f"<h3>{escape(title + suffix)}</h3>{_table(heads, [[short(name), *row] for name, *row in body])}"
         return found
 

@@ -108,8 +108,8 @@ def failures(found: Any) -> list[str]:
     """Return the reasons of all failures in a section or in all of them."""
     if isinstance(found, dict):
         own = [found["failed"]] if "failed" in found else []
-        return own + [why for part in found.values() for why in failures(part)]
-    return [why for part in found for why in failures(part)] if isinstance(found, list) else []
+        return own + [why for one in found.values() for why in failures(one)]
+    return [why for one in found for why in failures(one)] if isinstance(found, list) else []
 
 
 class Profile:

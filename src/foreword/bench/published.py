@@ -45,10 +45,12 @@ def published_table(found: dict[str, Any], batch: int = 1, temperature: float | 
 
 def _rows(found: dict[str, Any], batch: int, temperature: float | None) -> list[dict[str, Any]]:
     first = found.get("temperature", 0.0)
-    part = found if temperature in (None, first) else found.get("temperatures", {}).get(f"{temperature:g}")
-    if part is None:
+    section = found if temperature in (None, first) else found.get("temperatures", {}).get(f"{temperature:g}")
+    if section is None:
         raise InputError(f"these results have no outputs sampled at {temperature:g}; run bench with it in --temperature")
-    rows: list[dict[str, Any]] | None = part["tables"].get("overall") if batch == 1 else part["batches"].get(str(batch))
+    rows: list[dict[str, Any]] | None = (
+        section["tables"].get("overall") if batch == 1 else section["batches"].get(str(batch))
+    )
     if not rows:
         raise InputError(f"these results have no table of batch {batch}; run bench with {batch} in --batch")
     return rows

@@ -59,10 +59,10 @@ def content(
     """Return every figure except the single timings. The first temperature is at the top level, the others under
     `temperatures`."""
     first = benchmarks[0]
-    parts: dict[float, list[Benchmark]] = {}
+    by_temperature: dict[float, list[Benchmark]] = {}
     for benchmark in benchmarks:
-        parts.setdefault(benchmark.temperature, []).append(benchmark)
-    of_first, *others = parts.items()
+        by_temperature.setdefault(benchmark.temperature, []).append(benchmark)
+    of_first, *others = by_temperature.items()
     main = _temperature_content(of_first[1])
     refused = {row["contender"] for row in main["tables"].get("overall", ()) if row["speedup"] is None or row["noise"]}
     return {

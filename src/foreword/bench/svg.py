@@ -40,7 +40,7 @@ class Frame:
     """A chart with a vertical axis from 0 to `most`."""
 
     def __init__(self, height: int, most: float, unit: str = "", label: str = "", below: int = BOTTOM) -> None:
-        self.height, self.parts = height, list[str]()
+        self.height, self.elements = height, list[str]()
         self.floor, self.step = height - below, nice_step(most)
         self.most = math.ceil(most / self.step - 1e-9) * self.step
         for place in range(round(self.most / self.step) + 1):
@@ -54,8 +54,8 @@ class Frame:
     def y(self, value: float) -> float:
         return TOP + (self.floor - TOP) * (1 - value / self.most)
 
-    def add(self, part: str) -> None:
-        self.parts.append(part)
+    def add(self, element: str) -> None:
+        self.elements.append(element)
 
     def text(self, x: float, y: float, label: str, anchor: str = "middle", kind: str = "tick") -> None:
         self.add(f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(label)}</text>')
@@ -67,7 +67,7 @@ class Frame:
 
     def done(self, about: str) -> str:
         head = f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(about, quote=True)}">'
-        return head + "".join(self.parts) + "</svg>"
+        return head + "".join(self.elements) + "</svg>"
 
 
 def bars(
@@ -206,7 +206,7 @@ def lines(
         style = f"c{colour(name)}{' dashed' if name in dashed else ''}"
         path = " ".join(f"{at(x):.1f},{frame.y(y):.1f}" for x, y in row)
         frame.add(f'<polyline class="line {style}" points="{path}"/>')
-        frame.parts += [_dot(at(x), frame.y(y), style, f"{name}, {number(x)}: {number(y)}{unit}") for x, y in row]
+        frame.elements += [_dot(at(x), frame.y(y), style, f"{name}, {number(x)}: {number(y)}{unit}") for x, y in row]
     return frame.done(about)
 
 

@@ -50,6 +50,7 @@ def load_widened(
     model: str | os.PathLike[str] | None,
     times: int | str,
     *,
+    revision: str | None = None,
     slots: int = 1,
     max_context: int | None = None,
     device: str | None = None,
@@ -69,7 +70,7 @@ def load_widened(
         if threads < 1:
             raise InputError(f"threads is {threads}; it must be 1 or more")
         torch.set_num_threads(threads)
-    place, folder = choose_device(device), resolve(model)
+    place, folder = choose_device(device), resolve(model, revision)
     precision = choose_dtype(dtype, place)
     hf = load_stock(folder, place, precision)
     times = times_for(times, hf)

@@ -19,7 +19,7 @@ from foreword.bench.baselines import round_sizes, up_to_stop
 from foreword.bench.widening import load_widened
 from foreword.errors import DrafterError, InputError
 
-WORDS = "the words that come before the words that come before"
+PROMPT = "the words that come before the words that come before"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def llm(folders: dict[str, Path], own_home: Path) -> Iterator[LLM]:
 
 
 def asked(llm: LLM) -> list[Task]:
-    return [Task("0", tuple(llm.tokenizer.encode(WORDS)))]
+    return [Task("0", tuple(llm.tokenizer.encode(PROMPT)))]
 
 
 @pytest.mark.parametrize("name", ["hf", "hf_lookup", "hf_assistant"])

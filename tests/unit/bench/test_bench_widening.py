@@ -76,17 +76,17 @@ def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path
     options = {"rows": 12, count: 3} | options
     narrow, wide = widened_pair(torch.float64, times)
     original = Model(narrow, "original")
-    taught_one = with_random_weights(name, original, **options)
-    saved.save(taught_one, tmp_path, original)
-    saved.load_into(taught_one, tmp_path, original)  # rounded, as the other one reads them
+    first = with_random_weights(name, original, **options)
+    saved.save(first, tmp_path, original)
+    saved.load_into(first, tmp_path, original)  # rounded, as the other one reads them
     target = Model(wide, "widened", widened_from=WidenedFrom(times, Fingerprint.of(original), 1))
     other: Any = untrained(name, **options)
     other.prepare(target, 1)
     saved.load_into(other, tmp_path, target)
-    diaries, texts = [Diary(taught_one), Diary(other)], []
-    for drafter, model in ((taught_one, original), (other, target)):
-        texts.append(written(engine(drafter, model), requests(3, SAMPLINGS["greedy"])))
-    assert texts[0] == texts[1] and len(diaries[0].drafts) > 3
+    diaries, outputs = [Diary(first), Diary(other)], []
+    for drafter, model in ((first, original), (other, target)):
+        outputs.append(written(engine(drafter, model), requests(3, SAMPLINGS["greedy"])))
+    assert outputs[0] == outputs[1] and len(diaries[0].drafts) > 3
     assert diaries[0].drafts == diaries[1].drafts
 
 
@@ -116,10 +116,10 @@ def test_a_draft_model_stays_small_and_drafts_the_same(form: str, kind: str, tim
     small: Any = saved.restore(tmp_path, target, method=name, **options)
     own = small.other if name == "amusd" else small.small_model.other
     assert (own.hidden_size, own.layers) == (32, 2) and widened.module.norm.weight.numel() == 32 * times
-    texts, diaries = [], [Diary(one) for one in (first, widened, small)]
+    outputs, diaries = [], [Diary(one) for one in (first, widened, small)]
     for drafter, model in ((first, original), (widened, target), (small, target)):
-        texts.append(written(engine(drafter, model), requests(3, SAMPLINGS["greedy"])))
-    assert texts[0] == texts[1] == texts[2] == written(engine(make("plain"), target), requests(3, SAMPLINGS["greedy"]))
+        outputs.append(written(engine(drafter, model), requests(3, SAMPLINGS["greedy"])))
+    assert outputs[0] == outputs[1] == outputs[2] == written(engine(make("plain"), target), requests(3, SAMPLINGS["greedy"]))
     assert diaries[0].drafts == diaries[1].drafts == diaries[2].drafts and len(diaries[0].drafts) > 3
 
 

@@ -34,7 +34,7 @@ def test_what_became_faster(tmp_path: Path) -> None:
     fast = found["overall", "fast"]
     assert (fast.before, fast.after) == (20.0, 25.0) and fast.ratio == pytest.approx(1.25)
     assert fast.verdict == "faster" and fast.low == pytest.approx(1.25) and fast.speedup == (2.0, 2.5)
-    assert found["rag", "plain"].verdict == "no change that can be told"
+    assert found["rag", "plain"].verdict == "no significant change"
     back = {(one.table, one.contender): one for one in changes(after, before)}
     assert back["overall", "fast"].verdict == "slower" and settings_that_differ(before, after) == {"commit": ("0", "1")}
 
@@ -72,14 +72,14 @@ def test_tables_of_several_sets_are_distinguished(tmp_path: Path) -> None:
     found = changes(two_sets(tmp_path / "old", 10.0), two_sets(tmp_path / "new", 5.0))
     verdicts = {one.table: one.verdict for one in found}
     assert verdicts["a"] == verdicts["a: qa"] == "faster"
-    assert verdicts["b"] == verdicts["b: qa"] == "no change that can be told"
+    assert verdicts["b"] == verdicts["b: qa"] == "no significant change"
 
 
-def test_a_change_that_the_prompts_cannot_tell(tmp_path: Path) -> None:
+def test_a_change_within_the_interval_is_not_significant(tmp_path: Path) -> None:
     found = changes(results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.1, spread=0.4))
     fast = next(one for one in found if one.contender == "fast")
     assert fast.low is not None and fast.high is not None and fast.low < 1 < fast.high
-    assert fast.verdict == "no change that can be told"
+    assert fast.verdict == "no significant change"
 
 
 @pytest.mark.parametrize("name", ["bench_cpu", "bench_cpu_all"])
@@ -94,8 +94,8 @@ def test_the_command(run_foreword: Any, tmp_path: Path) -> None:
     results(tmp_path / "a", 2.0), results(tmp_path / "b", 2.5, machine="another")
     shown = run_foreword("bench", "compare", tmp_path / "a", tmp_path / "b")
     assert shown.exit_code == 0 and "machine differs: m against another" in shown.stdout and "faster" in shown.stdout
-    told = json.loads(run_foreword("bench", "compare", tmp_path / "a", tmp_path / "b", "--json").stdout)
-    assert {one["verdict"] for one in told["changes"]} == {"faster", "no change that can be told"}
+    compared = json.loads(run_foreword("bench", "compare", tmp_path / "a", tmp_path / "b", "--json").stdout)
+    assert {one["verdict"] for one in compared["changes"]} == {"faster", "no significant change"}
     assert run_foreword("bench", "compare", tmp_path / "a", tmp_path / "nothing").exit_code == 2
 
 

@@ -26,7 +26,7 @@ from foreword.model.cache import SharedCacheMemory
 from foreword.model.model import Model
 from foreword.text import Prompt
 
-WORDS = "the words that come before the words that come before"
+PROMPT = "the words that come before the words that come before"
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def llm(folders: dict[str, Path], own_home: Path) -> Iterator[LLM]:
         yield loaded
 
 
-def task(llm: LLM, words: str = WORDS, index: int = 0) -> Task:
-    return Task(str(index), tuple(llm.tokenizer.encode(words)), index)
+def task(llm: LLM, prompt: str = PROMPT, index: int = 0) -> Task:
+    return Task(str(index), tuple(llm.tokenizer.encode(prompt)), index)
 
 
 def answer(one: Contender, llm: LLM, tokens: int, **more: Any) -> Any:
@@ -57,25 +57,25 @@ def test_the_drift_check_runs_only_where_passes_are_replayed(llm: LLM) -> None:
     assert list(found) == (list(DRIFT_ROWS) if llm.model.device.type == "cuda" else []) and all(
         ms > 0 for ms in found.values()
     )
-    assert len(llm.generate(WORDS, max_new_tokens=4).tokens) == 4  # and the model still works
+    assert len(llm.generate(PROMPT, max_new_tokens=4).tokens) == 4  # and the model still works
 
 
 def test_methods_have_caches_of_their_own(llm: LLM) -> None:
     """They take turns on shared weights, as in the measuring loop."""
-    whole = llm.generate(WORDS, max_new_tokens=16)
+    whole = llm.generate(PROMPT, max_new_tokens=16)
     contenders = [contender(llm, name, max_context=128) for name in WITHOUT_WEIGHTS]
     for _ in range(2):
         for one in contenders:
             found = answer(one, llm, 16)
             assert found.tokens == whole.tokens and 0 < found.first_s < 60
             assert sum(found.accepted) == 16 and len(found.drafted) == len(found.accepted)
-    assert llm.generate(WORDS, max_new_tokens=16).tokens == whole.tokens and llm.method == "plain"
+    assert llm.generate(PROMPT, max_new_tokens=16).tokens == whole.tokens and llm.method == "plain"
 
 
 def test_methods_may_have_caches_in_the_same_memory(llm: LLM, tmp_path: Path) -> None:
     """What one leaves there does not affect the next; one method also has layers with a cache of their own."""
     saved.save(with_random_weights("clover2", llm.model, heads=3), tmp_path, llm.model)
-    whole, cache_memory = llm.generate(WORDS, max_new_tokens=16), SharedCacheMemory()
+    whole, cache_memory = llm.generate(PROMPT, max_new_tokens=16), SharedCacheMemory()
     names = [*WITHOUT_WEIGHTS, f"clover2={tmp_path}"]
     contenders = [contender(llm, name, max_context=128, slots=2, cache_memory=cache_memory) for name in names]
     memory = cache_memory._numbers
@@ -96,7 +96,7 @@ def test_shared_cache_memory_ends_with_its_contenders(llm: LLM) -> None:
         held.append(weakref.ref(cache_memory))
         return [contender(llm, name, 128, count, cache_memory=cache_memory) for name in ("plain", "prompt_lookup")]
 
-    plan = Plan([Suite("mine", [Prompt(str(i), "qa", [WORDS]) for i in range(4)])], 4, (1, 4, 2))
+    plan = Plan([Suite("mine", [Prompt(str(i), "qa", [PROMPT]) for i in range(4)])], 4, (1, 4, 2))
     run(make_for, plan, llm.tokenizer)
     assert len(held) == 3
 
@@ -112,7 +112,7 @@ def test_a_prompt_is_not_reused_from_memory_that_another_engine_used(llm: LLM) -
     other.generate([request])
     first.claim_cache()
     (again,) = first.generate([request])
-    assert not again.reused and again.tokens == llm.generate(WORDS, max_new_tokens=8).tokens
+    assert not again.reused and again.tokens == llm.generate(PROMPT, max_new_tokens=8).tokens
     first.add(request)
     with pytest.raises(AssertionError, match="running requests"):
         first.claim_cache()
@@ -121,7 +121,7 @@ def test_a_prompt_is_not_reused_from_memory_that_another_engine_used(llm: LLM) -
 
 
 def test_sampled_outputs_equal_those_of_plain(llm: LLM) -> None:
-    settings, asked = GenerationSettings(24, temperature=0.9, seed=3), [task(llm, WORDS, i) for i in range(3)]
+    settings, asked = GenerationSettings(24, temperature=0.9, seed=3), [task(llm, PROMPT, i) for i in range(3)]
     plain = [one.tokens for one in contender(llm, "plain", slots=2).write(asked, settings)]
     assert len({tuple(tokens) for tokens in plain}) == 3  # the same prompt, different samples
     for name in WITHOUT_WEIGHTS:

@@ -22,6 +22,4 @@ def test_every_rule_and_threshold(study: Callable[..., tuple[Result, Any]]) -> N
         assert one["tokens_per_round"] >= 1 and (one["repeat"] >= 0 or one["saved_per_round"] == 0)
         assert MergeFigures(**one).line in done.output
     assert found[1]["saved_per_round"] > max(0, found[2]["saved_per_round"])  # longer matches are rarer
-    assert (
-        found[1]["fewer_rows"] > 0 and found[0]["rows_per_round"] > found[3]["rows_per_round"]
-    )  # as unlikely nodes
+    assert found[1]["fewer_rows"] > 0 and found[0]["rows_per_round"] > found[3]["rows_per_round"]  # as unlikely nodes

@@ -95,7 +95,7 @@ def _empty_softmax(BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.conste
 
 @triton.jit
 def _add_block(
-    best, total, weighted, q, k, v, visible, inner, factor,
+    best, total, acc, q, k, v, visible, inner, factor,
     SHARES: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add a block of keys to the running softmax: the best score so far, the sum of weights, the weighted sum of values.
@@ -115,17 +115,17 @@ def _add_block(
     rescale = tl.exp2(best - peak)
     weight = tl.exp2(score * factor - peak[:, None])
     total = total * rescale + tl.sum(weight, last)
-    weighted = weighted * rescale[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-    return peak, total, weighted
+    acc = acc * rescale[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+    return peak, total, acc
 
 
 @triton.jit
-def _sum_over_warps(total, weighted, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
+def _sum_over_warps(total, acc, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr):
     """Add the sums of the warps that share the keys."""
     if SHARES > 1:
         total = tl.reshape(sum_shares(tl.expand_dims(total, 2), BLOCK_Q, 1, SHARES), (BLOCK_Q,))
-        weighted = sum_shares(weighted, BLOCK_Q, WIDTH, SHARES)
-    return total, weighted
+        acc = sum_shares(acc, BLOCK_Q, WIDTH, SHARES)
+    return total, acc
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _visible(
 
 @triton.jit
 def _later_blocks(
-    best, total, weighted, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, window_start, block,
+    best, total, acc, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, window_start, block,
     begin, seen_by_all, stop, length, first_row, inner, factor,
     BLOCK_K: tl.constexpr, SHARES: tl.constexpr, CHAIN: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
@@ -158,8 +158,8 @@ def _later_blocks(
         k = tl.load(key_at + start * c_row + tile)
         v = tl.load(value_at + start * c_row + tile)
         visible = start + scratch_row >= window_start[:, None]
-        best, total, weighted = _add_block(
-            best, total, weighted, q, k, v, visible, inner, factor, SHARES, WINDOW > 0, CAPPED, PRECISION
+        best, total, acc = _add_block(
+            best, total, acc, q, k, v, visible, inner, factor, SHARES, WINDOW > 0, CAPPED, PRECISION
         )  # fmt: skip
     for start in range(unmasked, stop, BLOCK_K):
         inside = tl.expand_dims(start + block < stop, last)
@@ -168,10 +168,8 @@ def _later_blocks(
         visible = _visible(
             sees, real, row, start + scratch_row, window_start, first_row, stop - length, s_row, s_column, CHAIN, WINDOW
         )
-        best, total, weighted = _add_block(
-            best, total, weighted, q, k, v, visible, inner, factor, SHARES, True, CAPPED, PRECISION
-        )
-    return best, total, weighted
+        best, total, acc = _add_block(best, total, acc, q, k, v, visible, inner, factor, SHARES, True, CAPPED, PRECISION)
+    return best, total, acc
 
 
 @triton.jit
@@ -198,14 +196,14 @@ def _scratch_ends(begin, length, rows, scratch, cached, BLOCK_Q: tl.constexpr, C
 
 
 @triton.jit
-def _store(out, peaks, totals, place, best, total, weighted, real, WIDTH: tl.constexpr, JOINED: tl.constexpr):
+def _store(out, peaks, totals, place, best, total, acc, real, WIDTH: tl.constexpr, JOINED: tl.constexpr):
     """Store a softmax: divided by its sum of weights, or undivided with its best score and that sum if shares are joined."""
     if JOINED:
         tl.store(peaks + place // WIDTH, best, mask=real)
         tl.store(totals + place // WIDTH, total, mask=real)
     else:
-        weighted /= tl.maximum(total, 1e-37)[:, None]  # no division by zero for a row that sees nothing
-    tl.store(out + place[:, None] + tl.arange(0, WIDTH)[None, :], weighted, mask=real[:, None])
+        acc /= tl.maximum(total, 1e-37)[:, None]  # no division by zero for a row that sees nothing
+    tl.store(out + place[:, None] + tl.arange(0, WIDTH)[None, :], acc, mask=real[:, None])
 
 
 VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached", "heads", "queries", "splits", "least"]
@@ -260,25 +258,23 @@ def _attend(
     key, value = tl.where(is_new, new_key, key), tl.where(is_new, new_value, value)
     if SHARES > 1:
         q = tl.broadcast_to(q[None, :, :], (SHARES, BLOCK_Q, WIDTH))
-    best, total, weighted = _empty_softmax(BLOCK_Q, WIDTH, SHARES)
-    best, total, weighted = _add_block(
-        best, total, weighted, q, key, value, seen, inner, factor, SHARES, True, CAPPED, PRECISION
-    )
+    best, total, acc = _empty_softmax(BLOCK_Q, WIDTH, SHARES)
+    best, total, acc = _add_block(best, total, acc, q, key, value, seen, inner, factor, SHARES, True, CAPPED, PRECISION)
     if first + BLOCK_K < stop:
-        best, total, weighted = _later_blocks(
-            best, total, weighted, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, window_start, block,
+        best, total, acc = _later_blocks(
+            best, total, acc, q, key_at, value_at, tile, c_row, sees, s_row, s_column, real, row, window_start, block,
             first + BLOCK_K, seen_by_all, stop, length, first_row, inner, factor,
             BLOCK_K, SHARES, CHAIN, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
-    total, weighted = _sum_over_warps(total, weighted, BLOCK_Q, WIDTH, SHARES)
+    total, acc = _sum_over_warps(total, acc, BLOCK_Q, WIDTH, SHARES)
 
     place = split.to(tl.int64) * o_split + seq * o_batch + row * o_row + (head * GROUPS + group) * o_head
-    _store(out, peaks, totals, place, best, total, weighted, real, WIDTH, JOINED)
+    _store(out, peaks, totals, place, best, total, acc, real, WIDTH, JOINED)
 
 
 @triton.jit(do_not_specialize=["outputs", "splits", "least", "per_sequence"])
 def _join(
-    partials, peaks, totals, base, out, outputs, splits, least, per_sequence,
+    parts, peaks, totals, base, out, outputs, splits, least, per_sequence,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Join the shares of one output row, weighted by their part of the softmax. A sequence has `per_sequence` rows."""
@@ -289,7 +285,7 @@ def _join(
     inside = ((split < splits - 1) & (origin + split * share < length)) | (split == splits - 1)
     place = split * outputs + output
     take_turn(EARLY)
-    pieces = tl.load(partials + place[:, None] * WIDTH + column[None, :], mask=inside[:, None], other=0.0)
+    pieces = tl.load(parts + place[:, None] * WIDTH + column[None, :], mask=inside[:, None], other=0.0)
     peak = tl.load(peaks + place, mask=inside, other=LOWEST)
     weight = tl.exp2(peak - tl.max(peak, 0))
     total = tl.sum(tl.load(totals + place, mask=inside, other=0.0) * weight, 0)
@@ -331,19 +327,16 @@ def attend_tree(
     tiles = tiles or attention_tiles(groups * rows, keys_seen, batch * heads, width, query.element_size(), many)
     out = torch.empty(batch, rows, all_heads, width, dtype=query.dtype, device=query.device)
     joined = tiles.splits > 1
-    partials = (
-        torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
-    )
-    shape = (2, *partials.shape[:-1]) if joined else (2, 0)
+    parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
+    shape = (2, *parts.shape[:-1]) if joined else (2, 0)
     peaks, totals = torch.empty(shape, dtype=torch.float32, device=query.device)
     row_depth = slots if depth is None else depth
     early = overlaps(query.device)
     inner, factor = (2 * LOG2E * scaling / softcap, LOG2E * softcap) if softcap else (0.0, LOG2E * scaling)
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
-        query, keys, values, slots, base, sees.view(torch.uint8), row_depth, partials, peaks, totals, inner, factor,
+        query, keys, values, slots, base, sees.view(torch.uint8), row_depth, parts, peaks, totals, inner, factor,
         *query.stride()[:3], *keys.stride()[:3], _per_seq(sees), *sees.stride()[1:], _per_seq(row_depth),
-        *partials.stride()[:4],
-        rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits, tiles.least,
+        *parts.stride()[:4], rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits, tiles.least,
         WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SHARES=tiles.shares, CHAIN=chain,
         CAUSAL=causal, WINDOW=window, CAPPED=softcap > 0, JOINED=joined, EARLY=early,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -352,7 +345,7 @@ def attend_tree(
     if joined:
         outputs, power = batch * rows * all_heads, triton.next_power_of_2(tiles.splits)
         _join[(outputs,)](
-            partials, peaks, totals, base, out, outputs, tiles.splits, tiles.least, rows * all_heads,
+            parts, peaks, totals, base, out, outputs, tiles.splits, tiles.least, rows * all_heads,
             WIDTH=width, SPLITS=power, BLOCK_K=tiles.block_k, WINDOW=window, EARLY=early,
             num_warps=1 if power * width <= 2048 else 4, **early_launch(early),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Masks: allowed tokens, and stop tokens held back below min_new_tokens. Each request has its own, whoever drafted."""
+"""Masks: allowed tokens, and stop tokens held back below min_new_tokens. Each request has its own, with any drafter."""
 
 import math
 from dataclasses import replace
@@ -33,8 +33,8 @@ COMPANY: list[dict[str, Any]] = [
 
 
 def drafting(name: str, model: Model, asked: list[Request]) -> Drafter:
-    texts = [full_sequence(model.hf, request) for request in asked]
-    return {"liar": Liar(), "oracle": Oracle(texts, lies=2)}.get(name) or drafter(name, model)
+    sequences = [full_sequence(model.hf, request) for request in asked]
+    return {"liar": Liar(), "oracle": Oracle(sequences, lies=2)}.get(name) or drafter(name, model)
 
 
 def masked(**options: Any) -> list[Request]:
@@ -42,8 +42,8 @@ def masked(**options: Any) -> list[Request]:
 
 
 @pytest.mark.parametrize("name", [*METHODS, "liar", "oracle"])
-def test_only_allowed_tokens_are_written_whoever_drafts(name: str) -> None:
-    """Six with masks of their own among four without, in three slots, so that a slot's mask gives way to the next."""
+def test_only_allowed_tokens_are_sampled_with_any_drafter(name: str) -> None:
+    """Six requests with their own masks among four without, in three slots, so that a slot's mask is replaced."""
     model, mine = target(), masked(max_new_tokens=10)
     others = [replace(one, **options) for one, options in zip(requests(4, seed=9, max_new_tokens=12), COMPANY, strict=True)]
     asked = [mine[0], others[0], *mine[1:3], others[1], mine[3], *others[2:], *mine[4:]]
@@ -56,7 +56,7 @@ def test_only_allowed_tokens_are_written_whoever_drafts(name: str) -> None:
 
 
 def alone(model: Model, request: Request) -> list[int]:
-    """The likeliest of the allowed tokens, place by place, by the transformers model's own logits."""
+    """The likeliest of the allowed tokens, position by position, by the transformers model's own logits."""
     text, barred = list(request.prompt), torch.ones(VOCABULARY, dtype=torch.bool)
     barred[list(request.sampling.allowed_token_ids or ())] = False
     while len(text) < len(request.prompt) + request.max_new_tokens and text[-1] != END:
@@ -69,16 +69,16 @@ def alone(model: Model, request: Request) -> list[int]:
 def test_a_mask_alone_in_its_batch_and_in_company(way: str, late: bool) -> None:
     (request,) = requests(2, WAYS[way], max_new_tokens=10)[1:]
     others = [replace(one, **options) for one, options in zip(requests(4, seed=9), COMPANY, strict=True)]
-    texts = [full_sequence(target().hf, one) for one in (request, *others)]
-    (lonely,) = engine(Oracle(texts), late=late).generate([request])
-    together, *_ = engine(Oracle(texts), slots=5, late=late).generate([request, *others])
+    sequences = [full_sequence(target().hf, one) for one in (request, *others)]
+    (lonely,) = engine(Oracle(sequences), late=late).generate([request])
+    together, *_ = engine(Oracle(sequences), slots=5, late=late).generate([request, *others])
     assert lonely.tokens == together.tokens == truth(target().hf, request)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(seed=0), Sampling(temperature=0.8, seed=7)], ids=["greedy", "T=0.8"])
 @pytest.mark.parametrize("name", ["plain", "liar", "oracle", "token_recycling", "prompt_lookup"])
 def test_stop_tokens_are_held_back_below_the_least_length(name: str, sampling: Sampling) -> None:
-    """The floor lies past the place where the stop token would have stood; neighbours hold back others, or none."""
+    """The floor lies past the position of the stop token; other requests hold back other tokens, or none."""
     model, plain = target(), requests(6, sampling, max_new_tokens=16, ignore_eos=True)
     stops = [(truth(model.hf, request)[2], 7) for request in plain]
     floors = [0, 3, 6, 6, 10, 0]
@@ -96,7 +96,7 @@ def test_stop_tokens_are_held_back_below_the_least_length(name: str, sampling: S
     assert any(len(run.tokens) > 3 for run in runs) and len(runs[0].tokens) == 3
 
 
-def test_what_leaves_nothing_to_choose_is_refused() -> None:
+def test_settings_that_leave_no_token_are_refused() -> None:
     steps = engine(make("plain"))
     for bad, named in [
         ({"sampling": Sampling(allowed_token_ids=(END,)), "min_new_tokens": 2}, "min_new_tokens is 2"),
@@ -112,7 +112,7 @@ def test_what_leaves_nothing_to_choose_is_refused() -> None:
 
 @pytest.mark.parametrize("company", [False, True])
 def test_a_nan_at_a_barred_token_is_found_as_without_the_mask(company: bool) -> None:
-    """Also by somebody with filters, who looks at all tokens: what becomes of a request does not depend on others."""
+    """Also next to a request with filters, which look at all tokens: a result does not depend on other requests."""
     hf = fresh("qwen3")
     hf.lm_head.weight.data[3] = math.nan
     sick = Request((9, 8), Sampling(seed=1, allowed_token_ids=EVEN), max_new_tokens=3, speculate=False)
@@ -125,7 +125,7 @@ def test_a_nan_at_a_barred_token_is_found_as_without_the_mask(company: bool) -> 
 
 
 def test_rows_of_masks_stay_where_they_are() -> None:
-    """A captured round reads them there, whoever enters; who never asks for a mask has none made."""
+    """A captured round reads them there, whichever request enters; without masks the column is never made."""
     steps = engine(make("plain"), slots=2)
     steps.generate(requests(2, max_new_tokens=2))
     assert "barred" not in steps.state.table.columns

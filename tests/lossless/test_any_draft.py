@@ -1,4 +1,4 @@
-"""The law under any draft at all: trees, tokens and sizes that hypothesis makes up, some of them true."""
+"""The law for any draft: trees, tokens and sizes that hypothesis makes up, some of them correct."""
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ from doubles import (
 from foreword.core.draft import Draft
 from foreword.core.state import State
 
-# Half of the rows hang on the row before them, so that trees are deep; more than half say what is true.
+# Half of the rows are children of the row before them, so that trees are deep; more than half have the correct token.
 NODES = st.tuples(st.just(-1) | st.integers(0, 999), st.none() | st.none() | st.integers(0, VOCABULARY - 1))
 PLANS = st.builds(Plan, st.lists(NODES, max_size=8).map(tuple), st.integers(1, 9))
 
@@ -31,14 +31,14 @@ PLANS = st.builds(Plan, st.lists(NODES, max_size=8).map(tuple), st.integers(1, 9
 @settings(max_examples=40)
 @given(plans=st.lists(PLANS, min_size=1, max_size=5), slots=st.integers(1, 3))
 def test_any_draft_gives_the_truth(sampling: str, plans: list[Plan], slots: int) -> None:
-    """And nothing of it that is right is lost."""
+    """And every correct draft token is accepted."""
     model, asked = target(), requests(3, SAMPLINGS[sampling], max_new_tokens=8)
     playback = Recorder(Playback(plans, [full_sequence(model.hf, request) for request in asked]))
     assert written(engine(playback, model, slots), asked) == [truth(model.hf, request) for request in asked]
     check_yield(playback, model.hf, asked)
 
 
-def test_not_even_about_the_root_a_drafter_is_believed() -> None:
+def test_a_drafter_s_wrong_root_changes_nothing() -> None:
     class Careless(Liar):
         def propose(self, state: State) -> Draft:
             draft = super().propose(state)

@@ -1,4 +1,4 @@
-"""A request's tokens do not depend on who shares the batch, when it came, or what becomes of the others."""
+"""A request's tokens do not depend on the other requests of the batch, on when it came, or on how the others end."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +38,7 @@ every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAM
 @every_sampling
 @every_drafter
 def test_company_does_not_matter(make: Maker, sampling: Sampling) -> None:
-    """Three of one kind among one of every other, four at a time."""
+    """Three requests with one sampling among one of every other, four at a time."""
     model, mine = target(), requests(4, sampling, max_new_tokens=10)[1:]
     company = zip(requests(6, seed=9, max_new_tokens=12), COMPANY, strict=True)
     others = [replace(request, **options) for request, options in company]
@@ -65,7 +65,7 @@ def test_when_it_came_does_not_matter(late: int, make: Maker) -> None:
 @every_drafter
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_aborted_company_does_not_matter(after: int, make: Maker) -> None:
-    """One is given up while it waits, reads its prompt or writes; the next takes its slot."""
+    """One is aborted while it waits, reads its prompt or generates; the next takes its slot."""
     model = target()
     asked = requests(5, SAMPLINGS["T=0.8"], seed=3, max_new_tokens=8)
     steps = engine(make(model, asked), model, slots=2)
@@ -83,11 +83,11 @@ def test_aborted_company_does_not_matter(after: int, make: Maker) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @every_drafter
 def test_free_slots_that_pad_a_round_do_not_matter(make: Maker, late: bool) -> None:
-    """Captured rounds come in few sizes. Texts of a second wave begin with what the padding slots still hold."""
+    """Captured rounds come in a few sizes. Prompts of a second wave begin with what the padding slots still hold."""
     model = target()
     first = [replace(one, max_new_tokens=3 + 2 * i) for i, one in enumerate(requests(5, SAMPLINGS["T=0.8"]))]
-    texts = [(*request.prompt, *truth(model.hf, request)) for request in first]
-    second = [Request((*text, 5, 6), Sampling(seed=i), 6, reuse=True) for i, text in enumerate(texts)]
+    sequences = [(*request.prompt, *truth(model.hf, request)) for request in first]
+    second = [Request((*text, 5, 6), Sampling(seed=i), 6, reuse=True) for i, text in enumerate(sequences)]
     steps = engine(make(model, [*first, *second]), model, slots=5, late=late)
     steps.slots.pads = True
     sizes, launch = [], steps.loop.round
@@ -100,5 +100,5 @@ def test_free_slots_that_pad_a_round_do_not_matter(make: Maker, late: bool) -> N
     steps.loop.round = watched  # type: ignore[method-assign]
     runs = [*steps.generate(first), *steps.generate(second)]
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in [*first, *second]]
-    assert all(run.reused >= len(text) - 2 for run, text in zip(runs[5:], texts, strict=True))
+    assert all(run.reused >= len(text) - 2 for run, text in zip(runs[5:], sequences, strict=True))
     assert 4 in sizes and set(sizes) <= {1, 2, 4}, "of rounds that leave a slot free"

@@ -1,4 +1,4 @@
-"""Endings inside a draft: the oracle drafts past the end, and the text still stops where plain decoding stops."""
+"""Endings inside a draft: the oracle drafts past the end, and the output still stops where plain decoding stops."""
 
 from dataclasses import replace
 
@@ -19,14 +19,14 @@ def oracle_engine(model: Model, asked: list[Request], slots: int = 2) -> Engine:
 
 
 def ending_requests(sampling: str) -> list[Request]:
-    """Requests that meet the end token of their own accord, at different places in a draft of four."""
+    """Requests that sample the end token, at different positions in a draft of four."""
     found = [r for r in requests(16, SAMPLINGS[sampling], **LONG) if truth(target().hf, r)[-1] == END]
     assert len({len(truth(target().hf, request)) % 5 for request in found}) >= 3
     return found
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_an_end_token_inside_a_draft_ends_the_text(sampling: str) -> None:
+def test_an_end_token_inside_a_draft_ends_the_output(sampling: str) -> None:
     model, asked = target(), ending_requests(sampling)
     runs = oracle_engine(model, asked, slots=3).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
@@ -34,7 +34,7 @@ def test_an_end_token_inside_a_draft_ends_the_text(sampling: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_any_end_token_of_a_list_ends_the_text(sampling: str) -> None:
+def test_any_end_token_of_a_list_ends_the_output(sampling: str) -> None:
     hf, asked = fresh("llama"), requests(8, SAMPLINGS[sampling], **LONG)
     ends = (END, truth(hf, asked[1])[3], truth(hf, asked[2])[1])
     hf.generation_config.eos_token_id = list(ends)
@@ -46,7 +46,7 @@ def test_any_end_token_of_a_list_ends_the_text(sampling: str) -> None:
     assert all((run.finish_reason == "stop") == (run.tokens[-1] in ends) for run in runs)
 
 
-def test_a_model_without_an_end_token_writes_to_the_limit() -> None:
+def test_a_model_without_an_end_token_generates_to_the_limit() -> None:
     hf = fresh("llama", eos_token_id=None)
     hf.generation_config.eos_token_id = None
     asked = requests(4, min_new_tokens=3)
@@ -56,7 +56,7 @@ def test_a_model_without_an_end_token_writes_to_the_limit() -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_ignore_eos_writes_on(sampling: str) -> None:
+def test_ignore_eos_continues(sampling: str) -> None:
     model, asked = target(), [replace(request, ignore_eos=True) for request in ending_requests(sampling)[:4]]
     runs = oracle_engine(model, asked).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
@@ -66,7 +66,7 @@ def test_ignore_eos_writes_on(sampling: str) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("more", [0, 1, 4])
 def test_min_new_tokens_holds_the_end_back(more: int, sampling: str) -> None:
-    """The floor lies at, just past and well past the place where the text would have ended."""
+    """The floor lies at, just past and well past the position where the output would have ended."""
     model, asked = target(), ending_requests(sampling)[:5]
     floors = [len(truth(model.hf, request)) - 1 + more for request in asked]
     asked = [replace(request, min_new_tokens=min(floor, 24)) for request, floor in zip(asked, floors, strict=True)]
@@ -86,8 +86,8 @@ def test_max_new_tokens_inside_a_draft(limit: int) -> None:
 @pytest.mark.parametrize("context", range(26, 31))
 def test_the_context_limit_inside_a_draft(context: int) -> None:
     model, asked = target(), [replace(request, max_new_tokens=99, ignore_eos=True) for request in requests(5)]
-    texts = [[*r.prompt, *truth(model.hf, r, context=48)] for r in asked]
-    runs = engine(Oracle(texts), model, slots=2, context=context).generate(asked)
+    sequences = [[*r.prompt, *truth(model.hf, r, context=48)] for r in asked]
+    runs = engine(Oracle(sequences), model, slots=2, context=context).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request, context=context) for request in asked]
     assert all(len(run.request.prompt) + len(run.tokens) == context for run in runs)
 
@@ -110,7 +110,7 @@ def test_a_request_may_refuse_drafts_while_others_take_them() -> None:
     assert all(set(run.drafted) == {0} and set(run.accepted) == {1} for run in runs[1::2])
 
 
-def test_abort_keeps_what_is_written_and_frees_the_slot() -> None:
+def test_abort_keeps_the_output_so_far_and_frees_the_slot() -> None:
     model, asked = target(), requests(3, max_new_tokens=20, ignore_eos=True)
     steps = oracle_engine(model, asked, slots=1)
     gone, waiting, last = [steps.add(request) for request in asked]
@@ -126,7 +126,7 @@ def test_abort_keeps_what_is_written_and_frees_the_slot() -> None:
     assert last.tokens == truth(model.hf, asked[2])
 
 
-def test_generate_gives_its_requests_up_when_it_is_interrupted() -> None:
+def test_generate_aborts_its_requests_when_it_is_interrupted() -> None:
     class Interrupted(Exception):
         pass
 
@@ -141,6 +141,6 @@ def test_generate_gives_its_requests_up_when_it_is_interrupted() -> None:
 
 
 def test_a_floor_beyond_everything() -> None:
-    """As large as a number may be: the text ends where the context does."""
+    """A huge number: the output ends where the context does."""
     (run,) = engine(make("plain")).generate([replace(requests(1)[0], max_new_tokens=2**70, min_new_tokens=2**70)])
     assert run.finish_reason == "length" and END not in run.tokens and len(run.tokens) == CONTEXT - 1

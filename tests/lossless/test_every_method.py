@@ -1,4 +1,4 @@
-"""The law: whatever the method, the tokens are those that the transformers model writes alone."""
+"""The law: with any method, the tokens are those that the transformers model generates alone."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from doubles import (
 from foreword.engine.request import Request
 from foreword.methods import METHODS
 
-# A sequence alone goes another way than three together, whatever the family.
+# One sequence takes another code path than three together, in every family.
 every_family = pytest.mark.parametrize(
     ("family", "slots"), [("llama", 1), ("llama", 3), ("qwen3", 1), ("qwen3", 3), ("smollm3", 3), ("gemma2", 3)]
 )
@@ -45,7 +45,7 @@ def test_lies_change_nothing(sampling: str, family: str, slots: int) -> None:
 
 @every_family
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_truth_hidden_among_lies_is_found(sampling: str, family: str, slots: int) -> None:
+def test_correct_tokens_among_wrong_ones_are_found(sampling: str, family: str, slots: int) -> None:
     model, asked = target(family), requests(6, SAMPLINGS[sampling])
     oracle = Oracle([full_sequence(model.hf, request) for request in asked])
     runs = engine(oracle, model, slots).generate(asked)
@@ -57,8 +57,8 @@ def test_the_truth_hidden_among_lies_is_found(sampling: str, family: str, slots:
 def test_texts_that_grow_past_a_step_of_keys(name: str) -> None:
     """Attention reads keys up to a multiple of 64, and a round may cross one."""
     model, context = target(), 2 * CONTEXT
-    drawn = torch.randint(3, VOCABULARY, (3, 64), generator=torch.Generator().manual_seed(0)).tolist()
-    sizes = zip(drawn, (50, 57, 62), strict=True)
+    tokens = torch.randint(3, VOCABULARY, (3, 64), generator=torch.Generator().manual_seed(0)).tolist()
+    sizes = zip(tokens, (50, 57, 62), strict=True)
     asked = [Request(tuple(text[:size]), SAMPLINGS["greedy"], 14, ignore_eos=True) for text, size in sizes]
     oracle = Oracle([full_sequence(model.hf, request) for request in asked])
     made = engine(oracle if name == "oracle" else drafter(name, model), model, context=context)
@@ -67,7 +67,7 @@ def test_texts_that_grow_past_a_step_of_keys(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "plain"])
 def test_a_method_is_sometimes_right(name: str) -> None:
-    """The law above would hold for a drafter that never drafts; this one says that the laws see real drafts."""
+    """The law above would also hold for a drafter that never drafts; this test ensures that real drafts are tested."""
     model, asked = target(), requests(6, max_new_tokens=30, ignore_eos=True)
     runs = engine(drafter(name, model), model).generate(asked)
     assert sum(len(run.tokens) for run in runs) > 1.1 * sum(len(run.accepted) for run in runs)

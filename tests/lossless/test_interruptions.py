@@ -1,5 +1,5 @@
-"""Ctrl-C may come before any line, and a step may break at any. What others were writing, or what is asked next, is the
-truth."""
+"""Ctrl-C may come before any line, and a step may break at any. The output of other and of later requests stays that of
+plain decoding."""
 
 import signal
 import sys
@@ -25,7 +25,7 @@ STEPS = tuple(f"engine/{name}.py" for name in ("engine", "admit", "prefill", "em
 
 
 class Before:
-    """Notes the lines of ours that are come to, and does something before the first visit of one of them."""
+    """Records the lines of the package that run, and calls `act` before the first run of one of them."""
 
     def __init__(self, line: Line | None = None, act: Callable[[], None] = lambda: None) -> None:
         self.line, self.act = line, act
@@ -45,13 +45,13 @@ class Before:
     @contextmanager
     def watching(self) -> Iterator[None]:
         found = sys.gettrace()
-        hears = signal.getsignal(signal.SIGINT)
+        handler = signal.getsignal(signal.SIGINT)
         sys.settrace(self.enter)
         try:
             yield
         finally:
             sys.settrace(found)
-            assert signal.getsignal(signal.SIGINT) is hears
+            assert signal.getsignal(signal.SIGINT) is handler
 
 
 def ctrl_c() -> None:
@@ -72,9 +72,9 @@ def expected() -> list[list[int]]:
 
 
 def lines_of(steps: Engine) -> list[Line]:
-    """The lines of ours that are come to whenever those texts are written."""
+    """The lines of the package that run whenever those requests are generated."""
     found = []
-    for _ in range(3):  # what happens only once is over after the first
+    for _ in range(3):  # lines that run only once are over after the first
         watched = Before()
         with watched.watching():
             steps.generate(ASKED[:3])
@@ -83,7 +83,7 @@ def lines_of(steps: Engine) -> list[Line]:
 
 
 def ctrl_c_before(line: Line, steps: Engine) -> bool:
-    """Three texts are interrupted, beside a fourth that is nobody's business; then all are asked again."""
+    """Three requests are interrupted, next to a fourth of another caller; then all are generated again."""
     fourth, interrupted = steps.add(ASKED[3]), False
     try:
         with Before(line, ctrl_c).watching():
@@ -111,14 +111,14 @@ def test_ctrl_c_before_any_line_of_a_step() -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 @pytest.mark.parametrize("method", METHODS)
 def test_ctrl_c_before_some_lines_of_a_method(method: str, late: bool) -> None:
-    """Which of them are come to again may depend on what a draft in another thread has to say."""
+    """Which lines run again may depend on a draft in another thread."""
     steps = steps_of(method, late)
     lines = Random(method).sample(lines_of(steps), 5)
     assert sum(ctrl_c_before(line, steps) for line in lines) >= 2
 
 
-def test_a_step_that_breaks_before_any_line_gives_everybody_up() -> None:
-    """For want of memory, perhaps, or by a second Ctrl-C."""
+def test_a_step_that_breaks_before_any_line_aborts_all_requests() -> None:
+    """For lack of memory, perhaps, or by a second Ctrl-C."""
     steps = steps_of("plain", late=True)
     for line in [line for line in lines_of(steps) if line[0].endswith(STEPS)]:
         fourth = steps.add(ASKED[3])

@@ -1,4 +1,4 @@
-"""After every round the cache holds, for every slot, exactly what the transformers model keeps of the same text."""
+"""After every round the cache holds, for every slot, exactly what the transformers model caches for the same sequence."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from foreword.model.model import Model
 KINDS = ["liar", "oracle", "oracle chain", *METHODS]
 
 
-def drafter_of(kind: str, texts: list[list[int]], model: Model) -> Drafter:
-    oracles = {"oracle": Oracle(texts), "oracle chain": Oracle(texts, lies=0, as_chain=True)}
+def drafter_of(kind: str, sequences: list[list[int]], model: Model) -> Drafter:
+    oracles = {"oracle": Oracle(sequences), "oracle chain": Oracle(sequences, lies=0, as_chain=True)}
     return {"liar": Liar(), **oracles}.get(kind) or drafter(kind, model)
 
 
-def texts_in(steps: Engine) -> dict[int, list[int]]:
-    """What each slot's cache ought to hold."""
+def cached_sequences(steps: Engine) -> dict[int, list[int]]:
+    """The tokens that each slot's cache must hold."""
     inside = {s: [*run.request.prompt, *run.tokens][: run.length] for s, run in steps.slots.running.items()}
     return inside | {slot: list(text) for slot, text in steps.slots.free.items()}
 
@@ -28,14 +28,14 @@ def texts_in(steps: Engine) -> dict[int, list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cache_equals_a_fresh_prefill(kind: str, family: str) -> None:
-    """Of running and of left slots: a left one may still be built upon."""
+    """For running and free slots: a later prompt may start from a free one."""
     model, asked = target(family), requests(4, SAMPLINGS["T=0.8"], max_new_tokens=9)
     steps = engine(drafter_of(kind, [full_sequence(model.hf, request) for request in asked], model), model, slots=3)
     for request in asked:
         steps.add(request)
     while steps.busy:
         steps.step()
-        for slot, text in texts_in(steps).items():
+        for slot, text in cached_sequences(steps).items():
             if slot in steps.slots.running:
                 assert model.cache.length[slot] == len(text)
             for layer, (keys, values) in enumerate(hf_cache(model.hf, text) if text else []):
@@ -44,7 +44,7 @@ def test_the_cache_equals_a_fresh_prefill(kind: str, family: str) -> None:
 
 
 def snapshot(steps: Engine, slot: int) -> list[torch.Tensor]:
-    """Everything that is kept of a slot."""
+    """Everything that is stored for a slot."""
     cache, state = steps.target.cache, steps.state
     columns = [cache.length, state.roots, state.tokens[:, :-1], state.alive_slots]
     return [tensor[slot].clone() for tensor in (*cache.keys, *cache.values, *columns)]
@@ -56,7 +56,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("kind", ["liar", "oracle", "oracle chain", "plain"])
 def test_a_slot_that_is_not_in_the_round_is_not_touched(kind: str) -> None:
-    """Slot 1 is left early; what it held stays, bit for bit, while its neighbours write."""
+    """Slot 1 is freed early; what it held stays, bit for bit, while other slots generate."""
     model, asked = target(), requests(3, max_new_tokens=30, ignore_eos=True)
     steps = engine(drafter_of(kind, [full_sequence(model.hf, request) for request in asked], model), model, slots=3)
     runs = [steps.add(request) for request in asked]
@@ -70,7 +70,7 @@ def test_a_slot_that_is_not_in_the_round_is_not_touched(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["liar", "oracle", "oracle chain", "plain"])
 def test_a_frozen_slot_commits_nothing(kind: str) -> None:
-    """A slot that is in the round but no longer alive keeps its length, root, text and committed rows."""
+    """A slot that is in the round but no longer alive keeps its length, root, tokens and committed rows."""
     model, asked = target(), requests(3, max_new_tokens=30, ignore_eos=True)
     chosen = drafter_of(kind, [full_sequence(model.hf, request) for request in asked], model)
     steps = engine(chosen, model, slots=3)
@@ -90,7 +90,7 @@ def test_a_frozen_slot_commits_nothing(kind: str) -> None:
         assert torch.equal(one[:, :length], other[:, :length]) if one.ndim == 3 else torch.equal(one, other)
 
 
-def test_the_text_in_the_state_is_the_text_that_was_written() -> None:
+def test_the_sequence_in_the_state_is_the_one_that_was_generated() -> None:
     model, asked = target(), requests(4, SAMPLINGS["T=0.8"])
     steps = engine(Oracle([full_sequence(model.hf, request) for request in asked]), model, slots=2)
     for request in asked:

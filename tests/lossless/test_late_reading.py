@@ -1,4 +1,4 @@
-"""A round that is read while the next one runs: the same texts, whoever comes, goes, stops or is given up meanwhile."""
+"""A round that is read while the next one runs: the same output, whichever requests enter, end, stop or are aborted."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def knowing(model: Model, asked: list[Request]) -> Drafter:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("method", [*METHODS, "oracle"])
-def test_the_texts_are_the_truth(method: str, sampling: Sampling) -> None:
+def test_the_outputs_are_the_truth(method: str, sampling: Sampling) -> None:
     model, asked = target(), requests(7, sampling)
     chosen = knowing(model, asked) if method == "oracle" else drafter(method, model)
     runs = late(chosen, model).generate(asked)
@@ -31,7 +31,7 @@ def test_the_texts_are_the_truth(method: str, sampling: Sampling) -> None:
     assert all(sum(run.accepted) == len(run.tokens) for run in runs)
 
 
-def test_a_step_brings_what_the_round_before_decided() -> None:
+def test_a_step_returns_what_the_round_before_decided() -> None:
     model, (asked,) = target(), requests(1, max_new_tokens=4, ignore_eos=True)
     steps = late(make("plain"), model)
     run = steps.add(asked)
@@ -43,8 +43,8 @@ def test_a_step_brings_what_the_round_before_decided() -> None:
     assert run.decode_s > 0
 
 
-def test_who_was_given_up_takes_nothing_along() -> None:
-    """The round that was under way is dropped, and the slot's next text is right from its first token."""
+def test_an_aborted_request_does_not_affect_the_next() -> None:
+    """The round in progress is dropped, and the slot's next output is correct from its first token."""
     model, asked = target(), requests(4, max_new_tokens=12, ignore_eos=True)
     steps = late(knowing(model, asked), model, slots=1)
     runs = [steps.add(request) for request in asked]
@@ -57,16 +57,16 @@ def test_who_was_given_up_takes_nothing_along() -> None:
     assert [run.tokens for run in runs[1:]] == [truth(model.hf, request) for request in asked[1:]]
 
 
-def test_a_text_goes_on_from_a_slot_that_ran_on() -> None:
-    """A host that stops a text late has let its slot run on; a later turn starts from what was said, not from that."""
+def test_a_prompt_starts_from_a_slot_that_continued_too_long() -> None:
+    """The host stops a sequence late, so its slot has continued; a later turn starts from the output, not from that."""
     model, (asked,) = target(), requests(1, seed=5, max_new_tokens=12, ignore_eos=True)
     steps = late(make("plain"), model, slots=1)
     first = steps.add(asked)
     for _ in range(5):
         steps.step()
     steps.abort(first)
-    said = (*asked.prompt, *first.tokens)
-    turn = replace(asked, prompt=(*said, 9, 30), reuse=True)
+    sequence = (*asked.prompt, *first.tokens)
+    turn = replace(asked, prompt=(*sequence, 9, 30), reuse=True)
     (second,) = steps.generate([turn])
-    assert second.reused == len(said) - 1
+    assert second.reused == len(sequence) - 1
     assert second.tokens == truth(model.hf, turn)

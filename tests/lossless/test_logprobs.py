@@ -1,4 +1,4 @@
-"""Logprobs are those of the transformers model itself, whoever drafted: before penalties, temperature and filters."""
+"""Logprobs are those of the transformers model itself, with any drafter: before penalties, temperature and filters."""
 
 import pytest
 
@@ -17,8 +17,8 @@ ASKED = [
 
 
 def runs_of(kind: str) -> list[Running]:
-    texts = [full_sequence(target().hf, request) for request in ASKED]
-    drafter: Drafter = Oracle(texts) if kind == "oracle" else make(kind)
+    sequences = [full_sequence(target().hf, request) for request in ASKED]
+    drafter: Drafter = Oracle(sequences) if kind == "oracle" else make(kind)
     return engine(drafter, slots=4).generate(ASKED)
 
 
@@ -37,7 +37,7 @@ def test_logprobs_are_the_model_s_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "oracle"])
-def test_who_does_not_ask_gets_none(kind: str) -> None:
+def test_without_the_setting_there_are_none(kind: str) -> None:
     assert runs_of(kind)[3].logprobs == []
 
 

@@ -1,4 +1,4 @@
-"""A target that answers NaN is an error, under every way of choosing; the others in the batch do not suffer."""
+"""A target that answers NaN is an error, under every sampling; other requests of the batch are not affected."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ from foreword.text import TextStream
 
 WAYS = {
     "greedy": Sampling(seed=1),
-    "drawn": Sampling(temperature=0.8, seed=1),
+    "sampled": Sampling(temperature=0.8, seed=1),
     "top_k": Sampling(temperature=0.8, top_k=3, seed=1),
     "top_p": Sampling(temperature=0.8, top_p=0.9, seed=1),
     "min_p": Sampling(temperature=0.8, min_p=0.1, seed=1),
@@ -68,8 +68,8 @@ SICK = Request((3, POISON, *range(10, 20)), Sampling(seed=1), 9)
 HEALTHY = Request((3, 9, 4), Sampling(seed=1), 9)
 
 
-def test_the_others_in_the_batch_do_not_suffer() -> None:
-    """Who has the token is given up; the neighbour's text goes on unharmed, and so does the next in that slot."""
+def test_other_requests_of_the_batch_are_not_affected() -> None:
+    """The request with the token is aborted; the other one continues correctly, and so does the next in that slot."""
     hf = poisoned_model()
     assert POISON not in truth(hf, HEALTHY)
     steps = engine(make("plain"), Model(hf), slots=2)
@@ -82,7 +82,7 @@ def test_the_others_in_the_batch_do_not_suffer() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_nor_do_they_where_several_rounds_are_read_at_once(late: bool) -> None:
+def test_nor_are_they_if_several_rounds_are_read_at_once(late: bool) -> None:
     hf = poisoned_model()
     steps = engine(make("plain"), Model(hf), slots=2, late=late)
     bad, *good = (steps.add(request) for request in (SICK, HEALTHY, HEALTHY, HEALTHY))
@@ -94,7 +94,7 @@ def test_nor_do_they_where_several_rounds_are_read_at_once(late: bool) -> None:
 
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_slot_left_with_nan_serves_the_next(after: int) -> None:
-    """The sick one is given up while its prompt is read: no round has seen the NaN that its rows hold."""
+    """The request is aborted while its prompt is read: no round has seen the NaN in its rows."""
     hf = poisoned_model()
     steps = engine(make("plain"), Model(hf), slots=1)
     bad = steps.add(SICK)
@@ -105,17 +105,18 @@ def test_a_slot_left_with_nan_serves_the_next(after: int) -> None:
     assert run.tokens == truth(hf, HEALTHY)
 
 
-def guessing(token: int) -> Playback:
-    """Drafts the truth and, on another branch, one token; the text is written with both in the pass."""
+def proposing(token: int) -> Playback:
+    """Drafts the correct tokens and, on another branch, one token; both are in the pass."""
     return Playback([Plan(((0, None), (1, None), (0, token)), 4)], [full_sequence(tiny("qwen3"), HEALTHY)])
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "penalty"])  # with it the true text has the token
 @pytest.mark.parametrize("late", [False, True])
-def test_a_nan_in_a_guess_does_not_reach_the_text(late: bool, way: str) -> None:
-    """The guess is wrong and never accepted. Its row would spoil the others; the text goes on without guesses."""
+def test_a_nan_in_a_draft_does_not_reach_the_output(late: bool, way: str) -> None:
+    """The draft token is wrong and never accepted. Its NaN reaches the other rows, so the request continues without
+    drafts."""
     hf, asked = poisoned_model(), replace(HEALTHY, sampling=replace(WAYS[way], seed=3))
-    steps = Engine(Model(hf), guessing(POISON), slots=2, max_context=CONTEXT, chunk=5, late=late)
+    steps = Engine(Model(hf), proposing(POISON), slots=2, max_context=CONTEXT, chunk=5, late=late)
     sick, alone = steps.add(asked), steps.add(replace(asked, speculate=False))
     with pytest.warns(ForewordWarning, match="NaN to a draft.*without speculation"):
         run_to_end(steps)
@@ -124,8 +125,8 @@ def test_a_nan_in_a_guess_does_not_reach_the_text(late: bool, way: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained])
-def test_a_drafter_of_nan_does_not_reach_the_text(name: str) -> None:
-    """What it says lies beside the text in the target's own cache, for some: no text may end for that."""
+def test_a_drafter_of_nan_does_not_reach_the_output(name: str) -> None:
+    """Some drafters write rows next to the sequence in the target's own cache: no request may fail because of them."""
     model, asked = target("qwen3"), requests(4, max_new_tokens=8)
     drafter = with_random_weights(name, model)
     for weight in drafter.module.parameters():
@@ -134,8 +135,8 @@ def test_a_drafter_of_nan_does_not_reach_the_text(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::foreword.errors.ForewordWarning")
-def test_what_a_sick_text_left_to_a_drafter_does_not_reach_the_next() -> None:
-    """The next one has a single token, so that nothing is read which would replace it."""
+def test_nan_in_a_drafter_s_buffers_does_not_reach_the_next_request() -> None:
+    """The next prompt has a single token, so that no row is read which would overwrite them."""
     hf, after = poisoned_model(), replace(HEALTHY, prompt=(9,))
     model = Model(hf)
     steps = engine(with_random_weights("firp", model), model, slots=1)
@@ -145,8 +146,8 @@ def test_what_a_sick_text_left_to_a_drafter_does_not_reach_the_next() -> None:
     assert run.tokens == truth(hf, after)
 
 
-def test_a_round_that_was_under_way_is_not_the_text_s_fault() -> None:
-    """It was launched before the scratch was wiped, drafts nothing, and answers NaN all the same."""
+def test_nan_of_a_round_in_progress_does_not_abort_the_request() -> None:
+    """It was launched before the scratch rows were wiped, so it answers NaN although it drafts nothing."""
     hf, bad, nothing = poisoned_model(), Plan(((0, None), (1, None), (0, POISON)), 4), Plan((), 1)
     steps = engine(Playback([bad, nothing, nothing], [full_sequence(tiny("qwen3"), HEALTHY)]), Model(hf), slots=1, late=True)
     with pytest.warns(ForewordWarning):
@@ -155,11 +156,11 @@ def test_a_round_that_was_under_way_is_not_the_text_s_fault() -> None:
 
 
 @pytest.mark.parametrize(("late", "rounds"), [(True, 1), (False, 4), (True, 2), (True, 4)])
-def test_a_round_behind_the_end_leaves_nothing_to_the_next_text(late: bool, rounds: int) -> None:
-    """A stop string is found while the next round runs, or has run already, and that one has a NaN in its draft."""
+def test_a_round_after_the_end_leaves_nothing_to_the_next_request(late: bool, rounds: int) -> None:
+    """A stop string is found while the next round runs, or has run already, and that round has a NaN in its draft."""
     hf = poisoned_model()
-    said = tokenizer().decode(truth(hf, HEALTHY)[:3])
-    stops = replace(HEALTHY, stream=TextStream(tokenizer(), (said[-2:],)))
+    text = tokenizer().decode(truth(hf, HEALTHY)[:3])
+    stops = replace(HEALTHY, stream=TextStream(tokenizer(), (text[-2:],)))
     drafter = Playback([Plan((), 1), Plan((), 1), Plan((), 1), Plan(((0, POISON),), 2)], [[]])
     steps = engine(drafter, Model(hf), slots=1, late=late)
     first = steps.add(stops)
@@ -170,10 +171,10 @@ def test_a_round_behind_the_end_leaves_nothing_to_the_next_text(late: bool, roun
     assert second.tokens == truth(hf, HEALTHY)
 
 
-def test_a_slot_where_a_guess_was_nan_guesses_again() -> None:
-    """Only that text is written without guesses."""
+def test_a_slot_where_a_draft_was_nan_drafts_again() -> None:
+    """Only that request runs without drafts."""
     hf = poisoned_model()
-    drafter = guessing(POISON)
+    drafter = proposing(POISON)
     steps = engine(drafter, Model(hf), slots=1)
     with pytest.warns(ForewordWarning):
         steps.generate([HEALTHY])
@@ -183,7 +184,7 @@ def test_a_slot_where_a_guess_was_nan_guesses_again() -> None:
 
 
 def test_nan_in_a_prompt_teaches_nothing() -> None:
-    """A table that all requests share: who comes later must not draft from a NaN."""
+    """In a table that all requests share: a later one must not draft from a NaN."""
     hf = poisoned_model()
     steps = engine(make("token_recycling", rows=4), Model(hf), slots=1)
     with pytest.raises(NumericsError):
@@ -192,7 +193,7 @@ def test_nan_in_a_prompt_teaches_nothing() -> None:
     assert run.tokens == truth(hf, HEALTHY)
 
 
-def test_who_waits_for_another_text_hears_nothing_of_a_nan() -> None:
+def test_a_nan_is_not_raised_for_callers_of_other_requests() -> None:
     hf = poisoned_model()
     steps = engine(make("plain"), Model(hf), slots=2)
     bad = steps.add(SICK)

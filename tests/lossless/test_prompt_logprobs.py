@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens are those of the transformers model, whoever drafts and whoever else is read."""
+"""Log-probabilities of prompt tokens are those of the transformers model, with any drafter and any other prompts."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from foreword.methods import METHODS, make
 from foreword.results import Result
 from foreword.text import TextStream
 
-# Of one token, of less and of more than a chunk of five; the last asks for nothing.
+# Prompts of one token, of less and of more than a chunk of five; the last request wants no logprobs.
 ASKED = [
     replace(request, prompt_logprobs=top, max_new_tokens=6)
     for request, top in zip(requests(5, Sampling(temperature=0.8, seed=3)), (2, 0, 3, 100, None), strict=True)
@@ -25,11 +25,11 @@ def check(runs: list[Running]) -> None:
     for run in runs:
         assert run.tokens == truth(target().hf, run.request)
         top = run.request.prompt_logprobs
-        told = [] if top is None else run.prompt_logprobs
-        assert run.prompt_logprobs == told and [one.token for one in told] == list(run.request.prompt[1:])[: len(told)]
-        assert len(told) == (0 if top is None else len(run.request.prompt) - 1)
+        found = [] if top is None else run.prompt_logprobs
+        assert run.prompt_logprobs == found and [one.token for one in found] == list(run.request.prompt[1:])[: len(found)]
+        assert len(found) == (0 if top is None else len(run.request.prompt) - 1)
         rows = hf_logits(target().hf, run.request.prompt).log_softmax(-1)
-        for one, row in zip(told, rows[:-1], strict=False):
+        for one, row in zip(found, rows[:-1], strict=False):
             likely = row.topk(min(top or 0, len(row)))
             assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-8)
             assert [token for token, _ in one.top] == likely.indices.tolist()
@@ -39,17 +39,17 @@ def check(runs: list[Running]) -> None:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", [*METHODS, "oracle"])
 def test_they_are_the_model_s_own(name: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that are read one by one, and all at once as on a GPU; the head is asked about two rows at a time."""
+    """Prompts that are read one by one, and all at once as on a GPU; the head computes two rows at a time."""
     monkeypatch.setattr(prefill, "LOGPROB_ROWS", 2)
-    texts = [full_sequence(target().hf, request) for request in ASKED]
-    drafting: Drafter = Oracle(texts) if name == "oracle" else drafter(name, target())
+    sequences = [full_sequence(target().hf, request) for request in ASKED]
+    drafting: Drafter = Oracle(sequences) if name == "oracle" else drafter(name, target())
     steps = engine(drafting, slots=4)
     steps.joins_prompts = together
     check(steps.generate(ASKED))
 
 
-def test_nothing_is_reused_where_they_are_asked_for() -> None:
-    """What is not read again would have none."""
+def test_with_prompt_logprobs_nothing_is_reused() -> None:
+    """Tokens that are not read again would have none."""
     request = Request(prompts(4)[3], Sampling(seed=1), max_new_tokens=3, reuse=True, prompt_logprobs=1)
     steps = engine(make("plain"), slots=1)
     runs = [steps.generate([request])[0] for _ in range(2)]
@@ -64,8 +64,8 @@ def test_a_result_has_one_for_every_token_of_the_prompt() -> None:
     found = Result.of(run, "tiny", "plain").prompt_logprobs
     assert found is not None and len(found) == len(request.prompt) and found[0] is None
     assert all(isinstance(one, Logprob) and one.text == tokenizer().token_text(one.token) for one in found[1:])
-    (quiet,) = engine(make("plain")).generate([ASKED[4]])
-    assert "prompt_logprobs" not in Result.of(quiet, "tiny", "plain").to_dict()
+    (without,) = engine(make("plain")).generate([ASKED[4]])
+    assert "prompt_logprobs" not in Result.of(without, "tiny", "plain").to_dict()
 
 
 @pytest.mark.parametrize("wrong", [-1, 101, 2.0, True, "3"])

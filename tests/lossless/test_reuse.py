@@ -1,4 +1,4 @@
-"""Reuse: a prompt that begins with what a free slot still holds starts from there, and writes the same tokens."""
+"""Reuse: a prompt that begins with what a free slot still holds starts from there, and the output is the same."""
 
 from dataclasses import replace
 
@@ -24,8 +24,8 @@ NEXT = {
 }
 
 
-def drafter_of(kind: str, model: Model, texts: list[list[int]]) -> Drafter:
-    return {"liar": Liar(), "oracle": Oracle(texts)}.get(kind) or drafter(kind, model)
+def drafter_of(kind: str, model: Model, sequences: list[list[int]]) -> Drafter:
+    return {"liar": Liar(), "oracle": Oracle(sequences)}.get(kind) or drafter(kind, model)
 
 
 @pytest.mark.parametrize("way", NEXT)
@@ -42,10 +42,10 @@ def test_a_second_turn_is_the_same_as_a_fresh_one(kind: str, way: str) -> None:
     kept |= {"diverges in the answer": len(FIRST.prompt) + 2, "is other": 0, "is one token": 0}
     # A drafter that reads the prompt is shown at least the row before the root.
     needs = steps.drafter.needs
-    reread = int(needs.prompt != "none")
+    always_read = int(needs.prompt != "none")
     # One that keeps a row with the token after it is shown the last common row again: another token may follow.
     common = max(kept[way] - int(needs.follower), 0)
-    assert run.reused == min(common, max(len(turn.prompt) - 1 - reread, 0))
+    assert run.reused == min(common, max(len(turn.prompt) - 1 - always_read, 0))
 
 
 def test_the_slot_that_helps_most_is_taken() -> None:
@@ -58,7 +58,7 @@ def test_the_slot_that_helps_most_is_taken() -> None:
     assert run.tokens == truth(model.hf, turn)
 
 
-def test_who_does_not_ask_starts_afresh() -> None:
+def test_without_reuse_a_prompt_is_read_from_the_start() -> None:
     model, turn = target(), replace(FIRST, prompt=(*FIRST.prompt, *truth(target().hf, FIRST), *MORE))
     steps = engine(Liar(), model, slots=1)
     steps.generate([FIRST])
@@ -78,7 +78,7 @@ def test_an_aborted_prompt_is_reused_as_far_as_it_was_read() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "oracle"])
-def test_a_penalty_counts_the_reused_text_too(kind: str) -> None:
+def test_a_penalty_counts_reused_tokens_too(kind: str) -> None:
     model = target()
     text = (*FIRST.prompt, *truth(model.hf, FIRST))
     turn = Request((*text, *MORE), replace(SAMPLINGS["greedy"], repetition_penalty=2.0), max_new_tokens=9, reuse=True)

@@ -1,4 +1,4 @@
-"""Every way of choosing, side by side in one batch, each equal to the truth; and seeds mean what they say."""
+"""Many samplings together in one batch, each equal to the truth; and the same seed gives the same output."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,8 +52,8 @@ def zoo_requests() -> list[Request]:
 
 
 def drafters() -> dict[str, Drafter]:
-    texts = [full_sequence(target().hf, request) for request in zoo_requests()]
-    return {"plain": make("plain"), "token_recycling": make("token_recycling"), "liar": Liar(), "oracle": Oracle(texts)}
+    sequences = [full_sequence(target().hf, request) for request in zoo_requests()]
+    return {"plain": make("plain"), "token_recycling": make("token_recycling"), "liar": Liar(), "oracle": Oracle(sequences)}
 
 
 @pytest.mark.parametrize("name", ["plain", "token_recycling", "liar", "oracle"])
@@ -62,19 +62,19 @@ def test_each_of_a_mixed_batch_equals_the_truth(name: str) -> None:
     assert written(engine(drafters()[name], model, slots=7), asked) == [truth(model.hf, request) for request in asked]
 
 
-def test_the_zoo_is_not_one_animal() -> None:
-    """Each stage changes the text of some prompt, so the test above would notice one that does nothing."""
+def test_every_option_has_an_effect() -> None:
+    """Each stage changes the output of some prompt, so the test above would notice one that does nothing."""
     model, prompt = target(), prompts(6)[4]
     noise = Sampling(temperature=1.2, seed=5)
     changes: list[dict[str, Any]] = [{"top_k": 2}, {"top_p": 0.4}, {"min_p": 0.4}, {"repetition_penalty": 1.8}]
     changes += [{"temperature": 0.0}, {"presence_penalty": 1.9}, {"frequency_penalty": 2.0}, {"logit_bias": {5: 9}}]
     first = truth(model.hf, Request(prompt, noise, max_new_tokens=20, ignore_eos=True))
     changes += [{"bad_word_ids": (tuple(first[2:4]),)}, {"bad_word_ids": (tuple(first[5:8]),)}]
-    texts = [truth(model.hf, Request(prompt, noise, max_new_tokens=20, ignore_eos=True))]
+    sequences = [truth(model.hf, Request(prompt, noise, max_new_tokens=20, ignore_eos=True))]
     for change in changes:
         sampling = Sampling(**{"temperature": 1.2, "seed": 5} | change)
-        texts.append(truth(model.hf, Request(prompt, sampling, max_new_tokens=20, ignore_eos=True)))
-    assert len({tuple(text) for text in texts}) == len(texts)
+        sequences.append(truth(model.hf, Request(prompt, sampling, max_new_tokens=20, ignore_eos=True)))
+    assert len({tuple(text) for text in sequences}) == len(sequences)
 
 
 def sample(seed: int | None, index: int = 0) -> list[int]:
@@ -82,15 +82,15 @@ def sample(seed: int | None, index: int = 0) -> list[int]:
     return written(engine(make("plain")), [Request(prompts(2)[1], sampling, max_new_tokens=12, ignore_eos=True)])[0]
 
 
-def test_the_same_seed_gives_the_same_text() -> None:
+def test_the_same_seed_gives_the_same_output() -> None:
     assert sample(3) == sample(3)
 
 
-def test_another_seed_gives_another_text() -> None:
+def test_another_seed_gives_another_output() -> None:
     assert len({tuple(sample(seed)) for seed in (0, 1, 2, -1, 2**62, 2**63)}) == 6
 
 
-def test_no_seed_draws_one_and_names_it() -> None:
+def test_without_a_seed_a_random_one_is_reported() -> None:
     asked = Request(prompts(2)[1], Sampling(temperature=1.0), max_new_tokens=12, ignore_eos=True)
     one, other = engine(make("plain")).generate([asked, asked])
     assert one.tokens != other.tokens
@@ -98,7 +98,7 @@ def test_no_seed_draws_one_and_names_it() -> None:
     assert sample(one.request.sampling.seed) == one.tokens
 
 
-def test_samples_of_one_prompt_differ_and_can_be_drawn_again() -> None:
+def test_samples_of_one_prompt_differ_and_can_be_reproduced() -> None:
     together = written(
         engine(make("plain"), slots=3),
         [
@@ -121,24 +121,24 @@ def test_a_derived_seed_is_not_a_neighbour() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(seed=1), Sampling(temperature=0.8, seed=1)], ids=["greedy", "T=0.8"])
 @pytest.mark.parametrize("name", [*METHODS, "liar", "oracle"])
-def test_bad_words_and_penalties_are_lossless_whoever_drafts(name: str, sampling: Sampling) -> None:
-    """Bad words are stretches of two and three tokens of what would have been written, so drafts run into them; penalties
-    count what earlier rounds wrote. Eight requests with unlike settings follow one another in the slots 2, 0 and 1."""
+def test_bad_words_and_penalties_are_lossless_with_any_drafter(name: str, sampling: Sampling) -> None:
+    """Bad words are two or three tokens of the output without them, so drafts contain them; penalties count tokens of
+    earlier rounds. Eight requests with different settings follow one another in the slots 2, 0 and 1."""
     model, free = target(), requests(8, sampling, max_new_tokens=12, ignore_eos=True)
-    texts = [truth(model.hf, request) for request in free]
+    sequences = [truth(model.hf, request) for request in free]
     ways: list[dict[str, Any]] = [
-        {"bad_word_ids": (tuple(texts[0][3:5]), tuple(texts[0][7:10]))},
+        {"bad_word_ids": (tuple(sequences[0][3:5]), tuple(sequences[0][7:10]))},
         {"presence_penalty": 1.5},
         {},
-        {"bad_word_ids": (tuple(texts[3][1:4]), (texts[3][6],))},
-        {"frequency_penalty": 2.0, "logit_bias": {texts[4][2]: -100, 9: 2.5}},
-        {"bad_word_ids": ((free[5].prompt[-1], texts[5][0]),), "presence_penalty": -2.0},
+        {"bad_word_ids": (tuple(sequences[3][1:4]), (sequences[3][6],))},
+        {"frequency_penalty": 2.0, "logit_bias": {sequences[4][2]: -100, 9: 2.5}},
+        {"bad_word_ids": ((free[5].prompt[-1], sequences[5][0]),), "presence_penalty": -2.0},
         {},
         {"frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.3},
     ]
     asked = [replace(one, sampling=replace(one.sampling, **way)) for one, way in zip(free, ways, strict=True)]
     whole = [full_sequence(model.hf, request) for request in asked]
-    # An oracle of the free texts drafts the bad words themselves, and one of the true texts drafts past them.
+    # The oracle knows the outputs without bad words, so it drafts the bad words, and the true ones, so it drafts past them.
     drafts = {"liar": Liar(), "oracle": Oracle([*(full_sequence(model.hf, one) for one in free), *whole], lies=2)}
     runs = engine(drafts.get(name) or drafter(name, model), model, slots=3).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
@@ -147,12 +147,12 @@ def test_bad_words_and_penalties_are_lossless_whoever_drafts(name: str, sampling
         for word in run.request.sampling.bad_word_ids or ():
             ends = range(len(word), len(text) + 1)
             assert not any(tuple(text[end - len(word) : end]) == word for end in ends)
-    assert runs[0].tokens != texts[0] and runs[3].tokens != texts[3] and runs[5].tokens[0] != texts[5][0]
-    assert runs[2].tokens == texts[2] and runs[6].tokens == texts[6]
+    assert runs[0].tokens != sequences[0] and runs[3].tokens != sequences[3] and runs[5].tokens[0] != sequences[5][0]
+    assert runs[2].tokens == sequences[2] and runs[6].tokens == sequences[6]
 
 
 def test_penalties_follow_the_rule_of_the_output_alone() -> None:
-    """Greedy, place by place, by the transformers model's own logits: counts of the output, not of the prompt."""
+    """Greedy, token by token, by the transformers model's own logits: counts of the output, not of the prompt."""
     model, (request,) = target(), requests(2, max_new_tokens=12, ignore_eos=True)[1:]
     sampling = replace(request.sampling, presence_penalty=1.2, frequency_penalty=0.6, logit_bias={5: 1.5})
     text: list[int] = []
@@ -165,7 +165,7 @@ def test_penalties_follow_the_rule_of_the_output_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "token_recycling"])
-def test_captured_rounds_serve_the_settings_of_whoever_comes(name: str) -> None:
+def test_captured_rounds_serve_the_settings_of_any_request(name: str) -> None:
     """A bucket that was captured with one request's bias, bad words and counts is replayed for the next one's."""
     model, asked = target(), [request for request in zoo_requests() for _ in range(2)]
     steps = engine(drafter(name, model), model, slots=3)

@@ -19,7 +19,7 @@ def run(drafter: Drafter, request: Request, late: bool = False) -> Running:
 
 
 def slow(request: Request, stop: str) -> tuple[list[int], str, str]:
-    """Token by token: the first at which the text holds the stop string is the last."""
+    """Token by token: the first token with which the text contains the stop string is the last one."""
     tokens = truth(target().hf, request)
     for count in range(1, len(tokens) + 1):
         text = tokenizer().decode(tokens[:count])
@@ -59,7 +59,7 @@ def test_the_string_that_is_complete_first_wins() -> None:
 
 
 def test_a_stop_string_before_an_end_token_of_the_same_round() -> None:
-    """The draft holds both; the stop string comes first, so the end token was never written."""
+    """The draft holds both; the stop string comes first, so the end token is never emitted."""
     candidates = [(r, truth(target().hf, r)) for r in requests(24, SAMPLINGS["T=0.8"], max_new_tokens=30)]
     request, tokens = next((r, found) for r, found in candidates if found[-1] == END and len(found) % 5 in (3, 4))
     stop = tokenizer().decode(tokens[-2:-1])

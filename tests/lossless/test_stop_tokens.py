@@ -1,4 +1,4 @@
-"""Stop tokens that stand inside a draft: tokens, text and reason are those of plain decoding, and of a slow search."""
+"""Stop tokens inside a draft: tokens, text and reason are those of plain decoding, and of a slow search."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from foreword.text import TextStream
 
 
 def slow(request: Request, context: int = CONTEXT) -> tuple[list[int], str | int | None]:
-    """Token by token: the first of the stop tokens is the last one written."""
+    """Token by token: the first stop token is the last token of the output."""
     tokens = truth(target().hf, request, context)
     place = next((i for i, token in enumerate(tokens) if token in request.stop_token_ids), None)
     if place is None:
@@ -24,10 +24,11 @@ def slow(request: Request, context: int = CONTEXT) -> tuple[list[int], str | int
 
 
 def stopping(count: int, sampling: Sampling, **options: object) -> list[Request]:
-    """Requests that each stop at a token of their own text, at places 1, 2, 3, ..; every third has none of its own."""
+    """Requests that each stop at a token of their own output, at positions 1, 2, 3, ..; every third has stop tokens that do
+    not occur."""
     plain = requests(count, sampling, max_new_tokens=20, **options)
-    texts = [truth(target().hf, request) for request in plain]
-    stops = [(text[min(i + 1, len(text) - 1)],) if i % 3 else (40, 41) for i, text in enumerate(texts)]
+    sequences = [truth(target().hf, request) for request in plain]
+    stops = [(text[min(i + 1, len(text) - 1)],) if i % 3 else (40, 41) for i, text in enumerate(sequences)]
     return [replace(request, stop_token_ids=stop) for request, stop in zip(plain, stops, strict=True)]
 
 
@@ -41,10 +42,10 @@ def check(runs: list[Running]) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", [*METHODS, "liar", "oracle"])
 def test_a_stop_token_ends_the_output(name: str, sampling: str) -> None:
-    """Nine with stop tokens of their own among three slots."""
+    """Nine requests with their own stop tokens in three slots."""
     model, asked = target(), stopping(9, SAMPLINGS[sampling])
-    texts = [full_sequence(model.hf, request) for request in asked]
-    doubles: dict[str, Drafter] = {"liar": Liar(), "oracle": Oracle(texts, lies=2)}
+    sequences = [full_sequence(model.hf, request) for request in asked]
+    doubles: dict[str, Drafter] = {"liar": Liar(), "oracle": Oracle(sequences, lies=2)}
     runs = engine(doubles.get(name) or drafter(name, model), model).generate(asked)
     check(runs)
     assert sum(run.stop_reason is not None for run in runs) >= 4
@@ -53,7 +54,7 @@ def test_a_stop_token_ends_the_output(name: str, sampling: str) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_rounds_that_are_read_together_or_late(late: bool, rounds: int) -> None:
-    """Some have stop tokens, some stream, some only write; whose slot is left is taken by the next."""
+    """Some have stop tokens, some stream, some have neither; a free slot is taken by the next request."""
     asked = stopping(8, SAMPLINGS["T=0.8"])
     asked[2] = replace(asked[2], stream=TextStream(tokenizer()))
     asked[5] = replace(asked[5], stop_token_ids=())
@@ -64,7 +65,7 @@ def test_rounds_that_are_read_together_or_late(late: bool, rounds: int) -> None:
     check(runs)
 
 
-def test_stop_tokens_count_where_end_tokens_do_not() -> None:
+def test_stop_tokens_apply_with_ignore_eos() -> None:
     plain = [r for r in requests(16, max_new_tokens=24) if truth(target().hf, r)[-1] == END][:3]
     asked = [replace(request, ignore_eos=True, stop_token_ids=(END,)) for request in plain]
     asked += [replace(request, stop_token_ids=(END,)) for request in plain]
@@ -100,13 +101,13 @@ def test_a_stop_string_and_a_stop_token_of_one_round(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "oracle"])
-def test_where_the_context_ended_the_result_says_so(kind: str) -> None:
+def test_a_result_says_that_the_context_was_full(kind: str) -> None:
     asked = [
         replace(request, ignore_eos=True, max_new_tokens=limit)
         for request, limit in zip(requests(3), (99, 5, 99), strict=True)
     ]
-    texts = [[*request.prompt, *truth(target().hf, request, context=48)] for request in asked]
-    drafting = Oracle(texts) if kind == "oracle" else make("plain")
+    sequences = [[*request.prompt, *truth(target().hf, request, context=48)] for request in asked]
+    drafting = Oracle(sequences) if kind == "oracle" else make("plain")
     runs = engine(drafting, slots=3, context=30).generate(asked)
     assert [run.tokens for run in runs] == [truth(target().hf, request, context=30) for request in asked]
     assert {run.finish_reason for run in runs} == {"length"}

@@ -76,7 +76,7 @@ def test_a_result_must_say_where_it_comes_from(study: ModuleType) -> None:
         SystemExit, match=r"results/mine\.json lacks command, date: add it to its field `about`"
     ):
         study.provenance(path, {"about": {"commit": "1234567", "machine": "m"}})
-    with pytest.raises(SystemExit, match=r"results/mine\.json is of no kind"):
+    with pytest.raises(SystemExit, match=r"results/mine\.json is of a kind that .* does not know"):
         study.kind(path, {"about": {}})
 
 

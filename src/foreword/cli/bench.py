@@ -397,28 +397,42 @@ def _reads(*files: Path | None) -> Iterator[None]:
 
 def compare(
     before: Annotated[
-        Path, typer.Argument(metavar="A", help="A folder that `foreword bench --out` wrote, or its results.json.")
+        str,
+        typer.Argument(
+            metavar="A", help="A folder that `foreword bench --out` wrote, or its results.json. A1,A2,...: runs to pool."
+        ),
     ],
-    after: Annotated[Path, typer.Argument(metavar="B", help="The same of a later run, to compare with A.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The same of a later run, to compare with A.")],
+    at_least: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Exit with status 1 if the whole 95% interval of a contender lies below X."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what became faster or slower from A to B, and whether the difference is more than noise.
 
     Compares the tables and contenders that both runs have, at batch 1, over the prompts that both answered. A change counts
-    if the 95% interval of its ratio excludes 1.
+    if the 95% interval of its ratio excludes 1. Example: foreword bench compare a1,a2,a3 b1,b2,b3 --at-least 0.98
     """
     from foreword.bench import read_results  # noqa: PLC0415  imports torch
-    from foreword.bench.compare import changes, settings_that_differ  # noqa: PLC0415  as above
+    from foreword.bench.compare import changes, pooled, settings_that_differ  # noqa: PLC0415  as above
 
-    with _reads(before, after):
-        old, new = read_results(before), read_results(after)
+    sides = [[Path(name) for name in side.split(",")] for side in (before, after)]
+    with _reads(*sides[0], *sides[1]):
+        old, new = (pooled([read_results(run) for run in side]) for side in sides)
         found, differing = changes(old, new), settings_that_differ(old, new)
     if not found:
         raise InputError(f"{before} and {after} have no prompt in common that one contender answered alone in both")
     if json:
         rows = [{**asdict(change), "verdict": change.verdict} for change in found]
         print_json({"changes": rows, "settings_that_differ": differing})
-        return
+    else:
+        _print_changes(found, differing)
+    if at_least is not None and any(change.is_below(at_least) for change in found if change.table == "overall"):
+        raise typer.Exit(1)
+
+
+def _print_changes(found: Sequence[Change], differing: dict[str, Any]) -> None:
     for name, (one, other) in differing.items():
         screen().print(f"{name} differs: {one} against {other}", soft_wrap=True)
     heads = ["contender", "A tokens/s", "B tokens/s", "B over A", "", "tokens per round"]

@@ -148,8 +148,8 @@ class ModelOptions:
         _of_model(
             callback=_take_token,
             metavar="TOKEN",
-            help="An access token for the hub. Better set it as HF_TOKEN in the environment, or use `hf auth login`: other "
-            "users of this machine can see command lines.",
+            help="An access token for the hub. Prefer the default: other users of this machine can see command lines. "
+            "Default: that of the environment variable HF_TOKEN, or of `hf auth login`.",
         ),
     ] = field(default=None, repr=False)
     device: Annotated[

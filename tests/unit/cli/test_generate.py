@@ -320,3 +320,12 @@ def test_standard_input_that_is_not_text(run, tiny_model):
 )
 def test_options_that_exclude_each_other(run, arguments, message):
     refused(run("generate", *arguments), message)
+
+
+def test_a_revision_is_asked_of_the_hub(run, monkeypatch, tiny_model):
+    asked = []
+    monkeypatch.setattr("foreword.hub.resolve.from_hub", lambda *given: asked.append(given) or Path(tiny_model))
+    assert run("generate", "hi", "--model", "org/name", "--revision", "v1", "--max-new-tokens", "2").exit_code == 0
+    assert asked == [("org/name", "v1", None)]
+    refused = run("generate", "hi", "--model", tiny_model, "--revision", "v1")
+    assert refused.exit_code == 2 and "revision is for a model of the hub" in " ".join(refused.stderr.split())

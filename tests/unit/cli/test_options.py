@@ -1,6 +1,8 @@
 """Options have the meaning and defaults of the library, and reach it unchanged."""
 
 import inspect
+import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from foreword.api import DEFAULT_METHOD
-from foreword.cli.options import GenerationOptions, MethodOptions, unfold
+from foreword.cli.options import GenerationOptions, MethodOptions, ModelOptions, unfold
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
 
@@ -114,3 +116,44 @@ def test_unfold_does_not_change_a_command_without_groups():
     def command(name: str = "x") -> None: ...
 
     assert list(inspect.signature(unfold(command)).parameters) == ["name"]
+
+
+def model_of(*args, monkeypatch):
+    """What a command with model options gets."""
+    app, got = typer.Typer(), []
+
+    def command(model: ModelOptions) -> None:
+        got.append(model)
+
+    app.command()(unfold(command))
+    monkeypatch.setattr(sys, "argv", ["foreword", "bench", *args])
+    result = CliRunner().invoke(app, list(args))
+    return got[0] if got else None, result
+
+
+def test_a_revision_reaches_load_and_is_left_out_otherwise(monkeypatch):
+    model, _ = model_of("--model", "org/name", "--revision", "v1.1", monkeypatch=monkeypatch)
+    assert model.where()["revision"] == "v1.1"
+    model, _ = model_of(monkeypatch=monkeypatch)
+    assert "revision" not in model.where()
+
+
+@pytest.mark.parametrize("given", [("--token", "hf_secret"), ("--token=hf_secret",)])
+def test_a_token_reaches_the_hub_and_is_written_nowhere(given, monkeypatch):
+    """Results record the command line, and tracebacks and logs may show options."""
+    monkeypatch.setenv("HF_TOKEN", "another")
+    model, result = model_of("--model", "org/name", *given, monkeypatch=monkeypatch)
+    assert os.environ["HF_TOKEN"] == "hf_secret"
+    seen = f"{model!r} {model.where()} {vars(model)} {sys.argv} {result.output}"
+    assert "hf_secret" not in seen and "***" in sys.argv[-1]
+
+
+def test_the_token_of_the_environment_is_kept(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "another")
+    model_of("--model", "org/name", monkeypatch=monkeypatch)
+    assert os.environ["HF_TOKEN"] == "another"
+
+
+def test_the_help_advises_the_environment(monkeypatch):
+    _, result = model_of("--help", monkeypatch=monkeypatch)
+    assert "--revision" in result.output and "--token" in result.output and "HF_TOKEN" in result.output

@@ -4,6 +4,7 @@ Run by `make demo`. The first run fetches the default model (about 90 MB). The s
 there are three kinds of prompts: one whose answer copies from it, an open question, and code.
 """
 
+import logging
 from statistics import median
 
 from rich.console import Console
@@ -28,6 +29,7 @@ Runs = list[foreword.Result]
 
 
 def main() -> None:
+    logging.disable(logging.WARNING)  # what libraries say of parts that they do without
     console = Console()
     with console.status("loading the default model"):
         llm = foreword.load(method="plain", slots=1)

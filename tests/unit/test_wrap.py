@@ -173,7 +173,7 @@ def test_a_model_whose_activation_scales_span_a_pass_is_refused(
 def test_models_that_torchao_quantised(
     config: str, served: bool, talking: Maker, hf_tokenizer: PreTrainedTokenizerFast, own_text: Own
 ) -> None:
-    torchao = pytest.importorskip("torchao.quantization")
+    torchao = pytest.importorskip("torchao.quantization")  # the extra `dev` has it
     hf = talking("llama", tie_word_embeddings=False)
     torchao.quantize_(hf, getattr(torchao, config)())
     if served:

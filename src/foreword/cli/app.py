@@ -7,6 +7,7 @@ traceback.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 import warnings
@@ -32,6 +33,7 @@ from foreword.cli.prove import PROVE_EXAMPLES, prove
 from foreword.cli.train import TRAIN_EXAMPLES, train
 from foreword.errors import ForewordError, ForewordWarning
 
+CHATTY = ("torchao", "torch.utils._pytree")  # loggers that warn when transformers imports torchao, if it is installed
 OLD_NAMES = {"words": "draft-vocabulary"}  # names of commands in 0.1: hidden, and still accepted
 
 
@@ -92,6 +94,8 @@ def root(
 def _silence_libraries() -> None:
     """Keep other libraries from printing between our lines. Warnings of Foreword are printed like errors."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     if not notes().is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not sys.warnoptions:

@@ -35,7 +35,7 @@ from foreword.text import Message, Tokenizer
 from foreword.trace import Traced
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from foreword.text.tokenizer import TransformersTokenizer
 
 __all__ = ["LLM", "AsyncStream", "Chat", "Stream", "default_model", "load", "wrap"]
 
@@ -46,7 +46,7 @@ Parameters = ParamSpec("Parameters")
 
 def wrap(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: TransformersTokenizer,
     method: MethodLike = DEFAULT_METHOD,
     *,
     drafter: str | os.PathLike[str] | None = None,

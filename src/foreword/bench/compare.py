@@ -1,11 +1,13 @@
 """Compare two results: what became faster or slower, and whether there are enough prompts to tell.
 
-In: two results.json, of this version or an earlier one. Out: a `Change` for each table and contender that both have, at
-batch 1, over the prompts that both answered. A change whose interval includes 1 is not significant.
+In: two results.json, of this version or an earlier one, each perhaps `pooled` from several runs. Out: a `Change` for each
+table and contender that both have, at batch 1, over the prompts that both answered. A change whose interval includes 1 is
+not significant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -30,6 +32,11 @@ class Change:
     tokens_per_round: tuple[float, float]
     speedup: tuple[float | None, float | None]
     noise: bool = False  # a speed-up on either side exceeds its tokens per round
+    other_lengths: int = 0  # prompts whose outputs have another number of tokens after the change
+
+    def is_below(self, least: float) -> bool:
+        """Whether the whole 95% interval of the ratio lies below `least`."""
+        return self.high is not None and self.high < least
 
     @property
     def verdict(self) -> str:
@@ -40,6 +47,16 @@ class Change:
         if self.low <= 1 <= self.high:
             return "no significant change"
         return "faster" if self.low > 1 else "slower"
+
+
+def pooled(runs: Sequence[Content]) -> Content:
+    """Join several runs of the same benchmark: of each prompt the median time counts. The speed of a machine drifts, so runs of
+    two commits are made in turns and pooled."""
+    timings, first = [], 0
+    for run in runs:
+        timings += [{**row, "repeat": row.get("repeat", 0) + first} for row in run["timings"]]
+        first = 1 + max((row["repeat"] for row in timings), default=0)
+    return {**runs[0], "timings": timings, "repeats": sum(run["repeats"] for run in runs)}
 
 
 def changes(before: Content, after: Content) -> list[Change]:
@@ -67,7 +84,8 @@ def _change(table: str, contender: str, pairs: list[Any], sides: tuple[Content, 
     before, after = old[0] / old[1], new[0] / new[1]
     per_round = old[0] / max(old[2], 1), new[0] / max(new[2], 1)
     speedup, noise = (sides[0]["speedup"], sides[1]["speedup"]), any(side.get("noise") for side in sides)
-    return Change(table, contender, before, after, after / before, low, high, per_round, speedup, noise)
+    others = sum(one[0] != other[0] for one, other in pairs)
+    return Change(table, contender, before, after, after / before, low, high, per_round, speedup, noise, others)
 
 
 def _by_prompt(timings: list[Timing]) -> dict[tuple[str, str], list[float]]:

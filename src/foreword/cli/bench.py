@@ -28,6 +28,7 @@ from foreword.methods import AUTO, all_methods
 if TYPE_CHECKING:
     from foreword.api import LLM
     from foreword.bench import Benchmark, BlockRun, Contender, Plan
+    from foreword.bench.compare import Change
     from foreword.bench.journal import Journal
     from foreword.bench.report import Extras
     from foreword.bench.run import RunResults
@@ -435,7 +436,7 @@ def compare(
 def _print_changes(found: Sequence[Change], differing: dict[str, Any]) -> None:
     for name, (one, other) in differing.items():
         screen().print(f"{name} differs: {one} against {other}", soft_wrap=True)
-    heads = ["contender", "A tokens/s", "B tokens/s", "B over A", "", "tokens per round"]
+    heads = ["contender", "A tokens/s", "B tokens/s", "B over A", "", "tokens per round", "other lengths"]
     for table in dict.fromkeys(change.table for change in found):
         body = [
             [
@@ -445,6 +446,7 @@ def _print_changes(found: Sequence[Change], differing: dict[str, Any]) -> None:
                 f"{change.ratio:.2f}x" + (f" [{change.low:.2f}, {change.high:.2f}]" if change.low is not None else ""),
                 change.verdict,
                 f"{change.tokens_per_round[0]:.2f} to {change.tokens_per_round[1]:.2f}",
+                str(change.other_lengths),
             ]
             for change in found
             if change.table == table

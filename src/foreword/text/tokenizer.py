@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from foreword.errors import InputError, ModelCorrupt, ModelNotFound, PromptError
 from foreword.text.chat_options import ChatOptions
@@ -18,6 +18,14 @@ from foreword.text.control_tokens import Marks, control_tokens
 from foreword.text.prompts import Message, check_messages
 from foreword.text.template_limits import ValueTooLarge, limited_values
 from foreword.text.time_limit import TimeLimitReached, within
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TransformersTokenizer: TypeAlias = "PreTrainedTokenizerBase"
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NO_TOKENS = "the prompt has no tokens in this model's vocabulary; give another prompt"
 RENDERING_S = 10.0  # time limit for one prompt; templates take milliseconds
@@ -55,13 +63,13 @@ class RenderedPrompt(NamedTuple):
 class Tokenizer:
     """The tokenizer of a model. `hf`: the tokenizer of transformers."""
 
-    def __init__(self, hf_tokenizer: Any) -> None:
+    def __init__(self, hf_tokenizer: "PreTrainedTokenizerBase") -> None:
         if not all(callable(getattr(hf_tokenizer, name, None)) for name in ("encode", "decode", "get_vocab")):
             raise InputError(
                 f"a transformers tokenizer is needed, got {type(hf_tokenizer).__name__}; "
                 "AutoTokenizer.from_pretrained gives the one of a model"
             )
-        self.hf = hf_tokenizer
+        self.hf: Any = hf_tokenizer
         self._visible: dict[tuple[int, bool], bool] = {}
         self._token_texts: dict[int, str] = {}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from foreword.bench import Benchmark, Timing, content, read_results, write_report
-from foreword.bench.compare import changes, settings_that_differ
+from foreword.bench.compare import changes, pooled, settings_that_differ
 from foreword.bench.published import MARK, published_table, refresh_tables
 
 ROOT = Path(__file__).parents[3]
@@ -25,6 +25,24 @@ def results(folder: Path, speed: float, spread: float = 0.0, prompts: int = 12, 
     middle = tuple(t for t in timings if t.repeat == 0)
     write_report(content([Benchmark(("plain", "fast"), 128, middle)], {**ABOUT, **about}), timings, folder)
     return read_results(folder)
+
+
+def test_runs_in_turns_are_pooled(tmp_path: Path) -> None:
+    """A slow run in the middle does not count: of each prompt the median over all turns does."""
+    quick = [results(tmp_path / f"quick{turn}", 2.0) for turn in range(4)]
+    slow = results(tmp_path / "slow", 0.5)
+    both = pooled([*quick[:2], slow, *quick[2:]])
+    assert both["repeats"] == 5 * quick[0]["repeats"]
+    found = {one.contender: one for one in changes(quick[0], both) if one.table == "overall"}
+    assert found["fast"].ratio == pytest.approx(1.0) and found["fast"].other_lengths == 0
+
+
+def test_a_change_below_a_bound(tmp_path: Path) -> None:
+    before, after = results(tmp_path / "a", 2.0), results(tmp_path / "b", 1.9)
+    fast = next(one for one in changes(before, after) if (one.table, one.contender) == ("overall", "fast"))
+    assert fast.is_below(0.98) and not fast.is_below(0.9)
+    few = results(tmp_path / "c", 1.0, prompts=2)
+    assert not any(one.is_below(0.98) for one in changes(results(tmp_path / "d", 2.0, prompts=2), few)), "too few to tell"
 
 
 def test_what_became_faster(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ class Change:
 
 
 def pooled(runs: Sequence[Content]) -> Content:
-    """Join several runs of the same benchmark: of each prompt the median time counts. The speed of a machine drifts, so runs of
-    two commits are made in turns and pooled."""
+    """Join several runs of the same benchmark: of each prompt the median time counts. The speed of a machine drifts, so runs
+    of two commits are made in turns and pooled."""
     timings, first = [], 0
     for run in runs:
         timings += [{**row, "repeat": row.get("repeat", 0) + first} for row in run["timings"]]

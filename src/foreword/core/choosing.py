@@ -45,7 +45,7 @@ def pick(logits: Tensor, position: Tensor, sampling: SamplingRows, history: Hist
 
 
 def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, history: History = NO_HISTORY) -> Tensor:
-    """Return the score of every token, of which the largest wins: processed logits, plus noise if there is a temperature."""
+    """Return the score of every token; the largest wins: processed logits, plus noise if there is a temperature."""
     scores = at_least_float32(_processed(logits, position, sampling, history))
     if not sampling.kind.noise:
         return scores

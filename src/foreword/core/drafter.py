@@ -1,6 +1,6 @@
 """Drafter: the interface of a drafting method. Only `propose` is required; all other methods do nothing by default.
 
-Before it serves, `build` makes its weights once, and `bind` makes its buffers, for each engine anew. The engine then calls
+Before it serves, `build` makes its weights once, and `bind` makes its buffers, again for each engine. The engine then calls
 `begin` when sequences enter, `read` for each chunk of their prompt that `needs.prompt` asks for, `propose`, `observe` and
 `decided` once per round, and `end` when they leave. `state` says which sequences a call is about; they advance together, as
 batch rows of tensors. What a drafter keeps from `observe` to `propose` lies in its buffers, indexed by slot and written in

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 TransformersTokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 NO_TOKENS = "the prompt has no tokens in this model's vocabulary; give another prompt"
 RENDERING_S = 10.0  # time limit for one prompt; templates take milliseconds
 LONGEST_RENDERED = 1 << 26  # characters
@@ -63,7 +60,7 @@ class RenderedPrompt(NamedTuple):
 class Tokenizer:
     """The tokenizer of a model. `hf`: the tokenizer of transformers."""
 
-    def __init__(self, hf_tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, hf_tokenizer: TransformersTokenizer) -> None:
         if not all(callable(getattr(hf_tokenizer, name, None)) for name in ("encode", "decode", "get_vocab")):
             raise InputError(
                 f"a transformers tokenizer is needed, got {type(hf_tokenizer).__name__}; "

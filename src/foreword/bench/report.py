@@ -176,7 +176,10 @@ def _machine(device: torch.device | None) -> str:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout that tracks this file. An installed package may lie in an unrelated checkout."""
+    """Return the commit of the checkout that tracks this file. An installed package may lie in an unrelated checkout. The
+    environment variable FOREWORD_COMMIT names the commit of a copy that has no history of its own."""
+    if named := os.environ.get("FOREWORD_COMMIT"):
+        return named
     if not _git("ls-files", Path(__file__).name):
         return "no checkout"
     return _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", ":/src") else "")

@@ -29,6 +29,11 @@ def test_the_machine_is_what_the_model_ran_on(monkeypatch: pytest.MonkeyPatch) -
     assert facts(torch.device("cuda:1"))["machine"] == "GPU cuda:1" and facts()["machine"] == "GPU None"
 
 
+def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREWORD_COMMIT", "abc1234")
+    assert report._commit() == "abc1234"
+
+
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_the_commit_says_whether_the_source_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "src" / "foreword" / "bench" / "report.py"

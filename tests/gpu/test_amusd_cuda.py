@@ -53,7 +53,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 def checks(steps: Engine) -> list[Any]:
     """Return the graphs of recorded checks."""
     assert isinstance(steps.loop, GraphedCheck)
-    return [one.graph for one in steps.loop.buckets.values() if one.graph is not None]
+    return [one.graph.graph for one in steps.loop.buckets.values() if one.graph is not None]
 
 
 @pytest.mark.parametrize("sampling", [slow(SAMPLINGS["greedy"], id="greedy"), pytest.param(SAMPLINGS["T=0.8"], id="T=0.8")])

@@ -59,7 +59,7 @@ def test_one_step_learns(method: str) -> None:
     before, stepper = [weight.detach().clone() for weight in module.parameters()], Stepper(module, 1.0, 0.0)
     tokens = torch.randint(3, VOCABULARY, (8, 24), generator=torch.Generator().manual_seed(0)).to(model.device)
     with autocast_for(model):
-        loss, _ = learner.loss(tokens, torch.ones_like(tokens, dtype=torch.bool), model.read(tokens, learner.needs), model)
+        loss, _ = learner.loss(tokens, torch.ones(8, 24, dtype=torch.bool), model.read(tokens, learner.needs), model)
     loss.backward()
     assert stepper.step(0.01) > 0 and stepper.check() is None
     after = [*module.parameters()]

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from doubles import FAMILIES, STOCK_ATTENTION, TRAINED, fresh, taught
+from doubles import FAMILIES, STOCK_ATTENTION, TRAINED, fresh, with_random_weights
 from foreword.drafters import shipped
 from foreword.drafters.saved import save
 from foreword.model.model import Model
@@ -100,7 +100,7 @@ def keep_drafter() -> Callable[..., Path]:
     def keep(method: str, model: str | Path, folder: Path, tokens_per_round: float = 2.5, **changes: Any) -> Path:
         options = TRAINED[method] | changes
         target = Model(AutoModelForCausalLM.from_pretrained(model), name=Path(model).name)
-        save(taught(method, target, **options), folder, target)
+        save(with_random_weights(method, target, **options), folder, target)
         record = {
             "settings": {"rows": 64},
             "best": {"tokens_per_round": 9.9},

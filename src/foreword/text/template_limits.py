@@ -336,9 +336,9 @@ def _install() -> None:
     from transformers.utils import chat_template_utils  # noqa: PLC0415
 
     with _installing:
-        stock = chat_template_utils._compile_jinja_template
-        if getattr(stock, "limits_values", False):
-            return
+        stock = getattr(chat_template_utils, "_compile_jinja_template", None)
+        if stock is None or getattr(stock, "limits_values", False):
+            return  # a transformers without that function renders with its own limits alone
 
         @wraps(stock)
         def compiled(chat_template: str) -> Any:

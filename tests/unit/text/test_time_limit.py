@@ -51,10 +51,11 @@ def test_other_threads_go_on() -> None:
 
 
 def test_nothing_is_raised_after_the_work() -> None:
+    traced = sys.gettrace()
     for _ in range(200):
         with contextlib.suppress(TimeLimitReached):
             assert within(0.0002, lambda: 5, HERE) == 5
-    assert sys.gettrace() is None
+    assert sys.gettrace() is traced
     time.sleep(0.05)
     for _ in range(1000):
         sum(range(100))
@@ -70,12 +71,18 @@ def test_a_trace_function_works_after_time_was_up() -> None:
         lines.append(frame.f_lineno)
         return note
 
+    def traced() -> None:
+        lines.clear()
+
+    others = sys.gettrace()
     sys.settrace(note)
     try:
-        assert within(60, lambda: 5, HERE) == 5
+        with pytest.raises(TimeLimitReached):
+            within(0.02, forever, HERE)
+        traced()
     finally:
-        sys.settrace(None)
-    assert lines, "a debugger's own trace function is left in place"
+        sys.settrace(others)
+    assert lines, "a debugger's own trace function is back after the work"
 
 
 ELSEWHERE: dict[str, Any] = {}

@@ -72,9 +72,7 @@ def test_the_links_of_the_index_lead_somewhere() -> None:
 
 def test_a_result_must_say_where_it_comes_from(study: ModuleType) -> None:
     path = ROOT / "results" / "mine.json"
-    with pytest.raises(
-        SystemExit, match=r"results/mine\.json lacks command, date: add it to its field `about`"
-    ):
+    with pytest.raises(SystemExit, match=r"results/mine\.json lacks command, date: add it to its field `about`"):
         study.provenance(path, {"about": {"commit": "1234567", "machine": "m"}})
     with pytest.raises(SystemExit, match=r"results/mine\.json is of a kind that .* does not know"):
         study.kind(path, {"about": {}})

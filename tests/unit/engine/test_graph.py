@@ -407,7 +407,8 @@ def test_many_prompts_at_once_are_read_as_written(count: int, method: str) -> No
     with torch.inference_mode():
         prefill(model, made.loop, made.drafter.needs, made.state.at(batch), runs, made.chunk)
     if isinstance(made.drafter, Amusd):
-        assert made.drafter.target_side.sequences == [[*request.prompt[:-1][:16]] for request in requests], "it has read along"
+        read = [[*request.prompt[:-1][:16]] for request in requests]
+        assert made.drafter.target_side.sequences == read, "the draft has read along"
     assert isinstance(made.loop, GraphedLoop) and len(made.loop.chunks) == (count == MOST_PROMPTS)
 
 

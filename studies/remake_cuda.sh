@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes the GPU figures of results/ again, step by step: bash studies/remake_cuda.sh OUT STEP...
 #
-# Needs data/spec_bench.jsonl (Spec-Bench's questions) and data/train.jsonl.xz (prompts to distill). An interrupted step
-# resumes when it is run again with the same OUT. On one H200 all steps together take about 30 minutes.
+# Needs data/spec_bench.jsonl (Spec-Bench's questions), data/spec_bench_48b.jsonl (the 48 that nothing is tuned on; a file
+# with all questions works too) and data/train.jsonl.xz (prompts to distill). An interrupted step resumes when it is run
+# again with the same OUT. On one H200 all steps together take about 30 minutes.
 set -u
 out=$1
 shift
@@ -25,6 +26,7 @@ for step in "$@"; do
     case $step in
     warm) warm ;;
     default) bench bench_cuda_48 $questions --methods $methods --repeats 2 ;;
+    held_out) bench bench_cuda_48b --prompts spec_bench_48b=data/spec_bench_48b.jsonl --methods $methods --repeats 1 ;;
     widened) bench bench_cuda_7b $questions --methods $methods --widen 7b --temperature 0,0.8 --repeats 1 ;;
     batches) bench bench_cuda_batches $questions --methods $methods --batch 8,32 --temperature 0,0.8 --repeats 2 ;;
     sampled) bench bench_cuda_drawn $questions --methods $methods --temperature 0.8 --repeats 1 ;;

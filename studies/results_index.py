@@ -27,7 +27,8 @@ machine. Large files are packed by xz. A file that no page and no source file ci
 repository keeps it (`git log --diff-filter=D --name-only -- results`).
 
 [remake_cuda.sh](../studies/remake_cuda.sh) makes most results of a GPU again, step by step. `data/spec_bench.jsonl` is
-Spec-Bench's file of questions (Apache-2.0). It is not part of this repository.
+Spec-Bench's file of questions (Apache-2.0), and `data/spec_bench_48b.jsonl` has the 48 of them that nothing is tuned on.
+They are not part of this repository.
 """
 
 Found = dict[str, Any]

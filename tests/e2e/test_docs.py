@@ -265,7 +265,7 @@ def test_the_readme_fits_a_screen_or_two() -> None:
 
 
 def test_the_readme_names_every_method_its_papers_and_its_by_method() -> None:
-    timed = by_method(measured("bench_cuda_48")["tables"]["overall"])
+    timed = by_method(measured(HELD_OUT)["tables"]["overall"])
     timed |= {"amusd": by_method(measured("bench_cuda_amusd")["tables"]["overall"])["amusd"]}
     rows = table(README, "method | paper")
     assert [re.findall(r"`(\w+)`", cell)[0] for cell, *_ in rows] == [name for name in METHODS if name != "plain"]
@@ -279,16 +279,17 @@ def test_the_readme_names_every_method_its_papers_and_its_by_method() -> None:
 
 def test_the_readme_in_its_sentences() -> None:
     said = " ".join(README.read_text(encoding="utf-8").split())
-    gpu, cpu, wide = (by_method(measured(f"bench_{one}")["tables"]["overall"]) for one in ("cuda_48", "cpu_48", "cuda_7b"))
+    gpu, cpu, wide = (by_method(measured(one)["tables"]["overall"]) for one in (HELD_OUT, "bench_cpu_48", WIDE))
     trace = json.loads((PICTURES / "round.jsonl").read_text(encoding="utf-8"))
     assert f"One pass verifies {len(trace['nodes'])} rows and decides {len(trace['accepted'])} tokens" in said
+    assert f"Nothing was tuned on the [GPU's prompts](results/{HELD_OUT}/report.md)" in said
     assert f"The mean on an H200 is {gpu['clover2']['tokens_per_round']:.2f} tokens per round" in said
     ahead = cpu["plain"]["tokens_per_second"] / cpu["hf"]["tokens_per_second"]
     assert f"on the CPU, `plain` has {ahead:.2f}x the speed of `generate` of transformers" in said
     grown = measured("bench_cuda_7b")["about"]["grown"]["parameters"]
     assert f"to {grown / 1e9:.1f} B parameters" in said
     assert f"`echo` reaches {wide['echo']['speedup']:.2f}x and `clover2` {wide['clover2']['speedup']:.2f}x" in said
-    assert f"{gpu['plain']['loop_share']:.1f}" == "0.2" and "A fifth of its greedy tokens" in said
+    assert f"{gpu['plain']['loop_share']:.2f}" == "0.25" and "A quarter of its greedy tokens" in said
     (xeon,) = [row["speedup"] for row in measured("bench_cpu_all")["tables"]["overall"] if row["contender"] == "clover2"]
     others = [row["speedup"] for row in measured("bench_cpu_all")["tables"]["overall"] if row["contender"] in METHODS]
     assert xeon == max(others) and f"On two cores of an Intel Xeon the best method reached {xeon:.2f}x" in said
@@ -429,7 +430,7 @@ def test_the_record_in_its_sentences() -> None:
 # Figures of the methods' pages -------------------------------------------------------------------------------------------
 
 METHOD_PAGES = ROOT / "docs" / "methods"
-SMALL, WIDE = "bench_cuda_48", "bench_cuda_7b"
+SMALL, HELD_OUT, WIDE = "bench_cuda_48", "bench_cuda_48b", "bench_cuda_7b"
 TUNED_ON = "Over the 48 prompts that this project [tunes on](../results.md), on an H200, it reaches"
 TIMED = sorted(
     {"prompt_lookup", "token_recycling", "medusa", "clover", "clover2", "echo", "hidden_transfer"}
@@ -536,9 +537,44 @@ def test_clovers_table_is_what_results_hold() -> None:
         assert shown == [speeds[0], speeds[1], ratios[0], speeds[2], ratios[1]]
 
 
+def test_held_out_prompts_stand_next_to_those_that_were_tuned_on() -> None:
+    said = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+    held, tuned = rows_at(HELD_OUT, 1), rows_at(SMALL, 1)
+    ranked = sorted((name for name in held if name != "plain"), key=lambda name: -held[name]["speedup"])
+    pairs = (f"`{name}` {held[name]['speedup']:.2f}x against {tuned[name]['speedup']:.2f}x" for name in ranked)
+    assert f"Speed-ups of the first table against this one: {', '.join(pairs)}. " in said
+    ratios = [held[name]["speedup"] / tuned[name]["speedup"] - 1 for name in ranked]
+    assert len(ratios) == 10 and sum(ratio > 0 for ratio in ratios) == sum(ratio < 0 for ratio in ratios) == 5
+    assert f"by {100 * max(map(abs, ratios)):.1f} % at most" in said
+    assert all(held[name]["low"] < tuned[name]["high"] and tuned[name]["low"] < held[name]["high"] for name in ranked)
+    drafted = [f"{rows['echo']['draft_tokens_per_round']:.1f}" for rows in (held, tuned)]
+    assert f"which drafted {drafted[0]} tokens per round in the first and {drafted[1]} here" in said
+    loops = [f"{rows['plain']['loop_share']:.0%}".replace("%", " %") for rows in (tuned, held)]
+    assert f"{loops[0]} in `spec_bench_48` and {loops[1]} in `spec_bench_48b`" in said
+
+
+def test_the_first_token_and_the_equal_outputs_of_both_sets_of_prompts() -> None:
+    said = " ".join((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").split())
+    speeds = []
+    for folder, words in (
+        (HELD_OUT, "the first token of `plain` takes {:.1f} ms on the held-out prompts ([results]({}), commit {})"),
+        (SMALL, "It took {:.1f} ms on the prompts that were tuned on ([results]({}), commit {})"),
+    ):
+        plain = rows_at(folder, 1)["plain"]
+        link = f"../results/{folder}/report.md"
+        assert words.format(1000 * plain["first_token_s"], link, measured(folder)["about"]["commit"]) in said
+        speeds.append(plain["decode_tokens_per_second"])
+        assert plain["prompts"] == 56 and "means over 56 outputs" in said
+    assert f"{speeds[0]:.0f} against {speeds[1]:.0f} tokens/s" in said
+    equal = [[row["identical"] for name, row in rows_at(one, 1).items() if name != "plain"] for one in (SMALL, HELD_OUT)]
+    (tuned, held) = ((min(counts), max(counts)) for counts in equal)
+    assert f"On the tuned prompts {tuned[0]} to {tuned[1]} of 56 outputs" in said
+    assert f"and {held[0]} to {held[1]} on the held-out ones" in said
+
+
 def test_what_the_performance_page_comes_to() -> None:
     """The fastest methods at each batch size, the fastest first, none of them left out."""
-    sources = [(SMALL, 1), ("bench_cuda_batches", 8), ("bench_cuda_batches", 32)]
+    sources = [(HELD_OUT, 1), (SMALL, 1), ("bench_cuda_batches", 8), ("bench_cuda_batches", 32)]
     sources += [(WIDE, 1), ("bench_cuda_7b_batches", 8), ("bench_cuda_7b_batches", 32)]
     lines = table(ROOT / "docs" / "performance.md", "| `plain`, tokens/s")
     for (_, speed, fastest), (folder, batch) in zip(lines, sources, strict=True):

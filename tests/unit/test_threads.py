@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -205,3 +207,23 @@ def test_the_thread_of_a_dropped_llm_ends(folders: dict[str, Path]) -> None:
     assert driver() is None
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+LEFT_RUNNING = """
+import sys, threading, time, foreword
+llm = foreword.load(sys.argv[1], "plain", slots=1)
+def forever():
+    while True:
+        llm.generate("hello", max_new_tokens=200, ignore_eos=True)
+threading.Thread(target=forever, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_a_process_ends_quietly_while_a_thread_still_generates(folders: dict[str, Path], own_home: Path) -> None:
+    """The interpreter would stop the engine's thread inside torch, whose C++ frames then abort the process."""
+    program = [sys.executable, "-c", LEFT_RUNNING, str(folders["llama"])]
+    runs = [subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    for run in runs:
+        _, complaints = run.communicate(timeout=120)
+        assert (run.returncode, b"terminate" in complaints) == (0, False), complaints

@@ -8,6 +8,7 @@ nothing. To abort a request or to change the method, a caller claims the engine 
 from __future__ import annotations
 
 import asyncio
+import atexit
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Event, Thread, current_thread
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.engine import Engine
@@ -23,6 +24,7 @@ from foreword.engine.request import Running
 from foreword.errors import InputError, QueueFull
 
 MOST_WAITING = 65_536  # requests without a slot, of all callers together
+LAST_STEP_S = 10.0  # how long a process that ends waits for the step that is running
 
 
 @dataclass(eq=False)
@@ -31,6 +33,17 @@ class Waiter:
 
     is_ready: Callable[[], bool]
     wake: Callable[[], None] = lambda: None
+
+
+_drivers: WeakSet[Driver] = WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End all threads before the interpreter ends. It would stop a daemon thread in the middle of a torch operation, and
+    unwinding torch's C++ frames aborts the whole process."""
+    for driver in list(_drivers):
+        driver.end_thread()
 
 
 class Driver:
@@ -50,6 +63,7 @@ class Driver:
         # An idle thread holds only this queue, so it keeps no model alive.
         self._work: SimpleQueue[Driver | None] = SimpleQueue()
         finalize(self, self._work.put, None)
+        _drivers.add(self)
 
     def submit(self, runs: Sequence[Running]) -> None:
         """Queue requests that the engine has checked. They enter the batch when a slot is free and a caller waits."""
@@ -173,6 +187,18 @@ class Driver:
         if not self._driving:
             self._driving = True
             self._work.put(self)
+
+    def end_thread(self, seconds: float = LAST_STEP_S) -> None:
+        """Let the running step end, and then the thread. Requests stay; the next caller starts a new thread."""
+        if self._lock.acquire(timeout=seconds):
+            try:
+                self._waiters.clear()
+                thread = self._thread
+                self._work.put(None)
+            finally:
+                self._lock.release()
+            if thread is not None and thread is not current_thread():
+                thread.join(seconds)
 
     def _drive(self) -> None:
         """Step until no caller waits."""

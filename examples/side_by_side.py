@@ -1,9 +1,11 @@
 """Speculative decoding on one screen: plain decoding and the best method answer three prompts with the same tokens.
 
 Run by `make demo`. The first run fetches the default model (about 90 MB). The speed-up depends on the output, so
-there are three kinds of prompts: one whose answer copies from it, an open question, and code.
+there are three kinds of prompts: one whose answer copies from it, an open question, and code. `--turns` and `--tokens` make
+it shorter.
 """
 
+import argparse
 import logging
 from statistics import median
 
@@ -22,25 +24,23 @@ lighthouse is a museum, and the lamp of the lighthouse still turns every night."
     "open question": "Explain in two sentences why the sky is blue.",
     "code": "Write a Python function that counts the vowels in a string, with a docstring.",
 }
-NEW_TOKENS = 64
-TURNS = 3  # the methods take turns, so that other load on the machine affects both
 
 Runs = list[foreword.Result]
 
 
-def main() -> None:
+def main(turns: int, tokens: int) -> None:
     logging.disable(logging.WARNING)  # what libraries say of parts that they do without
     console = Console()
     with console.status("loading the default model"):
         llm = foreword.load(method="plain", slots=1)
     plain = {kind: Runs() for kind in PROMPTS}
     fast = {kind: Runs() for kind in PROMPTS}
-    for turn in range(TURNS):
+    for turn in range(turns):  # the methods take turns, so that other load on the machine affects both
         for method, runs in (("plain", plain), (DEFAULT_METHOD, fast)):
-            with console.status(f"{method} generates, {turn + 1} of {TURNS}"):
+            with console.status(f"{method} generates, {turn + 1} of {turns}"):
                 llm.use(method).generate("Hello", max_new_tokens=4)  # the first pass of a process is slow
                 for kind, prompt in PROMPTS.items():
-                    runs[kind].append(llm.generate(prompt, max_new_tokens=NEW_TOKENS))
+                    runs[kind].append(llm.generate(prompt, max_new_tokens=tokens))
     for kind, prompt in PROMPTS.items():
         console.print(f"\n[bold]{kind}[/]  [dim]{prompt}[/]")
         console.print(_side_by_side(plain[kind][0], fast[kind][0]))
@@ -49,7 +49,7 @@ def main() -> None:
     verdict = "the same tokens" if same else "DIFFERENT TOKENS: run `foreword prove`"
     over_all = sum(map(_seconds, plain.values())) / sum(map(_seconds, fast.values()))
     console.print(
-        f"{verdict}, {over_all:.2f}x the speed of plain decoding over the three (medians of {TURNS} runs, in turns)"
+        f"{verdict}, {over_all:.2f}x the speed of plain decoding over the three (medians of {turns} runs, in turns)"
     )
 
 
@@ -75,4 +75,7 @@ def _figures(plain: dict[str, Runs], fast: dict[str, Runs]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--turns", type=int, default=3, help="how often both answer all prompts (default: 3)")
+    options.add_argument("--tokens", type=int, default=64, help="new tokens of each answer (default: 64)")
+    main(**vars(options.parse_args()))

@@ -1,4 +1,4 @@
-"""Nouns and promises: the data of a round, and the interfaces of drafters, targets and loops. Imports torch only."""
+"""The data of a round (nouns), and the interfaces (promises) of drafters, targets and loops. Imports torch and `ops`."""
 
 from foreword.core.choosing import pick, rank
 from foreword.core.draft import Draft, Shape, Tree

@@ -1,4 +1,4 @@
-"""The one place where a token is chosen: bias, penalties and masks, then / T, then top-k, top-p, min-p, then noise.
+"""The one place where a token is chosen: bias, penalties, masks; division by the temperature T; top-k, top-p, min-p; noise.
 
 The noise is Gumbel, a pure function of (request seed, position of the token, token id). So the choice does not depend on the
 drafter, the batch or when the request came: speculative output equals plain output, token for token, at any temperature.
@@ -97,7 +97,8 @@ def log_chances(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tens
 
 
 def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
-    """Return which tokens survive top-k, top-p and min-p, in that order; None if no filter is on. `scores` are after / T."""
+    """Return which tokens survive top-k, top-p and min-p, in that order; None if no filter is on. `scores` are divided by
+    the temperature already."""
     filters = _filters(sampling)
     return None if filters is None else survivors(scores, filters)
 

@@ -36,7 +36,7 @@ class Drafter:
     and `observe` may not; the draft is copied to where the graph reads it. "nothing": `observe` works on the host too."""
 
     vocabulary: DraftVocabulary | None = None
-    """The draft vocabulary: the tokens it proposes, where it asks the target's head for candidates. None: all tokens."""
+    """The draft vocabulary: the tokens it may propose, if candidates come from the target's head. None: all tokens."""
 
     needs: Needs = Needs()
     shape: Shape = Shape()
@@ -76,8 +76,8 @@ class Drafter:
         committed."""
 
     def decided(self, state: State, emission: Emission) -> None:
-        """The round is launched; `emission` is what it decides, on the device. Where "check" is recorded, this is called
-        after the graph. A drafter on the host learns here where it continues, with `emission.fetched()` and an event."""
+        """See what the launched round decides: `emission`, on the device. If `captures` is "check", this is called after the
+        graph. A drafter on the host learns here where its sequences continue: by `emission.fetched()` and an event."""
 
     def sketch(self, index: int) -> dict[str, Any]:
         """Describe how the last draft of batch row `index` was made, if its tree does not show that: `nodes`, each with its

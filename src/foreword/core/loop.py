@@ -1,4 +1,4 @@
-"""Loop: the order of events in a round. Nearly every method uses `engine/lockstep.py`."""
+"""Loop: the interface of a round's order of events. All methods use that of `engine/lockstep.py`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Loop(Protocol):
         """Run `read(state, chunk)`, a pass over prompt rows."""
 
     def has_pass(self, sequences: int, before: int, rows: int) -> bool:
-        """Whether a pass over that many prompts and rows, after `before` cached tokens, needs no recording any more."""
+        """Whether a pass over this many prompts and rows, after `before` cached tokens, does not have to be recorded."""
 
     def recorded(self, sequences: int, length: int) -> Any:
-        """The graph that a round of that many sequences of at most that length would replay, if there is one."""
+        """The graph that a round would replay for this many sequences of at most this length, if there is one."""
 
     def forget(self) -> None:
         """Drop what was recorded: weights or addresses have changed."""

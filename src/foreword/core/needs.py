@@ -27,7 +27,7 @@ class Graft:
 
     A grafted row attends to the prefix, its anchor's path and the earlier grafted rows of the same anchor. Real rows never
     attend to it, and its keys and values are never committed. `onto` gets the rows of the pass [b, n, H] as they leave
-    `layer`, and how many of them are real; the others were grafted before. It gives them with the new ones appended
+    `layer`, and how many of them are real; the others were grafted before. It returns them with the new ones appended
     [b, n + R, H]. Nodes may carry different numbers of rows, or none. Grafts join rounds only: a prompt pass has none.
     """
 

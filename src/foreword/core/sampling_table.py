@@ -28,8 +28,8 @@ NO_WORD = -3  # an unused entry for bad words: equals no token
 class SamplingStages:
     """The sampling stages that the requests of a round need. The host knows them, so a round runs no others.
 
-    `top_k`, `logprobs`, `bad_words` and `bad_word_length` bound what any request asks for. They come in a few sizes: a round
-    is captured for its stages, and users may choose any number. Each request is later cut to its own number.
+    `top_k`, `logprobs`, `bad_words` and `bad_word_length` bound what any request asks for. They are rounded up to a few
+    sizes, since a round is captured for its stages and users may choose any number. Each request is later cut to its own.
     """
 
     noise: bool = False
@@ -114,8 +114,8 @@ class SamplingRows:
     slots: Tensor
 
     def column(self, name: str) -> Tensor:
-        """Return an option of every sequence: [b, ..]. `barred` [b, V] is 0 for a token that may be sampled, 1 if not below
-        the floor, 2 if never."""
+        """Return an option of every sequence: [b, ..]. `barred` [b, V] is 0 for a token that may be sampled, 1 for one that
+        may not be sampled below the floor, and 2 for one that may never be sampled."""
         return self.table[name][self.slots]
 
     @cached_property

@@ -17,7 +17,7 @@ class Scores:
     the logits of a round, which the engine itself needs.
     """
 
-    logits: Tensor | None = None  # [b, N, V] in the dtype of the model; compute with `ops.top.at_least_float32`
+    logits: Tensor | None = None  # [b, N, V] in the dtype of the model; `ops.top.at_least_float32` widens them
     hidden: Tensor | None = None  # [b, N, H]
     taps: dict[int, Tensor] = field(default_factory=dict)  # layer -> [b, N, H]
     grafted: Tensor | None = None  # [b, R, H], rows of all grafts in their order

@@ -42,8 +42,8 @@ class Target(Protocol):
         """The final norm."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Normed hidden states to logits, in the dtype of the model; `ops.top.at_least_float32` where one computes with
-        them."""
+        """Normed hidden states to logits, in the dtype of the model. To compute with them, convert them by
+        `ops.top.at_least_float32`."""
 
     def draft_head(self, hidden: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         """Logits for drafting, never for deciding: those of `head`, or approximate ones from int8 draft linears where that
@@ -64,7 +64,7 @@ class Target(Protocol):
 
     def alongside(self, hidden: Tensor, layer: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
         """Run whole sequences [b, n, H] through the layers after `layer`, without a cache or gradients, and alongside them
-        the rows that join at their anchors [b, A], with gradients. Gives both after each layer, first before any."""
+        the rows that join at their anchors [b, A], with gradients. Yields both: before the first layer, and after each."""
 
     def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Any:
         """New decoder layers of the target's kind, with a cache of their own, copied if `init` is given: from that layer, or

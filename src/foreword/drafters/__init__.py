@@ -1,1 +1,1 @@
-"""From what a user asks for to a drafter that is ready: spec, resolve, saved folders, shipped ones, auto, export."""
+"""Turn what a user asks for into a drafter that is ready: specs, folders of trained drafters, shipped drafters, `auto`."""

@@ -1,1 +1,1 @@
-"""What drafters share: trees, graphs, heads, training losses, pseudo rows, the small model, the draft vocabulary."""
+"""What several methods share: trees, graphs, heads, training losses, pseudo rows, the small model, the draft vocabulary."""

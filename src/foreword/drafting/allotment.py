@@ -1,9 +1,9 @@
 """DRAFT: divide the rows of a pass between nodes of a tree and pseudo rows that the nodes carry for the next round.
 
 The value of a node is how often it is accepted. The value of its i-th pseudo row is the gain of step i, times how often the
-node is the last accepted one. The steps that this node carried decide the next tree, so rounds form a Markov chain. The
-value of a division is its mean over that chain. In: how often candidates are right, by step and rank. Out: an `Allotment`,
-likeliest nodes first.
+node is the last accepted one. The steps that the last accepted node carried decide the next tree, so rounds form a Markov
+chain. The value of a division is its mean tokens per round over that chain. In: how often candidates are right, by step and
+rank. Out: an `Allotment`, likeliest nodes first.
 """
 
 from __future__ import annotations

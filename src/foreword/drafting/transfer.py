@@ -227,7 +227,8 @@ class Walk(NamedTuple):
 
 
 def walked(joins: Sequence[Join], anchors: Anchors, scores: Scores, target: Target) -> Walk:
-    """Continue sequences from the first join, with the steps. The sequences were read up to the tapped layers before."""
+    """Run sequences, and the steps that join them, through the layers from the first join on. `scores.taps` has the states
+    of the sequences at that layer."""
     first = joins[0].layer
     for found in target.alongside(scores.taps[first], first, anchors.place, joins):
         last = found

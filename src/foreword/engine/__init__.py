@@ -1,1 +1,1 @@
-"""The path, in the order it runs: admit, prefill, then rounds of propose, verify, accept, commit, and emit."""
+"""The path of a request, in the order it runs: admit, prefill, then rounds (lockstep.py), and emit."""

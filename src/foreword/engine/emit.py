@@ -1,8 +1,9 @@
-"""EMIT: tokens to the host, stop strings, finished sequences. The only file that reads from the device.
+"""EMIT: a round's tokens -> the host, into each request's output. text/stream.py makes them text and finds stop strings.
 
-On a GPU, the host reads rounds while the next ones run. A sequence that it then finds finished may have continued in those
-rounds; that output is dropped. Hundreds of sequences run at a time, so a request that has only tokens to report costs the
-host three appends per round, and gets an event only if a caller asks for one.
+Only this file reads the results of rounds from the device. On a GPU, the host reads a round while the next ones run. A
+sequence that it then finds finished may have continued in those rounds; that output is dropped. Hundreds of sequences run
+at a time. So a request that has only tokens to report costs the host three appends per round, and gets an event only if a
+caller asks for one.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def _kept(emission: Emission) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def _fail(running: Running, drafted: bool, without_draft: bool) -> Event:
-    """Handle a NaN. A masked row counts 0 times its value, so a NaN in any draft row makes its neighbours NaN too. So a
-    request that had a draft gets another round without one; a request without a draft is aborted."""
+    """Handle a NaN. A masked row has weight 0, and 0 x NaN is NaN, so a NaN in one draft row spreads to its neighbours. A
+    request that had a draft therefore gets another round without one. A request without a draft is aborted."""
     running.accepted.append(0)
     running.drafted.append(0)
     if drafted or (not without_draft and (running.draft_was_nan or any(running.drafted))):

@@ -192,8 +192,8 @@ class Engine:
         return running
 
     def _prefill(self) -> None:
-        """Read a chunk of each new prompt. If rounds are captured, read a second one: a request that is missing from a
-        round, with no free slot to pad it, would make a round of a size that was not captured."""
+        """Read a chunk of each new prompt. If rounds are captured, read a second one, so that more requests join the next
+        round: if no free slot can take the place of a missing one, the round has a size that was not captured."""
         for _ in range(2 if self.slots.pads else 1):
             entering = self.slots.group(ready=False).runs
             if not entering:
@@ -268,7 +268,7 @@ class Engine:
                 self.slots.leave(running.slot, keep=fine)
 
     def _free_rows(self, finished: list[Running], beyond: int) -> list[bool]:
-        """Freeze finished sequences, and return of each whether its cached rows may be reused. On the device a sequence may
+        """Freeze finished sequences, and return for each whether its cached rows may be reused. On the device a sequence may
         be `beyond` tokens longer than the host knows."""
         ids = [running.slot for running in finished]
         slots = sent(ids, self.target.device)

@@ -1,8 +1,8 @@
 """Rounds and prompt passes as CUDA graphs: recorded once per bucket, then replayed without Python or launches in between.
 
-A bucket is what a recorded round cannot change: the number of sequences, how far attention looks, and the stages that
-sampling needs. A draft made on the host, and a prompt pass, in which nothing is sampled, also have a number of rows.
-Everything else lies in buffers that stay where they are; only slot numbers and such tokens are copied in. The first round
+A bucket is what a recording fixes: the number of sequences, how far attention looks, and the stages that sampling needs.
+For a draft made on the host, and for a prompt pass, it also fixes the number of rows. Nothing is sampled in a prompt pass.
+Everything else lies in buffers that never move; slot numbers, and tokens from the host, are copied in. The first round
 of a bucket runs eagerly, which warms everything up and does real work; the second is recorded. The number of buckets is
 bounded: the least recently used one makes room for a new one.
 """

@@ -1,6 +1,7 @@
 """The round: propose, verify, accept, commit, observe. All methods run in this order.
 
-Everything after `propose` is the check. Where a drafter works on the host, only the check is recorded.
+VERIFY happens here: the target scores all rows of the draft in one pass (`Model.score`), and accept.py compares the draft
+with these scores. Everything after `propose` is the check. If a drafter works on the host, only the check is recorded.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ MOST_CAPTURED = 64  # prompts; with more, an eager pass has enough work to keep 
 
 
 def prompt_groups(entering: list[Running], loop: Loop, chunk: int, joins_prompts: bool) -> list[list[Running]]:
-    """Group the requests whose prompts are read in one pass: each alone, or if `joins_prompts`, all of them; where passes
-    are captured, those that replay the same graph."""
+    """Group the requests whose prompts are read in one pass. Without `joins_prompts`, each is alone. With it, all are one
+    group; if passes are captured, those that replay the same graph are a group."""
     if not joins_prompts:
         return [[running] for running in entering]
     with_logprobs = [running for running in entering if running.request.prompt_logprobs is not None]

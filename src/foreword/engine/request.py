@@ -37,8 +37,8 @@ class Request:
     """Start from the longest prefix of the prompt that a free slot still holds, as a chat does."""
 
     cache_salt: str = ""
-    """A prompt reuses only cached rows of requests with the same salt. Give users who must not affect each other's response
-    times different salts."""
+    """A prompt reuses only cached rows of requests with the same salt. If users must not affect each other's response times,
+    give them different salts."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output as an end token does, also with `ignore_eos`."""

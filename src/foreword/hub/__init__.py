@@ -1,1 +1,1 @@
-"""Where weights come from: the default model, folders, hub ids, GGUF files; storage and fingerprints."""
+"""Where weights come from: the default model, folders, hub ids, GGUF files; downloads and storage."""

@@ -165,8 +165,8 @@ class Clover(Drafter):
         return marks.result
 
     def _follow(self, state: State, hidden: Tensor, count: Tensor, path: Tensor | None = None) -> None:
-        """Let the block read the committed rows, and keep the last. Of rows [b, n, H], along a path if there is one, the
-        first `count` were committed."""
+        """Let the block read the committed rows, and keep the last one. They are the first `count` of `hidden` [b, n, H],
+        taken along `path` if there is one."""
         if self.stack is not None:
             hidden = self.stack.read(counted(hidden, count, path), state.batch, count, HALVES[self.block])
             path = None

@@ -209,7 +209,8 @@ class Clover2(Drafter):
         return marks.result
 
     def _follow(self, state: State, scores: Scores, accepted: Accepted | None, count: Tensor) -> None:
-        """Let the layers read the rows that were committed, those accepted or else the first `count`, and keep the last."""
+        """Let the layers read the committed rows, and keep the last one. They are the first `count` rows of the pass, taken
+        along the accepted path if there is one."""
         path = None if accepted is None else accepted.path
         hidden, taps, cached = scores.require_hidden(), self._taps(scores), self.stack.cache.length
         inputs = FusionInputs(*conditioned_on_next(hidden, taps, path, count, self.embedding, state, cached))

@@ -44,8 +44,8 @@ class Echo(Drafter):
         tree: TreeKind = "best",
         width: int = 8,
     ) -> None:
-        """`chain`: at most this many rows of a pass, and fewer than half, are looked up earlier in the sequence. The other
-        rows are clover2's, and so are the other options."""
+        """`chain`: how many rows of a pass may come from the lookup, always fewer than half. The other rows are clover2's,
+        and so are the other options."""
         if not 0 <= chain <= CHAIN:
             raise InputError(f"echo: chain is {chain}; it must be from 0 to {CHAIN}")
         self.wants_cost = rows is None

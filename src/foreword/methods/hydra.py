@@ -139,7 +139,8 @@ class Hydra(Drafter):
         return marks.result
 
     def _follow(self, state: State, hidden: Tensor, count: Tensor, path: Tensor | None = None) -> None:
-        """Keep the last committed row. Of rows [b, n, H], along a path if there is one, the first `count` were committed."""
+        """Keep the last committed row. The committed rows are the first `count` of `hidden` [b, n, H], taken along `path` if
+        there is one."""
         if self.stack is not None:
             hidden = self.stack.read(counted(hidden, count, path), state.batch, count)
             path = None

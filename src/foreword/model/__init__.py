@@ -1,1 +1,1 @@
-"""The target as we walk it: a transformers causal language model, its cache and its attention."""
+"""The target: a transformers causal language model, which we run layer by layer with our own cache and attention."""

@@ -1,9 +1,9 @@
 """What a pass costs on this machine, by its number of rows: measured once per model, device, dtype and thread count.
 
 Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs. The curve is
-kept under `place()/costs`, so only the first load spends the seconds that measuring takes. A measurement of a machine that
-may have been busy is kept for an hour. The cost of a drafter's own work, outside the target's pass, is measured and kept in
-the same way under `place()/drafts`.
+kept in `costs` of the cache folder, so only the first load spends the seconds that measuring takes. A measurement of a
+machine that may have been busy is kept for an hour. The cost of a drafter's own work, outside the target's pass, is measured
+and kept in the same way, in `drafts` of that folder.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ MIN_REPEATS, TIME_BUDGET_S = 2, 4.0  # fewer repeats if they take longer: a larg
 class CostCurve:
     """Seconds of a pass at a few row counts, in rising order, with linear interpolation between them.
 
-    The same number of rows costs something else if it is spread over several sequences: each sequence's cache is read, by
-    fewer rows. So some batch sizes have curves of their own. There, a GPU's products compute rows in tiles, so a row count
+    The same number of rows has another cost if it is spread over several sequences: more caches are read, each by fewer
+    rows. So some batch sizes have curves of their own. There, a GPU's products compute rows in tiles, so a row count
     costs as much as the full tiles that it needs."""
 
     rows: tuple[int, ...]  # of all sequences together
     seconds: tuple[float, ...]
     steady: bool = True  # no sign that the machine was busy with something else
     sequences: int = 1
-    batches: tuple[CostCurve, ...] = ()  # of more and more sequences
+    batches: tuple[CostCurve, ...] = ()  # curves of larger batches, in rising order
     suspect: str = field(default="", compare=False)  # why it is not steady
 
     def __post_init__(self) -> None:

@@ -281,7 +281,7 @@ def _parents(model: nn.Module) -> list[nn.Module]:
 
 
 def kinds(model: nn.Module) -> list[str]:
-    """Return the kinds of a model's linears: passes over the same shapes cost something else with other kinds."""
+    """Return the kinds of a model's linears. The cost of a pass depends on them too, not on shapes alone."""
     found = (type(one.fusion.linear) if isinstance(one, FusedPart) else type(one) for one in model.modules())
     names = {f"{kind.__module__}.{kind.__name__}" for kind in found if "linear" in kind.__name__.lower()}
     packed = any(isinstance(one, PackedLinear) and one.weight is None for one in model.modules())

@@ -1,4 +1,4 @@
-"""Measurements of this machine, kept under `place()`: each is taken once, and every load finds it again.
+"""Measurements of this machine, kept in the cache folder: each is taken once, and every load finds it again.
 
 In: facts that are the same at every load, and a function that measures. Out: what it returned, now or earlier. A measurement
 of a machine that may have been busy (`steady` is false) is kept for an hour and never replaces a steady one. One process at

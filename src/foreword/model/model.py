@@ -1,7 +1,7 @@
 """Model: embedding, Stack, norm and head of a transformers causal language model. The target is one, a draft model another.
 
-In: a Draft and the slots it is for. Out: Scores for every row. The model's cache holds the rows before the root. A pass
-writes scratch rows only; the engine commits them.
+`score` is the pass that verifies a draft (VERIFY). In: a Draft and the slots it is for. Out: Scores for every row. The cache
+holds the rows before the root. A pass writes scratch rows only; the engine commits them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WidenedFrom:
-    """Where a widened model comes from, which computes the same function as its original."""
+    """The original of a widened model. Both compute the same function."""
 
     times: int  # how many times as wide
     original: Fingerprint
@@ -205,7 +205,7 @@ class Model:
     @torch.no_grad()
     def read(self, tokens: Tensor, needs: Needs) -> Scores:
         """Run a causal pass over sequences [b, n], without a cache, up to the last layer that `needs` asks for. Padding
-        comes after a sequence, where none of its rows attend.
+        comes after a sequence, so none of its rows attends to it.
 
         The logits of all rows are large: a caller that needs those of a few rows should call `head` itself.
         """

@@ -207,8 +207,8 @@ class Stack:
         """Run rows [b, n, H] through the layers after `start` up to and including `stop`."""
         stop = len(self.layers) if stop is None else stop
         real, tapped = rows.count, {}
-        # A new tensor object, for which no earlier walk handed on a norm. So a norm is launched between the kernel that
-        # computes positions and the product that reads them before its turn.
+        # Make a new tensor object. No earlier walk handed on a norm for it, so this walk launches one: between the kernel
+        # that computes positions, and the product that reads them before its turn.
         hidden = hidden[:]
         counts = {real + sum(graft.rows for graft in grafts if graft.layer <= layer) for layer in range(start, stop)}
         if self.cache is not None and not rows.chain:

@@ -43,7 +43,8 @@ def once_read(state: State, draft: Draft) -> Draft:
 class GrownTree:
     """What rules that grow trees share. In every level the best `width` nodes are continued, with `branch` candidates each.
 
-    costs: of rows, if their number is decided while a tree grows. fixed: the shape by batch size, if it is decided before.
+    costs: the cost of rows, if their number is decided while a tree grows. fixed: the shape for each batch size, if it is
+    decided beforehand.
     """
 
     shape: Shape
@@ -86,7 +87,7 @@ class GrownTree:
 
 @dataclass(frozen=True)
 class BestFirst(GrownTree):
-    """The likeliest nodes of all levels. If neither rows nor levels are fixed before, a level is drafted only if it is
+    """The likeliest nodes of all levels. If neither rows nor levels are fixed beforehand, a level is drafted only if it is
     expected to pay off."""
 
     def grow(self, state: State, guess: NextCandidates, shape: Shape, trees: GrowingTrees | None = None) -> Draft:

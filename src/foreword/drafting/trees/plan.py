@@ -77,8 +77,8 @@ class TreePlan:
         """Plan trees of at most `depth` levels after the root.
 
         level: what a level costs, where a pass over one row costs 1. On a GPU it costs at least `kernels` launches. There
-        the rows of a round are fixed before and empty rows save nothing, so the batch size alone decides how many rows and
-        levels a tree has.
+        the rows of a round are fixed beforehand, and empty rows save nothing. So the batch size alone decides how many rows
+        and levels a tree has.
         """
         nodes, is_fixed = (self.rows or MOST_NODES) - self.chain, fixes_shapes(target.device)
         depth, branch = min(depth, self.levels or depth, nodes - 1), min(BRANCH, target.vocab_size)

@@ -19,7 +19,7 @@ MOST_NODES = 64
 USUAL_GAIN = 1.5  # draft tokens per round that a tree of MOST_NODES gets accepted
 DRAFTING = 0.15  # passes over one row: the cost of drafting besides its levels, such as two layers of thirty that read along
 LEVEL_KERNELS = 8  # per level: the state, the head, the best candidates, and the choice of those to continue
-NEXT_LEVEL = 0.45  # the share of trees that are right at one level that are right at the next too
+NEXT_LEVEL = 0.45  # of the trees that are right at one level, the share that is right at the next one too
 CHAIN_GAIN = 0.75  # tokens per round that an endless chain of lookups adds to a tree: results/bench_cuda_7b, both tables
 CHAIN_LEFT = 0.87  # the share of this gain that each row leaves to later ones: between these results and results/trees_cpu
 TRAINED_BEND = 0.67  # `bend` of `share_of_gain` for trained drafters: results/trees_cpu, rows_*.json
@@ -47,7 +47,7 @@ class RowCosts:
     def go_on(self, batch: int, chances: Tensor, live: Tensor, sure: Tensor, levels: int) -> bool:
         """Return whether one more level is expected to pay off: whether tokens per cost rise with it.
 
-        chances [b, M]: log-probabilities of the paths to all nodes so far. live [b, w]: of nodes that may be continued.
+        chances [b, M]: log-probabilities of the paths to all nodes so far. live [b, w]: the same, for nodes that may go on.
         sure: the share of their probability that first candidates are expected to hold, as in the last level.
         """
         found = chances.exp()

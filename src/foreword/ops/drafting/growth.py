@@ -3,7 +3,7 @@ on the tokens before them, one launch fills a template or chooses its likeliest 
 
 In: the candidates after the live nodes of a level and their log-probabilities, [b, w, k] each. Out: the nodes to continue
 from, and in the end a draft. Nodes are stored in buffers [b, M], the root first, then level by level. One program handles
-one sequence. Ties go to the earlier node. The torch references are in ops/growth.py and methods/hidden_transfer.py.
+one sequence. Ties go to the earlier node. The torch references are in ops/growth.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Torch's masked attention builds a mask over every key and reads it in every laye
 sequence, a block of the queries that share it, and a share of the keys. It reads `sees` only where its share reaches the
 scratch rows, and not even there for a chain, such as a prompt. It stops at the sequence's own length, and at the last row
 that its queries can see. If there are several shares, a second kernel joins them.
-The reference is `attention.attend`; tests compare the two, on the CPU through Triton's interpreter.
+The torch reference is `attend` in model/attention.py; tests compare the two, on the CPU through Triton's interpreter.
 """
 
 from __future__ import annotations

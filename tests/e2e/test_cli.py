@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 import foreword
-from doubles import WITHOUT_WEIGHTS
-from foreword.drafters.shipped import shipped
 
 pytestmark = pytest.mark.model
 
@@ -53,17 +51,8 @@ def test_the_default_checks_of_doctor():
     assert len(tested) == 2 and all(check["said"].startswith("same 32 tokens as plain") for check in tested)
 
 
-def test_doctor_finds_everything_usable():
-    ran = command("doctor", "--full", "--json", "--threads", "1")
-    found = json.loads(ran.stdout)
-    assert ran.returncode == 0 and found["usable"]
-    tested = [check for check in found["checks"] if check["check"].startswith("self-test")]
-    assert len(tested) == len(WITHOUT_WEIGHTS) - 1 + len(shipped())
-    assert all(check["said"].startswith("same 64 tokens as plain") for check in tested)
-
-
 def test_prove_finds_no_bug():
-    ran = command("prove", "--json", "--limit", "1", *FEW)
+    ran = command("prove", "--json", "--limit", "1", "--methods", "prompt_lookup,clover2", *FEW)
     found = json.loads(ran.stdout)
     assert ran.returncode == 0 and found["bugs"] == 0
-    assert all(proof["identical"] == 1 for proof in found["methods"].values())
+    assert [proof["identical"] for proof in found["methods"].values()] == [1, 1]

@@ -67,7 +67,7 @@ def plain(llm: foreword.LLM) -> dict[float, list[list[int]]]:
 @pytest.mark.model
 @pytest.mark.parametrize("method", ["prompt_lookup", "token_recycling", *shipped(), "auto"])
 def test_a_method_changes_no_token(method: str, llm: foreword.LLM, plain: dict[float, list[list[int]]]) -> None:
-    """Four at a time, greedy and drawn."""
+    """Four at a time, greedy and sampled."""
     llm.use(method)
     try:
         for temperature, texts in plain.items():

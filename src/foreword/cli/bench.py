@@ -406,7 +406,9 @@ def compare(
     after: Annotated[str, typer.Argument(metavar="B", help="The same of a later run, to compare with A.")],
     at_least: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Exit with status 1 if the whole 95% interval of a contender lies below X."),
+        typer.Option(
+            metavar="X", help="Exit with status 1 if the whole 95% interval of a contender lies below X. Default: no bound."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

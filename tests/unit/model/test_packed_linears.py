@@ -11,6 +11,7 @@ from torch import nn
 from doubles import EVERY_FAMILY, FAMILIES, Liar, chain, engine, fresh, hf_logits, prefilled, requests, truth, written
 from foreword.core.needs import Needs
 from foreword.model import linears as linears_module
+from foreword.model.busy import Waits
 from foreword.model.linears import Buffer, PackedLinear, max_stock_rows, pack, padded_row_count, select_outputs
 from foreword.model.model import Model
 from foreword.ops.device import has_packed_linears
@@ -83,6 +84,7 @@ def test_few_rows_use_the_layout_that_is_faster_here(
         return 2.0 if product is torch.nn.functional.linear and len(rows) > stock_rows else 1.0
 
     monkeypatch.setattr(linears_module, "_seconds", seconds)
+    monkeypatch.setattr(Waits, "doubt", "")
     found = max_stock_rows.__wrapped__(2)
     assert found == stock_rows
     monkeypatch.setattr(linears_module, "max_stock_rows", lambda _: found)
@@ -94,6 +96,19 @@ def test_few_rows_use_the_layout_that_is_faster_here(
         torch.testing.assert_close(torch.tensor(linear.into(hidden, out)), linear(hidden))
         assert used == (["packed"] * 2 if rows > stock_rows else [])
         used.clear()
+
+
+@needs_onednn
+def test_a_busy_machine_packs_and_measures_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stock linear that was chosen on a busy machine made every pass of one row a third slower, for an hour."""
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    monkeypatch.setattr(linears_module, "_measure_max_stock_rows", lambda: 2)
+    monkeypatch.setattr(Waits, "doubt", "others held the cores")
+    assert max_stock_rows.__wrapped__(2) == 0
+    monkeypatch.setattr(Waits, "doubt", "")
+    assert max_stock_rows.__wrapped__(2) == 2, "measured again, and kept"
+    monkeypatch.setattr(linears_module, "_measure_max_stock_rows", lambda: pytest.fail("measured twice"))
+    assert max_stock_rows.__wrapped__(2) == 2
 
 
 @needs_onednn

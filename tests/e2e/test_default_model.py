@@ -61,7 +61,7 @@ def test_plain_text_is_that_of_transformers(llm: foreword.LLM) -> None:
 def plain(llm: foreword.LLM) -> dict[float, list[list[int]]]:
     """What plain decoding writes, by temperature."""
     assert llm.method == "plain"
-    return {t: [out.tokens for out in llm.generate(FOUR, max_new_tokens=24, temperature=t, seed=1)] for t in (0.0, 0.8)}
+    return {t: [out.tokens for out in llm.generate(FOUR, max_new_tokens=16, temperature=t, seed=1)] for t in (0.0, 0.8)}
 
 
 @pytest.mark.model
@@ -71,7 +71,7 @@ def test_a_method_changes_no_token(method: str, llm: foreword.LLM, plain: dict[f
     llm.use(method)
     try:
         for temperature, texts in plain.items():
-            found = llm.generate(FOUR, max_new_tokens=24, temperature=temperature, seed=1)
+            found = llm.generate(FOUR, max_new_tokens=16, temperature=temperature, seed=1)
             assert [out.tokens for out in found] == texts
     finally:
         llm.use("plain")

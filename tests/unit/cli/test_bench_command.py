@@ -262,12 +262,12 @@ def test_another_output_gets_no_speedup(run, tiny_model, questions, monkeypatch)
 def test_near_ties_are_counted_and_refuse_nothing(run, tiny_model, tmp_path):
     """In half precision, transformers rounds differently, and on these prompts this changes some tokens."""
     file = tmp_path / "questions.txt"
-    file.write_text("\n".join(f"the words that come before {i} and the book {i * 7}" for i in range(12)))
+    file.write_text("\n".join(f"the words that come before {i} and the book {i * 7}" for i in range(8)))
     asked = ("--prompts", file, *SMALL, "--max-new-tokens", 64, "--methods", "plain", "--baselines", "hf", "--repeats", 1)
     row = json.loads(run("bench", "--model", tiny_model, *asked, "--dtype", "float16", "--json").stdout)["tables"][
         "overall"
     ][1]
-    assert row["ties"] > 0 == row["differing"] and row["identical"] == 12 - row["ties"] and row["speedup"] is not None
+    assert row["ties"] > 0 == row["differing"] and row["identical"] == 8 - row["ties"] and row["speedup"] is not None
 
 
 def test_a_quick_look(run, tiny_model):

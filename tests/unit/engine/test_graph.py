@@ -351,9 +351,9 @@ def test_graphs_that_come_and_go_change_no_output(method: str, most: int, late: 
 def test_prompt_passes_serve_requests_of_any_sampling(method: str) -> None:
     """Passes that were captured for greedy requests are replayed for sampled ones."""
     plain, captured = (engine(drafter(method, model := target()), model, captured) for captured in (False, True))
-    sampled = [replace(request, sampling=Sampling(temperature=0.9, seed=3)) for request in asked(10)]
+    sampled = [replace(request, sampling=Sampling(temperature=0.9, seed=3)) for request in asked(5)]
     for made in (plain, captured):
-        made.generate(asked(10))
+        made.generate(asked(5))
     assert isinstance(captured.loop, GraphedLoop)
     passes = len(captured.loop.chunks)
     ready = [bucket for bucket in captured.loop.chunks if captured.loop.has_pass(*bucket)]

@@ -71,7 +71,7 @@ def test_every_pass_over_prompts_is_captured(method: str, slots: int, shortest: 
 
 
 @pytest.mark.parametrize(("slots", "chunk"), [(1, 8), (3, 8), (1, 256), (3, 256)])
-@pytest.mark.parametrize("method", ["plain", "prompt_lookup", "clover2"])
+@pytest.mark.parametrize("method", ["prompt_lookup", "clover2"])
 def test_nothing_is_new_afterwards(method: str, slots: int, chunk: int) -> None:
     made, loop = counting(method, slots, chunk)
     asked = requests(9, max_new_tokens=14)[1:]  # the first has one token, which no chat has

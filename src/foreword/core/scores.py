@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foreword.ops.rows import along
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -29,11 +31,6 @@ class Scores:
     def require_hidden(self) -> Tensor:
         assert self.hidden is not None, "Needs(hidden=True) was not declared"
         return self.hidden
-
-
-def along(rows: Tensor, path: Tensor) -> Tensor:
-    """Take the rows of a path [b, n] from `rows` [b, N, H], in its order: [b, n, H]."""
-    return rows.gather(1, path.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
 
 
 @dataclass(frozen=True)

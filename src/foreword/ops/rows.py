@@ -42,7 +42,7 @@ def carried(rows: Tensor, origin: Tensor) -> Tensor:
     """Return the rows of live nodes [b, w, H] that new nodes follow, by `origin` [b, w']: [b, w', H]."""
     if rows.shape[1] == origin.shape[1] == 1:
         return rows  # one node follows the only one
-    return _along(rows, origin)
+    return along(rows, origin)
 
 
 @accelerated("round.gather:carried_and_embedded")
@@ -69,7 +69,7 @@ def unit_rms_embeddings(table: Tensor, tokens: Tensor) -> Tensor:
 def counted(rows: Tensor, count: Tensor, path: Tensor | None = None) -> Tensor:
     """Return rows [b, n, H], or those along a path [b, m], with 0 past the first `count` [b]. Rows that were not accepted
     may be NaN, which must not reach a cache."""
-    rows = rows if path is None else _along(rows, path)
+    rows = rows if path is None else along(rows, path)
     order = torch.arange(rows.shape[1], device=rows.device)
     return rows.where((order < count.unsqueeze(1)).unsqueeze(-1), 0)
 
@@ -84,7 +84,7 @@ def remember(
     norm: an RMSNorm that the row goes through first.
     """
     last = (count - 1).clamp(min=0).unsqueeze(1)
-    row = _along(rows, last if path is None else path.gather(1, last)).squeeze(1)
+    row = along(rows, last if path is None else path.gather(1, last)).squeeze(1)
     row = row if norm is None else functional.rms_norm(row, row.shape[-1:], *norm)
     buffer.index_copy_(0, slots, torch.where((count > 0).unsqueeze(1), row, buffer[slots]))
 
@@ -140,6 +140,6 @@ def cosine_attention(qkv: Tensor, heads: int) -> Tensor:
     return (functional.cosine_similarity(query, key, dim=-1).unsqueeze(-1) * value).flatten(-2)
 
 
-def _along(rows: Tensor, path: Tensor) -> Tensor:
+def along(rows: Tensor, path: Tensor) -> Tensor:
     """Return rows [b, n, H] at places [b, m]: [b, m, H]."""
     return rows.gather(1, path.unsqueeze(-1).expand(-1, -1, rows.shape[2]))

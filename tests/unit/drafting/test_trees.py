@@ -29,7 +29,6 @@ from foreword.drafting.trees import (
     Template,
     TreeKind,
     TreePlan,
-    choose,
     greedy_paths,
     level_paths,
     path_rate,
@@ -38,6 +37,7 @@ from foreword.errors import InputError
 from foreword.methods.clover2 import GAIN, Clover2
 from foreword.model.cost import CostCurve
 from foreword.model.model import KERNEL_S
+from foreword.ops.growth import likeliest
 from foreword.ops.rows import carried
 
 Tokens = tuple[int, ...]
@@ -326,11 +326,12 @@ def test_the_likeliest_nodes_are_chosen(seed: int, count: int, nodes: int, pays:
     cost = list(accumulate([1.0] + [0.3 * draw.random() for _ in range(nodes - 1)])) if pays else None
     given_cost = None if cost is None else torch.tensor(cost, dtype=torch.float64)
     tokens = torch.arange(100, 100 + count).unsqueeze(0)
-    draft = choose(tokens, torch.tensor([parent]), torch.tensor([chance], dtype=torch.float64), nodes, given_cost)
-    size = int(draft.size)
-    kept = [int(token) - 100 for token in draft.tokens[0, :size]]
+    given = torch.tensor([parent]), torch.tensor([chance], dtype=torch.float64)
+    drafted, above, sizes = likeliest(tokens, *given, nodes, given_cost)
+    size = int(sizes)
+    kept = [int(token) - 100 for token in drafted[0, :size]]
     assert set(kept) == slow_choice(chance, nodes, cost) and kept == sorted(kept)
-    assert [kept[above] for above in draft.tree.parent[0, :size].tolist()] == [parent[node] for node in kept]
+    assert [kept[one] for one in above[0, :size].tolist()] == [parent[node] for node in kept]
 
 
 # Best first

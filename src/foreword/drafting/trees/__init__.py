@@ -4,7 +4,7 @@ A drafter names its options in a `TreePlan`, which makes a `Growth` for one targ
 `Draft` of fixed shape.
 """
 
-from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, NextCandidates, choose
+from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, NextCandidates
 from foreword.drafting.trees.plan import BRANCH, Growth, TreeKind, TreePlan, unconditional
 from foreword.drafting.trees.rows import (
     LEVEL_KERNELS,
@@ -49,7 +49,6 @@ __all__ = [
     "USUAL_GAIN",
     "USUAL_RATES",
     "chain_lengths",
-    "choose",
     "greedy_paths",
     "level_paths",
     "paying_rows",

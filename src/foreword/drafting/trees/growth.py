@@ -18,7 +18,7 @@ from torch import Tensor
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.state import State
 from foreword.drafting.trees.rows import FixedRows, RowCosts
-from foreword.ops.growth import Budget, GrowingTrees, TorchTrees, growing_trees, likeliest, sureness
+from foreword.ops.growth import Budget, GrowingTrees, TorchTrees, growing_trees, sureness
 
 NextCandidates = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(level, tokens [b, w], origin [b, w]) -> candidate tokens and their log-probabilities, each [b, w, k], best first.
@@ -26,12 +26,6 @@ NextCandidates = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 `tokens`: of the live nodes, one level above `level`. `origin`: which live node of the previous call each of them follows.
 The first call has the root alone, with origin 0.
 """
-
-
-def choose(tokens: Tensor, parent: Tensor, chance: Tensor, nodes: int, cost: Tensor | None = None) -> Draft:
-    """Return the draft of the nodes likeliest to be reached, `nodes` at most: `ops.growth.likeliest`."""
-    tokens, parent, size = likeliest(tokens, parent, chance, nodes, cost)
-    return Draft(tokens, Tree(parent), size)
 
 
 def once_read(state: State, draft: Draft) -> Draft:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from inspect import signature
@@ -286,9 +286,11 @@ class LLM:
         """
         runs = self._checked(listed(prompt), {EACH: settings, **given}, n)
         single = is_single(prompt) and n is None
-        results = [*self._results(runs)]
+        names = self.model.name, self.method
+        self._driver.run_all(runs)
         if single and runs[0].error:
             raise runs[0].error
+        results = [*_results(runs, len(runs), names)]
         return results[0] if single else results
 
     def generate_each(
@@ -303,16 +305,11 @@ class LLM:
 
         The prompts are checked at once and queued at the first `next`. Leaving the loop early aborts the rest.
         """
-        return self._results(self._checked(listed(prompts), {EACH: settings, **given}, n))
+        runs = self._checked(listed(prompts), {EACH: settings, **given}, n)
+        return _results(self._driver.run(runs), len(runs), (self.model.name, self.method))
 
     def _checked(self, prompts: list[Prompt], settings: Mapping[str, Any], n: int | None = None) -> list[Running]:
         return [self.engine.checked(request) for request in self._requests(prompts, settings, n)]
-
-    def _results(self, runs: list[Running]) -> Iterator[Result]:
-        """Run requests, and yield their results in order."""
-        names = self.model.name, self.method
-        for index, run in enumerate(self._driver.run(runs)):
-            yield _result(run, index, len(runs), names)
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]  # as in `generate`
@@ -343,7 +340,7 @@ class LLM:
         names = self.model.name, self.method
         runs = self._checked(listed(prompt), {EACH: settings, **given}, n)
         await self._driver.finished(runs)
-        results = [_result(run, index, len(runs), names) for index, run in enumerate(runs)]
+        results = [*_results(runs, len(runs), names)]
         if not (is_single(prompt) and n is None):
             return results
         if runs[0].error:
@@ -392,13 +389,14 @@ class LLM:
         return build(self.tokenizer, self.engine.limits, prompts, given, n, self.sampling_defaults)
 
 
-def _result(run: Running, index: int, count: int, names: tuple[str, str]) -> Result:
-    """Return the result of a request. A request that failed by itself has an error in it; an error of a step is raised."""
-    if run.error and not isinstance(run.error, NumericsError):
-        raise run.error
-    if run.error and count > 1:
-        warnings.warn(f"output {index} of {count} failed: {run.error}", ForewordWarning, stacklevel=4)
-    return Result.of(run, *names)
+def _results(finished: Iterable[Running], count: int, names: tuple[str, str]) -> Iterator[Result]:
+    """Yield the results of requests. A request that failed by itself has an error in it; an error of a step is raised."""
+    for index, run in enumerate(finished):
+        if run.error and not isinstance(run.error, NumericsError):
+            raise run.error
+        if run.error and count > 1:
+            warnings.warn(f"output {index} of {count} failed: {run.error}", ForewordWarning, stacklevel=3)
+        yield Result.of(run, *names)
 
 
 def _set_threads(threads: int) -> None:

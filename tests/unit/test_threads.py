@@ -197,9 +197,27 @@ def test_a_stream_of_a_closed_model_does_not_begin(plain: LLM) -> None:
         list(stream)
 
 
+def test_the_main_thread_steps_the_engine_itself(plain: LLM) -> None:
+    """A second thread would bring a second set of OpenMP threads, which makes every product on the CPU slower."""
+    plain.generate(["hello", "world"], max_new_tokens=3)
+    list(plain.stream("hello", max_new_tokens=3))
+    assert plain._driver._thread is None
+
+
+def test_other_callers_continue_when_the_main_thread_has_its_result(plain: LLM) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        stream = iter(plain.stream("hello", max_new_tokens=4, ignore_eos=True))
+        next(stream)
+        asked = threads.submit(plain.generate, "world", max_new_tokens=60, ignore_eos=True)
+        rest = list(stream)
+        assert len(asked.result(timeout=60).tokens) == 60
+    assert rest and plain.generate("world", max_new_tokens=60, ignore_eos=True).tokens == asked.result().tokens
+
+
 def test_the_thread_of_a_dropped_llm_ends(folders: dict[str, Path]) -> None:
     llm = foreword.load(folders["llama"], "plain")
-    llm.generate("hello", max_new_tokens=2)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(llm.generate, "hello", max_new_tokens=2).result()
     thread, driver = llm._driver._thread, weakref.ref(llm._driver)
     assert thread is not None and thread.is_alive()
     del llm

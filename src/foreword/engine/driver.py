@@ -1,8 +1,9 @@
-"""Driver: the one thread that steps an engine, for callers in any number of threads and event loops.
+"""Driver: steps one engine for callers in any number of threads and event loops, one thread at a time.
 
-Callers submit requests and wait. The driver's thread admits new requests, steps the engine, and wakes the callers whose
-condition holds. All callers share the batch. The engine runs only while a caller waits: a stream that nobody reads costs
-nothing. To abort a request or to change the method, a caller claims the engine between two steps (`claimed`).
+Callers submit requests and wait. All share the batch. The main thread steps the engine itself while it waits: a second
+thread would bring a second set of OpenMP threads, which makes every product on the CPU slower. For all other callers the
+driver has a thread of its own. The engine runs only while a caller waits: a stream that nobody reads costs nothing. To
+abort a request or to change the method, a caller claims the engine between two steps (`claimed`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from threading import Condition, Event, Thread, current_thread
+from threading import Condition, Event, Thread, current_thread, main_thread
 from weakref import WeakSet, finalize
 
 from foreword.engine.ctrl_c import DelayedCtrlC
@@ -47,7 +48,7 @@ def _end_threads() -> None:
 
 
 class Driver:
-    """Steps an engine in one thread of its own. All methods may be called from any thread."""
+    """Steps an engine for all callers. All methods may be called from any thread."""
 
     def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING) -> None:
         self.engine = engine
@@ -58,7 +59,8 @@ class Driver:
         self._leaving: deque[Running] = deque()  # aborted by callers that may not wait for a step
         self._waiters: list[Waiter] = []
         self._claims = 0  # callers that want exclusive use of the engine before its next step
-        self._stepping = self._driving = False
+        self._stepping = False
+        self._stepper: Thread | None = None  # the thread that steps the engine now: the main thread or `_thread`
         self._thread: Thread | None = None
         # An idle thread holds only this queue, so it keeps no model alive.
         self._work: SimpleQueue[Driver | None] = SimpleQueue()
@@ -82,7 +84,7 @@ class Driver:
     def run(self, runs: Sequence[Running]) -> Iterator[Running]:
         """Submit requests, and yield each when it has finished, in their order. Leaving early aborts the rest.
 
-        The engine continues with all of them while the caller handles the first."""
+        The engine continues with all of them, in its own thread, while the caller handles the first."""
         remaining = deque(runs)
         self.submit(runs)
         try:
@@ -93,10 +95,22 @@ class Driver:
         finally:
             self.abort(*runs)
 
+    def run_all(self, runs: Sequence[Running]) -> None:
+        """Submit requests, and return when all have finished."""
+        remaining = deque(runs)
+        self.submit(runs)
+        try:
+            self.wait(partial(_all_done, remaining))
+        finally:
+            self.abort(*runs)
+
     def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Sleep until `is_ready()`, which is called between steps and must be quick."""
+        """Return when `is_ready()`, which is called between steps and must be quick. The main thread steps the engine
+        meanwhile, unless the driver's thread does so already; other threads sleep."""
         woken = Event()
-        with self._waiting(Waiter(is_ready, woken.set)):
+        with self._waiting(Waiter(is_ready, woken.set), can_step=current_thread() is main_thread()):
+            if self._stepper is current_thread():
+                self._step_until(woken)
             woken.wait()
 
     async def ready(self, is_ready: Callable[[], bool]) -> None:
@@ -121,14 +135,17 @@ class Driver:
             self.leave(*runs)
 
     @contextmanager
-    def _waiting(self, waiter: Waiter) -> Iterator[Waiter]:
-        """Let the engine step until this waiter is ready."""
+    def _waiting(self, waiter: Waiter, can_step: bool = False) -> Iterator[None]:
+        """Let the engine step until this waiter is ready. If `can_step`, the caller becomes the stepper when there is none."""
         try:
             with self._lock:
                 if not self._woke(waiter):
                     self._waiters.append(waiter)
-                    self._start()
-            yield waiter
+                    if not can_step:
+                        self._start()
+                    elif self._stepper in (None, current_thread()):  # the latter if Ctrl-C came as it stopped stepping
+                        self._stepper = current_thread()
+            yield
         finally:
             with self._lock:
                 if waiter in self._waiters:
@@ -139,7 +156,7 @@ class Driver:
         going = [run for run in runs if not run.done]
         if not going:
             return
-        if current_thread() is self._thread:  # the garbage collector dropped a stream in the middle of a step
+        if current_thread() is self._stepper:  # the garbage collector dropped a stream in the middle of a step
             self._leaving.extend(going)
             return
         with DelayedCtrlC(), self.claimed() as engine:
@@ -179,14 +196,14 @@ class Driver:
         engine.abort(*runs)
 
     def _start(self) -> None:
-        """Wake the thread, or create it; a forked child has none."""
+        """Wake the driver's thread, or create it, unless a thread steps already. A forked child has none."""
+        if self._stepper is not None and self._stepper.is_alive():
+            return
         if self._thread is None or not self._thread.is_alive():
             self._thread = Thread(target=_serve, args=(self._work,), name="foreword-engine", daemon=True)
             self._thread.start()
-            self._driving = False
-        if not self._driving:
-            self._driving = True
-            self._work.put(self)
+        self._stepper = self._thread
+        self._work.put(self)
 
     def end_thread(self, seconds: float = LAST_STEP_S) -> None:
         """Let the running step end, and then the thread. Requests stay; the next caller starts a new thread."""
@@ -200,18 +217,33 @@ class Driver:
             if thread is not None and thread is not current_thread():
                 thread.join(seconds)
 
-    def _drive(self) -> None:
-        """Step until no caller waits."""
-        while (arriving := self._prepare()) is not None:
-            try:
-                self.engine.queue(arriving)
-                self.engine.advance()
-            except BaseException as error:  # every caller with a request in this step gets it
-                self._fail(arriving, error)
-            with self._lock:
-                self._stepping = False
-                if self._claims:
-                    self._lock.notify_all()
+    def _step_until(self, woken: Event) -> None:
+        """Step in the caller's thread until it is woken. Then the driver's thread continues for the others."""
+        try:
+            while not woken.is_set():
+                with DelayedCtrlC():
+                    self._step()
+        finally:
+            with DelayedCtrlC(), self._lock:
+                self._stepper = None
+                if any(not waiter.is_ready() for waiter in self._waiters):
+                    self._start()
+
+    def _step(self) -> bool:
+        """Run one step and return True, or return False if no caller waits."""
+        arriving = self._prepare()
+        if arriving is None:
+            return False
+        try:
+            self.engine.queue(arriving)
+            self.engine.advance()
+        except BaseException as error:  # every caller with a request in this step gets it
+            self._fail(arriving, error)
+        with self._lock:
+            self._stepping = False
+            if self._claims:
+                self._lock.notify_all()
+        return True
 
     def _prepare(self) -> list[Running] | None:
         """Wake the waiters that are ready. If some still wait, begin a step and return the requests that arrived for it;
@@ -222,7 +254,7 @@ class Driver:
             self._leaving.clear()
             self._waiters = [waiter for waiter in self._waiters if not self._woke(waiter)]
             if not self._waiters:
-                self._driving = False
+                self._stepper = None
                 return None
             arriving = [*self._arrived]
             self._arrived.clear()
@@ -253,5 +285,6 @@ def _all_done(remaining: deque[Running]) -> bool:
 def _serve(work: SimpleQueue[Driver | None]) -> None:
     """Run the driver's thread. It ends when its driver is garbage-collected."""
     while (driver := work.get()) is not None:
-        driver._drive()
+        while driver._step():
+            pass
         del driver

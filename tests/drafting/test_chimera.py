@@ -22,7 +22,7 @@ def test_trigrams_end_at_a_place_and_go_on_at_a_node() -> None:
 
 
 def test_an_untrained_drafter_starts_with_embeddings_and_sums() -> None:
-    """A node's row is its own embedding, as large as the last committed row. A head adds its two states. Taps add nothing."""
+    """A node's row is its own embedding, as large as the last committed row. A head adds two states, and taps nothing."""
     model = target()
     drafter: Any = untrained("chimera", heads=2, taps=(1, 3))
     drafter.prepare(model, 1)

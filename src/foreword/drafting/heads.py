@@ -32,9 +32,7 @@ def check_taps_of(method: str, taps: Sequence[int], target: Target) -> None:
     """Refuse taps that the target does not have."""
     outside = [layer for layer in taps if not 0 <= layer <= target.layers]
     if outside:
-        raise DrafterError(
-            f"{method}: tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}"
-        )
+        raise DrafterError(f"{method}: tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}")
 
 
 def norm_like(target: Target) -> nn.RMSNorm:

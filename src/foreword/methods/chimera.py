@@ -86,8 +86,8 @@ class ChimeraWeights(nn.Module):
 
 
 def trigrams_at(tokens: Tensor, sequences: Tensor, place: Tensor) -> Tensor:
-    """Return the tokens at places [b, m] of some `sequences` [b] among tokens [B, n], each with the two before it: [b, m, 3],
-    the latest first. The first token of a sequence stands for those that it has not."""
+    """Return the tokens at places [b, m] of `sequences` [b] among tokens [B, n], each with the two before it: [b, m, 3], the
+    latest first. Before the first token of a sequence, that token itself counts."""
     column = place.unsqueeze(-1) - on_device((0, 1, 2), tokens.device)
     return tokens[sequences.view(-1, 1, 1), column.clamp(0, tokens.shape[1] - 1)]
 

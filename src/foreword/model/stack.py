@@ -234,8 +234,8 @@ class Stack:
     def alongside(
         self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join], frozen: bool = True
     ) -> Iterator[Joined]:
-        """Run whole sequences [b, n, H] through the layers after `start`, and the rows that join at the anchors [b, A]. Yield
-        both as they leave each layer. Gradients flow through the rows, and through the sequences if they are not `frozen`."""
+        """Run whole sequences [b, n, H] through the layers after `start`, and the rows that join at the anchors [b, A].
+        Yield both as they leave each layer. The rows have gradients; the sequences have them if they are not `frozen`."""
         kv, count = SequenceKV(), anchor.shape[1]
         whole, joined = self._view(Rows.whole_sequences(hidden.shape[1], hidden.device), hidden.dtype), None
         whole = replace(whole, shared=whole.shared._replace(kv_out=kv))

@@ -290,7 +290,7 @@ def test_layers_that_learn_get_gradients_from_the_sequences_too(family: str) -> 
     model = target(family)
     stack, anchor = model.stack(0, 2, init=1), torch.tensor([[1, 3, 6], [0, 2, 4]])
     generator = torch.Generator().manual_seed(0)
-    given, matrices = torch.randn(2, 8, 32, generator=generator).double(), torch.randn(2, 32, 32, generator=generator).double()
+    given, matrices = (torch.randn(2, n, 32, generator=generator).double() for n in (8, 32))
     joins = [Join(0, i + 1, lambda rows, _, i=i: rows @ matrices[i], tuple(range(i))) for i in range(2)]
     found = []
     for at_once in (False, True):

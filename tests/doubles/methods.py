@@ -13,6 +13,7 @@ from foreword.model.model import Model
 _SMALL: dict[str, dict[str, Any]] = {
     "medusa": dict(rows=16, heads=3),
     "hydra": dict(rows=40, heads=3, layers=2, prefix=True),
+    "chimera": dict(rows=16, heads=3, taps=(0, 2)),
     "clover": dict(rows=16, heads=3, tree="budget", top_p=0.98, floor=0.01),
     "clover2": dict(rows=16, heads=3, taps=(0, 2)),
     "echo": dict(rows=24, heads=3, taps=(0, 2), chain=6),

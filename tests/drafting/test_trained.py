@@ -45,6 +45,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra": ("hydra", {}),
     "hydra, two layers": ("hydra", {"layers": 2}),
     "hydra, prefix": ("hydra", {"prefix": True}),
+    "chimera": ("chimera", {}),
+    "chimera, taps": ("chimera", {"taps": (1, 3)}),
     "clover": ("clover", {}),
     "clover, attention of the block": ("clover", {"block": "attention"}),
     "clover, MLP of the block": ("clover", {"block": "mlp"}),
@@ -66,6 +68,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 INDEPENDENT = ("medusa", "hidden_transfer", "firp")
 """Methods with independent heads: all candidates come at once, and every node of a level shares them."""
+ANCHORED = ("hidden_transfer", "chimera")
+"""Methods whose loss hands all rows of these short sequences to the target's head, not only those with a label."""
 COUNT = {"hidden_transfer": "steps", "firp": "steps", "draft_model": "depth"}
 """The option for the number of tokens that a method drafts ahead."""
 
@@ -150,12 +154,12 @@ def test_training_and_drafting_compute_the_same(form: str, family: str, monkeypa
             trained = list(trained[0].split(1))
         assert len(levels) == len(trained) == HEADS
         known = int(drafter.have[row]) if "hidden_transfer" in form else HEADS  # an unlikely node carried fewer
-        first = len(sequences[row]) - 2 if "hidden_transfer" in form else 0  # all rows, or those with a label
+        first = len(sequences[row]) - 2 if form.partition(",")[0] in ANCHORED else 0
         for one, other in zip(levels[:known], trained, strict=False):
             torch.testing.assert_close(one[row, min(branch, one.shape[1] - 1)], other[first])
 
 
-@pytest.mark.parametrize("form", ["medusa", "hydra", "clover", "clover2", "draft_model", "firp"])
+@pytest.mark.parametrize("form", ["medusa", "hydra", "chimera", "clover", "clover2", "draft_model", "firp"])
 def test_candidates_are_ranked_with_the_sampling_noise(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise is that of the token's position, which the target samples with."""
     model, temperature = target(), 0.8
@@ -256,7 +260,7 @@ def test_the_config_rebuilds_the_same_module(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["medusa", "hydra, prefix", "clover", "clover2, taps", "hidden_transfer", "firp", "draft_model"]
+    "form", ["medusa", "hydra, prefix", "chimera", "clover", "clover2, taps", "hidden_transfer", "firp", "draft_model"]
 )
 def test_another_engine_keeps_the_weights(form: str) -> None:
     """With other slots and another context, the weights are the same, at the same addresses."""
@@ -323,6 +327,7 @@ INVALID: dict[str, Callable[[], object]] = {
     "needs at least one head": lambda: untrained("clover", heads=0),
     "heads=0 and layers=1": lambda: untrained("medusa", heads=0),
     "heads=4 and layers=0": lambda: untrained("hydra", layers=0),
+    "heads=5 and anchors=0": lambda: untrained("chimera", anchors=0),
     "block is 'half'; choose from full, attention, mlp, none": lambda: untrained("clover", block="half"),
     "labels is 'firm'": lambda: untrained("medusa", labels="firm"),
     "tree is 'budget'; choose from static, best": lambda: untrained("hidden_transfer", tree="budget"),

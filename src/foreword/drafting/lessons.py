@@ -1,9 +1,9 @@
 """Training: which rows of a sequence a draft head learns from, and its loss.
 
 Head i, from 1, reads position t and predicts token t + 1 + i. It is conditioned on token t + 1, the root. A row counts for
-head i if the target wrote all tokens that heads 1 to i predict. Logits [rows, V] are computed for a few rows at a time and
-then dropped; the target's own logits are computed once for all heads. The target's head is frozen, so only the gradient of
-the rows is needed.
+head i if the target wrote all tokens that heads 1 to i predict. A `Lesson` takes all rows that count, `Anchors` some of
+them. Logits [rows, V] are computed for a few rows at a time and then dropped; with a `Lesson` the target's own logits are
+computed once for all heads. The target's head is frozen, so only the gradient of the rows is needed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn import functional
 from foreword.core.target import Target
 from foreword.errors import InputError
 from foreword.ops.losses import cross_entropies, log_mass
+from foreword.ops.rows import along
 from foreword.ops.sending import sent_along
 
 Labels = Literal["hard", "soft"]
@@ -122,6 +123,55 @@ class HeadLosses:
     def _own(self) -> Tensor:
         """[R + heads - 1, H]: the target's own normed states where it decides the tokens that the heads predict."""
         return self.target.norm(self.lesson.teacher(self.hidden))
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Some rows of sequences to learn from, A of each, and what the heads should predict from them."""
+
+    place: Tensor  # [b, A]
+    before: Tensor  # [b, A] the token after each anchor, which comes before the predicted ones
+    labels: Tensor  # [b, A, heads]
+    counts: Tensor  # [b, A, heads] bool: whether the target wrote all tokens that heads 1 to i predict
+
+    @staticmethod
+    def of(tokens: Tensor, mask: Tensor, heads: int, most: int, at_random: bool) -> Anchors:
+        """Sample up to `most` rows of each sequence: `at_random` in training, else always the same ones.
+
+        mask [b, n], on the host: tokens that the target wrote. If a sequence has fewer rows, rows that do not count pad it.
+        """
+        written = functional.pad(mask, (0, heads + 1)).unfold(1, heads + 2, 1)[:, :, 2:].cumprod(-1).bool()  # [b, n, heads]
+        fixed = None if at_random else torch.Generator().manual_seed(0)
+        priority = torch.rand(mask.shape, generator=fixed).masked_fill(~written[:, :, 0], -1)
+        chosen = priority.topk(min(most, mask.shape[1]), dim=1).indices.sort(1).values
+        counts = written.gather(1, chosen.unsqueeze(-1).expand(-1, -1, heads))
+        place, counts = (sent_along(values, tokens.device) for values in (chosen, counts))
+        ahead = (place.unsqueeze(-1) + 2 + torch.arange(heads, device=tokens.device)).clamp(max=tokens.shape[1] - 1)
+        before = tokens.gather(1, (place + 1).clamp(max=tokens.shape[1] - 1))
+        return Anchors(place, before, tokens.gather(1, ahead.flatten(1)).view(ahead.shape), counts)
+
+    def outputs(self, head: int, rows: Tensor) -> HeadOutputs:
+        """Return the rows [b, A, H] that a head hands to the target's head, with what they should predict."""
+        return HeadOutputs(rows.flatten(0, 1), self.labels[:, :, head - 1].flatten(), self.counts[:, :, head - 1].flatten())
+
+    def teacher(self, head: int, hidden: Tensor) -> Tensor:
+        """Return the target's states where it decides the token that a head predicts: [b, n, H] -> [b * A, H]."""
+        return along(hidden, (self.place + head).clamp(max=hidden.shape[1] - 1)).flatten(0, 1)
+
+    def loss(
+        self, outputs: Sequence[HeadOutputs], hidden: Tensor, target: Target, labels: Labels, decay: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the losses of heads 1, 2, ..., each weighted `decay` times the one before, and their figures.
+
+        hidden [b, n, H]: of the target, before its final norm.
+        """
+        total, figures = hidden.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
+        for head, output in enumerate(outputs, start=1):
+            own = target.norm(self.teacher(head, hidden)) if labels == "soft" else None
+            [(loss, ranks)] = losses([output], target.head, target.dtype, own)
+            total = total + decay ** (head - 1) * loss
+            figures |= figures_of(head, ranks, output.counts)
+        return total, figures
 
 
 def losses(

@@ -69,6 +69,12 @@ METHODS: dict[str, Method] = {
         paper="Hydra, arXiv 2402.05109",
         trained=True,
     ),
+    "chimera": Method(
+        "chimera:Chimera",
+        "a layer reads the target's states, then trigrams of the draft tokens",
+        paper="Chimera, arXiv 2402.15758",
+        trained=True,
+    ),
     "clover": Method(
         "clover:Clover",
         "a layer reads the sequence, a small recurrent cell continues",

@@ -194,6 +194,13 @@ class Stack:
         uncached = Stack(self.model, self.family, self.layers)
         return uncached.walk(hidden, Rows.whole_sequences(hidden.shape[1], hidden.device), skip=skip).hidden
 
+    def walk_joined(self, hidden: Tensor, anchor: Tensor, joins: Sequence[Join]) -> tuple[Tensor, ...]:
+        """Run whole sequences [b, n, H] and the rows that join them at the anchors [b, A], without a cache. Return what each
+        join has become: [b, A, H]. This is how layers are trained whose own rows of the sequence are read by other rows."""
+        uncached = Stack(self.model, self.family, self.layers)
+        *_, last = uncached.alongside(hidden, 0, anchor, joins, frozen=False)
+        return last.rows
+
     def walk(
         self,
         hidden: Tensor,
@@ -224,9 +231,11 @@ class Stack:
                 hidden = self._run_layer(layer, hidden, views[hidden.shape[1]], skip)
         return Walked(hidden, real, tapped)
 
-    def alongside(self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
-        """Run whole sequences [b, n, H] through the layers after `start`, without gradients, and the rows that join at the
-        anchors [b, A], with gradients. Yield both as they leave each layer."""
+    def alongside(
+        self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join], frozen: bool = True
+    ) -> Iterator[Joined]:
+        """Run whole sequences [b, n, H] through the layers after `start`, and the rows that join at the anchors [b, A].
+        Yield both as they leave each layer. The rows have gradients; the sequences have them if they are not `frozen`."""
         kv, count = SequenceKV(), anchor.shape[1]
         whole, joined = self._view(Rows.whole_sequences(hidden.shape[1], hidden.device), hidden.dtype), None
         whole = replace(whole, shared=whole.shared._replace(kv_out=kv))
@@ -237,7 +246,7 @@ class Stack:
             yield Joined(layer, hidden, rows)
             if layer == len(self.layers):
                 return
-            with torch.no_grad():
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
                 hidden = self._run_layer(layer, hidden, whole, None)
             if rows:
                 if joined is None:

@@ -29,6 +29,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"layers": 2}),
     "hydra": ("hydra", {}),
     "hydra, prefix": ("hydra", {"prefix": True, "layers": 2}),
+    "chimera": ("chimera", {"taps": (1, 3)}),
     "clover": ("clover", {"tree": "best"}),
     "clover, no attention decoder": ("clover", {"attention": False, "tree": "best"}),
     "clover, no block": ("clover", {"block": "none", "tree": "best"}),

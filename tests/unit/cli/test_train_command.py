@@ -245,7 +245,7 @@ def test_the_smallest_recipe_of_the_docs_works_on_twenty_prompts(
     assert "warning: warm_up is 100 steps, but the run has 16" in shown.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50), ("hidden_transfer", 60)])
+@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("chimera", 40), ("clover2", 50), ("hidden_transfer", 60)])
 def test_a_trained_drafter_is_better_than_an_untrained_one(
     method: str, steps: int, run: Any, tiny_model: str, data: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from foreword.drafting.trees.rows import (
     share_of_gain,
 )
 from foreword.drafting.trees.templates import (
+    EAGLE_COUNTS,
     USUAL_RATES,
     Path,
     Rates,
@@ -33,6 +34,7 @@ __all__ = [
     "BestFirst",
     "Budgeted",
     "Chain",
+    "EAGLE_COUNTS",
     "FixedRows",
     "Growth",
     "NextCandidates",

@@ -61,12 +61,14 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hidden_transfer, one layer": ("hidden_transfer", {"layers": (1, 1, 1), "carry": "all"}),
     "hidden_transfer, low rank": ("hidden_transfer", {"squeeze": 2, "bias": False, "carry": "all"}),
     "hidden_transfer, no norm": ("hidden_transfer", {"norm": False, "carry": "all"}),
+    "masked": ("masked", {"layers": 2, "edges": 0}),
+    "masked, no taps": ("masked", {"layers": 1, "edges": 0, "taps": ()}),
     "draft_model": ("draft_model", {}),
     "draft_model, one layer": ("draft_model", {"layers": 1}),
 }
-INDEPENDENT = ("medusa", "hidden_transfer", "firp")
+INDEPENDENT = ("medusa", "hidden_transfer", "firp", "masked")
 """Methods with independent heads: all candidates come at once, and every node of a level shares them."""
-COUNT = {"hidden_transfer": "steps", "firp": "steps", "draft_model": "depth"}
+COUNT = {"hidden_transfer": "steps", "firp": "steps", "draft_model": "depth", "masked": "block"}
 """The option for the number of tokens that a method drafts ahead."""
 
 every_form = pytest.mark.parametrize("form", FORMS)
@@ -150,7 +152,8 @@ def test_training_and_drafting_compute_the_same(form: str, family: str, monkeypa
             trained = list(trained[0].split(1))
         assert len(levels) == len(trained) == HEADS
         known = int(drafter.have[row]) if "hidden_transfer" in form else HEADS  # an unlikely node carried fewer
-        first = len(sequences[row]) - 2 if "hidden_transfer" in form else 0  # all rows, or those with a label
+        at_anchors = form.partition(",")[0] in ("hidden_transfer", "masked")  # they learn from a sample: here from all rows
+        first = len(sequences[row]) - 2 if at_anchors else 0
         for one, other in zip(levels[:known], trained, strict=False):
             torch.testing.assert_close(one[row, min(branch, one.shape[1] - 1)], other[first])
 

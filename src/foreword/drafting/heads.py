@@ -6,15 +6,25 @@ Papers: Medusa (arXiv 2401.10774), Clover (arXiv 2405.00263), Clover-2 (arXiv 24
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 import torch
 from torch import Tensor, nn
 
 from foreword.core.target import Target
+from foreword.errors import DrafterError
 from foreword.model.draft_linears import DraftLinears, norm_parameters
 from foreword.ops.rows import add_cosine_attention, cosine_attention
 from foreword.ops.rows import remember as remember_rows
+
+
+def check_taps(method: str, taps: Sequence[int], target: Target) -> None:
+    """Refuse layers that the target does not have."""
+    outside = [layer for layer in taps if not 0 <= layer <= target.layers]
+    if outside:
+        found = f"tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}"
+        raise DrafterError(f"{method}: {found}; choose from these")
 
 
 def linear(target: Target, columns_in: int, columns_out: int, bias: bool = True) -> nn.Linear:

@@ -26,6 +26,7 @@ from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import (
     CosineAttention,
     SideBySideLinear,
+    check_taps,
     linear,
     near_identity,
     norm_like,
@@ -34,7 +35,7 @@ from foreword.drafting.heads import (
 )
 from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
 from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, level_paths
-from foreword.errors import DrafterError, InputError
+from foreword.errors import InputError
 from foreword.model.draft_linears import DraftLinears
 from foreword.model.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.ops.rows import carried_and_embedded, conditioned, conditioned_on_next, unit_rms
@@ -153,11 +154,7 @@ class Clover2(Drafter):
         self.config: dict[str, Any] = dict(heads=heads, taps=list(self.needs.taps), fuse=fuse)
 
     def build(self, target: Target) -> None:
-        outside = [layer for layer in self.needs.taps if not 0 <= layer <= target.layers]
-        if outside:
-            raise DrafterError(
-                f"clover2: tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}"
-            )
+        check_taps("clover2", self.needs.taps, target)
         self.stack = target.stack(0, LAYERS, init=target.layers - 1)
         self.module = Clover2Weights(target, self.stack.layers, len(self.needs.taps), self.fuse)
 

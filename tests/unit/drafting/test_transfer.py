@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from doubles import VOCABULARY, hf_hidden, target
 from foreword.core.needs import Needs
-from foreword.drafting.transfer import Anchors, Transfer, joins_of, learn, right_by_rank, walked
+from foreword.drafting.lessons import Anchors
+from foreword.drafting.transfer import Transfer, joins_of, learn, right_by_rank, walked
 from foreword.errors import DrafterError, InputError
 from foreword.model.model import Model
 from foreword.ops.rows import unit_rms

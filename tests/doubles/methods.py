@@ -19,6 +19,7 @@ _SMALL: dict[str, dict[str, Any]] = {
     "echo": dict(rows=24, heads=3, taps=(0, 2), chain=6),
     "hidden_transfer": dict(rows=32, steps=3, carry="all"),
     "firp": dict(rows=16, steps=3),
+    "masked": dict(rows=16, block=3, layers=2, taps=(0, 2), edges=4),
     "draft_model": dict(rows=16, depth=3, layers=2),
     "gsd": dict(rows=16, depth=3, layers=2, repeat=0, siblings=0.0, sure=0.0),
     "amusd": dict(rows=4, layers=2, ahead=5, least=3, patience=60.0, worker="thread"),

@@ -63,14 +63,16 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hidden_transfer, one layer": ("hidden_transfer", {"layers": (1, 1, 1), "carry": "all"}),
     "hidden_transfer, low rank": ("hidden_transfer", {"squeeze": 2, "bias": False, "carry": "all"}),
     "hidden_transfer, no norm": ("hidden_transfer", {"norm": False, "carry": "all"}),
+    "masked": ("masked", {"layers": 2, "edges": 0}),
+    "masked, no taps": ("masked", {"layers": 1, "edges": 0, "taps": ()}),
     "draft_model": ("draft_model", {}),
     "draft_model, one layer": ("draft_model", {"layers": 1}),
 }
-INDEPENDENT = ("medusa", "hidden_transfer", "firp")
+INDEPENDENT = ("medusa", "hidden_transfer", "firp", "masked")
 """Methods with independent heads: all candidates come at once, and every node of a level shares them."""
-ANCHORED = ("hidden_transfer", "chimera")
+ANCHORED = ("hidden_transfer", "chimera", "masked")
 """Methods whose loss hands all rows of these short sequences to the target's head, not only those with a label."""
-COUNT = {"hidden_transfer": "steps", "firp": "steps", "draft_model": "depth"}
+COUNT = {"hidden_transfer": "steps", "firp": "steps", "draft_model": "depth", "masked": "block"}
 """The option for the number of tokens that a method drafts ahead."""
 
 every_form = pytest.mark.parametrize("form", FORMS)

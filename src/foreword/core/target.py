@@ -52,6 +52,9 @@ class Target(Protocol):
     def draft_head_of(self, tokens: Tensor) -> DraftHead:
         """The same for a draft vocabulary [W] alone, from a copy of its rows as they are now: [.., W]."""
 
+    def after_head(self, products: Tensor) -> Tensor:
+        """Turn products of normed states and rows of `head_weight` into logits: scaled and capped, in families that do."""
+
     def head_weight(self) -> Tensor:
         """[V, H]: the weight of the head. A row is the output embedding of a token."""
 

@@ -138,7 +138,7 @@ class Driver:
 
     @contextmanager
     def _waiting(self, waiter: Waiter, can_step: bool = False) -> Iterator[None]:
-        """Let the engine step until this waiter is ready. If `can_step`, the caller becomes the stepper when there is none."""
+        """Let the engine step until this waiter is ready. If `can_step` and no thread steps, the caller will."""
         try:
             with self._lock:
                 if not self._woke(waiter):

@@ -107,6 +107,12 @@ METHODS: dict[str, Method] = {
         trained=True,
         trained_as="hidden_transfer",
     ),
+    "masked": Method(
+        "masked:Masked",
+        "a few layers fill a block of masked tokens in one pass",
+        paper="GMLM, arXiv 2407.21046; DisCo, arXiv 2001.05136",
+        trained=True,
+    ),
     "draft_model": Method(
         "draft_model:DraftModel",
         "a second, smaller model drafts, and the target verifies",

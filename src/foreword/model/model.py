@@ -150,6 +150,9 @@ class Model:
 
         return head
 
+    def after_head(self, products: Tensor) -> Tensor:
+        return self.family.after_head(self.hf, products)
+
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head
         return (

@@ -75,6 +75,23 @@ class Rows:
         depth = torch.cat([position.expand(anchor.shape[0], -1), *ahead], dim=1)
         return Rows(torch.zeros(anchor.shape[0], dtype=torch.long, device=device), depth, sees)
 
+    @staticmethod
+    def with_blocks(length: int, anchor: Tensor, offset: Tensor, sees: Tensor) -> Rows:
+        """Return the rows of whole sequences of `length` tokens, and after them a block of m rows for each anchor [b, A].
+
+        offset [m]: how many places after its anchor a block row stands. sees [b or 1, A or 1, m, m]: the rows of its own
+        block that it attends to. It also attends to its sequence up to the anchor. No row of a sequence attends to a block.
+        """
+        (batch, anchors), rows, device = anchor.shape, offset.shape[0], anchor.device
+        position = torch.arange(length, device=device)
+        depth = torch.cat([position.expand(batch, -1), (anchor.unsqueeze(2) + offset).flatten(1)], dim=1)
+        whole = torch.zeros(batch, depth.shape[1], depth.shape[1], dtype=torch.bool, device=device)
+        whole[:, :length, :length] = position.unsqueeze(1) >= position
+        whole[:, length:, :length] = (position <= anchor.unsqueeze(2)).repeat_interleave(rows, dim=1)
+        same = torch.eye(anchors, dtype=torch.bool, device=device).view(1, anchors, 1, anchors, 1)
+        whole[:, length:, length:] = (same & sees.unsqueeze(3)).flatten(3).flatten(1, 2)
+        return Rows(torch.zeros(batch, dtype=torch.long, device=device), depth, whole, causal=False)
+
     @property
     def count(self) -> int:
         return self.sees.shape[1]
@@ -189,10 +206,12 @@ class Stack:
         for slot in batch.ids:
             self.cache.wipe_scratch(slot)
 
-    def walk_sequences(self, hidden: Tensor, skip: Skip | None = None) -> Tensor:
-        """Run whole sequences [b, n, H] from their first row on, without a cache. This is how the layers are trained."""
+    def walk_sequences(self, hidden: Tensor, skip: Skip | None = None, rows: Rows | None = None) -> Tensor:
+        """Run whole sequences [b, n, H] from their first row on, without a cache. This is how the layers are trained.
+        `rows`: what attends to what, if it is not each sequence alone."""
         uncached = Stack(self.model, self.family, self.layers)
-        return uncached.walk(hidden, Rows.whole_sequences(hidden.shape[1], hidden.device), skip=skip).hidden
+        rows = rows or Rows.whole_sequences(hidden.shape[1], hidden.device)
+        return uncached.walk(hidden, rows, skip=skip).hidden
 
     def walk_joined(self, hidden: Tensor, anchor: Tensor, joins: Sequence[Join]) -> tuple[Tensor, ...]:
         """Run whole sequences [b, n, H] and the rows that join them at the anchors [b, A], without a cache. Return what each

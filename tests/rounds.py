@@ -47,6 +47,7 @@ from foreword.ops.recycling import learnt as learnt_by_torch
 from foreword.ops.recycling import walked as walked_by_torch
 from foreword.ops.rounds import fit, write
 from foreword.ops.rows import carried_and_embedded, conditioned_on_next, counted
+from foreword.ops.transitions import after_live_nodes
 from foreword.ops.trees import lineage as lineage_of
 from foreword.ops.trees import next_level
 from foreword.ops.unread import unread
@@ -435,6 +436,20 @@ def check_conditioned_on_next(seed: int, device: str, taps: tuple[int, ...], pat
     )
     for one, other in zip(found, exact, strict=True):
         torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-5)
+
+
+def check_after_live_nodes(seed: int, device: str, width: int, places: int, k: int) -> None:
+    """Check the candidates after live nodes. The tables are parts of larger ones, as those of one place of a block are."""
+    from foreword.ops.drafting.transitions import after_live_nodes as by_kernel  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.stack([torch.randperm(99, generator=generator)[:places] for _ in range(6)]).view(3, 2, places)
+    live = before[:, 1].gather(1, torch.randint(0, places, (3, width), generator=generator))
+    tokens = torch.randint(0, 99, (3, 2, places, k), generator=generator)
+    log_probs = -torch.rand(3, 2, places, k, generator=generator)
+    given = [table[:, 1] for table in (before, tokens, log_probs)]
+    found = by_kernel(live.to(device), *(table.to(device)[:, 1] for table in (before, tokens, log_probs)))
+    assert all(same(*pair) for pair in zip(found, after_live_nodes(live, *given), strict=True))
 
 
 def check_remember(seed: int, device: str, columns: int, dtype: torch.dtype) -> None:

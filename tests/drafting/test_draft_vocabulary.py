@@ -97,7 +97,7 @@ def test_a_draft_vocabulary_of_another_model_is_refused(tmp_path: Path) -> None:
         saved.restore(tmp_path, model)
 
 
-@pytest.mark.parametrize("name", ["medusa", "clover2", "draft_model", "gsd", "amusd"])
+@pytest.mark.parametrize("name", ["medusa", "clover2", "masked", "draft_model", "gsd", "amusd"])
 def test_widening_does_not_change_the_draft_vocabulary(name: str, tmp_path: Path) -> None:
     """A target twice as wide has the same draft vocabulary, even if the draft model stays small. amusd uses none."""
     narrow, wide = widened_pair(torch.float64, 2)

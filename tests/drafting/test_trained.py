@@ -161,7 +161,7 @@ def test_training_and_drafting_compute_the_same(form: str, family: str, monkeypa
             torch.testing.assert_close(one[row, min(branch, one.shape[1] - 1)], other[first])
 
 
-@pytest.mark.parametrize("form", ["medusa", "hydra", "chimera", "clover", "clover2", "draft_model", "firp"])
+@pytest.mark.parametrize("form", ["medusa", "hydra", "chimera", "clover", "clover2", "draft_model", "firp", "masked"])
 def test_candidates_are_ranked_with_the_sampling_noise(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise is that of the token's position, which the target samples with."""
     model, temperature = target(), 0.8
@@ -262,7 +262,8 @@ def test_the_config_rebuilds_the_same_module(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["medusa", "hydra, prefix", "chimera", "clover", "clover2, taps", "hidden_transfer", "firp", "draft_model"]
+    "form",
+    ["medusa", "hydra, prefix", "chimera", "clover", "clover2, taps", "hidden_transfer", "firp", "draft_model", "masked"],
 )
 def test_another_engine_keeps_the_weights(form: str) -> None:
     """With other slots and another context, the weights are the same, at the same addresses."""
@@ -297,7 +298,7 @@ def test_every_tree(name: str, tree: str) -> None:
     assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
 
 
-@pytest.mark.parametrize("name", ["medusa", "firp", "hidden_transfer", "gsd", "draft_model"])
+@pytest.mark.parametrize("name", ["medusa", "firp", "hidden_transfer", "masked", "gsd", "draft_model"])
 def test_if_no_row_pays_off_no_head_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted, so no candidates are computed; a drafter's own cache still reads the sequence."""
     model, asked = target(), requests(4, max_new_tokens=8)
@@ -346,6 +347,12 @@ INVALID: dict[str, Callable[[], object]] = {
     "tree is 'tall'": lambda: untrained("clover2", tree="tall"),
     "taps is .2.5, 3.; each is the number of a layer": lambda: untrained("clover2", taps=(2.5, 3)),
     "an option is of the wrong type": lambda: untrained("clover2", taps=3),
+    "block is 1; it must be from 2 to 32": lambda: untrained("masked", block=1),
+    "layers=3, steps=0, anchors=64 and edges=64": lambda: untrained("masked", steps=0),
+    "masked: taps is ..a',.": lambda: untrained("masked", taps=("a",)),
+    "order is 'hard'; choose from mask, disco": lambda: untrained("masked", order="hard"),
+    "order is 'disco' and steps is 1": lambda: untrained("masked", order="disco"),
+    "given is 1.5; it is a share": lambda: untrained("masked", given=1.5),
 }
 
 
@@ -355,12 +362,13 @@ def test_invalid_options(match: str) -> None:
         INVALID[match]()
 
 
-def test_a_tap_outside_the_target() -> None:
-    drafter = untrained("clover2", taps=(2, 9))
-    with pytest.raises(DrafterError, match="tap 9 lies outside tiny-llama, which has layers 0 to 4"):
-        drafter.prepare(target(), 1)
+@pytest.mark.parametrize("name", ["clover2", "masked"])
+def test_a_tap_outside_the_target(name: str) -> None:
+    with pytest.raises(DrafterError, match=f"{name}: tap 9 lies outside tiny-llama, which has layers 0 to 4"):
+        untrained(name, taps=(2, 9)).prepare(target(), 1)
 
 
-def test_more_layers_than_the_target_has() -> None:
-    with pytest.raises(DrafterError, match="draft_model: layers is 5, but tiny-llama has 4; ask for no more"):
-        untrained("draft_model", layers=5).prepare(target(), 1)
+@pytest.mark.parametrize("name", ["draft_model", "masked"])
+def test_more_layers_than_the_target_has(name: str) -> None:
+    with pytest.raises(DrafterError, match=f"{name}: layers is 5, but tiny-llama has 4; ask for no more"):
+        untrained(name, layers=5).prepare(target(), 1)

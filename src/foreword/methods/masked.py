@@ -47,7 +47,7 @@ from foreword.model.stack import Rows
 from foreword.model.widening import FROM_RANK, INTO_RANK, NORM, SEVERAL, layers_at
 from foreword.ops.rows import conditioned, conditioned_on_next, rms_of, unit_rms, unit_rms_embeddings
 
-Order = Literal["mask", "disco"]
+FillOrder = Literal["mask", "disco"]
 MOST_BLOCK = 32
 SCRATCH = 64  # rows of a pass after the cached ones: at most two blocks, and one more
 LEVEL_KERNELS = 2  # per level: the candidates after the live nodes, and the choice of those to continue
@@ -115,7 +115,7 @@ class Masked(Drafter):
         taps: Sequence[int] | None = None,
         edges: int = 64,
         steps: int = 1,
-        order: Order = "mask",
+        order: FillOrder = "mask",
         tree: TreeKind = "best",
         width: int = 8,
         paths: Sequence[Sequence[int]] | None = None,
@@ -150,8 +150,8 @@ class Masked(Drafter):
             raise InputError(f"masked: got {found}; edges must be 0 or more, and the others 1 or more")
         if not all(type(layer) is int for layer in self.taps or ()):
             raise InputError(f"masked: taps is {self.taps!r}; each is the number of a layer")
-        if self.order not in get_args(Order):
-            raise InputError(f"masked: order is {self.order!r}; choose from {', '.join(get_args(Order))}")
+        if self.order not in get_args(FillOrder):
+            raise InputError(f"masked: order is {self.order!r}; choose from {', '.join(get_args(FillOrder))}")
         if self.order == "disco" and self.steps < 2:
             raise InputError("masked: order is 'disco' and steps is 1, but only later passes see predictions; set steps=2")
         if not 0 <= self.given <= 1:
@@ -231,7 +231,7 @@ class Masked(Drafter):
             block, counts = self._next_block(order, anchors.before, found, first, step), anchors.counts
         return torch.stack(parts).sum(), figures
 
-    def _first_lesson(self, anchors: Anchors) -> tuple[BlockRows, Tensor, Order]:
+    def _first_lesson(self, anchors: Anchors) -> tuple[BlockRows, Tensor, FillOrder]:
         """Return the blocks of the first pass, which of their predictions count, and the order in which passes go on. An
         evaluation does what a round does. Training shows some true tokens; for "disco", half of the steps learn from tokens
         that each prediction sees or not, at random, and the others learn the order "mask"."""
@@ -245,7 +245,7 @@ class Masked(Drafter):
 
     # Blocks: the same code for a round, where [..] is [b], and for training, where it is [b, A].
 
-    def _first_view(self, order: Order) -> Tensor:
+    def _first_view(self, order: FillOrder) -> Tensor:
         """Return which rows of a block attend to which in the first pass: [B, B]."""
         return self.all_rows if order == "mask" else self.itself
 
@@ -254,7 +254,7 @@ class Masked(Drafter):
         return BlockRows(self.module.places(self._embedded(tokens), shown), self.depth, sees)
 
     def _next_block(
-        self, order: Order, root: Tensor, found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], step: int
+        self, order: FillOrder, root: Tensor, found: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], step: int
     ) -> BlockRows:
         """Return the block of the pass after `step` passes. found, first: candidates and log-probabilities [.., B, K] of the
         last and the first pass."""

@@ -304,12 +304,13 @@ class Stack:
         if self.cache is None:
             causal = rows.chain and not any(spec.window or spec.softcap for spec in self.attention_specs)
             masks = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], dtype)
-            shared = LayerPass(rows.base, rows.depth, rows.sees)
+            shared = LayerPass(rows.base, rows.depth, rows.sees, causal=rows.causal)
             return _View(self.attention_specs, self._rotary(rows.position), rows, seen, masks, shared, causal=causal)
         assert rows.batch is not None
         rotary, places = self._rotary_and_places(rows)
         key_rows = min(-(-(rows.batch.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
-        shared = LayerPass(rows.base, rows.depth, rows.sees, batch=rows.batch, places=places, key_rows=key_rows)
+        shared = LayerPass(rows.base, rows.depth, rows.sees, causal=rows.causal, batch=rows.batch, places=places)
+        shared = shared._replace(key_rows=key_rows)
         masks = self._masks(rows.base, rows, key_rows, dtype)
         return _View(self.attention_specs, rotary, rows, seen, masks, shared, self.cache)
 

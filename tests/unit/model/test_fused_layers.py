@@ -5,6 +5,7 @@ Those for CUDA run here in Triton's interpreter; tests/gpu has them in half prec
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product as product_of
 
 import pytest
@@ -292,6 +293,27 @@ def test_rows_that_join_whole_sequences_are_the_same(family: str) -> None:
         found.append((last.sequences, *(one.detach() for one in last.rows), matrix.grad))
     for one, other in zip(*found, strict=True):
         close(other, one)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("models", ["llama", "mistral for CUDA"], indirect=True)
+def test_rows_that_attend_to_later_ones_are_the_same(models: tuple[Model, Model]) -> None:
+    """A block whose rows attend to each other, after different numbers of cached rows, with more rows than a program of the
+    kernel takes: see `Rows.causal`. As a tree, the same rows come out otherwise."""
+    batch, generator, count = Batch.of([2, 0], 40), torch.Generator().manual_seed(1), 20
+    hidden, sees = torch.randn(2, count, 32, generator=generator), torch.rand(2, count, count, generator=generator) < 0.5
+    sees |= torch.eye(count, dtype=torch.bool)
+    found = []
+    for model in models:
+        model.score(batch, chain([list(range(3, 12))] * 2), Needs())
+        model.cache.advance(batch, torch.tensor([9, 4]))
+        depth = torch.arange(count) // torch.tensor([[1], [2]])
+        rows = Rows(batch.take(model.cache.length), depth, sees, batch, causal=False)
+        found.append([model.layer_stack.walk(hidden, one).hidden for one in (rows, replace(rows, causal=True))])
+    (stock, ordered), (fused, fused_ordered) = found
+    close(fused, stock)
+    close(fused_ordered, ordered)
+    assert not torch.allclose(stock[:, 0], ordered[:, 0])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -143,16 +143,21 @@ class Stack:
         self.windows, self.rotary_names = (
             {getattr(spec, name) for spec in self.attention_specs} for name in ("window", "rotary_table")
         )
+        self.lacks = Skip.of(mlp=tuple(index for index, layer in enumerate(layers) if not hasattr(layer, "mlp")))
         self.fused = fused_layers(layers) if family.fused else None
         self.rotary_tables: dict[str, Any] = {}  # cosine and sine at every position, by table
 
     @staticmethod
-    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None) -> Stack:
+    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None, mlp: bool = True) -> Stack:
         """Return a stack of new layers of the model's kind: copies of layer `init`, copies of a range of layers, or, if it
-        is None, layers initialised as transformers does."""
+        is None, layers initialised as transformers does. Without `mlp` they are attention halves."""
         indices = init if isinstance(init, range) else [-1 if init is None else init] * layers
         assert len(indices) == layers, "a range names a layer for each"
-        fresh = nn.ModuleList(unpacked(family.layers(model)[index]) for index in indices).requires_grad_(True)
+        copies = [unpacked(family.layers(model)[index]) for index in indices]
+        if not mlp:
+            for layer in copies:
+                family.drop_mlp(layer)
+        fresh = nn.ModuleList(copies).requires_grad_(True)
         if init is None:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)
@@ -247,7 +252,7 @@ class Stack:
 
     def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
         layer = self.layers[index]
-        skip = skip or Skip()
+        skip = skip or self.lacks
         if index not in skip.attention and index not in skip.mlp:
             fused = None if self.fused is None else self.fused[index]
             if fused is not None and self.cache is not None:

@@ -138,9 +138,7 @@ def head_inputs(drafter: Any, call: Callable[[], object]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("adapter", ["attention", "layer"])
-def test_training_and_drafting_compute_the_same(
-    adapter: str, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_and_drafting_compute_the_same(adapter: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each path of a tree is given to the loss as a sequence: its last row is the one that drafting continued from."""
     model, drafts = target(family), []
     drafter = with_random_weights("kangaroo", model, rows=7, width=2, depth=3, adapter=adapter, labels="hard")

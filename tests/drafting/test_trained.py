@@ -63,8 +63,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "hidden_transfer, no norm": ("hidden_transfer", {"norm": False, "carry": "all"}),
     "draft_model": ("draft_model", {}),
     "draft_model, one layer": ("draft_model", {"layers": 1}),
-    "kangaroo": ("kangaroo", {}),
-    "kangaroo, a layer": ("kangaroo", {"adapter": "layer", "exit": 1}),
+    "kangaroo": ("kangaroo", {"exit": 1}),
+    "kangaroo, a layer": ("kangaroo", {"adapter": "layer"}),
 }
 INDEPENDENT = ("medusa", "hidden_transfer", "firp")
 """Methods with independent heads: all candidates come at once, and every node of a level shares them."""

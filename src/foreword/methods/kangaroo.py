@@ -32,7 +32,6 @@ from foreword.ops.rows import counted
 
 AdapterKind = Literal["attention", "layer"]
 EXIT = 16  # one layer of this many is early, two at least: 2 of 32 and 3 of 40, as in the paper
-ATTENTION_KERNELS = 20  # an attention by transformers: norm, products, rotation, and a sum
 
 
 class Adapter(nn.Module):
@@ -95,15 +94,14 @@ class Kangaroo(Drafter):
         width = min(self.width, tokens)
         nodes = min(self.rows or 1 + width * self.depth, 1 + width * self.depth)
         most = Shape(nodes, min(self.depth, nodes - 1))
-        costs = {"drafting": self._adapter_cost(target), "level": self._level_cost(target)}
-        fixed = None if self.rows else FixedRows(target, most, **costs)
+        drafting, level = self._adapter_cost(target), self._level_cost(target)
+        fixed = None if self.rows else FixedRows(target, most, drafting=drafting, level=level)
         return Beam(most, width, min(max(BRANCH, width), tokens), self.stop, fixed, exits=not fixes_shapes(target.device))
 
     def _adapter_cost(self, target: Target) -> float:
         """Return what the adapter costs; a one-row pass of the target costs 1."""
-        kernels = KERNELS if self.config["adapter"] == "layer" else ATTENTION_KERNELS
-        reading = target.read_cost(sum(weight.numel() for weight in self.module.layers.parameters()))
-        return max(reading, target.launch_cost(kernels))
+        weights = sum(weight.numel() for weight in self.module.layers.parameters())
+        return max(target.read_cost(weights), target.launch_cost(KERNELS))
 
     def _level_cost(self, target: Target) -> float:
         """Return what a level costs: the first layers, the adapter, and the head."""

@@ -251,15 +251,15 @@ class Stack:
                 rows = self._run_layer(layer, torch.cat(rows, dim=1), joined, None).split(count, dim=1)
 
     def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
-        layer = self.layers[index]
-        skip = skip or self.lacks
-        if index not in skip.attention and index not in skip.mlp:
-            fused = None if self.fused is None else self.fused[index]
-            if fused is not None and self.cache is not None:
-                return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
-            if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
-                table = view.rotary[self.attention_specs[index].rotary_table]
-                return fused.whole_sequences(hidden, table, view.shared.kv_out)
+        layer, skip = self.layers[index], skip or self.lacks
+        is_whole = index not in skip.attention and index not in skip.mlp
+        fused = self.fused[index] if self.fused is not None and (is_whole or skip is self.lacks) else None
+        if fused is not None and self.cache is not None:
+            return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
+        if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
+            table = view.rotary[self.attention_specs[index].rotary_table]
+            return fused.whole_sequences(hidden, table, view.shared.kv_out)
+        if is_whole:
             return layer(hidden, attention_mask=None, **view.options(index))
         if index not in skip.attention:
             hidden = self.family.attention_half(layer, hidden, **view.options(index))

@@ -245,13 +245,17 @@ def test_the_smallest_recipe_of_the_docs_works_on_twenty_prompts(
     assert "warning: warm_up is 100 steps, but the run has 16" in shown.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50), ("hidden_transfer", 60)])
+AHEAD = {"medusa": "heads", "clover2": "heads", "hidden_transfer": "steps", "kangaroo": "depth"}
+"""The option for the number of tokens that a method drafts ahead."""
+
+
+@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50), ("hidden_transfer", 60), ("kangaroo", 40)])
 def test_a_trained_drafter_is_better_than_an_untrained_one(
     method: str, steps: int, run: Any, tiny_model: str, data: Path, tmp_path: Path
 ) -> None:
     """From prompts to a folder to tokens per round, measured by a separate engine on sequences of the training data."""
     given = ("--steps", steps, "--learning-rate", 0.01, "--batch", 16, "--evaluate-every", steps)
-    given += ("--option", "steps=2" if method == "hidden_transfer" else "heads=2")
+    given += ("--option", f"{AHEAD[method]}=2")
     shown = run("train", method, "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *given)
     assert shown.exit_code == 0
     with load(tiny_model, "plain", slots=1, device="cpu", fused_layers=False) as llm:
@@ -262,7 +266,7 @@ def test_a_trained_drafter_is_better_than_an_untrained_one(
 def _tokens_per_round(llm: LLM, method: str, data: Path, folder: Path | None) -> float:
     torch.manual_seed(0)
     own: Any = {} if folder is None else read_config(folder)["config"]
-    drafter: Any = untrained(method, rows=8, **own or {"steps" if method == "hidden_transfer" else "heads": 2})
+    drafter: Any = untrained(method, rows=8, **own | {AHEAD[method]: 2})
     engine = Engine(llm.model, drafter, slots=4, max_context=128)
     if folder is not None:
         load_into(drafter, folder, llm.model)

@@ -210,7 +210,7 @@ def test_the_cost_of_rows_decides_how_many_there_are() -> None:
 @every_sampling
 def test_a_chain_ends_after_an_unlikely_token(sampling: str) -> None:
     """The higher the threshold, the fewer tokens are drafted, and the fewer levels are computed on a CPU."""
-    model, asked = target(), requests(4, SAMPLINGS[sampling], ignore_eos=True)
+    model, asked = target(), requests(3, SAMPLINGS[sampling], ignore_eos=True)
     drafted, levels = [], []
     for stop in (0.0, 0.4, 0.9):
         drafter: Any = with_random_weights("kangaroo", model, rows=6, width=1, stop=stop)

@@ -37,7 +37,7 @@ from foreword.model.stack import Rows, anchors_and_offsets
 from foreword.ops import cached_rows
 from foreword.ops.candidate_graphs import Rule, TorchGraph
 from foreword.ops.device import synchronize
-from foreword.ops.growth import RankPaths
+from foreword.ops.growth import RankPaths, TorchTrees
 from foreword.ops.growth import filled as filled_by_torch
 from foreword.ops.growth import likeliest_paths as paths_by_torch
 from foreword.ops.noise import gumbel
@@ -621,7 +621,9 @@ def check_growth(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
     shape = growth.shape
     trees = KernelTrees(given, shape.depth, growth.width, growth.branch, growth.budget(shape))
     found = growth.grow(given, random_candidates(seed, batch, growth.branch, device), shape, trees)
-    exact = growth.grow(truth, random_candidates(seed, batch, growth.branch, "cpu"), shape)
+    own = TorchTrees(truth, growth.width, growth.budget(shape))
+    exact = growth.grow(truth, random_candidates(seed, batch, growth.branch, "cpu"), shape, own)
+    assert same(trees.chance, own.chance)
     assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
     assert same(found.tree.parent, exact.tree.parent)
 

@@ -22,6 +22,7 @@ _SMALL: dict[str, dict[str, Any]] = {
     "masked": dict(rows=16, block=3, layers=2, taps=(0, 2), edges=4),
     "draft_model": dict(rows=16, depth=3, layers=2),
     "gsd": dict(rows=16, depth=3, layers=2, repeat=0, siblings=0.0, sure=0.0),
+    "kangaroo": dict(rows=10, width=3, depth=3),
     "amusd": dict(rows=4, layers=2, ahead=5, least=3, patience=60.0, worker="thread"),
 }
 """Options that fit the tiny models; a method without an entry runs with its defaults. amusd's target waits for every draft

@@ -67,12 +67,15 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "masked, no taps": ("masked", {"layers": 1, "edges": 0, "taps": ()}),
     "draft_model": ("draft_model", {}),
     "draft_model, one layer": ("draft_model", {"layers": 1}),
+    "kangaroo": ("kangaroo", {"exit": 1}),
+    "kangaroo, a layer": ("kangaroo", {"adapter": "layer"}),
 }
 INDEPENDENT = ("medusa", "hidden_transfer", "firp", "masked")
 """Methods with independent heads: all candidates come at once, and every node of a level shares them."""
 ANCHORED = ("hidden_transfer", "chimera", "masked")
 """Methods whose loss hands all rows of these short sequences to the target's head, not only those with a label."""
-COUNT = {"hidden_transfer": "steps", "firp": "steps", "draft_model": "depth", "masked": "block"}
+COUNT = dict.fromkeys(("hidden_transfer", "firp"), "steps") | dict.fromkeys(("draft_model", "kangaroo"), "depth")
+COUNT |= {"masked": "block"}
 """The option for the number of tokens that a method drafts ahead."""
 
 every_form = pytest.mark.parametrize("form", FORMS)
@@ -92,8 +95,8 @@ def by_level(form: str, rows: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def figures_of(form: str) -> list[str]:
-    """Return the names of the figures. A draft model has one head, which drafts every token alike."""
-    heads = 1 if form.startswith("draft_model") else HEADS
+    """Return the names of the figures. A draft model or an adapter has one head, which drafts every token alike."""
+    heads = 1 if form.startswith(("draft_model", "kangaroo")) else HEADS
     return [f"{name}/{head}" for head in range(1, heads + 1) for name in ("top1", "top5", "rows")]
 
 
@@ -131,7 +134,7 @@ class HeadInputs:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@every_form
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("kangaroo")])  # test_kangaroo.py has its own
 def test_training_and_drafting_compute_the_same(form: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of two branches of a draft is given to the loss as a sequence: every head computes what it did in the round."""
     model = target(family)
@@ -263,7 +266,10 @@ def test_the_config_rebuilds_the_same_module(form: str) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    ["medusa", "hydra, prefix", "chimera", "clover", "clover2, taps", "hidden_transfer", "firp", "draft_model", "masked"],
+    [
+        *("medusa", "hydra, prefix", "chimera", "clover", "clover2, taps", "hidden_transfer", "firp", "draft_model"),
+        *("masked", "kangaroo"),
+    ],
 )
 def test_another_engine_keeps_the_weights(form: str) -> None:
     """With other slots and another context, the weights are the same, at the same addresses."""
@@ -286,7 +292,7 @@ def test_few_rows(name: str, rows: int) -> None:
     assert drafter.shape.nodes + carried == rows if carried else drafter.shape.nodes in (1, rows)
 
 
-TREES = [(name, tree) for name in TRAINABLE for tree in get_args(TreeKind)]
+TREES = [(name, tree) for name in TRAINABLE if name != "kangaroo" for tree in get_args(TreeKind)]  # it has one kind
 TREES = [(name, tree) for name, tree in TREES if name != "hidden_transfer" or tree in get_args(OwnKind)]
 
 
@@ -298,7 +304,7 @@ def test_every_tree(name: str, tree: str) -> None:
     assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
 
 
-@pytest.mark.parametrize("name", ["medusa", "firp", "hidden_transfer", "masked", "gsd", "draft_model"])
+@pytest.mark.parametrize("name", ["medusa", "firp", "hidden_transfer", "masked", "gsd", "draft_model", "kangaroo"])
 def test_if_no_row_pays_off_no_head_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted, so no candidates are computed; a drafter's own cache still reads the sequence."""
     model, asked = target(), requests(4, max_new_tokens=8)
@@ -344,6 +350,12 @@ INVALID: dict[str, Callable[[], object]] = {
     "gsd: layers is 0": lambda: untrained("gsd", layers=0),
     "depth is 0; it must be at least 1": lambda: untrained("draft_model", depth=0),
     "stop is 1.0; it is how likely": lambda: untrained("draft_model", tree="chain", stop=1.0),
+    "kangaroo: exit is 0; it is the number of layers": lambda: untrained("kangaroo", exit=0),
+    "kangaroo: exit is True": lambda: untrained("kangaroo", exit=True),
+    "adapter is 'mlp'; choose from attention, layer": lambda: untrained("kangaroo", adapter="mlp"),
+    "kangaroo: depth is 0": lambda: untrained("kangaroo", depth=0),
+    "kangaroo: width is 0": lambda: untrained("kangaroo", width=0),
+    "kangaroo: stop is 1": lambda: untrained("kangaroo", stop=1),
     "tree is 'tall'": lambda: untrained("clover2", tree="tall"),
     "taps is .2.5, 3.; each is the number of a layer": lambda: untrained("clover2", taps=(2.5, 3)),
     "an option is of the wrong type": lambda: untrained("clover2", taps=3),

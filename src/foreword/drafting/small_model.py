@@ -17,7 +17,7 @@ from foreword.core.state import Batch, State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import norm_like
-from foreword.drafting.levels import ScratchLevels
+from foreword.drafting.level_rows import LevelRows
 from foreword.drafting.trees import LEVEL_KERNELS
 from foreword.errors import DrafterError, InputError
 from foreword.model.cache import SlotCache
@@ -138,12 +138,13 @@ class Branches:
     """The scratch rows of one round: the root, and the candidates that were read so far, level by level."""
 
     def __init__(self, model: SmallModel, batch: Batch, length: Tensor, root: Tensor) -> None:
-        self.model, self.levels = model, ScratchLevels(model.stack, batch, length)
+        self.model, self.levels = model, LevelRows(batch, length)
         self.rows = root  # [b, w, H] of the level that was read last, after the norm
 
     def read(self, tokens: Tensor, parent: Tensor) -> Tensor:
         """Read candidates [b, w] that follow rows `parent` [b, w] of the level that was read last: [b, w, H]."""
-        self.rows = self.model.norm(self.levels.read(self.model.embed(tokens), parent))
+        walked = self.model.stack.walk(self.model.embed(tokens), self.levels.add(parent)).hidden
+        self.rows = self.model.norm(walked)
         return self.rows
 
 

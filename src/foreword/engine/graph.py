@@ -111,8 +111,7 @@ class GraphedLoop:
             return call(state.at(bucket.batch), draft)
         fixed = bucket.draft
         assert fixed is not None
-        fixed.tokens.copy_(draft.tokens)
-        fixed.size.copy_(draft.size)
+        fixed.overwrite(draft)
         return self._replayed(bucket, state, lambda at: call(at, fixed))
 
     def _add(self, known: dict[Any, GraphBucket[Answer]], key: Any, bucket: GraphBucket[Answer]) -> GraphBucket[Answer]:

@@ -137,6 +137,12 @@ METHODS: dict[str, Method] = {
         takes_models=True,
         drafts_alongside=True,
     ),
+    "kangaroo": Method(
+        "kangaroo:Kangaroo",
+        "the target's first layers and a small adapter draft, the other layers verify",
+        paper="Kangaroo, arXiv 2404.18911",
+        trained=True,
+    ),
 }
 
 ENTRY_POINTS = "foreword.methods"  # the group in which a package names its methods: name = "module:Class"

@@ -24,7 +24,7 @@ from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import check_taps, check_taps_of, linear, norm_like, plain_norm, remember
 from foreword.drafting.lessons import Anchors, Labels, check_labels
-from foreword.drafting.levels import ScratchLevels
+from foreword.drafting.level_rows import LevelRows
 from foreword.drafting.trees import EAGLE_COUNTS, LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, level_paths
 from foreword.errors import InputError
 from foreword.model.draft_linears import DraftLinears
@@ -162,14 +162,15 @@ class Chimera(Drafter):
     def propose(self, state: State) -> Draft:
         length, anchor = (state.batch.take(held) for held in (self.stack.cache.length, self.anchor))
         anchor, rows = anchor.unsqueeze(1), state.batch.take(self.row).unsqueeze(1)  # [b, 1, H] each
-        known, levels = self.module.state_norm(anchor), ScratchLevels(self.stack, state.batch, length)
+        known, levels = self.module.state_norm(anchor), LevelRows(state.batch, length)
         trigrams = trigrams_at(state.tokens, state.slots, length.unsqueeze(1))
 
         def guess(level: int, tokens: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal trigrams, rows
             if level > 1:  # the layer has read the root already
                 trigrams = next_trigrams(trigrams, tokens, origin)
-                rows = self.module.row_norm(levels.read(self.module.nodes(self.target.embed(trigrams), anchor), origin))
+                nodes = self.module.nodes(self.target.embed(trigrams), anchor)
+                rows = self.module.row_norm(self.stack.walk(nodes, levels.add(origin)).hidden)
             guessed = self.module.guess(level, known, rows)
             return self.vocabulary.candidates(
                 guessed, state.ahead(level), state.sampling, self.growth.branch, self.module.last_norm

@@ -168,8 +168,10 @@ class Model:
     def launch_cost(self, kernels: int) -> float:
         return 0.0 if self.curve is None else kernels * KERNEL_S / self.curve.at(1)
 
-    def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Stack:
-        stack = Stack.copied(self.hf, self.family, layers, init)
+    def stack(
+        self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64, mlp: bool = True
+    ) -> Stack:
+        stack = Stack.copied(self.hf, self.family, layers, init, mlp)
         if slots:
             stack.allocate(slots, self.context, scratch)
         return stack
@@ -183,9 +185,10 @@ class Model:
         rows: range | None = None,
         logits: Literal["all", "none"] = "all",
     ) -> Scores:
-        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept."""
+        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept. If the draft
+        brings early states, the pass begins with them."""
         attention.route(self.hf)
-        rows = range(draft.nodes) if rows is None else rows
+        rows, early = range(draft.nodes) if rows is None else rows, draft.early
         scored = slice(rows.start, rows.stop)
         of_pass = Rows(
             base=batch.take(self.cache.length),
@@ -194,9 +197,9 @@ class Model:
             batch=batch,
             chain=draft.tree.is_chain,
         )
-        walked = self.layer_stack.walk(
-            self.embed(draft.tokens[:, scored]), of_pass, skip=skip, grafts=needs.grafts, taps=needs.taps
-        )
+        hidden = self.embed(draft.tokens[:, scored]) if early is None else early.states[:, scored]
+        start = 0 if early is None else early.layer
+        walked = self.layer_stack.walk(hidden, of_pass, start, skip=skip, grafts=needs.grafts, taps=needs.taps)
         return Scores(
             # In the model's dtype: a greedy round only compares them, which needs no wider dtype.
             logits=self.head(self.norm(walked.hidden)) if logits == "all" else None,
@@ -218,6 +221,10 @@ class Model:
         walked = self._uncached.walk(self.embed(tokens), rows, stop=stop, taps=needs.taps)
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
         return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
+
+    def early(self, tokens: Tensor, rows: Rows, layer: int) -> Tensor:
+        attention.route(self.hf)
+        return self.layer_stack.walk(self.embed(tokens), rows, stop=layer).hidden
 
     def onward(self, batch: Batch, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         attention.route(self.hf)

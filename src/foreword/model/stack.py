@@ -160,16 +160,21 @@ class Stack:
         self.windows, self.rotary_names = (
             {getattr(spec, name) for spec in self.attention_specs} for name in ("window", "rotary_table")
         )
+        self.lacks = Skip.of(mlp=tuple(index for index, layer in enumerate(layers) if not hasattr(layer, "mlp")))
         self.fused = fused_layers(layers) if family.fused else None
         self.rotary_tables: dict[str, Any] = {}  # cosine and sine at every position, by table
 
     @staticmethod
-    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None) -> Stack:
+    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None, mlp: bool = True) -> Stack:
         """Return a stack of new layers of the model's kind: copies of layer `init`, copies of a range of layers, or, if it
-        is None, layers initialised as transformers does."""
+        is None, layers initialised as transformers does. Without `mlp` they are attention halves."""
         indices = init if isinstance(init, range) else [-1 if init is None else init] * layers
         assert len(indices) == layers, "a range names a layer for each"
-        fresh = nn.ModuleList(unpacked(family.layers(model)[index]) for index in indices).requires_grad_(True)
+        copies = [unpacked(family.layers(model)[index]) for index in indices]
+        if not mlp:
+            for layer in copies:
+                family.drop_mlp(layer)
+        fresh = nn.ModuleList(copies).requires_grad_(True)
         if init is None:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)
@@ -274,15 +279,15 @@ class Stack:
                 rows = self._run_layer(layer, torch.cat(rows, dim=1), joined, None).split(count, dim=1)
 
     def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
-        layer = self.layers[index]
-        skip = skip or Skip()
-        if index not in skip.attention and index not in skip.mlp:
-            fused = None if self.fused is None else self.fused[index]
-            if fused is not None and self.cache is not None:
-                return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
-            if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
-                table = view.rotary[self.attention_specs[index].rotary_table]
-                return fused.whole_sequences(hidden, table, view.shared.kv_out)
+        layer, skip = self.layers[index], skip or self.lacks
+        is_whole = index not in skip.attention and index not in skip.mlp
+        fused = self.fused[index] if self.fused is not None and (is_whole or skip is self.lacks) else None
+        if fused is not None and self.cache is not None:
+            return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
+        if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
+            table = view.rotary[self.attention_specs[index].rotary_table]
+            return fused.whole_sequences(hidden, table, view.shared.kv_out)
+        if is_whole:
             return layer(hidden, attention_mask=None, **view.options(index))
         if index not in skip.attention:
             hidden = self.family.attention_half(layer, hidden, **view.options(index))

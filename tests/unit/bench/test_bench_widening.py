@@ -46,6 +46,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model": ("draft_model", {}),
     "gsd": ("gsd", {"repeat": 0, "siblings": 0.0, "sure": 0.0}),
     "amusd": ("amusd", {"rows": 4, "least": 3, "patience": 60.0, "worker": "thread"}),
+    "kangaroo": ("kangaroo", {"width": 3}),
+    "kangaroo, a layer": ("kangaroo", {"width": 1, "rows": 4, "adapter": "layer"}),
 }
 
 
@@ -73,8 +75,9 @@ def test_every_trained_method_is_here() -> None:
 def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path) -> None:
     """Loaded from its folder: the widened target counts as its original, and the drafter's weights are widened."""
     name, options = FORMS[form]
-    counts = {"draft_model": "depth", "gsd": "depth", "amusd": "ahead", "hidden_transfer": "steps", "firp": "steps"}
-    count = (counts | {"masked": "block"}).get(name, "heads")
+    depths = dict.fromkeys(("draft_model", "gsd", "kangaroo"), "depth")
+    others = {"amusd": "ahead", "hidden_transfer": "steps", "firp": "steps", "masked": "block"}
+    count = (depths | others).get(name, "heads")
     options = {"rows": 12, count: 3} | options
     narrow, wide = widened_pair(torch.float64, times)
     original = Model(narrow, "original")

@@ -245,10 +245,9 @@ def test_the_smallest_recipe_of_the_docs_works_on_twenty_prompts(
     assert "warning: warm_up is 100 steps, but the run has 16" in shown.stderr.replace("\n", " ")
 
 
-COUNT = {"hidden_transfer": "steps", "masked": "block"}  # the option for the number of tokens ahead, if not heads
-
-
-TRAINED = [("medusa", 120), ("chimera", 40), ("clover2", 50), ("hidden_transfer", 60), ("masked", 50)]
+COUNT = {"hidden_transfer": "steps", "masked": "block", "kangaroo": "depth"}
+"""The option for the number of tokens that a method drafts ahead, if it is not `heads`."""
+TRAINED = [("medusa", 120), ("chimera", 40), ("clover2", 50), ("hidden_transfer", 60), ("masked", 50), ("kangaroo", 40)]
 
 
 @pytest.mark.parametrize(("method", "steps"), TRAINED)
@@ -269,7 +268,7 @@ def test_a_trained_drafter_is_better_than_an_untrained_one(
 def _tokens_per_round(llm: LLM, method: str, data: Path, folder: Path | None) -> float:
     torch.manual_seed(0)
     own: Any = {} if folder is None else read_config(folder)["config"]
-    drafter: Any = untrained(method, rows=8, **own or {COUNT.get(method, "heads"): 2})
+    drafter: Any = untrained(method, rows=8, **own | {COUNT.get(method, "heads"): 2})
     engine = Engine(llm.model, drafter, slots=4, max_context=128)
     if folder is not None:
         load_into(drafter, folder, llm.model)

@@ -4,6 +4,7 @@ A drafter names its options in a `TreePlan`, which makes a `Growth` for one targ
 `Draft` of fixed shape.
 """
 
+from foreword.drafting.trees.beam import Beam
 from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, NextCandidates
 from foreword.drafting.trees.plan import BRANCH, Growth, TreeKind, TreePlan, unconditional
 from foreword.drafting.trees.rows import (
@@ -31,6 +32,7 @@ from foreword.drafting.trees.templates import (
 
 __all__ = [
     "BRANCH",
+    "Beam",
     "BestFirst",
     "Budgeted",
     "Chain",

@@ -24,32 +24,29 @@ if TYPE_CHECKING:
 
 FEW_ROWS = 256
 LARGE = 2**26  # weights of a layer; its products then take 30 microseconds or more
+LARGE_ATTENTION = 2**24  # the same for its attention alone, which has about a quarter of them
 
 Norm = tuple[Tensor, float]
 
 
-class CudaLayer:
-    """A fused layer, computed by a few kernels. It reads the layer's weights and changes nothing in it."""
+class CudaAttention:
+    """The attention half of a layer, for layers without an MLP. It reads their weights and changes nothing in them."""
 
-    def __init__(self, layer: Any, next_layer: CudaLayer | None) -> None:
+    def __init__(self, layer: Any) -> None:
         products, self.norm_and_gate = kernels("layer.linear"), kernels("layer.norm_and_gate")
         self.few_rows_linear, self.linear_and_prescale = products.few_rows_linear, products.linear_and_prescale
         self.linear_rotate_and_store = kernels("layer.qkv").linear_rotate_and_store
         self.rotate_and_store = kernels("layer.rotary").rotate_and_store
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self.scaling: float = attention.scaling
         self.qkv: Any = joint(attention, FUSED[0])
-        self.gate_up: Any = joint(mlp, FUSED[1])
-        self.out, self.down = attention.o_proj, mlp.down_proj
-        linears: tuple[Any, ...] = self.qkv, self.gate_up, self.out, self.down
-        self.large = sum(linear.weight.numel() for linear in linears) >= LARGE
+        self.out: Any = attention.o_proj
+        self.large = _count_weights(self.qkv, self.out) >= LARGE_ATTENTION
         self.width: int = attention.head_dim
         self.heads = self.out.weight.shape[1] // self.width
-        self.before_attention, self.before_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self.before_attention = _norm(layer.input_layernorm)
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.q_norm, self.k_norm = (None if norm is None else _norm(norm) for norm in head_norms)
-        self.next_layer = next_layer
-        self.prescaled: Prescaled | None = None  # the previous layer's output, prescaled for this layer's norm
 
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
         """Run rows [b, n, H] through the layer; their keys and values are stored in the view's cache."""
@@ -58,16 +55,11 @@ class CudaLayer:
         return (self._by_our_products if few else self._by_torch_products)(hidden, positions, view)
 
     def _by_our_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
-        out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
-        prescaled, self.prescaled = self.prescaled, None
-        attended = attend_by_kernel(self._query(hidden, prescaled, positions, view), view, self.scaling).flatten(2)
-        hidden, prescaled = self.linear_and_prescale(attended, out.weight, out.bias, hidden, norm[0])
-        gated = self.few_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=norm, prescaled=prescaled, gated=True)
-        if self.next_layer is None:
-            return self.few_rows_linear(gated, down.weight, down.bias, residual=hidden)
-        weight = self.next_layer.before_attention[0]
-        hidden, self.next_layer.prescaled = self.linear_and_prescale(gated, down.weight, down.bias, hidden, weight)
-        return hidden
+        attended = attend_by_kernel(self._query(hidden, None, positions, view), view, self.scaling).flatten(2)
+        return self.few_rows_linear(attended, self.out.weight, self.out.bias, residual=hidden)
+
+    def _by_torch_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        return hidden + linear(self._attended(hidden, positions, view).flatten(2), *_weights(self.out))
 
     def _query(
         self, hidden: Tensor, prescaled: Prescaled | None, positions: tuple[Tensor, Tensor], view: LayerPass
@@ -81,9 +73,43 @@ class CudaLayer:
         qkv = self.few_rows_linear(hidden, weight, bias, norm=norm, prescaled=prescaled)
         return self.rotate_and_store(qkv, *positions, *_destination(view), self.q_norm, self.k_norm)
 
-    def _by_torch_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+    def _attended(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        """Return the output of attention [b, n, heads, width], with a torch product before it."""
         query = self.rotate_and_store(self._qkv(hidden), *positions, *_destination(view), self.q_norm, self.k_norm)
-        return self._after_attention(attend_by_kernel(query, view, self.scaling), hidden)
+        return attend_by_kernel(query, view, self.scaling)
+
+    def _qkv(self, hidden: Tensor) -> Tensor:
+        """Return the joint q, k and v projection by torch's product: [b, n, columns of all three]."""
+        normed = self.norm_and_gate.normed(hidden.flatten(0, 1), self.before_attention)
+        return linear(normed, *_weights(self.qkv)).unflatten(0, hidden.shape[:2])
+
+
+class CudaLayer(CudaAttention):
+    """A whole layer."""
+
+    def __init__(self, layer: Any, next_layer: CudaLayer | None) -> None:
+        super().__init__(layer)
+        self.gate_up: Any = joint(layer.mlp, FUSED[1])
+        self.down: Any = layer.mlp.down_proj
+        self.large = _count_weights(self.qkv, self.gate_up, self.out, self.down) >= LARGE
+        self.before_mlp = _norm(layer.post_attention_layernorm)
+        self.next_layer = next_layer
+        self.prescaled: Prescaled | None = None  # the previous layer's output, prescaled for this layer's norm
+
+    def _by_our_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
+        prescaled, self.prescaled = self.prescaled, None
+        attended = attend_by_kernel(self._query(hidden, prescaled, positions, view), view, self.scaling).flatten(2)
+        hidden, prescaled = self.linear_and_prescale(attended, out.weight, out.bias, hidden, norm[0])
+        gated = self.few_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=norm, prescaled=prescaled, gated=True)
+        if self.next_layer is None:
+            return self.few_rows_linear(gated, down.weight, down.bias, residual=hidden)
+        weight = self.next_layer.before_attention[0]
+        hidden, self.next_layer.prescaled = self.linear_and_prescale(gated, down.weight, down.bias, hidden, weight)
+        return hidden
+
+    def _by_torch_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        return self._after_attention(self._attended(hidden, positions, view), hidden)
 
     def whole_sequences(self, hidden: Tensor, positions: tuple[Tensor, Tensor], kv_out: SequenceKV | None = None) -> Tensor:
         """Run whole sequences [b, n, H] from their first row on, without a cache and without gradients: how training reads
@@ -98,11 +124,6 @@ class CudaLayer:
         attended = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=True)
         return self._after_attention(attended.transpose(1, 2), hidden)
 
-    def _qkv(self, hidden: Tensor) -> Tensor:
-        """Return the joint q, k and v projection by torch's product: [b, n, columns of all three]."""
-        normed = self.norm_and_gate.normed(hidden.flatten(0, 1), self.before_attention)
-        return linear(normed, *_weights(self.qkv)).unflatten(0, hidden.shape[:2])
-
     def _after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Compute the rest of the layer from the output of attention [b, n, heads, width], by torch's products."""
         attended, rows = attended.flatten(0, 1).flatten(1), hidden.flatten(0, 1).contiguous()
@@ -116,6 +137,10 @@ def _destination(view: LayerPass) -> tuple[Tensor, Tensor, Tensor]:
     """Return where keys and values are stored."""
     assert view.cache is not None and view.places is not None
     return view.cache.keys, view.cache.values, view.places
+
+
+def _count_weights(*products: Any) -> int:
+    return sum(product.weight.numel() for product in products)
 
 
 def _weights(product: Any) -> tuple[Tensor, Tensor | None]:

@@ -33,7 +33,7 @@ from foreword.ops.rows import along, counted, rms_of, unit_rms
 
 DECAY = 0.7  # the weight of a head's loss, where the head before it has 1
 LITTLE = 0.1  # of a node's row in what an untrained head predicts: much of it would predict the node's own token again
-KERNELS = LEVEL_KERNELS + 12  # per level: the rows of its nodes and whom they attend to, six each for these and the layer
+KERNELS = LEVEL_KERNELS + 12  # per level: six more for its nodes' rows and whom they attend to, and six for the layer
 
 
 class ChimeraWeights(nn.Module):

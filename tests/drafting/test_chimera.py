@@ -21,8 +21,9 @@ def test_trigrams_end_at_a_place_and_go_on_at_a_node() -> None:
     assert after.tolist() == [[[30, 3, 2], [31, 1, 1]], [[40, 7, 6], [41, 7, 6]]]
 
 
-def test_an_untrained_drafter_starts_with_embeddings_and_sums() -> None:
-    """A node's row is its own embedding, as large as the last committed row. A head adds two states, and taps nothing."""
+def test_an_untrained_drafter_starts_with_embeddings_and_the_target_s_state() -> None:
+    """A node's row is its own embedding, as large as the last committed row. A head adds a tenth of it to the target's last
+    state, and taps add nothing."""
     model = target()
     drafter: Any = untrained("chimera", heads=2, taps=(1, 3))
     drafter.prepare(model, 1)
@@ -33,7 +34,7 @@ def test_an_untrained_drafter_starts_with_embeddings_and_sums() -> None:
     torch.testing.assert_close(drafter.module.committed(sources), sources[:, :, 0])
     for level in (1, 2):
         torch.testing.assert_close(
-            drafter.module.guess(level, anchor, sources[:, :, 1]), anchor.expand(-1, 4, -1) + sources[:, :, 1]
+            drafter.module.guess(level, anchor, sources[:, :, 1]), anchor.expand(-1, 4, -1) + 0.1 * sources[:, :, 1]
         )
 
 

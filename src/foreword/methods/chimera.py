@@ -32,7 +32,8 @@ from foreword.model.widening import NORM, SEVERAL, layers_at
 from foreword.ops.rows import along, counted, rms_of, unit_rms
 
 DECAY = 0.7  # the weight of a head's loss, where the head before it has 1
-KERNELS = LEVEL_KERNELS + 12  # per level: the rows of its nodes and whom they attend to, six each for these and the layer
+LITTLE = 0.1  # of a node's row in what an untrained head predicts: much of it would predict the node's own token again
+KERNELS = LEVEL_KERNELS + 12  # per level: six more for its nodes' rows and whom they attend to, and six for the layer
 
 
 class ChimeraWeights(nn.Module):
@@ -50,13 +51,13 @@ class ChimeraWeights(nn.Module):
 
     @torch.no_grad()
     def _start(self) -> None:
-        """A node's row starts as its own embedding, and a head as the sum of its two states."""
+        """A node's row starts as its own embedding, and a head as the target's state with a little of the row."""
         if self.taps is not None:
             self.taps.weight.zero_()
         for weight in self.trigram.parameters():
             weight.zero_()
         for weight in self.heads.parameters():
-            weight.copy_(torch.eye(weight.shape[0]).repeat(1, 2))
+            weight.copy_(torch.cat([torch.eye(weight.shape[0]), LITTLE * torch.eye(weight.shape[0])], dim=1))
         # Rows arrive at the size that the final norm gives them, and should keep it.
         self.last_norm.weight.fill_(self.row_norm.weight.square().mean().sqrt())
 

@@ -78,7 +78,7 @@ ENTRIES = {
         "along",
     },
     SOURCE / "ops" / "pseudo_rows.py": {"projected", "with_pseudo_rows"},
-    SOURCE / "ops" / "transitions.py": {"transition_log_probs", "after_live_nodes"},
+    SOURCE / "ops" / "transitions.py": {"likeliest_transitions", "after_live_nodes"},
     SOURCE / "ops" / "unread.py": {"unread"},
     SOURCE / "model" / "draft_linears.py": {"__call__", "onto"},
     SOURCE / "drafting" / "draft_vocabulary.py": {"head", "candidates"},

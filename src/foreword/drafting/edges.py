@@ -18,7 +18,7 @@ from foreword.core.target import Target
 from foreword.drafting.heads import linear
 from foreword.ops.rows import unit_rms
 from foreword.ops.top import at_least_float32
-from foreword.ops.transitions import after_live_nodes, transition_log_probs
+from foreword.ops.transitions import after_live_nodes, likeliest_transitions
 
 CANDIDATES = 16  # per place, of which those likeliest after a node are drafted
 
@@ -75,15 +75,12 @@ class Transitions:
         candidates, log_probs = found
         head_rows, later = table[candidates], rows[:, 1:]
         after = head_rows[:, 1:]
-        products = at_least_float32((after @ later.unsqueeze(-1)).transpose(-1, -2))  # [b, B - 1, 1, K]
         changes = at_least_float32(edges.changes(later, unit_rms(head_rows[:, :-1]), after))
-        changes = target.after_head(products + changes) - target.after_head(products)
-        if sampling.kind.noise:
-            temperature = sampling.temperature.view(-1, 1, 1, 1).to(changes.dtype)
-            changes = changes / torch.where(temperature > 0, temperature, 1)
-        best = transition_log_probs(log_probs[:, 1:], changes).topk(k, dim=-1)
-        tokens = candidates[:, 1:].unsqueeze(2).expand(-1, -1, candidates.shape[2], -1).gather(3, best.indices)
-        return Transitions(candidates, log_probs, tokens, best.values)
+        if target.after_head(changes) is not changes:  # logits are scaled or capped, so a change depends on the logit
+            products = at_least_float32((after @ later.unsqueeze(-1)).transpose(-1, -2))  # [b, B - 1, 1, K]
+            changes = target.after_head(products + changes) - target.after_head(products)
+        temperature = sampling.temperature if sampling.kind.noise else None
+        return Transitions(candidates, log_probs, *likeliest_transitions(changes, candidates, log_probs, temperature, k))
 
     def after(self, level: int, live: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
         """`NextCandidates` of drafting/trees."""

@@ -6,13 +6,20 @@ import torch
 pytest.importorskip("triton")
 
 from foreword.ops.transitions import transition_log_probs
-from rounds import check_after_live_nodes
+from rounds import check_after_live_nodes, check_transitions
 
 
 @pytest.mark.parametrize(("width", "places", "k"), [(8, 16, 10), (1, 1, 1), (3, 12, 12)])
 def test_the_candidates_after_live_nodes(width: int, places: int, k: int) -> None:
     for seed in range(3):
         check_after_live_nodes(seed, "cpu", width, places, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("places", "count", "k"), [(7, 16, 10), (1, 1, 1), (2, 12, 12)])
+def test_the_candidates_after_each_candidate(places: int, count: int, k: int, dtype: torch.dtype) -> None:
+    for seed in range(2):
+        check_transitions(seed, "cpu", places, count, k, dtype)
 
 
 def test_what_is_no_candidate_keeps_its_share() -> None:

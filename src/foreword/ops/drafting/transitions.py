@@ -1,6 +1,7 @@
-"""Candidates that depend on the candidate before them: a kernel that finds them for the live nodes of a level.
+"""Candidates that depend on the candidate before them: one launch for all pairs of neighbours in a block, and one per level
+of a tree for the candidates after its live nodes.
 
-The torch reference is in ops/transitions.py. A program handles one node.
+The torch references are in ops/transitions.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,58 @@ import triton.language as tl
 from torch import Tensor
 
 from foreword.ops.layer.overlap import launched, take_turn
+from foreword.ops.transitions import FULL
+
+_FULL = tl.constexpr(FULL)
+_NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _transitions(
+    changes, candidates, log_probs, temperature, next_tokens, next_log_probs,
+    K: tl.constexpr, KEPT: tl.constexpr, SAMPLED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """Rank the candidates of one place, from the second on, after each candidate of the place before."""
+    take_turn(EARLY)
+    place, seq, places = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    node, own = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)
+    real = own < K
+    at = (seq * (places + 1) + place + 1) * K + own
+    log_prob = tl.load(log_probs + at, mask=real, other=_NEVER).to(tl.float32)
+    pair = (seq * places + place) * K + node
+    change = tl.load(changes + pair * K + own[None, :], mask=(node < K) & real[None, :], other=0.0).to(tl.float32)
+    if SAMPLED:
+        heat = tl.load(temperature + seq)
+        change /= tl.where(heat > 0, heat, 1.0)
+    changed = log_prob[None, :] + change
+    others = tl.log(1 - tl.minimum(tl.sum(tl.exp(log_prob), 0), _FULL))
+    peak = tl.maximum(tl.max(changed, 1), others)
+    mass = peak + tl.log(tl.sum(tl.exp(changed - peak[:, None]), 1) + tl.exp(others - peak))
+    found = changed - mass[:, None]
+    found = tl.where(found == found, found, _NEVER)
+    theirs, ours = found[:, None, :], found[:, :, None]  # [node, own, other]
+    before = (theirs > ours) | ((theirs == ours) & (own[None, None, :] < own[None, :, None]))
+    rank = tl.sum(before.to(tl.int32), 2)
+    token = tl.load(candidates + at, mask=real, other=0)
+    kept = (node < K) & real[None, :] & (rank < KEPT)
+    tl.store(next_tokens + pair * KEPT + rank, token[None, :] + tl.zeros_like(rank), mask=kept)
+    tl.store(next_log_probs + pair * KEPT + rank, found, mask=kept)
+
+
+def likeliest_transitions(
+    changes: Tensor, candidates: Tensor, log_probs: Tensor, temperature: Tensor | None, k: int
+) -> tuple[Tensor, Tensor]:
+    """`likeliest_transitions` of ops/transitions.py."""
+    batch, places, count, _ = changes.shape
+    next_tokens = candidates.new_empty(batch, places, count, k)
+    next_log_probs = log_probs.new_empty(batch, places, count, k)
+    block = triton.next_power_of_2(count)
+    _transitions[(places, batch)](
+        changes.contiguous(), candidates.contiguous(), log_probs.contiguous(),
+        changes if temperature is None else temperature, next_tokens, next_log_probs,
+        K=count, KEPT=k, SAMPLED=temperature is not None, BLOCK=block, **launched(changes.device, block * block // 64),
+    )  # fmt: skip
+    return next_tokens, next_log_probs
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def test_only_the_draft_vocabulary_is_drafted_and_the_output_is_the_truth(name: 
     assert found[1] and ALLOWED[list(found[1])].all()
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["medusa", "clover2", "draft_model"])
 def test_a_folder_stores_the_draft_vocabulary(name: str, stored: StoredDtype, tmp_path: Path) -> None:
     model = target()

@@ -60,19 +60,19 @@ def test_a_drafter_with_its_record(run: Any, asked: Any, tmp_path: Path, data: P
     assert json.loads(run(*again).stdout)["stored"] == record["stored"] and read_config(out) == config
 
 
-def test_prompts_of_a_file_by_category_and_int8(run: Any, asked: Any, tmp_path: Path) -> None:
+def test_prompts_of_a_file_by_category_and_stored_formats(run: Any, asked: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"words {i}", "category": "ab"[i % 2]} for i in range(8)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {}
-    for store in ("bfloat16", "int8"):
+    for store in ("bfloat16", "int8", "int4"):
         out = tmp_path / store
         given = [out if one == tmp_path / "out" else one for one in asked]
         record = json.loads(run(*given, "--prompts", file, "--measured", 4, "--store", store, "--json").stdout)
         assert {name: one["prompts"] for name, one in record["stored"]["categories"].items()} == {"a": 2, "b": 2}
         assert record["stored"]["dtype"] == read_config(out)["dtype"] == store
         sizes[store] = (out / "model.safetensors").stat().st_size
-    assert sizes["int8"] < 0.8 * sizes["bfloat16"]
+    assert sizes["int8"] < 0.8 * sizes["bfloat16"] and sizes["int4"] < 0.8 * sizes["int8"]
 
 
 def test_ctrl_c_ends_the_step_and_resume_gives_the_same_bits(

@@ -96,8 +96,8 @@ def test_every_pass_computes_what_training_does(form: str, family: str, monkeypa
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_form_generates_the_truth(form: str, sampling: str) -> None:
     model, asked = target("smollm3"), requests(4, SAMPLINGS[sampling])
-    for edges in (0, 4):
-        assert written(engine(made(model, form, edges=edges), model), asked) == [truth(model.hf, one) for one in asked]
+    drafter = made(model, form, edges=0 if sampling == "greedy" else 4)
+    assert written(engine(drafter, model), asked) == [truth(model.hf, one) for one in asked]
 
 
 # Edges -------------------------------------------------------------------------------------------------------------------

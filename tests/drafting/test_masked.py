@@ -1,5 +1,6 @@
 """masked: passes of a round compute what training does, what training shows, how it is weighted, and that it learns."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ from doubles import (
     CONTEXT,
     SAMPLINGS,
     VOCABULARY,
+    Plan,
+    Playback,
+    Recorder,
     chain,
+    drafts_of,
     engine,
+    full_sequence,
     prompts,
     requests,
     sequences_of,
@@ -21,9 +27,10 @@ from doubles import (
     written,
 )
 from foreword.core.choosing import likeliest
+from foreword.core.draft import Draft
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
-from foreword.core.state import Batch
+from foreword.core.state import Batch, State
 from foreword.drafting.blocks import BlockLosses, all_masked, easier, kept, paced, partly_shown, random_views
 from foreword.drafting.edges import Edges, Transitions
 from foreword.drafting.lessons import Anchors
@@ -66,18 +73,36 @@ def recorded(drafter: Any, name: str, monkeypatch: pytest.MonkeyPatch, given: in
     return seen
 
 
+class Right(Recorder):
+    """Lets a drafter draft, and proposes what the target will choose: several rows of every round are accepted."""
+
+    def __init__(self, inner: Any, sequences: list[list[int]]) -> None:
+        super().__init__(inner)
+        self.oracle = Playback([Plan(tuple((row, None) for row in range(inner.block)), inner.block + 1)], sequences)
+
+    def bind(self, target: Any, slots: int) -> None:
+        super().bind(target, slots)
+        self.oracle.bind(target, slots)
+
+    def propose(self, state: State) -> Draft:
+        super().propose(state)
+        return self.oracle.propose(state)
+
+
 @every_form
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_every_pass_computes_what_training_does(form: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After prompts of several chunks and a few rounds: two sequences in one round, each alone in an evaluation."""
+    """After prompts of several chunks, and rounds of several tokens. Two sequences in a round, each alone in an evaluation."""
     model = target(family)
-    drafter = made(model, form)
-    steps = engine(drafter, model, slots=2)
-    for prompt in prompts(3)[1:]:
-        steps.add(Request(prompt, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True))
-    for _ in range(8):
+    drafter, asked = made(model, form), requests(3, max_new_tokens=40, ignore_eos=True)[1:]
+    steps = engine(Right(drafter, [full_sequence(model.hf, one) for one in asked]), model, slots=2)
+    for request in asked:
+        steps.add(request)
+    for _ in range(7):
         steps.step()
-    state = steps.state.at(Batch.of([0, 1], max(run.length for run in steps.slots.running.values())))
+    running = steps.slots.running.values()
+    assert [max(run.accepted) for run in running] == [drafter.block + 1] * 2
+    state = steps.state.at(Batch.of([0, 1], max(run.length for run in running)))
     drafted = recorded(drafter, "_candidates", monkeypatch, given=1)
     with torch.inference_mode():
         drafter.propose(state)
@@ -96,8 +121,23 @@ def test_every_pass_computes_what_training_does(form: str, family: str, monkeypa
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_every_form_generates_the_truth(form: str, sampling: str) -> None:
     model, asked = target("smollm3"), requests(4, SAMPLINGS[sampling])
-    for edges in (0, 4):
-        assert written(engine(made(model, form, edges=edges), model), asked) == [truth(model.hf, one) for one in asked]
+    drafter = made(model, form, edges=0 if sampling == "greedy" else 4)
+    assert written(engine(drafter, model), asked) == [truth(model.hf, one) for one in asked]
+
+
+def test_a_reused_slot_has_the_rows_of_the_last_round() -> None:
+    """They were committed and not read: the next request of the slot is the first that needs them."""
+    model, (asked,) = target(), requests(2, max_new_tokens=9, ignore_eos=True)[1:]
+    known = [full_sequence(model.hf, asked)]
+    prompt = (*asked.prompt, *truth(model.hf, asked), 9, 30)
+    reusing, fresh = (Right(made(model, "one pass"), known) for _ in range(2))
+    steps = engine(reusing, model, slots=1)
+    (run,) = steps.generate([asked])
+    assert run.accepted == [5, 4]
+    (again,) = steps.generate([replace(asked, prompt=prompt, reuse=True)])
+    assert again.reused == len(prompt) - 4  # of what is cached, all but the row that another token may follow now
+    engine(fresh, model, slots=1).generate([replace(asked, prompt=prompt)])
+    assert drafts_of(reusing.proposed[2]) == drafts_of(fresh.proposed[0])
 
 
 # Edges -------------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ class Joined(NamedTuple):
 class Needs:
     """What a drafter wants of each pass. `prompt` asks for the prompt's rows too: none, all, or the last of each chunk, so
     that the row before the root is read last. `follower` says that the drafter keeps a row together with the token after it.
-    Then a reused slot's last row is read again, since another token may follow it now."""
+    Then a reused slot's last row is read again, since another token may follow it now. `scratch` is how many rows the
+    drafter itself runs through the target's cache before they are verified, if these are more than the rows of its trees."""
 
     hidden: bool = False
     logits: bool = False
@@ -89,6 +90,7 @@ class Needs:
     grafts: tuple[Graft, ...] = ()
     prompt: Literal["none", "last", "all"] = "none"
     follower: bool = False
+    scratch: int = 0
 
     def __post_init__(self) -> None:
         layers = [graft.layer for graft in self.grafts]
@@ -110,3 +112,7 @@ class Skip:
     @staticmethod
     def of(attention: tuple[int, ...] = (), mlp: tuple[int, ...] = ()) -> Skip:
         return Skip(frozenset(attention), frozenset(mlp))
+
+    @property
+    def count(self) -> int:
+        return len(self.attention) + len(self.mlp)

@@ -246,20 +246,25 @@ class Stack:
                 rows = self._run_layer(layer, torch.cat(rows, dim=1), joined, None).split(count, dim=1)
 
     def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
-        layer = self.layers[index]
-        skip = skip or Skip()
-        if index not in skip.attention and index not in skip.mlp:
-            fused = None if self.fused is None else self.fused[index]
-            if fused is not None and self.cache is not None:
-                return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
-            if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
-                table = view.rotary[self.attention_specs[index].rotary_table]
-                return fused.whole_sequences(hidden, table, view.shared.kv_out)
-            return layer(hidden, attention_mask=None, **view.options(index))
+        if skip is not None and (index in skip.attention or index in skip.mlp):
+            return self._run_half(index, hidden, view, skip)
+        fused = None if self.fused is None else self.fused[index]
+        if fused is not None and self.cache is not None:
+            return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
+        if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
+            table = view.rotary[self.attention_specs[index].rotary_table]
+            return fused.whole_sequences(hidden, table, view.shared.kv_out)
+        return self.layers[index](hidden, attention_mask=None, **view.options(index))
+
+    def _run_half(self, index: int, hidden: Tensor, view: _View, skip: Skip) -> Tensor:
+        """Run one half of a layer, or neither."""
+        layer, fused = self.layers[index], None if self.fused is None or self.cache is None else self.fused[index]
         if index not in skip.attention:
-            hidden = self.family.attention_half(layer, hidden, **view.options(index))
+            if fused is None:
+                return self.family.attention_half(layer, hidden, **view.options(index))
+            return fused.attention_half(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
         if index not in skip.mlp:
-            hidden = self.family.mlp_half(layer, hidden)
+            return self.family.mlp_half(layer, hidden) if fused is None else fused.mlp_half(hidden, view.for_layer(index))
         return hidden
 
     def _views(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...], dtype: torch.dtype) -> dict[int, _View]:

@@ -53,9 +53,30 @@ class CudaLayer:
 
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
         """Run rows [b, n, H] through the layer; their keys and values are stored in the view's cache."""
+        by_products = self._by_our_products if self._is_few(hidden) else self._by_torch_products
+        return by_products(hidden, positions, view)
+
+    def attention_half(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        prescaled, self.prescaled = self.prescaled, None
+        if self._is_few(hidden):
+            attended = attend_by_kernel(self._query(hidden, prescaled, positions, view), view, self.scaling).flatten(2)
+            return self.few_rows_linear(attended, *_weights(self.out), residual=hidden)
+        query = self.rotate_and_store(self._qkv(hidden), *positions, *_destination(view), self.q_norm, self.k_norm)
+        return hidden + linear(attend_by_kernel(query, view, self.scaling).flatten(2), *_weights(self.out))
+
+    def mlp_half(self, hidden: Tensor, view: LayerPass) -> Tensor:
+        self.prescaled = None  # it was made for the norm before attention
+        if self._is_few(hidden):
+            gated = self.few_rows_linear(hidden, *_weights(self.gate_up), norm=self.before_mlp, gated=True)
+            return self.few_rows_linear(gated, *_weights(self.down), residual=hidden)
+        normed = self.norm_and_gate.normed(hidden.flatten(0, 1), self.before_mlp)
+        gated = self.norm_and_gate.gated(linear(normed, *_weights(self.gate_up)))
+        return hidden + linear(gated, *_weights(self.down)).view(hidden.shape)
+
+    def _is_few(self, hidden: Tensor) -> bool:
+        """Whether our products are the faster ones for rows [b, n, H]."""
         rows = hidden.shape[0] * hidden.shape[1]
-        few = rows == 1 or (rows <= FEW_ROWS and not self.large)
-        return (self._by_our_products if few else self._by_torch_products)(hidden, positions, view)
+        return rows == 1 or (rows <= FEW_ROWS and not self.large)
 
     def _by_our_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
         out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp

@@ -20,7 +20,13 @@ from foreword.model.plain_linears import is_plain_linear
 
 
 class FusedLayer(Protocol):
+    """A layer, and its two halves alone for passes that leave out the other one."""
+
     def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor: ...
+
+    def attention_half(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor: ...
+
+    def mlp_half(self, hidden: Tensor, view: LayerPass) -> Tensor: ...
 
 
 def fused_layers(layers: nn.ModuleList) -> list[FusedLayer] | None:

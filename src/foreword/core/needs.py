@@ -5,7 +5,7 @@ Layer number l means: after l decoder layers (0 is the embedding).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
@@ -102,6 +102,10 @@ class Needs:
         return sum(graft.rows for graft in self.grafts)
 
 
+HalfKind = Literal["attention", "mlp"]
+Half = tuple[HalfKind, int]
+
+
 @dataclass(frozen=True)
 class Skip:
     """Half-layers to leave out of a pass, by layer index."""
@@ -113,6 +117,13 @@ class Skip:
     def of(attention: tuple[int, ...] = (), mlp: tuple[int, ...] = ()) -> Skip:
         return Skip(frozenset(attention), frozenset(mlp))
 
+    @staticmethod
+    def of_halves(halves: Iterable[Half]) -> Skip:
+        listed = list(halves)
+        return Skip(*(frozenset(layer for kind, layer in listed if kind == one) for one in ("attention", "mlp")))
+
     @property
-    def count(self) -> int:
-        return len(self.attention) + len(self.mlp)
+    def halves(self) -> list[Half]:
+        """Each half-layer as its kind and its layer, attention first."""
+        both: tuple[tuple[HalfKind, frozenset[int]], ...] = ("attention", self.attention), ("mlp", self.mlp)
+        return [(kind, layer) for kind, layers in both for layer in sorted(layers)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from foreword.core.drafter import Drafter
+from foreword.core.needs import Skip
 from foreword.drafters.auto import choose, expectations, shipped_for
 from foreword.drafters.saved import holds_model, outline, read_config, restore
 from foreword.drafters.shipped import model_of, shipped
@@ -156,7 +157,7 @@ def _from_object(
 
 def _has_plan(drafter: Drafter) -> bool:
     """Return whether the options of a drafter are its plan, so that it needs no folder."""
-    return isinstance(plan := getattr(drafter, "skip_plan", None), SkipPlan) and plan.skip.count > 0
+    return isinstance(plan := getattr(drafter, "skip_plan", None), SkipPlan) and plan.skip != Skip()
 
 
 def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> DrafterRequest:

@@ -81,7 +81,7 @@ class SkippedTarget:
 
     def level_kernels(self, target: Target) -> int:
         """Return how many kernels one level launches on CUDA."""
-        return LEVEL_KERNELS + KERNELS * (2 * target.layers - self.plan.skip.count)
+        return LEVEL_KERNELS + KERNELS * (2 * target.layers - len(self.plan.skip.halves))
 
     def paying_levels(self, batch: int, agreement: float, most: int, branch: int = 1) -> int:
         """Return how many levels of `branch` candidates to draft for `batch` sequences, if every round drafts as many: 0 if

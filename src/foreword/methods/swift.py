@@ -16,7 +16,7 @@ import torch
 
 from foreword.core.draft import Draft, Shape
 from foreword.core.drafter import Drafter
-from foreword.core.needs import Needs, Skip
+from foreword.core.needs import Half, Needs, Skip
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import Batch, State
 from foreword.core.target import Target
@@ -28,8 +28,6 @@ from foreword.ops.device import fixes_shapes
 ENOUGH, TRIES_WITHOUT_GAIN, MOST_TRIES = 0.93, 300, 1000
 ASSUMED = 0.8  # agreement of a plan that was not measured yet, where it decides how many levels a round drafts
 MOST_SWAPPED = 3  # half-layers in which a plan that is tried differs from the current one
-
-Half = tuple[str, int]  # "attention" or "mlp", and the layer
 
 
 class Swift(Drafter):
@@ -125,17 +123,13 @@ class PlanSearch:
 
     def __init__(self, layers: int, ratio: float, name: str) -> None:
         inner = [*range(1, layers - 1, 2), *range(2, layers - 1, 2)]  # every second layer first
-        self.halves: list[Half] = [(kind, layer) for layer in inner for kind in ("attention", "mlp")]
+        self.halves: list[Half] = [half for layer in inner for half in Skip.of((layer,), (layer,)).halves]
         count = int(len(self.halves) * ratio)
         if count < 1:
             found = f"the share {ratio} of the {len(self.halves)} half-layers between the first and the last layer of {name}"
             raise DrafterError(f"swift: {found} is none; raise ratio, or use a deeper model")
-        self.chosen = frozenset(self.halves[:count])
+        self.plan = Skip.of_halves(self.halves[:count])
         self.random, self.tries, self.without_gain, self.done = Random(0), 0, 0, False
-
-    @property
-    def plan(self) -> Skip:
-        return _plan_of(self.chosen)
 
     def improve(self, agreement: Callable[[Skip], float], tries: int) -> float:
         """Try plans on one output, and keep the best. Return its agreement there."""
@@ -145,21 +139,16 @@ class PlanSearch:
             if self.done:
                 break
             other = self._varied()
-            found = agreement(_plan_of(other))
+            found = agreement(other)
             self.tries, self.without_gain = self.tries + 1, 0 if found > best else self.without_gain + 1
             if found > best:
-                self.chosen, best = other, found
+                self.plan, best = other, found
         return best
 
-    def _varied(self) -> frozenset[Half]:
+    def _varied(self) -> Skip:
         """Return the current plan with a few half-layers exchanged for others."""
-        others = [half for half in self.halves if half not in self.chosen]
-        count = self.random.randint(1, min(MOST_SWAPPED, len(others), len(self.chosen)))
-        return self.chosen.difference(self.random.sample(sorted(self.chosen), count)).union(
-            self.random.sample(others, count)
-        )
-
-
-def _plan_of(halves: frozenset[Half]) -> Skip:
-    parts = {kind: tuple(layer for one, layer in halves if one == kind) for kind in ("attention", "mlp")}
-    return Skip.of(**parts)
+        chosen = self.plan.halves
+        others = [half for half in self.halves if half not in chosen]
+        count = self.random.randint(1, min(MOST_SWAPPED, len(others), len(chosen)))
+        gone, new = self.random.sample(chosen, count), self.random.sample(others, count)
+        return Skip.of_halves([*(half for half in chosen if half not in gone), *new])

@@ -83,6 +83,7 @@ ENTRIES = {
     SOURCE / "engine" / "prefill.py": {"_score", "_show_drafter"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "drafting" / "small_model.py": {"root", "read", "embed", "norm", "candidates"},
+    SOURCE / "drafting" / "skipped_target.py": {"root", "read", "run", "candidates", "confident_chain"},
     SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "draft_head"},
     **{
         SOURCE / "methods" / f"{name}.py": {"read", "propose", "observe"}
@@ -92,7 +93,7 @@ ENTRIES = {
 }
 
 # Taken on the CPU only, where asking costs nothing.
-ON_THE_CPU = {"_sampled_among_best"}
+ON_THE_CPU = {"_sampled_among_best", "_none_goes_on"}
 
 
 def functions(file: Path) -> dict[str, ast.FunctionDef]:

@@ -27,7 +27,6 @@ from foreword.model.model import Model
 from foreword.text import Prompt
 
 PROMPT = "the words that come before the words that come before"
-SHALLOW = [name for name in WITHOUT_WEIGHTS if name != "swift"]  # swift needs a layer between the first and the last
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_the_drift_check_runs_only_where_passes_are_replayed(llm: LLM) -> None:
 def test_methods_have_caches_of_their_own(llm: LLM) -> None:
     """They take turns on shared weights, as in the measuring loop."""
     whole = llm.generate(PROMPT, max_new_tokens=16)
-    contenders = [contender(llm, name, max_context=128) for name in SHALLOW]
+    contenders = [contender(llm, name, max_context=128) for name in WITHOUT_WEIGHTS]
     for _ in range(2):
         for one in contenders:
             found = answer(one, llm, 16)
@@ -77,7 +76,7 @@ def test_methods_may_have_caches_in_the_same_memory(llm: LLM, tmp_path: Path) ->
     """What one leaves there does not affect the next; one method also has layers with a cache of their own."""
     saved.save(with_random_weights("clover2", llm.model, heads=3), tmp_path, llm.model)
     whole, cache_memory = llm.generate(PROMPT, max_new_tokens=16), SharedCacheMemory()
-    names = [*SHALLOW, f"clover2={tmp_path}"]
+    names = [*WITHOUT_WEIGHTS, f"clover2={tmp_path}"]
     contenders = [contender(llm, name, max_context=128, slots=2, cache_memory=cache_memory) for name in names]
     memory = cache_memory._numbers
     for _ in range(2):

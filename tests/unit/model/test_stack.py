@@ -148,5 +148,5 @@ def test_a_tree_with_more_rows_than_the_scratch_is_refused() -> None:
     assert stack.cache is not None
     tree = Tree.forked(5, torch.device("cpu"))
     rows = Rows(stack.cache.length[:1], tree.depth, tree.ancestors, Batch.of([0], 0))
-    with pytest.raises(CapacityError, match="5 tree rows"):
+    with pytest.raises(CapacityError, match="5 draft rows"):
         stack.walk(torch.zeros(1, 5, stack.model.config.hidden_size, dtype=stack.model.dtype), rows)

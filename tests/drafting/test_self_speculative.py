@@ -41,7 +41,9 @@ def shortened(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int
 
 
 @torch.no_grad()
-def slow_draft(whole: PreTrainedModel, reduced: PreTrainedModel, sequence: list[int], threshold: float, most: int) -> list[int]:
+def slow_draft(
+    whole: PreTrainedModel, reduced: PreTrainedModel, sequence: list[int], threshold: float, most: int
+) -> list[int]:
     """Return the draft of the paper's rule, by transformers: the whole model reads all but the last token."""
     cache, token, drafted = DynamicCache(), sequence[-1], []
     if sequence[:-1]:
@@ -232,7 +234,9 @@ def test_wrong_options_are_refused(message: str) -> None:
 
 def test_a_plan_is_needed_and_has_to_fit(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foreword.drafters.shipped.WEIGHTS", tmp_path)
-    with pytest.raises(DrafterError, match="self_speculative has a plan of its own, and no drafter.*`foreword search self_spec"):
+    with pytest.raises(
+        DrafterError, match="self_speculative has a plan of its own, and no drafter.*`foreword search self_spec"
+    ):
         DrafterRequest.of("self_speculative")
     assert DrafterRequest.of("self_speculative:attention=1,2").folder is None
     with pytest.raises(DrafterError, match="no half-layer is left out; name the folder"):
@@ -248,7 +252,9 @@ def test_a_plan_is_needed_and_has_to_fit(plan: Path, tmp_path: Path, monkeypatch
         DrafterRequest.of("swift", plan)
     with pytest.raises(InputError, match="was trained with attention=.1, 3.; leave attention out"):
         DrafterRequest.of(drafter=plan, attention=(1,))
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((plan / "config.json").read_text()) | {"config": {"mlp": "x"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((plan / "config.json").read_text()) | {"config": {"mlp": "x"}})
+    )
     with pytest.raises(DrafterError, match="config.json cannot be used"):
         DrafterRequest.of(drafter=tmp_path)
 

@@ -259,12 +259,16 @@ class SkipSearch:
             "method": METHOD,
             "settings": {**asdict(self.settings), "rows": best.draft_tokens + 1},
             "layers": self.model.layers,
-            "best": best.figures() | {"tokens_per_round": round(tokens, 4), "break_even": needed and round(needed, 4)},
+            "best": self._figures(best) | {"tokens_per_round": round(tokens, 4), "break_even": needed and round(needed, 4)},
             "costs": asdict(costs),
             "windows": len(self.windows),
             "trials": len(self.trials.agreements),
-            "steps": [one.figures() for one in steps],
+            "steps": [self._figures(one) for one in steps],
         }
+
+    def _figures(self, judged: Judged) -> dict[str, Any]:
+        """Return the plan, what is expected of it, and the share of a pass's weights that it reads, for other machines."""
+        return judged.figures() | {"weights_read": round(self.model.skip_cost(judged.skip), 4)}
 
 
 def write_json(folder: Path, name: str, content: dict[str, Any]) -> None:

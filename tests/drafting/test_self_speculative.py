@@ -1,4 +1,4 @@
-"""self_speculative: its drafts are those of the shortened target after the whole target's rows, and end by the paper's rule."""
+"""self_speculative drafts what the shortened target writes after the whole target's rows, and ends by the paper's rule."""
 
 import copy
 import json

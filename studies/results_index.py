@@ -58,6 +58,14 @@ def benchmark(found: Found) -> str:
     return f"{found['about']['model']}, {found['about']['prompts']} prompts; " + "; ".join(parts)
 
 
+def comparison(found: Found) -> str:
+    """Give the ratio of each contender over all prompts."""
+    overall = [change for change in found["changes"] if change["table"] == "overall"]
+    before, after = found["settings_that_differ"]["versions"]
+    ratios = ", ".join(f"`{change['contender']}` {change['ratio']:.2f}x" for change in overall)
+    return f"{after['foreword']} over {before['foreword']}: {ratios}"
+
+
 def proof(found: Found) -> str:
     methods = found["methods"]
     names = ", ".join(f"`{name}`" for name in methods) if len(methods) < 4 else f"{len(methods)} methods"
@@ -161,6 +169,7 @@ def simulated(found: Found) -> str:
 # Section, the field that only this kind of result and earlier ones have, and the function that describes it.
 KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Benchmarks", "tables", benchmark),
+    ("Benchmarks", "changes", comparison),
     ("Proofs", "bugs", proof),
     ("Training", "windows", plan_search),
     ("Training", "plans", first_plans),

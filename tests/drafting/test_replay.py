@@ -79,7 +79,7 @@ def test_the_draft_is_that_of_a_new_drafter(make: Callable[[Model], Drafter], sa
     seeds = {request.prompt[0]: request.sampling for request in requests(6, sampling)}
     rounds = history(make, sampling).proposed
     assert sum(len(seen.slots) for seen in rounds) > 20
-    for seen in rounds[:: 2 if sampling.temperature else 3]:  # each takes a new engine
+    for seen in rounds[:: 4 if sampling.temperature else 5]:  # each takes a new engine
         for sequence, draft in zip(seen.sequences, drafts_of(seen), strict=True):
             assert draft == first_draft(make, sequence, seeds[sequence[0]])
 

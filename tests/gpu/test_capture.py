@@ -117,7 +117,7 @@ def test_recorded_drafts_equal_eager_ones(method: str) -> None:
     assert [tokens for tokens, *_ in rounds[1]] == [truth(tiny("llama"), request, context=256) for request in asked]
 
 
-@pytest.mark.parametrize("method", ["medusa", slow("clover2"), slow("draft_model")])
+@pytest.mark.parametrize("method", ["medusa", *map(slow, ("chimera", "clover2", "draft_model", "masked", "kangaroo"))])
 def test_recorded_drafts_of_a_draft_vocabulary_equal_eager_ones(method: str) -> None:
     asked = [Request(p, SAMPLINGS["T=0.8"].derived(i), max_new_tokens=20) for i, p in enumerate(prompts(6))]
     rounds = []

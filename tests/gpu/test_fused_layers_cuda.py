@@ -50,7 +50,8 @@ CASES = [
     for dtype in (torch.bfloat16, torch.float16)
     for large in (False, True)
 ]
-CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer")  # quick: no heads, a tree, int8 heads, grafts
+# Quick: no heads, a tree, int8 heads, grafts, and rows that attend to later ones.
+CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer", "masked")
 
 PROMPT = 150  # rows of each of two sequences: together more than our own products take
 

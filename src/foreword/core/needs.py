@@ -122,6 +122,9 @@ class Skip:
         listed = list(halves)
         return Skip(*(frozenset(layer for kind, layer in listed if kind == one) for one in ("attention", "mlp")))
 
+    def __or__(self, other: Skip) -> Skip:
+        return Skip(self.attention | other.attention, self.mlp | other.mlp)
+
     @property
     def halves(self) -> list[Half]:
         """Each half-layer as its kind and its layer, attention first."""

@@ -282,7 +282,7 @@ def _check_dtypes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str
     for name, weight in weights.items():
         if weight.dtype not in FLOATS or weight.dim() != places[name].dim():
             found = f"{file}: {name} is {dtype_name(weight)} of shape {tuple(weight.shape)}"
-            needed = f"floats, or int8 with a scale, in {places[name].dim()} dimensions"
+            needed = f"floats, or int8 or int4 with scales, in {places[name].dim()} dimensions"
             raise DrafterError(f"{found}, but must be {needed}; copy or train the drafter again")
 
 

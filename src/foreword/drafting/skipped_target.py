@@ -20,7 +20,7 @@ from foreword.core.state import Batch, State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.self_drafting import best_length
-from foreword.drafting.trees import LEVEL_KERNELS
+from foreword.drafting.trees import LEVEL_KERNELS, none_goes_on
 from foreword.errors import DrafterError, InputError
 from foreword.ops.top import first_largest
 
@@ -153,7 +153,7 @@ def confident_chain(
     tokens, size = [state.root.unsqueeze(1)], torch.ones_like(state.root)
     branches: SkippedBranches | None = None
     for level in range(1, levels + 1):
-        if stops and _none_goes_on(going):
+        if stops and none_goes_on(going):
             break
         if branches is None:
             branches = model.root(state)
@@ -164,11 +164,6 @@ def confident_chain(
         size = size + branch * going
         going = going & (log_probs[:, 0, 0].exp() >= threshold)
     return Draft(torch.cat(tokens, 1), chain_with_leaves(len(tokens) - 1, branch, size.device), size)
-
-
-def _none_goes_on(going: Tensor) -> bool:
-    """Whether all drafts have ended. It reads values: for a CPU only."""
-    return not bool(going.any())
 
 
 class WindowAgreement:

@@ -114,8 +114,7 @@ class GraphedLoop:
             return call(state.at(bucket.batch), draft)
         fixed = bucket.draft
         assert fixed is not None
-        fixed.tokens.copy_(draft.tokens)
-        fixed.size.copy_(draft.size)
+        fixed.overwrite(draft)
         return self._replayed(bucket, state, lambda at: call(at, fixed))
 
     def _wait(self) -> None:

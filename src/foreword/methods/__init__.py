@@ -76,6 +76,12 @@ METHODS: dict[str, Method] = {
         paper="Hydra, arXiv 2402.05109",
         trained=True,
     ),
+    "chimera": Method(
+        "chimera:Chimera",
+        "a layer reads the target's states, then trigrams of the draft tokens",
+        paper="Chimera, arXiv 2402.15758",
+        trained=True,
+    ),
     "clover": Method(
         "clover:Clover",
         "a layer reads the sequence, a small recurrent cell continues",
@@ -108,6 +114,12 @@ METHODS: dict[str, Method] = {
         trained=True,
         trained_as="hidden_transfer",
     ),
+    "masked": Method(
+        "masked:Masked",
+        "a few layers fill a block of masked tokens in one pass",
+        paper="GMLM, arXiv 2407.21046; DisCo, arXiv 2001.05136",
+        trained=True,
+    ),
     "draft_model": Method(
         "draft_model:DraftModel",
         "a second, smaller model drafts, and the target verifies",
@@ -132,6 +144,12 @@ METHODS: dict[str, Method] = {
         trained_as="draft_model",
         takes_models=True,
         drafts_alongside=True,
+    ),
+    "kangaroo": Method(
+        "kangaroo:Kangaroo",
+        "the target's first layers and a small adapter draft, the other layers verify",
+        paper="Kangaroo, arXiv 2404.18911",
+        trained=True,
     ),
     "self_speculative": Method(
         "self_speculative:SelfSpeculative",

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from doubles import EVERY_FAMILY, fresh, target
 from foreword.core.draft import Tree
+from foreword.core.needs import Skip
 from foreword.core.state import Batch
 from foreword.errors import CapacityError
 from foreword.model.model import Model
@@ -119,6 +120,14 @@ def test_new_layers_differ_from_the_model_s(family: str, tmp_path) -> None:  # t
         neutral = torch.zeros(32) if family.startswith("gemma") else torch.ones(32)
         assert torch.equal(layers[0].post_attention_layernorm.weight, neutral)
         assert 0.2 < float(layers[0].mlp.down_proj.weight.detach().std()) < 0.4
+
+
+@torch.no_grad()
+def test_a_layer_without_an_mlp_can_be_left_out_too() -> None:
+    stack = model_with_room().stack(3, layers=2, init=range(1, 3), mlp=False)
+    rows = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0)).double()
+    last = Stack(stack.model, stack.family, stack.layers[1:])
+    close(stack.walk_sequences(rows, skip=Skip.of(attention=(0,))), last.walk_sequences(rows))
 
 
 def test_a_stack_has_its_own_cache() -> None:

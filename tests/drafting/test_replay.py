@@ -151,7 +151,7 @@ def test_a_learning_drafter_learns(name: str) -> None:
     model = target()
     recorder = Recorder(drafter(name, model))
     steps = engine(recorder, model, slots=1)
-    asked = requests(3, max_new_tokens=20, ignore_eos=True)[2]
+    asked = requests(3, max_new_tokens=30, ignore_eos=True)[2]
     drafts = []
     for _ in range(2):
         recorder.proposed.clear()

@@ -82,6 +82,17 @@ def training(found: Found) -> str:
     )
 
 
+def plan_search(found: Found) -> str:
+    best, count = found["best"], len(found["best"]["attention"]) + len(found["best"]["mlp"])
+    left_out = f"{count} of {2 * found['layers']} half-layers left out, agreement {best['agreement']:.2f}"
+    return f"`{found['method']}`: the best of {found['trials']} plans; {left_out}, {best['expected_speedup']:.2f}x expected"
+
+
+def first_plans(found: Found) -> str:
+    shown = ", ".join(f"{one['agreement']:.2f} at {one['ratio']}" for one in found["plans"])
+    return f"agreement of the plan that `swift` starts with, by its ratio: {shown}"
+
+
 def distilling(found: Found) -> str:
     return f"{found['written'] / 1e6:.1f} M tokens distilled at {found['tokens_per_second']:,.0f} tokens/s"
 
@@ -160,6 +171,8 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Benchmarks", "tables", benchmark),
     ("Benchmarks", "changes", comparison),
     ("Proofs", "bugs", proof),
+    ("Training", "windows", plan_search),
+    ("Training", "plans", first_plans),
     ("Training", "best", training),
     ("Training", "written", distilling),
     ("Training", "accuracy", layer_sweep),

@@ -8,7 +8,7 @@ that lie or know the truth. `recording`: a drafter that records calls. `training
 from doubles.attention import AttentionCase
 from doubles.drafters import LastHidden, Liar, Oracle, Plan, Playback, continuation
 from doubles.engines import SAMPLINGS, engine, prompts, requests, rerunning, run_to_end, written
-from doubles.methods import TRAINABLE, TRAINED, WITHOUT_WEIGHTS, drafter, with_random_weights
+from doubles.methods import OPTIONS, TRAINABLE, TRAINED, WITHOUT_WEIGHTS, drafter, with_random_weights
 from doubles.models import (
     CONTEXT,
     END,
@@ -40,6 +40,7 @@ __all__ = [
     "FAMILIES",
     "LastHidden",
     "Liar",
+    "OPTIONS",
     "Oracle",
     "POISON",
     "Plan",

@@ -90,6 +90,7 @@ ENTRIES = {
     SOURCE / "engine" / "prefill.py": {"_score", "_show_drafter"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "drafting" / "small_model.py": {"root", "read", "embed", "norm", "candidates"},
+    SOURCE / "drafting" / "skipped_target.py": {"root", "read", "run", "candidates", "confident_chain"},
     SOURCE / "model" / "model.py": {"score", "early", "onward", "embed", "norm", "head", "draft_head"},
     **{
         SOURCE / "methods" / f"{name}.py": {"read", "propose", "observe"}
@@ -99,7 +100,7 @@ ENTRIES = {
 }
 
 # Taken on the CPU only, where asking costs nothing.
-ON_THE_CPU = {"_sampled_among_best", "_none"}
+ON_THE_CPU = {"_sampled_among_best", "none_goes_on"}
 
 
 def functions(file: Path) -> dict[str, ast.FunctionDef]:

@@ -53,12 +53,12 @@ SHOWN = 10  # differences on the screen; all of them are in the files
 
 
 def named_methods(given: str) -> list[str]:
-    """Parse method names, separated by commas. `all`: those without weights; `and_shipped` adds the others."""
-    untrained = [name for name, method in all_methods().items() if name != "plain" and not method.trained]
-    names = untrained if given == "all" else split_specs(given)
+    """Parse method names, separated by commas. `all`: those that need no folder; `and_shipped` adds the others."""
+    for_any_model = [name for name, method in all_methods().items() if name != "plain" and not method.fitted]
+    names = for_any_model if given == "all" else split_specs(given)
     for name in names:
         called = parse_spec(name).name
-        if "=" in name or called == AUTO or find(called).trained:
+        if "=" in name or called == AUTO or find(called).fitted:
             from foreword.drafters.resolve import DrafterRequest  # noqa: PLC0415  imports torch
 
             DrafterRequest.of(name)  # checks a folder before the model is loaded
@@ -66,7 +66,7 @@ def named_methods(given: str) -> list[str]:
 
 
 def and_shipped(given: str, names: list[str], model: Model) -> list[str]:
-    """For `all`, add the trained methods whose shipped drafters fit this model."""
+    """For `all`, add the methods whose shipped drafters fit this model."""
     from foreword.drafters.auto import shipped_for  # noqa: PLC0415  imports torch
 
     return [*names, *(shipped_for(model) if given == "all" else ())]

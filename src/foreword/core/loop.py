@@ -38,8 +38,8 @@ class Loop(Protocol):
     def round(self, state: State) -> Emission:
         """Decide at least one token for every sequence that is alive."""
 
-    def end(self, slots: Sequence[int]) -> None:
-        """Sequences leave."""
+    def end(self, slots: Sequence[int]) -> bool | None:
+        """Sequences leave. Return True if recorded rounds of this loop no longer do what it does."""
 
 
 class InTurns(Loop, Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,21 @@ class Target(Protocol):
     def head_weight(self) -> Tensor:
         """[V, H]: the weight of the head. A row is the output embedding of a token."""
 
-    def score(self, batch: Batch, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
-        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept."""
+    def score(
+        self,
+        batch: Batch,
+        draft: Draft,
+        needs: Needs,
+        skip: Skip | None = None,
+        rows: range | None = None,
+        logits: Literal["all", "none"] = "all",
+    ) -> Scores:
+        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept; with `skip`,
+        without some half-layers."""
+
+    def rerun(self, batch: Batch, tokens: Tensor, skip: Skip) -> Tensor:
+        """Run the last committed tokens [b, n] of sequences once more, without some half-layers: [b, n, H], before the final
+        norm. The rows before them are those of the whole target. The cache is left as it was."""
 
     def early(self, tokens: Tensor, rows: Any, layer: int) -> Tensor:
         """Run rows of a draft [b, n] through the first `layer` layers: [b, n, H]. `rows`, a `model.stack.Rows`, says where
@@ -87,6 +100,9 @@ class Target(Protocol):
 
     def read_cost(self, weights: int) -> float:
         """The cost of reading `weights` weights. A pass over one row, which reads all weights, is 1.0."""
+
+    def skip_cost(self, skip: Skip) -> float:
+        """The cost of a pass over one row without some half-layers, by the weights that it reads. A whole one is 1.0."""
 
     def launch_cost(self, kernels: int) -> float:
         """The cost of that many small kernels in sequence in a recorded round. A pass over one row is 1.0."""

@@ -74,9 +74,8 @@ class SmallModel:
         head = target.read_cost(target.vocab_size * target.hidden_size)
         return self.vocabulary.read_cost(target) + (1 - head) * self.layers / target.layers
 
-    @property
-    def level_kernels(self) -> int:
-        """How many kernels one level launches on CUDA."""
+    def level_kernels(self, target: Target) -> int:
+        """Return how many kernels one level launches on CUDA."""
         return LEVEL_KERNELS + KERNELS * (self.layers if self.other is None else self.other.layers)
 
     @property

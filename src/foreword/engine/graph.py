@@ -68,8 +68,11 @@ class GraphedLoop:
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self.loop.read(state, chunk, scores)
 
-    def end(self, slots: Sequence[int]) -> None:
-        self.loop.end(slots)
+    def end(self, slots: Sequence[int]) -> bool | None:
+        if self.loop.end(slots):
+            self._wait()
+            self.forget()
+        return None
 
     def round(self, state: State) -> Emission:
         key = _bucket(state)
@@ -113,6 +116,12 @@ class GraphedLoop:
         assert fixed is not None
         fixed.overwrite(draft)
         return self._replayed(bucket, state, lambda at: call(at, fixed))
+
+    def _wait(self) -> None:
+        """Wait until no graph runs any more, and no answer of one is on its way to the host."""
+        held: list[GraphBucket[Any]] = [*self.buckets.values(), *self.chunks.values()]
+        if held:
+            synchronize(held[0].batch.slots.device)
 
     def _add(self, known: dict[Any, GraphBucket[Answer]], key: Any, bucket: GraphBucket[Answer]) -> GraphBucket[Answer]:
         """Add a bucket, and drop the oldest ones if there are too many."""

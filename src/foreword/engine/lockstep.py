@@ -56,6 +56,7 @@ class Lockstep:
 
     def check(self, state: State, draft: Draft) -> Emission:
         draft = fit(draft, state, self.drafter.needs)
+        self.target.cache.check_room(draft.nodes + self.drafter.needs.grafted_rows)
         scores = self.target.score(state.batch, draft, self.drafter.needs)  # VERIFY
         accepted, emission = accept(state, draft, scores, self.drafter.shape.depth)  # ACCEPT
         commit(state, self.target.cache, draft, accepted, emission)
@@ -65,5 +66,5 @@ class Lockstep:
     def decided(self, state: State, emission: Emission) -> None:
         self.drafter.decided(state, emission)
 
-    def end(self, slots: Sequence[int]) -> None:
-        self.drafter.end(slots)
+    def end(self, slots: Sequence[int]) -> bool | None:
+        return self.drafter.end(slots)

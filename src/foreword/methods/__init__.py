@@ -35,8 +35,15 @@ class Method:
     trained: bool = False
     trained_as: str = ""  # the method whose trained drafters it uses, if not its own
     takes_models: bool = False  # it also takes any model with the target's vocabulary in place of a trained drafter
+    searched: bool = False  # it has no weights but a plan for one model, which `foreword search` finds
+    takes_plans: bool = False  # it also takes such a plan in place of a trained drafter
     drafts_alongside: bool = False  # it drafts while the target verifies
     kind: type[Drafter] | None = None  # the class itself, for a method of another package
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it needs what was made for one model, in a folder: trained weights, or a plan."""
+        return self.trained or self.searched
 
     def load(self) -> type[Drafter]:
         if self.kind is not None:
@@ -127,6 +134,7 @@ METHODS: dict[str, Method] = {
         trained=True,
         trained_as="draft_model",
         takes_models=True,
+        takes_plans=True,
     ),
     "amusd": Method(
         "amusd.drafter:Amusd",
@@ -142,6 +150,17 @@ METHODS: dict[str, Method] = {
         "the target's first layers and a small adapter draft, the other layers verify",
         paper="Kangaroo, arXiv 2404.18911",
         trained=True,
+    ),
+    "self_speculative": Method(
+        "self_speculative:SelfSpeculative",
+        "the target without some half-layers drafts, by a plan for the model",
+        paper="Self-Speculative Decoding, arXiv 2309.08168",
+        searched=True,
+    ),
+    "swift": Method(
+        "swift:Swift",
+        "the target without some half-layers, chosen from what it writes",
+        paper="SWIFT, arXiv 2410.06916",
     ),
 }
 
@@ -230,6 +249,11 @@ def find(name: str) -> Method:
 def trained_as(name: str) -> str:
     """The method whose trained drafters a method uses: usually itself."""
     return find(name).trained_as or name
+
+
+def takes(name: str, held: str) -> bool:
+    """Whether a method takes the folders of the method `held`."""
+    return trained_as(name) == held or (find(name).takes_plans and held in METHODS and METHODS[held].searched)
 
 
 def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:

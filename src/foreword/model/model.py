@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foreword.core.draft import Draft
+from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
 from foreword.core.scores import Scores
 from foreword.core.state import Batch
@@ -165,6 +165,11 @@ class Model:
     def read_cost(self, weights: int) -> float:
         return weights * self.dtype.itemsize / linears.read_bytes(self.hf)
 
+    def skip_cost(self, skip: Skip) -> float:
+        layers: Any = self.layer_stack.layers
+        halves = [*(layers[layer].self_attn for layer in skip.attention), *(layers[layer].mlp for layer in skip.mlp)]
+        return 1 - sum(map(linears.read_bytes, halves)) / linears.read_bytes(self.hf)
+
     def launch_cost(self, kernels: int) -> float:
         return 0.0 if self.curve is None else kernels * KERNEL_S / self.curve.at(1)
 
@@ -188,7 +193,10 @@ class Model:
         """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept. If the draft
         brings early states, the pass begins with them."""
         attention.route(self.hf)
+        drafting = rows is not None or skip is not None  # neither a prompt chunk nor a draft that the engine verifies
         rows, early = range(draft.nodes) if rows is None else rows, draft.early
+        if drafting:
+            self.cache.check_room(rows.stop + needs.grafted_rows)
         scored = slice(rows.start, rows.stop)
         of_pass = Rows(
             base=batch.take(self.cache.length),
@@ -207,6 +215,12 @@ class Model:
             taps=walked.taps,
             grafted=walked.grafted,
         )
+
+    def rerun(self, batch: Batch, tokens: Tensor, skip: Skip) -> Tensor:
+        count = tokens.shape[1]
+        draft = Draft(tokens, Tree.chain(count, self.device), torch.full_like(tokens[:, 0], count))
+        with self.cache.without_last(batch, count):
+            return self.score(batch, draft, Needs(hidden=True), skip=skip, logits="none").require_hidden()
 
     @torch.no_grad()
     def read(self, tokens: Tensor, needs: Needs) -> Scores:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foreword.core.draft import Tree
-from foreword.core.needs import Graft, Join, Joined, Skip, on_device
+from foreword.core.needs import Graft, HalfKind, Join, Joined, Skip, on_device
 from foreword.core.state import Batch
 from foreword.model.attention import LayerPass, SequenceKV, has_kernel, mask_of, within_window
 from foreword.model.cache import CacheShape, SharedCacheMemory, SlotCache
@@ -245,6 +245,7 @@ class Stack:
         if self.cache is not None and not rows.chain:
             self.cache.check_room(rows.sees.shape[2] + sum(graft.rows for graft in grafts))
         views = self._views(rows, grafts, tuple(sorted(counts)), hidden.dtype)
+        skip = self.lacks if skip is None else skip | self.lacks
         for layer in range(start, stop + 1):
             if layer in taps:
                 tapped[layer] = hidden[:, :real]
@@ -271,29 +272,29 @@ class Stack:
             if layer == len(self.layers):
                 return
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-                hidden = self._run_layer(layer, hidden, whole, None)
+                hidden = self._run_layer(layer, hidden, whole, self.lacks)
             if rows:
                 if joined is None:
                     joined = self._view(Rows.alongside(hidden.shape[1], anchor, joins[: len(rows)]), hidden.dtype)
                     joined = replace(joined, shared=joined.shared._replace(kv_in=kv))
-                rows = self._run_layer(layer, torch.cat(rows, dim=1), joined, None).split(count, dim=1)
+                rows = self._run_layer(layer, torch.cat(rows, dim=1), joined, self.lacks).split(count, dim=1)
 
-    def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
-        layer, skip = self.layers[index], skip or self.lacks
-        is_whole = index not in skip.attention and index not in skip.mlp
-        fused = self.fused[index] if self.fused is not None and (is_whole or skip is self.lacks) else None
+    def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip) -> Tensor:
+        """Run a layer, one half of it, or neither."""
+        if index in skip.attention and index in skip.mlp:
+            return hidden
+        half: HalfKind | None = "mlp" if index in skip.attention else "attention" if index in skip.mlp else None
+        layer, fused = self.layers[index], None if self.fused is None else self.fused[index]
         if fused is not None and self.cache is not None:
-            return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
+            return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index), half)
+        if half == "mlp":
+            return self.family.mlp_half(layer, hidden)
+        if half == "attention":
+            return self.family.attention_half(layer, hidden, **view.options(index))
         if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
             table = view.rotary[self.attention_specs[index].rotary_table]
             return fused.whole_sequences(hidden, table, view.shared.kv_out)
-        if is_whole:
-            return layer(hidden, attention_mask=None, **view.options(index))
-        if index not in skip.attention:
-            hidden = self.family.attention_half(layer, hidden, **view.options(index))
-        if index not in skip.mlp:
-            hidden = self.family.mlp_half(layer, hidden)
-        return hidden
+        return layer(hidden, attention_mask=None, **view.options(index))
 
     def _views(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...], dtype: torch.dtype) -> dict[int, _View]:
         """Return what layers share, by how many rows they run: the layers between two grafts have the same number."""

@@ -174,6 +174,24 @@ def test_padding_rows_change_nothing(sequences: int, count: int) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("models", CASES, indirect=True)
+@pytest.mark.parametrize("skip", [Skip.of((0,), (1,)), Skip.of((1,), (0,))], ids=["attention first", "mlp first"])
+def test_half_layers_are_the_same(models: tuple[Model, Model], skip: Skip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft reads the root alone, then more rows; no layer of the rebuilt model runs as transformers wrote it."""
+    for model in models:
+        model.score(Batch.of([1], 0), chain([list(range(3, 12))]), Needs())
+        model.cache.advance(Batch.of([1], 0), torch.tensor([9]))
+    tokens, batch = torch.tensor([[5, 6, 7, 8, 9, 4]]), Batch.of([1], 9)
+    draft = Draft(tokens, Tree.of((0, 0, 1, 1, 2, 4)), torch.tensor([6]))
+    for rows in (range(1), range(1, 6)):
+        stock = models[0].score(batch, draft, Needs(), skip=skip, rows=rows).require_logits()
+        with monkeypatch.context() as patch:
+            for name in ("attention_half", "mlp_half"):
+                patch.setattr(type(models[1].family), name, lambda *_, **__: pytest.fail("not fused"))
+            close(models[1].score(batch, draft, Needs(), skip=skip, rows=rows).require_logits(), stock)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("models", CASES, indirect=True)
 def test_grafts_are_the_same(models: tuple[Model, Model]) -> None:
     graft = Graft.of(1, (0, 2, 2), (1, 1, 2), lambda real, _: real[:, [0, 2, 2]] * 0.5)
     draft = Draft(torch.tensor([[5, 6, 7, 8]]), Tree.of((0, 0, 1, 1)), torch.tensor([4]))

@@ -58,10 +58,11 @@ class Beam:
             if self.stop and level < len(widths):
                 before, held = held, trees.chance.exp().sum(1)
                 size = size.where(held >= self.stop * before, size.clamp(max=1 + sum(widths[:level])))
-                if self.exits and _none(size > 1 + sum(widths[:level])):
+                if self.exits and none_goes_on(size > 1 + sum(widths[:level])):
                     break
         return rows.draft(size)
 
 
-def _none(which: Tensor) -> bool:
-    return not bool(which.any())
+def none_goes_on(going: Tensor) -> bool:
+    """Whether all drafts have ended. It reads values: for a CPU only."""
+    return not bool(going.any())

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from foreword.core.needs import HalfKind
 from foreword.model.attention import KERNEL_WIDTHS, LayerPass
 from foreword.model.fused.cpu import CpuLayer, WorkspaceMemory
 from foreword.model.fused.cuda import CudaAttention, CudaLayer
@@ -20,7 +21,9 @@ from foreword.model.plain_linears import is_plain_linear
 
 
 class FusedLayer(Protocol):
-    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor: ...
+    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass, half: HalfKind | None) -> Tensor:
+        """Run rows [b, n, H] through the layer, or through one half of it. Their keys and values are stored in the view's
+        cache, unless attention is left out."""
 
 
 def fused_layers(layers: nn.ModuleList) -> list[FusedLayer] | None:

@@ -92,7 +92,7 @@ class Right(Recorder):
 @every_form
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_every_pass_computes_what_training_does(form: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After prompts of several chunks, and rounds of several tokens. Two sequences in a round, each alone in an evaluation."""
+    """After prompts of several chunks, and rounds of several tokens: two sequences in a round, each alone in training."""
     model = target(family)
     drafter, asked = made(model, form), requests(3, max_new_tokens=40, ignore_eos=True)[1:]
     steps = engine(Right(drafter, [full_sequence(model.hf, one) for one in asked]), model, slots=2)

@@ -261,8 +261,7 @@ def proof(name: str) -> dict[str, Any]:
 
 def test_the_readme_fits_a_screen_or_two() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
-    prose = [line for line in lines if not line.startswith("|")]  # the table has a row for each method
-    assert len(prose) <= 96 and [line for line in lines if len(line) > 100 and not line.startswith(("|", "!["))] == []
+    assert len(lines) <= 110 and [line for line in lines if len(line) > 100 and not line.startswith(("|", "!["))] == []
 
 
 def test_the_readme_names_every_method_its_papers_and_its_by_method() -> None:

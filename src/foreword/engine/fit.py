@@ -6,6 +6,8 @@ On a CPU every row costs time, and reading a tensor costs nothing, so rows that 
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from foreword.core.draft import Draft
 from foreword.core.needs import Needs
 from foreword.core.state import State
@@ -20,3 +22,8 @@ def fit(draft: Draft, state: State, needs: Needs) -> Draft:
         draft = draft.head(int(rounds.rows_that_count(state, draft.size).max()))
     tokens, size = rounds.fit(state, draft.tokens, draft.tree.depth, draft.size)
     return Draft(tokens, draft.tree, size)
+
+
+def rows_in_use(count: Tensor, most: int) -> int:
+    """Return how many rows a pass has whose sequences use `count` [b] of at most `most` rows."""
+    return most if fixes_shapes(count.device) else int(count.max())

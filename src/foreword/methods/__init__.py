@@ -36,6 +36,7 @@ class Method:
     trained_as: str = ""  # the method whose trained drafters it uses, if not its own
     takes_models: bool = False  # it also takes any model with the target's vocabulary in place of a trained drafter
     drafts_alongside: bool = False  # it drafts while the target verifies
+    looped: bool = False  # it works with looped models only
     kind: type[Drafter] | None = None  # the class itself, for a method of another package
 
     def load(self) -> type[Drafter]:
@@ -124,6 +125,12 @@ METHODS: dict[str, Method] = {
         trained_as="draft_model",
         takes_models=True,
         drafts_alongside=True,
+    ),
+    "speed": Method(
+        "speed:Speed",
+        "pipelines tokens through the repeats of a looped model",
+        paper="SPEED, arXiv 2310.12072",
+        looped=True,
     ),
 }
 

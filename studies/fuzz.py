@@ -359,7 +359,7 @@ class Trial:
     def run(self) -> None:
         random = self.random
         self.family, seed = random.choice(doubles.EVERY_FAMILY), random.randrange(2**30)
-        hf = doubles.fresh(self.family, seed=seed, num_hidden_layers=4)
+        hf = doubles.fresh(self.family, seed=seed)
         with until_closed(LLM.of(Model(hf), tokenizer(), plain(), 1, CONTEXT)) as alone:
             workloads = random_workloads(random, random.randint(2, 7), alone)
             if random.random() < 0.3:

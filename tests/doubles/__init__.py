@@ -8,7 +8,7 @@ that lie or know the truth. `recording`: a drafter that records calls. `training
 from doubles.attention import AttentionCase
 from doubles.drafters import LastHidden, Liar, Oracle, Plan, Playback, continuation
 from doubles.engines import SAMPLINGS, engine, prompts, requests, rerunning, run_to_end, written
-from doubles.methods import TRAINABLE, TRAINED, WITHOUT_WEIGHTS, drafter, with_random_weights
+from doubles.methods import DRAFTING, TRAINABLE, TRAINED, WITHOUT_WEIGHTS, drafter, target_for, with_random_weights
 from doubles.models import (
     CONTEXT,
     END,
@@ -35,6 +35,7 @@ __all__ = [
     "forget_truth",
     "AttentionCase",
     "CONTEXT",
+    "DRAFTING",
     "END",
     "EVERY_FAMILY",
     "FAMILIES",
@@ -80,6 +81,7 @@ __all__ = [
     "sequences_of",
     "state_of",
     "target",
+    "target_for",
     "tiny",
     "tokenizer",
     "truth",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from doubles.models import target
 from foreword.core.drafter import Drafter
 from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.model.model import Model
@@ -29,8 +30,15 @@ TRAINED: dict[str, dict[str, Any]] = {name: _SMALL.get(name, {}) for name, metho
 """Methods with weights, and their options in the tests."""
 TRAINABLE = [name for name in TRAINED if trained_as(name) == name]
 """Those of them that are trained themselves; the others use drafters of these."""
-WITHOUT_WEIGHTS = [name for name, method in METHODS.items() if not method.trained]
+WITHOUT_WEIGHTS = [name for name, method in METHODS.items() if not (method.trained or method.looped)]
 """Methods without weights, which work with any model."""
+DRAFTING = [name for name, method in METHODS.items() if not method.looped]
+"""Methods that draft. The others are for looped models alone."""
+
+
+def target_for(name: str, family: str = "llama") -> Model:
+    """Return a tiny model for a method: of this family, or a looped one if the method is for those alone."""
+    return target("foreword_looped" if name in METHODS and name not in DRAFTING else family)
 
 
 def drafter(name: str, model: Model) -> Drafter:

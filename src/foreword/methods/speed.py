@@ -24,9 +24,9 @@ class Speed(Drafter):
     paper = "SPEED, arXiv 2310.12072"
 
     def __init__(self, rows: int | None = None, check: Check = "every", gate: float = 0.0) -> None:
-        """`check`: compare a token's prediction with the token in flight after it after every repeat, or after its first and
-        its last ("ends"). `gate`: use a prediction that is not final only if it is likelier than this. `rows` is accepted and
-        not used: a round has one row per token in flight, at most as many as the model has repeats."""
+        """`check`: compare what a token predicts with the token that follows it after every repeat, or after its first and
+        its last ("ends"). `gate`: use a prediction that is not final only if it is likelier than this. `rows` is accepted
+        and not used: a round has one row per token in flight, at most as many as the model has repeats."""
         if check not in get_args(Check):
             raise InputError(f"speed: check is {check!r}; choose from {', '.join(get_args(Check))}")
         if not 0 <= gate < 1:

@@ -183,4 +183,3 @@ def looped_model(original: PreTrainedModel, layers: nn.ModuleList, norm: Tensor,
     made.tie_weights()
     made.generation_config = copy.deepcopy(original.generation_config)
     return made.eval().requires_grad_(False)
-

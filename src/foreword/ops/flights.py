@@ -7,6 +7,7 @@ values that it needs. Only `move` writes the columns, which have an entry for ev
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ class FlightColumns(NamedTuple):
         return at_slots(self.repeat, slots)
 
 
-class Flight(NamedTuple):
+@dataclass(frozen=True)
+class Flight:
     """The tokens in flight of the b sequences of a round, in n rows."""
 
     tokens: Tensor  # [b, n]

@@ -179,7 +179,7 @@ def looped_model(original: PreTrainedModel, layers: nn.ModuleList, norm: Tensor,
     state = {f"model.layers.{name}": weight.detach() for name, weight in layers.state_dict().items()}
     state |= {"model.embed_tokens.weight": embedding, "model.norm.weight": norm.detach(), "lm_head.weight": head.detach()}
     made.load_state_dict({name: weight.to(device, dtype) for name, weight in state.items()}, assign=True)
-    made.model.rotary_emb = LlamaRotaryEmbedding(config=config, device=device)  # its angles are no part of the weights
+    made.model.rotary_emb = copy.deepcopy(original.model.rotary_emb)  # its angles are no part of the weights
     made.tie_weights()
     made.generation_config = copy.deepcopy(original.generation_config)
     return made.eval().requires_grad_(False)

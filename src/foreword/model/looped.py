@@ -183,3 +183,8 @@ def looped_model(original: PreTrainedModel, layers: nn.ModuleList, norm: Tensor,
     made.tie_weights()
     made.generation_config = copy.deepcopy(original.generation_config)
     return made.eval().requires_grad_(False)
+
+
+def cut_after_first_repeat(model: Any) -> None:
+    """Make a looped model the model that its first exit is: the group is applied once, then come norm and head."""
+    model.config.update({"num_hidden_layers": model.config.group_layers, "repeats": 1})

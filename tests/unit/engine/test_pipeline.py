@@ -183,7 +183,9 @@ def test_the_loop_keeps_its_buffers() -> None:
 # Moving ------------------------------------------------------------------------------------------------------------------
 
 
-def moved(tokens: list[int], repeat: list[int], choice: list[int], checked: list[int], decided: int) -> list[tuple[int, int]]:
+def moved(
+    tokens: list[int], repeat: list[int], choice: list[int], checked: list[int], decided: int
+) -> list[tuple[int, int]]:
     """Return the tokens in flight of one slot after `move`, each with its repeat."""
     columns = FlightColumns.empty(2, 3, 1, torch.float32, torch.device("cpu"))
     flight = Flight(torch.tensor([tokens]), torch.tensor([repeat]), torch.tensor([repeat]).unsqueeze(-1).float())

@@ -84,9 +84,7 @@ def test_it_learns_and_the_pipeline_profits(tmp_path: Path) -> None:
     original = Model(fresh("llama", torch.float32), name="tiny")
     data = sequences(original)
     held_out = SequenceList(data.sequences[:8])
-    run = LoopedTraining(
-        original, tokenizer(), OPTIONS, data, held_out, held_out_prompts(held_out, 4, 40), QUICK, tmp_path
-    )
+    run = LoopedTraining(original, tokenizer(), OPTIONS, data, held_out, held_out_prompts(held_out, 4, 40), QUICK, tmp_path)
     record = run.run()
     first, last = record["history"][0], record["history"][-1]
     assert last["final"] < first["final"] - 0.1 and record["best"]["final"] == min(one["final"] for one in record["history"])

@@ -24,6 +24,9 @@ def fit(draft: Draft, state: State, needs: Needs) -> Draft:
     return Draft(tokens, draft.tree, size)
 
 
-def rows_in_use(count: Tensor, most: int) -> int:
-    """Return how many rows a pass has whose sequences use `count` [b] of at most `most` rows."""
-    return most if fixes_shapes(count.device) else int(count.max())
+def rows_in_use(column: Tensor, slots: Tensor, empty: int) -> int:
+    """Return how many rows of a column [B, R] a round over slots [b] has: all, or on a CPU up to the last one that is not
+    `empty` in some slot. Rows that hold something come first."""
+    if fixes_shapes(slots.device):
+        return column.shape[1]
+    return int((column[slots] != empty).sum(1).max())

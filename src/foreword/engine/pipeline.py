@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foreword.core.choosing import log_chances, pick
+from foreword.core.choosing import History, log_chances, pick
 from foreword.core.draft import Draft, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.loop import Pipelining
+from foreword.core.sampling_table import SamplingRows
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import State
 from foreword.engine.accept import accept, history
@@ -27,7 +28,7 @@ from foreword.engine.eager import EagerLoop
 from foreword.engine.fit import rows_in_use
 from foreword.model.group import LayerGroup
 from foreword.model.model import Model
-from foreword.ops.flights import NONE, Flight, FlightColumns, move, tokens_of
+from foreword.ops.flights import NONE, Boarded, Flight, FlightColumns, board, continued, move
 from foreword.ops.sending import sent
 
 
@@ -36,7 +37,7 @@ class Pipeline(EagerLoop):
 
     def __init__(self, target: Model, drafter: Drafter, pipelining: Pipelining) -> None:
         super().__init__(target, drafter)
-        self.pipelining, self.repeats, self.group = pipelining, target.repeats, LayerGroup(target)
+        self.pipelining, self.group = pipelining, LayerGroup(target)
         sizes = target.cache.slots, target.repeats, target.hidden_size
         self.columns = FlightColumns.empty(*sizes, target.dtype, target.device)
 
@@ -48,61 +49,45 @@ class Pipeline(EagerLoop):
         self.columns.restart(sent(list(slots), self.target.device))
 
     def round(self, state: State) -> Emission:
-        flight = self._one_repeat(state)
-        rows = self._rows_to_read(flight)
-        hidden = flight.hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, flight.hidden.shape[-1]))
-        logits = self.target.head(self.target.norm(hidden))
-        final = flight.repeat[:, 0] == self.repeats
-        choice, checked = self._predictions(state, flight, rows, logits)
-        decided, emission = self._decide(state, final, logits[:, :1])
-        choice[:, 0] = torch.where(final, decided, choice[:, 0])
-        checked[:, 0] |= final
-        restarts = final & (emission.count == 0)  # a NaN, or a slot that is not alive
-        move(self.columns, state.slots, flight, choice, checked, emission.count, restarts)
+        boarded = self._board(state)
+        hidden = continued(self.columns.hidden, state.slots, boarded.repeat, self.target.embed(boarded.tokens))
+        hidden = self.group(state.batch, hidden, boarded.position, boarded.slots)
+        flight = Flight(boarded.tokens, boarded.repeat, hidden)
+        root = Draft(flight.tokens[:, :1], Tree.chain(1, hidden.device), torch.ones_like(state.slots))
+        chain = replace(root, tokens=flight.tokens, tree=Tree.chain(flight.tokens.shape[1], hidden.device))
+        predicted, logits = self._predictions(flight, boarded.position, state.sampling, history(state, chain))
+        scores, deciding = Scores(logits[:, :1]), replace(state, alive_slots=boarded.deciding)
+        accepted, emission = accept(deciding, root, scores, 0, predicted[:, :1])  # ACCEPT, where the root is through
+        commit(state, self.target.cache, root, accepted, emission)
+        move(self.columns, state, flight, predicted, self._sure(logits, predicted), self._reads_every_row, emission)
+        self.drafter.observe(state, root, scores, accepted)
         return emission
 
-    def _one_repeat(self, state: State) -> Flight:
-        """Let all tokens in flight through the group of layers once."""
-        repeat = self.columns.repeat_of(state.slots)
-        repeat = repeat[:, : rows_in_use((repeat != NONE).sum(1), self.repeats)]
-        tokens = tokens_of(self.columns, state.slots, repeat, state.root)
-        known = state.batch.take(self.columns.hidden)[:, : repeat.shape[1]]
-        hidden = torch.where((repeat > 0).unsqueeze(-1), known, self.target.embed(tokens))
-        position = state.length.unsqueeze(1) + torch.arange(repeat.shape[1], device=repeat.device)
-        # An empty row is run as a token that enters. It writes a row that a later token overwrites before it is read.
-        hidden = self.group(state.batch, hidden, position, repeat.clamp(min=0))
-        return Flight(tokens, torch.where(repeat == NONE, NONE, repeat + 1), hidden)
+    def _board(self, state: State) -> Boarded:
+        """Return the rows of a round: the tokens in flight."""
+        rows = rows_in_use(self.columns.repeat, state.slots, NONE)
+        return board(self.columns, state, rows, self.group.slots_per_repeat)
 
-    def _rows_to_read(self, flight: Flight) -> Tensor:
-        """Return the rows whose predictions are computed: [b, n], the root's first."""
-        if self.pipelining.rechecks == "every":
-            return torch.arange(flight.tokens.shape[1], device=flight.tokens.device).expand_as(flight.tokens)
-        youngest = flight.count - 1
-        return torch.stack([torch.zeros_like(youngest), youngest], dim=1)
+    @property
+    def _reads_every_row(self) -> bool:
+        return self.pipelining.rechecks == "every"
 
-    def _predictions(self, state: State, flight: Flight, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what each row in flight [b, n] predicts, and whether that counts although it is not final. logits: of
-        `rows`."""
-        chain = Draft(flight.tokens, Tree.chain(flight.tokens.shape[1], rows.device), flight.count)
-        position = state.length.unsqueeze(1) + rows + 1
-        predicted = pick(logits, position, state.sampling, history(state, chain).at(rows))
-        counts = state.speculates[state.slots].unsqueeze(1) & (flight.repeat.gather(1, rows) != NONE)
-        if self.pipelining.rechecks == "ends":
-            counts &= rows == (flight.count - 1).unsqueeze(1)
-        if self.pipelining.gate > 0:
-            counts &= log_chances(logits, predicted, 0)[0] > math.log(self.pipelining.gate)
-        return (
-            flight.tokens.scatter(1, rows, predicted),
-            torch.zeros_like(flight.tokens, dtype=torch.bool).scatter(1, rows, counts),
-        )
+    def _predictions(
+        self, flight: Flight, position: Tensor, sampling: SamplingRows, known: History
+    ) -> tuple[Tensor, Tensor]:
+        """Return what rows predict by the target's own choice, and their logits: of all rows [b, n], or of the root's and
+        the youngest token's [b, 2]. known: what precedes the token after each row."""
+        hidden = flight.hidden
+        if not self._reads_every_row:
+            youngest = (flight.repeat != NONE).sum(1) - 1
+            rows = torch.stack([torch.zeros_like(youngest), youngest], dim=1)
+            hidden = hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+            position, known = position.gather(1, rows), known.at(rows)
+        logits = self.target.head(self.target.norm(hidden))
+        return pick(logits, position if sampling.kind.is_greedy else position + 1, sampling, known), logits
 
-    def _decide(self, state: State, final: Tensor, logits: Tensor) -> tuple[Tensor, Emission]:
-        """Emit the target's choices after roots that are `final` [b], by their logits [b, 1, V]. Return the choices [b] and
-        the emission. A NaN may come from a token in flight, if the sequence speculates: that counts as a draft."""
-        draft, scores = Draft.nothing(state.root), Scores(logits)
-        deciding = state.alive_slots.index_copy(0, state.slots, state.alive & final)
-        accepted, emission = accept(replace(state, alive_slots=deciding), draft, scores, 0)
-        commit(state, self.target.cache, draft, accepted, emission)
-        emission.drafted.copy_(emission.broken & state.speculates[state.slots])
-        self.drafter.observe(state, draft, scores, accepted)
-        return accepted.next, emission
+    def _sure(self, logits: Tensor, predicted: Tensor) -> Tensor | None:
+        """Return which predictions are likelier than the gate; None if there is no gate."""
+        if not self.pipelining.gate:
+            return None
+        return log_chances(logits, predicted, 0)[0] > math.log(self.pipelining.gate)

@@ -25,11 +25,12 @@ class LayerGroup:
         self.stack.cache, self.stack.rotary_tables = target.cache.of_group(count), whole.rotary_tables
         self.slots_per_repeat = count * target.cache.slots
 
-    def __call__(self, batch: Batch, hidden: Tensor, position: Tensor, repeat: Tensor) -> Tensor:
-        """Run rows [b, n, H] through the group. position [b, n]: at most n - 1 after the committed rows. repeat [b, n]: how
-        often each row has been through it. All rows before a position must have been through it more often."""
+    def __call__(self, batch: Batch, hidden: Tensor, position: Tensor, slots: Tensor) -> Tensor:
+        """Run rows [b, n, H] through the group. position [b, n]: at most n - 1 after the committed rows. slots [b, n]: the
+        virtual slot of each row: that of its sequence, and `slots_per_repeat` more for each time that the row has been
+        through. All rows before a position must have been through more often."""
         attention.route(self.target.hf)
-        slots, rows = batch.slots.unsqueeze(1) + repeat * self.slots_per_repeat, hidden.shape[1]
+        rows = hidden.shape[1]
         each = Batch(slots.flatten(), batch.ids * rows, batch.span + rows - 1, changes=True)
         walked = self.stack.walk(hidden.flatten(0, 1).unsqueeze(1), Rows.chain_after(position.flatten(), 1, each))
         return walked.hidden.view_as(hidden)

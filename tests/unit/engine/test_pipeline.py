@@ -10,8 +10,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from doubles import CONTEXT, POISON, SAMPLINGS, VOCABULARY, engine, fresh, requests, run_to_end, target, tokenizer, truth
+from doubles import (
+    CONTEXT,
+    POISON,
+    SAMPLINGS,
+    VOCABULARY,
+    engine,
+    fresh,
+    requests,
+    run_to_end,
+    state_of,
+    target,
+    tokenizer,
+    truth,
+)
 from foreword.core.sampling import Sampling
+from foreword.core.scores import Emission
 from foreword.core.state import Batch
 from foreword.engine import fit
 from foreword.engine.engine import Engine
@@ -70,17 +84,25 @@ def test_every_option_writes_the_truth(option: str, slots: int) -> None:
     rounds_of(steps, requests(4, SAMPLINGS["T=0.8"], max_new_tokens=10))
 
 
-class Predictions:
-    """Stands in for what exits predict: a plan of tokens, and whether they count."""
+def predict(steps: Engine, tokens: list[int], counts: list[bool]) -> None:
+    """Let exits predict planned tokens, and let them count or not. Predictions that are final stay as they are."""
+    loop: Any = steps.loop
+    usual, calls = loop._predictions, iter(range(10**6))
 
-    def __init__(self, tokens: list[int], counts: list[bool]) -> None:
-        self.tokens, self.counts, self.calls = torch.tensor(tokens), torch.tensor(counts), 0
+    def planned(plan: list[Any], like: Tensor) -> Tensor:
+        first = next(calls)
+        return torch.tensor([plan[(first + i) % len(plan)] for i in range(like.shape[1])]).expand_as(like)
 
-    def __call__(self, state: Any, flight: Flight, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        place = self.calls + torch.arange(flight.tokens.numel()).view_as(flight.tokens)
-        self.calls += flight.tokens.numel()
-        counts = self.counts[place % len(self.counts)] & (flight.repeat != NONE)
-        return self.tokens[place % len(self.tokens)], counts
+    def predictions(flight: Flight, *others: Any) -> tuple[Tensor, Tensor]:
+        predicted, logits = usual(flight, *others)
+        return predicted.where(is_final(flight), planned(tokens, predicted)), logits
+
+    loop._predictions, loop._sure = predictions, lambda logits, predicted: planned(counts, predicted)
+
+
+def is_final(flight: Flight) -> Tensor:
+    """[b, n] bool: rows that have been through all repeats."""
+    return flight.repeat == REPEATS
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -93,7 +115,7 @@ class Predictions:
 def test_any_predictions_give_the_truth(sampling: Sampling, tokens: list[int], counts: list[bool], slots: int) -> None:
     """They are wrong almost always: tokens are dropped at every repeat."""
     steps = engine(make("speed"), target("foreword_looped"), slots)
-    steps.loop._predictions = Predictions(tokens, counts)  # type: ignore[attr-defined]
+    predict(steps, tokens, counts)
     rounds_of(steps, requests(3, sampling, max_new_tokens=5))
 
 
@@ -108,12 +130,6 @@ def poisoned() -> Model:
     return Model(hf)
 
 
-def predict_by_row(state: Any, flight: Flight, rows: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The second row predicts the token whose embedding is NaN. If the first one was wrong, another takes its place."""
-    by_row = torch.tensor([9, POISON, 9])[: flight.tokens.shape[1]].expand_as(flight.tokens).clone()
-    return by_row, (flight.repeat != NONE) & state.speculates[state.slots].unsqueeze(1)
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_nan_in_flight_does_not_reach_the_output(late: bool) -> None:
     """The wrong token is dropped, but its row stays in the cache, where 0 x NaN is NaN. So the request goes on without
@@ -123,13 +139,20 @@ def test_a_nan_in_flight_does_not_reach_the_output(late: bool) -> None:
     asked = [one for one in asked if POISON not in (*one.prompt, *truth(model.hf, one))][:2]
     assert len(asked) == 2
     steps = engine(make("speed"), model, slots=1, late=late)
-    usual = steps.loop._predictions  # type: ignore[attr-defined]
-    steps.loop._predictions = predict_by_row  # type: ignore[attr-defined]
+    loop: Any = steps.loop
+    usual = loop._predictions
+
+    def poison(flight: Flight, *others: Any) -> tuple[Tensor, Tensor]:
+        """Let the root predict a token, and the row after it the token whose embedding is NaN."""
+        predicted, logits = usual(flight, *others)
+        return predicted.where(is_final(flight), torch.tensor([9, POISON, 9])[: predicted.shape[1]]), logits
+
+    loop._predictions = poison
     runs = [steps.add(one) for one in asked]
     with pytest.warns(ForewordWarning, match="NaN to a draft.*without speculation"):
         run_to_end(steps)
     assert [run.tokens for run in runs] == [truth(model.hf, one) for one in asked]
-    steps.loop._predictions = usual  # type: ignore[attr-defined]
+    loop._predictions = usual
     again = steps.generate(asked)
     assert [run.tokens for run in again] == [run.tokens for run in runs]
 
@@ -183,17 +206,19 @@ def test_the_loop_keeps_its_buffers() -> None:
 # Moving ------------------------------------------------------------------------------------------------------------------
 
 
-def moved(
-    tokens: list[int], repeat: list[int], choice: list[int], checked: list[int], decided: int
-) -> list[tuple[int, int]]:
-    """Return the tokens in flight of one slot after `move`, each with its repeat."""
-    columns = FlightColumns.empty(2, 3, 1, torch.float32, torch.device("cpu"))
+def moved(tokens: list[int], repeat: list[int], predicted: list[int], sure: list[int], decided: int) -> list[Any]:
+    """Return the tokens in flight of one slot after `move`, each with its repeat. The other slot stays as it is."""
+    columns, state = FlightColumns.empty(2, 3, 1, torch.float32, torch.device("cpu")), state_of([[5], [5]])
     flight = Flight(torch.tensor([tokens]), torch.tensor([repeat]), torch.tensor([repeat]).unsqueeze(-1).float())
-    plan = torch.tensor([choice]), torch.tensor([checked]).bool(), torch.tensor([decided]), torch.tensor([False])
-    move(columns, torch.tensor([1]), flight, *plan)
+    emission = Emission.in_a_block(1, 1, torch.device("cpu"))
+    emission.count.fill_(decided)
+    emission.broken.fill_(False)
+    plan = torch.tensor([predicted]), torch.tensor([sure]).bool(), True, emission
+    move(columns, state.at(Batch.of([1], 0)), flight, *plan)
     rows = zip(columns.tokens[1].tolist(), columns.repeat[1].tolist(), columns.hidden[1, :, 0].tolist(), strict=True)
     found = [(token, times, state) for token, times, state in rows if times != NONE]
     assert all(times == 0 or state == times for _, times, state in found), "a state moves with its token"
+    assert columns.repeat[0].tolist() == [0, NONE, NONE]
     return [(token, times) for token, times, _ in found]
 
 

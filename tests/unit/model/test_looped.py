@@ -87,10 +87,10 @@ def test_rows_at_different_repeats_in_one_call() -> None:
     model, sequences = target("foreword_looped"), {2: TOKENS, 0: TOKENS[::-1]}
     batch = replace(prefilled(model, {slot: tokens[:4] for slot, tokens in sequences.items()}, slots=3), span=6)
     group, tokens = LayerGroup(model), torch.tensor([sequences[slot][4:7] for slot in batch.ids])
-    hidden, done = model.embed(tokens), {}
+    hidden, slots, done = model.embed(tokens), batch.slots.unsqueeze(1), {}
     for tick in range(5):
         rows = torch.arange(max(tick - 2, 0), min(tick, 2) + 1).expand(2, -1)  # those that have entered and are not through
-        hidden[:, rows[0]] = group(batch, hidden[:, rows[0]], 4 + rows, tick - rows)
+        hidden[:, rows[0]] = group(batch, hidden[:, rows[0]], 4 + rows, slots + (tick - rows) * group.slots_per_repeat)
     for row, slot in enumerate(batch.ids):
         whole = model.read(torch.tensor([sequences[slot][:7]]), Needs(hidden=True)).require_hidden()
         torch.testing.assert_close(hidden[row], whole[0, 4:], atol=1e-10, rtol=0)

@@ -8,7 +8,16 @@ that lie or know the truth. `recording`: a drafter that records calls. `training
 from doubles.attention import AttentionCase
 from doubles.drafters import LastHidden, Liar, Oracle, Plan, Playback, continuation
 from doubles.engines import SAMPLINGS, engine, prompts, requests, rerunning, run_to_end, written
-from doubles.methods import DRAFTING, TRAINABLE, TRAINED, WITHOUT_WEIGHTS, drafter, target_for, with_random_weights
+from doubles.methods import (
+    DRAFTING,
+    TRAINABLE,
+    TRAINED,
+    WITHOUT_WEIGHTS,
+    drafter,
+    family_for,
+    target_for,
+    with_random_weights,
+)
 from doubles.models import (
     CONTEXT,
     END,
@@ -62,6 +71,7 @@ __all__ = [
     "drafter",
     "drafts_of",
     "engine",
+    "family_for",
     "fresh",
     "full_sequence",
     "hf_cache",

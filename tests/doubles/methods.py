@@ -36,9 +36,14 @@ DRAFTING = [name for name, method in METHODS.items() if not method.looped]
 """Methods that draft. The others are for looped models alone."""
 
 
-def target_for(name: str, family: str = "llama") -> Model:
-    """Return a tiny model for a method: of this family, or a looped one if the method is for those alone."""
-    return target("foreword_looped" if name in METHODS and name not in DRAFTING else family)
+def family_for(name: str, family: str = "llama") -> str:
+    """Return the family to try a method with: this one, or that of looped models if the method is for those alone."""
+    return "foreword_looped" if name in METHODS and METHODS[name].looped else family
+
+
+def target_for(name: str) -> Model:
+    """Return a tiny model to try a method with."""
+    return target(family_for(name))
 
 
 def drafter(name: str, model: Model) -> Drafter:

@@ -72,15 +72,15 @@ class LoopedLearner:
     def __init__(self, original: Model, options: LoopedOptions) -> None:
         check_loopable(original.hf.config, options.group, options.repeats)
         self.original, self.options, self.module = original, options, LoopedWeights(original, options)
-        applied = nn.ModuleList([*self.module.layers] * options.repeats)
-        self.stack = Stack(original.hf, original.family, applied)
         self.weights = [2 * r / (options.repeats * (options.repeats + 1)) for r in range(1, options.repeats + 1)]
 
     def exits(self, tokens: Tensor) -> list[Tensor]:
         """Return the normed states [b, n, H] of sequences [b, n] after each repeat."""
         group, rows = self.options.group, Rows.whole_sequences(tokens.shape[1], tokens.device)
         taps = tuple(range(group, group * self.options.repeats + 1, group))
-        walked = self.stack.walk(self.original.embed(tokens), rows, taps=taps)
+        applied = nn.ModuleList([*self.module.layers] * self.options.repeats)
+        stack = Stack(self.original.hf, self.original.family, applied)  # a new one: fused layers would keep old weights
+        walked = stack.walk(self.original.embed(tokens), rows, taps=taps)
         return [self.module.norm(state) for state in walked.taps.values()]
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:

@@ -42,8 +42,8 @@ def methods(
 ) -> None:
     """List the methods: the ways to draft the next tokens of the model.
 
-    A trained method needs a drafter made for the model: one that ships, or one of yours (--drafter). The others work with
-    any model at once. The output is the same with every method; `foreword prove` shows it. With --measure a second table
+    A trained method needs a drafter made for the model: one that ships, or one of yours (--drafter). `speed` needs a looped
+    model, which `foreword train looped` makes. The others work with any model at once. The output is the same with every method; `foreword prove` shows it. With --measure a second table
     shows the expected speed-up on this machine, the fastest first, and which method `auto` picks: the fastest, or its
     earlier choice if that is about as fast. --remeasure measures the costs again first.
     """
@@ -67,6 +67,8 @@ def methods(
 
 
 def _drafter(name: str) -> str:
+    if find(name).looped:
+        return "needs a looped model"
     if not find(name).trained:
         return "not needed"
     folder = shipped().get(name)

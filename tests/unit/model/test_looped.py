@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from doubles import chain, fresh, hf_logits, prefilled, requests, target, truth
 from foreword.core.needs import Needs
 from foreword.core.state import Batch
+from foreword.drafting.standalone import standalone_model
 from foreword.engine.engine import Engine
 from foreword.errors import InputError, ModelUnsupported
-from foreword.methods import make
+from foreword.methods import make, untrained
 from foreword.model.group import LayerGroup
 from foreword.model.loading import load_weights
 from foreword.model.looped import LoopedConfig, check_loopable, group_of, looped_model
@@ -134,6 +135,18 @@ def test_a_group_starts_as_layers_of_the_model(start: Any) -> None:
         expected = sum(one.mlp.up_proj.weight for one in alike) / len(alike)
         torch.testing.assert_close(layer.mlp.up_proj.weight, expected)
         assert layer.mlp.up_proj.weight.requires_grad
+
+
+def test_a_draft_model_of_its_first_layers_applies_each_once() -> None:
+    """Three layers of a group of two: the third is the first again."""
+    model, drafter, tokens = target("foreword_looped"), untrained("draft_model", layers=3), torch.tensor([TOKENS])
+    drafter.prepare(model, 1)
+    module = drafter.module  # type: ignore[attr-defined]
+    small: Any = standalone_model(model, module, model.device)
+    with torch.no_grad():
+        own = model.head(module.norm(drafter.small_model.over(tokens)))[0]  # type: ignore[attr-defined]
+    assert len(small.model.layers) == 3 and small.config.repeats == 1
+    torch.testing.assert_close(hf_logits(small, TOKENS), own, atol=1e-4, rtol=0)
 
 
 def test_what_cannot_be_looped_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Looped models: the function is that of a Llama with the same layers again and again, in transformers and here."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,9 @@ from foreword.drafting.standalone import standalone_model
 from foreword.engine.engine import Engine
 from foreword.errors import InputError, ModelUnsupported
 from foreword.methods import make, untrained
+from foreword.model import stack
 from foreword.model.group import LayerGroup
+from foreword.model.linears import fuse
 from foreword.model.loading import load_weights
 from foreword.model.looped import LoopedConfig, check_loopable, group_of, looped_model
 from foreword.model.model import Model
@@ -101,6 +104,28 @@ def test_rows_at_different_repeats_in_one_call() -> None:
     for slot, rows in done.items():
         for keys, row in zip(model.cache.keys, rows, strict=True):
             torch.testing.assert_close(row, keys[slot, :, 4:7], atol=1e-10, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_call_on_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: fused layers, and the kernels that find positions and attend, with virtual slots."""
+    pytest.importorskip("triton")
+    hf, found = fresh("foreword_looped", torch.float32, head_dim=16, num_hidden_layers=4, repeats=2), []
+    fused = copy.deepcopy(hf)
+    fuse(fused)
+    for one in (hf, fused):
+        model = Model(one)
+        batch = prefilled(model, {2: TOKENS[:5], 0: TOKENS[3:9]}, slots=3, scratch=2)
+        group, rows = LayerGroup(model), torch.arange(2).expand(2, 2)
+        assert (group.stack.fused is not None) == (one is fused)
+        monkeypatch.setattr(stack, "has_kernel", lambda cache, own=one is fused: own)
+        slots = batch.slots.unsqueeze(1) + torch.tensor([1, 0]) * group.slots_per_repeat
+        position = model.cache.length[batch.slots].unsqueeze(1) + rows
+        for _ in range(2):
+            found.append(group(batch, model.embed(torch.tensor([[7, 8], [9, 10]])), position, slots))
+        found.append(torch.stack(model.cache.keys)[:, batch.slots, :, :8])
+    for own, other in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(other, own, rtol=1e-4, atol=1e-4)
 
 
 def test_the_cache_of_a_group_is_a_view() -> None:

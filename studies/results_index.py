@@ -70,6 +70,14 @@ def pipelined(found: Found) -> str:
     return f"a looped model: {'; '.join(ways)}; losses of the last and first exit and of the original {losses}"
 
 
+def comparison(found: Found) -> str:
+    """Give the ratio of each contender over all prompts."""
+    overall = [change for change in found["changes"] if change["table"] == "overall"]
+    before, after = found["settings_that_differ"]["versions"]
+    ratios = ", ".join(f"`{change['contender']}` {change['ratio']:.2f}x" for change in overall)
+    return f"{after['foreword']} over {before['foreword']}: {ratios}"
+
+
 def proof(found: Found) -> str:
     methods = found["methods"]
     names = ", ".join(f"`{name}`" for name in methods) if len(methods) < 4 else f"{len(methods)} methods"
@@ -92,6 +100,17 @@ def training(found: Found) -> str:
         f"`{found['method']}`{f' ({options})' if options else ''}: {found['step']:,} steps, {tokens}, "
         f"{found['best']['tokens_per_round']:.2f} tokens per round on held-out prompts"
     )
+
+
+def plan_search(found: Found) -> str:
+    best, count = found["best"], len(found["best"]["attention"]) + len(found["best"]["mlp"])
+    left_out = f"{count} of {2 * found['layers']} half-layers left out, agreement {best['agreement']:.2f}"
+    return f"`{found['method']}`: the best of {found['trials']} plans; {left_out}, {best['expected_speedup']:.2f}x expected"
+
+
+def first_plans(found: Found) -> str:
+    shown = ", ".join(f"{one['agreement']:.2f} at {one['ratio']}" for one in found["plans"])
+    return f"agreement of the plan that `swift` starts with, by its ratio: {shown}"
 
 
 def distilling(found: Found) -> str:
@@ -171,8 +190,11 @@ def simulated(found: Found) -> str:
 KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Benchmarks", "tables", benchmark),
     ("Benchmarks", "quality", pipelined),
+    ("Benchmarks", "changes", comparison),
     ("Proofs", "bugs", proof),
     ("Training", "looped", looped_training),
+    ("Training", "windows", plan_search),
+    ("Training", "plans", first_plans),
     ("Training", "best", training),
     ("Training", "written", distilling),
     ("Training", "accuracy", layer_sweep),

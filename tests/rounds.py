@@ -38,7 +38,7 @@ from foreword.ops import cached_rows
 from foreword.ops.candidate_graphs import Rule, TorchGraph
 from foreword.ops.device import synchronize
 from foreword.ops.flights import NONE, Flight, FlightColumns, board, continued, move
-from foreword.ops.growth import RankPaths
+from foreword.ops.growth import RankPaths, TorchTrees
 from foreword.ops.growth import filled as filled_by_torch
 from foreword.ops.growth import likeliest_paths as paths_by_torch
 from foreword.ops.noise import gumbel
@@ -48,6 +48,7 @@ from foreword.ops.recycling import learnt as learnt_by_torch
 from foreword.ops.recycling import walked as walked_by_torch
 from foreword.ops.rounds import fit, write
 from foreword.ops.rows import carried_and_embedded, conditioned_on_next, counted
+from foreword.ops.transitions import after_live_nodes, likeliest_transitions
 from foreword.ops.trees import lineage as lineage_of
 from foreword.ops.trees import next_level
 from foreword.ops.unread import unread
@@ -438,6 +439,39 @@ def check_conditioned_on_next(seed: int, device: str, taps: tuple[int, ...], pat
         torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-5)
 
 
+def check_after_live_nodes(seed: int, device: str, width: int, places: int, k: int) -> None:
+    """Check the candidates after live nodes. The tables are parts of larger ones, as those of one place of a block are."""
+    from foreword.ops.drafting.transitions import after_live_nodes as by_kernel  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.stack([torch.randperm(99, generator=generator)[:places] for _ in range(6)]).view(3, 2, places)
+    live = before[:, 1].gather(1, torch.randint(0, places, (3, width), generator=generator))
+    tokens = torch.randint(0, 99, (3, 2, places, k), generator=generator)
+    log_probs = -torch.rand(3, 2, places, k, generator=generator)
+    given = [table[:, 1] for table in (before, tokens, log_probs)]
+    found = by_kernel(live.to(device), *(table.to(device)[:, 1] for table in (before, tokens, log_probs)))
+    assert all(same(*pair) for pair in zip(found, after_live_nodes(live, *given), strict=True))
+
+
+def check_transitions(seed: int, device: str, places: int, count: int, k: int, dtype: torch.dtype) -> None:
+    """Check the candidates after each candidate: ties among them, and all NaN after one. Log-probabilities are close."""
+    from foreword.ops.drafting.transitions import likeliest_transitions as by_kernel  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    changes = torch.randn(2, places, count, count, generator=generator).to(dtype)
+    log_probs = torch.randn(2, places + 1, count + 3, generator=generator).log_softmax(-1)[..., :count]
+    for table in (changes, log_probs):
+        table[..., count // 2] = table[..., 0]  # equal ones
+    changes[0, 0, -1] = torch.nan
+    candidates = torch.randint(0, 99, (2, places + 1, count), generator=generator)
+    temperature = torch.tensor([0.0, 0.5]) if seed % 2 else None
+    exact = likeliest_transitions(changes, candidates, log_probs, temperature, k)
+    heat = None if temperature is None else temperature.to(device)
+    found = by_kernel(changes.to(device), candidates.to(device), log_probs.to(device), heat, k)
+    torch.testing.assert_close(found[1].cpu(), exact[1], atol=1e-5, rtol=1e-5)
+    assert same(found[0], exact[0])
+
+
 def check_remember(seed: int, device: str, columns: int, dtype: torch.dtype) -> None:
     """Check rows along a path or all, with a norm and without; those of a sequence with count 0 are NaN."""
     from foreword.ops.round import gather  # noqa: PLC0415
@@ -607,7 +641,9 @@ def check_growth(seed: int, device: str, growth: BestFirst | Budgeted) -> None:
     shape = growth.shape
     trees = KernelTrees(given, shape.depth, growth.width, growth.branch, growth.budget(shape))
     found = growth.grow(given, random_candidates(seed, batch, growth.branch, device), shape, trees)
-    exact = growth.grow(truth, random_candidates(seed, batch, growth.branch, "cpu"), shape)
+    own = TorchTrees(truth, growth.width, growth.budget(shape))
+    exact = growth.grow(truth, random_candidates(seed, batch, growth.branch, "cpu"), shape, own)
+    assert same(trees.chance, own.chance)
     assert same(found.size, exact.size) and same(found.tokens, exact.tokens)
     assert same(found.tree.parent, exact.tree.parent)
 

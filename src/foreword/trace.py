@@ -97,8 +97,8 @@ class Traced(Drafter):
     def decided(self, state: State, emission: Emission) -> None:
         self.inner.decided(state, emission)
 
-    def end(self, slots: Sequence[int]) -> None:
-        self.inner.end(slots)
+    def end(self, slots: Sequence[int]) -> bool | None:
+        return self.inner.end(slots)
 
     def close(self) -> None:
         self.inner.close()

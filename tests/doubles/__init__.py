@@ -10,6 +10,7 @@ from doubles.drafters import LastHidden, Liar, Oracle, Plan, Playback, continuat
 from doubles.engines import SAMPLINGS, engine, prompts, requests, rerunning, run_to_end, written
 from doubles.methods import (
     DRAFTING,
+    OPTIONS,
     TRAINABLE,
     TRAINED,
     WITHOUT_WEIGHTS,
@@ -50,6 +51,7 @@ __all__ = [
     "FAMILIES",
     "LastHidden",
     "Liar",
+    "OPTIONS",
     "Oracle",
     "POISON",
     "Plan",

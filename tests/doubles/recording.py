@@ -68,9 +68,9 @@ class Recorder(Drafter):
     def decided(self, state: State, emission: Emission) -> None:
         self.inner.decided(state, emission)
 
-    def end(self, slots: Sequence[int]) -> None:
+    def end(self, slots: Sequence[int]) -> bool | None:
         self.ended += slots
-        self.inner.end(slots)
+        return self.inner.end(slots)
 
 
 def drafts_of(seen: Seen) -> list[tuple[list[int], list[int]]]:

@@ -56,7 +56,7 @@ def test_only_the_draft_vocabulary_is_drafted_and_the_output_is_the_truth(name: 
     assert found[1] and ALLOWED[list(found[1])].all()
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["medusa", "clover2", "draft_model"])
 def test_a_folder_stores_the_draft_vocabulary(name: str, stored: StoredDtype, tmp_path: Path) -> None:
     model = target()
@@ -97,7 +97,7 @@ def test_a_draft_vocabulary_of_another_model_is_refused(tmp_path: Path) -> None:
         saved.restore(tmp_path, model)
 
 
-@pytest.mark.parametrize("name", ["medusa", "clover2", "draft_model", "gsd", "amusd"])
+@pytest.mark.parametrize("name", ["medusa", "clover2", "masked", "draft_model", "gsd", "amusd"])
 def test_widening_does_not_change_the_draft_vocabulary(name: str, tmp_path: Path) -> None:
     """A target twice as wide has the same draft vocabulary, even if the draft model stays small. amusd uses none."""
     narrow, wide = widened_pair(torch.float64, 2)

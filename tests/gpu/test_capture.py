@@ -117,7 +117,21 @@ def test_recorded_drafts_equal_eager_ones(method: str) -> None:
     assert [tokens for tokens, *_ in rounds[1]] == [truth(tiny(family), request, context=256) for request in asked]
 
 
-@pytest.mark.parametrize("method", ["medusa", slow("clover2"), slow("draft_model")])
+def test_rounds_are_recorded_again_after_a_plan_has_changed() -> None:
+    """Each round drafts and accepts as many tokens as without graphs, while the layers that drafts run change."""
+    asked = [Request(p, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True) for p in prompts(9)]
+    rounds, plans = [], []
+    for graph in (False, True):
+        made: Any = methods.make("swift", rows=13, ratio=0.5, threshold=0.3, window=6, tries=6)
+        steps = Engine(Model(on_gpu("llama")), made, slots=2, max_context=200, chunk=7, graph=graph)
+        before = made.search.plan
+        rounds.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
+        plans.append((before, made.search.plan))
+    assert rounds[0] == rounds[1] and plans[0] == plans[1] and plans[0][0] != plans[0][1]
+    assert [tokens for tokens, *_ in rounds[1]] == [truth(tiny("llama"), request) for request in asked]
+
+
+@pytest.mark.parametrize("method", ["medusa", *map(slow, ("chimera", "clover2", "draft_model", "masked", "kangaroo"))])
 def test_recorded_drafts_of_a_draft_vocabulary_equal_eager_ones(method: str) -> None:
     asked = [Request(p, SAMPLINGS["T=0.8"].derived(i), max_new_tokens=20) for i, p in enumerate(prompts(6))]
     rounds = []

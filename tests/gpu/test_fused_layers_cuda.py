@@ -58,8 +58,8 @@ CASES = [
     for dtype in (torch.bfloat16, torch.float16)
     for large in (False, True)
 ]
-# Quick: no heads, a tree, int8 heads, grafts, a pipeline.
-CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer", "speed")
+# Quick: no heads, a tree, int8 heads, grafts, rows that attend to later ones, a pipeline.
+CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer", "masked", "speed")
 
 PROMPT = 150  # rows of each of two sequences: together more than our own products take
 

@@ -14,6 +14,7 @@ from foreword.ops.candidate_graphs import Rule
 from foreword.ops.top import top
 from foreword.ops.trees import lineage as lineage_of
 from rounds import (
+    check_after_live_nodes,
     check_at_slots,
     check_candidate_graphs,
     check_carried_and_embedded,
@@ -38,6 +39,7 @@ from rounds import (
     check_row_positions,
     check_settle,
     check_top,
+    check_transitions,
     check_vocabulary,
     check_walk,
     check_with_chain,
@@ -205,6 +207,19 @@ def test_committed_rows_conditioned_on_the_next_token(taps: tuple[int, ...], pat
 def test_the_last_accepted_row_is_remembered(columns: int, dtype: torch.dtype) -> None:
     for seed in range(6):
         check_remember(seed, "cuda", columns, dtype)
+
+
+@pytest.mark.parametrize(("width", "places", "k"), [(8, 16, 10), slow(1, 1, 1)])
+def test_the_candidates_after_live_nodes(width: int, places: int, k: int) -> None:
+    for seed in range(4):
+        check_after_live_nodes(seed, "cuda", width, places, k)
+
+
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
+@pytest.mark.parametrize(("places", "count", "k"), [(7, 16, 10), slow(1, 1, 1), slow(3, 32, 32)])
+def test_the_candidates_after_each_candidate(places: int, count: int, k: int, dtype: torch.dtype) -> None:
+    for seed in range(4):
+        check_transitions(seed, "cuda", places, count, k, dtype)
 
 
 @pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)

@@ -48,7 +48,7 @@ def training(method: str, folder: Path, steps: int) -> Training:
     )
 
 
-@pytest.mark.parametrize("method", ["medusa", "clover2"])
+@pytest.mark.parametrize("method", ["medusa", "chimera", "clover2", "masked"])
 def test_one_step_learns(method: str) -> None:
     """Learn from tokens and from the target's distributions, as in training, but without accelerate: the weights change and
     stay finite, and the step reports that it was sound."""
@@ -93,7 +93,7 @@ def test_the_loss_falls(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["medusa", "clover2"])
+@pytest.mark.parametrize("method", ["medusa", "chimera", "clover2", "masked"])
 def test_recorded_rounds_follow_weights_that_change(method: str, tmp_path: Path) -> None:
     """Everything derived from weights, such as int8 codes, is computed again."""
     run = training(method, tmp_path, 60)

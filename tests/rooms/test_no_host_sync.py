@@ -54,10 +54,15 @@ ENTRIES = {
         "race",
     },
     SOURCE / "drafting" / "trees" / "growth.py": {"draft", "choose"},
+    SOURCE / "drafting" / "trees" / "beam.py": {"draft"},
+    SOURCE / "drafting" / "early_rows.py": {"__init__", "read", "draft"},
+    SOURCE / "drafting" / "level_rows.py": {"last", "add"},
     SOURCE / "drafting" / "trees" / "templates.py": {"draft", "filled", "tokens"},
     SOURCE / "drafting" / "graphs.py": {"add", "draft"},
     SOURCE / "drafting" / "joining.py": {"joined", "attach"},
     SOURCE / "drafting" / "heads.py": {"forward", "onto", "remember"},
+    SOURCE / "drafting" / "blocks.py": {"as_slots", "kept", "easier"},
+    SOURCE / "drafting" / "edges.py": {"of", "after"},
     SOURCE / "drafting" / "transfer.py": {"forward", "append_step", "steps_after"},
     SOURCE / "ops" / "growth.py": {"add", "chosen", "likeliest", "filled", "sureness"},
     SOURCE / "ops" / "candidate_graphs.py": {"add", "unrolled", "walks"},
@@ -72,12 +77,14 @@ ENTRIES = {
         "remember",
         "add_cosine_attention",
         "cosine_attention",
+        "along",
     },
     SOURCE / "ops" / "pseudo_rows.py": {"projected", "with_pseudo_rows"},
+    SOURCE / "ops" / "transitions.py": {"likeliest_transitions", "after_live_nodes"},
     SOURCE / "ops" / "unread.py": {"unread"},
     SOURCE / "model" / "draft_linears.py": {"__call__", "onto"},
     SOURCE / "drafting" / "draft_vocabulary.py": {"head", "candidates"},
-    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing"},
+    SOURCE / "core" / "draft.py": {"ancestors", "depth", "head", "counts", "nothing", "overwrite"},
     SOURCE / "ops" / "trees.py": {"lineage", "next_level"},
     SOURCE / "ops" / "cached_rows.py": {"flat_places", "keep_rows", "advance"},
     SOURCE / "ops" / "norms.py": {"rms_normed"},
@@ -85,7 +92,8 @@ ENTRIES = {
     SOURCE / "engine" / "prefill.py": {"_score", "_show_drafter"},
     SOURCE / "model" / "cache.py": {"places", "write", "read", "keep", "advance", "rewind"},
     SOURCE / "drafting" / "small_model.py": {"root", "read", "embed", "norm", "candidates"},
-    SOURCE / "model" / "model.py": {"score", "onward", "embed", "norm", "head", "draft_head"},
+    SOURCE / "drafting" / "skipped_target.py": {"root", "read", "run", "candidates", "confident_chain"},
+    SOURCE / "model" / "model.py": {"score", "early", "onward", "embed", "norm", "head", "draft_head"},
     **{
         SOURCE / "methods" / f"{name}.py": {"read", "propose", "observe"}
         for name in METHODS
@@ -94,7 +102,7 @@ ENTRIES = {
 }
 
 # Taken on the CPU only, where asking costs nothing.
-ON_THE_CPU = {"_sampled_among_best"}
+ON_THE_CPU = {"_sampled_among_best", "none_goes_on"}
 
 
 def functions(file: Path) -> dict[str, ast.FunctionDef]:

@@ -30,6 +30,7 @@ from foreword.cli.methods import METHODS_EXAMPLES, methods
 from foreword.cli.options import unfold
 from foreword.cli.profile import PROFILE_EXAMPLES, profile
 from foreword.cli.prove import PROVE_EXAMPLES, prove
+from foreword.cli.search import SEARCH_EXAMPLES, search
 from foreword.cli.train import TRAIN_EXAMPLES, train
 from foreword.errors import ForewordError, ForewordWarning
 
@@ -113,6 +114,7 @@ for command, examples in (
     (profile, PROFILE_EXAMPLES),
     (distill, DISTILL_EXAMPLES),
     (train, TRAIN_EXAMPLES),
+    (search, SEARCH_EXAMPLES),
     (draft_vocabulary, DRAFT_VOCABULARY_EXAMPLES),
     (export, EXPORT_EXAMPLES),
     (draw, DRAW_EXAMPLES),

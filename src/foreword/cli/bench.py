@@ -428,7 +428,7 @@ def compare(
         raise InputError(f"{before} and {after} have no prompt in common that one contender answered alone in both")
     if json:
         rows = [{**asdict(change), "verdict": change.verdict} for change in found]
-        print_json({"changes": rows, "settings_that_differ": differing})
+        print_json({"about": new["about"], "changes": rows, "settings_that_differ": differing})
     else:
         _print_changes(found, differing)
     if at_least is not None and any(change.is_below(at_least) for change in found if change.table == "overall"):

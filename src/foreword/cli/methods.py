@@ -42,10 +42,11 @@ def methods(
 ) -> None:
     """List the methods: the ways to draft the next tokens of the model.
 
-    A trained method needs a drafter made for the model: one that ships, or one of yours (--drafter). `speed` needs a looped
-    model, which `foreword train looped` makes. The others work with any model at once. The output is the same with every method; `foreword prove` shows it. With --measure a second table
-    shows the expected speed-up on this machine, the fastest first, and which method `auto` picks: the fastest, or its
-    earlier choice if that is about as fast. --remeasure measures the costs again first.
+    A trained method needs a drafter made for the model: one that ships, or one of yours (--drafter). A method that must be
+    searched for needs a plan for the model, which `foreword search` finds. `speed` needs a looped model, which `foreword
+    train looped` makes. The others work with any model at once. The output is the same with every method; `foreword prove`
+    shows it. With --measure a second table shows the expected speed-up on this machine, the fastest first, and which method
+    `auto` picks: the fastest, or its earlier choice if that is about as fast. --remeasure measures the costs again first.
     """
     found = _measured(model, remeasure) if measure or remeasure else None
     if json:
@@ -69,10 +70,12 @@ def methods(
 def _drafter(name: str) -> str:
     if find(name).looped:
         return "needs a looped model"
-    if not find(name).trained:
+    if not find(name).fitted:
         return "not needed"
     folder = shipped().get(name)
-    return "must be trained" if folder is None else f"ships for {model_of(folder)}"
+    if folder is None:
+        return "must be trained" if find(name).trained else "must be searched for"
+    return f"ships for {model_of(folder)}"
 
 
 def _fields() -> dict[str, dict[str, Any]]:

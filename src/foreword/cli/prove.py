@@ -55,11 +55,11 @@ SHOWN = 10  # differences on the screen; all of them are in the files
 def named_methods(given: str) -> list[str]:
     """Parse method names, separated by commas. `all`: those that need nothing; `and_fitting` adds the others."""
     table = all_methods().items()
-    free = [name for name, method in table if name != "plain" and not (method.trained or method.looped)]
+    free = [name for name, method in table if name != "plain" and not (method.fitted or method.looped)]
     names = free if given == "all" else split_specs(given)
     for name in names:
         called = parse_spec(name).name
-        if "=" in name or called == AUTO or find(called).trained:
+        if "=" in name or called == AUTO or find(called).fitted:
             from foreword.drafters.resolve import DrafterRequest  # noqa: PLC0415  imports torch
 
             DrafterRequest.of(name)  # checks a folder before the model is loaded
@@ -67,7 +67,7 @@ def named_methods(given: str) -> list[str]:
 
 
 def and_fitting(given: str, names: list[str], model: Model) -> list[str]:
-    """For `all`, add the trained methods whose shipped drafters fit this model, and those for looped models if it is one."""
+    """For `all`, add the methods whose shipped drafters fit this model, and those for looped models if it is one."""
     from foreword.drafters.auto import shipped_for  # noqa: PLC0415  imports torch
 
     if given != "all":

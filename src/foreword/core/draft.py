@@ -112,12 +112,23 @@ def _static_tree(parents: tuple[int, ...], device: torch.device) -> Tree:
 
 
 @dataclass(frozen=True)
+class Early:
+    """The states [b, N, H] that a draft's rows have after the target's first `layer` layers. `Target.early` computed them,
+    and wrote the keys and values of these layers to the scratch rows, in the order of the draft."""
+
+    layer: int
+    states: Tensor
+
+
+@dataclass(frozen=True)
 class Draft:
-    """Candidates after the root: `tokens` [b, N], the `tree` they form, and `size` [b], how many rows count."""
+    """Candidates after the root: `tokens` [b, N], the `tree` they form, and `size` [b], how many rows count. With `early`,
+    all rows have run through the first layers already, and the pass that verifies them begins after these."""
 
     tokens: Tensor
     tree: Tree
     size: Tensor
+    early: Early | None = None
 
     @staticmethod
     def nothing(root: Tensor) -> Draft:
@@ -137,4 +148,12 @@ class Draft:
         """The draft of the first `nodes` rows."""
         if nodes >= self.nodes:
             return self
-        return Draft(self.tokens[:, :nodes], self.tree.head(nodes), self.size.clamp(max=nodes))
+        early = self.early and Early(self.early.layer, self.early.states[:, :nodes])
+        return Draft(self.tokens[:, :nodes], self.tree.head(nodes), self.size.clamp(max=nodes), early)
+
+    def overwrite(self, other: Draft) -> None:
+        """Write another draft of the same shape and tree to the memory of this one, which a recorded round reads."""
+        self.tokens.copy_(other.tokens)
+        self.size.copy_(other.size)
+        if self.early and other.early:
+            self.early.states.copy_(other.early.states)

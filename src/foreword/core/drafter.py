@@ -49,6 +49,11 @@ class Drafter:
     built: bool = False
     """Whether `build` was called. `prepare` keeps it."""
 
+    @property
+    def scratch(self) -> int:
+        """How many scratch rows the target's cache needs: for the pass that verifies, or for passes while it drafts."""
+        return max(self.shape.nodes + self.needs.grafted_rows, self.needs.scratch)
+
     def build(self, target: Target) -> None:
         """Make the weights for a target: `module`, and what its sizes depend on. Called once, before the first `bind`."""
 
@@ -90,8 +95,10 @@ class Drafter:
         `Traced`, so it may read from the device."""
         return {}
 
-    def end(self, slots: Sequence[int]) -> None:
-        """Sequences leave."""
+    def end(self, slots: Sequence[int]) -> bool | None:
+        """Sequences leave. This runs on the host, outside recorded rounds. Return True if something changed that a recorded
+        round has fixed, such as the layers that a draft runs: then recorded rounds are dropped."""
+        return None
 
     def close(self) -> None:
         """End what runs alongside the target. The drafter is not used any more, unless it is bound again."""

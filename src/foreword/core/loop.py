@@ -58,8 +58,8 @@ class Loop(Protocol):
     def restart(self, slots: Sequence[int]) -> None:
         """Compute sequences from their roots again: their scratch rows were cleared."""
 
-    def end(self, slots: Sequence[int]) -> None:
-        """Sequences leave."""
+    def end(self, slots: Sequence[int]) -> bool | None:
+        """Sequences leave. Return True if recorded rounds of this loop no longer do what it does."""
 
 
 class InTurns(Loop, Protocol):

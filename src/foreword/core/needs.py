@@ -5,7 +5,7 @@ Layer number l means: after l decoder layers (0 is the embedding).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
@@ -81,7 +81,8 @@ class Joined(NamedTuple):
 class Needs:
     """What a drafter wants of each pass. `prompt` asks for the prompt's rows too: none, all, or the last of each chunk, so
     that the row before the root is read last. `follower` says that the drafter keeps a row together with the token after it.
-    Then a reused slot's last row is read again, since another token may follow it now."""
+    Then a reused slot's last row is read again, since another token may follow it now. `scratch` is how many rows the
+    drafter itself runs through the target's cache before they are verified, if these are more than the rows of its trees."""
 
     hidden: bool = False
     logits: bool = False
@@ -89,6 +90,7 @@ class Needs:
     grafts: tuple[Graft, ...] = ()
     prompt: Literal["none", "last", "all"] = "none"
     follower: bool = False
+    scratch: int = 0
 
     def __post_init__(self) -> None:
         layers = [graft.layer for graft in self.grafts]
@@ -98,6 +100,10 @@ class Needs:
     @property
     def grafted_rows(self) -> int:
         return sum(graft.rows for graft in self.grafts)
+
+
+HalfKind = Literal["attention", "mlp"]
+Half = tuple[HalfKind, int]
 
 
 @dataclass(frozen=True)
@@ -110,3 +116,17 @@ class Skip:
     @staticmethod
     def of(attention: tuple[int, ...] = (), mlp: tuple[int, ...] = ()) -> Skip:
         return Skip(frozenset(attention), frozenset(mlp))
+
+    @staticmethod
+    def of_halves(halves: Iterable[Half]) -> Skip:
+        listed = list(halves)
+        return Skip(*(frozenset(layer for kind, layer in listed if kind == one) for one in ("attention", "mlp")))
+
+    def __or__(self, other: Skip) -> Skip:
+        return Skip(self.attention | other.attention, self.mlp | other.mlp)
+
+    @property
+    def halves(self) -> list[Half]:
+        """Each half-layer as its kind and its layer, attention first."""
+        both: tuple[tuple[HalfKind, frozenset[int]], ...] = ("attention", self.attention), ("mlp", self.mlp)
+        return [(kind, layer) for kind, layers in both for layer in sorted(layers)]

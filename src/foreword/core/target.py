@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,32 @@ class Target(Protocol):
     def draft_head_of(self, tokens: Tensor) -> DraftHead:
         """The same for a draft vocabulary [W] alone, from a copy of its rows as they are now: [.., W]."""
 
+    def after_head(self, products: Tensor) -> Tensor:
+        """Turn products of normed states and rows of `head_weight` into logits: scaled and capped, in families that do."""
+
     def head_weight(self) -> Tensor:
         """[V, H]: the weight of the head. A row is the output embedding of a token."""
 
-    def score(self, batch: Batch, draft: Draft, needs: Needs, skip: Skip | None = None, rows: range | None = None) -> Scores:
-        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept."""
+    def score(
+        self,
+        batch: Batch,
+        draft: Draft,
+        needs: Needs,
+        skip: Skip | None = None,
+        rows: range | None = None,
+        logits: Literal["all", "none"] = "all",
+    ) -> Scores:
+        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept; with `skip`,
+        without some half-layers."""
+
+    def rerun(self, batch: Batch, tokens: Tensor, skip: Skip) -> Tensor:
+        """Run the last committed tokens [b, n] of sequences once more, without some half-layers: [b, n, H], before the final
+        norm. The rows before them are those of the whole target. The cache is left as it was."""
+
+    def early(self, tokens: Tensor, rows: Any, layer: int) -> Tensor:
+        """Run rows of a draft [b, n] through the first `layer` layers: [b, n, H]. `rows`, a `model.stack.Rows`, says where
+        they stand and what they attend to. They write scratch rows of the cache only. A draft of these rows brings their
+        states along (`Draft.early`), and the pass that verifies it runs the layers after `layer`."""
 
     def onward(self, batch: Batch, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         """Run rows [b, n, H] through the layers after `layer`, as a chain after the committed sequence, with the rows that
@@ -67,9 +88,12 @@ class Target(Protocol):
         """Run whole sequences [b, n, H] through the layers after `layer`, without a cache or gradients, and alongside them
         the rows that join at their anchors [b, A], with gradients. Yields both: before the first layer, and after each."""
 
-    def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Any:
+    def stack(
+        self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64, mlp: bool = True
+    ) -> Any:
         """New decoder layers of the target's kind, with a cache of their own, copied if `init` is given: from that layer, or
-        each from one of a range. With `slots=0` the cache comes later, by `allocate(slots, context)`."""
+        each from one of a range. With `slots=0` the cache comes later, by `allocate(slots, context)`. Without `mlp` a layer
+        is its attention alone."""
 
     def cost(self, rows: int, sequences: int = 1) -> float:
         """The cost on this machine of a pass over `rows` rows of `sequences` sequences together; a pass over one row is
@@ -77,6 +101,9 @@ class Target(Protocol):
 
     def read_cost(self, weights: int) -> float:
         """The cost of reading `weights` weights. A pass over one row, which reads all weights, is 1.0."""
+
+    def skip_cost(self, skip: Skip) -> float:
+        """The cost of a pass over one row without some half-layers, by the weights that it reads. A whole one is 1.0."""
 
     def launch_cost(self, kernels: int) -> float:
         """The cost of that many small kernels in sequence in a recorded round. A pass over one row is 1.0."""

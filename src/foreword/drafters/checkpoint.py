@@ -1,7 +1,8 @@
 """Read and write the weights of trained drafters as safetensors files. `drafters/saved.py` knows what they are for.
 
-In: a module's tensors. Out: the same in bfloat16, or with every matrix as int8 and one scale per row, which halves the file
-again. Reading gives float tensors, whichever way they were stored.
+In: a module's tensors. Out: the same in bfloat16, or with every matrix as int8 and one scale per row, which halves the file,
+or as int4 and one scale per 32 columns, which nearly halves it again. Reading gives float tensors, whichever way they were
+stored: the dtype of a matrix tells.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foreword.drafters.int4 import fits_int4, from_int4, int4_codes, scales_shape
 from foreword.errors import DrafterError, StorageError
 from foreword.model.draft_linears import int8_codes
 
-StoredDtype = Literal["bfloat16", "int8"]
+StoredDtype = Literal["bfloat16", "int8", "int4"]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SCALE = ".scale"  # after the name of a matrix: the tensor with the scales of its rows
+SCALE = ".scale"  # after the name of a matrix: the tensor with the scales of its rows, or of their groups
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: StoredDtype) -> None:
@@ -28,7 +30,9 @@ def write_weights(weights: Mapping[str, Tensor], file: Path, dtype: StoredDtype)
     held: dict[str, Tensor] = {}
     for name, weight in weights.items():
         weight = weight.detach().cpu()
-        if dtype == "int8" and weight.is_floating_point() and weight.dim() > 1:
+        if dtype == "int4" and fits_int4(weight):
+            held[name], held[name + SCALE] = int4_codes(weight)
+        elif dtype != "bfloat16" and weight.is_floating_point() and weight.dim() > 1:
             held[name], held[name + SCALE] = int8_codes(weight)
         else:
             held[name] = weight.bfloat16().contiguous() if weight.is_floating_point() else weight.contiguous()
@@ -60,25 +64,36 @@ def _read(file: Path) -> dict[str, Tensor]:
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """Read all tensors, and multiply int8 matrices by their scales."""
+    """Read all tensors, and multiply int8 and int4 matrices by their scales."""
     held = _read(file)
     scales = {name.removesuffix(SCALE): held.pop(name) for name in list(held) if name.endswith(SCALE)}
     for name, scale in scales.items():
         _check_scale(file, name, held.get(name), scale)
-    return {name: weight.float() * scales[name] if name in scales else weight for name, weight in held.items()}
+    return {name: _scaled(weight, scales[name]) if name in scales else weight for name, weight in held.items()}
+
+
+def _scaled(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.float() * scale if codes.dtype == torch.int8 else from_int4(codes, scale)
 
 
 def _check_scale(file: Path, name: str, weight: Tensor | None, scale: Tensor) -> None:
     found, again = f"{file}: {name + SCALE}", "copy or train the drafter again"
-    if weight is None or weight.dtype != torch.int8:
-        stored = f"no tensor {name}" if weight is None else f"{name} as {dtype_name(weight)}"
-        raise DrafterError(f"{found} belongs to an int8 matrix, but the file has {stored}; {again}")
-    needed = (*weight.shape[:-1], 1)
+    needed = None if weight is None else _scale_shape(weight)
+    if weight is None or needed is None:
+        stored = f"no tensor {name}" if weight is None else f"{name} as {dtype_name(weight)} {tuple(weight.shape)}"
+        raise DrafterError(f"{found} belongs to an int8 or int4 matrix, but the file has {stored}; {again}")
     if tuple(scale.shape) != needed or scale.dtype not in FLOATS:
         raise DrafterError(f"{found} is {dtype_name(scale)} {tuple(scale.shape)}, but must be floats {needed}; {again}")
-    if not bool((scale.isfinite() & (scale > 0)).all()):
-        wrong = scale[~(scale.isfinite() & (scale > 0))][0].item()
-        raise DrafterError(f"{found} holds {wrong:.6g}, but scales must be above 0 and finite; {again}")
+    signed = weight.dtype != torch.int8
+    good = scale.isfinite() & ((scale.abs() if signed else scale) > 0)
+    if not bool(good.all()):
+        allowed = "finite and not 0" if signed else "above 0 and finite"
+        raise DrafterError(f"{found} holds {scale[~good][0].item():.6g}, but scales must be {allowed}; {again}")
+
+
+def _scale_shape(weight: Tensor) -> tuple[int, ...] | None:
+    """Return the shape of the scales that belong to an int8 or int4 matrix; None for other tensors."""
+    return (*weight.shape[:-1], 1) if weight.dtype == torch.int8 else scales_shape(weight)
 
 
 def dtype_name(weight: Tensor) -> str:

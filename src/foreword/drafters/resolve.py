@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from foreword.core.drafter import Drafter
+from foreword.core.needs import Skip
 from foreword.drafters.auto import choose, expectations, shipped_for
 from foreword.drafters.saved import holds_model, outline, read_config, restore
 from foreword.drafters.shipped import model_of, shipped
 from foreword.drafters.spec import MethodSpec, parse_spec
+from foreword.drafting.skipped_target import SkipPlan
 from foreword.drafting.small_model import check_vocabulary
 from foreword.errors import DrafterError, InputError
 from foreword.methods import (
@@ -31,6 +33,7 @@ from foreword.methods import (
     find,
     make,
     name_of,
+    takes,
     trained_as,
     untrained,
 )
@@ -40,7 +43,8 @@ from foreword.model.model import Model
 from foreword.text import Tokenizer
 
 # Parameters that look like options of a method in a spec, and how to give them instead.
-NO_OPTIONS = {"rows": "give it by itself (--rows)", "model": "name its folder: NAME=FOLDER"}
+_FOLDER = "name its folder: NAME=FOLDER"
+NO_OPTIONS = {"rows": "give it by itself (--rows)", "model": _FOLDER, "plan": _FOLDER}
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,8 @@ class DrafterRequest:
             if options:
                 raise InputError(f"{', '.join(options)}: an option belongs to one method; name the method too")
             return DrafterRequest(AUTO, None, rows)
-        untrained(name, rows, **options)
-        if not find(name).trained:
+        unbound = untrained(name, rows, **options)
+        if not find(name).fitted or _has_plan(unbound):
             return DrafterRequest(name, None, rows, options)
         if name not in shipped():
             raise _none_shipped(name, "this model")
@@ -151,13 +155,18 @@ def _from_object(
     return DrafterRequest(name or kind.__name__, factory=lambda: cast(Drafter, method))
 
 
+def _has_plan(drafter: Drafter) -> bool:
+    """Return whether the options of a drafter are its plan, so that it needs no folder."""
+    return isinstance(plan := getattr(drafter, "skip_plan", None), SkipPlan) and plan.skip != Skip()
+
+
 def _from_folder(name: str, folder: Path, rows: int | None, options: dict[str, Any]) -> DrafterRequest:
-    if name != AUTO and not find(name).trained:
+    if name != AUTO and not find(name).fitted:
         raise DrafterError(f"{name} has no weights of its own, so it takes no drafter; leave {folder} out")
     if holds_model(folder):
         return _from_model(name if name != AUTO else "draft_model", folder, rows, options)
     held = read_config(folder)["method"]
-    if name != AUTO and trained_as(name) != held:
+    if name != AUTO and not takes(name, held):
         raise DrafterError(f"{folder} holds a drafter of {held}, not of {name}; choose {held}, or leave the method out")
     method = held if name == AUTO else name
     outline(folder, rows, method, **options)
@@ -187,7 +196,8 @@ def _load_draft_model(method: str, folder: Path, target: Model) -> Model:
 
 
 def _none_shipped(method: str, model: str) -> DrafterError:
+    its, how = ("weights of its own", "train") if find(method).trained else ("a plan of its own", "search")
     return DrafterError(
-        f"{method} has weights of its own, and no drafter of it ships for {model}; "
-        f"train one with `foreword train {trained_as(method)}`, or name its folder with drafter=... (--drafter FOLDER)"
+        f"{method} has {its}, and no drafter of it ships for {model}; "
+        f"{how} one with `foreword {how} {trained_as(method)}`, or name its folder with drafter=... (--drafter FOLDER)"
     )

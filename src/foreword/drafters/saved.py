@@ -1,4 +1,4 @@
-"""Trained drafters as folders: config.json, model.safetensors, and what `train` writes next to them.
+"""Trained drafters as folders: config.json, model.safetensors, and what `train` writes next to them. A plan has no weights.
 
 In: a drafter that is bound to its target. Out: a folder that only the same method can load, for the same target or for that
 target widened, which computes the same function. For a widened target the drafter's weights are widened too, except a draft
@@ -64,6 +64,11 @@ def write_config(drafter: Trainable, folder: Path, target: Model, dtype: StoredD
     _write_json(folder, about)
 
 
+def save_plan(method: str, plan: dict[str, Any], folder: Path, target: Model) -> None:
+    """Write a plan for a target, which is all that a searched method needs: the options that its drafter stores."""
+    _write_json(folder, {"method": method, "config": plan, "target": Fingerprint.of_function(target).to_dict()})
+
+
 def _write_json(folder: Path, about: dict[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
 
@@ -116,15 +121,17 @@ def holds_model(folder: Path) -> bool:
 
 def outline(folder: str | Path, rows: int | None = None, method: str | None = None, **options: Any) -> Drafter:
     """Make the drafter that a folder describes, not bound and without its weights; or a drafter of another `method` that
-    uses such weights. `options` may add to the options it was trained with, but not change them."""
+    uses such weights, or such a plan. `options` may add to the options it was made with, but not change them."""
     about = read_config(folder)
     held = about["method"]
-    if not (held in all_methods() and find(held).trained):
+    if not (held in all_methods() and find(held).fitted):
         raise DrafterError(f"{folder} holds a drafter of {held!r}, which this version of Foreword does not train")
     method = method or held
     try:
         config = EARLIER_DEFAULTS.get(held, {}) | about["config"]
         _check_options(held, config)
+        if find(held).searched and method != held:
+            config = {"plan": cast(Any, untrained(held, **config)).skip_plan}
         untrained(method, **config)
     except (InputError, TypeError) as error:
         raise _unusable(folder, error) from error
@@ -155,6 +162,10 @@ def restore(
 ) -> Drafter:
     """Load the drafter of a folder with its weights, bound to its target; an engine binds it again, for its slots."""
     drafter = outline(folder, rows, method, **options)
+    if find(read_config(folder)["method"]).searched:
+        _check_target(folder, target)
+        drafter.prepare(target, 1)
+        return drafter
     if target.widened_from is None or not find(method or read_config(folder)["method"]).takes_models:
         return _filled(drafter, folder, target)
     drafter = outline(folder, rows, method, model=_draft_model(folder, target), **options)
@@ -271,7 +282,7 @@ def _check_dtypes(file: Path, weights: Mapping[str, Tensor], places: Mapping[str
     for name, weight in weights.items():
         if weight.dtype not in FLOATS or weight.dim() != places[name].dim():
             found = f"{file}: {name} is {dtype_name(weight)} of shape {tuple(weight.shape)}"
-            needed = f"floats, or int8 with a scale, in {places[name].dim()} dimensions"
+            needed = f"floats, or int8 or int4 with scales, in {places[name].dim()} dimensions"
             raise DrafterError(f"{found}, but must be {needed}; copy or train the drafter again")
 
 

@@ -1,4 +1,4 @@
-"""Trained drafters that ship with Foreword: one folder each, `weights/<method>/`, as training wrote it.
+"""Trained drafters and plans that ship with Foreword: one folder each, `weights/<method>/`, as `train` or `search` wrote it.
 
 Read without torch, so that `foreword methods` answers at once. `auto.shipped_for` finds those that were trained for a
 target, by its fingerprint.
@@ -17,7 +17,7 @@ WEIGHTS = Path(__file__).parents[1] / "weights"
 
 def shipped() -> dict[str, Path]:
     """Return the folder of each method that ships with a trained drafter."""
-    folders = {name: WEIGHTS / trained_as(name) for name, method in METHODS.items() if method.trained}
+    folders = {name: WEIGHTS / trained_as(name) for name, method in METHODS.items() if method.fitted}
     return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
 
 

@@ -6,12 +6,14 @@ Papers: Medusa (arXiv 2401.10774), Clover (arXiv 2405.00263), Clover-2 (arXiv 24
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 import torch
 from torch import Tensor, nn
 
 from foreword.core.target import Target
+from foreword.errors import DrafterError, InputError
 from foreword.model.draft_linears import DraftLinears, norm_parameters
 from foreword.ops.rows import add_cosine_attention, cosine_attention
 from foreword.ops.rows import remember as remember_rows
@@ -19,6 +21,18 @@ from foreword.ops.rows import remember as remember_rows
 
 def linear(target: Target, columns_in: int, columns_out: int, bias: bool = True) -> nn.Linear:
     return nn.Linear(columns_in, columns_out, bias, device=target.device, dtype=target.dtype)
+
+
+def check_taps(method: str, taps: Sequence[int]) -> None:
+    if not all(type(layer) is int for layer in taps):
+        raise InputError(f"{method}: taps is {taps!r}; each is the number of a layer")
+
+
+def check_taps_of(method: str, taps: Sequence[int], target: Target) -> None:
+    """Refuse taps that the target does not have."""
+    outside = [layer for layer in taps if not 0 <= layer <= target.layers]
+    if outside:
+        raise DrafterError(f"{method}: tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}")
 
 
 def norm_like(target: Target) -> nn.RMSNorm:

@@ -1,9 +1,9 @@
 """Training: which rows of a sequence a draft head learns from, and its loss.
 
 Head i, from 1, reads position t and predicts token t + 1 + i. It is conditioned on token t + 1, the root. A row counts for
-head i if the target wrote all tokens that heads 1 to i predict. Logits [rows, V] are computed for a few rows at a time and
-then dropped; the target's own logits are computed once for all heads. The target's head is frozen, so only the gradient of
-the rows is needed.
+head i if the target wrote all tokens that heads 1 to i predict. A `Lesson` has all such rows, `Anchors` a sample of them.
+Logits [rows, V] are computed for a few rows at a time and then dropped; the target's own logits are computed once for all
+heads. The target's head is frozen, so only the gradient of the rows is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch.nn import functional
 from foreword.core.target import Target
 from foreword.errors import InputError
 from foreword.ops.losses import cross_entropies, log_mass
+from foreword.ops.rows import along
 from foreword.ops.sending import sent_along
+from foreword.ops.top import at_least_float32
 
 Labels = Literal["hard", "soft"]
 TeacherLogits = tuple[Tensor, Tensor]  # the target's own logits [R, V] and their logsumexp [R]
@@ -85,6 +87,59 @@ class Lesson:
         return HeadOutputs(rows, self.label(head), self.counts[:, head - 1], head - 1)
 
 
+@dataclass(frozen=True)
+class Anchors:
+    """The rows of sequences to learn from, A of each, and what the heads on them should predict."""
+
+    place: Tensor  # [b, A]
+    before: Tensor  # [b, A] the token after each anchor, which comes before the predicted ones
+    labels: Tensor  # [b, A, heads]
+    counts: Tensor  # [b, A, heads] bool: whether the target wrote all tokens that heads 1 to i predict
+
+    @staticmethod
+    def of(tokens: Tensor, mask: Tensor, heads: int, most: int, at_random: bool) -> Anchors:
+        """Sample up to `most` rows of each sequence: `at_random` in training, else always the same ones.
+
+        mask [b, n], on the host: tokens that the target wrote. If a sequence has fewer rows, rows that do not count pad it.
+        """
+        written = functional.pad(mask, (0, heads + 1)).unfold(1, heads + 2, 1)[:, :, 2:].cumprod(-1).bool()  # [b, n, heads]
+        fixed = None if at_random else torch.Generator().manual_seed(0)
+        priority = torch.rand(mask.shape, generator=fixed).masked_fill(~written[:, :, 0], -1)
+        chosen = priority.topk(min(most, mask.shape[1]), dim=1).indices.sort(1).values
+        counts = written.gather(1, chosen.unsqueeze(-1).expand(-1, -1, heads))
+        place, counts = (sent_along(values, tokens.device) for values in (chosen, counts))
+        ahead = (place.unsqueeze(-1) + 2 + torch.arange(heads, device=tokens.device)).clamp(max=tokens.shape[1] - 1)
+        before = tokens.gather(1, (place + 1).clamp(max=tokens.shape[1] - 1))
+        return Anchors(place, before, tokens.gather(1, ahead.flatten(1)).view(ahead.shape), counts)
+
+    def outputs(self, head: int, rows: Tensor) -> HeadOutputs:
+        """Return the rows [b, A, H] that a head, from 1, hands to the target's head, with what they should predict."""
+        return HeadOutputs(rows.flatten(0, 1), self.labels[:, :, head - 1].flatten(), self.counts[:, :, head - 1].flatten())
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Return the anchors' own rows: [b, n, H] -> [b, A, H]."""
+        return along(values, self.place)
+
+    def teacher(self, head: int, hidden: Tensor) -> Tensor:
+        """Return the target's states where it decides the token that a head predicts: [b, n, H] -> [b * A, H]."""
+        return along(hidden, (self.place + head).clamp(max=hidden.shape[1] - 1)).flatten(0, 1)
+
+    def loss(
+        self, outputs: Sequence[HeadOutputs], hidden: Tensor, target: Target, labels: Labels, decay: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the losses of heads 1, 2, ..., each weighted `decay` times the one before, and their figures.
+
+        hidden [b, n, H]: of the target, before its final norm.
+        """
+        total, figures = hidden.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
+        for head, output in enumerate(outputs, start=1):
+            own = target.norm(self.teacher(head, hidden)) if labels == "soft" else None
+            [(loss, ranks)] = losses([output], target.head, target.dtype, own)
+            total = total + decay ** (head - 1) * loss
+            figures |= figures_of(head, ranks, output.counts)
+        return total, figures
+
+
 @dataclass
 class HeadLosses:
     """The outputs of all heads, collected one by one, then their loss and its figures."""
@@ -124,50 +179,93 @@ class HeadLosses:
         return self.target.norm(self.lesson.teacher(self.hidden))
 
 
+@dataclass(frozen=True)
+class RowLosses:
+    """The losses of one head, row by row. Their gradient was computed along with them."""
+
+    output: HeadOutputs
+    losses: Tensor  # [R]: cross-entropies, 0 where a row does not count
+    ranks: Tensor  # [R]: of the labels, 0 the best
+    chances: Tensor  # [R]: log-probabilities of the labels, if they were asked for
+    gradient: Tensor | None  # [R, H]: of the sum of losses
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Return the sum of losses, each times its weight [R]. Weights come after the products of the head: gradients of a
+        mean are too small for half precision."""
+        total = (weights * self.losses).sum().to(self.losses.dtype)
+        if self.gradient is None:
+            return total
+        scaled = self.gradient * weights.unsqueeze(1).to(self.gradient.dtype)
+        return _WithGradient.apply(self.output.rows, total, scaled)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over the rows that count."""
+        counts, dtype = self.output.counts, torch.promote_types(self.output.rows.dtype, torch.float32)
+        return self.weighted(counts.to(dtype) / counts.sum().clamp(min=1))
+
+
 def losses(
     outputs: Sequence[HeadOutputs], head: Callable[[Tensor], Tensor], dtype: torch.dtype, teacher: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return for each head its mean cross-entropy over the rows that count, and the rank [R] of each label, 0 the best.
+    """Return for each head its mean cross-entropy over the rows that count, and the rank [R] of each label, 0 the best. See
+    `row_losses`."""
+    return [(one.mean, one.ranks) for one in row_losses(outputs, head, dtype, teacher)]
+
+
+def row_losses(
+    outputs: Sequence[HeadOutputs],
+    head: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    teacher: Tensor | None = None,
+    with_chances: bool = False,
+) -> list[RowLosses]:
+    """Return the losses of each head.
 
     head: the target's head. With `teacher` [R or more, H] a head learns the teacher's distribution `teacher_offset` rows
     later, else the label.
     """
     with_gradient = torch.is_grad_enabled() and any(one.rows.requires_grad for one in outputs)
-    sums = [torch.zeros((), device=one.rows.device) for one in outputs]
-    gradients, ranks = [torch.zeros_like(one.rows) for one in outputs], [torch.zeros_like(one.labels) for one in outputs]
+    found = [_no_losses(one, with_gradient) for one in outputs]
     most = max(one.teacher_offset for one in outputs)
     for first in range(0, outputs[0].rows.shape[0], ROWS_AT_A_TIME):
         chunk = slice(first, first + ROWS_AT_A_TIME)
         of_teacher = None if teacher is None else _teacher_logits(head, teacher[first : chunk.stop + most].to(dtype))
-        for i, one in enumerate(outputs):
-            loss, ranks[i][chunk], gradient = _chunk_losses(one, chunk, head, dtype, of_teacher, with_gradient)
-            sums[i] += loss.sum()
-            if gradient is not None:
-                gradients[i][chunk] = gradient
-    found = []
-    for one, loss, gradient in zip(outputs, sums, gradients, strict=True):
-        total = one.counts.sum().clamp(min=1)  # after the products: mean gradients are too small for half precision
-        found.append(_WithGradient.apply(one.rows, loss / total, gradient / total) if with_gradient else loss / total)
-    return list(zip(found, ranks, strict=True))
+        for one in found:
+            _add_chunk(one, chunk, head, dtype, of_teacher, with_chances)
+    return found
 
 
-def _chunk_losses(
-    output: HeadOutputs,
+def _no_losses(output: HeadOutputs, with_gradient: bool) -> RowLosses:
+    """Return losses of 0, to be filled chunk by chunk."""
+    losses, chances = torch.zeros(2, output.rows.shape[0], device=output.rows.device)
+    gradient = torch.zeros_like(output.rows) if with_gradient else None
+    return RowLosses(output, losses, torch.zeros_like(output.labels), chances, gradient)
+
+
+def _add_chunk(
+    found: RowLosses,
     chunk: slice,
     head: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
     teacher: TeacherLogits | None,
-    with_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return losses and label ranks of some rows, and the gradient of the sum of losses."""
-    leaf = output.rows[chunk].detach().requires_grad_(with_gradient)
+    with_chances: bool,
+) -> None:
+    """Compute the losses of some rows, and the gradient of their sum."""
+    output, with_gradient = found.output, found.gradient is not None
+    leaf, labels = output.rows[chunk].detach().requires_grad_(with_gradient), output.labels[chunk]
     with torch.set_grad_enabled(with_gradient):
         logits = head(leaf.to(dtype))
     if teacher is not None:
         offset, count = output.teacher_offset, leaf.shape[0]
         teacher = teacher[0][offset:][:count], teacher[1][offset:][:count]
-    loss, ranks = cross_entropies(logits.detach(), output.labels[chunk], output.counts[chunk], teacher, with_gradient)
-    return loss, ranks, torch.autograd.grad(logits, leaf, logits.detach())[0] if with_gradient else None
+    values = logits.detach()
+    if with_chances:  # now: the gradient overwrites the logits
+        found.chances[chunk] = at_least_float32(values.gather(1, labels.unsqueeze(1))).squeeze(1) - log_mass(values)
+    loss, found.ranks[chunk] = cross_entropies(values, labels, output.counts[chunk], teacher, with_gradient)
+    found.losses[chunk] = loss
+    if found.gradient is not None:
+        found.gradient[chunk] = torch.autograd.grad(logits, leaf, values)[0]
 
 
 @torch.no_grad()

@@ -8,24 +8,21 @@ and every candidate that is read adds one. None of them is kept, so nothing is r
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor, nn
 
 from foreword.core.choosing import candidates
-from foreword.core.draft import Tree
 from foreword.core.sampling_table import SamplingRows
 from foreword.core.state import Batch, State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import norm_like
+from foreword.drafting.level_rows import LevelRows
 from foreword.drafting.trees import LEVEL_KERNELS
 from foreword.errors import DrafterError, InputError
 from foreword.model.cache import SlotCache
 from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
-from foreword.ops.trees import next_level
 from foreword.ops.unread import unread
 
 KERNELS = 6  # per layer: four matrix products, and two for attention
@@ -77,9 +74,8 @@ class SmallModel:
         head = target.read_cost(target.vocab_size * target.hidden_size)
         return self.vocabulary.read_cost(target) + (1 - head) * self.layers / target.layers
 
-    @property
-    def level_kernels(self) -> int:
-        """How many kernels one level launches on CUDA."""
+    def level_kernels(self, target: Target) -> int:
+        """Return how many kernels one level launches on CUDA."""
         return LEVEL_KERNELS + KERNELS * (self.layers if self.other is None else self.other.layers)
 
     @property
@@ -141,23 +137,14 @@ class Branches:
     """The scratch rows of one round: the root, and the candidates that were read so far, level by level."""
 
     def __init__(self, model: SmallModel, batch: Batch, length: Tensor, root: Tensor) -> None:
-        self.model, self.batch, self.length = model, batch, length
+        self.model, self.levels = model, LevelRows(batch, length)
         self.rows = root  # [b, w, H] of the level that was read last, after the norm
-        self.sees = Tree.chain(1, root.device).ancestors  # [b or 1, w, m] their ancestors
-        self.widths: tuple[int, ...] = (1,)  # of all levels read so far
 
     def read(self, tokens: Tensor, parent: Tensor) -> Tensor:
         """Read candidates [b, w] that follow rows `parent` [b, w] of the level that was read last: [b, w, H]."""
-        self.sees, self.widths = next_level(self.sees, parent), (*self.widths, tokens.shape[1])
-        rows = Rows(self.length, _depth(self.widths, tokens.device), self.sees, self.batch)
-        self.rows = self.model.norm(self.model.stack.walk(self.model.embed(tokens), rows).hidden)
+        walked = self.model.stack.walk(self.model.embed(tokens), self.levels.add(parent)).hidden
+        self.rows = self.model.norm(walked)
         return self.rows
-
-
-@cache
-def _depth(widths: tuple[int, ...], device: torch.device) -> Tensor:
-    """[1, m]: the depth of rows stored level by level. It is made once and keeps its address, which captured rounds read."""
-    return torch.tensor([[level for level, width in enumerate(widths) for _ in range(width)]], device=device)
 
 
 def check_layers(method: str, layers: int, target: Target) -> None:

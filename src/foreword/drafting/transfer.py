@@ -15,20 +15,18 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from foreword.core.needs import Graft, Join, on_device
 from foreword.core.scores import Scores
 from foreword.core.target import Target
 from foreword.drafting.heads import linear
-from foreword.drafting.lessons import HeadOutputs, Labels, check_labels, figures_of, losses, rank_rates
+from foreword.drafting.lessons import Anchors, HeadOutputs, Labels, check_labels, losses, rank_rates
 from foreword.drafting.trees import BRANCH, Rates
 from foreword.errors import DrafterError, InputError
 from foreword.model.draft_linears import DraftLinears
 from foreword.model.widening import WITHIN, Table, Wide
 from foreword.ops.pseudo_rows import projected, with_pseudo_rows
 from foreword.ops.rows import unit_rms_embeddings
-from foreword.ops.sending import sent_along
 
 Source = Literal["anchor", "chain"]
 
@@ -184,41 +182,6 @@ def steps_after(
 # Training ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Anchors:
-    """The rows of sequences to learn from, A of each, and what the steps after them should predict."""
-
-    place: Tensor  # [b, A]
-    before: Tensor  # [b, A] the token after each anchor, which comes before the predicted ones
-    labels: Tensor  # [b, A, steps]
-    counts: Tensor  # [b, A, steps] bool: whether the target wrote all tokens that steps 1 to i predict
-
-    @staticmethod
-    def of(tokens: Tensor, mask: Tensor, steps: int, most: int, at_random: bool) -> Anchors:
-        """Sample up to `most` rows of each sequence: `at_random` in training, else always the same ones.
-
-        mask [b, n], on the host: tokens that the target wrote. If a sequence has fewer rows, rows that do not count pad it.
-        """
-        written = functional.pad(mask, (0, steps + 1)).unfold(1, steps + 2, 1)[:, :, 2:].cumprod(-1).bool()  # [b, n, steps]
-        fixed = None if at_random else torch.Generator().manual_seed(0)
-        priority = torch.rand(mask.shape, generator=fixed).masked_fill(~written[:, :, 0], -1)
-        chosen = priority.topk(min(most, mask.shape[1]), dim=1).indices.sort(1).values
-        counts = written.gather(1, chosen.unsqueeze(-1).expand(-1, -1, steps))
-        place, counts = (sent_along(values, tokens.device) for values in (chosen, counts))
-        ahead = (place.unsqueeze(-1) + 2 + torch.arange(steps, device=tokens.device)).clamp(max=tokens.shape[1] - 1)
-        before = tokens.gather(1, (place + 1).clamp(max=tokens.shape[1] - 1))
-        return Anchors(place, before, tokens.gather(1, ahead.flatten(1)).view(ahead.shape), counts)
-
-    def outputs(self, step: int, rows: Tensor) -> HeadOutputs:
-        """Return the rows [b, A, H] that a step, from 1, hands to the target's head, with what they should predict."""
-        return HeadOutputs(rows.flatten(0, 1), self.labels[:, :, step - 1].flatten(), self.counts[:, :, step - 1].flatten())
-
-    def teacher(self, step: int, hidden: Tensor) -> Tensor:
-        """Return the target's states where it decides the token that a step predicts: [b, n, H] -> [b * A, H]."""
-        place = (self.place + step).clamp(max=hidden.shape[1] - 1)
-        return hidden.gather(1, place.unsqueeze(-1).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
-
-
 class Walk(NamedTuple):
     """Sequences and steps after the last layer."""
 
@@ -246,14 +209,8 @@ def learn(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of all steps, and their figures, as `Trainable.loss` does."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, module.training)
-    all_losses, figures = [], dict[str, Tensor]()
     walk = walked(joins_of(module, options), anchors, scores, target)
-    for step, output in enumerate(_outputs(module, anchors, walk, target), start=1):
-        own = anchors.teacher(step, walk.hidden)
-        [(loss, ranks)] = losses([output], target.head, target.dtype, target.norm(own) if options.labels == "soft" else None)
-        all_losses.append(loss)
-        figures |= figures_of(step, ranks, output.counts)
-    return torch.stack(all_losses).sum(), figures
+    return anchors.loss(_outputs(module, anchors, walk, target), walk.hidden, target, options.labels)
 
 
 @torch.no_grad()

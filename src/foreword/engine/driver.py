@@ -1,9 +1,9 @@
 """Driver: steps one engine for callers in any number of threads and event loops, one thread at a time.
 
-Callers submit requests and wait. All share the batch. The main thread steps the engine itself while it waits: a second
-thread would bring a second set of OpenMP threads, which makes every product on the CPU slower. For all other callers the
-driver has a thread of its own. The engine runs only while a caller waits: a stream that nobody reads costs nothing. To
-abort a request or to change the method, a caller claims the engine between two steps (`claimed`).
+Callers submit requests and wait. All share the batch. The driver's own thread steps the engine. On a CPU the main thread
+does so itself while it waits: a second thread would bring a second set of OpenMP threads, which makes products slower. The
+engine runs only while a caller waits: a stream that nobody reads costs nothing. To abort a request or to change the method,
+a caller claims the engine between two steps (`claimed`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.engine import Engine
 from foreword.engine.request import Running
 from foreword.errors import InputError, QueueFull
+from foreword.ops.device import host_computes
 
 MOST_WAITING = 65_536  # requests without a slot, of all callers together
 LAST_STEP_S = 10.0  # how long a process that ends waits for the step that is running
@@ -105,10 +106,11 @@ class Driver:
             self.abort(*runs)
 
     def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Return when `is_ready()`, which is called between steps and must be quick. The main thread steps the engine
-        meanwhile, unless the driver's thread does so already; other threads sleep."""
+        """Return when `is_ready()`, which is called between steps and must be quick. On a CPU the main thread steps the
+        engine meanwhile, unless the driver's thread does so already; other callers sleep."""
         woken = Event()
-        with self._waiting(Waiter(is_ready, woken.set), can_step=current_thread() is main_thread()):
+        can_step = current_thread() is main_thread() and host_computes(self.engine.target.device)
+        with self._waiting(Waiter(is_ready, woken.set), can_step):
             if self._stepper is current_thread():
                 self._step_until(woken)
             woken.wait()
@@ -136,7 +138,7 @@ class Driver:
 
     @contextmanager
     def _waiting(self, waiter: Waiter, can_step: bool = False) -> Iterator[None]:
-        """Let the engine step until this waiter is ready. If `can_step`, the caller becomes the stepper when there is none."""
+        """Let the engine step until this waiter is ready. If `can_step` and no thread steps, the caller will."""
         try:
             with self._lock:
                 if not self._woke(waiter):

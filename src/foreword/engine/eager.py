@@ -42,5 +42,5 @@ class EagerLoop:
     def restart(self, slots: Sequence[int]) -> None:
         pass
 
-    def end(self, slots: Sequence[int]) -> None:
-        self.drafter.end(slots)
+    def end(self, slots: Sequence[int]) -> bool | None:
+        return self.drafter.end(slots)

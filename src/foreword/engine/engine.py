@@ -53,8 +53,7 @@ class Engine:
         self.limits = EngineLimits(self.max_context, target.max_context, target.vocab_size, frozenset(target.ends.tolist()))
         target.limit_context(self.max_context)
         drafter.prepare(target, slots)
-        scratch = drafter.shape.nodes + drafter.needs.grafted_rows
-        cache = target.allocate(slots, self.max_context, scratch)
+        cache = target.allocate(slots, self.max_context, drafter.scratch)
         self.loop: Loop = loop or _loop_of(target, drafter)
         if graph and replays_graphs(target.device):
             self.loop = graphed(self.loop, drafter.captures)

@@ -6,6 +6,8 @@ On a CPU every row costs time, and reading a tensor costs nothing, so rows that 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from foreword.core.draft import Draft
@@ -21,7 +23,7 @@ def fit(draft: Draft, state: State, needs: Needs) -> Draft:
     if not needs.grafts and not fixes_shapes(draft.size.device):
         draft = draft.head(int(rounds.rows_that_count(state, draft.size).max()))
     tokens, size = rounds.fit(state, draft.tokens, draft.tree.depth, draft.size)
-    return Draft(tokens, draft.tree, size)
+    return replace(draft, tokens=tokens, size=size)
 
 
 def rows_in_use(column: Tensor, slots: Tensor, empty: int) -> int:

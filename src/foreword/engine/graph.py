@@ -71,8 +71,11 @@ class GraphedLoop:
     def restart(self, slots: Sequence[int]) -> None:
         self.loop.restart(slots)
 
-    def end(self, slots: Sequence[int]) -> None:
-        self.loop.end(slots)
+    def end(self, slots: Sequence[int]) -> bool | None:
+        if self.loop.end(slots):
+            self._wait()
+            self.forget()
+        return None
 
     def round(self, state: State) -> Emission:
         key = _bucket(state)
@@ -114,9 +117,14 @@ class GraphedLoop:
             return call(state.at(bucket.batch), draft)
         fixed = bucket.draft
         assert fixed is not None
-        fixed.tokens.copy_(draft.tokens)
-        fixed.size.copy_(draft.size)
+        fixed.overwrite(draft)
         return self._replayed(bucket, state, lambda at: call(at, fixed))
+
+    def _wait(self) -> None:
+        """Wait until no graph runs any more, and no answer of one is on its way to the host."""
+        held: list[GraphBucket[Any]] = [*self.buckets.values(), *self.chunks.values()]
+        if held:
+            synchronize(held[0].batch.slots.device)
 
     def _add(self, known: dict[Any, GraphBucket[Answer]], key: Any, bucket: GraphBucket[Answer]) -> GraphBucket[Answer]:
         """Add a bucket, and drop the oldest ones if there are too many."""

@@ -28,6 +28,7 @@ class Lockstep(EagerLoop):
 
     def check(self, state: State, draft: Draft) -> Emission:
         draft = fit(draft, state, self.drafter.needs)
+        self.target.cache.check_room(draft.nodes + self.drafter.needs.grafted_rows)
         scores = self.target.score(state.batch, draft, self.drafter.needs)  # VERIFY
         accepted, emission = accept(state, draft, scores, self.drafter.shape.depth)  # ACCEPT
         commit(state, self.target.cache, draft, accepted, emission)

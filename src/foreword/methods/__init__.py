@@ -35,9 +35,16 @@ class Method:
     trained: bool = False
     trained_as: str = ""  # the method whose trained drafters it uses, if not its own
     takes_models: bool = False  # it also takes any model with the target's vocabulary in place of a trained drafter
+    searched: bool = False  # it has no weights but a plan for one model, which `foreword search` finds
+    takes_plans: bool = False  # it also takes such a plan in place of a trained drafter
     drafts_alongside: bool = False  # it drafts while the target verifies
     looped: bool = False  # it works with looped models only
     kind: type[Drafter] | None = None  # the class itself, for a method of another package
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it needs what was made for one model, in a folder: trained weights, or a plan."""
+        return self.trained or self.searched
 
     def load(self) -> type[Drafter]:
         if self.kind is not None:
@@ -68,6 +75,12 @@ METHODS: dict[str, Method] = {
         "hydra:Hydra",
         "heads that are conditioned on the tokens drafted before them",
         paper="Hydra, arXiv 2402.05109",
+        trained=True,
+    ),
+    "chimera": Method(
+        "chimera:Chimera",
+        "a layer reads the target's states, then trigrams of the draft tokens",
+        paper="Chimera, arXiv 2402.15758",
         trained=True,
     ),
     "clover": Method(
@@ -102,6 +115,12 @@ METHODS: dict[str, Method] = {
         trained=True,
         trained_as="hidden_transfer",
     ),
+    "masked": Method(
+        "masked:Masked",
+        "a few layers fill a block of masked tokens in one pass",
+        paper="GMLM, arXiv 2407.21046; DisCo, arXiv 2001.05136",
+        trained=True,
+    ),
     "draft_model": Method(
         "draft_model:DraftModel",
         "a second, smaller model drafts, and the target verifies",
@@ -116,6 +135,7 @@ METHODS: dict[str, Method] = {
         trained=True,
         trained_as="draft_model",
         takes_models=True,
+        takes_plans=True,
     ),
     "amusd": Method(
         "amusd.drafter:Amusd",
@@ -125,6 +145,23 @@ METHODS: dict[str, Method] = {
         trained_as="draft_model",
         takes_models=True,
         drafts_alongside=True,
+    ),
+    "kangaroo": Method(
+        "kangaroo:Kangaroo",
+        "the target's first layers and a small adapter draft, the other layers verify",
+        paper="Kangaroo, arXiv 2404.18911",
+        trained=True,
+    ),
+    "self_speculative": Method(
+        "self_speculative:SelfSpeculative",
+        "the target without some half-layers drafts, by a plan for the model",
+        paper="Self-Speculative Decoding, arXiv 2309.08168",
+        searched=True,
+    ),
+    "swift": Method(
+        "swift:Swift",
+        "the target without some half-layers, chosen from what it writes",
+        paper="SWIFT, arXiv 2410.06916",
     ),
     "speed": Method(
         "speed:Speed",
@@ -219,6 +256,11 @@ def find(name: str) -> Method:
 def trained_as(name: str) -> str:
     """The method whose trained drafters a method uses: usually itself."""
     return find(name).trained_as or name
+
+
+def takes(name: str, held: str) -> bool:
+    """Whether a method takes the folders of the method `held`."""
+    return trained_as(name) == held or (find(name).takes_plans and held in METHODS and METHODS[held].searched)
 
 
 def make(name: str, /, rows: int | None = None, **options: Any) -> Drafter:

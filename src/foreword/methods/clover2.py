@@ -26,6 +26,8 @@ from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import (
     CosineAttention,
     SideBySideLinear,
+    check_taps,
+    check_taps_of,
     linear,
     near_identity,
     norm_like,
@@ -33,8 +35,8 @@ from foreword.drafting.heads import (
     remember,
 )
 from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels
-from foreword.drafting.trees import LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, level_paths
-from foreword.errors import DrafterError, InputError
+from foreword.drafting.trees import EAGLE_COUNTS, LEVEL_KERNELS, USUAL_RATES, TreeKind, TreePlan, level_paths
+from foreword.errors import InputError
 from foreword.model.draft_linears import DraftLinears
 from foreword.model.widening import NORM, SEVERAL, WITHIN, layers_at
 from foreword.ops.rows import carried_and_embedded, conditioned, conditioned_on_next, unit_rms
@@ -42,7 +44,6 @@ from foreword.ops.rows import carried_and_embedded, conditioned, conditioned_on_
 Fuse = Literal["attention", "linear"]
 LAYERS = 2
 DECAY = 0.7
-COUNTS = (4, 8, 8, 3, 2)  # nodes at each depth of the paper's static tree
 GAIN = 2.05  # draft tokens per round that a tree of 64 rows gets accepted: results/trees_cpu/rows_clover2.json
 
 
@@ -138,8 +139,7 @@ class Clover2(Drafter):
         distribution or its tokens. `regression`: the weight of learning its states too."""
         if heads < 1:
             raise InputError(f"clover2: needs at least one head, got heads={heads}")
-        if not all(type(layer) is int for layer in taps):
-            raise InputError(f"clover2: taps is {taps!r}; each is the number of a layer")
+        check_taps("clover2", taps)
         if fuse not in get_args(Fuse):
             raise InputError(f"clover2: fuse is {fuse!r}; choose from {', '.join(get_args(Fuse))}")
         check_labels("clover2", labels)
@@ -147,17 +147,13 @@ class Clover2(Drafter):
         self.vocabulary = VocabularyHead()
         self.heads, self.fuse, self.labels, self.regression = heads, fuse, labels, regression
         self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", follower=True)
-        template = level_paths(COUNTS, USUAL_RATES) if paths is None else paths
+        template = level_paths(EAGLE_COUNTS, USUAL_RATES) if paths is None else paths
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, template, gain=GAIN)
         self.plan.check("clover2")
         self.config: dict[str, Any] = dict(heads=heads, taps=list(self.needs.taps), fuse=fuse)
 
     def build(self, target: Target) -> None:
-        outside = [layer for layer in self.needs.taps if not 0 <= layer <= target.layers]
-        if outside:
-            raise DrafterError(
-                f"clover2: tap {outside[0]} lies outside {target.name}, which has layers 0 to {target.layers}"
-            )
+        check_taps_of("clover2", self.needs.taps, target)
         self.stack = target.stack(0, LAYERS, init=target.layers - 1)
         self.module = Clover2Weights(target, self.stack.layers, len(self.needs.taps), self.fuse)
 

@@ -69,7 +69,8 @@ class DraftModel(Drafter):
             self.module = self.small_model.module
 
     def bind(self, target: Target, slots: int) -> None:
-        self.growth = self.plan.on(target, self.depth, self.small_model.level_cost(target), self.small_model.level_kernels)
+        level, kernels = self.small_model.level_cost(target), self.small_model.level_kernels(target)
+        self.growth = self.plan.on(target, self.depth, level, kernels)
         self.shape = self.growth.shape
         scratch = max(self.shape.nodes, 2 + self.shape.depth * self.plan.width)
         self.small_model.bind(target, slots, self.shape.depth, scratch)

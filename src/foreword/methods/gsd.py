@@ -1,9 +1,10 @@
 """DRAFT: a draft model whose candidates form a graph. A continuation that comes up again after other tokens is drafted once
 and shared. For the target, the graph is unrolled into a tree, likeliest paths first.
 
-The small model and its weights are those of `draft_model`. Each round it reads the root, then `width` nodes per level. Their
-keys and values stay after the sequence in its cache until the round ends. A candidate whose last tokens equal those of an
-older node is not read again. The target verifies every path, so a wrong merge costs acceptance and never the output.
+The small model and its weights are those of `draft_model`, or it is the target by a plan of `self_speculative`. Each round
+it reads the root, then `width` nodes per level. Their keys and values stay after the sequence in the cache until the round
+ends. A candidate whose last tokens equal those of an older node is not read again. The target verifies every path, so a
+wrong merge costs acceptance and never the output.
 Paper: GSD (arXiv 2407.16207).
 """
 
@@ -23,8 +24,10 @@ from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.graphs import DraftGraph, sketch
+from foreword.drafting.self_drafting import expected_tokens
+from foreword.drafting.skipped_target import SkippedBranches, SkippedTarget, SkipPlan
 from foreword.drafting.small_model import Branches, FirstLayers, SmallModel
-from foreword.drafting.trees import USUAL_RATES, BestFirst, RowCosts, TreePlan
+from foreword.drafting.trees import USUAL_GAIN, USUAL_RATES, BestFirst, RowCosts, TreePlan
 from foreword.errors import InputError
 from foreword.model.model import Model
 from foreword.model.widening import NORM, layers_at
@@ -53,11 +56,13 @@ class Gsd(Drafter):
         siblings: float = 0.01,
         sure: float = 0.005,
         model: Model | None = None,
+        plan: SkipPlan | None = None,
     ) -> None:
-        """`layers` and `model`: as in draft_model. The graph has `depth` levels. Of each level `width` nodes are read, and
-        each gets `branch` candidates. `repeat`: nodes are merged if their tokens and this many tokens before are equal; -1
-        merges nothing. `siblings`: a candidate counts if it has at least this share of its best sibling's probability.
-        `sure`: a candidate less likely than this is drafted, but not continued."""
+        """`layers` and `model`: as in draft_model. `plan`: the target drafts, without some half-layers. The graph has
+        `depth` levels. Of each level `width` nodes are read, and each gets `branch` candidates. `repeat`: nodes are merged
+        if their tokens and this many tokens before are equal; -1 merges nothing. `siblings`: a candidate counts if it has at
+        least this share of its best sibling's probability. `sure`: a candidate less likely than this is drafted, but not
+        continued."""
         if depth < 1 or width < 1 or branch < 1:
             raise InputError(f"gsd: depth, width and branch are 1 at least, got {depth}, {width} and {branch}")
         if repeat < -1:
@@ -66,18 +71,20 @@ class Gsd(Drafter):
             raise InputError(f"gsd: siblings is {siblings} and sure is {sure}; both are shares, from 0 to 1")
         self.wants_cost = rows is None
         self.depth, self.rule = depth, Rule(branch, repeat, siblings, sure, width)
-        self.small_model = SmallModel("gsd", layers, model)
+        self.small_model = SmallModel("gsd", layers, model) if plan is None else SkippedTarget("gsd", plan)
         self.vocabulary = self.small_model.vocabulary
-        self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES)
+        self.plan = TreePlan("best", rows, max(width, UNROLLED), USUAL_RATES, gain=_gain(plan, depth))
+        if plan is not None:
+            self.needs = Needs(scratch=1 + depth * width)
         self.config: dict[str, Any] = {"layers": layers}
 
     def build(self, target: Target) -> None:
         self.small_model.build(target)
-        if self.small_model.other is None:
+        if isinstance(self.small_model, SmallModel) and self.small_model.other is None:
             self.module = self.small_model.module
 
     def bind(self, target: Target, slots: int) -> None:
-        level, kernels = self.small_model.level_cost(target), self.small_model.level_kernels
+        level, kernels = self.small_model.level_cost(target), self.small_model.level_kernels(target)
         adapts = not fixes_shapes(target.device)
         # Where shapes adapt, the number of levels is decided while they are read, and unrolling them costs nothing more.
         growth = cast(BestFirst, self.plan.on(target, self.depth + FURTHER, 0.0 if adapts else level, kernels))
@@ -106,7 +113,7 @@ class Gsd(Drafter):
         self.last = graph, root
         return graph.draft(state, self.growth)
 
-    def _drafted(self, graph: DraftGraph, state: State, branches: Branches, depth: int) -> None:
+    def _drafted(self, graph: DraftGraph, state: State, branches: Branches | SkippedBranches, depth: int) -> None:
         """Read the graph level by level. The candidates of the last level are not read."""
         rows = branches.rows
         for level in range(1, depth + 1):
@@ -130,3 +137,8 @@ class Gsd(Drafter):
         """Since it was bound: how many rows the small model read, roots included, and how many merging saved. It reads from
         the device, so it must not be called in the loop."""
         return dict(zip(("rows_read", "rows_saved"), self.counts.tolist(), strict=True))
+
+
+def _gain(plan: SkipPlan | None, depth: int) -> float:
+    """Return how many draft tokens a round is expected to get accepted: by the plan's agreement, if it was measured."""
+    return USUAL_GAIN if plan is None or not plan.agreement else expected_tokens(plan.agreement, depth) - 1

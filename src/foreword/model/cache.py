@@ -8,6 +8,8 @@ padding is written there, and nothing ever reads it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -125,11 +127,11 @@ class SlotCache:
         return [layer.values for layer in self.layers]
 
     def check_room(self, rows: int) -> None:
-        """Refuse a tree with more rows than the cache has scratch rows: near the end of the context the others would all be
+        """Refuse a draft with more rows than the cache has scratch rows: near the end of the context the others would all be
         written to the waste row. A prompt chunk is exempt: it ends with the context, and only its padding lies beyond."""
         if rows > self.scratch:
             raise CapacityError(
-                f"a pass over {rows} tree rows needs as many scratch rows, the cache was allocated with {self.scratch}; "
+                f"a pass over {rows} draft rows needs as many scratch rows, the cache was allocated with {self.scratch}; "
                 "let the drafter's shape and needs name all rows of its passes"
             )
 
@@ -151,6 +153,20 @@ class SlotCache:
         self.length.index_copy_(0, batch.slots, length)
         for layer in self.layers:
             layer.rewind(batch.slots, length)
+
+    @contextmanager
+    def without_last(self, batch: Batch, count: int) -> Iterator[None]:
+        """Drop the last `count` rows of sequences inside this block, and put them back afterwards, bit for bit."""
+        length = batch.take(self.length)
+        rows = length.unsqueeze(1) - count + torch.arange(count, device=length.device)
+        places, flat = self.places(batch, rows), self.held.view(*self.size[:2], -1, self.shape.width)
+        dropped = flat.index_select(2, places)
+        self.rewind(batch, length - count)
+        try:
+            yield
+        finally:
+            flat.index_copy_(2, places, dropped)
+            self.rewind(batch, length)
 
     @property
     def reusable(self) -> bool:

@@ -2,8 +2,8 @@
 
 Tree sizes follow the machine: on a GPU 64 rows cost little more than one, on a small CPU every row costs. The curve is
 kept in `costs` of the cache folder, so only the first load spends the seconds that measuring takes. A measurement of a
-machine that may have been busy is kept for an hour. The cost of a drafter's own work, outside the target's pass, is measured
-and kept in the same way, in `drafts` of that folder.
+machine that may have been busy is kept for an hour. The cost of a drafter's own work, outside the target's pass, and that of
+half-layers are measured and kept in the same way, in `drafts` and `halves` of that folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import torch
 
 from foreword.core.draft import Draft, Tree
 from foreword.core.drafter import Drafter
-from foreword.core.needs import Needs
+from foreword.core.needs import Needs, Skip
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted
 from foreword.core.state import Batch, State
@@ -244,9 +244,11 @@ def measure_draft(model: Model, drafter: Drafter) -> PassTimings:
     device = model.device
     with model.temporary_cache(1, CONTEXT, 1):
         drafter.prepare(model, 1)
-        cache = model.allocate(1, CONTEXT, drafter.shape.nodes + drafter.needs.grafted_rows)
+        cache = model.allocate(1, CONTEXT, drafter.scratch)
         state = State.empty(1, CONTEXT, cache.length, model.ends)
         state.table.set(0, Sampling(seed=0))
+        for column in (state.alive_slots, state.speculates):
+            column.fill_(True)
         cache.length.fill_(CONTEXT // 2)
         state = state.at(replace(Batch.of([0], CONTEXT // 2, device), changes=captures(device)))
         drafter.begin(state)
@@ -265,7 +267,49 @@ def measure_draft(model: Model, drafter: Drafter) -> PassTimings:
         return PassTimings((1,), seconds, waited=_waits_that_count(model, waits))
 
 
-def _pass(model: Model, sequences: int, rows: int) -> Callable[[], object]:
+@dataclass(frozen=True)
+class HalfCosts:
+    """The cost of one layer's attention and of one layer's MLP in a pass over one row. The whole pass costs 1."""
+
+    attention: float
+    mlp: float
+    steady: bool = True
+    suspect: str = ""
+
+    def of(self, skip: Skip) -> float:
+        """Return the cost of a pass over one row without these half-layers."""
+        return 1 - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def read(kept: dict[str, Any]) -> HalfCosts:
+        """Read what `to_dict` made, from JSON."""
+        return HalfCosts(float(kept["attention"]), float(kept["mlp"]), bool(kept["steady"]), str(kept["suspect"]))
+
+
+def half_costs(model: Model) -> HalfCosts:
+    """Return what half-layers of this model cost on this machine, stored or measured now."""
+    return recall("halves", facts_of(model), lambda _: measure_halves(model), HalfCosts.read)
+
+
+@torch.inference_mode()
+def measure_halves(model: Model) -> HalfCosts:
+    """Time passes over one row: whole ones, ones without any attention, and ones without any MLP."""
+    layers = tuple(range(model.layers))
+    with model.temporary_cache(1, CONTEXT, 1) as cache:
+        cache.length.fill_(CONTEXT - 1)
+        passes = [_pass(model, 1, 1, skip) for skip in (None, Skip.of(attention=layers), Skip.of(mlp=layers))]
+        with Waits() as waits:
+            timings = PassTimings((1, 1, 1), _interleaved(passes, model.device))
+    doubt = replace(timings, waited=_waits_that_count(model, waits)).doubt
+    whole, without_attention, without_mlp = map(min, timings.seconds)
+    attention, mlp = (max(0.0, 1 - seconds / whole) / model.layers for seconds in (without_attention, without_mlp))
+    return HalfCosts(attention, mlp, steady=not doubt, suspect=doubt)
+
+
+def _pass(model: Model, sequences: int, rows: int, skip: Skip | None = None) -> Callable[[], object]:
     """Return a pass over that many rows of each sequence, ready to be timed. In its tree every row has two children; a chain
     would cost less."""
     device = model.device
@@ -274,7 +318,7 @@ def _pass(model: Model, sequences: int, rows: int) -> Callable[[], object]:
     batch = replace(Batch.of(list(range(sequences)), CONTEXT - 1, device), changes=captures(device))
 
     def score() -> object:
-        return model.score(batch, draft, Needs())
+        return model.score(batch, draft, Needs(), skip=skip)
 
     return _ready(score, device)
 

@@ -128,6 +128,12 @@ class Family:
         out = layer.mlp(_normed(layer, self.norms.before_mlp, hidden))
         return self._add(layer, hidden, _normed(layer, self.norms.after_mlp, out))
 
+    def drop_mlp(self, layer: Any) -> None:
+        """Remove the MLP of a layer and the norms around it. Only its attention half can be run from then on."""
+        for name in ("mlp", self.norms.before_mlp, self.norms.after_mlp):
+            if name:
+                delattr(layer, name)
+
     def _add(self, layer: Any, hidden: Tensor, out: Tensor) -> Tensor:
         """Add the output of a half-layer to the residual stream."""
         return hidden + (out * layer.residual_multiplier if self.has_multipliers else out)

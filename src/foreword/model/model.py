@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foreword.core.draft import Draft
+from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, Join, Joined, Needs, Skip
 from foreword.core.scores import Scores
 from foreword.core.state import Batch
@@ -151,6 +151,9 @@ class Model:
 
         return head
 
+    def after_head(self, products: Tensor) -> Tensor:
+        return self.family.after_head(self.hf, products)
+
     def head_weight(self) -> Tensor:
         head: Any = self.hf.lm_head
         return (
@@ -163,11 +166,18 @@ class Model:
     def read_cost(self, weights: int) -> float:
         return weights * self.dtype.itemsize / linears.read_bytes(self.hf)
 
+    def skip_cost(self, skip: Skip) -> float:
+        layers: Any = self.layer_stack.layers
+        halves = [*(layers[layer].self_attn for layer in skip.attention), *(layers[layer].mlp for layer in skip.mlp)]
+        return 1 - sum(map(linears.read_bytes, halves)) / linears.read_bytes(self.hf)
+
     def launch_cost(self, kernels: int) -> float:
         return 0.0 if self.curve is None else kernels * KERNEL_S / self.curve.at(1)
 
-    def stack(self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64) -> Stack:
-        stack = Stack.copied(self.hf, self.family, layers, init)
+    def stack(
+        self, slots: int, layers: int = 1, init: int | range | None = None, scratch: int = 64, mlp: bool = True
+    ) -> Stack:
+        stack = Stack.copied(self.hf, self.family, layers, init, mlp)
         if slots:
             stack.allocate(slots, self.context, scratch)
         return stack
@@ -181,9 +191,13 @@ class Model:
         rows: range | None = None,
         logits: Literal["all", "none"] = "all",
     ) -> Scores:
-        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept."""
+        """Run one pass over a tree, or over some of its rows while the scratch rows before them are kept. If the draft
+        brings early states, the pass begins with them."""
         attention.route(self.hf)
-        rows = range(draft.nodes) if rows is None else rows
+        drafting = rows is not None or skip is not None  # neither a prompt chunk nor a draft that the engine verifies
+        rows, early = range(draft.nodes) if rows is None else rows, draft.early
+        if drafting:
+            self.cache.check_room(rows.stop + needs.grafted_rows)
         scored = slice(rows.start, rows.stop)
         of_pass = Rows(
             base=batch.take(self.cache.length),
@@ -192,9 +206,9 @@ class Model:
             batch=batch,
             chain=draft.tree.is_chain,
         )
-        walked = self.layer_stack.walk(
-            self.embed(draft.tokens[:, scored]), of_pass, skip=skip, grafts=needs.grafts, taps=needs.taps
-        )
+        hidden = self.embed(draft.tokens[:, scored]) if early is None else early.states[:, scored]
+        start = 0 if early is None else early.layer
+        walked = self.layer_stack.walk(hidden, of_pass, start, skip=skip, grafts=needs.grafts, taps=needs.taps)
         return Scores(
             # In the model's dtype: a greedy round only compares them, which needs no wider dtype.
             logits=self.head(self.norm(walked.hidden)) if logits == "all" else None,
@@ -202,6 +216,12 @@ class Model:
             taps=walked.taps,
             grafted=walked.grafted,
         )
+
+    def rerun(self, batch: Batch, tokens: Tensor, skip: Skip) -> Tensor:
+        count = tokens.shape[1]
+        draft = Draft(tokens, Tree.chain(count, self.device), torch.full_like(tokens[:, 0], count))
+        with self.cache.without_last(batch, count):
+            return self.score(batch, draft, Needs(hidden=True), skip=skip, logits="none").require_hidden()
 
     @torch.no_grad()
     def read(self, tokens: Tensor, needs: Needs) -> Scores:
@@ -216,6 +236,10 @@ class Model:
         walked = self._uncached.walk(self.embed(tokens), rows, stop=stop, taps=needs.taps)
         logits = self.head(self.norm(walked.hidden)) if needs.logits else None
         return Scores(logits=logits, hidden=walked.hidden if needs.hidden else None, taps=walked.taps)
+
+    def early(self, tokens: Tensor, rows: Rows, layer: int) -> Tensor:
+        attention.route(self.hf)
+        return self.layer_stack.walk(self.embed(tokens), rows, stop=layer).hidden
 
     def onward(self, batch: Batch, hidden: Tensor, layer: int, grafts: tuple[Graft, ...] = ()) -> Tensor:
         attention.route(self.hf)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foreword.core.draft import Tree
-from foreword.core.needs import Graft, Join, Joined, Skip, on_device
+from foreword.core.needs import Graft, HalfKind, Join, Joined, Skip, on_device
 from foreword.core.state import Batch
 from foreword.model.attention import LayerPass, SequenceKV, has_kernel, mask_of, within_window
 from foreword.model.cache import CacheShape, SharedCacheMemory, SlotCache
@@ -74,6 +74,23 @@ class Rows:
         sees = torch.cat([sequence, joined.expand(anchor.shape[0], -1, -1)], dim=2)
         depth = torch.cat([position.expand(anchor.shape[0], -1), *ahead], dim=1)
         return Rows(torch.zeros(anchor.shape[0], dtype=torch.long, device=device), depth, sees)
+
+    @staticmethod
+    def with_blocks(length: int, anchor: Tensor, offset: Tensor, sees: Tensor) -> Rows:
+        """Return the rows of whole sequences of `length` tokens, and after them a block of m rows for each anchor [b, A].
+
+        offset [m]: how many places after its anchor a block row stands. sees [b or 1, A or 1, m, m]: the rows of its own
+        block that it attends to. It also attends to its sequence up to the anchor. No row of a sequence attends to a block.
+        """
+        (batch, anchors), rows, device = anchor.shape, offset.shape[0], anchor.device
+        position = torch.arange(length, device=device)
+        depth = torch.cat([position.expand(batch, -1), (anchor.unsqueeze(2) + offset).flatten(1)], dim=1)
+        whole = torch.zeros(batch, depth.shape[1], depth.shape[1], dtype=torch.bool, device=device)
+        whole[:, :length, :length] = position.unsqueeze(1) >= position
+        whole[:, length:, :length] = (position <= anchor.unsqueeze(2)).repeat_interleave(rows, dim=1)
+        same = torch.eye(anchors, dtype=torch.bool, device=device).view(1, anchors, 1, anchors, 1)
+        whole[:, length:, length:] = (same & sees.unsqueeze(3)).flatten(3).flatten(1, 2)
+        return Rows(torch.zeros(batch, dtype=torch.long, device=device), depth, whole, causal=False)
 
     @property
     def count(self) -> int:
@@ -143,16 +160,21 @@ class Stack:
         self.windows, self.rotary_names = (
             {getattr(spec, name) for spec in self.attention_specs} for name in ("window", "rotary_table")
         )
+        self.lacks = Skip.of(mlp=tuple(index for index, layer in enumerate(layers) if not hasattr(layer, "mlp")))
         self.fused = fused_layers(layers) if family.fused else None
         self.rotary_tables: dict[str, Any] = {}  # cosine and sine at every position, by table
 
     @staticmethod
-    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None) -> Stack:
+    def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None, mlp: bool = True) -> Stack:
         """Return a stack of new layers of the model's kind: copies of layer `init`, copies of a range of layers, or, if it
-        is None, layers initialised as transformers does."""
+        is None, layers initialised as transformers does. Without `mlp` they are attention halves."""
         indices = init if isinstance(init, range) else [-1 if init is None else init] * layers
         assert len(indices) == layers, "a range names a layer for each"
-        fresh = nn.ModuleList(unpacked(family.layers(model)[index]) for index in indices).requires_grad_(True)
+        copies = [unpacked(family.layers(model)[index]) for index in indices]
+        if not mlp:
+            for layer in copies:
+                family.drop_mlp(layer)
+        fresh = nn.ModuleList(copies).requires_grad_(True)
         if init is None:
             fresh.apply(model._init_weights)
         return Stack(model, family, fresh)
@@ -189,10 +211,19 @@ class Stack:
         for slot in batch.ids:
             self.cache.wipe_scratch(slot)
 
-    def walk_sequences(self, hidden: Tensor, skip: Skip | None = None) -> Tensor:
-        """Run whole sequences [b, n, H] from their first row on, without a cache. This is how the layers are trained."""
+    def walk_sequences(self, hidden: Tensor, skip: Skip | None = None, rows: Rows | None = None) -> Tensor:
+        """Run whole sequences [b, n, H] from their first row on, without a cache. This is how the layers are trained.
+        `rows`: what attends to what, if it is not each sequence alone."""
         uncached = Stack(self.model, self.family, self.layers)
-        return uncached.walk(hidden, Rows.whole_sequences(hidden.shape[1], hidden.device), skip=skip).hidden
+        rows = rows or Rows.whole_sequences(hidden.shape[1], hidden.device)
+        return uncached.walk(hidden, rows, skip=skip).hidden
+
+    def walk_joined(self, hidden: Tensor, anchor: Tensor, joins: Sequence[Join]) -> tuple[Tensor, ...]:
+        """Run whole sequences [b, n, H] and the rows that join them at the anchors [b, A], without a cache. Return what each
+        join has become: [b, A, H]. This is how layers are trained whose own rows of the sequence are read by other rows."""
+        uncached = Stack(self.model, self.family, self.layers)
+        *_, last = uncached.alongside(hidden, 0, anchor, joins, frozen=False)
+        return last.rows
 
     def walk(
         self,
@@ -214,6 +245,7 @@ class Stack:
         if self.cache is not None and not rows.chain:
             self.cache.check_room(rows.sees.shape[2] + sum(graft.rows for graft in grafts))
         views = self._views(rows, grafts, tuple(sorted(counts)), hidden.dtype)
+        skip = self.lacks if skip is None else skip | self.lacks
         for layer in range(start, stop + 1):
             if layer in taps:
                 tapped[layer] = hidden[:, :real]
@@ -224,9 +256,11 @@ class Stack:
                 hidden = self._run_layer(layer, hidden, views[hidden.shape[1]], skip)
         return Walked(hidden, real, tapped)
 
-    def alongside(self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join]) -> Iterator[Joined]:
-        """Run whole sequences [b, n, H] through the layers after `start`, without gradients, and the rows that join at the
-        anchors [b, A], with gradients. Yield both as they leave each layer."""
+    def alongside(
+        self, hidden: Tensor, start: int, anchor: Tensor, joins: Sequence[Join], frozen: bool = True
+    ) -> Iterator[Joined]:
+        """Run whole sequences [b, n, H] through the layers after `start`, and the rows that join at the anchors [b, A].
+        Yield both as they leave each layer. The rows have gradients; the sequences have them if they are not `frozen`."""
         kv, count = SequenceKV(), anchor.shape[1]
         whole, joined = self._view(Rows.whole_sequences(hidden.shape[1], hidden.device), hidden.dtype), None
         whole = replace(whole, shared=whole.shared._replace(kv_out=kv))
@@ -237,30 +271,30 @@ class Stack:
             yield Joined(layer, hidden, rows)
             if layer == len(self.layers):
                 return
-            with torch.no_grad():
-                hidden = self._run_layer(layer, hidden, whole, None)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+                hidden = self._run_layer(layer, hidden, whole, self.lacks)
             if rows:
                 if joined is None:
                     joined = self._view(Rows.alongside(hidden.shape[1], anchor, joins[: len(rows)]), hidden.dtype)
                     joined = replace(joined, shared=joined.shared._replace(kv_in=kv))
-                rows = self._run_layer(layer, torch.cat(rows, dim=1), joined, None).split(count, dim=1)
+                rows = self._run_layer(layer, torch.cat(rows, dim=1), joined, self.lacks).split(count, dim=1)
 
-    def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip | None) -> Tensor:
-        layer = self.layers[index]
-        skip = skip or Skip()
-        if index not in skip.attention and index not in skip.mlp:
-            fused = None if self.fused is None else self.fused[index]
-            if fused is not None and self.cache is not None:
-                return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index))
-            if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
-                table = view.rotary[self.attention_specs[index].rotary_table]
-                return fused.whole_sequences(hidden, table, view.shared.kv_out)
-            return layer(hidden, attention_mask=None, **view.options(index))
-        if index not in skip.attention:
-            hidden = self.family.attention_half(layer, hidden, **view.options(index))
-        if index not in skip.mlp:
-            hidden = self.family.mlp_half(layer, hidden)
-        return hidden
+    def _run_layer(self, index: int, hidden: Tensor, view: _View, skip: Skip) -> Tensor:
+        """Run a layer, one half of it, or neither."""
+        if index in skip.attention and index in skip.mlp:
+            return hidden
+        half: HalfKind | None = "mlp" if index in skip.attention else "attention" if index in skip.mlp else None
+        layer, fused = self.layers[index], None if self.fused is None else self.fused[index]
+        if fused is not None and self.cache is not None:
+            return fused(hidden, view.rotary[self.attention_specs[index].rotary_table], view.for_layer(index), half)
+        if half == "mlp":
+            return self.family.mlp_half(layer, hidden)
+        if half == "attention":
+            return self.family.attention_half(layer, hidden, **view.options(index))
+        if isinstance(fused, CudaLayer) and view.causal and not torch.is_grad_enabled():
+            table = view.rotary[self.attention_specs[index].rotary_table]
+            return fused.whole_sequences(hidden, table, view.shared.kv_out)
+        return layer(hidden, attention_mask=None, **view.options(index))
 
     def _views(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...], dtype: torch.dtype) -> dict[int, _View]:
         """Return what layers share, by how many rows they run: the layers between two grafts have the same number."""
@@ -276,12 +310,13 @@ class Stack:
         if self.cache is None:
             causal = rows.chain and not any(spec.window or spec.softcap for spec in self.attention_specs)
             masks = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], dtype)
-            shared = LayerPass(rows.base, rows.depth, rows.sees)
+            shared = LayerPass(rows.base, rows.depth, rows.sees, causal=rows.causal)
             return _View(self.attention_specs, self._rotary(rows.position), rows, seen, masks, shared, causal=causal)
         assert rows.batch is not None
         rotary, places = self._rotary_and_places(rows)
         key_rows = min(-(-(rows.batch.span + rows.sees.shape[2]) // SPAN_STEP) * SPAN_STEP, self.cache.rows)
-        shared = LayerPass(rows.base, rows.depth, rows.sees, batch=rows.batch, places=places, key_rows=key_rows)
+        shared = LayerPass(rows.base, rows.depth, rows.sees, causal=rows.causal, batch=rows.batch, places=places)
+        shared = shared._replace(key_rows=key_rows)
         masks = self._masks(rows.base, rows, key_rows, dtype)
         return _View(self.attention_specs, rotary, rows, seen, masks, shared, self.cache)
 

@@ -2,8 +2,8 @@
 
 A wide row is r copies of a narrow row, concatenated, in one of two scales. The output of a norm is copied unchanged. The
 residual stream, which begins with the embedding, is divided by r, so that a head tied to the embedding sums r copies to the
-original value. Each weight declares what it reads and writes; the rest follows. If r is a power of two, nothing is rounded,
-so a widened weight can be narrowed again to the same bits.
+original value. Some rows keep their width, such as those of a low rank. Each weight declares what it reads and writes; the
+rest follows. If r is a power of two, nothing is rounded, so a widened weight can be narrowed again to the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foreword.errors import InputError
 
-Scale = Literal["normed", "stream"]
+Scale = Literal["normed", "stream", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -33,35 +33,45 @@ class Wide:
 
     def widened(self, weight: Tensor, times: int, hidden: int) -> Tensor:
         """Return a weight [out, in], bias or norm for rows `times` as wide; `hidden` is the narrow hidden size."""
+        copies = _copies(self.writes, times)
         if weight.dim() == 1:
-            return (weight * _factor(self.writes, times)).repeat(times)
-        scaled = [part * scale for part, scale in self._parts(weight, times, hidden)]
-        return torch.cat([part.repeat(1, times) for part in scaled], dim=1).repeat(times, 1)
+            return (weight * _factor(self.writes, times)).repeat(copies)
+        parts = self._parts(weight, times, hidden)
+        return torch.cat([(part * scale).repeat(1, read) for part, scale, read in parts], dim=1).repeat(copies, 1)
 
     def narrowed(self, weight: Tensor, times: int, hidden: int) -> Tensor:
         """Return the weight that `widened` was given: the first copy of each row that it reads or writes, rescaled."""
-        written = weight[: weight.shape[0] // times]
+        written = weight[: weight.shape[0] // _copies(self.writes, times)]
         if weight.dim() == 1:
             return written / _factor(self.writes, times)
         parts = self._parts(written, times, hidden * times)
-        return torch.cat([part[:, : part.shape[1] // times] / scale for part, scale in parts], dim=1)
+        return torch.cat([part[:, : part.shape[1] // read] / scale for part, scale, read in parts], dim=1)
 
-    def _parts(self, weight: Tensor, times: int, hidden: int) -> list[tuple[Tensor, float]]:
-        """Return the parts of a weight [out, in] that each read one row, and the factor of each part when widened."""
-        reads = (self.reads,) if isinstance(self.reads, str) else self.reads
+    def _parts(self, weight: Tensor, times: int, hidden: int) -> list[tuple[Tensor, float, int]]:
+        """Return the parts of a weight [out, in] that each read one row, and for each part its factor when widened, and how
+        often it is repeated."""
+        given = (self.reads,) if isinstance(self.reads, str) else self.reads
         parts = [weight] if isinstance(self.reads, str) else weight.split(hidden, dim=1)
-        factors = [_factor(reads[min(index, len(reads) - 1)], times) for index in range(len(parts))]
-        return [(part, _factor(self.writes, times) / read / times) for part, read in zip(parts, factors, strict=True)]
+        reads = [given[min(index, len(given) - 1)] for index in range(len(parts))]
+        factors = [_factor(self.writes, times) / _factor(read, times) / _copies(read, times) for read in reads]
+        return [(part, factor, _copies(read, times)) for part, factor, read in zip(parts, factors, reads, strict=True)]
 
 
 def _factor(scale: Scale, times: int) -> float:
     return 1 / times if scale == "stream" else 1.0
 
 
+def _copies(scale: Scale, times: int) -> int:
+    """Return how many copies of a narrow row a wide one consists of."""
+    return 1 if scale == "fixed" else times
+
+
 NORM = Wide("normed")
 WITHIN = Wide("normed", "normed")
 SEVERAL = Wide("normed", ("normed",))  # reads several concatenated rows
 INTO_STREAM = Wide("stream", "normed")
+INTO_RANK = Wide("fixed", "normed")  # writes a row of a width of its own
+FROM_RANK = Wide("normed", "fixed")  # reads such a row
 
 LAYER = {
     "self_attn.[qkv]_proj": WITHIN,

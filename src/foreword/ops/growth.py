@@ -35,6 +35,10 @@ class Budget(NamedTuple):
 class GrowingTrees(Protocol):
     """Trees of a round's sequences while they grow: `add` for each level, then `chosen`."""
 
+    @property
+    def chance(self) -> Tensor:
+        """[b, w]: log-probabilities of the paths to the live nodes, those to continue from."""
+
     def add(self, candidates: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Add the candidates [b, w, k] after the live nodes, with their log-probabilities.
 

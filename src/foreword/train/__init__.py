@@ -10,7 +10,7 @@ from foreword.train.frequent_tokens import choose_draft_vocabulary
 from foreword.train.loop import Training, TrainingLoop
 from foreword.train.looped import LoopedOptions, LoopedTraining
 from foreword.train.schedule import TrainingSettings, batch_for
-from foreword.train.sequences import Sequences, describe_data, held_out_share, open_data, split_data
+from foreword.train.sequences import Sequences, all_sequences, describe_data, held_out_share, open_data, split_data
 from foreword.train.shards import Shards
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Training",
     "TrainingLoop",
     "HeldOutPrompt",
+    "all_sequences",
     "batch_for",
     "choose_draft_vocabulary",
     "describe_data",

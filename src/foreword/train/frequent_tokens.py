@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from foreword.errors import DataError, ForewordWarning
 from foreword.model.model import Model
 from foreword.train.record import record_draft_vocabulary
 from foreword.train.schedule import TrainingData, check_cover
-from foreword.train.sequences import Sequences
+from foreword.train.sequences import all_sequences
 from foreword.train.shards import Shards
 
 FEW = 1024  # tokens: a draft vocabulary below this and below a quarter of all tokens comes from too little data
@@ -89,7 +88,7 @@ def with_draft_vocabulary(bits: Tensor | None, make: Callable[..., Drafter]) -> 
 def choose_draft_vocabulary(folder: str | Path, model: Model, data: Sequence[Shards], cover: float) -> dict[str, Any]:
     """Give a trained drafter the tokens that are frequent in the data as its draft vocabulary. Its weights do not change."""
     restore(folder, model)  # refuses a folder that cannot be used, or was trained for another model
-    counts = counts_of(Sequences([(shards, np.arange(len(shards))) for shards in data]), model.vocab_size)
+    counts = counts_of(all_sequences(data), model.vocab_size)
     bits = frequent(counts, model.ends, cover)
     described = describe_draft_vocabulary(bits, counts)
     warn_of_few(described, counts)

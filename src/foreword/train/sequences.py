@@ -70,6 +70,11 @@ def split_data(data: Sequence[Shards], held_out: float, max_length: int) -> tupl
     return train, test
 
 
+def all_sequences(data: Sequence[Shards]) -> Sequences:
+    """Return every sequence, for what learns no weights from them."""
+    return Sequences([(shards, np.arange(len(shards))) for shards in data])
+
+
 def _usable(shards: Shards, some: Array, max_length: int) -> Array:
     return np.array([i for i in some if shards[int(i)][1][KNOWN:max_length].any()], dtype=np.int64)
 

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from foreword.core.needs import Join, Needs
 from foreword.core.scores import Scores
-from foreword.drafting.lessons import losses
-from foreword.drafting.transfer import Anchors, Transfer, walked
+from foreword.drafting.lessons import Anchors, losses
+from foreword.drafting.transfer import Transfer, walked
 from foreword.errors import InputError, NumericsError
 from foreword.model.model import Model
 from foreword.train.evaluate import autocast_for

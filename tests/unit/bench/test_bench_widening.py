@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from doubles import SAMPLINGS, engine, fresh, requests, widened_pair, with_random_weights, written
 from foreword.bench.widening import load_widened, times_for
 from foreword.drafters import saved
+from foreword.drafters.checkpoint import StoredDtype
 from foreword.errors import DrafterError, InputError, ModelNotFound
 from foreword.methods import METHODS, make, untrained
 from foreword.model import linears as pack
@@ -29,6 +30,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"layers": 2}),
     "hydra": ("hydra", {}),
     "hydra, prefix": ("hydra", {"prefix": True, "layers": 2}),
+    "chimera": ("chimera", {"taps": (1, 3)}),
     "clover": ("clover", {"tree": "best"}),
     "clover, no attention decoder": ("clover", {"attention": False, "tree": "best"}),
     "clover, no block": ("clover", {"block": "none", "tree": "best"}),
@@ -40,9 +42,13 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "firp": ("firp", {}),
     "firp, low rank": ("firp", {"squeeze": 4}),
     "firp, rows as they are": ("firp", {"norm": False}),
+    "masked": ("masked", {"layers": 2}),
+    "masked, two passes": ("masked", {"layers": 1, "edges": 0, "steps": 2, "taps": ()}),
     "draft_model": ("draft_model", {}),
     "gsd": ("gsd", {"repeat": 0, "siblings": 0.0, "sure": 0.0}),
     "amusd": ("amusd", {"rows": 4, "least": 3, "patience": 60.0, "worker": "thread"}),
+    "kangaroo": ("kangaroo", {"width": 3}),
+    "kangaroo, a layer": ("kangaroo", {"width": 1, "rows": 4, "adapter": "layer"}),
 }
 
 
@@ -65,19 +71,19 @@ def test_every_trained_method_is_here() -> None:
     assert {name for name, _ in FORMS.values()} == {name for name, method in METHODS.items() if method.trained}
 
 
-@pytest.mark.parametrize("times", [2, 8])
+@pytest.mark.parametrize(("times", "stored"), [(2, "bfloat16"), (8, "int4")])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_widened_drafter_drafts_the_same(form: str, times: int, tmp_path: Path) -> None:
+def test_a_widened_drafter_drafts_the_same(form: str, times: int, stored: StoredDtype, tmp_path: Path) -> None:
     """Loaded from its folder: the widened target counts as its original, and the drafter's weights are widened."""
     name, options = FORMS[form]
-    count = {"draft_model": "depth", "gsd": "depth", "amusd": "ahead", "hidden_transfer": "steps", "firp": "steps"}.get(
-        name, "heads"
-    )
+    depths = dict.fromkeys(("draft_model", "gsd", "kangaroo"), "depth")
+    others = {"amusd": "ahead", "hidden_transfer": "steps", "firp": "steps", "masked": "block"}
+    count = (depths | others).get(name, "heads")
     options = {"rows": 12, count: 3} | options
     narrow, wide = widened_pair(torch.float64, times)
     original = Model(narrow, "original")
     first = with_random_weights(name, original, **options)
-    saved.save(first, tmp_path, original)
+    saved.save(first, tmp_path, original, stored)
     saved.load_into(first, tmp_path, original)  # rounded, as the other one reads them
     target = Model(wide, "widened", widened_from=WidenedFrom(times, Fingerprint.of(original), 1))
     other: Any = untrained(name, **options)
@@ -98,16 +104,18 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("times", [2, 8])
+@pytest.mark.parametrize(("times", "stored"), [(2, "bfloat16"), (8, "int4")])
 @pytest.mark.parametrize("kind", ["tied", "a head of its own", "qwen2"])
 @pytest.mark.parametrize("form", SMALL)
-def test_a_draft_model_stays_small_and_drafts_the_same(form: str, kind: str, times: int, tmp_path: Path) -> None:
+def test_a_draft_model_stays_small_and_drafts_the_same(
+    form: str, kind: str, times: int, stored: StoredDtype, tmp_path: Path
+) -> None:
     """As a widened drafter does, which `load_into` makes, and as on the original model."""
     name, options = SMALL[form]
     narrow, wide = widened_pair(torch.float64, times, kind)
     original = Model(narrow, "original")
     first = with_random_weights(name, original, **options)
-    saved.save(first, tmp_path, original)
+    saved.save(first, tmp_path, original, stored)
     saved.load_into(first, tmp_path, original)
     target = Model(wide, "widened", widened_from=WidenedFrom(times, Fingerprint.of(original), 1))
     widened: Any = untrained(name, **options)

@@ -52,7 +52,8 @@ def test_all_includes_shipped_drafters_of_the_model(
     ship(clover)
     ship(keep_drafter("medusa", folders["qwen3"], tmp_path / "medusa"))
     quick = ("--model", tiny_model, "--limit", 1, "--max-new-tokens", 4, "--temperature", 0, "--json")
-    assert list(json.loads(run("prove", *quick).stdout)["methods"]) == ["prompt_lookup", "token_recycling", "clover"]
+    names = ["prompt_lookup", "token_recycling", "swift", "clover"]
+    assert list(json.loads(run("prove", *quick).stdout)["methods"]) == names
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def test_the_listing_shows_shipped_drafters(run: Any, clover: Path, ship: Callab
     lines = {line.split()[0]: line for line in run("methods").stdout.splitlines()}
     assert f"ships for {Path(tiny_model).name}" in lines["clover"]
     assert "must be trained" in lines["medusa"] and "not needed" in lines["plain"]
+    assert "must be searched for" in lines["self_speculative"] and "not needed" in lines["swift"]
     listed = json.loads(run("methods", "--json").stdout)
     assert {name: one["ships_for"] for name, one in listed["methods"].items()} == dict.fromkeys(METHODS) | {
         "clover": Path(tiny_model).name

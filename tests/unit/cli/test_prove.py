@@ -18,7 +18,7 @@ def test_table(run, tiny_model):
     shown = run("prove", "--model", tiny_model, *QUICK)
     assert shown.exit_code == 0
     lines = shown.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == ["prompt_lookup"] * 2 + ["token_recycling"] * 2
+    assert [line.split()[0] for line in lines[1:-1]] == ["prompt_lookup"] * 2 + ["token_recycling"] * 2 + ["swift"] * 2
     assert lines[-1].startswith("no bugs")
     assert "\x1b" not in shown.stdout and shown.stderr == ""
 

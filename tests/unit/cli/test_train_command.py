@@ -60,19 +60,19 @@ def test_a_drafter_with_its_record(run: Any, asked: Any, tmp_path: Path, data: P
     assert json.loads(run(*again).stdout)["stored"] == record["stored"] and read_config(out) == config
 
 
-def test_prompts_of_a_file_by_category_and_int8(run: Any, asked: Any, tmp_path: Path) -> None:
+def test_prompts_of_a_file_by_category_and_stored_formats(run: Any, asked: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"words {i}", "category": "ab"[i % 2]} for i in range(8)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {}
-    for store in ("bfloat16", "int8"):
+    for store in ("bfloat16", "int8", "int4"):
         out = tmp_path / store
         given = [out if one == tmp_path / "out" else one for one in asked]
         record = json.loads(run(*given, "--prompts", file, "--measured", 4, "--store", store, "--json").stdout)
         assert {name: one["prompts"] for name, one in record["stored"]["categories"].items()} == {"a": 2, "b": 2}
         assert record["stored"]["dtype"] == read_config(out)["dtype"] == store
         sizes[store] = (out / "model.safetensors").stat().st_size
-    assert sizes["int8"] < 0.8 * sizes["bfloat16"]
+    assert sizes["int8"] < 0.8 * sizes["bfloat16"] and sizes["int4"] < 0.8 * sizes["int8"]
 
 
 def test_ctrl_c_ends_the_step_and_resume_gives_the_same_bits(
@@ -245,13 +245,19 @@ def test_the_smallest_recipe_of_the_docs_works_on_twenty_prompts(
     assert "warning: warm_up is 100 steps, but the run has 16" in shown.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize(("method", "steps"), [("medusa", 120), ("clover2", 50), ("hidden_transfer", 60)])
+COUNT = {"hidden_transfer": "steps", "masked": "block", "kangaroo": "depth"}
+"""The option for the number of tokens that a method drafts ahead, if it is not `heads`."""
+TRAINED = [("medusa", 120), ("chimera", 40), ("clover2", 50), ("hidden_transfer", 60), ("masked", 50), ("kangaroo", 40)]
+
+
+@pytest.mark.parametrize(("method", "steps"), TRAINED)
 def test_a_trained_drafter_is_better_than_an_untrained_one(
     method: str, steps: int, run: Any, tiny_model: str, data: Path, tmp_path: Path
 ) -> None:
     """From prompts to a folder to tokens per round, measured by a separate engine on sequences of the training data."""
     given = ("--steps", steps, "--learning-rate", 0.01, "--batch", 16, "--evaluate-every", steps)
-    given += ("--option", "steps=2" if method == "hidden_transfer" else "heads=2")
+    given += ("--option", f"{COUNT.get(method, 'heads')}=2")
+    given += ("--option", "layers=1") if method == "masked" else ()
     shown = run("train", method, "--model", tiny_model, "--data", data, "--out", tmp_path, *SMALL, *given)
     assert shown.exit_code == 0
     with load(tiny_model, "plain", slots=1, device="cpu", fused_layers=False) as llm:
@@ -262,7 +268,7 @@ def test_a_trained_drafter_is_better_than_an_untrained_one(
 def _tokens_per_round(llm: LLM, method: str, data: Path, folder: Path | None) -> float:
     torch.manual_seed(0)
     own: Any = {} if folder is None else read_config(folder)["config"]
-    drafter: Any = untrained(method, rows=8, **own or {"steps" if method == "hidden_transfer" else "heads": 2})
+    drafter: Any = untrained(method, rows=8, **own | {COUNT.get(method, "heads"): 2})
     engine = Engine(llm.model, drafter, slots=4, max_context=128)
     if folder is not None:
         load_into(drafter, folder, llm.model)

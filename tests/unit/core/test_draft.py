@@ -1,12 +1,14 @@
 """Tree, Draft and Shape against slow walks up the parents."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from doubles import path_to
-from foreword.core.draft import Draft, Shape, Tree
+from foreword.core.draft import Draft, Early, Shape, Tree
 from foreword.errors import DrafterError
 
 PARENTS = st.lists(st.integers(0, 10**6), min_size=0, max_size=20).map(
@@ -102,6 +104,15 @@ def test_the_head_of_a_draft() -> None:
     assert head.tree.parent.tolist() == [[0, 0, 1]] and head.nodes == 3
     whole = draft([2, 5])
     assert whole.head(5) is whole and whole.head(9) is whole
+
+
+def test_early_states_follow_the_rows_of_a_draft() -> None:
+    states, others = torch.randn(2, 2, 5, 3).unbind()
+    one, other = (replace(draft([5, 3 + i]), early=Early(2, early)) for i, early in enumerate((states, others)))
+    head = one.head(3).early
+    assert head and head.layer == 2 and torch.equal(head.states, states[:, :3])
+    one.overwrite(other)
+    assert torch.equal(states, others) and one.size.tolist() == [5, 4]
 
 
 def test_nothing_is_the_root_alone() -> None:

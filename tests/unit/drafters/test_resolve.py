@@ -213,11 +213,11 @@ def test_int8_weights_come_with_their_scales(trained: dict[str, Path], model: Mo
         ({scale: 0 * held[scale]}, f"{scale} holds 0, but scales must be above 0"),
         ({scale: held[scale].index_fill(0, torch.tensor([5]), torch.nan)}, f"{scale} holds nan, but scales must be above 0"),
         ({scale: held[scale].index_fill(0, torch.tensor([5]), torch.inf)}, f"{scale} holds inf, but scales must be above 0"),
-        ({matrix: held[matrix].float()}, f"{scale} belongs to an int8 matrix, but the file has {matrix} as float32"),
+        ({matrix: held[matrix].float()}, f"{scale} belongs to an int8 or int4 matrix, but the file has {matrix} as float32"),
         ({norm: held[norm].long()}, f"{norm} is int64 .*must be floats"),
         ({norm: held[norm].to(torch.int8)}, f"{norm} is int8 .*must be floats"),
         ({norm: held[norm].sum()}, rf"{norm} is bfloat16 of shape \(\), .*in 1 dimensions"),
-        ({"more.scale": held[scale]}, "more.scale belongs to an int8 matrix, but the file has no tensor more"),
+        ({"more.scale": held[scale]}, "more.scale belongs to an int8 or int4 matrix, but the file has no tensor more"),
         ({"words": held[norm]}, "its draft vocabulary is a bitmap of 32 bytes"),
     ):
         save_file({name: one.contiguous().clone() for name, one in (held | damaged).items()}, file)

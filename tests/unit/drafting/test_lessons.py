@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from doubles import VOCABULARY, target
 from foreword.drafting import lessons
-from foreword.drafting.lessons import HeadLosses, HeadOutputs, Lesson, check_labels, losses, rank_rates
+from foreword.drafting.lessons import Anchors, HeadLosses, HeadOutputs, Lesson, check_labels, losses, rank_rates
 from foreword.errors import InputError
 
 
@@ -45,6 +45,38 @@ def test_the_teacher_is_where_the_label_is_decided(batch: int, length: int, head
         output = lesson.outputs(head, lesson.rows)
         found = teacher[output.teacher_offset :, 0][: len(output.rows)][output.counts]
         assert torch.equal(found + 1, output.labels[output.counts])
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.booleans(), st.integers(0, 10**6))
+def test_some_rows_to_learn_from(batch: int, length: int, heads: int, most: int, at_random: bool, seed: int) -> None:
+    """Against a slow loop over the sequences: up to `most` rows, in order, with the labels that follow."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 50, (batch, length), generator=generator)
+    mask = torch.rand(batch, length, generator=generator) < 0.7
+    found = Anchors.of(tokens, mask, heads, most, at_random)
+    for sequence in range(batch):
+        open_ = [t for t in range(length) if t + 2 < length and mask[sequence, t + 2]]
+        chosen = [
+            int(place) for place, counts in zip(found.place[sequence], found.counts[sequence, :, 0], strict=True) if counts
+        ]
+        assert chosen == sorted(set(chosen) & set(open_)) and len(chosen) == min(most, len(open_))
+        for row, place in enumerate(found.place[sequence].tolist()):
+            for head in range(1, heads + 1):
+                predicted = range(place + 2, place + 2 + head)
+                counts = all(one < length and mask[sequence, one] for one in predicted)
+                assert bool(found.counts[sequence, row, head - 1]) == counts
+                if counts:
+                    assert found.labels[sequence, row, head - 1] == tokens[sequence, place + 1 + head]
+
+
+def test_only_training_samples_anchors_at_random() -> None:
+    tokens, mask = torch.ones(2, 60, dtype=torch.long), torch.ones(2, 60, dtype=torch.bool)
+    sampled, fixed = ([Anchors.of(tokens, mask, 2, 8, at_random).place for _ in range(2)] for at_random in (True, False))
+    assert not torch.equal(*sampled) and torch.equal(*fixed)
+    torch.manual_seed(5)
+    first = Anchors.of(tokens, mask, 2, 8, True).place
+    torch.manual_seed(5)
+    assert torch.equal(Anchors.of(tokens, mask, 2, 8, True).place, first)
 
 
 @pytest.fixture

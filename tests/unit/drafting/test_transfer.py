@@ -1,51 +1,18 @@
-"""Pseudo rows: which rows of a sequence are learned from, what a matrix starts as, and the loss."""
+"""Pseudo rows: what a matrix starts as, and the loss."""
 
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn import functional
 
 from doubles import VOCABULARY, hf_hidden, target
 from foreword.core.needs import Needs
-from foreword.drafting.transfer import Anchors, Transfer, joins_of, learn, right_by_rank, walked
+from foreword.drafting.lessons import Anchors
+from foreword.drafting.transfer import Transfer, joins_of, learn, right_by_rank, walked
 from foreword.errors import DrafterError, InputError
 from foreword.model.model import Model
 from foreword.ops.rows import unit_rms
-
-
-@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.booleans(), st.integers(0, 10**6))
-def test_the_rows_to_learn_from(batch: int, length: int, steps: int, most: int, at_random: bool, seed: int) -> None:
-    """Against a slow loop over the sequences: up to `most` rows, in order, with the labels that follow."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 50, (batch, length), generator=generator)
-    mask = torch.rand(batch, length, generator=generator) < 0.7
-    found = Anchors.of(tokens, mask, steps, most, at_random)
-    for sequence in range(batch):
-        open_ = [t for t in range(length) if t + 2 < length and mask[sequence, t + 2]]
-        chosen = [
-            int(place) for place, counts in zip(found.place[sequence], found.counts[sequence, :, 0], strict=True) if counts
-        ]
-        assert chosen == sorted(set(chosen) & set(open_)) and len(chosen) == min(most, len(open_))
-        for row, place in enumerate(found.place[sequence].tolist()):
-            for step in range(1, steps + 1):
-                predicted = range(place + 2, place + 2 + step)
-                counts = all(one < length and mask[sequence, one] for one in predicted)
-                assert bool(found.counts[sequence, row, step - 1]) == counts
-                if counts:
-                    assert found.labels[sequence, row, step - 1] == tokens[sequence, place + 1 + step]
-
-
-def test_only_training_samples_at_random() -> None:
-    tokens, mask = torch.ones(2, 60, dtype=torch.long), torch.ones(2, 60, dtype=torch.bool)
-    sampled, fixed = ([Anchors.of(tokens, mask, 2, 8, at_random).place for _ in range(2)] for at_random in (True, False))
-    assert not torch.equal(*sampled) and torch.equal(*fixed)
-    torch.manual_seed(5)
-    first = Anchors.of(tokens, mask, 2, 8, True).place
-    torch.manual_seed(5)
-    assert torch.equal(Anchors.of(tokens, mask, 2, 8, True).place, first)
 
 
 def random_transfer(model: Model, **options: Any) -> tuple[Transfer, torch.nn.ModuleList]:

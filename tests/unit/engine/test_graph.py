@@ -331,7 +331,7 @@ UNLIKE = [
 
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
-@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("most", [1, 5])
 @pytest.mark.parametrize("method", ["plain", "clover2", "amusd"])
 def test_graphs_that_come_and_go_change_no_output(method: str, most: int, late: bool) -> None:
     """Six samplings, one and two at a time, in more buckets than are kept: some are dropped while a round is unread."""
@@ -347,7 +347,7 @@ def test_graphs_that_come_and_go_change_no_output(method: str, most: int, late: 
 
 
 @pytest.mark.usefixtures("small_passes")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["plain", "token_recycling", "clover2", "hidden_transfer", "draft_model", "amusd"])
 def test_prompt_passes_serve_requests_of_any_sampling(method: str) -> None:
     """Passes that were captured for greedy requests are replayed for sampled ones."""
     plain, captured = (engine(drafter(method, model := target_for(method)), model, captured) for captured in (False, True))

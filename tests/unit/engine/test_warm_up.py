@@ -58,7 +58,7 @@ def counting(method: str, slots: int, chunk: int = 256) -> tuple[Any, Counting]:
 
 @pytest.mark.parametrize("method", ["plain", "clover2"])
 @pytest.mark.parametrize("slots", [1, 8])
-@pytest.mark.parametrize(("shortest", "longest"), [(2, 30), (11, 16), (20, 40)])
+@pytest.mark.parametrize(("shortest", "longest"), [(2, 30), (20, 40)])
 def test_every_pass_over_prompts_is_captured(method: str, slots: int, shortest: int, longest: int) -> None:
     """For prompts longer than a chunk, or two, the full passes too; for every number of prompts that are read together."""
     made, loop = counting(method, slots, chunk=8)

@@ -7,7 +7,9 @@ from foreword.errors import InputError, UnknownMethod
 from foreword.methods import METHODS, find, make, untrained
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.trained])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if not method.trained]
+)  # and searched ones, before a plan
 def test_every_name_makes_a_drafter(name: str) -> None:
     for rows in (None, 1, 8):
         assert isinstance(make(name, rows=rows), Drafter)

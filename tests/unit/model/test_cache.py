@@ -204,5 +204,17 @@ def test_a_tree_larger_than_the_scratch_is_refused() -> None:
     """The rows too many would all be written to the waste row once the sequence fills the context."""
     cache = filled([0] * SLOTS)
     cache.check_room(SCRATCH)
-    with pytest.raises(CapacityError, match=f"{SCRATCH + 1} tree rows .* allocated with {SCRATCH}"):
+    with pytest.raises(CapacityError, match=f"{SCRATCH + 1} draft rows .* allocated with {SCRATCH}"):
         cache.check_room(SCRATCH + 1)
+
+
+def test_the_last_rows_are_put_back_bit_for_bit() -> None:
+    """Also if something fails in between."""
+    cache = filled([9, 5, 10, 0])
+    held = cache.held.clone()
+    with pytest.raises(KeyError), cache.without_last(Batch.of([2, 0], 10), 4):
+        assert cache.length.tolist() == [5, 5, 6, 0]
+        cache.held[:, :, 0, :, 5:9] = cache.held[:, :, 2, :, 6:10] = 7
+        raise KeyError
+    assert cache.length.tolist() == [9, 5, 10, 0]
+    assert torch.equal(cache.held, held)

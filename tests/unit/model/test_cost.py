@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from doubles import TRAINED, LastHidden, fresh, target, target_for
+from doubles import OPTIONS, LastHidden, fresh, target, target_for
 from foreword.core.draft import Draft
+from foreword.core.needs import Skip
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.errors import CapacityError, ForewordWarning
-from foreword.methods import METHODS, make, untrained
+from foreword.methods import METHODS, untrained
 from foreword.model import cost
 from foreword.model import linears as linears_module
 from foreword.model import measured as measured_module
-from foreword.model.cost import CostCurve, PassTimings, curve_for, draft_cost, facts_of, measure, measure_draft
+from foreword.model.cost import CostCurve, PassTimings, curve_for, draft_cost, facts_of, half_costs, measure, measure_draft
 from foreword.model.linears import fuse
 from foreword.model.measured import remeasuring
 from foreword.model.model import Model
@@ -354,7 +355,7 @@ def test_a_drafters_own_work_is_timed() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_drafter_can_be_timed(name: str) -> None:
     model = target_for(name)
-    drafter = untrained(name, **TRAINED[name]) if name in TRAINED else make(name)
+    drafter = untrained(name, **OPTIONS[name])
     assert measure_draft(model, drafter).curve().at(1) > 0
     assert model.context == model.max_context  # as before
 
@@ -366,3 +367,20 @@ def test_the_cost_of_a_draft_is_stored_by_name(tmp_path: Path, monkeypatch: pyte
     assert draft_cost(target(), "slow", lambda: pytest.fail("measured again")) == first
     assert draft_cost(target(), "quick", LastHidden).at(1) < first.at(1)
     assert len(list((tmp_path / "drafts").rglob("*.json"))) == 2 and not (tmp_path / "costs").exists()
+
+
+def test_half_layers_are_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass without any attention costs as much less as all attention halves cost."""
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    model, skips = target(), []
+    score = model.score
+    monkeypatch.setattr(
+        model, "score", lambda *given, skip=None, **more: skips.append(skip) or score(*given, skip=skip, **more)
+    )
+    seconds = {None: 1.0, Skip.of(attention=(0, 1, 2, 3)): 0.4, Skip.of(mlp=(0, 1, 2, 3)): 0.8}
+    monkeypatch.setattr(cost, "_time", lambda one, _: (one(), seconds[skips[-1]])[1])
+    found = half_costs(model)
+    assert (found.attention, found.mlp) == (pytest.approx(0.15), pytest.approx(0.05)) and found.steady
+    assert found.of(Skip.of((1, 2), (3,))) == pytest.approx(0.65) and found.of(Skip()) == 1
+    monkeypatch.setattr(cost, "_time", lambda *_: pytest.fail("measured again"))
+    assert half_costs(model) == found and model.context == model.max_context

@@ -5,6 +5,7 @@ Those for CUDA run here in Triton's interpreter; tests/gpu has them in half prec
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product as product_of
 
 import pytest
@@ -12,14 +13,14 @@ import torch
 from torch import nn
 
 from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
-from foreword.core.draft import Draft, Tree
+from foreword.core.draft import Draft, Early, Tree
 from foreword.core.needs import Graft, Join, Needs, Skip
 from foreword.core.state import Batch
 from foreword.model import linears as linears_module
 from foreword.model.fused import cuda as fused_cuda
 from foreword.model.fused import layers as fused_module
 from foreword.model.fused.cpu import KEPT_ROWS, CpuLayer
-from foreword.model.fused.cuda import CudaLayer
+from foreword.model.fused.cuda import CudaAttention, CudaLayer
 from foreword.model.linears import MAX_STOCK_ROWS, JointLinear, fuse, pack
 from foreword.model.model import Model
 from foreword.model.stack import Rows
@@ -73,7 +74,7 @@ def test_rounds_are_the_same(models: tuple[Model, Model], slots: list[int]) -> N
     for model in models:  # a sequence longer than the windows
         model.score(batch, chain([list(range(3, 12))] * 2), Needs())
         model.cache.advance(batch, torch.tensor([9, 9]))
-    for rows in (1, 5) if for_cuda else (9, 1, 3, 12):  # Triton's interpreter is slow
+    for rows in (5, 1) if for_cuda else (9, 1, 3, 12):  # Triton's interpreter is slow
         tokens = torch.randint(0, VOCABULARY, (2, rows), generator=generator)
         draft = Draft(tokens, random_tree(2, rows, generator), torch.full((2,), rows))
         stock, fused = (model.score(batch, draft, Needs(hidden=True, taps=(0, 2))) for model in models)
@@ -85,6 +86,28 @@ def test_rounds_are_the_same(models: tuple[Model, Model], slots: list[int]) -> N
         caches = [model.cache for model in models]
         for one, other in ([cache.keys[layer] for cache in caches], [cache.values[layer] for cache in caches]):
             close(other[batch.slots, :, :11], one[batch.slots, :, :11])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("models", ["qwen2", "mistral for CUDA"], indirect=True)
+def test_a_pass_that_begins_with_early_states_is_the_same(models: tuple[Model, Model]) -> None:
+    """The first layers read the root and then the other rows; the pass runs the layers after them."""
+    batch, layer = Batch.of([2, 0], 40), models[0].layers // 2
+    tokens = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
+    draft = Draft(tokens, Tree.of((0, 0, 0, 1, 2)), torch.tensor([5, 5]))
+    for model in models:
+        model.score(batch, chain([[3, 4]] * 2), Needs())
+        model.cache.advance(batch, torch.tensor([2, 2]))
+    stock, fused = models
+    rows = Rows(batch.take(fused.cache.length), draft.tree.depth, draft.tree.ancestors, batch)
+    rest = replace(rows, sees=rows.sees[:, 1:])
+    states = [fused.early(tokens[:, :1], rows.head(1), layer), fused.early(tokens[:, 1:], rest, layer)]
+    found = fused.score(batch, replace(draft, early=Early(layer, torch.cat(states, 1))), Needs(taps=(layer,)))
+    exact = stock.score(batch, draft, Needs(taps=(layer,)))
+    close(found.require_logits(), exact.require_logits())
+    close(found.taps[layer], exact.taps[layer])
+    for one, other in zip([*stock.cache.keys, *stock.cache.values], [*fused.cache.keys, *fused.cache.values], strict=True):
+        close(other[batch.slots, :, :7], one[batch.slots, :, :7])
 
 
 @torch.inference_mode()
@@ -148,6 +171,24 @@ def test_padding_rows_change_nothing(sequences: int, count: int) -> None:
         for buffers in (layer.memory.rounds, layer.memory.prompts):
             for buffer in buffers.values():
                 buffer.array.fill(float("nan"))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("models", CASES, indirect=True)
+@pytest.mark.parametrize("skip", [Skip.of((0,), (1,)), Skip.of((1,), (0,))], ids=["attention first", "mlp first"])
+def test_half_layers_are_the_same(models: tuple[Model, Model], skip: Skip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft reads the root alone, then more rows; no layer of the rebuilt model runs as transformers wrote it."""
+    for model in models:
+        model.score(Batch.of([1], 0), chain([list(range(3, 12))]), Needs())
+        model.cache.advance(Batch.of([1], 0), torch.tensor([9]))
+    tokens, batch = torch.tensor([[5, 6, 7, 8, 9, 4]]), Batch.of([1], 9)
+    draft = Draft(tokens, Tree.of((0, 0, 1, 1, 2, 4)), torch.tensor([6]))
+    for rows in (range(1), range(1, 6)):
+        stock = models[0].score(batch, draft, Needs(), skip=skip, rows=rows).require_logits()
+        with monkeypatch.context() as patch:
+            for name in ("attention_half", "mlp_half"):
+                patch.setattr(type(models[1].family), name, lambda *_, **__: pytest.fail("not fused"))
+            close(models[1].score(batch, draft, Needs(), skip=skip, rows=rows).require_logits(), stock)
 
 
 @torch.inference_mode()
@@ -295,14 +336,40 @@ def test_rows_that_join_whole_sequences_are_the_same(family: str) -> None:
         close(other, one)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("models", ["llama", "mistral for CUDA"], indirect=True)
+def test_rows_that_attend_to_later_ones_are_the_same(models: tuple[Model, Model]) -> None:
+    """A block whose rows attend to each other, after different numbers of cached rows, with more rows than a program of the
+    kernel takes: see `Rows.causal`. As a tree, the same rows come out otherwise."""
+    batch, generator, count = Batch.of([2, 0], 40), torch.Generator().manual_seed(1), 20
+    hidden, sees = torch.randn(2, count, 32, generator=generator), torch.rand(2, count, count, generator=generator) < 0.5
+    sees |= torch.eye(count, dtype=torch.bool)
+    found = []
+    for model in models:
+        model.score(batch, chain([list(range(3, 12))] * 2), Needs())
+        model.cache.advance(batch, torch.tensor([9, 4]))
+        depth = torch.arange(count) // torch.tensor([[1], [2]])
+        rows = Rows(batch.take(model.cache.length), depth, sees, batch, causal=False)
+        found.append([model.layer_stack.walk(hidden, one).hidden for one in (rows, replace(rows, causal=True))])
+    (stock, ordered), (fused, fused_ordered) = found
+    close(fused, stock)
+    close(fused_ordered, ordered)
+    assert not torch.allclose(stock[:, 0], ordered[:, 0])
+
+
+@pytest.mark.parametrize("few_rows", [256, 0], ids=["our products", "torch's products"])
+@pytest.mark.parametrize(("mlp", "kind"), [(True, CudaLayer), (False, CudaAttention)], ids=["layers", "attention alone"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_layers_of_a_drafter_are_fused_if_the_target_s_are(family: str) -> None:
+def test_layers_of_a_drafter_are_fused_if_the_target_s_are(
+    family: str, mlp: bool, kind: type, few_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Copied weights are adjacent in memory: fused layers read them as one product, also after other weights are loaded."""
+    monkeypatch.setattr(fused_cuda, "FEW_ROWS", few_rows)
     hf = fresh(family, torch.float32, **BIASED[family], head_dim=16)
-    stock = Model(copy.deepcopy(hf)).stack(2, 2, init=1)
+    stock = Model(copy.deepcopy(hf)).stack(2, 2, init=1, mlp=mlp)
     fuse(hf)
-    own = Model(hf).stack(2, 2, init=1)
-    assert stock.fused is None and {type(layer) for layer in own.fused or ()} == {CudaLayer}
+    own = Model(hf).stack(2, 2, init=1, mlp=mlp)
+    assert stock.fused is None and {type(layer) for layer in own.fused or ()} == {kind}
     changed = {name: torch.randn_like(value) * 0.1 for name, value in stock.layers.state_dict().items()}
     rows, batch, count = torch.randn(1, 3, 32), Batch.of([1], 0), torch.tensor([3])
     results = []

@@ -284,6 +284,34 @@ def test_only_joined_rows_carry_gradients() -> None:
     assert projection.weight.grad is not None and projection.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_layers_that_learn_get_gradients_from_the_sequences_too(family: str) -> None:
+    """One pass over all rows, with a mask, gives the same joined rows and the same gradients of inputs and weights."""
+    model = target(family)
+    stack, anchor = model.stack(0, 2, init=1), torch.tensor([[1, 3, 6], [0, 2, 4]])
+    generator = torch.Generator().manual_seed(0)
+    given, matrices = (torch.randn(2, n, 32, generator=generator).double() for n in (8, 32))
+    joins = [Join(0, i + 1, lambda rows, _, i=i: rows @ matrices[i], tuple(range(i))) for i in range(2)]
+    found = []
+    for at_once in (False, True):
+        hidden = given.clone().requires_grad_()
+        stack.layers.zero_grad()
+        if at_once:
+            rows = Rows.alongside(8, anchor, joins)
+            causal = nn.functional.pad(torch.ones(8, 8, dtype=torch.bool).tril(), (0, 6)).expand(2, -1, -1)
+            made = [torch.stack([one[at] for one, at in zip(hidden, anchor, strict=True)]) @ matrix for matrix in matrices]
+            where = Rows(rows.base, rows.depth, torch.cat([causal, rows.sees], dim=1))
+            bare = Stack(model.hf, model.family, stack.layers)
+            walked = bare.walk(torch.cat([hidden, *made], dim=1), where).hidden[:, 8:]
+        else:
+            walked = torch.cat(stack.walk_joined(hidden, anchor, joins), dim=1)
+        walked.pow(2).sum().backward()
+        found.append([walked.detach(), hidden.grad, *(weight.grad for weight in stack.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None
+        torch.testing.assert_close(one, other)
+
+
 @torch.no_grad()
 def test_rows_go_on_after_the_committed_sequence() -> None:
     """From the hidden states of a layer, `onward` computes those of the last one; a grafted row is the next one."""

@@ -1,5 +1,6 @@
 """Model.score against the transformers model's own forward: whole, cached, tree, ragged, partial, with skipped halves."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from doubles import (
     target,
     written,
 )
-from foreword.core.draft import Draft, Tree
+from foreword.core.draft import Draft, Early, Tree
 from foreword.core.needs import Needs, Skip
 from foreword.core.state import Batch
 from foreword.errors import ForewordWarning
@@ -239,6 +240,28 @@ def test_a_walk_in_two_parts_is_the_walk(family: str, cut: int) -> None:
         second = stack.walk(first.hidden, where, start=cut, taps=(2,))
     close(second.hidden, whole.hidden)
     assert (2 in second.taps) == (cut <= 2)
+
+
+@every_family
+@pytest.mark.parametrize("cut", [1, 3])
+def test_a_pass_may_begin_with_early_states(family: str, cut: int) -> None:
+    """Scores, taps and cached rows are those of the whole pass, also for some of the rows."""
+    model, draft = target(family), draft_of(2, 6)
+    batch = prefilled(model, {0: TOKENS[:4], 2: TOKENS[:2]})
+    where = Rows(model.cache.length[batch.slots], draft.tree.depth, draft.tree.ancestors, batch)
+    needs = Needs(hidden=True, taps=(cut, 3))
+    with torch.no_grad():
+        whole = model.score(batch, draft, needs)
+        held = model.cache.held.clone()
+        for slot in batch.ids:
+            model.cache.wipe_scratch(slot)
+        early = replace(draft, early=Early(cut, model.early(draft.tokens, where, cut)))
+        found = [model.score(batch, early, needs), model.score(batch, early, needs, rows=range(2, 6))]
+    close(found[0].require_logits(), whole.require_logits())
+    close(found[1].require_hidden(), whole.require_hidden()[:, 2:])
+    for layer in (cut, 3):
+        close(found[0].taps[layer], whole.taps[layer])
+    close(model.cache.held, held)
 
 
 # Attributes of a target

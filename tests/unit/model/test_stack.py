@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from doubles import EVERY_FAMILY, fresh, target
 from foreword.core.draft import Tree
+from foreword.core.needs import Skip
 from foreword.core.state import Batch
 from foreword.errors import CapacityError
 from foreword.model.model import Model
@@ -121,6 +122,14 @@ def test_new_layers_differ_from_the_model_s(family: str, tmp_path) -> None:  # t
         assert 0.2 < float(layers[0].mlp.down_proj.weight.detach().std()) < 0.4
 
 
+@torch.no_grad()
+def test_a_layer_without_an_mlp_can_be_left_out_too() -> None:
+    stack = model_with_room().stack(3, layers=2, init=range(1, 3), mlp=False)
+    rows = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0)).double()
+    last = Stack(stack.model, stack.family, stack.layers[1:])
+    close(stack.walk_sequences(rows, skip=Skip.of(attention=(0,))), last.walk_sequences(rows))
+
+
 def test_a_stack_has_its_own_cache() -> None:
     model = model_with_room()
     stack = model.stack(2, layers=2, init=0, scratch=9)
@@ -148,5 +157,5 @@ def test_a_tree_with_more_rows_than_the_scratch_is_refused() -> None:
     assert stack.cache is not None
     tree = Tree.forked(5, torch.device("cpu"))
     rows = Rows(stack.cache.length[:1], tree.depth, tree.ancestors, Batch.of([0], 0))
-    with pytest.raises(CapacityError, match="5 tree rows"):
+    with pytest.raises(CapacityError, match="5 draft rows"):
         stack.walk(torch.zeros(1, 5, stack.model.config.hidden_size, dtype=stack.model.dtype), rows)

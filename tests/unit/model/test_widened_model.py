@@ -9,7 +9,7 @@ from doubles import WIDENABLE_KINDS, fresh, hf_hidden, hf_logits, widened_pair
 from foreword.errors import InputError, ModelUnsupported
 from foreword.model import linears
 from foreword.model.widened_model import WIDENABLE, narrow_model, widen_model
-from foreword.model.widening import SEVERAL, Wide
+from foreword.model.widening import FROM_RANK, INTO_RANK, SEVERAL, Wide
 
 TOKENS = [5, 9, 17, 30, 41, 8, 8, 23, 3, 44, 12]
 
@@ -86,3 +86,13 @@ def test_weights_that_read_concatenated_rows_are_narrowed_too(rule: Any) -> None
     weight = torch.arange(36.0).view(4, 9) + 1
     wide = rule.widened(weight, 4, 3)
     assert wide.shape == (16, 36) and torch.equal(rule.narrowed(wide, 4, 3), weight)
+
+
+@pytest.mark.parametrize(("rule", "shape"), [(INTO_RANK, (4, 36)), (FROM_RANK, (16, 9))])
+def test_rows_of_a_width_of_their_own_keep_it(rule: Any, shape: tuple[int, int]) -> None:
+    """The same product, from wide rows or into them; the bias of what writes such a row is not repeated."""
+    weight, rows = torch.arange(36.0).view(4, 9) + 1, torch.arange(9.0)
+    wide, wide_rows = rule.widened(weight, 4, 9), rows.repeat(4 if rule is INTO_RANK else 1)
+    assert wide.shape == shape and torch.equal(rule.narrowed(wide, 4, 9), weight)
+    assert torch.equal(wide @ wide_rows, (weight @ rows).repeat(1 if rule is INTO_RANK else 4))
+    assert rule.widened(weight[:, 0], 4, 9).shape == ((4,) if rule is INTO_RANK else (16,))

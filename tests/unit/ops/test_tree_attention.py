@@ -83,15 +83,14 @@ def test_any_tree_in_any_batch(
 
 @pytest.mark.parametrize("tiles", [SMALL, BY_TWO], ids=["alone", "shared"])
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 32, 33, 48])
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 33])
 def test_lengths_around_the_edges_of_blocks(length: int, splits: int, tiles: AttentionTiles) -> None:
     case = AttentionCase.random((2, 1), 16, 3, [length], before=1)
     assert error(case, replace(tiles, splits=splits)) < PRECISE
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["tree", "chain"])
-@pytest.mark.parametrize("tiles", [SMALL, BY_TWO], ids=["alone", "shared"])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("tiles", "splits"), [(SMALL, 3), (BY_TWO, 1)], ids=["alone, split", "shared"])
 @pytest.mark.parametrize("window", [0, 20])
 def test_more_rows_than_a_block_of_keys(window: int, splits: int, tiles: AttentionTiles, known: bool) -> None:
     """Like a prompt: the scratch is several blocks, after no prefix or after one that ends within a block. With 48 rows no
@@ -104,7 +103,7 @@ def test_more_rows_than_a_block_of_keys(window: int, splits: int, tiles: Attenti
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("rows", [4, 20, 32, 40])
+@pytest.mark.parametrize("rows", [4, 20, 40])
 def test_rows_that_see_each_other(rows: int, splits: int) -> None:
     """A block whose rows are not causal, as in masked drafting, with more rows than a block of queries: see `causal`."""
     case = AttentionCase.random((2, 1), 16, rows, [0, 37])
@@ -150,7 +149,7 @@ def test_padding_may_lie_beyond_the_cache(splits: int) -> None:
     assert float((found.double() - whole.exact()[0, :2]).abs().max()) < PRECISE
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 47])
+@pytest.mark.parametrize("window", [1, 15, 16, 47])
 def test_windows_around_the_edges_of_blocks(window: int) -> None:
     """A tree deep enough that its last rows see none of the prefix where the window is short."""
     assert error(AttentionCase.random((2, 1), 16, 9, [40, 3]), replace(SMALL, splits=2), window) < PRECISE

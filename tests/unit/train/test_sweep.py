@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from doubles import VOCABULARY, SequenceList, hf_hidden, target
 from foreword.core.needs import Needs
-from foreword.drafting.transfer import Anchors, Transfer, right_by_rank
+from foreword.drafting.lessons import Anchors
+from foreword.drafting.transfer import Transfer, right_by_rank
 from foreword.errors import InputError, NumericsError
 from foreword.model.model import Model
 from foreword.train.schedule import TrainingSettings, padded

@@ -4,6 +4,7 @@ A drafter names its options in a `TreePlan`, which makes a `Growth` for one targ
 `Draft` of fixed shape.
 """
 
+from foreword.drafting.trees.beam import Beam, none_goes_on
 from foreword.drafting.trees.growth import BestFirst, Budgeted, Chain, NextCandidates
 from foreword.drafting.trees.plan import BRANCH, Growth, TreeKind, TreePlan, unconditional
 from foreword.drafting.trees.rows import (
@@ -18,6 +19,7 @@ from foreword.drafting.trees.rows import (
     share_of_gain,
 )
 from foreword.drafting.trees.templates import (
+    EAGLE_COUNTS,
     USUAL_RATES,
     Path,
     Rates,
@@ -30,9 +32,11 @@ from foreword.drafting.trees.templates import (
 
 __all__ = [
     "BRANCH",
+    "Beam",
     "BestFirst",
     "Budgeted",
     "Chain",
+    "EAGLE_COUNTS",
     "FixedRows",
     "Growth",
     "NextCandidates",
@@ -51,6 +55,7 @@ __all__ = [
     "chain_lengths",
     "greedy_paths",
     "level_paths",
+    "none_goes_on",
     "paying_rows",
     "path_rate",
     "share_of_gain",

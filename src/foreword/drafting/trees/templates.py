@@ -36,6 +36,8 @@ USUAL_RATES: Rates = (
     (0.11, 0.07, 0.052, 0.040, 0.032, 0.026, 0.022, 0.019, 0.016, 0.014),
 )
 
+EAGLE_COUNTS = (4, 8, 8, 3, 2)  # nodes at each depth of EAGLE's static tree, which other papers use as well
+
 
 def greedy_paths(rates: Rates, count: int) -> list[Path]:
     """Return the `count` likeliest paths of ranks, each after its parent and its elder sibling: Medusa's construction.

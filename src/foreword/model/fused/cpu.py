@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from foreword.core.needs import HalfKind
 from foreword.hub.storage import place
 from foreword.model.attention import LayerPass
 from foreword.model.layer_cache import KVRows
@@ -89,23 +90,39 @@ class CpuLayer:
         self.q_size: int = attention.q_proj.columns.stop
         self.kept_view: CachedView | None = None
 
-    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
-        """Run rows [b, n, H] through the layer; their keys and values are stored in the view's cache."""
-        batch, count, size = hidden.shape
+    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass, half: HalfKind | None) -> Tensor:
+        """Run rows [b, n, H] through the layer or one half of it; attention stores keys and values in the view's cache."""
+        space, rows = self._space(hidden, view), hidden.reshape(-1, hidden.shape[2]).numpy()
+        if half == "mlp":
+            self.loops.normed(rows, *self.before_mlp, space.normed.array)
+            return self._through_mlp(space, rows).view(hidden.shape)
+        self.loops.normed(rows, *self.before_attention, space.normed.array)
+        attended = self._attend(space, positions, view)
+        if half == "attention":
+            result: Tensor = self.out(attended)[: len(rows)]
+            self.loops.added(result.numpy(), rows)
+            return result.view(hidden.shape)
+        stream = self.out.into(attended, space.out)[: len(rows)]
+        self.loops.added_and_normed(stream, rows, *self.before_mlp, space.normed.array)
+        return self._through_mlp(space, stream).view(hidden.shape)
+
+    def _space(self, hidden: Tensor, view: LayerPass) -> Workspace:
+        """Return the buffers for rows [b, n, H]."""
+        batch, count, _ = hidden.shape
         assert view.cache is not None
         space = self.spaces.get((batch, count))
         if space is None:
             space = Workspace(self.memory, self, batch, count, view.cache.keys.shape[1])
             if batch * count <= KEPT_ROWS:
                 self.spaces[batch, count] = space
-        rows = hidden.reshape(-1, size).numpy()
-        self.loops.normed(rows, *self.before_attention, space.normed.array)
-        stream = self.out.into(self._attend(space, positions, view), space.out)[: len(rows)]
-        self.loops.added_and_normed(stream, rows, *self.before_mlp, space.normed.array)
-        self.loops.gated(self.gate_up.into(space.normed.tensor, space.gate_up)[: len(rows)], space.gated.array)
-        result = self.down(space.gated.tensor)[: len(rows)]
+        return space
+
+    def _through_mlp(self, space: Workspace, stream: np.ndarray) -> Tensor:
+        """Return the MLP of the rows that `space` holds normed, added to the residual stream [b * n, H]."""
+        self.loops.gated(self.gate_up.into(space.normed.tensor, space.gate_up)[: len(stream)], space.gated.array)
+        result: Tensor = self.down(space.gated.tensor)[: len(stream)]
         self.loops.added(result.numpy(), stream)
-        return result.view(batch, count, size)
+        return result
 
     def _attend(self, space: Workspace, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
         """Return the output of attention [b * n or more for padding, heads * width]."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from foreword.core.needs import HalfKind
 from foreword.model.attention import LayerPass, SequenceKV, attend_by_kernel
 from foreword.model.linears import FUSED, joint
 from foreword.ops.dispatch import kernels
@@ -24,43 +25,102 @@ if TYPE_CHECKING:
 
 FEW_ROWS = 256
 LARGE = 2**26  # weights of a layer; its products then take 30 microseconds or more
+LARGE_ATTENTION = 2**24  # the same for its attention alone, which has about a quarter of them
 
 Norm = tuple[Tensor, float]
 
 
-class CudaLayer:
-    """A fused layer, computed by a few kernels. It reads the layer's weights and changes nothing in it."""
+class CudaAttention:
+    """The attention half of a layer: all of a layer without an MLP. It reads the weights and changes nothing in them."""
 
-    def __init__(self, layer: Any, next_layer: CudaLayer | None) -> None:
+    def __init__(self, layer: Any) -> None:
         products, self.norm_and_gate = kernels("layer.linear"), kernels("layer.norm_and_gate")
         self.few_rows_linear, self.linear_and_prescale = products.few_rows_linear, products.linear_and_prescale
         self.linear_rotate_and_store = kernels("layer.qkv").linear_rotate_and_store
         self.rotate_and_store = kernels("layer.rotary").rotate_and_store
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self.scaling: float = attention.scaling
         self.qkv: Any = joint(attention, FUSED[0])
-        self.gate_up: Any = joint(mlp, FUSED[1])
-        self.out, self.down = attention.o_proj, mlp.down_proj
-        linears: tuple[Any, ...] = self.qkv, self.gate_up, self.out, self.down
-        self.large = sum(linear.weight.numel() for linear in linears) >= LARGE
+        self.out: Any = attention.o_proj
+        self.large = _count_weights(self.qkv, self.out) >= LARGE_ATTENTION
         self.width: int = attention.head_dim
         self.heads = self.out.weight.shape[1] // self.width
-        self.before_attention, self.before_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self.before_attention = _norm(layer.input_layernorm)
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self.q_norm, self.k_norm = (None if norm is None else _norm(norm) for norm in head_norms)
-        self.next_layer = next_layer
         self.prescaled: Prescaled | None = None  # the previous layer's output, prescaled for this layer's norm
 
-    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
-        """Run rows [b, n, H] through the layer; their keys and values are stored in the view's cache."""
+    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass, half: HalfKind | None) -> Tensor:
+        """Run rows [b, n, H] through attention; their keys and values are stored in the view's cache."""
+        assert half == "attention", "a layer without an MLP has no other half"
+        if self._is_few(hidden):
+            attended = self._attended_by_our_product(hidden, positions, view)
+            return self.few_rows_linear(attended, *_weights(self.out), residual=hidden)
+        return hidden + linear(self._attended_by_torch_product(hidden, positions, view), *_weights(self.out))
+
+    def _is_few(self, hidden: Tensor) -> bool:
+        """Whether our products are the faster ones for rows [b, n, H]."""
         rows = hidden.shape[0] * hidden.shape[1]
-        few = rows == 1 or (rows <= FEW_ROWS and not self.large)
-        return (self._by_our_products if few else self._by_torch_products)(hidden, positions, view)
+        return rows == 1 or (rows <= FEW_ROWS and not self.large)
+
+    def _attended_by_our_product(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        """Return the output of attention [b, n, heads * width]."""
+        return attend_by_kernel(self._query(hidden, positions, view), view, self.scaling).flatten(2)
+
+    def _attended_by_torch_product(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        query = self.rotate_and_store(self._qkv(hidden), *positions, *_destination(view), self.q_norm, self.k_norm)
+        return attend_by_kernel(query, view, self.scaling).flatten(2)
+
+    def _query(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        """Return the queries [b, heads, n, width] of the rows, and store their keys and values in the cache."""
+        weight, bias, norm = self.qkv.weight, self.qkv.bias, self.before_attention
+        prescaled, self.prescaled = self.prescaled, None
+        if self.q_norm is None and self.k_norm is None:
+            return self.linear_rotate_and_store(
+                hidden, weight, bias, norm, *positions, *_destination(view), prescaled=prescaled
+            )
+        qkv = self.few_rows_linear(hidden, weight, bias, norm=norm, prescaled=prescaled)
+        return self.rotate_and_store(qkv, *positions, *_destination(view), self.q_norm, self.k_norm)
+
+    def _qkv(self, hidden: Tensor) -> Tensor:
+        """Return the joint q, k and v projection by torch's product: [b, n, columns of all three]."""
+        normed = self.norm_and_gate.normed(hidden.flatten(0, 1), self.before_attention)
+        return linear(normed, *_weights(self.qkv)).unflatten(0, hidden.shape[:2])
+
+
+class CudaLayer(CudaAttention):
+    """A whole layer."""
+
+    def __init__(self, layer: Any, next_layer: CudaLayer | None) -> None:
+        super().__init__(layer)
+        self.gate_up: Any = joint(layer.mlp, FUSED[1])
+        self.down: Any = layer.mlp.down_proj
+        self.large = _count_weights(self.qkv, self.gate_up, self.out, self.down) >= LARGE
+        self.before_mlp = _norm(layer.post_attention_layernorm)
+        self.next_layer = next_layer
+
+    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass, half: HalfKind | None) -> Tensor:
+        """Run rows [b, n, H] through the layer or one half of it; attention stores keys and values in the view's cache."""
+        if half == "attention":
+            return super().__call__(hidden, positions, view, half)
+        if half == "mlp":
+            return self._mlp(hidden)
+        by_products = self._by_our_products if self._is_few(hidden) else self._by_torch_products
+        return by_products(hidden, positions, view)
+
+    def _mlp(self, hidden: Tensor) -> Tensor:
+        """Run rows [b, n, H] through the MLP."""
+        self.prescaled = None  # it was made for the norm before attention
+        if self._is_few(hidden):
+            gated = self.few_rows_linear(hidden, *_weights(self.gate_up), norm=self.before_mlp, gated=True)
+            return self.few_rows_linear(gated, *_weights(self.down), residual=hidden)
+        normed = self.norm_and_gate.normed(hidden.flatten(0, 1), self.before_mlp)
+        gated = self.norm_and_gate.gated(linear(normed, *_weights(self.gate_up)))
+        return hidden + linear(gated, *_weights(self.down)).view(hidden.shape)
 
     def _by_our_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
         out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
-        prescaled, self.prescaled = self.prescaled, None
-        attended = attend_by_kernel(self._query(hidden, prescaled, positions, view), view, self.scaling).flatten(2)
+        attended = self._attended_by_our_product(hidden, positions, view)
         hidden, prescaled = self.linear_and_prescale(attended, out.weight, out.bias, hidden, norm[0])
         gated = self.few_rows_linear(hidden, gate_up.weight, gate_up.bias, norm=norm, prescaled=prescaled, gated=True)
         if self.next_layer is None:
@@ -69,21 +129,8 @@ class CudaLayer:
         hidden, self.next_layer.prescaled = self.linear_and_prescale(gated, down.weight, down.bias, hidden, weight)
         return hidden
 
-    def _query(
-        self, hidden: Tensor, prescaled: Prescaled | None, positions: tuple[Tensor, Tensor], view: LayerPass
-    ) -> Tensor:
-        """Return the queries [b, heads, n, width] of the rows, and store their keys and values in the cache."""
-        weight, bias, norm = self.qkv.weight, self.qkv.bias, self.before_attention
-        if self.q_norm is None and self.k_norm is None:
-            return self.linear_rotate_and_store(
-                hidden, weight, bias, norm, *positions, *_destination(view), prescaled=prescaled
-            )
-        qkv = self.few_rows_linear(hidden, weight, bias, norm=norm, prescaled=prescaled)
-        return self.rotate_and_store(qkv, *positions, *_destination(view), self.q_norm, self.k_norm)
-
     def _by_torch_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
-        query = self.rotate_and_store(self._qkv(hidden), *positions, *_destination(view), self.q_norm, self.k_norm)
-        return self._after_attention(attend_by_kernel(query, view, self.scaling), hidden)
+        return self._after_attention(self._attended_by_torch_product(hidden, positions, view), hidden)
 
     def whole_sequences(self, hidden: Tensor, positions: tuple[Tensor, Tensor], kv_out: SequenceKV | None = None) -> Tensor:
         """Run whole sequences [b, n, H] from their first row on, without a cache and without gradients: how training reads
@@ -96,16 +143,11 @@ class CudaLayer:
         if kv_out is not None:
             kv_out.keys, kv_out.values = keys, values
         attended = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=self.scaling, enable_gqa=True)
-        return self._after_attention(attended.transpose(1, 2), hidden)
-
-    def _qkv(self, hidden: Tensor) -> Tensor:
-        """Return the joint q, k and v projection by torch's product: [b, n, columns of all three]."""
-        normed = self.norm_and_gate.normed(hidden.flatten(0, 1), self.before_attention)
-        return linear(normed, *_weights(self.qkv)).unflatten(0, hidden.shape[:2])
+        return self._after_attention(attended.transpose(1, 2).flatten(2), hidden)
 
     def _after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """Compute the rest of the layer from the output of attention [b, n, heads, width], by torch's products."""
-        attended, rows = attended.flatten(0, 1).flatten(1), hidden.flatten(0, 1).contiguous()
+        """Compute the rest of the layer from the output of attention [b, n, heads * width], by torch's products."""
+        attended, rows = attended.flatten(0, 1), hidden.flatten(0, 1).contiguous()
         rows, normed = self.norm_and_gate.added_and_normed(rows, linear(attended, *_weights(self.out)), self.before_mlp)
         gated = self.norm_and_gate.gated(linear(normed, *_weights(self.gate_up)))
         rows.addmm_(gated, self.down.weight.t())  # in place: a new tensor that nothing else refers to
@@ -116,6 +158,10 @@ def _destination(view: LayerPass) -> tuple[Tensor, Tensor, Tensor]:
     """Return where keys and values are stored."""
     assert view.cache is not None and view.places is not None
     return view.cache.keys, view.cache.values, view.places
+
+
+def _count_weights(*products: Any) -> int:
+    return sum(product.weight.numel() for product in products)
 
 
 def _weights(product: Any) -> tuple[Tensor, Tensor | None]:

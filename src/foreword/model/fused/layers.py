@@ -12,15 +12,18 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from foreword.core.needs import HalfKind
 from foreword.model.attention import KERNEL_WIDTHS, LayerPass
 from foreword.model.fused.cpu import CpuLayer, WorkspaceMemory
-from foreword.model.fused.cuda import CudaLayer
+from foreword.model.fused.cuda import CudaAttention, CudaLayer
 from foreword.model.linears import FUSED, JointLinear, PackedLinear, is_plain_norm, joint
 from foreword.model.plain_linears import is_plain_linear
 
 
 class FusedLayer(Protocol):
-    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor: ...
+    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass, half: HalfKind | None) -> Tensor:
+        """Run rows [b, n, H] through the layer, or through one half of it. Their keys and values are stored in the view's
+        cache, unless attention is left out."""
 
 
 def fused_layers(layers: nn.ModuleList) -> list[FusedLayer] | None:
@@ -31,7 +34,7 @@ def fused_layers(layers: nn.ModuleList) -> list[FusedLayer] | None:
     product = joint(first.self_attn, FUSED[0])
     if isinstance(product, JointLinear) and first.self_attn.head_dim in KERNEL_WIDTHS:
         return _cuda_layers(layers)
-    if isinstance(product, PackedLinear) and find_spec("numba") is not None:
+    if isinstance(product, PackedLinear) and hasattr(first, "mlp") and find_spec("numba") is not None:
         memory = WorkspaceMemory()
         return [CpuLayer(layer, memory) for layer in layers]
     return None
@@ -39,6 +42,8 @@ def fused_layers(layers: nn.ModuleList) -> list[FusedLayer] | None:
 
 def _cuda_layers(layers: nn.ModuleList) -> list[FusedLayer]:
     """Build the layers from the last to the first, since each has to know the next one."""
+    if not hasattr(layers[0], "mlp"):
+        return [CudaAttention(layer) for layer in layers]
     found: list[CudaLayer] = []
     for layer in reversed(layers):
         found.append(CudaLayer(layer, found[-1] if found else None))
@@ -47,16 +52,25 @@ def _cuda_layers(layers: nn.ModuleList) -> list[FusedLayer]:
 
 def _is_known(layer: Any) -> bool:
     """Whether the fused layers compute what this layer does."""
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    single = [getattr(attention, "o_proj", None), getattr(mlp, "down_proj", None)]
-    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    attention = getattr(layer, "self_attn", None)
     inner = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     return (
-        all(joint(part, names) is not None for part, names in zip((attention, mlp), FUSED, strict=True))
-        and all(isinstance(part, PackedLinear) or is_plain_linear(part) for part in single)
-        and all(map(is_plain_norm, norms))
+        _is_known_half(attention, FUSED[0], "o_proj", getattr(layer, "input_layernorm", None))
         and (inner == [None, None] or all(_is_per_head(norm, attention) for norm in inner))
-        and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        and (not hasattr(layer, "mlp") or _is_known_mlp(layer))
+    )
+
+
+def _is_known_mlp(layer: Any) -> bool:
+    known = _is_known_half(layer.mlp, FUSED[1], "down_proj", getattr(layer, "post_attention_layernorm", None))
+    return known and type(getattr(layer.mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _is_known_half(half: Any, first: tuple[str, ...], last: str, norm: Any) -> bool:
+    """Whether a half-layer is a plain norm, one product for the linears `first`, and a plain or packed linear `last`."""
+    part = getattr(half, last, None)
+    return (
+        joint(half, first) is not None and (isinstance(part, PackedLinear) or is_plain_linear(part)) and is_plain_norm(norm)
     )
 
 

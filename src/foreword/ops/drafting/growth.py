@@ -237,6 +237,11 @@ class KernelTrees:
         self.count, self.live, self.nodes, self.left = self.count + most, width, nodes, left
         return tokens, origin
 
+    @property
+    def chance(self) -> Tensor:
+        """`GrowingTrees.chance`, once a level was added."""
+        return self.chances.gather(1, self.nodes)
+
     def chosen(self, nodes: int, cost: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         assert cost is None, "rows are fixed where a round is captured"
         return likeliest_nodes(self.state, self.tokens, self.parents, self.chances, nodes)

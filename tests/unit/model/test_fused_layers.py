@@ -33,7 +33,7 @@ CHANGES = BIASED | {"foreword_looped": {"repeats": 2}}
 
 CASES = {
     **{family: (family, pack, CpuLayer) for family in FUSED},
-    **{f"{family} for CUDA": (family, fuse, CudaLayer) for family in ("mistral", "qwen3", "foreword_looped")},
+    **{f"{family} for CUDA": (family, fuse, CudaLayer) for family in ("mistral", "qwen3")},
     **{f"{family} for CUDA, large": (family, fuse, CudaLayer) for family in ("llama", "qwen3")},
     "llama for CUDA, many rows": ("llama", fuse, CudaLayer),
 }

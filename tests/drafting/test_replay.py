@@ -109,7 +109,9 @@ def test_what_a_slot_holds_changes_no_draft(make: Callable[[Model], Drafter], pr
 
 
 SICK = Request((3, POISON, *range(10, 24)), SAMPLINGS["greedy"])
-HEALTHY = Request((3, 9, 4), SAMPLINGS["greedy"], max_new_tokens=6, ignore_eos=True)
+HEALTHY = Request(
+    (3, 9, 5), SAMPLINGS["greedy"], max_new_tokens=6, ignore_eos=True
+)  # no drafter here drafts POISON after it
 
 
 @pytest.mark.filterwarnings("ignore::foreword.errors.ForewordWarning")

@@ -115,14 +115,16 @@ def test_a_call_on_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     fuse(fused)
     for one in (hf, fused):
         model = Model(one)
-        batch = prefilled(model, {2: TOKENS[:1], 0: TOKENS[3:5]}, slots=3, scratch=2)
+        cache, batch = model.allocate(3, 20, 2), Batch.of([2, 0], 4)
+        cache.held.copy_(torch.randn(cache.size, generator=torch.Generator().manual_seed(0)))
+        cache.length.copy_(torch.tensor([4, 0, 2]))
         group, rows = LayerGroup(model), torch.arange(2).expand(2, 2)
         assert (group.stack.fused is not None) == (one is fused)
         monkeypatch.setattr(stack, "has_kernel", lambda cache, own=one is fused: own)
         slots = batch.slots.unsqueeze(1) + torch.tensor([1, 0]) * group.slots_per_repeat
-        position = model.cache.length[batch.slots].unsqueeze(1) + rows
+        position = cache.length[batch.slots].unsqueeze(1) + rows
         found.append(group(batch, model.embed(torch.tensor([[7, 8], [9, 10]])), position, slots))
-        found.append(torch.stack(model.cache.keys)[:, batch.slots, :, :4])
+        found.append(cache.held)
     for own, other in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(other, own, rtol=1e-4, atol=1e-4)
 

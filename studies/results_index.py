@@ -58,6 +58,18 @@ def benchmark(found: Found) -> str:
     return f"{found['about']['model']}, {found['about']['prompts']} prompts; " + "; ".join(parts)
 
 
+def pipelined(found: Found) -> str:
+    """Give rounds per token and speed-up of every way to pipeline a looped model, and its losses."""
+    rows = [row for row in found["speed"] if row["method"] != "plain"]
+    ways = (
+        f"`{row['method']}` {row['rounds_per_token']:.2f} rounds per token, {row['over_sequential']:.2f}x"
+        + (f" at temperature {row['temperature']}" if row["temperature"] else "")
+        for row in rows
+    )
+    losses = ", ".join(f"{found['quality'][name]:.3f}" for name in ("final", "first", "original"))
+    return f"a looped model: {'; '.join(ways)}; losses of the last and first exit and of the original {losses}"
+
+
 def comparison(found: Found) -> str:
     """Give the ratio of each contender over all prompts."""
     overall = [change for change in found["changes"] if change["table"] == "overall"]
@@ -71,6 +83,14 @@ def proof(found: Found) -> str:
     names = ", ".join(f"`{name}`" for name in methods) if len(methods) < 4 else f"{len(methods)} methods"
     tokens = sum(one["tokens"] for one in methods.values())
     return f"{names}: {tokens:,} tokens compared with `plain`, {found['ties']} ties, {found['bugs']} bugs"
+
+
+def looped_training(found: Found) -> str:
+    made, stored = found["looped"], found["stored"]
+    return (
+        f"a looped model of {made['group']} layers, {made['repeats']} repeats: {found['step']:,} steps, "
+        f"{found['tokens'] / 1e6:.1f} M tokens, held-out loss {stored['final']:.3f}"
+    )
 
 
 def training(found: Found) -> str:
@@ -169,8 +189,10 @@ def simulated(found: Found) -> str:
 # Section, the field that only this kind of result and earlier ones have, and the function that describes it.
 KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Benchmarks", "tables", benchmark),
+    ("Benchmarks", "quality", pipelined),
     ("Benchmarks", "changes", comparison),
     ("Proofs", "bugs", proof),
+    ("Training", "looped", looped_training),
     ("Training", "windows", plan_search),
     ("Training", "plans", first_plans),
     ("Training", "best", training),

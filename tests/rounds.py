@@ -37,6 +37,7 @@ from foreword.model.stack import Rows, anchors_and_offsets
 from foreword.ops import cached_rows
 from foreword.ops.candidate_graphs import Rule, TorchGraph
 from foreword.ops.device import synchronize
+from foreword.ops.flights import NONE, Flight, FlightColumns, board, continued, move
 from foreword.ops.growth import RankPaths, TorchTrees
 from foreword.ops.growth import filled as filled_by_torch
 from foreword.ops.growth import likeliest_paths as paths_by_torch
@@ -719,6 +720,58 @@ def check_catch_up(seed: int, device: str, count: int) -> None:
     cache.length.copy_(torch.randint(0, 25, (5,), generator=torch.Generator().manual_seed(seed)))
     found, exact = catch_up(given, cache.length.to(device), count), unread(truth, cache.length, count)
     assert all(map(same, found, exact))
+
+
+# A looped model ---------------------------------------------------------------------------------------------------------
+
+
+def random_flights(seed: int, repeats: int, width: int, dtype: torch.dtype) -> FlightColumns:
+    """Return tokens in flight of five slots, each with any number of them; their repeats fall from row to row."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = FlightColumns.empty(5, repeats, width, dtype, torch.device("cpu"))
+    for slot in range(5):
+        count = int(torch.randint(1, repeats + 1, (1,), generator=generator))
+        entered = torch.randperm(repeats, generator=generator)[:count].sort(descending=True).values
+        columns.repeat[slot, :count] = entered
+    columns.tokens.copy_(torch.randint(0, TOKENS, columns.tokens.shape, generator=generator))
+    columns.hidden.copy_(torch.randn(columns.hidden.shape, generator=generator))
+    return columns
+
+
+def check_flights(seed: int, device: str, repeats: int, width: int, dtype: torch.dtype, every: bool, gated: bool) -> None:
+    """Check what a round runs, then where its tokens are, for predictions that are right half of the time."""
+    from foreword.ops.round import flights as kernels  # noqa: PLC0415  only where Triton is
+
+    given, truth = (Round.random(seed, where, 2).state for where in (device, "cpu"))
+    exact_columns = random_flights(seed, repeats, width, dtype)
+    columns = FlightColumns(*(column.to(device, copy=True) for column in exact_columns))
+    found, exact = kernels.board(columns, given, repeats, 40), board(exact_columns, truth, repeats, 40)
+    assert all(map(same, found[:-1], exact[:-1]))
+    assert same(found.deciding[given.slots], exact.deciding[truth.slots])
+    generator, batch = torch.Generator().manual_seed(seed), truth.slots.shape[0]
+    embedded = torch.randn(batch, repeats, width, generator=generator).to(dtype)
+    hidden = continued(exact_columns.hidden, truth.slots, exact.repeat, embedded)
+    assert same(kernels.continued(columns.hidden, given.slots, found.repeat, embedded.to(device)), hidden)
+
+    lies = torch.randint(0, TOKENS, exact.tokens.shape, generator=generator)
+    predicted = torch.where(torch.rand(lies.shape, generator=generator) < 0.5, exact.tokens.roll(-1, 1), lies)
+    sure = torch.rand(lies.shape, generator=generator) < 0.7
+    emission = Emission.in_a_block(batch, 1, torch.device("cpu"))
+    emission.broken.copy_(torch.rand(batch, generator=generator) < 0.2)
+    through = exact.deciding[truth.slots] & (exact.repeat[:, 0] == repeats) & ~emission.broken
+    emission.count.copy_(through)
+    own = Emission.in_a_block(batch, 1, torch.device(device))
+    for name in ("count", "broken"):
+        getattr(own, name).copy_(getattr(emission, name))
+    read = slice(None) if every else slice(2)
+    plan = predicted[:, read], sure[:, read] if gated else None
+    move(exact_columns, truth, Flight(exact.tokens, exact.repeat, hidden), *plan, every, emission)
+    theirs = (None if one is None else one.to(device) for one in plan)
+    kernels.move(columns, given, Flight(found.tokens, found.repeat, hidden.to(device)), *theirs, every, own)
+    counting = exact_columns.repeat != NONE
+    assert same(columns.repeat, exact_columns.repeat) and same(own.drafted, emission.drafted)
+    assert same(columns.tokens.cpu()[counting], exact_columns.tokens[counting])
+    assert same(columns.hidden.cpu()[counting], exact_columns.hidden[counting])
 
 
 def check_next_level(seed: int, device: str, widths: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ class Stats:
     """Tokens generated."""
 
     rounds: int
-    """Passes of the target model after the prompt."""
+    """Passes of the target model after the prompt; with `speed`, passes of its group of layers."""
 
     tokens_per_round: float
     """New tokens / rounds, the target's own token included: plain decoding has 1.0. Also called mean acceptance length."""

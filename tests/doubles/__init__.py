@@ -8,7 +8,17 @@ that lie or know the truth. `recording`: a drafter that records calls. `training
 from doubles.attention import AttentionCase
 from doubles.drafters import LastHidden, Liar, Oracle, Plan, Playback, continuation
 from doubles.engines import SAMPLINGS, engine, prompts, requests, rerunning, run_to_end, written
-from doubles.methods import OPTIONS, TRAINABLE, TRAINED, WITHOUT_WEIGHTS, drafter, with_random_weights
+from doubles.methods import (
+    DRAFTING,
+    OPTIONS,
+    TRAINABLE,
+    TRAINED,
+    WITHOUT_WEIGHTS,
+    drafter,
+    family_for,
+    target_for,
+    with_random_weights,
+)
 from doubles.models import (
     CONTEXT,
     END,
@@ -35,6 +45,7 @@ __all__ = [
     "forget_truth",
     "AttentionCase",
     "CONTEXT",
+    "DRAFTING",
     "END",
     "EVERY_FAMILY",
     "FAMILIES",
@@ -62,6 +73,7 @@ __all__ = [
     "drafter",
     "drafts_of",
     "engine",
+    "family_for",
     "fresh",
     "full_sequence",
     "hf_cache",
@@ -81,6 +93,7 @@ __all__ = [
     "sequences_of",
     "state_of",
     "target",
+    "target_for",
     "tiny",
     "tokenizer",
     "truth",

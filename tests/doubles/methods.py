@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from doubles.models import target
 from foreword.core.drafter import Drafter
 from foreword.methods import METHODS, make, trained_as, untrained
 from foreword.model.model import Model
@@ -37,8 +38,20 @@ TRAINED: dict[str, dict[str, Any]] = {name: _SMALL.get(name, {}) for name, metho
 """Methods with weights, and their options in the tests."""
 TRAINABLE = [name for name in TRAINED if trained_as(name) == name]
 """Those of them that are trained themselves; the others use drafters of these."""
-WITHOUT_WEIGHTS = [name for name, method in METHODS.items() if not method.fitted and name != "swift"]
+WITHOUT_WEIGHTS = [name for name, method in METHODS.items() if not (method.fitted or method.looped) and name != "swift"]
 """Methods that work with any model at once. swift needs three layers, and models on disk have two in the tests."""
+DRAFTING = [name for name, method in METHODS.items() if not method.looped]
+"""Methods that draft. The others are for looped models alone."""
+
+
+def family_for(name: str, family: str = "llama") -> str:
+    """Return the family to try a method with: this one, or that of looped models if the method is for those alone."""
+    return "foreword_looped" if name in METHODS and METHODS[name].looped else family
+
+
+def target_for(name: str) -> Model:
+    """Return a tiny model to try a method with."""
+    return target(family_for(name))
 
 
 def drafter(name: str, model: Model) -> Drafter:

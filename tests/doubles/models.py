@@ -67,6 +67,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
         },
     ),
+    "foreword_looped": dict(num_hidden_layers=6, repeats=3, tie_word_embeddings=True),
 }
 EVERY_FAMILY = tuple(_CHANGES)
 STOCK_ATTENTION = {family: "eager" if family == "gemma2" else "sdpa" for family in EVERY_FAMILY}  # sdpa has no softcap

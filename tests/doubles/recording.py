@@ -46,7 +46,7 @@ class Recorder(Drafter):
 
     def bind(self, target: Target, slots: int) -> None:
         self.inner.prepare(target, slots)
-        self.shape, self.needs = self.inner.shape, self.asked or self.inner.needs
+        self.shape, self.needs, self.pipelining = self.inner.shape, self.asked or self.inner.needs, self.inner.pipelining
 
     def begin(self, state: State) -> None:
         self.began.append(state.batch.ids)

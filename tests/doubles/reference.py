@@ -81,7 +81,7 @@ def hf_hidden(model: PreTrainedModel, sequence: Sequence[int]) -> list[Tensor]:
     """Return the hidden states [n, H] after 0 .. L decoder layers of the transformers model, before its final norm."""
     kept: list[Tensor] = []
     layers = model.model.layers
-    hooks = [layers[0].register_forward_pre_hook(lambda _, given: kept.append(given[0][0]))]
+    hooks = [layers[0].register_forward_pre_hook(lambda _, given: None if kept else kept.append(given[0][0]))]
     hooks += [layer.register_forward_hook(lambda _, __, out: kept.append(out[0])) for layer in layers]
     hf_logits(model, sequence)
     for hook in hooks:
@@ -99,7 +99,8 @@ def hf_cache(model: PreTrainedModel, sequence: Sequence[int]) -> list[tuple[Tens
 
 def hf_window(model: PreTrainedModel, layer: int) -> int | None:
     """Return how many positions a row of a layer sees in transformers. Some families set it per layer, some for all."""
-    return getattr(model.model.layers[layer].self_attn, "sliding_window", getattr(model.config, "sliding_window", None))
+    own = model.model.layers[layer % len(model.model.layers)]  # a looped model applies its layers several times
+    return getattr(own.self_attn, "sliding_window", getattr(model.config, "sliding_window", None))
 
 
 def forget_truth() -> None:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 from torch import Tensor
 
-from doubles import drafter, engine, prompts, requests, run_to_end, target
+from doubles import drafter, engine, prompts, requests, run_to_end, target_for
 from foreword import methods
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
@@ -36,7 +36,7 @@ def addresses(held: dict[str, Tensor]) -> dict[str, int]:
 
 @pytest.mark.parametrize("method", methods.METHODS)
 def test_a_round_does_not_move_the_buffers(method: str) -> None:
-    model = target()
+    model = target_for(method)
     made = drafter(method, model)
     engine = Engine(model, made, slots=2, max_context=64)
     before = addresses(buffers_of(made))
@@ -60,7 +60,7 @@ CHANGES: dict[str, Callable[[Request], Request]] = {
 def test_requests_that_come_and_go_do_not_move_the_columns(method: str) -> None:
     """Requests of every kind, several at once, one aborted while it waits and one while it runs. Columns that few requests
     need, such as penalty counts and barred tokens, are made for the first such request and stay from then on."""
-    model = target()
+    model = target_for(method)
     made = drafter(method, model)
     steps = engine(made, model, slots=3)
     asked = [change(one) for one, change in zip(requests(6, max_new_tokens=5), CHANGES.values(), strict=True)]

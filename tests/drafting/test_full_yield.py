@@ -3,6 +3,7 @@
 import pytest
 
 from doubles import (
+    DRAFTING,
     FAMILIES,
     SAMPLINGS,
     Liar,
@@ -17,7 +18,6 @@ from doubles import (
     truth,
 )
 from foreword.core.sampling import Sampling
-from foreword.methods import METHODS
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +44,7 @@ def test_wrong_rows_do_not_hide_right_ones(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("kind", [*METHODS, "liar", "oracle"])
+@pytest.mark.parametrize("kind", [*DRAFTING, "liar", "oracle"])
 def test_what_is_right_in_a_draft_is_accepted(kind: str, sampling: Sampling) -> None:
     """Every round accepts the deepest proposed row that agrees with the truth, and nothing else."""
     model, asked = target(), requests(5, sampling, max_new_tokens=12)

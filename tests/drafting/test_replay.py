@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from doubles import (
+    DRAFTING,
     POISON,
     SAMPLINGS,
     LastHidden,
@@ -31,8 +32,8 @@ from foreword.engine.request import Request
 from foreword.methods import METHODS
 from foreword.model.model import Model
 
-STATELESS = [name for name, method in METHODS.items() if not method.load().learns]
-LEARNING = [name for name, method in METHODS.items() if method.load().learns]
+STATELESS = [name for name in DRAFTING if not METHODS[name].load().learns]
+LEARNING = [name for name in DRAFTING if METHODS[name].load().learns]
 DRAFTERS: dict[str, Callable[[Model], Drafter]] = {
     **{name: lambda model, name=name: drafter(name, model) for name in STATELESS},
     "draft_model, a chain": lambda model: with_random_weights("draft_model", model, rows=6, tree="chain", stop=0.1),

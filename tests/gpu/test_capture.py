@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from doubles import FAMILIES, SAMPLINGS, VOCABULARY, drafter, prompts, tiny, truth
+from doubles import FAMILIES, SAMPLINGS, VOCABULARY, drafter, family_for, prompts, tiny, truth
 from foreword import methods
 from foreword.core.draft import Tree
 from foreword.core.sampling import Sampling
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.gpu
 RECORDED = [name for name, method in methods.METHODS.items() if method.load().captures == "round"]
 
 # Every method with both samplings, and every family with both. The tests on the CPU cross all of them.
-# Two methods are in the quick tier; with two samplings they cover every family once.
-QUICK = ("token_recycling", "medusa")
+# Two methods are in the quick tier, which with two samplings cover every family once, and one for looped models.
+QUICK = ("token_recycling", "medusa", "speed")
 CASES = [
     (pytest.param if method in QUICK else slow)(
-        method, FAMILIES[(m + 2 * s) % len(FAMILIES)], sampling, id=f"{method}-{name}"
+        method, family_for(method, FAMILIES[(m + 2 * s) % len(FAMILIES)]), sampling, id=f"{method}-{name}"
     )
     for m, method in enumerate(RECORDED)
     for s, (name, sampling) in enumerate(SAMPLINGS.items())
@@ -106,15 +106,15 @@ def test_recorded_drafts_equal_eager_ones(method: str) -> None:
         Request(p, samplings[i % 2].derived(i), max_new_tokens=20, ignore_eos=True)
         for i, p in enumerate(prompts(9, longest=180))
     ]
-    rounds, recorded = [], []
+    rounds, recorded, family = [], [], family_for(method)
     for graph in (False, True):
-        model = Model(on_gpu("llama"))
+        model = Model(on_gpu(family))
         steps = Engine(model, drafter(method, model), slots=2, max_context=256, chunk=128, graph=graph)
         rounds.append([(run.tokens, run.accepted, run.drafted) for run in steps.generate(asked)])
         recorded.append(recorded_prompts(steps))
     assert rounds[0] == rounds[1]
     assert recorded[0] == 0 < recorded[1]
-    assert [tokens for tokens, *_ in rounds[1]] == [truth(tiny("llama"), request, context=256) for request in asked]
+    assert [tokens for tokens, *_ in rounds[1]] == [truth(tiny(family), request, context=256) for request in asked]
 
 
 def test_rounds_are_recorded_again_after_a_plan_has_changed() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from doubles import drafter, fresh, random_tree
 from foreword import methods
@@ -18,22 +18,30 @@ from foreword.engine.request import Request
 from foreword.model.fused import cuda as fused_cuda
 from foreword.model.fused.cuda import CudaLayer
 from foreword.model.linears import fuse
+from foreword.model.looped import LoopedConfig
 from foreword.model.model import Model
 from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
 
+SHAPE = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+SHAPE |= dict(num_hidden_layers=4, vocab_size=5000, initializer_range=0.04)
+
+
 def llama_135m() -> PreTrainedModel:
     torch.manual_seed(0)
-    shape = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
-    return (
-        LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=4, vocab_size=5000, initializer_range=0.04)).double().eval()
-    )
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).double().eval()
+
+
+def looped_135m() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LoopedConfig(**SHAPE, repeats=2)).double().eval()
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama of real width": llama_135m,
+    "a looped one": looped_135m,
     "llama with biases": lambda: fresh("llama", torch.float32, head_dim=16, attention_bias=True, mlp_bias=True),
     "mistral": lambda: fresh("mistral", torch.float32, head_dim=16),
     "qwen2": lambda: fresh("qwen2", torch.float32, head_dim=16),
@@ -50,8 +58,8 @@ CASES = [
     for dtype in (torch.bfloat16, torch.float16)
     for large in (False, True)
 ]
-# Quick: no heads, a tree, int8 heads, grafts, and rows that attend to later ones.
-CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer", "masked")
+# Quick: no heads, a tree, int8 heads, grafts, rows that attend to later ones, a pipeline.
+CAPTURED = ("plain", "token_recycling", "clover2", "hidden_transfer", "masked", "speed")
 
 PROMPT = 150  # rows of each of two sequences: together more than our own products take
 
@@ -98,7 +106,7 @@ def test_captured_rounds_equal_eager_rounds(method: str) -> None:
     Two requests at a time, with prompts as long as captured passes: the row count of a product decides how it rounds. A
     captured pass is padded, and a captured round is read one round late, so that the next request would enter a round later.
     """
-    hf = llama_135m().to(torch.bfloat16).cuda()
+    hf = (looped_135m if methods.METHODS[method].looped else llama_135m)().to(torch.bfloat16).cuda()
     fuse(hf)
     prompts = torch.randint(0, 5000, (4, FEWEST_ROWS + 1), generator=torch.Generator().manual_seed(0)).tolist()
     asked = [Request(tuple(prompt), max_new_tokens=30, ignore_eos=True) for prompt in prompts]

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from doubles import drafter, prompts, tiny
+from doubles import drafter, family_for, prompts, tiny
 from foreword import methods
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
@@ -14,13 +14,13 @@ from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
-QUICK = ("token_recycling", "hidden_transfer", "gsd")
+QUICK = ("token_recycling", "hidden_transfer", "gsd", "speed")
 
 
 @pytest.mark.parametrize("method", [*QUICK, *(slow(name) for name in methods.METHODS if name not in QUICK)])
 def test_most_tokens_are_those_of_plain(method: str) -> None:
     """Outputs may diverge at a near-tie. That most agree at first shows that positions, masks and rows are right."""
-    hf = copy.deepcopy(tiny("qwen3")).to(torch.bfloat16).cuda()
+    hf = copy.deepcopy(tiny(family_for(method, "qwen3"))).to(torch.bfloat16).cuda()
     asked = [Request(prompt, max_new_tokens=24, ignore_eos=True) for prompt in prompts(8)]
     model = Model(hf)
     plain = [run.tokens for run in Engine(model, methods.make("plain"), slots=3, max_context=200).generate(asked)]

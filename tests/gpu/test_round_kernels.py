@@ -24,6 +24,7 @@ from rounds import (
     check_cosine_attention,
     check_filled_template,
     check_fit,
+    check_flights,
     check_growth,
     check_int8_epilogue,
     check_int8_linear,
@@ -70,6 +71,13 @@ def test_a_draft_vocabulary_has_the_noise_of_its_tokens(dtype: torch.dtype) -> N
 def test_a_tree_knows_its_lineage(nodes: int) -> None:
     tree = random_tree(5, nodes, torch.Generator().manual_seed(nodes))
     assert all(same(*pair) for pair in zip(Tree(tree.parent.cuda()).lineage, lineage_of(tree.parent), strict=True))
+
+
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
+@pytest.mark.parametrize(("repeats", "width"), [(5, 576), slow(2, 64), slow(8, 4096)])
+def test_tokens_in_flight_move(repeats: int, width: int, dtype: torch.dtype) -> None:
+    for seed in range(12):
+        check_flights(seed, "cuda", repeats, width, dtype, seed % 2 == 0, seed % 3 == 0)
 
 
 @pytest.mark.parametrize("widths", [(4, 8, 8, 8), (3, 1, 5), slow((1,)), slow((10, 64, 64))])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import TRAINABLE, TRAINED, VOCABULARY, SequenceList, requests, tiny
+from doubles import TRAINABLE, TRAINED, VOCABULARY, SequenceList, requests, tiny, tokenizer
 from foreword.drafting.lessons import HeadOutputs, losses
 from foreword.drafting.transfer import Transfer
 from foreword.engine.engine import Engine
@@ -18,6 +18,7 @@ from foreword.model.linears import fuse
 from foreword.model.model import Model
 from foreword.train.evaluate import Evaluator, autocast_for, held_out_prompts
 from foreword.train.loop import Training
+from foreword.train.looped import LoopedOptions, LoopedTraining
 from foreword.train.schedule import TrainingSettings
 from foreword.train.step import Stepper
 from foreword.train.sweep import Sweep
@@ -65,6 +66,20 @@ def test_one_step_learns(method: str) -> None:
     after = [*module.parameters()]
     assert all(weight.isfinite().all() for weight in after)
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_looped_model_learns_in_half_precision(tmp_path: Path) -> None:
+    """From fused layers of the original. What is evaluated are the weights of the last step, not those of the start."""
+    pytest.importorskip("accelerate")
+    hf = copy.deepcopy(tiny("llama", torch.float32)).to(torch.bfloat16).cuda()
+    fuse(hf)
+    data = SequenceList([((torch.arange(24) * step) % 40 + 3, torch.arange(24) > 3) for step in range(1, 33)])
+    settings = TrainingSettings(batch=16, steps=40, evaluate_every=20, max_length=64, learning_rate=0.01, new_tokens=8)
+    parts = LoopedOptions(group=2, repeats=3), data, data, held_out_prompts(data, 4, 40), settings, tmp_path
+    record = LoopedTraining(Model(hf, "tiny"), tokenizer(), *parts).run()
+    first, last = record["history"]
+    assert last["final"] < first["final"] and 1 <= record["stored"]["rounds_per_token"] <= 3
+    assert record["stored"]["final"] == pytest.approx(record["best"]["final"], rel=0.02)
 
 
 @pytest.mark.slow

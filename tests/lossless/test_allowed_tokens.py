@@ -7,7 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import END, VOCABULARY, Liar, Oracle, drafter, engine, fresh, full_sequence, hf_logits, requests, target, truth
+from doubles import (
+    END,
+    VOCABULARY,
+    Liar,
+    Oracle,
+    drafter,
+    engine,
+    fresh,
+    full_sequence,
+    hf_logits,
+    requests,
+    target,
+    target_for,
+    truth,
+)
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request
@@ -44,7 +58,7 @@ def masked(**options: Any) -> list[Request]:
 @pytest.mark.parametrize("name", [*METHODS, "liar", "oracle"])
 def test_only_allowed_tokens_are_sampled_with_any_drafter(name: str) -> None:
     """Six requests with their own masks among four without, in three slots, so that a slot's mask is replaced."""
-    model, mine = target(), masked(max_new_tokens=10)
+    model, mine = target_for(name), masked(max_new_tokens=10)
     others = [replace(one, **options) for one, options in zip(requests(4, seed=9, max_new_tokens=12), COMPANY, strict=True)]
     asked = [mine[0], others[0], *mine[1:3], others[1], mine[3], *others[2:], *mine[4:]]
     runs = engine(drafting(name, model, asked), model, slots=3).generate(asked)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, requests, run_to_end, target, truth
+from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, requests, run_to_end, target_for, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Emission
@@ -31,28 +31,28 @@ COMPANY: list[dict[str, Any]] = [
     {"sampling": Sampling(seed=6, logprobs=3)},
 ]
 
-every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+every_drafter = pytest.mark.parametrize("name", DRAFTERS)
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 
 
 @every_sampling
 @every_drafter
-def test_company_does_not_matter(make: Maker, sampling: Sampling) -> None:
+def test_company_does_not_matter(name: str, sampling: Sampling) -> None:
     """Three requests with one sampling among one of every other, four at a time."""
-    model, mine = target(), requests(4, sampling, max_new_tokens=10)[1:]
+    model, mine = target_for(name), requests(4, sampling, max_new_tokens=10)[1:]
     company = zip(requests(6, seed=9, max_new_tokens=12), COMPANY, strict=True)
     others = [replace(request, **options) for request, options in company]
     asked = [mine[0], *others[:3], mine[1], *others[3:], mine[2]]
-    runs = engine(make(model, asked), model, slots=4).generate(asked)
+    runs = engine(DRAFTERS[name](model, asked), model, slots=4).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
 
 
 @every_drafter
 @pytest.mark.parametrize("late", [1, 2, 4])
-def test_when_it_came_does_not_matter(late: int, make: Maker) -> None:
-    model = target()
+def test_when_it_came_does_not_matter(late: int, name: str) -> None:
+    model = target_for(name)
     *others, mine = requests(4, SAMPLINGS["T=0.8"], max_new_tokens=10)
-    steps = engine(make(model, [*others, mine]), model, slots=2)
+    steps = engine(DRAFTERS[name](model, [*others, mine]), model, slots=2)
     early = [steps.add(request) for request in others]
     for _ in range(late):
         steps.step()
@@ -64,11 +64,11 @@ def test_when_it_came_does_not_matter(late: int, make: Maker) -> None:
 
 @every_drafter
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_aborted_company_does_not_matter(after: int, make: Maker) -> None:
+def test_aborted_company_does_not_matter(after: int, name: str) -> None:
     """One is aborted while it waits, reads its prompt or generates; the next takes its slot."""
-    model = target()
+    model = target_for(name)
     asked = requests(5, SAMPLINGS["T=0.8"], seed=3, max_new_tokens=8)
-    steps = engine(make(model, asked), model, slots=2)
+    steps = engine(DRAFTERS[name](model, asked), model, slots=2)
     first, gone, *rest = [steps.add(request) for request in asked]
     for _ in range(after):
         steps.step()
@@ -82,13 +82,13 @@ def test_aborted_company_does_not_matter(after: int, make: Maker) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 @every_drafter
-def test_free_slots_that_pad_a_round_do_not_matter(make: Maker, late: bool) -> None:
+def test_free_slots_that_pad_a_round_do_not_matter(name: str, late: bool) -> None:
     """Captured rounds come in a few sizes. Prompts of a second wave begin with what the padding slots still hold."""
-    model = target()
+    model = target_for(name)
     first = [replace(one, max_new_tokens=3 + 2 * i) for i, one in enumerate(requests(5, SAMPLINGS["T=0.8"]))]
     sequences = [(*request.prompt, *truth(model.hf, request)) for request in first]
     second = [Request((*text, 5, 6), Sampling(seed=i), 6, reuse=True) for i, text in enumerate(sequences)]
-    steps = engine(make(model, [*first, *second]), model, slots=5, late=late)
+    steps = engine(DRAFTERS[name](model, [*first, *second]), model, slots=5, late=late)
     steps.slots.pads = True
     sizes, launch = [], steps.loop.round
 

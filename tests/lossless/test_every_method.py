@@ -5,6 +5,7 @@ import torch
 
 from doubles import (
     CONTEXT,
+    DRAFTING,
     SAMPLINGS,
     VOCABULARY,
     Liar,
@@ -14,6 +15,7 @@ from doubles import (
     full_sequence,
     requests,
     target,
+    target_for,
     truth,
     written,
 )
@@ -21,19 +23,27 @@ from foreword.engine.request import Request
 from foreword.methods import METHODS
 
 # One sequence takes another code path than three together, in every family.
-every_family = pytest.mark.parametrize(
-    ("family", "slots"), [("llama", 1), ("llama", 3), ("qwen3", 1), ("qwen3", 3), ("smollm3", 3), ("gemma2", 3)]
+CASES = [("llama", 1), ("llama", 3), ("qwen3", 1), ("qwen3", 3), ("smollm3", 3), ("gemma2", 3)]
+LOOPED = [("foreword_looped", 1), ("foreword_looped", 3)]
+every_family = pytest.mark.parametrize(("family", "slots"), CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "slots"),
+    [(name, *case) for name, method in METHODS.items() for case in (LOOPED if method.looped else CASES)],
 )
-
-
-@every_family
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", METHODS)
 def test_a_method_writes_the_truth(name: str, sampling: str, family: str, slots: int) -> None:
     """Six prompts of 1 to 23 tokens: more than there are slots, and longer than a chunk."""
     model, asked = target(family), requests(6, SAMPLINGS[sampling])
     found = written(engine(drafter(name, model), model, slots), asked)
     assert found == [truth(model.hf, request) for request in asked]
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_a_method_that_drafts_writes_the_truth_of_a_looped_model(name: str) -> None:
+    model, asked = target("foreword_looped"), requests(3, SAMPLINGS["T=0.8"], max_new_tokens=8)
+    assert written(engine(drafter(name, model), model), asked) == [truth(model.hf, request) for request in asked]
 
 
 @every_family
@@ -56,7 +66,7 @@ def test_correct_tokens_among_wrong_ones_are_found(sampling: str, family: str, s
 @pytest.mark.parametrize("name", [*METHODS, "oracle"])
 def test_texts_that_grow_past_a_step_of_keys(name: str) -> None:
     """Attention reads keys up to a multiple of 64, and a round may cross one."""
-    model, context = target(), 2 * CONTEXT
+    model, context = target_for(name), 2 * CONTEXT
     tokens = torch.randint(3, VOCABULARY, (3, 64), generator=torch.Generator().manual_seed(0)).tolist()
     sizes = zip(tokens, (50, 57, 62), strict=True)
     asked = [Request(tuple(text[:size]), SAMPLINGS["greedy"], 14, ignore_eos=True) for text, size in sizes]
@@ -65,7 +75,7 @@ def test_texts_that_grow_past_a_step_of_keys(name: str) -> None:
     assert written(made, asked) == [truth(model.hf, request, context) for request in asked]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "plain"])
+@pytest.mark.parametrize("name", [name for name in DRAFTING if name != "plain"])
 def test_a_method_is_sometimes_right(name: str) -> None:
     """The law above would also hold for a drafter that never drafts; this test ensures that real drafts are tested."""
     model, asked = target(), requests(6, max_new_tokens=30, ignore_eos=True)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import foreword
-from doubles import SAMPLINGS, drafter, engine, requests, run_to_end, target, truth, written
+from doubles import SAMPLINGS, drafter, engine, requests, run_to_end, target_for, truth, written
 from foreword.engine.engine import Engine
 from foreword.methods import METHODS
 
@@ -67,8 +67,8 @@ AGAIN = [replace(request, reuse=True) for request in ASKED]
 
 
 @cache
-def expected() -> list[list[int]]:
-    return [truth(target().hf, request) for request in ASKED]
+def expected(method: str) -> list[list[int]]:
+    return [truth(target_for(method).hf, request) for request in ASKED]
 
 
 def lines_of(steps: Engine) -> list[Line]:
@@ -82,7 +82,7 @@ def lines_of(steps: Engine) -> list[Line]:
     return sorted(found[1] & found[2])
 
 
-def ctrl_c_before(line: Line, steps: Engine) -> bool:
+def ctrl_c_before(line: Line, steps: Engine, method: str = "plain") -> bool:
     """Three requests are interrupted, next to a fourth of another caller; then all are generated again."""
     fourth, interrupted = steps.add(ASKED[3]), False
     try:
@@ -91,14 +91,15 @@ def ctrl_c_before(line: Line, steps: Engine) -> bool:
     except KeyboardInterrupt:
         interrupted = True
     run_to_end(steps)
-    assert fourth.tokens == expected()[3], line
+    assert fourth.tokens == expected(method)[3], line
     assert len(steps.slots.free) == steps.slots.count, line
-    assert written(steps, AGAIN) == expected(), line
+    assert written(steps, AGAIN) == expected(method), line
     return interrupted
 
 
 def steps_of(method: str, late: bool) -> Engine:
-    return engine(drafter(method, target()), target(), slots=3, late=late)
+    model = target_for(method)
+    return engine(drafter(method, model), target_for(method), slots=3, late=late)
 
 
 def test_ctrl_c_before_any_line_of_a_step() -> None:
@@ -114,7 +115,7 @@ def test_ctrl_c_before_some_lines_of_a_method(method: str, late: bool) -> None:
     """Which lines run again may depend on a draft in another thread."""
     steps = steps_of(method, late)
     lines = Random(method).sample(lines_of(steps), 5)
-    assert sum(ctrl_c_before(line, steps) for line in lines) >= 2
+    assert sum(ctrl_c_before(line, steps, method) for line in lines) >= 2
 
 
 def test_a_step_that_breaks_before_any_line_aborts_all_requests() -> None:
@@ -125,6 +126,6 @@ def test_a_step_that_breaks_before_any_line_aborts_all_requests() -> None:
         with pytest.raises(MemoryError), Before(line, broken).watching():
             steps.generate(ASKED[:3])
         run_to_end(steps)
-        assert fourth.finish_reason == "abort" or fourth.tokens == expected()[3], line
+        assert fourth.finish_reason == "abort" or fourth.tokens == expected("plain")[3], line
         assert len(steps.slots.free) == steps.slots.count, line
-        assert written(steps, AGAIN) == expected(), line
+        assert written(steps, AGAIN) == expected("plain"), line

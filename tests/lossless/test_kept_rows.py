@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from doubles import FAMILIES, SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, hf_cache, requests, target
+from doubles import (
+    DRAFTING,
+    FAMILIES,
+    SAMPLINGS,
+    Liar,
+    Oracle,
+    drafter,
+    engine,
+    full_sequence,
+    hf_cache,
+    requests,
+    target,
+)
 from foreword.core.drafter import Drafter
 from foreword.core.state import Batch
 from foreword.engine.engine import Engine
@@ -11,7 +23,8 @@ from foreword.engine.lockstep import Lockstep
 from foreword.methods import METHODS
 from foreword.model.model import Model
 
-KINDS = ["liar", "oracle", "oracle chain", *METHODS]
+KINDS = [(kind, family) for kind in ["liar", "oracle", "oracle chain", *DRAFTING] for family in FAMILIES]
+KINDS += [(name, "foreword_looped") for name in METHODS if name not in DRAFTING]
 
 
 def drafter_of(kind: str, sequences: list[list[int]], model: Model) -> Drafter:
@@ -25,8 +38,7 @@ def cached_sequences(steps: Engine) -> dict[int, list[int]]:
     return inside | {slot: list(text) for slot, text in steps.slots.free.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "family"), KINDS)
 def test_the_cache_equals_a_fresh_prefill(kind: str, family: str) -> None:
     """For running and free slots: a later prompt may start from a free one."""
     model, asked = target(family), requests(4, SAMPLINGS["T=0.8"], max_new_tokens=9)

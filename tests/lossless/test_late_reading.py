@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import SAMPLINGS, Oracle, drafter, engine, full_sequence, requests, run_to_end, target, truth
+from doubles import SAMPLINGS, Oracle, drafter, engine, full_sequence, requests, run_to_end, target, target_for, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.engine import Engine
@@ -24,7 +24,7 @@ def knowing(model: Model, asked: list[Request]) -> Drafter:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("method", [*METHODS, "oracle"])
 def test_the_outputs_are_the_truth(method: str, sampling: Sampling) -> None:
-    model, asked = target(), requests(7, sampling)
+    model, asked = target_for(method), requests(7, sampling)
     chosen = knowing(model, asked) if method == "oracle" else drafter(method, model)
     runs = late(chosen, model).generate(asked)
     assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]

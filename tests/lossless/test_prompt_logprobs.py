@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import Oracle, drafter, engine, full_sequence, hf_logits, prompts, requests, target, tokenizer, truth
+from doubles import Oracle, drafter, engine, full_sequence, hf_logits, prompts, requests, target_for, tokenizer, truth
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine import prefill
@@ -21,14 +21,15 @@ ASKED = [
 ]
 
 
-def check(runs: list[Running]) -> None:
+def check(runs: list[Running], name: str = "plain") -> None:
+    hf = target_for(name).hf
     for run in runs:
-        assert run.tokens == truth(target().hf, run.request)
+        assert run.tokens == truth(hf, run.request)
         top = run.request.prompt_logprobs
         found = [] if top is None else run.prompt_logprobs
         assert run.prompt_logprobs == found and [one.token for one in found] == list(run.request.prompt[1:])[: len(found)]
         assert len(found) == (0 if top is None else len(run.request.prompt) - 1)
-        rows = hf_logits(target().hf, run.request.prompt).log_softmax(-1)
+        rows = hf_logits(hf, run.request.prompt).log_softmax(-1)
         for one, row in zip(found, rows[:-1], strict=False):
             likely = row.topk(min(top or 0, len(row)))
             assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-8)
@@ -41,11 +42,12 @@ def check(runs: list[Running]) -> None:
 def test_they_are_the_model_s_own(name: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that are read one by one, and all at once as on a GPU; the head computes two rows at a time."""
     monkeypatch.setattr(prefill, "LOGPROB_ROWS", 2)
-    sequences = [full_sequence(target().hf, request) for request in ASKED]
-    drafting: Drafter = Oracle(sequences) if name == "oracle" else drafter(name, target())
-    steps = engine(drafting, slots=4)
+    model = target_for(name)
+    sequences = [full_sequence(model.hf, request) for request in ASKED]
+    drafting: Drafter = Oracle(sequences) if name == "oracle" else drafter(name, model)
+    steps = engine(drafting, model, slots=4)
     steps.joins_prompts = together
-    check(steps.generate(ASKED))
+    check(steps.generate(ASKED), name)
 
 
 def test_with_prompt_logprobs_nothing_is_reused() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, prompts, requests, target, truth
+from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, prompts, requests, target, target_for, truth
 from foreword.core.drafter import Drafter
 from foreword.engine.request import Request
 from foreword.methods import METHODS
@@ -31,7 +31,7 @@ def drafter_of(kind: str, model: Model, sequences: list[list[int]]) -> Drafter:
 @pytest.mark.parametrize("way", NEXT)
 @pytest.mark.parametrize("kind", [*METHODS, "liar", "oracle"])
 def test_a_second_turn_is_the_same_as_a_fresh_one(kind: str, way: str) -> None:
-    model = target()
+    model = target_for(kind)
     text = (*FIRST.prompt, *truth(model.hf, FIRST))
     turn = Request(NEXT[way](text), SAMPLINGS["T=0.8"], max_new_tokens=9, reuse=True)
     steps = engine(drafter_of(kind, model, [full_sequence(model.hf, r) for r in (FIRST, turn)]), model, slots=2)

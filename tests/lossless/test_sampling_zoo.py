@@ -16,6 +16,7 @@ from doubles import (
     requests,
     rerunning,
     target,
+    target_for,
     truth,
     written,
 )
@@ -124,7 +125,7 @@ def test_a_derived_seed_is_not_a_neighbour() -> None:
 def test_bad_words_and_penalties_are_lossless_with_any_drafter(name: str, sampling: Sampling) -> None:
     """Bad words are two or three tokens of the output without them, so drafts contain them; penalties count tokens of
     earlier rounds. Eight requests with different settings follow one another in the slots 2, 0 and 1."""
-    model, free = target(), requests(8, sampling, max_new_tokens=12, ignore_eos=True)
+    model, free = target_for(name), requests(8, sampling, max_new_tokens=12, ignore_eos=True)
     sequences = [truth(model.hf, request) for request in free]
     ways: list[dict[str, Any]] = [
         {"bad_word_ids": (tuple(sequences[0][3:5]), tuple(sequences[0][7:10]))},

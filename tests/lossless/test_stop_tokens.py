@@ -4,7 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from doubles import CONTEXT, END, SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, requests, target, tokenizer, truth
+from doubles import (
+    END,
+    SAMPLINGS,
+    Liar,
+    Oracle,
+    drafter,
+    engine,
+    full_sequence,
+    requests,
+    target,
+    target_for,
+    tokenizer,
+    truth,
+)
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
 from foreword.engine.request import Request, Running
@@ -13,9 +26,9 @@ from foreword.methods import METHODS, make
 from foreword.text import TextStream
 
 
-def slow(request: Request, context: int = CONTEXT) -> tuple[list[int], str | int | None]:
+def slow(request: Request, name: str = "plain") -> tuple[list[int], str | int | None]:
     """Token by token: the first stop token is the last token of the output."""
-    tokens = truth(target().hf, request, context)
+    tokens = truth(target_for(name).hf, request)
     place = next((i for i, token in enumerate(tokens) if token in request.stop_token_ids), None)
     if place is None:
         return tokens, None
@@ -23,17 +36,17 @@ def slow(request: Request, context: int = CONTEXT) -> tuple[list[int], str | int
     return tokens[: place + 1], None if heeded else tokens[place]
 
 
-def stopping(count: int, sampling: Sampling, **options: object) -> list[Request]:
+def stopping(count: int, sampling: Sampling, name: str = "plain", **options: object) -> list[Request]:
     """Requests that each stop at a token of their own output, at positions 1, 2, 3, ..; every third has stop tokens that do
     not occur."""
     plain = requests(count, sampling, max_new_tokens=20, **options)
-    sequences = [truth(target().hf, request) for request in plain]
+    sequences = [truth(target_for(name).hf, request) for request in plain]
     stops = [(text[min(i + 1, len(text) - 1)],) if i % 3 else (40, 41) for i, text in enumerate(sequences)]
     return [replace(request, stop_token_ids=stop) for request, stop in zip(plain, stops, strict=True)]
 
 
-def check(runs: list[Running]) -> None:
-    assert [(run.tokens, run.stop_reason) for run in runs] == [slow(run.request) for run in runs]
+def check(runs: list[Running], name: str = "plain") -> None:
+    assert [(run.tokens, run.stop_reason) for run in runs] == [slow(run.request, name) for run in runs]
     for run in runs:
         by_stop = run.tokens[-1] in (END, *run.request.stop_token_ids)
         assert run.finish_reason == ("stop" if by_stop else "length")
@@ -43,11 +56,11 @@ def check(runs: list[Running]) -> None:
 @pytest.mark.parametrize("name", [*METHODS, "liar", "oracle"])
 def test_a_stop_token_ends_the_output(name: str, sampling: str) -> None:
     """Nine requests with their own stop tokens in three slots."""
-    model, asked = target(), stopping(9, SAMPLINGS[sampling])
+    model, asked = target_for(name), stopping(9, SAMPLINGS[sampling], name)
     sequences = [full_sequence(model.hf, request) for request in asked]
     doubles: dict[str, Drafter] = {"liar": Liar(), "oracle": Oracle(sequences, lies=2)}
     runs = engine(doubles.get(name) or drafter(name, model), model).generate(asked)
-    check(runs)
+    check(runs, name)
     assert sum(run.stop_reason is not None for run in runs) >= 4
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from doubles import VOCABULARY, Liar, Oracle, Recorder, drafter, engine, full_sequence, prompts, target
+from doubles import DRAFTING, VOCABULARY, Liar, Oracle, Recorder, drafter, engine, full_sequence, prompts, target
 from foreword.core import choosing
 from foreword.core.drafter import Drafter
 from foreword.core.needs import Graft, Needs
@@ -32,9 +32,11 @@ SOURCE = Path(__file__).parents[2] / "src" / "foreword"
 QUESTIONS = {"item", "tolist", "nonzero", "argwhere", "cpu", "numpy", "masked_select", "unique", "is_nonzero", "equal"}
 CASTS = {"int", "float", "bool"}
 WHOLE_FILES = [
-    *(SOURCE / "engine" / f"{name}.py" for name in ("lockstep", "accept", "commit")),
+    *(SOURCE / "engine" / f"{name}.py" for name in ("lockstep", "accept", "commit", "pipeline")),
     *(SOURCE / "model" / f"{name}.py" for name in ("attention", "stack")),
+    SOURCE / "model" / "group.py",
     SOURCE / "ops" / "rounds.py",
+    SOURCE / "ops" / "flights.py",
 ]
 # In these files only what a round calls is hot.
 ENTRIES = {
@@ -191,7 +193,7 @@ def drafters(kind: str, texts: list[list[int]]) -> Drafter:
     return {"oracle": Oracle(texts), "oracle chain": Oracle(texts, lies=0, as_chain=True), "grafts": grafting(texts)}[kind]
 
 
-@pytest.mark.parametrize("kind", [*METHODS, "oracle", "oracle chain", "grafts"])
+@pytest.mark.parametrize("kind", [*DRAFTING, "oracle", "oracle chain", "grafts"])
 def test_a_round_asks_the_device_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One round in the middle of three texts, stage by stage without `fit`: the doubles draft outside, methods inside."""
     monkeypatch.setattr(choosing, "sampled", sampled_on_cuda)

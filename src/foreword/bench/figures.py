@@ -223,8 +223,10 @@ def rows(benchmark: Benchmark, groups: Sequence[tuple[str, str]] | None = None) 
 
 
 def _with_noise(row: Row) -> Row:
-    """Mark noise. Only for our methods: a round of another decoder may cost less than one of ours."""
-    if row.speedup is None or parse_spec(row.contender).name not in {AUTO, *all_methods()}:
+    """Mark noise. Only for our methods: a round of another decoder may cost less than one of plain decoding, and so may one
+    of a pipeline."""
+    whole_passes = {AUTO, *(name for name, method in all_methods().items() if not method.looped)}
+    if row.speedup is None or parse_spec(row.contender).name not in whole_passes:
         return row
     return replace(row, noise=noise_reason(row.speedup, row.tokens_per_round))
 

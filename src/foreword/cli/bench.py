@@ -19,7 +19,7 @@ from rich.table import Table
 
 from foreword.cli.console import bar, complain, note, print_json, screen, waiting
 from foreword.cli.options import Json, ModelOptions, Remeasure, measuring, numbers
-from foreword.cli.prove import NAMES_HELP, and_shipped, make_folder, named_methods
+from foreword.cli.prove import NAMES_HELP, and_fitting, make_folder, named_methods
 from foreword.cli.widening import Widen, WidenOldName, loaded
 from foreword.drafters.spec import parse_spec
 from foreword.errors import ForewordError, InputError, StorageError
@@ -202,7 +202,7 @@ def _named(asked: BenchOptions, llm: LLM) -> BenchOptions:
 
     from foreword.bench.contenders import needs_own_run  # noqa: PLC0415  imports torch
 
-    added = and_shipped(asked.methods, [], llm.model)
+    added = and_fitting(asked.methods, [], llm.model)
     left = needs_own_run(added, llm.model.device, device_count())
     names = dict.fromkeys(["plain", *asked.names, *(name for name in added if name not in left)])
     given = {parse_spec(name).name for name in names}

@@ -43,10 +43,10 @@ def methods(
     """List the methods: the ways to draft the next tokens of the model.
 
     A trained method needs a drafter made for the model: one that ships, or one of yours (--drafter). A method that must be
-    searched for needs a plan for the model, which `foreword search` finds. The others work with any model at once. The
-    output is the same with every method; `foreword prove` shows it. With --measure a second table shows the expected
-    speed-up on this machine, the fastest first, and which method `auto` picks: the fastest, or its earlier choice if that is
-    about as fast. --remeasure measures the costs again first.
+    searched for needs a plan for the model, which `foreword search` finds. `speed` needs a looped model, which `foreword
+    train looped` makes. The others work with any model at once. The output is the same with every method; `foreword prove`
+    shows it. With --measure a second table shows the expected speed-up on this machine, the fastest first, and which method
+    `auto` picks: the fastest, or its earlier choice if that is about as fast. --remeasure measures the costs again first.
     """
     found = _measured(model, remeasure) if measure or remeasure else None
     if json:
@@ -68,6 +68,8 @@ def methods(
 
 
 def _drafter(name: str) -> str:
+    if find(name).looped:
+        return "needs a looped model"
     if not find(name).fitted:
         return "not needed"
     folder = shipped().get(name)

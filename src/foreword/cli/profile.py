@@ -17,7 +17,7 @@ from rich.text import Text
 
 from foreword.cli.console import note, print_json, screen, waiting
 from foreword.cli.options import Json, ModelOptions, Remeasure, measuring, numbers
-from foreword.cli.prove import NAMES_HELP, and_shipped, asked_prompts, named_methods
+from foreword.cli.prove import NAMES_HELP, and_fitting, asked_prompts, named_methods
 from foreword.cli.widening import Widen, WidenOldName, loaded
 from foreword.errors import StorageError
 
@@ -102,7 +102,7 @@ def profile(
         from foreword.bench.profile import Profile, ProfileSettings, failures  # noqa: PLC0415  imports torch
         from foreword.bench.report import facts  # noqa: PLC0415  imports torch
 
-        names = and_shipped(methods, names, subject.model)
+        names = and_fitting(methods, names, subject.model)
         settings = ProfileSettings(sizes, lengths, tuple(names), context, tokens)
         settings = settings.quick() if quick else settings
         asked = {**asdict(settings), "batch": batch, "candidates": candidates}

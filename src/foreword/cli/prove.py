@@ -53,9 +53,10 @@ SHOWN = 10  # differences on the screen; all of them are in the files
 
 
 def named_methods(given: str) -> list[str]:
-    """Parse method names, separated by commas. `all`: those that need no folder; `and_shipped` adds the others."""
-    for_any_model = [name for name, method in all_methods().items() if name != "plain" and not method.fitted]
-    names = for_any_model if given == "all" else split_specs(given)
+    """Parse method names, separated by commas. `all`: those that need nothing; `and_fitting` adds the others."""
+    table = all_methods().items()
+    free = [name for name, method in table if name != "plain" and not (method.fitted or method.looped)]
+    names = free if given == "all" else split_specs(given)
     for name in names:
         called = parse_spec(name).name
         if "=" in name or called == AUTO or find(called).fitted:
@@ -65,11 +66,13 @@ def named_methods(given: str) -> list[str]:
     return names
 
 
-def and_shipped(given: str, names: list[str], model: Model) -> list[str]:
-    """For `all`, add the methods whose shipped drafters fit this model."""
+def and_fitting(given: str, names: list[str], model: Model) -> list[str]:
+    """For `all`, add the methods whose shipped drafters fit this model, and those for looped models if it is one."""
     from foreword.drafters.auto import shipped_for  # noqa: PLC0415  imports torch
 
-    return [*names, *(shipped_for(model) if given == "all" else ())]
+    if given != "all":
+        return names
+    return [*names, *shipped_for(model), *(name for name, one in all_methods().items() if one.looped and model.repeats > 1)]
 
 
 def prove(
@@ -121,7 +124,7 @@ def prove(
 
         samplings = [Sampling(seed=seed)] + ([Sampling(temperature=temperature, seed=seed)] if temperature else [])
         write = None if out is None else (lambda report: report.write(out))  # in case the run is interrupted
-        tested = and_shipped(methods, names, llm.model)
+        tested = and_fitting(methods, names, llm.model)
         report = run(llm, tested, asked, samplings, max_new_tokens, rows, progress=show, on_report=write)
     if json:
         print_json(report.to_dict())

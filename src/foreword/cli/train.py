@@ -1,4 +1,4 @@
-"""`foreword train`: train a drafter on folders of `foreword distill`."""
+"""`foreword train`: train a drafter, or a looped model, on folders of `foreword distill`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from foreword.methods import all_methods, find, trained_as
 if TYPE_CHECKING:
     from foreword.api import LLM
     from foreword.core.drafter import Drafter
-    from foreword.train import HeldOutPrompt, Sequences, Shards, Training, TrainingSettings
+    from foreword.train import HeldOutPrompt, LoopedOptions, Sequences, Shards, TrainingLoop, TrainingSettings
 
 TRAIN_EXAMPLES = """\
 [bold]Examples[/]
@@ -38,9 +38,12 @@ TRAIN_EXAMPLES = """\
 
   foreword train hidden_transfer --sweep --data data/greedy --out sweeps/hidden_transfer
 
+  foreword train looped --data data/greedy --data data/sampled --out looped --tokens 200000000 --option group=6
+
   accelerate launch -m foreword train hydra --data data/greedy --out drafters/hydra
 """
 
+LOOPED = "looped"  # in place of a method: make a looped model, which is no drafter
 LEARNING, MEASURING = "Learning", "Measuring"  # panels of --help
 _of_learning = partial(typer.Option, rich_help_panel=LEARNING)
 _of_measuring = partial(typer.Option, rich_help_panel=MEASURING)
@@ -177,6 +180,10 @@ class MeasuringOptions:
 
 
 def _trained(method: str) -> str:
+    if method == LOOPED:
+        return method
+    if find(method).looped:
+        raise DrafterError(f"{method} has no weights to train; it runs the models that `foreword train {LOOPED}` makes")
     if not find(method).trained:
         known = ", ".join(name for name, one in all_methods().items() if one.trained and trained_as(name) == name)
         raise DrafterError(f"{method} has no weights to train; these have: {known}")
@@ -190,9 +197,9 @@ def train(
         str,
         typer.Argument(
             callback=_trained,
-            autocompletion=lambda: list(all_methods()),
+            autocompletion=lambda: [*all_methods(), LOOPED],
             metavar="METHOD",
-            help="The method to train; `foreword methods` lists them.",
+            help="The method to train; `foreword methods` lists them. Or `looped`, which makes a looped model.",
         ),
     ],
     model: ModelOptions,
@@ -220,10 +227,15 @@ def train(
     evaluation the drafter answers prompts in the real engine. The folder holds the weights with the most tokens per round
     so far. A drafter works only with the model it was trained for.
 
+    `looped` makes no drafter but a model: a group of the model's layers (--option group=6) that is applied several times
+    (--option repeats=5) and learns to answer as the model does. The folder is a model folder; the method `speed` runs it.
+
     Ctrl-C ends the run after the current step; the same command with --resume continues exactly. On several GPUs:
     accelerate launch -m foreword train ... Needs accelerate, which the extra "train" installs.
     """
-    settings, own = learning.settings(), MethodOptions(method=method, method_option=option or []).own()
+    settings, own = learning.settings(), MethodOptions(method_option=option or []).own()
+    if method == LOOPED:
+        return _make_looped(model, learning, measuring, data, out, _looped_options(own, sweep, store), resume, json)
     drafter = _check_options(method, settings.rows, own)
     if sweep:
         _check_sweep(method, drafter, own, resume)
@@ -345,7 +357,7 @@ def _training(
     out: Path,
     stored: Any,
     graph: bool,
-) -> Training:
+) -> TrainingLoop:
     from foreword.bench.report import facts  # noqa: PLC0415  imports torch
     from foreword.methods import untrained  # noqa: PLC0415  imports torch
     from foreword.train import Training, describe_data  # noqa: PLC0415  imports torch
@@ -361,7 +373,51 @@ def _training(
     return Training(llm.model, make, train, held_out, prompts, settings, out, about, origin, stored, graph)
 
 
-def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, Any]:
+def _looped_options(own: dict[str, Any], sweep: bool, store: Store) -> LoopedOptions:
+    """Check the options of a looped model before the model is loaded."""
+    from foreword.train import LoopedOptions  # noqa: PLC0415  imports torch
+
+    if sweep:
+        raise InputError("--sweep finds the layers of hidden_transfer; a looped model has none to find: leave it out")
+    if store != Store.bfloat16:
+        raise InputError(f"a looped model is stored in bfloat16; --store {store.value} is for drafters: leave it out")
+    known = [one.name for one in fields(LoopedOptions)]
+    if unknown := [name for name in own if name not in known]:
+        raise InputError(f"{LOOPED}: no option is called {unknown[0]!r}; there are: {', '.join(known)}")
+    return LoopedOptions(**own)
+
+
+def _make_looped(
+    model: ModelOptions,
+    learning: LearningOptions,
+    measuring: MeasuringOptions,
+    data: list[Path],
+    out: Path,
+    options: LoopedOptions,
+    resume: bool,
+    json: bool,
+) -> None:
+    """Make a looped model from a model."""
+    from foreword.bench.report import facts  # noqa: PLC0415  imports torch
+    from foreword.train import LoopedTraining, describe_data  # noqa: PLC0415  imports torch
+
+    make_folder(out)
+    group, model = _with_processes(model)
+    with model.load(MethodOptions(method="plain"), slots=1) as llm:
+        found, share, train, held_out, settings = _split(llm, learning, measuring, data, group.num_processes)
+        prompts = measuring.evaluation_prompts(held_out, llm, settings.new_tokens)
+        about = {"held_out": share, "data": describe_data(found)}
+        origin = {"run": facts(dtype=str(llm.model.dtype).removeprefix("torch."))}
+        sources = llm.model, llm.tokenizer, options, train, held_out, prompts, settings, out, about, origin
+        training = LoopedTraining(*sources, graph=not model.no_cuda_graphs)
+        record = _run(training, out, resume, shown=group.is_main_process)
+    if json and group.is_main_process:
+        print_json(record)
+    elif group.is_main_process:
+        screen().print(_looped_summary(record, out), soft_wrap=True)
+
+
+def _run(training: TrainingLoop, out: Path, resume: bool, shown: bool) -> dict[str, Any]:
     from foreword.train.tensorboard import HINT, tensorboard_writer  # noqa: PLC0415  start-up time
 
     write = tensorboard_writer(out / "run") if shown else None
@@ -373,7 +429,7 @@ def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, 
         def watch(step: int, steps: int, figures: dict[str, float]) -> None:
             last.update(figures)
             show(_line(last), step, steps)
-            if shown and "tokens_per_round" in figures:
+            if shown and "best" in figures:
                 notes().print(f"step {step} of {steps}: {_evaluation(figures)}", soft_wrap=True)
             if write is not None:
                 write(step, figures)
@@ -390,7 +446,7 @@ def _run(training: Training, out: Path, resume: bool, shown: bool) -> dict[str, 
 
 
 @contextmanager
-def _finishing(training: Training) -> Iterator[None]:
+def _finishing(training: TrainingLoop) -> Iterator[None]:
     """Let the first Ctrl-C end the current step; the second interrupts it."""
 
     def interrupted(*_: object) -> None:
@@ -408,13 +464,35 @@ def _line(figures: dict[str, float]) -> str:
     parts = [f"loss {figures['loss']:.3f}", f"{figures['tokens_per_second']:,.0f} tokens/s", *_accuracies(figures, "")]
     if "tokens_per_round" in figures:
         parts.append(f"{figures['tokens_per_round']:.2f} tokens/round, best {figures['best']:.2f}")
+    elif "best" in figures:
+        parts.append(f"held-out loss {figures['held_out/final']:.3f}, best {figures['best']:.3f}")
     return " · ".join(parts)
 
 
 def _evaluation(figures: dict[str, float]) -> str:
+    if "tokens_per_round" not in figures:
+        return _looped_evaluation(figures)
     round_ = f"{figures['tokens_per_round']:.3f} tokens/round (best {figures['best']:.3f})"
     parts = [round_, f"loss {figures['held_out/loss']:.3f}", *_accuracies(figures, "held_out/")]
     return " · ".join([*parts, f"{figures['tokens_per_second']:,.0f} tokens/s"])
+
+
+def _looped_evaluation(figures: dict[str, float]) -> str:
+    exits = " ".join(f"{value:.3f}" for name, value in figures.items() if name.startswith("held_out/loss/"))
+    parts = [f"loss after each repeat {exits} (best {figures['best']:.3f})", f"original {figures['held_out/original']:.3f}"]
+    parts += [f"settled after {figures['held_out/settled']:.2f} repeats", f"{figures['tokens_per_second']:,.0f} tokens/s"]
+    return " · ".join(parts)
+
+
+def _looped_summary(record: dict[str, Any], out: Path) -> str:
+    stored = record["stored"]
+    parts = [
+        f"{stored['rounds_per_token']:.2f} rounds/token with speed",
+        f"loss {stored['final']:.3f}, after the first repeat {stored['first']:.3f}, original {stored['original']:.3f}",
+        f"the weights of step {record['best']['step']}",
+        f"{record['tokens']:,} tokens in {record['seconds']:.0f} s, {record['tokens_per_second']:,}/s",
+    ]
+    return f"{out}: " + " · ".join(parts)
 
 
 def _accuracies(figures: dict[str, float], prefix: str) -> list[str]:

@@ -3,7 +3,7 @@
 from foreword.core.choosing import pick, rank
 from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.drafter import Drafter
-from foreword.core.loop import Loop
+from foreword.core.loop import Loop, Pipelining
 from foreword.core.needs import Graft, Needs, Skip
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Emission, Scores
@@ -20,6 +20,7 @@ __all__ = [
     "Batch",
     "Loop",
     "Needs",
+    "Pipelining",
     "Sampling",
     "Scores",
     "Shape",

@@ -27,6 +27,14 @@ class History:
     generated: Tensor | None = None  # [b, N, V]: how often it occurs in the output alone
     last: Tensor | None = None  # [b, N, L - 1]: the last tokens, for bad words of up to L tokens
 
+    def at(self, rows: Tensor) -> History:
+        """Return that of some rows [b, n]."""
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.gather(1, rows.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
+
+        return History(part(self.seen), part(self.generated), part(self.last))
+
 
 NO_HISTORY = History()
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from foreword.core.draft import Draft, Shape
+from foreword.core.loop import Pipelining
 from foreword.core.needs import Needs
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import State
@@ -37,6 +38,10 @@ class Drafter:
 
     vocabulary: DraftVocabulary | None = None
     """The draft vocabulary: the tokens it may propose, if candidates come from the target's head. None: all tokens."""
+
+    pipelining: Pipelining | None = None
+    """Pipeline tokens through the repeats of a looped target. Then `propose` is not called, `observe` sees the root alone as
+    a draft, and `shape` has a node for every token that may be in flight. None: rounds draft and verify."""
 
     needs: Needs = Needs()
     shape: Shape = Shape()

@@ -1,13 +1,30 @@
-"""Loop: the interface of a round's order of events. All methods use that of `engine/lockstep.py`."""
+"""Loop: the interface of a round's order of events. `engine/lockstep.py` has that of drafts, which almost all methods use;
+`engine/pipeline.py` that of tokens which pass through a looped target one behind the other, for drafters that declare a
+`Pipelining`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from foreword.core.draft import Draft
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import State
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How tokens are pipelined through the repeats of a looped target. A token that has been through its group of layers
+    once predicts the next one, which follows it while the first continues.
+
+    `rechecks`: whether a token's prediction is checked again after every repeat, or after its first and its last only
+    ("ends"). `gate`: the probability that a prediction must exceed before the last repeat; otherwise it is not used.
+    """
+
+    rechecks: Literal["every", "ends"] = "every"
+    gate: float = 0.0
 
 
 class Loop(Protocol):
@@ -36,7 +53,10 @@ class Loop(Protocol):
         """Drop what was recorded: weights or addresses have changed."""
 
     def round(self, state: State) -> Emission:
-        """Decide at least one token for every sequence that is alive."""
+        """Advance every sequence that is alive. In lockstep each gets a token or more, in a pipeline one or none."""
+
+    def restart(self, slots: Sequence[int]) -> None:
+        """Compute sequences from their roots again: their scratch rows were cleared."""
 
     def end(self, slots: Sequence[int]) -> bool | None:
         """Sequences leave. Return True if recorded rounds of this loop no longer do what it does."""

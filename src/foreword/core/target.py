@@ -23,6 +23,7 @@ class Target(Protocol):
     hidden_size: int
     vocab_size: int
     layers: int
+    repeats: int  # how often its group of layers is applied; 1: it is no looped model
     attention_heads: int
     max_context: int  # positions it was trained for
     context: int  # tokens that a sequence may have in this engine

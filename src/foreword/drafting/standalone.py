@@ -23,7 +23,7 @@ BY_LAYER = ("layer_types", "no_rope_layers")  # lists in the config with one ent
 def standalone_model(target: Model, module: FirstLayers, device: torch.device) -> PreTrainedModel:
     """Copy the layers with their current weights. Later training does not change the copy."""
     count, config = len(module.layers), copy.deepcopy(target.hf.config)
-    config.num_hidden_layers = count
+    config.update({"num_hidden_layers": count} | ({"repeats": 1} if target.repeats > 1 else {}))  # each is applied once
     for name in BY_LAYER:
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[:count])

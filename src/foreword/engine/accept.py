@@ -21,11 +21,14 @@ from foreword.core.state import State
 from foreword.ops.rounds import decide
 
 
-def accept(state: State, draft: Draft, scores: Scores, depth: int) -> tuple[Accepted, Emission]:
-    """Decide what a round emits. `depth` bounds the depth of the tree, so a path has at most `depth + 1` rows."""
+def accept(
+    state: State, draft: Draft, scores: Scores, depth: int, choice: Tensor | None = None
+) -> tuple[Accepted, Emission]:
+    """Decide what a round emits. `depth` bounds the depth of the tree, so a path has at most `depth + 1` rows. `choice`
+    [b, N]: the target's own token after each row, if it is known already."""
     logits = scores.require_logits()
     kind, places = state.sampling.kind, min(draft.nodes, depth + 1)
-    choice = _choices(state, draft, logits)  # [b, N]
+    choice = _choices(state, draft, logits) if choice is None else choice
     # A NaN beats every number in a maximum, so the chosen logit shows it. A filter may have dropped it: then look again.
     peak = logits.amax(-1, keepdim=True) if kind.drops else logits
     accepted, emission = settle(state, draft, choice, peak, places)

@@ -89,7 +89,7 @@ def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[
             continue
         running.accepted.append(count)
         running.drafted.append(drafted)
-        if running.tokens_only and not ended:
+        if not ended and (running.tokens_only or not count):  # a round of a pipeline may decide nothing
             running.tokens += tokens[start:stop]
             continue
         event = events[running] = _write(running, tokens[start:stop], ended, ends)

@@ -19,6 +19,7 @@ from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.emit import Launched, all_events, emit
 from foreword.engine.graph import graphed
 from foreword.engine.lockstep import Lockstep
+from foreword.engine.pipeline import Pipeline
 from foreword.engine.prefill import prefill, prompt_groups
 from foreword.engine.request import EngineLimits, Event, Request, Running
 from foreword.engine.warm_up import capture_rounds
@@ -53,7 +54,7 @@ class Engine:
         target.limit_context(self.max_context)
         drafter.prepare(target, slots)
         cache = target.allocate(slots, self.max_context, drafter.scratch)
-        self.loop: Loop = loop or Lockstep(target, drafter)
+        self.loop: Loop = loop or _loop_of(target, drafter)
         if graph and replays_graphs(target.device):
             self.loop = graphed(self.loop, drafter.captures)
         self.late = reads_late(target.device) if late is None else late
@@ -225,6 +226,7 @@ class Engine:
         """Continue a request without drafts after the target answered NaN to one: its output must not depend on drafts."""
         self.state.speculates[running.slot] = False
         self.target.cache.wipe_scratch(running.slot)
+        self.loop.restart([running.slot])
         warnings.warn(
             f"{self.target.name} answered NaN to a draft; this request continues without speculation. A wider dtype helps",
             ForewordWarning,
@@ -293,6 +295,13 @@ class Engine:
 
     def _span(self, ids: Iterable[int]) -> int:
         return max(self.slots.running[slot].length for slot in ids)
+
+
+def _loop_of(target: Model, drafter: Drafter) -> Loop:
+    """Return the loop that a drafter declares."""
+    if drafter.pipelining is not None:
+        return Pipeline(target, drafter, drafter.pipelining)
+    return Lockstep(target, drafter)
 
 
 def _checked_context(max_context: int | None, target: Model) -> int:

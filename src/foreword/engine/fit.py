@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from foreword.core.draft import Draft
 from foreword.core.needs import Needs
 from foreword.core.state import State
@@ -22,3 +24,11 @@ def fit(draft: Draft, state: State, needs: Needs) -> Draft:
         draft = draft.head(int(rounds.rows_that_count(state, draft.size).max()))
     tokens, size = rounds.fit(state, draft.tokens, draft.tree.depth, draft.size)
     return replace(draft, tokens=tokens, size=size)
+
+
+def rows_in_use(column: Tensor, slots: Tensor, empty: int) -> int:
+    """Return how many rows of a column [B, R] a round over slots [b] has: all, or on a CPU up to the last one that is not
+    `empty` in some slot. Rows that hold something come first."""
+    if fixes_shapes(slots.device):
+        return column.shape[1]
+    return int((column[slots] != empty).sum(1).max())

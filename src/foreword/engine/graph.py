@@ -68,6 +68,9 @@ class GraphedLoop:
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self.loop.read(state, chunk, scores)
 
+    def restart(self, slots: Sequence[int]) -> None:
+        self.loop.restart(slots)
+
     def end(self, slots: Sequence[int]) -> bool | None:
         if self.loop.end(slots):
             self._wait()

@@ -38,6 +38,7 @@ class Method:
     searched: bool = False  # it has no weights but a plan for one model, which `foreword search` finds
     takes_plans: bool = False  # it also takes such a plan in place of a trained drafter
     drafts_alongside: bool = False  # it drafts while the target verifies
+    looped: bool = False  # it works with looped models only
     kind: type[Drafter] | None = None  # the class itself, for a method of another package
 
     @property
@@ -161,6 +162,12 @@ METHODS: dict[str, Method] = {
         "swift:Swift",
         "the target without some half-layers, chosen from what it writes",
         paper="SWIFT, arXiv 2410.06916",
+    ),
+    "speed": Method(
+        "speed:Speed",
+        "pipelines tokens through the repeats of a looped model",
+        paper="SPEED, arXiv 2310.12072",
+        looped=True,
     ),
 }
 

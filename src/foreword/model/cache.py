@@ -7,6 +7,7 @@ padding is written there, and nothing ever reads it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,6 +99,14 @@ class SlotCache:
         self.held.zero_()
         self.length.zero_()
         return True
+
+    def of_group(self, layers: int) -> SlotCache:
+        """Return a view of this cache for a group of layers that is applied repeatedly. In it, every slot is one virtual
+        slot per repeat: slot i of repeat r is number i + r * layers * slots."""
+        view, by_layer_and_slot = copy.copy(self), self.held.flatten(1, 2)
+        keys, values = by_layer_and_slot[0], by_layer_and_slot[1]
+        view.layers = [KVRows(keys[first:], values[first:]) for first in range(0, layers * self.slots, self.slots)]
+        return view
 
     @property
     def slots(self) -> int:

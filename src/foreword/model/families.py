@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from foreword.errors import ModelUnsupported
+from foreword.model.looped import LOOPED
 from foreword.model.plain_linears import is_plain_tensor
 from foreword.ops.embeddings import embedding_rows
 
@@ -63,6 +64,7 @@ class Family:
     caps_scores: bool = False
     caps_logits: bool = False
     rotary_by_type: bool = False  # layers with a window have rotary angles of their own
+    loops: bool = False  # all layers are applied several times: `repeats` in the config
     fused: bool = False  # whether model/fused can compute these layers
 
     def embed(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -89,7 +91,13 @@ class Family:
         return logits
 
     def layers(self, model: PreTrainedModel) -> nn.ModuleList:
-        return model.model.layers
+        """Return the layers in the order in which they are applied; a looped model's come several times."""
+        own, repeats = model.model.layers, self.repeats(model.config)
+        return own if repeats == 1 else nn.ModuleList([*own] * repeats)
+
+    def repeats(self, config: PreTrainedConfig) -> int:
+        """Return how often a model's layers are applied."""
+        return config.repeats if self.loops else 1
 
     def attention_spec(self, layer: Any) -> AttentionSpec:
         """Return the attention of a layer. It depends on the index that the layer itself has: a drafter's stack may hold
@@ -146,6 +154,7 @@ _LISTED = (
     Family("olmo2", norms=POST_NORM),
     Family("gemma2", norms=SANDWICH_NORM, windows="by type", caps_scores=True, caps_logits=True),
     Family("gemma3_text", norms=SANDWICH_NORM, windows="by type", caps_logits=True, rotary_by_type=True),
+    Family(LOOPED, loops=True, fused=True),
 )
 FAMILIES = {family.name: family for family in _LISTED}
 

@@ -71,6 +71,7 @@ class Model:
         self.vocab_size: int = hf.config.vocab_size
         self.attention_heads: int = hf.config.num_attention_heads
         self.layers = len(self.layer_stack.layers)
+        self.repeats = self.family.repeats(hf.config)
         self.ends = torch.tensor(_end_tokens(hf), dtype=torch.long, device=self.device)
         self.max_context: int = hf.config.max_position_embeddings
         self.context = self.max_context

@@ -1,9 +1,9 @@
-"""The training loop, one for every Trainable: read sequences with the frozen target, get the drafter's loss, update.
+"""The training loop, one for everything that learns from a target: read sequences with it, get a loss, update.
 
-In: a target, a function that makes the drafter, sequences, and held-out prompts. Out: a folder with the drafter that has the
-most measured tokens per round. A step depends only on its number, the weights and the optimizer, random numbers included: an
-interrupted and resumed run equals an uninterrupted one bit for bit. On a GPU the host runs ahead and reads figures every few
-steps.
+In: a frozen target, what learns, and sequences; for a drafter also held-out prompts. Out: a folder with the best weights, of
+a drafter those with the most measured tokens per round. A step depends only on its number, the weights and the optimizer,
+random numbers included: an interrupted and resumed run equals an uninterrupted one bit for bit. On a GPU the host runs ahead
+and reads figures every few steps.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreword.core.drafter import Drafter
+from foreword.core.needs import Needs
+from foreword.core.scores import Scores
+from foreword.core.target import Target
 from foreword.core.trainable import Trainable
 from foreword.drafters.checkpoint import StoredDtype
 from foreword.drafters.saved import load_into, method_of, save, write_config
@@ -68,56 +71,49 @@ def processes(device: str | None = None) -> Any:
     return Accelerator(cpu=device == "cpu")
 
 
-class Training:
+class Learner(Protocol):
+    """What is trained: a drafter (`core.Trainable`), or a model that is made from the target."""
+
+    @property
+    def needs(self) -> Needs: ...  # of the target's pass
+
+    @property
+    def module(self) -> nn.Module: ...  # the weights
+
+    def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
+        """As in `core.Trainable`."""
+
+
+class TrainingLoop:
+    """The steps of a run and its checkpoints. Who inherits it says how weights are evaluated and saved."""
+
     def __init__(
         self,
         model: Model,
-        make: Callable[..., Drafter],
+        learner: Learner,
         data: TrainingData,
-        held_out: TrainingData,
-        prompts: Sequence[HeldOutPrompt],
         settings: TrainingSettings,
         folder: str | Path,
-        about: dict[str, Any] | None = None,
+        about: dict[str, Any],
         origin: dict[str, Any] | None = None,
-        stored: StoredDtype = "bfloat16",
-        graph: bool = True,
         watch: Watch = lambda step, steps, figures: None,
     ) -> None:
-        """`make` takes options of the method. `about`: what else decides the weights, such as the origin of the data; a run
-        with another `about` may not resume this one. `origin`: machine and versions. Both go to the record. `graph`: as in
-        `foreword.load`, for evaluations. `watch` is called with figures."""
-        self.model, self.data, self.held_out, self.settings, self.watch = model, data, held_out, settings, watch
-        self.graph = graph
-        self.folder, self.run_folder, self.stored = Path(folder), Path(folder) / "run", stored
+        """`about`: everything that decides the weights; a run with another `about` may not resume this one. `origin`:
+        machine and versions. Both go to the record. `watch` is called with figures."""
+        self.model, self.learner, self.data, self.settings, self.watch = model, learner, data, settings, watch
+        self.folder, self.run_folder = Path(folder), Path(folder) / "run"
         self.group, self.origin, self.stopped = processes(model.device.type), origin or {}, False
         self.order = Order(data.lengths, settings)
         self.at_once = _at_once(settings, self.group.num_processes)
         if settings.max_length > model.max_context:
             raise InputError(f"max_length is {settings.max_length}, {model.name} takes {model.max_context} tokens at most")
         model.hf.requires_grad_(False)
-        counts = counts_of(data, model.vocab_size)
-        bits = frequent(counts, model.ends, settings.cover)
-        self.make = with_draft_vocabulary(bits, make)
-        torch.manual_seed(settings.seed)
-        self.drafter = _trainable(self.make(), model)
-        self.evaluator = Evaluator(model, self.make, prompts, settings.new_tokens, graph)
-        self.module = self.drafter.module.to(torch.promote_types(model.dtype, torch.float32))
+        self.module = learner.module.to(torch.promote_types(model.dtype, torch.float32))
         self.module.train()
         self.stepper = Stepper(self.module, settings.clip, settings.weight_decay)
-        record: dict[str, Any] = {"method": method_of(self.drafter), "config": self.drafter.config, "store": stored}
-        record |= {
-            "target": Fingerprint.of(model).to_dict(),
-            "settings": asdict(settings),
-            "trials": prompts_digest(prompts),
-        }
-        record |= {"words": describe_draft_vocabulary(bits, counts)} if self.drafter.vocabulary is not None else {}
         if self.group.is_main_process:
             settings.warn_of_warm_up(self.order.steps)
-            if "words" in record:
-                warn_of_few(record["words"], counts)
-        record |= about or {}
-        self.progress = TrainingProgress(json.loads(json.dumps(record)))
+        self.progress = TrainingProgress(json.loads(json.dumps(about)))
         self.sums: dict[str, Tensor] = {}
 
     def stop(self) -> None:
@@ -199,7 +195,7 @@ class Training:
     def _backward(self, indices: list[int], passes: int) -> dict[str, Tensor]:
         tokens, mask = padded(self.data, indices, self.settings.max_length, self.model.device)
         with autocast_for(self.model):
-            loss, figures = self.drafter.loss(tokens, mask, self.model.read(tokens, self.drafter.needs), self.model)
+            loss, figures = self.learner.loss(tokens, mask, self.model.read(tokens, self.learner.needs), self.model)
         (loss / passes).backward()
         shown = {name: value for name, value in figures.items() if not name.startswith("rows/")}
         return {name: value.detach().double() / passes for name, value in {"loss": loss, **shown}.items()}
@@ -211,6 +207,64 @@ class Training:
             f"the loss or its gradient is not a number at step {step}; that step was discarded, and {where}. "
             f"Try a lower learning rate than {self.settings.learning_rate}, or a longer warm-up, in another folder"
         )
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate in every process, with equal results. Only the main process writes."""
+        raise NotImplementedError
+
+    def _checkpoint(self) -> None:
+        if self.group.is_main_process:
+            write_checkpoint(self.run_folder, self.progress, self.module.state_dict(), self.stepper.optimizer.state_dict())
+
+    def _resume(self) -> None:
+        self.progress, module, optimizer = read_checkpoint(self.run_folder, self.progress.about)
+        with checkpoint_errors(self.run_folder):
+            self.module.load_state_dict(module)
+            self.stepper.optimizer.load_state_dict(optimizer)
+
+    def _finish(self) -> dict[str, Any]:
+        """Measure the stored weights once more, as a user would load them, and write the final record."""
+        raise NotImplementedError
+
+
+class Training(TrainingLoop):
+    """Trains a drafter. The folder holds the weights with the most tokens per round so far."""
+
+    def __init__(
+        self,
+        model: Model,
+        make: Callable[..., Drafter],
+        data: TrainingData,
+        held_out: TrainingData,
+        prompts: Sequence[HeldOutPrompt],
+        settings: TrainingSettings,
+        folder: str | Path,
+        about: dict[str, Any] | None = None,
+        origin: dict[str, Any] | None = None,
+        stored: StoredDtype = "bfloat16",
+        graph: bool = True,
+        watch: Watch = lambda step, steps, figures: None,
+    ) -> None:
+        """`make` takes options of the method. `about`: what else decides the weights, such as the origin of the data.
+        `graph`: as in `foreword.load`, for evaluations."""
+        self.held_out, self.stored, self.graph = held_out, stored, graph
+        counts = counts_of(data, model.vocab_size)
+        bits = frequent(counts, model.ends, settings.cover)
+        self.make = with_draft_vocabulary(bits, make)
+        model.hf.requires_grad_(False)
+        torch.manual_seed(settings.seed)
+        self.drafter = _trainable(self.make(), model)
+        record: dict[str, Any] = {"method": method_of(self.drafter), "config": self.drafter.config, "store": stored}
+        record |= {
+            "target": Fingerprint.of(model).to_dict(),
+            "settings": asdict(settings),
+            "trials": prompts_digest(prompts),
+        }
+        record |= {"words": describe_draft_vocabulary(bits, counts)} if self.drafter.vocabulary is not None else {}
+        super().__init__(model, self.drafter, data, settings, folder, record | (about or {}), origin, watch)
+        self.evaluator = Evaluator(model, self.make, prompts, settings.new_tokens, graph)
+        if self.group.is_main_process and "words" in record:
+            warn_of_few(record["words"], counts)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate in every process, with equal results. Only the main process writes."""
@@ -229,16 +283,6 @@ class Training:
                     write_record(self.folder, self.progress, self.origin)
         held_out = {f"held_out/{name}": value for name, value in figures.items()}
         return {**held_out, "tokens_per_round": measured.tokens_per_round, "best": self.progress.best_figure}
-
-    def _checkpoint(self) -> None:
-        if self.group.is_main_process:
-            write_checkpoint(self.run_folder, self.progress, self.module.state_dict(), self.stepper.optimizer.state_dict())
-
-    def _resume(self) -> None:
-        self.progress, module, optimizer = read_checkpoint(self.run_folder, self.progress.about)
-        with checkpoint_errors(self.run_folder):
-            self.module.load_state_dict(module)
-            self.stepper.optimizer.load_state_dict(optimizer)
 
     def _finish(self) -> dict[str, Any]:
         """Measure the stored weights once more, as a user would load them, and write the final record."""

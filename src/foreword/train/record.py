@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,19 +115,21 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def write_record(folder: Path, progress: TrainingProgress, more: dict[str, Any]) -> dict[str, Any]:
-    """Write record.json and README.md next to the weights."""
+def write_record(
+    folder: Path, progress: TrainingProgress, more: dict[str, Any], card: Callable[[dict[str, Any]], str] | None = None
+) -> dict[str, Any]:
+    """Write record.json and README.md next to the weights. `card` makes the latter from the record; None: a drafter's."""
     run = {"step": progress.step, "tokens": progress.tokens, "seconds": round(progress.seconds, 1)}
     run |= {"evaluating_seconds": round(progress.evaluating, 1), "tokens_per_second": round(progress.tokens_per_second)}
     record = {**progress.about, **run, "best": progress.best, "history": progress.history, **more}
-    _write_both(folder, record)
+    _write_both(folder, record, card or model_card)
     return record
 
 
-def _write_both(folder: Path, record: dict[str, Any]) -> None:
-    card = model_card(record)  # first: if the record is incomplete, nothing is written
+def _write_both(folder: Path, record: dict[str, Any], card: Callable[[dict[str, Any]], str]) -> None:
+    text = card(record)  # first: if the record is incomplete, nothing is written
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(text)
 
 
 def record_draft_vocabulary(folder: Path, described: dict[str, Any]) -> None:
@@ -136,7 +138,7 @@ def record_draft_vocabulary(folder: Path, described: dict[str, Any]) -> None:
     if not file.is_file():
         return
     try:
-        _write_both(folder, read_json(file, strict=False) | {"words": described})
+        _write_both(folder, read_json(file, strict=False) | {"words": described}, model_card)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"{file} cannot be updated ({error!r})"
         raise StorageError(f"{problem}; the draft vocabulary itself is stored: repair the record, or delete it") from error

@@ -90,7 +90,7 @@ class TrainingSettings:
                 f"warm_up is {self.warm_up} steps, but the run has {steps}: it is shortened to {fits}. Train longer (more "
                 f"data, or --steps or --tokens for several epochs), or set --warm-up {steps // 10}",
                 ForewordWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 

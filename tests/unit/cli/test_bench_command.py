@@ -118,7 +118,7 @@ def test_a_prompt_that_is_too_long_fails_alone(run, tiny_model, tmp_path):
 
 def test_a_method_that_needs_its_own_run_is_not_in_all_but_can_be_named(run, tiny_model, questions, monkeypatch):
     monkeypatch.setattr(
-        bench_command, "and_shipped", lambda given, names, _: [*names, *(["gsd", "amusd"] if given == "all" else [])]
+        bench_command, "and_fitting", lambda given, names, _: [*names, *(["gsd", "amusd"] if given == "all" else [])]
     )
     monkeypatch.setattr(contenders_module, "needs_own_run", lambda names, *_: [name for name in names if name == "amusd"])
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import CONTEXT, SAMPLINGS, drafter, prompts, rerunning, run_to_end, state_of, target, truth
+from doubles import CONTEXT, SAMPLINGS, drafter, prompts, rerunning, run_to_end, state_of, target, target_for, truth
 from foreword.core.draft import Draft, Tree
 from foreword.core.drafter import Drafter
 from foreword.core.sampling import Sampling
@@ -276,10 +276,10 @@ def history(runs: list[Running]) -> list[Any]:
 @pytest.mark.parametrize("method", METHODS)
 def test_padded_and_replayed_prompts_are_read_as_written_ones(method: str) -> None:
     """The same output, and the same drafts in every round: the prompt rows that a drafter reads are the same too."""
-    plain, captured = (engine(drafter(method, model := target()), model, captured) for captured in (False, True))
+    plain, captured = (engine(drafter(method, model := target_for(method)), model, captured) for captured in (False, True))
     expected = plain.generate(asked(10))
     assert history(captured.generate(asked(10))) == history(expected)
-    assert [run.tokens for run in expected] == [truth(target().hf, request) for request in asked(10)]
+    assert [run.tokens for run in expected] == [truth(target_for(method).hf, request) for request in asked(10)]
     assert captured_rows(captured) == [8, 16]
 
 
@@ -350,7 +350,7 @@ def test_graphs_that_come_and_go_change_no_output(method: str, most: int, late: 
 @pytest.mark.parametrize("method", ["plain", "token_recycling", "clover2", "hidden_transfer", "draft_model", "amusd"])
 def test_prompt_passes_serve_requests_of_any_sampling(method: str) -> None:
     """Passes that were captured for greedy requests are replayed for sampled ones."""
-    plain, captured = (engine(drafter(method, model := target()), model, captured) for captured in (False, True))
+    plain, captured = (engine(drafter(method, model := target_for(method)), model, captured) for captured in (False, True))
     sampled = [replace(request, sampling=Sampling(temperature=0.9, seed=3)) for request in asked(5)]
     for made in (plain, captured):
         made.generate(asked(5))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from doubles import OPTIONS, LastHidden, fresh, target
+from doubles import OPTIONS, LastHidden, fresh, target, target_for
 from foreword.core.draft import Draft
 from foreword.core.needs import Skip
 from foreword.core.scores import Accepted, Scores
@@ -354,7 +354,7 @@ def test_a_drafters_own_work_is_timed() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_drafter_can_be_timed(name: str) -> None:
-    model = target()
+    model = target_for(name)
     drafter = untrained(name, **OPTIONS[name])
     assert measure_draft(model, drafter).curve().at(1) > 0
     assert model.context == model.max_context  # as before

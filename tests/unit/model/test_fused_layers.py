@@ -26,8 +26,9 @@ from foreword.model.model import Model
 from foreword.model.stack import Rows
 from foreword.ops.layer import linear as kernel
 
-FUSED = ("llama", "mistral", "qwen2", "qwen3")
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "foreword_looped")
 BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attention_bias": True}}
+CHANGES = BIASED | {"foreword_looped": {"repeats": 2}}
 
 
 CASES = {
@@ -49,7 +50,7 @@ def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     elif request.param.endswith("rows"):
         monkeypatch.setattr(fused_cuda, "FEW_ROWS", 4)
     layers = 2 if kind is CudaLayer else 4  # Triton's interpreter is slow; two layers suffice to hand on a norm
-    stock = fresh(family, torch.float32, **BIASED.get(family, {}), head_dim=16, num_hidden_layers=layers)
+    stock = fresh(family, torch.float32, **CHANGES.get(family, {}), head_dim=16, num_hidden_layers=layers)
     rebuilt = copy.deepcopy(stock)
     rebuild(rebuilt)
     both = Model(stock), Model(rebuilt)

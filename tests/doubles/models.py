@@ -70,6 +70,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "foreword_looped": dict(num_hidden_layers=6, repeats=3, tie_word_embeddings=True),
 }
 EVERY_FAMILY = tuple(_CHANGES)
+RUN_ONCE = tuple(family for family in EVERY_FAMILY if family != "foreword_looped")
+"""Families whose layers each run once in a pass: four different ones here."""
 STOCK_ATTENTION = {family: "eager" if family == "gemma2" else "sdpa" for family in EVERY_FAMILY}  # sdpa has no softcap
 FAMILIES = ("llama", "qwen3", "smollm3", "gemma2")
 """The families that most tests run: a plain one; norms on q and k; layers without positions, and windows; softcaps and four

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from doubles import (
     EVERY_FAMILY,
+    RUN_ONCE,
     Liar,
     Recorder,
     chain,
@@ -32,6 +33,7 @@ PARENT = (0, 0, 1, 1)
 TREE = [7, 12, 30, 22]
 
 every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
+run_once = pytest.mark.parametrize("family", RUN_ONCE)
 
 
 def close(one: Tensor, other: Tensor) -> None:
@@ -155,7 +157,7 @@ GRAFTS = {
 every_graft = pytest.mark.parametrize("grafts", GRAFTS.values(), ids=GRAFTS)
 
 
-@every_family
+@run_once
 @every_graft
 @torch.no_grad()
 def test_grafted_rows_equal_the_slow_walk(grafts: tuple[Graft, ...], family: str) -> None:
@@ -193,7 +195,7 @@ def test_nothing_of_a_graft_is_committed(grafts: tuple[Graft, ...]) -> None:
     close(after.require_hidden()[0, 0], hf_hidden(model.hf, [*sequence, 9])[-1][-1])
 
 
-@every_family
+@run_once
 @torch.no_grad()
 def test_a_drafter_with_grafts_changes_nothing_and_gets_its_rows(family: str) -> None:
     """Through the engine, with wrong draft tokens: the output is right, and `observe` gets the rows of the slow walk."""
@@ -233,7 +235,7 @@ def test_gradients_reach_a_graft_s_projection() -> None:
 # Alongside whole sequences -----------------------------------------------------------------------------------------------
 
 
-@every_family
+@run_once
 @torch.no_grad()
 def test_rows_that_join_a_sequence_equal_grafted_rows(family: str) -> None:
     """Two sequences, each with anchors of its own. On every layer their rows equal those of transformers; at the end the

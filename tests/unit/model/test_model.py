@@ -10,6 +10,7 @@ from torch import Tensor
 from doubles import (
     CONTEXT,
     EVERY_FAMILY,
+    RUN_ONCE,
     VOCABULARY,
     chain,
     engine,
@@ -36,6 +37,7 @@ TOKENS = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
 PREFIXES = {0: TOKENS[:4], 2: TOKENS[:9], 3: [11], 1: []}  # slots out of order, different lengths
 
 every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
+run_once = pytest.mark.parametrize("family", RUN_ONCE)
 
 
 def close(one: Tensor, other: Tensor) -> None:
@@ -150,7 +152,7 @@ def test_level_by_level_equals_the_whole_tree(family: str, cuts: list[int]) -> N
 # Taps and hidden states
 
 
-@every_family
+@run_once
 def test_taps_are_the_hidden_states_of_transformers(family: str) -> None:
     model = target(family)
     batch = prefilled(model, {1: TOKENS[:4]})
@@ -205,7 +207,7 @@ def test_embed_is_the_model_s_own(family: str) -> None:
 # Skipped half-layers, and walks in parts
 
 
-@every_family
+@run_once
 @pytest.mark.parametrize(("attention", "mlp"), [((1,), ()), ((), (2,)), ((0, 3), (3, 1)), ((0, 1, 2, 3), (0, 1, 2, 3))])
 def test_a_skipped_half_is_a_half_that_adds_nothing(family: str, attention: tuple[int, ...], mlp: tuple[int, ...]) -> None:
     """The reference is a model whose output projections are zero there."""
@@ -301,7 +303,7 @@ def test_an_end_that_is_no_id_of_the_vocabulary_is_dropped_with_a_warning(named:
     assert len(written(engine(make("plain"), model), requests(1, min_new_tokens=5, max_new_tokens=6))[0]) >= 5
 
 
-@every_family
+@run_once
 def test_attributes_of_a_target(family: str) -> None:
     model = target(family)
     assert (model.hidden_size, model.vocab_size, model.layers, model.max_context) == (32, VOCABULARY, 4, 256)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from doubles import EVERY_FAMILY, fresh, target
+from doubles import EVERY_FAMILY, RUN_ONCE, fresh, target
 from foreword.core.draft import Tree
 from foreword.core.needs import Skip
 from foreword.core.state import Batch
@@ -16,6 +16,7 @@ from foreword.model.model import Model
 from foreword.model.stack import Rows, Stack
 
 every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
+run_once = pytest.mark.parametrize("family", RUN_ONCE)
 
 
 def close(one: Tensor, other: Tensor) -> None:
@@ -80,7 +81,7 @@ def test_rows_that_were_rewound_are_forgotten(family: str) -> None:
     close(stack.walk(hidden[:, 3:], rows_after(stack, batch, 3)).hidden, expected)
 
 
-@every_family
+@run_once
 @torch.no_grad()
 def test_a_copied_layer_computes_the_same_and_is_independent(family: str) -> None:
     """On the target's rows a copy computes what the layer does. Changing the copy does not change the target."""

@@ -183,7 +183,7 @@ def test_missing_tensors_are_not_filled_with_noise(damage: Callable[[Path], None
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model_type": "gpt2"}, "'gpt2'; supported: gemma2, gemma3_text, granite, llama, "),
+        ({"model_type": "gpt2"}, "'gpt2'; supported: foreword_looped, gemma2, gemma3_text, granite, llama, "),
         ({"model_type": "mixtral"}, "'mixtral'; supported: "),
         ({"model_type": "gemma3"}, "'gemma3'; supported: "),
         ({"model_type": "no_such_type"}, "config.json cannot be used.*no_such_type"),

@@ -56,9 +56,9 @@ def test_a_pass_says_whether_its_draft_is_a_chain(tree: Tree, monkeypatch: pytes
     model.allocate(1, 40, 8)
     walk = model.layer_stack.walk
 
-    def watched(hidden: torch.Tensor, rows: Rows, **more: Any) -> Any:
+    def watched(hidden: torch.Tensor, rows: Rows, *others: Any, **more: Any) -> Any:
         seen.append(rows.chain)
-        return walk(hidden, rows, **more)
+        return walk(hidden, rows, *others, **more)
 
     monkeypatch.setattr(model.layer_stack, "walk", watched)
     model.score(Batch.of([0], 0), Draft(torch.ones(1, 4, dtype=torch.long), tree, torch.tensor([4])), Needs())

@@ -228,7 +228,9 @@ SMALL: dict[str, Any] = {"vocab_size": 32, "num_hidden_layers": 1, "hidden_size"
 def test_other_families_are_refused_with_those_that_are_known(
     make: Callable[[], Any], named: str, hf_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    with pytest.raises(ModelUnsupported, match=f"{named}.*supported: foreword_looped, gemma2, gemma3_text, granite, llama, mistral"):
+    with pytest.raises(
+        ModelUnsupported, match=f"{named}.*supported: foreword_looped, gemma2, gemma3_text, granite, llama, mistral"
+    ):
         foreword.wrap(make(), hf_tokenizer)
 
 

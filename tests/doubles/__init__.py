@@ -39,7 +39,7 @@ from doubles.recording import Recorder, Seen, check_yield, drafts_of
 from doubles.reference import forget_truth, full_sequence, hf_cache, hf_hidden, hf_logits, hf_window, truth
 from doubles.states import prefilled, sequence_of, sequences_of, state_of
 from doubles.text import tokenizer
-from doubles.training import SequenceList, TwoHeads
+from doubles.training import SequenceList, TwoHeads, vocabulary_of
 from doubles.trees import chain, path_to, paths_of, random_tree
 
 __all__ = [
@@ -99,6 +99,7 @@ __all__ = [
     "tiny",
     "tokenizer",
     "truth",
+    "vocabulary_of",
     "widened_pair",
     "with_random_weights",
     "written",

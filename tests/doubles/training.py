@@ -13,6 +13,7 @@ from foreword.core.draft import Draft, Shape, Tree
 from foreword.core.scores import Scores
 from foreword.core.state import State
 from foreword.core.target import Target
+from foreword.drafting.draft_vocabulary import VocabularyHead, packed
 
 
 class TwoHeads(LastHidden):
@@ -63,3 +64,11 @@ class SequenceList:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.sequences[index]
+
+
+def vocabulary_of(target: Target, chosen: Tensor | None = None) -> VocabularyHead:
+    """Return a draft vocabulary of the chosen tokens [V] bool, or of all tokens."""
+    vocabulary = VocabularyHead()
+    vocabulary.choose(None if chosen is None else packed(chosen))
+    vocabulary.bind(target)
+    return vocabulary

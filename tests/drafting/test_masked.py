@@ -23,6 +23,7 @@ from doubles import (
     sequences_of,
     target,
     truth,
+    vocabulary_of,
     with_random_weights,
     written,
 )
@@ -267,7 +268,8 @@ def test_the_loss_is_the_weighted_cross_entropy() -> None:
     scores = scores_of(model, tokens.tolist(), Needs(hidden=True))
     anchors = Anchors.of(tokens, mask, 3, 5, at_random=True)
     rows, conditioned = (torch.randn(2, 5, n, model.hidden_size).double().requires_grad_() for n in (3, 2))
-    loss, figures = BlockLosses(anchors, scores.require_hidden(), model, "soft").of(rows, anchors.counts, conditioned)
+    losses = BlockLosses(anchors, scores.require_hidden(), model, vocabulary_of(model), "soft")
+    loss, figures = losses.of(rows, anchors.counts, conditioned)
     loss.backward()
     found = rows.grad, conditioned.grad
     rows.grad = conditioned.grad = None

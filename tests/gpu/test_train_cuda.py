@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from doubles import TRAINABLE, TRAINED, VOCABULARY, SequenceList, requests, tiny, tokenizer
-from foreword.drafting.lessons import HeadOutputs, losses
+from foreword.drafting.lessons import HeadOutputs, LearnedHead, losses
 from foreword.drafting.transfer import Transfer
 from foreword.engine.engine import Engine
 from foreword.errors import NumericsError
@@ -161,7 +161,7 @@ def test_losses_of_the_kernel_equal_those_of_torch(family: str, soft: bool) -> N
         model.hf.requires_grad_(False)
         leaf = rows.to(device, copy=True).requires_grad_()
         outputs = [HeadOutputs(leaf[i], labels[i].to(device), counts[i].to(device), i) for i in range(2)]
-        results = losses(outputs, model.head, torch.float32, teacher.to(device) if soft else None)
+        results = losses(outputs, LearnedHead.of(model), teacher.to(device) if soft else None)
         (results[0][0] + 2 * results[1][0]).backward()
         assert leaf.grad is not None
         found[device] = [leaf.grad.cpu(), *(one.detach().float().cpu() for pair in results for one in pair)]

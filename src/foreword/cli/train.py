@@ -114,6 +114,13 @@ class LearningOptions:
     ] = 2e-3
     warm_up: Annotated[int, _of_learning(min=0, metavar="N", help="Steps until the highest learning rate.")] = 100
     weight_decay: Annotated[float, _of_learning(min=0, metavar="X", help="Weight decay of AdamW.")] = 0.0
+    average: Annotated[
+        float,
+        _of_learning(
+            metavar="X",
+            help="Evaluate and keep a moving average of the weights with this decay, such as 0.998; 0: the last weights.",
+        ),
+    ] = 0.0
     seed: Annotated[int, _of_learning(metavar="N", help="Seed of the order of sequences and of the initial weights.")] = 0
     cover: Annotated[
         float,

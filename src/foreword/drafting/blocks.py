@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from foreword.core.target import Target
-from foreword.drafting.lessons import Anchors, Labels, figures_of, row_losses
+from foreword.drafting.draft_vocabulary import VocabularyHead
+from foreword.drafting.lessons import Anchors, Labels, LearnedHead, figures_of, row_losses
 from foreword.ops.sending import sent_along
 
 MASKED, REPLACED = 0.8, 0.1  # shares of the hidden tokens; the rest is left in place
@@ -123,6 +124,7 @@ class BlockLosses:
     anchors: Anchors
     hidden: Tensor  # [b, n, H] of the target, before its final norm
     target: Target
+    vocabulary: VocabularyHead  # the tokens that can be drafted
     labels: Labels
 
     def of(self, rows: Tensor, counts: Tensor, conditioned: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,12 +134,13 @@ class BlockLosses:
         say how far a draft gets.
         """
         anchors, size = replace(self.anchors, counts=counts), rows.shape[2]
+        learned = LearnedHead.of(self.target, self.vocabulary.tokens)
         found = []
         for head in range(1, size + 1):
             outputs = [anchors.outputs(head, rows[:, :, head - 1])]
             if conditioned is not None and head > 1:
                 outputs.append(anchors.outputs(head, conditioned[:, :, head - 2]))
-            found.append(row_losses(outputs, self.target.head, self.target.dtype, self._teacher(head), with_chances=True))
+            found.append(row_losses(outputs, learned, self._teacher(head), with_chances=True))
         weights = paced(torch.stack([some[-1].chances for some in found], dim=-1), counts.flatten(0, 1))
         shares = (weights / weights.sum().clamp(min=1e-9)).unbind(-1)
         parts = [one.weighted(share) for some, share in zip(found, shares, strict=True) for one in some]

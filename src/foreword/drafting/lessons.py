@@ -3,7 +3,8 @@
 Head i, from 1, reads position t and predicts token t + 1 + i. It is conditioned on token t + 1, the root. A row counts for
 head i if the target wrote all tokens that heads 1 to i predict. A `Lesson` has all such rows, `Anchors` a sample of them.
 Logits [rows, V] are computed for a few rows at a time and then dropped; the target's own logits are computed once for all
-heads. The target's head is frozen, so only the gradient of the rows is needed.
+heads. The target's head is frozen, so only the gradient of the rows is needed. Drafters that choose among a draft
+vocabulary learn over it alone: no other token is ever drafted, and the products are a fraction as large.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foreword.core.target import Target
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.errors import InputError
 from foreword.ops.losses import cross_entropies, log_mass
 from foreword.ops.rows import along
@@ -31,6 +33,31 @@ ROWS_AT_A_TIME = 2048
 def check_labels(method: str, labels: str) -> None:
     if labels not in get_args(Labels):
         raise InputError(f"{method}: labels is {labels!r}; choose from {', '.join(get_args(Labels))}")
+
+
+@dataclass(frozen=True)
+class LearnedHead:
+    """The target's head as training uses it: exact, and for the tokens that can be drafted."""
+
+    logits: Callable[[Tensor], Tensor]  # [R, H] -> [R, W]
+    dtype: torch.dtype  # of the rows that it takes
+    columns: Tensor | None = None  # [V]: the column of each token, -1 for one that cannot be drafted; None: W is V
+
+    @staticmethod
+    def of(target: Target, tokens: Tensor | None = None) -> LearnedHead:
+        """tokens [W]: the draft vocabulary; None: all tokens."""
+        if tokens is None:
+            return LearnedHead(target.head, target.dtype)
+        weight, columns = target.head_weight()[tokens], torch.full((target.vocab_size,), -1, device=tokens.device)
+        columns[tokens] = torch.arange(tokens.shape[0], device=tokens.device)
+        return LearnedHead(lambda rows: target.after_head(functional.linear(rows, weight)), target.dtype, columns)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.logits(rows.to(self.dtype))
+
+    def column(self, labels: Tensor) -> Tensor:
+        """Return the columns of labels [R]."""
+        return labels if self.columns is None else self.columns[labels]
 
 
 @dataclass(frozen=True)
@@ -125,16 +152,23 @@ class Anchors:
         return along(hidden, (self.place + head).clamp(max=hidden.shape[1] - 1)).flatten(0, 1)
 
     def loss(
-        self, outputs: Sequence[HeadOutputs], hidden: Tensor, target: Target, labels: Labels, decay: float = 1.0
+        self,
+        outputs: Sequence[HeadOutputs],
+        hidden: Tensor,
+        target: Target,
+        vocabulary: VocabularyHead,
+        labels: Labels,
+        decay: float = 1.0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the sum of the losses of heads 1, 2, ..., each weighted `decay` times the one before, and their figures.
 
-        hidden [b, n, H]: of the target, before its final norm.
+        hidden [b, n, H]: of the target, before its final norm. vocabulary: the tokens that can be drafted.
         """
         total, figures = hidden.new_zeros((), dtype=torch.float32), dict[str, Tensor]()
+        learned = LearnedHead.of(target, vocabulary.tokens)
         for head, output in enumerate(outputs, start=1):
             own = target.norm(self.teacher(head, hidden)) if labels == "soft" else None
-            [(loss, ranks)] = losses([output], target.head, target.dtype, own)
+            [(loss, ranks)] = losses([output], learned, own)
             total = total + decay ** (head - 1) * loss
             figures |= figures_of(head, ranks, output.counts)
         return total, figures
@@ -146,6 +180,7 @@ class HeadLosses:
 
     lesson: Lesson
     target: Target
+    vocabulary: VocabularyHead  # the tokens that can be drafted
     labels: Labels
     hidden: Tensor  # [b, n, H] of the target, before its final norm
     regression: float = 0.0  # weight of the distance to the target's own state
@@ -161,7 +196,7 @@ class HeadLosses:
         """The weighted sum of the heads' losses, and the figures of each head."""
         own = self._own() if self.labels == "soft" or self.regression else None
         teacher = own if self.labels == "soft" else None
-        found = losses(list(self.outputs.values()), self.target.head, self.target.dtype, teacher)
+        found = losses(list(self.outputs.values()), LearnedHead.of(self.target, self.vocabulary.tokens), teacher)
         total = self.hidden.new_zeros((), dtype=torch.float32)
         figures: dict[str, Tensor] = {}
         for (head, output), (loss, ranks) in zip(self.outputs.items(), found, strict=True):
@@ -185,8 +220,8 @@ class RowLosses:
 
     output: HeadOutputs
     losses: Tensor  # [R]: cross-entropies, 0 where a row does not count
-    ranks: Tensor  # [R]: of the labels, 0 the best
-    chances: Tensor  # [R]: log-probabilities of the labels, if they were asked for
+    ranks: Tensor  # [R]: of the labels, 0 the best; of a label that cannot be drafted, the number of tokens that can be
+    chances: Tensor  # [R]: log-probabilities of the labels, if they were asked for; -inf if a label cannot be drafted
     gradient: Tensor | None  # [R, H]: of the sum of losses
 
     def weighted(self, weights: Tensor) -> Tensor:
@@ -205,34 +240,28 @@ class RowLosses:
         return self.weighted(counts.to(dtype) / counts.sum().clamp(min=1))
 
 
-def losses(
-    outputs: Sequence[HeadOutputs], head: Callable[[Tensor], Tensor], dtype: torch.dtype, teacher: Tensor | None = None
-) -> list[tuple[Tensor, Tensor]]:
+def losses(outputs: Sequence[HeadOutputs], head: LearnedHead, teacher: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
     """Return for each head its mean cross-entropy over the rows that count, and the rank [R] of each label, 0 the best. See
     `row_losses`."""
-    return [(one.mean, one.ranks) for one in row_losses(outputs, head, dtype, teacher)]
+    return [(one.mean, one.ranks) for one in row_losses(outputs, head, teacher)]
 
 
 def row_losses(
-    outputs: Sequence[HeadOutputs],
-    head: Callable[[Tensor], Tensor],
-    dtype: torch.dtype,
-    teacher: Tensor | None = None,
-    with_chances: bool = False,
+    outputs: Sequence[HeadOutputs], head: LearnedHead, teacher: Tensor | None = None, with_chances: bool = False
 ) -> list[RowLosses]:
     """Return the losses of each head.
 
-    head: the target's head. With `teacher` [R or more, H] a head learns the teacher's distribution `teacher_offset` rows
-    later, else the label.
+    With `teacher` [R or more, H] a head learns the teacher's distribution `teacher_offset` rows later, else the label. A
+    label that cannot be drafted teaches nothing; the teacher's distribution is that over the tokens that can be.
     """
     with_gradient = torch.is_grad_enabled() and any(one.rows.requires_grad for one in outputs)
     found = [_no_losses(one, with_gradient) for one in outputs]
     most = max(one.teacher_offset for one in outputs)
     for first in range(0, outputs[0].rows.shape[0], ROWS_AT_A_TIME):
         chunk = slice(first, first + ROWS_AT_A_TIME)
-        of_teacher = None if teacher is None else _teacher_logits(head, teacher[first : chunk.stop + most].to(dtype))
+        of_teacher = None if teacher is None else _teacher_logits(head, teacher[first : chunk.stop + most])
         for one in found:
-            _add_chunk(one, chunk, head, dtype, of_teacher, with_chances)
+            _add_chunk(one, chunk, head, of_teacher, with_chances)
     return found
 
 
@@ -246,30 +275,32 @@ def _no_losses(output: HeadOutputs, with_gradient: bool) -> RowLosses:
 def _add_chunk(
     found: RowLosses,
     chunk: slice,
-    head: Callable[[Tensor], Tensor],
-    dtype: torch.dtype,
+    head: LearnedHead,
     teacher: TeacherLogits | None,
     with_chances: bool,
 ) -> None:
     """Compute the losses of some rows, and the gradient of their sum."""
     output, with_gradient = found.output, found.gradient is not None
-    leaf, labels = output.rows[chunk].detach().requires_grad_(with_gradient), output.labels[chunk]
+    leaf, column = output.rows[chunk].detach().requires_grad_(with_gradient), head.column(output.labels[chunk])
+    labels, known = column.clamp(min=0), column >= 0
+    counts = output.counts[chunk] if teacher is not None else output.counts[chunk] & known
     with torch.set_grad_enabled(with_gradient):
-        logits = head(leaf.to(dtype))
+        logits = head(leaf)
     if teacher is not None:
         offset, count = output.teacher_offset, leaf.shape[0]
         teacher = teacher[0][offset:][:count], teacher[1][offset:][:count]
     values = logits.detach()
     if with_chances:  # now: the gradient overwrites the logits
-        found.chances[chunk] = at_least_float32(values.gather(1, labels.unsqueeze(1))).squeeze(1) - log_mass(values)
-    loss, found.ranks[chunk] = cross_entropies(values, labels, output.counts[chunk], teacher, with_gradient)
-    found.losses[chunk] = loss
+        chances = at_least_float32(values.gather(1, labels.unsqueeze(1))).squeeze(1) - log_mass(values)
+        found.chances[chunk] = chances.where(known, -torch.inf)
+    found.losses[chunk], ranks = cross_entropies(values, labels, counts, teacher, with_gradient)
+    found.ranks[chunk] = ranks.where(known, values.shape[1])
     if found.gradient is not None:
         found.gradient[chunk] = torch.autograd.grad(logits, leaf, values)[0]
 
 
 @torch.no_grad()
-def _teacher_logits(head: Callable[[Tensor], Tensor], rows: Tensor) -> TeacherLogits:
+def _teacher_logits(head: LearnedHead, rows: Tensor) -> TeacherLogits:
     logits = head(rows)
     return logits, log_mass(logits)
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from foreword.core.needs import Graft, Join, on_device
 from foreword.core.scores import Scores
 from foreword.core.target import Target
+from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import linear
-from foreword.drafting.lessons import Anchors, HeadOutputs, Labels, check_labels, losses, rank_rates
+from foreword.drafting.lessons import Anchors, HeadOutputs, Labels, LearnedHead, check_labels, losses, rank_rates
 from foreword.drafting.trees import BRANCH, Rates
 from foreword.errors import DrafterError, InputError
 from foreword.model.draft_linears import DraftLinears
@@ -205,20 +206,32 @@ def _outputs(module: nn.ModuleList, anchors: Anchors, walk: Walk, target: Target
 
 
 def learn(
-    module: nn.ModuleList, options: Transfer, tokens: Tensor, mask: Tensor, scores: Scores, target: Target
+    module: nn.ModuleList,
+    options: Transfer,
+    vocabulary: VocabularyHead,
+    tokens: Tensor,
+    mask: Tensor,
+    scores: Scores,
+    target: Target,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of all steps, and their figures, as `Trainable.loss` does."""
+    """Return the loss of all steps, and their figures, as `Trainable.loss` does. vocabulary: what can be drafted."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, module.training)
     walk = walked(joins_of(module, options), anchors, scores, target)
-    return anchors.loss(_outputs(module, anchors, walk, target), walk.hidden, target, options.labels)
+    return anchors.loss(_outputs(module, anchors, walk, target), walk.hidden, target, vocabulary, options.labels)
 
 
 @torch.no_grad()
 def right_by_rank(
-    module: nn.ModuleList, options: Transfer, tokens: Tensor, mask: Tensor, scores: Scores, target: Target
+    module: nn.ModuleList,
+    options: Transfer,
+    vocabulary: VocabularyHead,
+    tokens: Tensor,
+    mask: Tensor,
+    scores: Scores,
+    target: Target,
 ) -> Rates:
     """Return how often the candidates of each step are right, by rank. Trees are built from these rates."""
     anchors = Anchors.of(tokens, mask, options.steps, options.anchors, at_random=False)
     outputs = _outputs(module, anchors, walked(joins_of(module, options), anchors, scores, target), target)
-    found = losses(outputs, target.head, target.dtype)
+    found = losses(outputs, LearnedHead.of(target, vocabulary.tokens))
     return [rank_rates(ranks, one.counts, BRANCH) for one, (_, ranks) in zip(outputs, found, strict=True)]

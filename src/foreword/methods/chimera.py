@@ -191,7 +191,7 @@ class Chimera(Drafter):
         for level, rows in enumerate(walked, start=1):
             guessed = self.module.guess(level, known, self.module.row_norm(rows))
             outputs.append(anchors.outputs(level, self.module.last_norm(guessed)))
-        return anchors.loss(outputs, scores.require_hidden(), target, self.labels, DECAY)
+        return anchors.loss(outputs, scores.require_hidden(), target, self.vocabulary, self.labels, DECAY)
 
     def _joins(self, tokens: Tensor, place: Tensor, target: Target) -> list[Join]:
         """The nodes after the anchors at places [b, A], with the tokens that do follow there. Each attends to its path."""

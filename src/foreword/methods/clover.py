@@ -155,7 +155,7 @@ class Clover(Drafter):
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
-        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
+        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.vocabulary, self.labels, hidden)
         walked = hidden if self.stack is None else self.stack.walk_sequences(hidden, HALVES[self.block])
         known = self.module.norm(marks.lesson.of_rows(walked))
         for number, head in enumerate(self.module.heads, start=1):

@@ -192,7 +192,9 @@ class Clover2(Drafter):
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
-        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden, self.regression)
+        marks = HeadLosses(
+            Lesson.of(tokens, mask, self.heads), target, self.vocabulary, self.labels, hidden, self.regression
+        )
         following = self.embedding[functional.pad(tokens[:, 1:], (0, 1))]
         inputs = FusionInputs(*conditioned(hidden, self._taps(scores), following))
         walked = self.stack.walk_sequences(self.module.fused(inputs))

@@ -94,7 +94,7 @@ class DraftModel(Drafter):
         return self.growth.draft(state, guess)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
-        marks = HeadLosses(Lesson.of(tokens, mask, 1), target, self.labels, scores.require_hidden())
+        marks = HeadLosses(Lesson.of(tokens, mask, 1), target, self.vocabulary, self.labels, scores.require_hidden())
         # It has read the root, so its rows align with the target's: one row later than a head on the target's state.
         marks.add(1, self.module.norm(marks.lesson.teacher(self.small_model.over(tokens))), 1.0)
         return marks.result

@@ -164,11 +164,11 @@ class HiddenTransfer(Drafter):
         carried_on(*kept, *ended, scores.grafted, self.where, self.carries)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
-        return learn(self.module, self.options, tokens, mask, scores, target)
+        return learn(self.module, self.options, self.vocabulary, tokens, mask, scores, target)
 
     def calibrate(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> Rates:
         """How often the candidates of each step are right, by rank, on held-out sequences: `rates` for better trees."""
-        return right_by_rank(self.module, self.options, tokens, mask, scores, target)
+        return right_by_rank(self.module, self.options, self.vocabulary, tokens, mask, scores, target)
 
 
 class Candidates:

@@ -133,7 +133,7 @@ class Kangaroo(Drafter):
         self._follow(state, scores, accepted.count, accepted.path)
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
-        marks = HeadLosses(Lesson.of(tokens, mask, 1), target, self.labels, scores.require_hidden())
+        marks = HeadLosses(Lesson.of(tokens, mask, 1), target, self.vocabulary, self.labels, scores.require_hidden())
         # An early state has seen its own token, so these rows align with the target's own.
         adapted = marks.lesson.teacher(self.stack.walk_sequences(scores.taps[self.exit]))
         marks.add(1, self.module.norm(adapted), 1.0)

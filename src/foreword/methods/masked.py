@@ -215,7 +215,7 @@ class Masked(Drafter):
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         anchors = Anchors.of(tokens, mask, self.block, self.anchors, self.module.training)
-        losses = BlockLosses(anchors, scores.require_hidden(), target, self.labels)
+        losses = BlockLosses(anchors, scores.require_hidden(), target, self.vocabulary, self.labels)
         following = self.embedding[functional.pad(tokens[:, 1:], (0, 1))]
         context = self.module.fused(*conditioned(scores.require_hidden(), self._taps(scores), following))
         block, counts, order = self._first_lesson(anchors)

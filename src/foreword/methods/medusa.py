@@ -22,7 +22,7 @@ from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.heads import ResBlock, remember
-from foreword.drafting.lessons import HeadLosses, Labels, Lesson, check_labels, losses, rank_rates
+from foreword.drafting.lessons import HeadLosses, Labels, LearnedHead, Lesson, check_labels, losses, rank_rates
 from foreword.drafting.trees import BRANCH, USUAL_RATES, Rates, TreeKind, TreePlan, unconditional
 from foreword.errors import InputError
 from foreword.model.widening import WITHIN
@@ -90,7 +90,7 @@ class Medusa(Drafter):
 
     def loss(self, tokens: Tensor, mask: Tensor, scores: Scores, target: Target) -> tuple[Tensor, dict[str, Tensor]]:
         hidden = scores.require_hidden()
-        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.labels, hidden)
+        marks = HeadLosses(Lesson.of(tokens, mask, self.heads), target, self.vocabulary, self.labels, hidden)
         state = target.norm(marks.lesson.of_rows(hidden))
         for number, head in enumerate(self.module, start=1):
             marks.add(number, head(state), DECAY**number)
@@ -102,7 +102,7 @@ class Medusa(Drafter):
         lesson = Lesson.of(tokens, mask, self.heads)
         rows = self._heads(target.norm(lesson.of_rows(scores.require_hidden())))
         outputs = [lesson.outputs(number, rows[:, number - 1]) for number in range(1, self.heads + 1)]
-        found = losses(outputs, target.head, target.dtype)
+        found = losses(outputs, LearnedHead.of(target, self.vocabulary.tokens))
         return [rank_rates(ranks, one.counts, BRANCH) for one, (_, ranks) in zip(outputs, found, strict=True)]
 
     def _heads(self, state: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class TrainingLoop:
         model.hf.requires_grad_(False)
         self.module = learner.module.to(torch.promote_types(model.dtype, torch.float32))
         self.module.train()
-        self.stepper = Stepper(self.module, settings.clip, settings.weight_decay)
+        self.stepper = Stepper(self.module, settings.clip, settings.weight_decay, settings.average)
         if self.group.is_main_process:
             settings.warn_of_warm_up(self.order.steps)
         self.progress = TrainingProgress(json.loads(json.dumps(about)))
@@ -146,7 +146,7 @@ class TrainingLoop:
         figures, stopped = self._report(), self._agreed_to_stop()
         evaluates = self._is_due(self.settings.evaluate_every)
         if evaluates:
-            with self.clock.evaluating():
+            with self.clock.evaluating(), self.stepper.averaged():
                 figures |= self._evaluate()
         if stopped or evaluates or self._is_due(self.settings.checkpoint_every):
             self._checkpoint()
@@ -214,13 +214,13 @@ class TrainingLoop:
 
     def _checkpoint(self) -> None:
         if self.group.is_main_process:
-            write_checkpoint(self.run_folder, self.progress, self.module.state_dict(), self.stepper.optimizer.state_dict())
+            write_checkpoint(self.run_folder, self.progress, self.module.state_dict(), self.stepper.state_dict())
 
     def _resume(self) -> None:
-        self.progress, module, optimizer = read_checkpoint(self.run_folder, self.progress.about)
+        self.progress, module, stepper = read_checkpoint(self.run_folder, self.progress.about)
         with checkpoint_errors(self.run_folder):
             self.module.load_state_dict(module)
-            self.stepper.optimizer.load_state_dict(optimizer)
+            self.stepper.load_state_dict(stepper)
 
     def _finish(self) -> dict[str, Any]:
         """Measure the stored weights once more, as a user would load them, and write the final record."""

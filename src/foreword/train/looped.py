@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from foreword.core.needs import Needs
 from foreword.core.scores import Scores
 from foreword.core.target import Target
-from foreword.drafting.lessons import Lesson, figures_of, losses
+from foreword.drafting.lessons import LearnedHead, Lesson, figures_of, losses
 from foreword.errors import InputError
 from foreword.methods.speed import Speed
 from foreword.model.fingerprint import Fingerprint
@@ -88,7 +88,7 @@ class LoopedLearner:
         outputs = [lesson.outputs(1, lesson.teacher(state)) for state in self.exits(tokens)]
         with torch.no_grad():
             teacher = target.norm(lesson.teacher(scores.require_hidden()))
-        found = losses(outputs, target.head, target.dtype, teacher)
+        found = losses(outputs, LearnedHead.of(target), teacher)
         figures: dict[str, Tensor] = {}
         for repeat, (_, ranks) in enumerate(found, 1):
             figures |= figures_of(repeat, ranks, lesson.counts[:, 0])

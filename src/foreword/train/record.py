@@ -63,11 +63,11 @@ class TrainingClock:
         self.last = now
 
 
-def write_checkpoint(folder: Path, progress: TrainingProgress, module: dict[str, Any], optimizer: dict[str, Any]) -> None:
+def write_checkpoint(folder: Path, progress: TrainingProgress, module: dict[str, Any], stepper: dict[str, Any]) -> None:
     file, partial = folder / CHECKPOINT, folder / f"{CHECKPOINT}.partial"
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"progress": vars(progress), "module": module, "optimizer": optimizer}, partial)
+        torch.save({"progress": vars(progress), "module": module, "stepper": stepper}, partial)
         partial.replace(file)
 
 
@@ -85,11 +85,11 @@ def read_checkpoint(folder: Path, about: dict[str, Any]) -> tuple[TrainingProgre
         raise InputError(f"{folder} holds no run to continue; leave --resume out to start one")
     with checkpoint_errors(folder):
         held = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
-        progress, module, optimizer = TrainingProgress(**held["progress"]), held["module"], held["optimizer"]
+        progress, module, stepper = TrainingProgress(**held["progress"]), held["module"], held["stepper"]
         other = _differences(dict(progress.about), json.loads(json.dumps(about)))
     if other:
         raise InputError(f"the run in {folder} was started with {'; '.join(other)}; give the same, or name another folder")
-    return progress, module, optimizer
+    return progress, module, stepper
 
 
 @contextmanager

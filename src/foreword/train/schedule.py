@@ -45,7 +45,8 @@ class TrainingSettings:
     max_length: int = 1024
     learning_rate: float = 2e-3
     warm_up: int = 100
-    floor: float = 0.05  # share of the learning rate at the end of the cosine
+    floor: float = 0.0  # share of the learning rate at the end of the cosine
+    average: float = 0.0  # decay of a moving average of the weights, which is what is kept; 0: the last weights
     weight_decay: float = 0.0
     clip: float = 1.0
     evaluate_every: int = 500
@@ -65,6 +66,8 @@ class TrainingSettings:
             raise InputError(f"learning_rate is {self.learning_rate} and clip {self.clip}; both must be above 0")
         if self.steps is not None and self.tokens is not None:
             raise InputError(f"steps is {self.steps} and tokens {self.tokens}; give one of them")
+        if not 0 <= self.average < 1:
+            raise InputError(f"average is {self.average}; it must be at least 0 and below 1, such as 0.998")
         check_cover(self.cover)
         if not -MOST_SEED <= self.seed < MOST_SEED:
             raise InputError(f"seed is {self.seed}; it must be from {-MOST_SEED} to {MOST_SEED - 1}")

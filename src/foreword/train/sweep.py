@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from foreword.core.needs import Join, Needs
 from foreword.core.scores import Scores
-from foreword.drafting.lessons import Anchors, losses
+from foreword.drafting.lessons import Anchors, LearnedHead, losses
 from foreword.drafting.transfer import Transfer, walked
 from foreword.errors import InputError, NumericsError
 from foreword.model.model import Model
@@ -158,7 +158,7 @@ class Sweep:
             walk = walked(joins, anchors, scores, self.model)
             outputs = [anchors.outputs(step, one) for one in walk.rows[len(self.kept) :]]
             teacher = self.model.norm(anchors.teacher(step, walk.hidden)) if self.options.labels == "soft" else None
-            found = losses(outputs, self.model.head, self.model.dtype, teacher)
+            found = losses(outputs, LearnedHead.of(self.model), teacher)
         return [(loss, ranks, one.counts) for one, (loss, ranks) in zip(outputs, found, strict=True)]
 
     @torch.no_grad()

@@ -6,9 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from doubles import VOCABULARY, target
+from doubles import VOCABULARY, target, vocabulary_of
 from foreword.drafting import lessons
-from foreword.drafting.lessons import Anchors, HeadLosses, HeadOutputs, Lesson, check_labels, losses, rank_rates
+from foreword.drafting.lessons import (
+    Anchors,
+    HeadLosses,
+    HeadOutputs,
+    LearnedHead,
+    Lesson,
+    check_labels,
+    losses,
+    rank_rates,
+    row_losses,
+)
 from foreword.errors import InputError
 
 
@@ -98,7 +108,7 @@ def test_the_loss_in_chunks_is_the_whole_loss(
     rows, teacher, weight, labels, counts = sampled
     one, other = (rows.clone().requires_grad_() for _ in range(2))
     outputs = [HeadOutputs(one, labels, counts)]
-    [(loss, ranks)] = losses(outputs, lambda x: x @ weight.T, torch.float64, teacher if soft else None)
+    [(loss, ranks)] = losses(outputs, LearnedHead(lambda x: x @ weight.T, torch.float64), teacher if soft else None)
     (3 * loss).backward()
     expected = (teacher @ weight.T).softmax(-1)[counts] if soft else labels[counts]
     whole = functional.cross_entropy(other[counts] @ weight.T, expected)
@@ -126,7 +136,7 @@ def test_heads_together_and_each_alone_have_the_same_loss(
         HeadOutputs((scale * rows[:35]).requires_grad_(), labels[:35], counts[:35], offset)
         for scale, offset in ((1, 0), (2, 2))
     ]
-    found = losses(outputs, capped, torch.float64, teacher if soft else None)
+    found = losses(outputs, LearnedHead(capped, torch.float64), teacher if soft else None)
     sum(loss for loss, _ in found).backward()
     for one, (loss, _) in zip(outputs, found, strict=True):
         alone = one.rows.detach().requires_grad_()
@@ -137,10 +147,42 @@ def test_heads_together_and_each_alone_have_the_same_loss(
         torch.testing.assert_close(one.rows.grad, alone.grad)
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_the_loss_over_a_draft_vocabulary(soft: bool) -> None:
+    """It is that of the logits of these tokens. A label outside teaches nothing without a teacher, and is never right."""
+    generator, model = torch.Generator().manual_seed(5), target("granite")  # which scales its logits
+    chosen = torch.rand(VOCABULARY, generator=generator) < 0.5
+    rows, teacher = torch.randn(2, 40, model.hidden_size, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, (40,), generator=generator)
+    counts = torch.rand(40, generator=generator) < 0.7
+    vocabulary = vocabulary_of(model, chosen)
+    output = HeadOutputs(rows.requires_grad_(), labels, counts)
+    head = LearnedHead.of(model, vocabulary.tokens)
+    [found] = row_losses([output], head, teacher if soft else None, with_chances=True)
+    found.weighted(torch.ones(40, dtype=torch.float64)).backward()
+    alone = rows.detach().requires_grad_()
+    logits, known = model.head(alone)[:, chosen], chosen[labels]
+    learned = counts if soft else counts & known
+    goal = model.head(teacher)[:, chosen].softmax(-1) if soft else (labels.unsqueeze(1) == chosen.nonzero().T).double()
+    whole = -(goal * logits.log_softmax(-1)).sum(-1)[learned].sum()
+    whole.backward()
+    torch.testing.assert_close(found.losses.sum(), whole, check_dtype=False, rtol=1e-5, atol=0)
+    torch.testing.assert_close(rows.grad, alone.grad)
+    order = logits.argsort(-1, descending=True)
+    tokens = chosen.nonzero().squeeze(1)
+    for row, label in enumerate(labels.tolist()):
+        places = tokens[order[row]].tolist()
+        assert found.ranks[row] == (places.index(label) if label in places else len(places))
+        assert bool(found.chances[row].isfinite()) == (label in places)
+    assert 0 < int(known.sum()) < 40
+
+
 def test_without_gradients_the_loss_has_none(sampled: tuple[torch.Tensor, ...]) -> None:
     rows, _, weight, labels, counts = sampled
     with torch.no_grad():
-        [(loss, _)] = losses([HeadOutputs(rows.requires_grad_(), labels, counts)], lambda x: x @ weight.T, torch.float64)
+        [(loss, _)] = losses(
+            [HeadOutputs(rows.requires_grad_(), labels, counts)], LearnedHead(lambda x: x @ weight.T, torch.float64)
+        )
     assert not loss.requires_grad and loss > 0
 
 
@@ -148,7 +190,12 @@ def test_a_sequence_without_rows_to_learn_from_has_no_loss(sampled: tuple[torch.
     model, tokens = target(), torch.ones(1, 6, dtype=torch.long)
     hidden = torch.randn(1, 6, model.hidden_size, dtype=torch.float64)
     head_losses = HeadLosses(
-        Lesson.of(tokens, torch.zeros(1, 6, dtype=torch.bool), 2), model, "soft", hidden, regression=1.0
+        Lesson.of(tokens, torch.zeros(1, 6, dtype=torch.bool), 2),
+        model,
+        vocabulary_of(model),
+        "soft",
+        hidden,
+        regression=1.0,
     )
     rows = head_losses.lesson.of_rows(hidden).requires_grad_()
     head_losses.add(1, rows, 1.0)
@@ -167,7 +214,7 @@ def test_figures_and_distances() -> None:
     mask = torch.ones(2, 9, dtype=torch.bool)
     losses = {}
     for name, noise in (("own", 0.0), ("off", 0.5)):
-        head_losses = HeadLosses(Lesson.of(tokens, mask, 2), model, "soft", hidden, regression=10.0)
+        head_losses = HeadLosses(Lesson.of(tokens, mask, 2), model, vocabulary_of(model), "soft", hidden, regression=10.0)
         rows = model.norm(head_losses.lesson.teacher(hidden)[1:]).detach()
         head_losses.add(2, rows + noise * torch.randn(rows.shape, generator=generator, dtype=torch.float64), 0.5)
         losses[name], figures = head_losses.result

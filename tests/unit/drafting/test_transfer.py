@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from doubles import VOCABULARY, hf_hidden, target
+from doubles import VOCABULARY, hf_hidden, target, vocabulary_of
 from foreword.core.needs import Needs
 from foreword.drafting.lessons import Anchors
 from foreword.drafting.transfer import Transfer, joins_of, learn, right_by_rank, walked
@@ -56,7 +56,7 @@ def test_the_loss_is_the_cross_entropy_to_the_target(labels: Any, conditioned: b
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0, :4] = False
     scores = model.read(sequences, Needs(taps=(1, 3)))
-    loss, figures = learn(module, plan, sequences, mask, scores, model)
+    loss, figures = learn(module, plan, vocabulary_of(model), sequences, mask, scores, model)
     anchors = Anchors.of(sequences, mask, 2, 64, False)
     rows = walked(joins_of(module, plan), anchors, scores, model).rows
     own = torch.stack(
@@ -77,7 +77,7 @@ def test_the_loss_is_the_cross_entropy_to_the_target(labels: Any, conditioned: b
         assert float(figures[f"top1/{step}"]) == pytest.approx(right[step - 1] / total)
         assert int(figures[f"rows/{step}"]) == total == {1: 12, 2: 10}[step]
     assert loss.item() == pytest.approx(slow, rel=1e-5)
-    rates = right_by_rank(module, plan, sequences, mask, scores, model)
+    rates = right_by_rank(module, plan, vocabulary_of(model), sequences, mask, scores, model)
     assert [row[0] for row in rates] == pytest.approx([float(figures[f"top1/{step}"]) for step in (1, 2)])
 
 
@@ -91,7 +91,7 @@ def test_only_the_matrices_learn() -> None:
     try:
         sequences = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
         scores = model.read(sequences, Needs(taps=(1, 3)))
-        loss, _ = learn(module, plan, sequences, torch.ones(2, 12, dtype=torch.bool), scores, model)
+        loss, _ = learn(module, plan, vocabulary_of(model), sequences, torch.ones(2, 12, dtype=torch.bool), scores, model)
         loss.backward()
     finally:
         for weight in frozen:

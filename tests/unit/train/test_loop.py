@@ -91,10 +91,34 @@ def test_the_default_batch_is_smaller_for_little_data(
     assert batch_for(sequences, at_once, processes) == batch
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(model: Model, data: SequenceList, tmp_path: Path) -> None:
-    whole = training(model, data, tmp_path / "whole")
+def test_a_moving_average_of_the_weights_is_evaluated_and_kept(model: Model, data: SequenceList, tmp_path: Path) -> None:
+    run = training(model, data, tmp_path, average=0.8, evaluate_every=12)
+    measured, means = [], weights(run)
+    measure = run.evaluator.run
+
+    def watch(step: int, steps: int, figures: dict[str, float]) -> None:
+        decay = min(0.8, step / (step + 9))
+        for name, weight in weights(run).items():
+            means[name] = decay * means[name] + (1 - decay) * weight
+
+    def evaluate(given: Any = None) -> Any:
+        measured.append({name: weight.clone() for name, weight in (given or {}).items()})
+        return measure(given)
+
+    run.watch, run.evaluator.run = watch, evaluate  # type: ignore[method-assign]
+    run.run()
+    for name, last in weights(run).items():
+        torch.testing.assert_close(measured[0][name], means[name])
+        assert not torch.allclose(measured[0][name], last)
+    with pytest.raises(InputError, match=r"average is 1; it must be at least 0 and below 1"):
+        TrainingSettings(average=1)
+
+
+@pytest.mark.parametrize("average", [0, 0.9])
+def test_a_resumed_run_equals_an_uninterrupted_one(average: float, model: Model, data: SequenceList, tmp_path: Path) -> None:
+    whole = training(model, data, tmp_path / "whole", average=average)
     record = whole.run()
-    cut = training(model, data, tmp_path / "cut")
+    cut = training(model, data, tmp_path / "cut", average=average)
 
     def stop(step: int, steps: int, figures: dict[str, float]) -> None:
         if step == 10:  # two steps after the checkpoint of step 8
@@ -103,7 +127,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(model: Model, data: SequenceL
     cut.watch = stop
     with pytest.raises(KeyboardInterrupt):
         cut.run()
-    again = training(model, data, tmp_path / "cut")
+    again = training(model, data, tmp_path / "cut", average=average)
     resumed = again.run(resume=True)
     ours, theirs = weights(again), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -121,7 +145,7 @@ def test_a_damaged_checkpoint_is_named(model: Model, data: SequenceList, tmp_pat
         held | {"progress": None},
         held | {"progress": {}},
         held | {"module": {}},
-        held | {"optimizer": {}},
+        held | {"stepper": {}},
         held | {"module": {name: one[:1] for name, one in held["module"].items()}},
         {},
         [1],

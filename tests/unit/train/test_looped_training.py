@@ -19,7 +19,7 @@ from foreword.train.looped import LoopedLearner, LoopedOptions, LoopedTraining
 from foreword.train.schedule import TrainingSettings
 
 OPTIONS = LoopedOptions(group=2, repeats=3)
-QUICK = TrainingSettings(batch=8, steps=36, evaluate_every=12, warm_up=3, learning_rate=0.02, new_tokens=12, max_length=64)
+QUICK = TrainingSettings(batch=8, steps=48, evaluate_every=12, warm_up=3, learning_rate=0.02, new_tokens=12, max_length=64)
 
 
 def sequences(original: Model) -> SequenceList:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from doubles import VOCABULARY, SequenceList, hf_hidden, target
+from doubles import VOCABULARY, SequenceList, hf_hidden, target, vocabulary_of
 from foreword.core.needs import Needs
 from foreword.drafting.lessons import Anchors
 from foreword.drafting.transfer import Transfer, right_by_rank
@@ -52,7 +52,7 @@ def test_its_figures_are_those_of_the_matrices(source: Any) -> None:
     options = replace(sweep.options, layers=tuple(layers))
     tokens, mask = padded(sweep.held_out, list(range(10)), 24, model.device)
     scores = model.read(tokens, Needs(taps=tuple(layers)))
-    rates = right_by_rank(nn.ModuleList(sweep.kept), options, tokens, mask, scores, model)
+    rates = right_by_rank(nn.ModuleList(sweep.kept), options, vocabulary_of(model), tokens, mask, scores, model)
     for step, layer in enumerate(layers, start=1):
         best = found["accuracy"][step][layer]
         assert best["top1"] == max(one["top1"] for one in found["accuracy"][step].values())

@@ -440,16 +440,18 @@ def check_conditioned_on_next(seed: int, device: str, taps: tuple[int, ...], pat
 
 
 def check_after_live_nodes(seed: int, device: str, width: int, places: int, k: int) -> None:
-    """Check the candidates after live nodes. The tables are parts of larger ones, as those of one place of a block are."""
+    """Check the candidates after live nodes. The tables are parts of larger ones, as those of one place of a block are, and
+    their rows are the beginnings of longer ones, as those of the torch reference are."""
     from foreword.ops.drafting.transitions import after_live_nodes as by_kernel  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     before = torch.stack([torch.randperm(99, generator=generator)[:places] for _ in range(6)]).view(3, 2, places)
     live = before[:, 1].gather(1, torch.randint(0, places, (3, width), generator=generator))
-    tokens = torch.randint(0, 99, (3, 2, places, k), generator=generator)
+    tokens = torch.randint(0, 99, (3, 2, places, k + 3), generator=generator)
     log_probs = -torch.rand(3, 2, places, k, generator=generator)
-    given = [table[:, 1] for table in (before, tokens, log_probs)]
-    found = by_kernel(live.to(device), *(table.to(device)[:, 1] for table in (before, tokens, log_probs)))
+    given = before[:, 1], tokens[:, 1, :, :k], log_probs[:, 1]
+    on_device = before.to(device)[:, 1], tokens.to(device)[:, 1, :, :k], log_probs.to(device)[:, 1]
+    found = by_kernel(live.to(device), *on_device)
     assert all(same(*pair) for pair in zip(found, after_live_nodes(live, *given), strict=True))
 
 

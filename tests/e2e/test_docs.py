@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import foreword
 from foreword.bench.report import read_results
 from foreword.cli.app import app
+from foreword.drafting.lessons import LOGITS_AT_A_TIME
 from foreword.methods import METHODS, Method
 
 ROOT = Path(__file__).parents[2]
@@ -372,15 +373,16 @@ def test_what_training_costs_by_model_size_follows_from_the_measured_rates() -> 
     share = round(learned_weights("clover2") / 576**2, 1)
     assert f"hours to distil = {millions(wrote)} / ({rates[0]:,} × 0.135 / N) / 3,600" in said
     assert f"hours to train = {millions(clover2['tokens'])} / ({rates[1]:,} × 0.135 / N) / 3,600" in said
-    assert f"memory in GB = (2 × N × 10⁹ + 16 × {share} × H² + 8,192 × V) / 10⁹" in said
+    logits = round(2 * 2 * LOGITS_AT_A_TIME / 1e9, 1)  # the model's and the drafter's, two bytes each
+    assert f"memory in GB = (2 × N × 10⁹ + 16 × {share} × H²) / 10⁹ + {logits}" in said
     for method in ("medusa", "hidden_transfer"):
         assert f"`{method}` {'has ' if method == 'medusa' else ''}{learned_weights(method) / 576**2:.1f} × H²" in said
     rows = table(TRAIN, "model | N")
     assert len(rows) >= 4
     for _, *shape, distil, train, memory in rows:
-        size, hidden, vocabulary = (float(cell.replace(",", "")) for cell in shape)
+        size, hidden, _ = (float(cell.replace(",", "")) for cell in shape)
         hours = [tokens / (rate * 0.135 / size) / 3600 for tokens, rate in zip((30.1e6, 26.7e6), rates, strict=True)]
-        held = (2e9 * size + 16 * share * hidden**2 + 8192 * vocabulary) / 1e9
+        held = (2e9 * size + 16 * share * hidden**2) / 1e9 + logits
         for cell, figure in zip((distil, train, memory), (*hours, held), strict=True):
             assert cell == f"{figure:.{len(cell.partition('.')[2])}f}"
     history = [f"{one['tokens_per_round']:.2f}" for one in training("clover")["history"]]

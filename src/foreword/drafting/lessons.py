@@ -9,7 +9,7 @@ vocabulary learn over it alone: no other token is ever drafted, and the products
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -27,7 +27,7 @@ from foreword.ops.top import at_least_float32
 
 Labels = Literal["hard", "soft"]
 TeacherLogits = tuple[Tensor, Tensor]  # the target's own logits [R, V] and their logsumexp [R]
-ROWS_AT_A_TIME = 2048
+LOGITS_AT_A_TIME = 1 << 27  # 8,192 rows of a vocabulary of 16,384: on a GPU fewer would be many short kernels
 
 
 def check_labels(method: str, labels: str) -> None:
@@ -40,6 +40,7 @@ class LearnedHead:
     """The target's head as training uses it: exact, and for the tokens that can be drafted."""
 
     logits: Callable[[Tensor], Tensor]  # [R, H] -> [R, W]
+    width: int  # W
     dtype: torch.dtype  # of the rows that it takes
     columns: Tensor | None = None  # [V]: the column of each token, -1 for one that cannot be drafted; None: W is V
 
@@ -47,10 +48,11 @@ class LearnedHead:
     def of(target: Target, tokens: Tensor | None = None) -> LearnedHead:
         """tokens [W]: the draft vocabulary; None: all tokens."""
         if tokens is None:
-            return LearnedHead(target.head, target.dtype)
+            return LearnedHead(target.head, target.vocab_size, target.dtype)
         weight, columns = target.head_weight()[tokens], torch.full((target.vocab_size,), -1, device=tokens.device)
         columns[tokens] = torch.arange(tokens.shape[0], device=tokens.device)
-        return LearnedHead(lambda rows: target.after_head(functional.linear(rows, weight)), target.dtype, columns)
+        logits = lambda rows: target.after_head(functional.linear(rows, weight))  # noqa: E731
+        return LearnedHead(logits, tokens.shape[0], target.dtype, columns)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.logits(rows.to(self.dtype))
@@ -257,12 +259,17 @@ def row_losses(
     with_gradient = torch.is_grad_enabled() and any(one.rows.requires_grad for one in outputs)
     found = [_no_losses(one, with_gradient) for one in outputs]
     most = max(one.teacher_offset for one in outputs)
-    for first in range(0, outputs[0].rows.shape[0], ROWS_AT_A_TIME):
-        chunk = slice(first, first + ROWS_AT_A_TIME)
-        of_teacher = None if teacher is None else _teacher_logits(head, teacher[first : chunk.stop + most])
+    for chunk in chunks_of(outputs[0].rows.shape[0], head.width):
+        of_teacher = None if teacher is None else _teacher_logits(head, teacher[chunk.start : chunk.stop + most])
         for one in found:
             _add_chunk(one, chunk, head, of_teacher, with_chances)
     return found
+
+
+def chunks_of(rows: int, width: int) -> Iterator[slice]:
+    """Split rows of logits [rows, width] into chunks that are computed one after the other."""
+    size = max(LOGITS_AT_A_TIME // width, 1)
+    return (slice(first, first + size) for first in range(0, rows, size))
 
 
 def _no_losses(output: HeadOutputs, with_gradient: bool) -> RowLosses:

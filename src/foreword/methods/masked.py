@@ -37,7 +37,7 @@ from foreword.drafting.blocks import (
 from foreword.drafting.draft_vocabulary import VocabularyHead
 from foreword.drafting.edges import CANDIDATES, Edges, Transitions
 from foreword.drafting.heads import SideBySideLinear, check_taps_of, linear, norm_like, remember
-from foreword.drafting.lessons import ROWS_AT_A_TIME, Anchors, Labels, check_labels
+from foreword.drafting.lessons import Anchors, Labels, check_labels, chunks_of
 from foreword.drafting.small_model import check_layers
 from foreword.drafting.trees import USUAL_RATES, TreeKind, TreePlan, unconditional
 from foreword.errors import InputError
@@ -345,8 +345,9 @@ class Masked(Drafter):
     @torch.no_grad()
     def _best(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likeliest token after normed rows [b, A, B, H], and its log-probability: [b, A, B, 1] twice."""
-        chunks = rows.flatten(0, -2).to(self.target.dtype).split(ROWS_AT_A_TIME)
-        found = [likeliest(self.vocabulary.head(chunk), 1, self.vocabulary.tokens) for chunk in chunks]
+        flat = rows.flatten(0, -2).to(self.target.dtype)
+        chunks = chunks_of(flat.shape[0], self.vocabulary.count)
+        found = [likeliest(self.vocabulary.head(flat[chunk]), 1, self.vocabulary.tokens) for chunk in chunks]
         tokens, chances = (torch.cat(column).view(*rows.shape[:-1], 1) for column in zip(*found, strict=True))
         return tokens, chances
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foreword.core.needs import Needs
-from foreword.drafting.lessons import ROWS_AT_A_TIME
+from foreword.drafting.lessons import chunks_of
 from foreword.model.model import Model
 from foreword.train.evaluate import autocast_for
 from foreword.train.schedule import TrainingData, TrainingSettings, padded
@@ -92,8 +92,7 @@ def _sums(
     """Return sums over rows [R, H]: how many there are, repeats until they settle, the original's loss, then the losses and
     agreements of each repeat. Logits are computed for a few rows at a time."""
     sums = torch.zeros(3 + 2 * len(states), dtype=torch.double)
-    for first in range(0, len(labels), ROWS_AT_A_TIME):
-        chunk = slice(first, first + ROWS_AT_A_TIME)
+    for chunk in chunks_of(len(labels), original.vocab_size):
         logits = [head(state[chunk].to(original.dtype)).float() for state in states]
         picks = torch.stack([one.argmax(-1) for one in logits])  # [repeats, rows]
         agrees = picks == picks[-1]

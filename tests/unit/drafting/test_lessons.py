@@ -104,11 +104,13 @@ def test_the_loss_in_chunks_is_the_whole_loss(
     soft: bool, sampled: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value and gradient; seven rows at a time."""
-    monkeypatch.setattr(lessons, "ROWS_AT_A_TIME", 7)
+    monkeypatch.setattr(lessons, "LOGITS_AT_A_TIME", 7 * VOCABULARY)
     rows, teacher, weight, labels, counts = sampled
     one, other = (rows.clone().requires_grad_() for _ in range(2))
     outputs = [HeadOutputs(one, labels, counts)]
-    [(loss, ranks)] = losses(outputs, LearnedHead(lambda x: x @ weight.T, torch.float64), teacher if soft else None)
+    [(loss, ranks)] = losses(
+        outputs, LearnedHead(lambda x: x @ weight.T, VOCABULARY, torch.float64), teacher if soft else None
+    )
     (3 * loss).backward()
     expected = (teacher @ weight.T).softmax(-1)[counts] if soft else labels[counts]
     whole = functional.cross_entropy(other[counts] @ weight.T, expected)
@@ -126,7 +128,7 @@ def test_heads_together_and_each_alone_have_the_same_loss(
     soft: bool, sampled: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a target's head that caps its logits; the second head's teacher is two rows later."""
-    monkeypatch.setattr(lessons, "ROWS_AT_A_TIME", 7)
+    monkeypatch.setattr(lessons, "LOGITS_AT_A_TIME", 7 * VOCABULARY)
     rows, teacher, weight, labels, counts = sampled
 
     def capped(given: torch.Tensor) -> torch.Tensor:
@@ -136,7 +138,7 @@ def test_heads_together_and_each_alone_have_the_same_loss(
         HeadOutputs((scale * rows[:35]).requires_grad_(), labels[:35], counts[:35], offset)
         for scale, offset in ((1, 0), (2, 2))
     ]
-    found = losses(outputs, LearnedHead(capped, torch.float64), teacher if soft else None)
+    found = losses(outputs, LearnedHead(capped, VOCABULARY, torch.float64), teacher if soft else None)
     sum(loss for loss, _ in found).backward()
     for one, (loss, _) in zip(outputs, found, strict=True):
         alone = one.rows.detach().requires_grad_()
@@ -181,7 +183,8 @@ def test_without_gradients_the_loss_has_none(sampled: tuple[torch.Tensor, ...]) 
     rows, _, weight, labels, counts = sampled
     with torch.no_grad():
         [(loss, _)] = losses(
-            [HeadOutputs(rows.requires_grad_(), labels, counts)], LearnedHead(lambda x: x @ weight.T, torch.float64)
+            [HeadOutputs(rows.requires_grad_(), labels, counts)],
+            LearnedHead(lambda x: x @ weight.T, VOCABULARY, torch.float64),
         )
     assert not loss.requires_grad and loss > 0
 

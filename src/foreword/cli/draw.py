@@ -1,4 +1,4 @@
-"""`foreword draw`: draw one round of a trace as SVG: the draft tree, or the draft graph with its aliases."""
+"""`foreword draw`: the command. It reads one round of a trace, and `cli/picture.py` draws it."""
 
 from __future__ import annotations
 

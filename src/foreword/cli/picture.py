@@ -1,4 +1,4 @@
-"""Draw one round of a trace as SVG: draft tokens, those that the model checked and accepted, and the token it chose itself.
+"""The SVG of `foreword draw`: draft tokens, those that the model checked and accepted, and the token it chose itself.
 
 In: a line of a trace. Out: an SVG file without scripts, in the light or dark colours of the program that shows it. Nodes are
 placed from left to right by depth. Leaves are placed below one another, and a node at the height of its first child. The

@@ -55,15 +55,16 @@ def search(
     ] = 64,
     length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of such a part, and of the longest draft.")] = 12,
     patience: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Stop N half-layers after the plan that is expected to be fastest.")
+        int, typer.Option(min=1, metavar="N", help="Stop after N further half-layers without a faster plan.")
     ] = 8,
     json: Json = False,
 ) -> None:
     """Search the half-layers that a model leaves out while it drafts for itself.
 
-    The attention or the MLP of a layer is left out at a time, the one after which drafting is expected to be fastest. The
-    expectation comes from how often the shortened model predicts the token that the whole model predicts, on sequences
-    that the model wrote, and from what passes and half-layers cost on this machine. No weights are trained.
+    A half-layer is the attention or the MLP of a layer. Each step leaves out one more: the one without which drafting is
+    expected to be fastest. The expectation comes from two measurements: how often the shortened model predicts the token
+    that the whole model predicts, on sequences that the model wrote; and what passes and half-layers cost on this machine.
+    No weights are trained.
 
     The folder holds the best plan so far at any time; --drafter takes it. The same command resumes an interrupted search.
     """

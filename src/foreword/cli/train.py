@@ -234,8 +234,8 @@ def train(
     evaluation the drafter answers prompts in the real engine. The folder holds the weights with the most tokens per round
     so far. A drafter works only with the model it was trained for.
 
-    `looped` makes no drafter but a model: a group of the model's layers (--option group=6) that is applied several times
-    (--option repeats=5) and learns to answer as the model does. The folder is a model folder; the method `speed` runs it.
+    `looped` makes a model and not a drafter. The new model applies a group of layers (--option group=6) several times
+    (--option repeats=5), and learns to answer as the given model does. The method `speed` is for such models alone.
 
     Ctrl-C ends the run after the current step; the same command with --resume continues exactly. On several GPUs:
     accelerate launch -m foreword train ... Needs accelerate, which the extra "train" installs.

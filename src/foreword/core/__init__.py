@@ -1,4 +1,4 @@
-"""The data of a round (nouns), and the interfaces (promises) of drafters, targets and loops. Imports torch and `ops`."""
+"""The data classes of a round, and the interfaces of drafters, targets and loops. Imports torch and `ops`."""
 
 from foreword.core.choosing import pick, rank
 from foreword.core.draft import Draft, Shape, Tree

@@ -1,6 +1,7 @@
-"""Loop: the interface of a round's order of events. `engine/lockstep.py` has that of drafts, which almost all methods use;
-`engine/pipeline.py` that of tokens which pass through a looped target one behind the other, for drafters that declare a
-`Pipelining`.
+"""Loop: the interface of what runs rounds. Two classes implement it.
+
+`engine/lockstep.py` drafts and verifies in turns; almost all methods use it. `engine/pipeline.py` runs tokens through a
+looped target one after the other, for drafters that declare a `Pipelining`.
 """
 
 from __future__ import annotations

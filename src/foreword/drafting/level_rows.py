@@ -1,7 +1,7 @@
 """DRAFT: the scratch rows of a round while a tree grows: the root, then the nodes that are read, level by level.
 
-In: for every new level, which row of the level before each of its rows follows. Out: `Rows`, which say where the rows of
-the level stand and what they attend to. All rows of earlier levels stay in place until the round ends.
+In: for every new level, which row of the level before each of its rows follows. Out: `Rows`: the positions of the
+level's rows, and which rows each attends to. All rows of earlier levels stay in place until the round ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""ACCEPT: Scores -> Accepted. The one lossless rule, for any tree, in tensors.
+"""ACCEPT: Scores -> Accepted. The only file that decides which draft tokens are kept, by one lossless rule for any tree.
 
-The target picks its own token at every row. A row matches if its token is the pick at its parent. A row is accepted if it
-and all its ancestors match, and the deepest accepted row wins. The picks along that path are emitted: exactly what the
-target would generate alone, whatever was drafted. An end token inside the draft cuts the path. After a NaN on the path the
-round decides nothing.
+`model/model.py` computes the scores, and `engine/lockstep.py` calls both. The target picks its own token at every row. A row
+matches if its token is the pick at its parent. A row is accepted if it and all its ancestors match, and the deepest accepted
+row wins. The picks along that path are emitted: exactly what the target would generate alone, whatever was drafted. An end
+token inside the draft cuts the path. After a NaN on the path the round decides nothing.
 """
 
 from __future__ import annotations

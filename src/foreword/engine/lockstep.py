@@ -16,7 +16,7 @@ from foreword.engine.fit import fit
 
 
 class Lockstep(EagerLoop):
-    """Implements `core.InTurns`."""
+    """Implements `core.loop.InTurns`."""
 
     def round(self, state: State) -> Emission:
         emission = self.check(state, self.propose(state))

@@ -2,7 +2,7 @@
 they diverge, the target verifies both.
 
 A lookup is right for long where a sequence repeats itself or its prompt, and wrong elsewhere. Trained layers are often right
-everywhere, but not far ahead. Which of them will be right is not known before, and verifying both costs few rows.
+everywhere, but not far ahead. Which of them will be right is not known beforehand, and verifying both costs few rows.
 The trained drafters are those of `clover2`. Our own method; no paper joins these two.
 """
 

@@ -1,5 +1,5 @@
 """DRAFT: the pass that verifies this round's draft also prepares the next one. Tree nodes carry pseudo rows, which join in
-the middle of the target. Whichever node is accepted last, predicted states of the tokens after it are there.
+the middle of the target. Whichever node is accepted last, predicted states of the tokens after it are ready.
 
 A pseudo row attends to the sequence, to its node's path and to the earlier steps of its node. Real rows attend to no pseudo
 row, and none is committed. Likely nodes carry more steps than unlikely ones. The target's head turns the states that the

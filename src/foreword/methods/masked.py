@@ -1,9 +1,9 @@
-"""DRAFT: a masked language model fills a block of tokens at once. A few decoder layers read each committed row, fused with
-its next token. After these rows come those of a block, the root and masks, which attend to each other both ways.
+"""DRAFT: a masked language model predicts a block of tokens in one pass. A few decoder layers read each committed row, fused
+with its next token. After these rows come those of a block: the root and masks, which attend to earlier and later ones.
 
-Row k predicts the token k + 1 places after the root. Each starts from the newest row, so that it has the target's state. Of
-the predictions a tree of the likeliest paths is drafted; low-rank edges say which token follows which. Further passes show
-the layers some of their own predictions. Committed rows are read in the first pass of the next round, with its block.
+Row k, from 0, predicts the token k + 1 places after the root. Every row of a block starts from the newest committed row,
+and so from the target's state. The likeliest paths of the predictions form the draft tree; low-rank edges correct candidates
+for the token before. Later passes show some predictions to the layers. The first also reads newly committed rows.
 Papers: GMLM (arXiv 2407.21046), DisCo (arXiv 2001.05136).
 """
 

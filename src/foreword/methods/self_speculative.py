@@ -2,7 +2,8 @@
 
 Which attention and which MLP halves are left out is a plan, found once per model by `foreword search`. A chain ends with the
 first token that is less likely than a threshold. The threshold of each slot follows what is accepted there: it rises while
-too little is, and falls otherwise. It stays when a sequence leaves. No weights, and no cache but the target's.
+too little is, and falls otherwise. The next sequence in a slot begins with its threshold. It has no weights, and no cache
+but the target's.
 Paper: Self-Speculative Decoding, Draft & Verify (arXiv 2309.08168).
 """
 

@@ -1,9 +1,9 @@
 """DRAFT: nothing. Tokens are pipelined through the repeats of a looped model: speculative pipelined execution.
 
 A looped model applies one group of layers several times. After its first time through the group a token predicts the next
-one, which enters the group while the first continues: one call of the group, which reads its weights once, advances several
-tokens. The loop is `engine/pipeline.py`; this method declares it. Models that are not looped are refused: their layers
-differ, so no call could serve tokens at different depths. Paper: SPEED (arXiv 2310.12072).
+one, which enters the group while the first continues. So one call of the group, which reads its weights once, takes several
+tokens further. The loop is `engine/pipeline.py`; this method declares it. Models that are not looped are refused: their
+layers differ, so no call could serve tokens at different depths. Paper: SPEED (arXiv 2310.12072).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Speed(Drafter):
 
     def __init__(self, rows: int | None = None, check: Check = "every", gate: float = 0.0) -> None:
         """`check`: compare what a token predicts with the token that follows it after every repeat, or after its first and
-        its last ("ends"). `gate`: use a prediction that is not final only if it is likelier than this. `rows` is accepted
-        and not used: a round has one row per token in flight, at most as many as the model has repeats."""
+        its last ("ends"). `gate`: use a prediction that is not final only if it is likelier than this. `rows` is allowed
+        but has no effect: a round has one row per token in flight, at most as many as the model has repeats."""
         if check not in get_args(Check):
             raise InputError(f"speed: check is {check!r}; choose from {', '.join(get_args(Check))}")
         if not 0 <= gate < 1:

@@ -1,8 +1,8 @@
 """One application of a looped model's group of layers, for tokens that have been through it different numbers of times.
 
 In: rows at any positions and repeats. Out: the same rows one repeat further. Each row reads and writes the keys and values
-of its own repeat. So a slot of the cache is one virtual slot per repeat, and a row is a sequence of its own: one new row
-after all rows before its position.
+of its own repeat. So a slot of the cache is divided into one virtual slot per repeat, and to attention each row is a
+sequence of its own: the rows before its position, and one new row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The one place that chooses a kernel: torch code on the CPU, a kernel of ours for CUDA tensors.
+"""Chooses the kernel for every function of `ops`: its torch code on the CPU, a kernel of ours for CUDA tensors.
 
 A function of `ops` is written in torch. That body is the reference: it defines the result, runs on the CPU, and tests
 compare the kernel with it. `@accelerated("module:function")` names the kernel that takes its place for CUDA tensors, with
-the same parameters. The kernel's module is imported at its first use, so Triton is needed only where CUDA is. The
-exceptions are fused layers, tree attention and int8 draft linears: there `model` decides, and gets the kernels by `kernels`.
+the same parameters. The kernel's module is imported at its first use, so Triton is needed only where CUDA is. For fused
+layers, tree attention and int8 draft linears, `model` chooses, and gets the kernels by `kernels`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trees with the same number of nodes in every level, all of which are read and verified.
 
-In: candidates after the nodes of a level. Out: the nodes of the next level, the likeliest of them by their whole paths. No
-candidate is drafted that was not read, so rows that were computed while drafting are the rows of the draft. With one node
-per level the tree is a chain.
+In: candidates after the nodes of a level. Out: the nodes of the next level, those with the likeliest whole paths. Every node
+of the draft is read while it is drafted, so the rows that were computed are the rows of the draft. With one node per level
+the tree is a chain.
 Paper: Kangaroo (arXiv 2404.18911) for the exit.
 """
 

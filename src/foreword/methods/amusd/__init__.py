@@ -1,1 +1,1 @@
-"""AMUSD: a draft model on a device or core of its own writes on while the target verifies."""
+"""AMUSD: a draft model on a device or core of its own keeps drafting while the target verifies."""

@@ -9,7 +9,7 @@ out=$1
 shift
 mkdir -p "$out/data" "$out/drafters"
 sequences="--data $out/data/greedy --data $out/data/sampled"
-common="--batch 128 --max-length 640 --store int8 --average 0.998 --checkpoint-every 100000" # 128: a GPU is idle half of the time with 64
+common="--batch 128 --max-length 640 --store int8 --average 0.99 --checkpoint-every 100000" # 128: a GPU is idle half of the time with 64
 distil() { python -m foreword distill --prompts data/train.jsonl.xz --max-new-tokens 160 --max-context 1024 --slots 1536 "${@:2}" --json --out "$out/data/$1" >"$out/$1.json" 2>"$out/$1.txt"; }
 
 train() { # NAME METHOD STEPS RATE OPTIONS...
@@ -33,7 +33,7 @@ for step in "$@"; do
     chimera) train chimera chimera 800 2e-3 $common --evaluate-every 400 --option taps=8,16,24 ;;
     kangaroo) train kangaroo kangaroo 700 1.5e-3 $common --evaluate-every 350 --option exit=2 --option adapter=layer ;;
     hydra) train hydra hydra 800 2e-3 $common --evaluate-every 400 ;;
-    looped) train looped looped 1200 1e-3 --batch 128 --max-length 640 --average 0.998 --evaluate-every 400 --checkpoint-every 100000 ;;
+    looped) train looped looped 1200 1e-3 --batch 128 --max-length 640 --average 0.99 --evaluate-every 400 --checkpoint-every 100000 ;;
     *)
         echo "no step is called $step" >&2
         exit 2

@@ -1,4 +1,4 @@
-"""Drafter: the interface of a drafting method. Only `propose` is required; all other methods do nothing by default.
+"""Drafter: the interface of a drafting method. Only `propose` and a `shape` are needed; all else does nothing by default.
 
 Before it serves, `build` makes its weights once, and `bind` makes its buffers, again for each engine. The engine then calls
 `begin` when sequences enter, `read` for each chunk of their prompt that `needs.prompt` asks for, `propose`, `observe` and

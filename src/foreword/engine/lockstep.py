@@ -1,7 +1,8 @@
-"""The round: propose, verify, accept, commit, observe. All methods that draft run in this order.
+"""The round: propose, fit, verify, accept, commit, observe. All methods that draft run in this order.
 
-VERIFY happens here: the target scores all rows of the draft in one pass (`Model.score`), and accept.py compares the draft
-with these scores. Everything after `propose` is the check. If a drafter works on the host, only the check is recorded.
+This file is where a draft is verified. It calls `Model.score`, which scores all rows of the draft in one pass (VERIFY), and
+then `accept`, which compares the draft with these scores (ACCEPT). The check is everything from `fit` to `observe`. If a
+drafter works on the host, only the check is recorded.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -35,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not selects_gpu_tests(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if find_spec("triton"):
+            from interpreter import search_once_per_kernel  # noqa: PLC0415  it imports Triton, which reads the variable above
+
+            search_once_per_kernel()
 
 
 @pytest.hookimpl(tryfirst=True)

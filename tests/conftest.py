@@ -1,5 +1,6 @@
 """Settings for every test: one thread, the same examples every time, and the CPU unless `-m` selects the GPU tests."""
 
+import gc
 import os
 import signal
 from importlib.util import find_spec
@@ -40,6 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
             from interpreter import search_once_per_kernel  # noqa: PLC0415  it imports Triton, which reads the variable above
 
             search_once_per_kernel()
+
+
+def pytest_collection_finish() -> None:
+    # What is here by now stays: libraries, and thousands of tests. To search it for garbage takes a second or more, and the
+    # benchmark does so after each of its runs.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

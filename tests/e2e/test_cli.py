@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import foreword
+from foreword.cli.app import app
 
 pytestmark = pytest.mark.model
 
@@ -45,16 +47,18 @@ def test_chat_reads_only_the_new_turn(command: Run) -> None:
     assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]
 
 
-def test_the_default_checks_of_doctor(command: Run) -> None:
-    ran = command("doctor", "--json", "--threads", "1")
+@pytest.mark.usefixtures("in_model_home")
+def test_the_default_checks_of_doctor() -> None:
+    ran = CliRunner().invoke(app, ["doctor", "--json", "--threads", "1"])
     found = json.loads(ran.stdout)
-    assert ran.returncode == 0 and found["usable"] and not found["full"]
+    assert ran.exit_code == 0 and found["usable"] and not found["full"]
     tested = [check for check in found["checks"] if check["check"].startswith("self-test")]
     assert len(tested) == 2 and all(check["said"].startswith("same 32 tokens as plain") for check in tested)
 
 
-def test_prove_finds_no_bug(command: Run) -> None:
-    ran = command("prove", "--json", "--limit", "1", "--methods", "prompt_lookup,clover2", *FEW)
+@pytest.mark.usefixtures("in_model_home")
+def test_prove_finds_no_bug() -> None:
+    ran = CliRunner().invoke(app, ["prove", "--json", "--limit", "1", "--methods", "prompt_lookup,clover2", *FEW])
     found = json.loads(ran.stdout)
-    assert ran.returncode == 0 and found["bugs"] == 0
+    assert ran.exit_code == 0 and found["bugs"] == 0
     assert [proof["identical"] for proof in found["methods"].values()] == [1, 1]

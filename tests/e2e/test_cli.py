@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import foreword
 from foreword.cli.app import app
@@ -32,6 +32,14 @@ def command(model_home: Path) -> Run:
     return run
 
 
+@pytest.fixture
+def run(in_model_home: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs a command in this process, and undoes what it sets."""
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"), ("TRANSFORMERS_VERBOSITY", "error")):
+        monkeypatch.setenv(name, value)
+    return lambda *args: CliRunner().invoke(app, args)
+
+
 def test_generate_in_a_pipe_prints_only_the_output(command: Run) -> None:
     plain = command("generate", "What is the capital of France?", "--method", "plain", *FEW)
     fast = command("generate", *FEW, stdin="What is the capital of France?\n")
@@ -47,18 +55,16 @@ def test_chat_reads_only_the_new_turn(command: Run) -> None:
     assert second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"]
 
 
-@pytest.mark.usefixtures("in_model_home")
-def test_the_default_checks_of_doctor() -> None:
-    ran = CliRunner().invoke(app, ["doctor", "--json", "--threads", "1"])
+def test_the_default_checks_of_doctor(run: Callable[..., Result]) -> None:
+    ran = run("doctor", "--json", "--threads", "1")
     found = json.loads(ran.stdout)
     assert ran.exit_code == 0 and found["usable"] and not found["full"]
     tested = [check for check in found["checks"] if check["check"].startswith("self-test")]
     assert len(tested) == 2 and all(check["said"].startswith("same 32 tokens as plain") for check in tested)
 
 
-@pytest.mark.usefixtures("in_model_home")
-def test_prove_finds_no_bug() -> None:
-    ran = CliRunner().invoke(app, ["prove", "--json", "--limit", "1", "--methods", "prompt_lookup,clover2", *FEW])
+def test_prove_finds_no_bug(run: Callable[..., Result]) -> None:
+    ran = run("prove", "--json", "--limit", "1", "--methods", "prompt_lookup,clover2", *FEW)
     found = json.loads(ran.stdout)
     assert ran.exit_code == 0 and found["bugs"] == 0
     assert [proof["identical"] for proof in found["methods"].values()] == [1, 1]

@@ -13,7 +13,9 @@ from triton.runtime import interpreter
 
 
 def search_once_per_kernel() -> None:
-    """Let each function search at its first call in a kernel only."""
+    """Let each function search at its first call in a kernel only. Another version of Triton may lack these names."""
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
     searched: set[Callable[..., Any]] = set()
     search = interpreter._patch_lang
 

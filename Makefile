@@ -4,6 +4,9 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 
+# Bytecode is kept even where the environment says not to: tests start dozens of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-gpu fuzz mutants check coverage format hooks docs clean
 
 help:  ## list the targets

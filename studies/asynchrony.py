@@ -61,11 +61,11 @@ class SimulatedDraft:
             self.free = max(self.free, informed)
 
 
-def asynchronous(times: Times, tokens: int = TOKENS, seed: int = 0) -> float:
+def asynchronous(times: Times, seed: int = 0) -> float:
     """Return the time per token when drafting and verifying run at the same time."""
     rng = random.Random(seed)
     draft, now, decided = SimulatedDraft(times, rng), 0.0, 0
-    while decided < tokens:
+    while decided < TOKENS:
         if times.least:
             draft.draft(count=min(times.least, times.ahead))
             now = max(now, draft.ready[min(times.least, times.ahead) - 1] + times.hand_over)

@@ -1,7 +1,9 @@
 """Settings for every test: one thread, the same examples every time, and the CPU unless `-m` selects the GPU tests."""
 
+import gc
 import os
 import signal
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -35,6 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not selects_gpu_tests(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if find_spec("triton"):
+            from interpreter import search_once_per_kernel  # noqa: PLC0415  it imports Triton, which reads the variable above
+
+            search_once_per_kernel()
+
+
+def pytest_collection_finish() -> None:
+    # What is here by now stays: libraries, and thousands of tests. To search it for garbage takes a second or more, and the
+    # benchmark does so after each of its runs.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,6 +10,7 @@ from doubles.drafters import LastHidden, Liar, Oracle, Plan, Playback, continuat
 from doubles.engines import SAMPLINGS, engine, prompts, requests, rerunning, run_to_end, written
 from doubles.methods import (
     DRAFTING,
+    IN_PROCESS,
     OPTIONS,
     TRAINABLE,
     TRAINED,
@@ -51,6 +52,7 @@ __all__ = [
     "EVERY_FAMILY",
     "RUN_ONCE",
     "FAMILIES",
+    "IN_PROCESS",
     "LastHidden",
     "Liar",
     "OPTIONS",

@@ -34,6 +34,9 @@ changes drops what was recorded."""
 OPTIONS: dict[str, dict[str, Any]] = {name: _SMALL.get(name, {}) for name in METHODS}
 """The options of every method in the tests."""
 
+IN_PROCESS: dict[str, dict[str, Any]] = {"amusd": {"worker": "thread"}}
+"""Options of methods that would start another process, which takes seconds; tests/drafting/test_amusd.py does."""
+
 TRAINED: dict[str, dict[str, Any]] = {name: _SMALL.get(name, {}) for name, method in METHODS.items() if method.trained}
 """Methods with weights, and their options in the tests."""
 TRAINABLE = [name for name in TRAINED if trained_as(name) == name]

@@ -84,7 +84,7 @@ class ExactNorm(nn.Module):
     weight: Tensor
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gemma = hasattr(self, "eps")  # Gemma stores the weight minus 1
+        gemma = "eps" in self.__dict__  # Gemma stores the weight minus 1
         epsilon: Any = self.eps if gemma else self.variance_epsilon
         weight = 1 + self.weight if gemma else self.weight
         return weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon)

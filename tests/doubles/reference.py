@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -89,9 +90,14 @@ def hf_hidden(model: PreTrainedModel, sequence: Sequence[int]) -> list[Tensor]:
     return kept
 
 
-@torch.no_grad()
 def hf_cache(model: PreTrainedModel, sequence: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Return the transformers model's keys and values of a sequence, by layer: each [heads, n, width]."""
+    return _hf_cache(model, tuple(sequence))
+
+
+@lru_cache(maxsize=64)  # a slot may hold the same for many rounds
+@torch.no_grad()
+def _hf_cache(model: PreTrainedModel, sequence: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     cache = DynamicCache()  # without the config it knows no windows, so it drops nothing
     model(input_ids=torch.tensor([list(sequence)]), past_key_values=cache, use_cache=True)
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
@@ -106,3 +112,4 @@ def hf_window(model: PreTrainedModel, layer: int) -> int | None:
 def forget_truth() -> None:
     """Drop all outputs computed so far, and the models they belong to."""
     _KNOWN.clear()
+    _hf_cache.cache_clear()

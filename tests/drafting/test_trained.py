@@ -12,6 +12,7 @@ import torch
 
 from doubles import (
     CONTEXT,
+    IN_PROCESS,
     SAMPLINGS,
     TRAINABLE,
     TRAINED,
@@ -286,7 +287,7 @@ def test_another_engine_keeps_the_weights(form: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_few_rows(name: str, rows: int) -> None:
     model, asked = target(), requests(3)
-    drafter = with_random_weights(name, model, rows=rows)
+    drafter = with_random_weights(name, model, rows=rows, **IN_PROCESS.get(name, {}))
     assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]
     carried = drafter.needs.grafted_rows
     assert drafter.shape.nodes + carried == rows if carried else drafter.shape.nodes in (1, rows)

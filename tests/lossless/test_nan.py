@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from doubles import (
     CONTEXT,
+    IN_PROCESS,
     POISON,
     Liar,
     Plan,
@@ -128,7 +129,7 @@ def test_a_nan_in_a_draft_does_not_reach_the_output(late: bool, way: str) -> Non
 def test_a_drafter_of_nan_does_not_reach_the_output(name: str) -> None:
     """Some drafters write rows next to the sequence in the target's own cache: no request may fail because of them."""
     model, asked = target("qwen3"), requests(4, max_new_tokens=8)
-    drafter = with_random_weights(name, model)
+    drafter = with_random_weights(name, model, **IN_PROCESS.get(name, {}))
     for weight in drafter.module.parameters():
         weight.data.fill_(math.nan)
     assert written(engine(drafter, model), asked) == [truth(model.hf, request) for request in asked]

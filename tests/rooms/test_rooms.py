@@ -5,7 +5,9 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,9 +68,21 @@ def room_of(file: Path) -> str:
     return "foreword" if first == "__init__" else first
 
 
+@cache
+def nodes(source: str) -> list[Any]:
+    """Return all nodes of the syntax tree of some source code, the module first."""
+    return [*ast.walk(ast.parse(source))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_nodes() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
+
+
 def imports(file: Path) -> Iterator[str]:
     """Every module that a file imports, inside functions too, by its full name."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file.read_text()):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -116,7 +130,7 @@ def test_core_holds_nouns_and_promises() -> None:
 def device_tests(source: str) -> list[str]:
     """Where code asks whether a tensor lies on a GPU, or compares the type of a device."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and node.attr in {"is_cuda", "is_cpu"}:
             found.append(ast.unparse(node))
         elif isinstance(node, ast.Compare):
@@ -128,7 +142,7 @@ def device_tests(source: str) -> list[str]:
 def imports_in_functions(source: str) -> list[str]:
     """Modules of `ops` that are imported where they are used and not at the top of the file."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             inner = [part for part in ast.walk(node) if isinstance(part, ast.Import | ast.ImportFrom)]
             found += [ast.unparse(part) for part in inner if "foreword.ops" in ast.unparse(part)]
@@ -170,7 +184,7 @@ def test_json_is_read_in_one_place() -> None:
     for file in FILES:
         if name_of(file) in {"files.py", "bench/cold.py"}:
             continue
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes(file.read_text()) if isinstance(node, ast.Call)]
         read = [call for call in calls if ast.unparse(call.func) in {"json.load", "json.loads"}]
         wrong = [ast.unparse(call) for call in read if not ast.unparse(call.args[0]).startswith("json.dumps(")]
         assert not wrong, f"{name_of(file)}: use foreword.files, not {wrong}"
@@ -194,7 +208,7 @@ def core_names() -> set[str]:
     found = set()
     for file in FILES:
         if room_of(file) == "core":
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in nodes(file.read_text()):
                 if isinstance(node, ast.ClassDef | ast.FunctionDef):
                     found.add(node.name)
                 elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -205,7 +219,7 @@ def core_names() -> set[str]:
 def names_used(file: Path) -> set[str]:
     """Every identifier that a file reads: names, attributes, keywords and imports."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file.read_text()):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -234,7 +248,7 @@ def calls_of(function: str) -> dict[str, list[ast.Call]]:
     """Calls of a builtin, by file."""
     found: dict[str, list[ast.Call]] = {}
     for file in FILES:
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes(file.read_text()) if isinstance(node, ast.Call)]
         found[name_of(file)] = [call for call in calls if ast.unparse(call.func) == function]
     return found
 
@@ -257,13 +271,13 @@ def test_a_file_says_what_it_is() -> None:
     vague = {"utils", "util", "common", "helpers", "helper", "misc", "v2", "old", "new"}
     for file in FILES:
         assert not set(file.stem.strip("_").split("_")) & vague, name_of(file)
-        docstring = ast.get_docstring(ast.parse(file.read_text()))
+        docstring = ast.get_docstring(nodes(file.read_text())[0])
         longest = 24 if file.name == "errors.py" else 8  # the exception tree is drawn there
         assert docstring and len(docstring.splitlines()) <= longest, name_of(file)
 
 
 def functions(file: Path) -> Iterator[ast.FunctionDef]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file.read_text()):
         if isinstance(node, ast.FunctionDef):
             yield node
 
@@ -286,7 +300,7 @@ def test_inheritance_is_one_deep() -> None:
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
         for file in FILES
         if file.name != "errors.py"
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file.read_text())
         if isinstance(node, ast.ClassDef)
     }
     deep = {name for name, bases in parents.items() if any(parents.get(base, set()) & set(parents) for base in bases)}
@@ -323,7 +337,7 @@ def test_every_file_of_a_method_stands_in_the_table() -> None:
 def test_a_type_name_stands_for_one_thing() -> None:
     places: dict[str, list[str]] = {}
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file.read_text()):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name_of(file))
     twice = {name: found for name, found in places.items() if len(found) > 1}
@@ -348,7 +362,7 @@ def test_nobody_fills_a_model_from_outside() -> None:
     for file in FILES:
         if room_of(file) == "model":
             continue
-        found = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+        found = [node for node in nodes(file.read_text()) if isinstance(node, ast.Attribute)]
         stored = [node for node in found if isinstance(node.ctx, ast.Store) and node.attr in names]
         wrong = [ast.unparse(node) for node in stored if ast.unparse(node.value) != "self"]
         assert not wrong, f"{name_of(file)} assigns {wrong}"

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import foreword
-from doubles import TRAINED, truth
+from doubles import IN_PROCESS, TRAINED, truth
 from foreword.bench import contender
 from foreword.bench.contenders import GenerationSettings, Task
 from foreword.core.sampling import Sampling
@@ -30,7 +30,8 @@ def expected(hf: PreTrainedModel, llm: foreword.LLM, count: int = 12) -> list[in
 def test_a_loaded_drafter_writes_the_truth(
     method: str, folders: dict[str, Path], trained: dict[str, Path], stock: dict[str, PreTrainedModel]
 ) -> None:
-    with foreword.load(folders["llama"], method, drafter=trained[method], rows=6, slots=3) as llm:
+    options = {"rows": 6, "slots": 3, **IN_PROCESS.get(method, {})}
+    with foreword.load(folders["llama"], method, drafter=trained[method], **options) as llm:
         results = llm.generate([ASK] * 4, max_new_tokens=12)
         assert [result.tokens for result in results] == [expected(stock["llama"], llm)] * 4
         assert llm.method == results[0].method == method

@@ -22,7 +22,7 @@ from foreword.errors import InputError, QueueFull
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
-PROMPTS = ("the words that come before the words", "hello", "a", "one two three", "the words")
+PROMPTS = ("the words that come before the words", "hello", "a")
 MANNERS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.8, "seed": 4},

@@ -17,8 +17,10 @@ from typer.testing import CliRunner, Result
 import foreword
 from doubles import fresh
 from foreword.api import load
+from foreword.bench import profile, roofline
 from foreword.cli.app import app
 from foreword.cli.console import ProgressLines
+from foreword.model import busy
 from foreword.text import Prompt
 from foreword.train import Recipe, distill
 
@@ -94,6 +96,8 @@ def environment(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(ProgressLines, "FIRST_S", 3600.0)  # no progress lines, however busy the machine is
+    for room, name, small in ((roofline, "CPU_SQUARE", 128), (profile, "CPU_BUFFER", 8 * 10**6), (busy, "SAMPLE_S", 0.05)):
+        monkeypatch.setattr(room, name, small)  # what this machine can do takes longer to measure than all the rest
 
 
 @pytest.fixture

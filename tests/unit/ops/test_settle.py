@@ -18,7 +18,7 @@ def test_a_draft_is_fitted(seed: int, nodes: int) -> None:
     check_fit(seed, "cpu", nodes)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(SEEDS, SIZES, st.integers(0, 3), st.booleans())
 def test_a_round_is_settled(seed: int, nodes: int, ends: int, shared: bool) -> None:
     """Any tree, with end tokens, length limits, frozen slots and NaN."""

@@ -17,7 +17,7 @@ from rounds import check_top, check_vocabulary, scores_with_ties
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "width", "k"), [(1, 1, 1), (3, 8, 8), (2, 40, 3), (3, 1030, 8), (17, 300, 16), (2, 2048, 1), (18, 4100, 4)]
+    ("rows", "width", "k"), [(1, 1, 1), (3, 8, 8), (2, 40, 3), (3, 1030, 8), (5, 300, 16), (2, 2048, 1), (3, 4100, 4)]
 )
 def test_it_is_the_stable_sort(rows: int, width: int, k: int, dtype: torch.dtype) -> None:
     """Also if ties, NaN or infinities cross from one stretch into the next, and if a stretch has fewer than k."""

@@ -209,8 +209,9 @@ def test_units_that_keep_the_gpu_busy_have_one_share_each(queries: int, keys: in
 
 
 @pytest.mark.parametrize("rows", [3, 20])
-def test_units_that_keep_the_gpu_busy_see_what_others_see(rows: int) -> None:
-    assert error(AttentionCase.random((PROGRAMS // 2, PROGRAMS // 2), 16, rows, [5, 130]), None) < PRECISE
+def test_units_that_keep_the_gpu_busy_see_what_others_see(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention, "PROGRAMS", 8)  # a small GPU
+    assert error(AttentionCase.random((4, 4), 16, rows, [5, 130]), None) < PRECISE
 
 
 def test_shares_are_whole_blocks() -> None:
@@ -225,8 +226,9 @@ def test_keys_are_cut_alike_for_any_number_of_queries(queries: int, keys: int, u
 
 
 def test_a_row_is_rounded_alike_alone_and_among_others() -> None:
-    """In half precision the root's result is the same to the last bit, however many rows are in the pass."""
-    for heads, rows, tiles in (((4, 2), 9, replace(SMALL, splits=3)), ((14, 2), 40, None)):
+    """In half precision the root's result is the same to the last bit, however many rows are in the pass. The 70 queries
+    of a key head are several blocks."""
+    for heads, rows, tiles in (((4, 2), 9, replace(SMALL, splits=3)), ((7, 1), 10, None)):
         case = AttentionCase.random(heads, 16, rows, [150], dtype=torch.float16)
         alone = replace(case, query=case.query[:, :, :1], sees=case.sees[:, :1, :1], depth=case.depth[:, :1])
         assert torch.equal(by_kernel(alone, tiles)[:, 0], by_kernel(case, tiles)[:, 0])

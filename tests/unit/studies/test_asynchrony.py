@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+import asynchrony
 from asynchrony import PUBLISHED, Times, app, asynchronous, best_in_turns, expected, in_turns, mean_gain
 
 EVEN = Times(draft=0.25, spread=0.0, least=2)
@@ -48,7 +49,8 @@ def test_the_figures_of_the_paper() -> None:
     assert refactor > 1.08
 
 
-def test_the_command() -> None:
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchrony, "TOKENS", 4000)
     run = CliRunner().invoke
     table = run(app, ["--right", "0.7"]).stdout.splitlines()
     gains, waits = ([float(line.split()[column]) for line in table[2:]] for column in (-2, -1))

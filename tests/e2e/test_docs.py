@@ -232,6 +232,14 @@ def test_the_chart_is_what_the_command_draws_from_the_results() -> None:
         assert len(shown) >= 10 and all(f">{row['speedup']:.2f}x</text>" in drawn for row in shown)
 
 
+def test_the_claims_of_papers_are_those_of_the_pages_of_methods() -> None:
+    study = module("studies/papers_table.py")
+    page = study.PAGE.read_text(encoding="utf-8")
+    assert page == study.written(), "it is stale: run `python studies/papers_table.py`"
+    for method in METHODS:
+        assert method in ("plain", "echo") or f"| [`{method}`](methods/{method}.md) |" in page
+
+
 def test_the_round_is_what_the_command_draws_from_the_trace() -> None:
     """`foreword draw docs/pictures/round.jsonl --out docs/pictures/round.svg` makes it."""
     ran = CliRunner().invoke(app, ["draw", str(PICTURES / "round.jsonl")])

@@ -43,8 +43,9 @@ def test_a_second_turn_is_the_same_as_a_fresh_one(kind: str, way: str) -> None:
     # A drafter that reads the prompt is shown at least the row before the root.
     needs = steps.drafter.needs
     always_read = int(needs.prompt != "none")
-    # One that keeps a row with the token after it is shown the last common row again: another token may follow.
-    common = max(kept[way] - int(needs.follower), 0)
+    # One that keeps a row with the token after it is shown the last common row again: another token may follow. One that
+    # reads rows a round later is shown those of the last round.
+    common = max(kept[way] - needs.reread, 0)
     assert run.reused == min(common, max(len(turn.prompt) - 1 - always_read, 0))
 
 

@@ -80,16 +80,17 @@ class Joined(NamedTuple):
 @dataclass(frozen=True)
 class Needs:
     """What a drafter wants of each pass. `prompt` asks for the prompt's rows too: none, all, or the last of each chunk, so
-    that the row before the root is read last. `follower` says that the drafter keeps a row together with the token after it.
-    Then a reused slot's last row is read again, since another token may follow it now. `scratch` is how many rows the
-    drafter itself runs through the target's cache before they are verified, if these are more than the rows of its trees."""
+    that the row before the root is read last. `reread` says how many of a reused slot's last rows are read again: 1 if the
+    drafter keeps a row together with the token after it, since another token may follow it now; more if it has not read the
+    last rows itself when a sequence ends. `scratch` is how many rows the drafter itself runs through the target's cache
+    before they are verified, if these are more than the rows of its trees."""
 
     hidden: bool = False
     logits: bool = False
     taps: tuple[int, ...] = ()
     grafts: tuple[Graft, ...] = ()
     prompt: Literal["none", "last", "all"] = "none"
-    follower: bool = False
+    reread: int = 0
     scratch: int = 0
 
     def __post_init__(self) -> None:

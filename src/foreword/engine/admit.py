@@ -32,7 +32,7 @@ class Slots:
     groups: dict[bool, Group] = field(default_factory=dict)  # by `ready`; cleared when a request enters or leaves
     last: Batch | None = None  # the batch of the last round
     pads: bool = False  # rounds are captured, so free slots pad them to one of a few batch sizes
-    untrusted: int = 0  # last cached rows that are read again: 1 if the drafter pairs a row with the token after it
+    reread: int = 0  # last cached rows of a reused slot that are read again: see `Needs`
     always_read: int = 0  # prompt rows that are read even if cached: 1 if the drafter wants to see the row before the root
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Slots:
         slot = max(common, key=lambda free: common[free], default=-1)
         if common.get(slot):
             most = max(len(request.prompt) - 1 - self.always_read, 0)
-            running.reused = running.prefilled = min(max(common[slot] - self.untrusted, 0), most)
+            running.reused = running.prefilled = min(max(common[slot] - self.reread, 0), most)
         else:
             slot = next((free for free, tokens in self.free.items() if not tokens), next(iter(self.free)))
         running.slot = slot

@@ -61,9 +61,8 @@ class Engine:
         self.joins_prompts = joins_prompts(target.device)
         self.unread: Launched | None = None
         needs = drafter.needs
-        self.slots = Slots(
-            slots, pads=self.loop.captured, untrusted=int(needs.follower), always_read=int(needs.prompt != "none")
-        )
+        always_read = int(needs.prompt != "none")
+        self.slots = Slots(slots, pads=self.loop.captured, reread=needs.reread, always_read=always_read)
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends, target.vocab_size)
         self.clock = 0.0  # seconds spent in rounds; requests are timed by it

@@ -136,7 +136,8 @@ class Masked(Drafter):
         self.given = given if given is not None else 0.5 if steps > 1 else 0.0
         self.taps = None if taps is None else tuple(taps)
         self._check()
-        self.needs = Needs(hidden=True, taps=tuple(sorted(set(self.taps or ()))), prompt="all", follower=True)
+        # The rows of the last round, at most the root's and a block's, are read with the next block, or never.
+        self.needs = Needs(hidden=True, taps=tuple(sorted(set(self.taps or ()))), prompt="all", reread=block + 1)
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths)
         self.plan.check("masked")
         named = None if taps is None else list(self.needs.taps)
@@ -184,9 +185,9 @@ class Masked(Drafter):
         self.unread_count = torch.zeros(slots, dtype=torch.long, device=device)
 
     def begin(self, state: State) -> None:
-        self._read_unread(replace(state.batch, span=self.target.context))  # a reused slot may have some
         self.stack.restart(state.batch, state.length)
         self.newest.index_fill_(0, state.slots, 0)
+        self.unread_count.index_fill_(0, state.slots, 0)
 
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self.stack.read(self._fused(state, scores, None, chunk.size), state.batch, chunk.size)

@@ -27,7 +27,7 @@ from foreword.errors import InputError, ModelUnsupported
 from foreword.model.linears import unpacked
 
 LOOPED = "foreword_looped"
-Start = Literal["average", "first"]
+Start = Literal["average", "first", "spread"]
 NOT_SHARED = ("model_type", "architectures", "transformers_version")  # entries of a config that name the class
 
 
@@ -146,10 +146,11 @@ def check_loopable(config: Any, group: int, repeats: int) -> None:
 
 @torch.no_grad()
 def group_of(layers: nn.ModuleList, group: int, start: Start) -> nn.ModuleList:
-    """Return copies of layers that a group starts from and that can be trained: its layer i is layer i ("first"), or the
-    mean of layers i, i + group, i + 2 * group, ... ("average")."""
-    made = nn.ModuleList(unpacked(layer) for layer in layers[:group]).requires_grad_(True)
-    if start == "first":
+    """Return copies of layers that a group starts from and that can be trained: the first layers ("first"), layers at even
+    distances from the first to the last ("spread"), or means of layers i, i + group, i + 2 * group, ... ("average")."""
+    apart = (len(layers) - 1) / max(group - 1, 1) if start == "spread" else 1
+    made = nn.ModuleList(unpacked(layers[round(apart * index)]) for index in range(group)).requires_grad_(True)
+    if start != "average":
         return made
     for index, layer in enumerate(made):
         alike = layers[index::group]

@@ -41,7 +41,7 @@ STORED = "bfloat16"
 @dataclass(frozen=True)
 class LoopedOptions:
     """A group of `group` layers that is applied `repeats` times. `start`: its layers start as means of the original's layers
-    at the same place ("average"), or as its first layers ("first")."""
+    at the same place ("average"), as its first layers ("first"), or as layers at even distances ("spread")."""
 
     group: int = 6
     repeats: int = 5

@@ -80,7 +80,7 @@ def test_ctrl_c_ends_the_step_and_resume_gives_the_same_bits(
         (("--option", "group=0"), "looped: group is 0; it must be a whole number, 1 or more"),
         (("--option", "group=9"), "group is 9, but the model has 4 layers; choose from 1 to 4"),
         (("--option", "repeats=two"), "looped: repeats is 'two'"),
-        (("--option", "start=last"), "looped: start is 'last'; choose from average, first"),
+        (("--option", "start=last"), "looped: start is 'last'; choose from average, first, spread"),
         (("--sweep",), "leave it out"),
         (("--store", "int8"), "is for drafters"),
     ],

@@ -152,11 +152,15 @@ def test_a_group_of_all_layers_is_the_model_itself() -> None:
     assert made.generation_config.eos_token_id == hf.generation_config.eos_token_id
 
 
-@pytest.mark.parametrize("start", ["average", "first"])
+@pytest.mark.parametrize("start", ["average", "first", "spread"])
 def test_a_group_starts_as_layers_of_the_model(start: Any) -> None:
     layers = fresh("llama", torch.float32, num_hidden_layers=5).model.layers
     made = group_of(layers, 2, start)
-    parts: list[nn.ModuleList] = [layers[0::2], layers[1::2]] if start == "average" else [layers[:1], layers[1:2]]
+    parts: list[nn.ModuleList] = {
+        "average": [layers[0::2], layers[1::2]],
+        "first": [layers[:1], layers[1:2]],
+        "spread": [layers[:1], layers[3:]],
+    }[start]
     for layer, alike in zip(made, parts, strict=True):
         expected = sum(one.mlp.up_proj.weight for one in alike) / len(alike)
         torch.testing.assert_close(layer.mlp.up_proj.weight, expected)

@@ -159,7 +159,7 @@ def test_a_group_starts_as_layers_of_the_model(start: Any) -> None:
     parts: list[nn.ModuleList] = {
         "average": [layers[0::2], layers[1::2]],
         "first": [layers[:1], layers[1:2]],
-        "spread": [layers[:1], layers[3:]],
+        "spread": [layers[:1], layers[4:]],
     }[start]
     for layer, alike in zip(made, parts, strict=True):
         expected = sum(one.mlp.up_proj.weight for one in alike) / len(alike)

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import foreword
 
@@ -28,6 +38,14 @@ def python() -> Callable[[str], list[str]]:
     """The command that runs a script with single modules, without importing the whole package."""
     bare = f"import sys, types; bare = types.ModuleType('foreword'); bare.__path__ = {list(foreword.__path__)!r}"
     return lambda script: [sys.executable, "-c", f"{bare}; sys.modules['foreword'] = bare\n{script}"]
+
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+}
 
 
 @pytest.fixture(scope="session")
@@ -51,9 +69,10 @@ def tiny(original: Tokenizer) -> Callable[..., PreTrainedModel]:
     def make(family: str, **changes: Any) -> PreTrainedModel:
         sizes = {"vocab_size": original.get_vocab_size(), "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
         depth = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-        config, kind = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[family]
+        config, kind = FAMILIES[family]
+        own = {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 16} if family == "gemma3" else {}
         torch.manual_seed(7)
-        model = kind(config(**sizes | depth | {"tie_word_embeddings": False} | changes)).eval()
+        model = kind(config(**sizes | depth | {"tie_word_embeddings": False} | own | changes)).eval()
         for parameter in model.parameters():  # with norms of ones, a lost norm would not be noticed
             torch.nn.init.normal_(parameter, mean=0.1, std=0.3)
         return model
@@ -75,7 +94,7 @@ def write_gguf(original: Tokenizer) -> Callable[..., Path]:
         tensors: dict[str, np.ndarray] | None = None,
         drop: tuple[str, ...] = (),
     ) -> Path:
-        writer = gguf.GGUFWriter(path, architecture or model.config.model_type)
+        writer = gguf.GGUFWriter(path, architecture or model.config.model_type.removesuffix("_text"))
         _write_sizes(writer, model.config)
         _write_tokenizer(writer, original)
         for key, value in (fields or {}).items():
@@ -102,7 +121,9 @@ def _write_sizes(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
@@ -130,7 +151,8 @@ def _write_field(writer: Any, key: str, value: Any) -> None:
 
 def _tensors(gguf: Any, model: PreTrainedModel) -> dict[str, np.ndarray]:
     config = model.config
-    kind = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}[config.model_type]
+    family = config.model_type.removesuffix("_text")
+    kind = getattr(gguf.MODEL_ARCH, family.upper())
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     tensors = {}
@@ -138,7 +160,9 @@ def _tensors(gguf: Any, model: PreTrainedModel) -> dict[str, np.ndarray]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values, count = tensor.numpy(), heads.get(name.split(".")[-2])
-        if config.model_type == "llama" and count:
+        if family == "llama" and count:
             values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        tensors[names.get_name(name, try_suffixes=(".weight",))] = values
+        if family == "gemma3" and "norm" in name:
+            values = values + 1
+        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values
     return tensors

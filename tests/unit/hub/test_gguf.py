@@ -30,12 +30,24 @@ def assert_same(converted: Path, source: PreTrainedModel, stride: int = 1) -> No
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_same_logits(tiny, write_gguf, tmp_path, family, tied):
     model = tiny(family, tie_word_embeddings=tied)
     convert(write_gguf(tmp_path / "m.gguf", model), tmp_path / "out")
     assert_same(tmp_path / "out", model)
     assert AutoConfig.from_pretrained(tmp_path / "out").tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_weights_in_bfloat16(tiny, write_gguf, tmp_path, family):
+    """Each is rounded as torch rounds it; the norms of Gemma after 1 is taken off."""
+    model = tiny(family)
+    convert(write_gguf(tmp_path / "m.gguf", model), tmp_path / "out", "bfloat16")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    for (name, one), other in zip(loaded.state_dict().items(), model.state_dict().values(), strict=True):
+        exact = (other + 1) - 1 if family == "gemma3" and "norm" in name else other
+        assert torch.equal(one, exact.bfloat16()), name
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_1", "F16", "BF16"])
@@ -91,7 +103,7 @@ def test_config_says_what_was_meant(tiny, write_gguf, tmp_path):
 
 def test_unknown_architecture_is_named(tiny, write_gguf, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), architecture="mamba")
-    with pytest.raises(ModelUnsupported, match=r"mamba.*llama, qwen3"):
+    with pytest.raises(ModelUnsupported, match=r"mamba.*llama, qwen2, qwen3, gemma3"):
         convert(path, tmp_path / "out")
 
 

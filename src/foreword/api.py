@@ -1,4 +1,4 @@
-"""The Python API: load or wrap a model, choose a method, generate. The only file that knows both engine and methods."""
+"""The Python API: load or wrap a model, choose a method, generate. The lowest file that knows both engine and methods."""
 
 from __future__ import annotations
 

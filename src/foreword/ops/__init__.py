@@ -1,1 +1,2 @@
-"""The tensor operations of a round, in torch and as kernels. No other package asks which device it runs on."""
+"""The tensor operations of a round, in torch and as kernels. Few other files ask which device
+they run on; tests/rooms lists them."""

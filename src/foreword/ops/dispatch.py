@@ -1,4 +1,4 @@
-"""Chooses the kernel for every function of `ops`: its torch code on the CPU, a kernel of ours for CUDA tensors.
+"""Chooses between torch code and a kernel of ours, for functions of `ops`: torch on the CPU, the kernel for CUDA tensors.
 
 A function of `ops` is written in torch. That body is the reference: it defines the result, runs on the CPU, and tests
 compare the kernel with it. `@accelerated("module:function")` names the kernel that takes its place for CUDA tensors, with

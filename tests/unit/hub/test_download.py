@@ -189,7 +189,8 @@ def wheels(tmp_path, monkeypatch) -> Path:
 
 
 def test_locate_asks_pip(wheels):
-    assert locate("tiny==1.0") == (wheels / "tiny-1.0-py3-none-any.whl").as_uri()
+    file = wheels / "tiny-1.0-py3-none-any.whl"
+    assert locate("tiny==1.0") == (file.as_uri(), hashlib.sha256(file.read_bytes()).hexdigest())
 
 
 def test_locate_reports_pip_s_error(wheels):

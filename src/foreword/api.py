@@ -22,7 +22,7 @@ from foreword.engine.driver import Driver
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import ForewordWarning, InputError, NumericsError
-from foreword.hub.resolve import default_model, resolve
+from foreword.hub.resolve import called, default_model, resolve
 from foreword.methods import DEFAULT_METHOD, MethodLike
 from foreword.model.adapters import fetch_base, tokenizer_folder
 from foreword.model.generation import sampling_defaults
@@ -141,7 +141,7 @@ class LLM:
         reuses = precision.itemsize >= 4
         with remeasuring() if remeasure else nullcontext():
             hf = load_weights(folder, place, precision, rebuild=fused_layers)
-            target = Model(hf, str(model) if model is not None else folder.name)
+            target = Model(hf, called(folder, model))
             tokenizer = Tokenizer.load(tokenizer_folder(folder))
             defaults = sampling_defaults(hf) if generation_config else {}
             self._begin(target, tokenizer, drafter_request, slots, max_context, cuda_graphs, reuses, defaults)

@@ -428,6 +428,30 @@ def test_the_record_of_trees_and_of_what_made_the_difference() -> None:
         assert f"top-5 {top5} " in printed and f"{float(re.findall(r': ([0-9.]+) tokens/round', printed)[0]):.2f}" == rounds
 
 
+def test_the_record_of_the_longer_run() -> None:
+    said = " ".join(RECORD.read_text(encoding="utf-8").split())
+    shipped, longer, masked = table(RECORD, "drafter | tokens read | tokens/s | tokens per round, held out")
+    for row, name in ((shipped, "clover2"), (longer, "clover2_longer"), (masked, "masked_longer")):
+        found = training(name)
+        figures = millions(found["tokens"]), f"{found['tokens_per_second']:,}", f"{found['best']['tokens_per_round']:.2f}"
+        assert tuple(row[1:4]) == figures
+    assert f"interrupted at step {training('masked_longer')['step']} of 1,200" in masked[0]
+    for row, method, ending in ((shipped, "clover2", ""), (longer, "clover2", "longer"), (masked, "masked", "longer")):
+        runs = [f"bench_cuda_clover2_longer{one}" for one in ("_48b", "", "_7b")] if ending else [HELD_OUT, SMALL, WIDE]
+        for shown, run in zip(row[4:], runs, strict=True):
+            timed = {one["contender"].partition("=")[0]: one for one in measured(run)["tables"]["overall"]}.get(method)
+            assert shown == ("" if timed is None else f"{timed['tokens_per_round']:.2f}, {timed['speedup']:.2f}x"), (
+                row,
+                run,
+            )
+    rates = {file.stem: json.loads(file.read_text()) for file in (ROOT / "results/train/clover2_rates").iterdir()}
+    best = {rate: f"{one['best']['tokens_per_round']:.2f}" for rate, one in rates.items()}
+    assert f"1e-3 and 2e-3 brought {best['1e-3']} tokens per round on held-out prompts, 4e-3 brought {best['4e-3']}" in said
+    words, stored = training("clover2_longer")["words"], training("clover2_longer")["stored"]["tokens_per_round"]
+    assert best["1e-3"] == best["2e-3"] and f"for {words['count']:,} tokens in place of {words['of']:,}" in said
+    assert f"Stored in int8 they were {stored:.2f}" in said
+
+
 def test_the_record_in_its_sentences() -> None:
     said = " ".join(RECORD.read_text(encoding="utf-8").split())
     alone, words = training("hidden_transfer"), json.loads((WEIGHTS / "clover2" / "record.json").read_text())["words"]

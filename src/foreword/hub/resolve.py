@@ -143,6 +143,14 @@ def from_mirror(model: NamedModel, fill: Callable[[Path], None] | None = None, p
     return _made(mirror_folder(model), filled)
 
 
+def called(folder: Path, name: str | os.PathLike[str] | None) -> str:
+    """Return what a model is called in results: as the user named it, or as a copy with what its weights are."""
+    if (folder / SOURCE).is_file():
+        about = read_json(folder / SOURCE)
+        return f"{about['name']} ({about['weights']})"
+    return folder.name if name is None else str(name)
+
+
 def _named(model: NamedModel, revision: str | None, token: str | bool | None) -> Path:
     """Return the folder of a named model: a copy that was asked for or is on disk, else the model of the hub."""
     if mirrors() or mirror_folder(model).is_dir():

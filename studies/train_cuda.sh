@@ -9,7 +9,7 @@ out=$1
 shift
 mkdir -p "$out/data" "$out/drafters"
 sequences="--data $out/data/greedy --data $out/data/sampled"
-common="--batch 128 --max-length 640 --store int8 --average 0.99 --checkpoint-every 100000" # 128: a GPU is idle half of the time with 64
+common="--batch 128 --max-length 640 --store int8 --average 0.99 --checkpoint-every 100000"
 distil() { python -m foreword distill --prompts data/train.jsonl.xz --max-new-tokens 160 --max-context 1024 --slots 1536 "${@:2}" --json --out "$out/data/$1" >"$out/$1.json" 2>"$out/$1.txt"; }
 
 train() { # NAME METHOD STEPS RATE OPTIONS...
@@ -32,6 +32,14 @@ for step in "$@"; do
     masked_steps) train masked_steps masked 800 2e-3 $common --evaluate-every 400 --option order=disco --option steps=2 ;;
     chimera) train chimera chimera 800 2e-3 $common --evaluate-every 400 --option taps=8,16,24 ;;
     kangaroo) train kangaroo kangaroo 700 1.5e-3 $common --evaluate-every 350 --option exit=2 --option adapter=layer ;;
+    ablation) # of clover: the whole drafter, without the attention of its cell, without its cell; two seeds each, 20 M tokens
+        for seed in 0 1; do
+            for variant in whole attention regressive; do
+                without=$([ $variant = whole ] || echo "--option $variant=false")
+                train clover_${variant}_$seed clover 690 2e-3 $common --evaluate-every 690 --seed $seed $without
+            done
+        done
+        ;;
     hydra) train hydra hydra 800 2e-3 $common --evaluate-every 400 ;;
     looped) train looped looped 1200 1e-3 --batch 128 --max-length 640 --average 0.99 --evaluate-every 400 --checkpoint-every 100000 ;;
     *)

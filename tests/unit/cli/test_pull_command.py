@@ -1,6 +1,7 @@
 """`foreword models` and `foreword pull`: what is listed, and what is refused before anything is fetched."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,9 @@ def test_invalid_arguments(run: Any, home: Path, asked: Any, reason: str) -> Non
     shown = run("pull", *asked)
     assert shown.exit_code == 2 and reason in shown.stderr and "Traceback" not in shown.stderr
     assert not (home / "models").exists() or not any((home / "models").iterdir())
+
+
+def test_any_command_may_ask_for_copies(run: Any, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREWORD_MIRROR", "0")  # which the command changes, and the test puts back
+    shown = run("generate", "the words", "--model", tiny_model, "--mirror", "--method", "plain", "--max-new-tokens", "2")
+    assert shown.exit_code == 0 and os.environ["FOREWORD_MIRROR"] == "1"

@@ -1,4 +1,5 @@
-"""What differs between a GPU and a CPU, by purpose. Outside `ops` no code compares device types.
+"""What differs between a GPU and a CPU, by purpose. Outside `ops` few files compare
+device types; tests/rooms lists them.
 
 Each function takes a device and answers one question of the engine, the model or a method.
 """

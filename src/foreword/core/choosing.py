@@ -63,14 +63,20 @@ def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, history: His
     return race(scores, all_tokens(scores), _noise(scores, position, sampling), floor)
 
 
-def rank(logits: Tensor, position: Tensor, sampling: SamplingRows, k: int, tokens: Tensor | None = None) -> Tensor:
+def rank(
+    logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: int, tokens: Tensor | None = None
+) -> Tensor:
     """Return a drafter's k best candidates, best first, under the noise that the target will sample with: [b, N, V] -> [b,
     N, k].
 
     With `tokens` [b, N, C], `logits` are those of the given candidates alone, and the result is indices into them.
-    Sharing the noise couples the candidate to the sample, so a good candidate stays good at any temperature.
+    Sharing the noise couples the candidate to the sample, so a good candidate stays good at any temperature. `position` may
+    be None without noise.
     """
-    return top(under(logits, _noise(logits, position, sampling), tokens) if sampling.kind.noise else logits, k)
+    if not sampling.kind.noise:
+        return top(logits, k)
+    assert position is not None
+    return top(under(logits, _noise(logits, position, sampling), tokens), k)
 
 
 def candidates(

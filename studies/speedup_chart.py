@@ -1,8 +1,8 @@
 """Draw docs/pictures/speedups.svg, the chart of the README: `python studies/speedup_chart.py`.
 
-In: two results of `foreword bench` over 48 prompts each, one request at a time. Nothing was tuned on the prompts of the GPU;
-those of the CPU were tuned on. Out: a bar for each method and machine, with its 95% interval; 1.00x is plain decoding on the
-same engine. A test compares the file with what this draws.
+In: two results of `foreword bench` over 48 prompts that nothing was tuned on, one request at a time. Out: a bar for each
+method and machine, with its 95% interval; 1.00x is plain decoding on the same engine. A test compares the file with what
+this draws.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from foreword.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "speedups.svg"
-GPU, CPU = "one NVIDIA H200, bfloat16, held-out prompts", "two cores of an AMD EPYC, float32, prompts tuned on"
-SOURCES = {GPU: "results/bench_cuda_48b", CPU: "results/bench_cpu_48"}
+GPU, CPU = "one NVIDIA H200, bfloat16", "two cores of an AMD EPYC, float32"
+SOURCES = {GPU: "results/bench_cuda_48b", CPU: "results/bench_cpu_48b"}
 COLOURS = {GPU: 1, CPU: 2}
 
 Rows = dict[str, dict[str, Any]]

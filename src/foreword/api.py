@@ -105,8 +105,8 @@ class LLM:
     ) -> None:
         """Load a model from disk or from the Hugging Face hub.
 
-        `model`: a folder, a GGUF file, a name that `foreword models` lists, a Hugging Face id, or the folder or id of a LoRA adapter, which is merged into the
-        model that it names. None: SmolLM2-135M-Instruct, downloaded once.
+        `model`: a folder, a GGUF file, a name that `foreword models` lists, a Hugging Face id, or the folder or id of a LoRA
+        adapter, which is merged into the model that it names. None: SmolLM2-135M-Instruct, downloaded once.
         `method`: a name that `foreword methods` lists, a `Drafter` or its class, or the folder of a trained drafter.
         "auto": the method that is expected to be fastest on this machine.
         `drafter`: the folder of a trained drafter. None: the drafter that ships for this model, if there is one.

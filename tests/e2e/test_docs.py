@@ -292,10 +292,11 @@ def test_the_readme_in_its_sentences() -> None:
     gpu, cpu, wide = (by_method(measured(one)["tables"]["overall"]) for one in (HELD_OUT, "bench_cpu_48", WIDE))
     trace = json.loads((PICTURES / "round.jsonl").read_text(encoding="utf-8"))
     assert f"One pass verifies {len(trace['nodes'])} rows and decides {len(trace['accepted'])} tokens" in said
-    assert f"Nothing was tuned on the prompts of the [GPU run](results/{HELD_OUT}/report.md)" in said
+    runs = f"[GPU run](results/{HELD_OUT}/report.md), [CPU run](results/bench_cpu_48b/report.md)"
+    assert f"Nothing was tuned on these prompts ({runs})" in said
     assert f"The mean on an H200 is {gpu['clover2']['tokens_per_round']:.2f} tokens per round" in said
     ahead = cpu["plain"]["tokens_per_second"] / cpu["hf"]["tokens_per_second"]
-    assert f"On the CPU `plain` has {ahead:.2f}x the speed of `generate` of transformers" in said
+    assert f"`plain` has [{ahead:.2f}x](results/bench_cpu_48/report.md) the speed of `generate` of transformers" in said
     grown = measured("bench_cuda_7b")["about"]["grown"]["parameters"]
     assert f"to {grown / 1e9:.1f} B parameters" in said
     assert f"`echo` reaches {wide['echo']['speedup']:.2f}x and `clover2` {wide['clover2']['speedup']:.2f}x" in said

@@ -63,9 +63,7 @@ def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, history: His
     return race(scores, all_tokens(scores), _noise(scores, position, sampling), floor)
 
 
-def rank(
-    logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: int, tokens: Tensor | None = None
-) -> Tensor:
+def rank(logits: Tensor, position: Tensor | None, sampling: SamplingRows, k: int, tokens: Tensor | None = None) -> Tensor:
     """Return a drafter's k best candidates, best first, under the noise that the target will sample with: [b, N, V] -> [b,
     N, k].
 

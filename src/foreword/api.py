@@ -18,7 +18,7 @@ from foreword.core.drafter import Drafter
 from foreword.drafters.keywords import check_flags, options_of_method, renamed
 from foreword.drafters.resolve import DrafterRequest
 from foreword.engine.ctrl_c import DelayedCtrlC
-from foreword.engine.driver import Driver
+from foreword.engine.driver import AsyncRunner, Driver
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
 from foreword.errors import ForewordWarning, InputError, NumericsError
@@ -337,19 +337,15 @@ class LLM:
     ) -> Result | list[Result]:
         """Generate like `generate`, in a task of an event loop. All tasks and threads share the batch. Cancelling the task
         aborts its requests."""
-        names = self.model.name, self.method
         runs = self._checked(listed(prompt), {EACH: settings, **given}, n)
-        await self._driver.finished(runs)
-        results = [*_results(runs, len(runs), names)]
-        if not (is_single(prompt) and n is None):
-            return results
-        if runs[0].error:
-            raise runs[0].error
-        return results[0]
+        single = is_single(prompt) and n is None
+        results = await finished(self._driver, runs, (self.model.name, self.method), single)
+        return results[0] if single else results
 
     def astream(self, prompt: Prompt, **settings: Unpack[Settings]) -> AsyncStream:
         """Generate like `stream`, in a task of an event loop: `async for piece in llm.astream(...)`."""
-        return AsyncStream(self, self._requests([prompt], {**settings})[0])
+        (run,) = self._checked([prompt], {**settings})
+        return AsyncStream(self._driver, run, (self.model.name, self.method))
 
     def stream(self, prompt: Prompt, **settings: Unpack[Settings]) -> Stream:
         """Generate the answer to one prompt, and give its text piece by piece: `for piece in llm.stream(...)`.
@@ -397,6 +393,15 @@ def _results(finished: Iterable[Running], count: int, names: tuple[str, str]) ->
         if run.error and count > 1:
             warnings.warn(f"output {index} of {count} failed: {run.error}", ForewordWarning, stacklevel=3)
         yield Result.of(run, *names)
+
+
+async def finished(runner: AsyncRunner, runs: list[Running], names: tuple[str, str], single: bool) -> list[Result]:
+    """Run requests to their end, and return their results. `names`: of the model and of the method. `single`: if the request
+    failed, raise its error."""
+    await runner.finished(runs)
+    if single and runs[0].error:
+        raise runs[0].error
+    return [*_results(runs, len(runs), names)]
 
 
 def _set_threads(threads: int) -> None:
@@ -460,7 +465,7 @@ def _pieces(driver: Driver, run: Running) -> Generator[Piece]:
         while shown < len(run.events):
             event = run.events[shown]
             shown += 1
-            yield Piece(event.text, event.tokens)
+            yield Piece(event.text, event.tokens, event.logprobs)
             driver.wait(has_more)
     finally:
         driver.abort(run)
@@ -474,10 +479,10 @@ class AsyncStream:
     Leaving the loop early, or cancelling the task, aborts the request.
     """
 
-    def __init__(self, llm: LLM, request: Request) -> None:
-        self._names = llm.model.name, llm.method
-        self._run = llm.engine.checked(request)
-        self._pieces = _async_pieces(llm._driver, self._run)
+    def __init__(self, runner: AsyncRunner, run: Running, names: tuple[str, str]) -> None:
+        """`run`: a checked request. `names`: of the model and of the method."""
+        self._run, self._names = run, names
+        self._pieces = _async_pieces(runner, run)
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._pieces
@@ -493,22 +498,18 @@ class AsyncStream:
         await self._pieces.aclose()
 
 
-async def _async_pieces(driver: Driver, run: Running) -> AsyncGenerator[Piece]:
+async def _async_pieces(runner: AsyncRunner, run: Running) -> AsyncGenerator[Piece]:
     shown = 0
-
-    def has_more() -> bool:
-        return shown < len(run.events) or run.done
-
-    driver.submit([run])
+    runner.submit([run])
     try:
-        await driver.ready(has_more)
+        await runner.more(run, shown)
         while shown < len(run.events):
             event = run.events[shown]
             shown += 1
-            yield Piece(event.text, event.tokens)
-            await driver.ready(has_more)
+            yield Piece(event.text, event.tokens, event.logprobs)
+            await runner.more(run, shown)
     finally:
-        driver.leave(run)
+        runner.leave(run)
     if run.error:
         raise run.error
 

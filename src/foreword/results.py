@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -179,7 +179,10 @@ class Piece(str):
     tokens: list[int]
     """The token ids. The text may lag behind them while a character or a stop string is incomplete."""
 
-    def __new__(cls, text: str, tokens: list[int]) -> Piece:
+    logprobs: Sequence[Logprob]
+    """One entry per token, if `logprobs` was set."""
+
+    def __new__(cls, text: str, tokens: list[int], logprobs: Sequence[Logprob] = ()) -> Piece:
         piece = super().__new__(cls, text)
-        piece.tokens = tokens
+        piece.tokens, piece.logprobs = tokens, logprobs
         return piece

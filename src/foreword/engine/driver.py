@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Event, Thread, current_thread, main_thread
+from typing import Protocol
 from weakref import WeakSet, finalize
 
 from foreword.engine.ctrl_c import DelayedCtrlC
@@ -35,6 +36,22 @@ class Waiter:
 
     is_ready: Callable[[], bool]
     wake: Callable[[], None] = lambda: None
+
+
+class AsyncRunner(Protocol):
+    """What runs requests for tasks of an event loop: a `Driver`, or the client of an engine in another process."""
+
+    def submit(self, runs: Sequence[Running]) -> None:
+        """Queue requests."""
+
+    async def more(self, run: Running, shown: int) -> None:
+        """Return when a request has more than `shown` events, or is done."""
+
+    async def finished(self, runs: Sequence[Running]) -> None:
+        """Submit requests, and return when all are done. A task that is cancelled aborts them."""
+
+    def leave(self, *runs: Running) -> None:
+        """Abort those that are not done, without waiting for the engine."""
 
 
 _drivers: WeakSet[Driver] = WeakSet()
@@ -126,6 +143,10 @@ class Driver:
 
         with self._waiting(Waiter(is_ready, wake)):
             await woken.wait()
+
+    async def more(self, run: Running, shown: int) -> None:
+        """Return when a request has more than `shown` events, or is done."""
+        await self.ready(lambda: shown < len(run.events) or run.done)
 
     async def finished(self, runs: Sequence[Running]) -> None:
         """Submit requests, and return when all have finished. A task that is cancelled aborts them."""

@@ -8,6 +8,7 @@ caller asks for one.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def _emit_together(runs: list[Running], rounds: list[Emission], ends: set[int]) 
         running.accepted += accepted[:last]
         running.drafted += checked[:last]
         if at_end:
-            events[running] = _write(running, found[start:stop], True, ends)
+            events[running] = write(running, found[start:stop], True, ends)
         else:
             running.tokens += found[start:stop]
     return events
@@ -92,9 +93,10 @@ def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[
         if not ended and (running.tokens_only or not count):  # a round of a pipeline may decide nothing
             running.tokens += tokens[start:stop]
             continue
-        event = events[running] = _write(running, tokens[start:stop], ended, ends)
+        event = events[running] = write(running, tokens[start:stop], ended, ends)
         if running.request.sampling.logprobs is not None:
-            running.logprobs += _logprobs(emission, index, event.tokens, running.request)
+            event.logprobs = _logprobs(emission, index, event.tokens, running.request)
+            running.logprobs += event.logprobs
     return events
 
 
@@ -136,8 +138,11 @@ def _fail(running: Running, drafted: bool, without_draft: bool) -> Event:
     return Event(running, [], "")
 
 
-def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Event:
-    """Append a round's tokens, up to a completed stop string or a stop token."""
+def write(running: Running, new: list[int], ended: bool, ends: Collection[int]) -> Event:
+    """Append a round's tokens, up to a completed stop string or a stop token.
+
+    ended: the round reached an end token or a limit. ends: the end tokens.
+    """
     stream, text = running.request.stream, ""
     new, final = _cut(running, new, ended, ends)
     if stream is not None:
@@ -164,7 +169,7 @@ def _write(running: Running, new: list[int], ended: bool, ends: set[int]) -> Eve
     return event
 
 
-def _cut(running: Running, new: list[int], ended: bool, ends: set[int]) -> tuple[list[int], bool]:
+def _cut(running: Running, new: list[int], ended: bool, ends: Collection[int]) -> tuple[list[int], bool]:
     """Return a round's tokens up to the one that ends the output, and whether there is such a token."""
     stop = next((index for index, token in enumerate(new) if token in running.stops), None) if running.stops else None
     if stop is not None:
@@ -172,7 +177,7 @@ def _cut(running: Running, new: list[int], ended: bool, ends: set[int]) -> tuple
     return new, ended and bool(new) and _is_end(running, new[-1], ends)
 
 
-def _is_end(running: Running, token: int, ends: set[int]) -> bool:
+def _is_end(running: Running, token: int, ends: Collection[int]) -> bool:
     return token in ends and not running.request.ignore_eos
 
 

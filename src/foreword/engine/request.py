@@ -229,3 +229,4 @@ class Event:
     running: Running
     tokens: list[int]
     text: str
+    logprobs: Sequence[Logprob] = ()  # of the tokens, if the request asked for them

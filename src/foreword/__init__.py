@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from foreword.methods import register
     from foreword.requests import Settings
     from foreword.results import Piece, Result, Stats
+    from foreword.serve.async_llm import AsyncLLM
 
 __version__ = "0.2.0"
 
 __all__ = [
     "LLM",
     "Accepted",
+    "AsyncLLM",
     "AsyncStream",
     "Chat",
     "Draft",
@@ -49,7 +51,13 @@ __all__ = [
     "wrap",
 ]
 
-_HOMES = {"Sampling": "core.sampling", "ForewordError": "errors", "register": "methods", "Settings": "requests"}
+_HOMES = {
+    "AsyncLLM": "serve.async_llm",
+    "Sampling": "core.sampling",
+    "ForewordError": "errors",
+    "register": "methods",
+    "Settings": "requests",
+}
 _HOMES |= dict.fromkeys(["Accepted", "Draft", "Drafter", "Needs", "Scores", "Shape", "State", "Target", "Tree"], "core")
 _HOMES |= dict.fromkeys(["Piece", "Result", "Stats"], "results")
 _HOMES |= dict.fromkeys(["LLM", "AsyncStream", "Chat", "Stream", "default_model", "load", "wrap"], "api")

@@ -181,7 +181,7 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         model.use_pieces(lambda: tokenizer.pieces)
         self._capacity = (slots, max_context)
-        self._graph, self._reuses = cuda_graphs, reuses
+        self._graph, self.reuses = cuda_graphs, reuses
         try:
             self.method, drafter = drafter_request.resolve(model)
             self._driver = Driver(self._engine_of(drafter))
@@ -249,6 +249,11 @@ class LLM:
     def engine(self) -> Engine:
         """The current engine, for tools that drive it themselves from one thread while nobody calls the other methods."""
         return self._driver.engine
+
+    @property
+    def runner(self) -> AsyncRunner:
+        """What runs requests for tasks of an event loop."""
+        return self._driver
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a string is a sequence of strings too: it is one prompt
@@ -381,7 +386,7 @@ class LLM:
 
     def _requests(self, prompts: list[Prompt], settings: Mapping[str, Any], n: int | None = None) -> list[Request]:
         self._check_open()
-        given = {"reuse": self._reuses, **settings}
+        given = {"reuse": self.reuses, **settings}
         return build(self.tokenizer, self.engine.limits, prompts, given, n, self.sampling_defaults)
 
 

@@ -13,7 +13,8 @@
     ├── CapacityError         the KV cache does not fit into the free memory
     ├── QueueFull             too many requests wait for a slot
     ├── StorageError          the cache folder cannot be written, or the disk is full
-    └── NumericsError         the target answered NaN
+    ├── NumericsError         the target answered NaN
+    └── EngineError           the engine broke, or its process ended
 
 A message says what was given, what is needed, and what to do. The command line prints it and exits with status 2.
 """
@@ -73,6 +74,10 @@ class StorageError(ForewordError):
 
 class NumericsError(ForewordError):
     """The target answered NaN."""
+
+
+class EngineError(ForewordError):
+    """The engine broke, or its process ended."""
 
 
 class ForewordWarning(UserWarning):

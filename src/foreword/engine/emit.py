@@ -9,13 +9,13 @@ caller asks for one.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from foreword.core.scores import Emission
-from foreword.engine.request import Event, Logprob, Request, Running
+from foreword.engine.request import Event, FinishReason, Logprob, Request, Running
 from foreword.errors import NumericsError
 from foreword.ops.device import mark
 
@@ -138,26 +138,41 @@ def _fail(running: Running, drafted: bool, without_draft: bool) -> Event:
     return Event(running, [], "")
 
 
+class Finish(NamedTuple):
+    """How an output ends: see `Running.finish_reason` and `Running.stop_reason`."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
 def write(running: Running, new: list[int], ended: bool, ends: Collection[int]) -> Event:
     """Append a round's tokens, up to a completed stop string or a stop token.
 
     ended: the round reached an end token or a limit. ends: the end tokens.
     """
-    stream, text = running.request.stream, ""
     new, final = _cut(running, new, ended, ends)
+    finish = None
+    if final:
+        finish = Finish("stop", None if _is_end(running, new[-1], ends) else new[-1])
+    elif ended:
+        is_full = len(running.tokens) + len(new) < running.request.max_new_tokens
+        finish = Finish("length", "context" if is_full else None)
+    return append(running, new, finish)
+
+
+def append(running: Running, new: list[int], finish: Finish | None) -> Event:
+    """Append decided tokens, and their text if the request has a stream. A stop string may end the output before `finish`
+    does. If an end token or stop token ends it, that token is the last of `new`."""
+    stream, text = running.request.stream, ""
     if stream is not None:
-        left_out = int(final and not stream.include_stop)  # the token that ends the output is not part of its text
-        pushed = stream.push(new[: len(new) - left_out])
+        left_out = int(finish is not None and finish.reason == "stop" and not stream.include_stop)
+        pushed = stream.push(new[: len(new) - left_out])  # the token that ends the output is not part of its text
         text = pushed.text
         if pushed.stopped:
-            new, final, running.finish_reason = new[: pushed.used], False, "stop"
+            new, finish = new[: pushed.used], Finish("stop")
     running.tokens += new
-    if final:
-        running.finish_reason = "stop"
-        running.stop_reason = None if _is_end(running, new[-1], ends) else new[-1]
-    elif ended and not running.done:
-        running.finish_reason = "length"
-        running.stop_reason = "context" if len(running.tokens) < running.request.max_new_tokens else None
+    if finish is not None:
+        running.finish_reason, running.stop_reason = finish
     if running.done and stream is not None:
         text += stream.flush()
         if stream.stopped:  # the text that was held back may complete a stop string

@@ -1,0 +1,192 @@
+"""The engine's process: loads a model, then runs steps, and does nothing else.
+
+A Python thread next to the step loop would take the interpreter's lock from it for milliseconds per round, so that HTTP,
+text and metrics live in another process (docs/decisions/32-two-processes.md). In: messages of a client on a socket. Out: the
+tokens of each round. The process ends when its client has gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from foreword.api import LLM
+from foreword.engine.engine import Engine
+from foreword.engine.request import Running
+from foreword.errors import ForewordError
+from foreword.serve.channel import Channel, Closed
+from foreword.serve.messages import (
+    Abort,
+    Ended,
+    Failure,
+    FromEngine,
+    Refused,
+    Start,
+    Submit,
+    ToEngine,
+    Update,
+    Updates,
+    Use,
+    ended_of,
+    frame,
+    to_engine,
+    update_of,
+)
+from foreword.serve.ready import engine_load, ready
+
+SEND_EVERY_S = 0.004  # updates of rounds within this time go together; a request's first and last ones go at once
+MOST_BROKEN_STEPS = 3  # in a row; then this process ends, so that its client starts another
+COLLECT_EVERY_S = 60.0
+
+
+class EngineServer:
+    """Serves one client with one engine."""
+
+    def __init__(self, llm: LLM, channel: Channel) -> None:
+        self.llm, self.channel = llm, channel
+        self.running: dict[int, Running] = {}
+        self.numbers: dict[Running, int] = {}
+        self.updates: list[Update] = []
+        self.is_urgent = False  # a request begins or ends in `updates`
+        self.last_sent = self.last_collected = 0.0
+        self.broken_steps = 0
+
+    @property
+    def engine(self) -> Engine:
+        return self.llm.engine
+
+    def run(self) -> NoReturn:
+        """Serve until the client has gone, which raises `Closed`."""
+        while True:
+            for body in self.channel.received(wait=0.0 if self.engine.busy else None):
+                self.handle(to_engine(body))
+            if self.engine.busy:
+                self.step()
+            self.send_updates()
+            if not self.engine.busy:
+                self._collect()
+
+    def handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort():
+                self._abort(message.numbers)
+            case Use():
+                self._use(message)
+            case Start():
+                raise AssertionError("a model is loaded once")
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            running = self.engine.add(message.unpacked())
+        except ForewordError as error:  # a client checks its requests; this one did not, or the method has changed since
+            self._add(Update(message.number, [], 0, 0, ended=Ended(None, Failure.of(error))))
+            return
+        self.running[message.number] = running
+        self.numbers[running] = message.number
+
+    def _abort(self, numbers: Iterable[int]) -> None:
+        going = [self.running[number] for number in numbers if number in self.running]
+        self.engine.abort(*going)
+        self._forget(going)
+
+    def _use(self, message: Use) -> None:
+        answer: FromEngine
+        try:
+            self.llm.use(message.method, **message.options)
+            answer = ready(self.llm)
+        except ForewordError as error:
+            answer = Refused(Failure.of(error))
+        self._report_aborted()
+        self.send_updates(at_once=True)
+        self.channel.send(frame(answer))
+
+    def step(self) -> None:
+        """Run a step, and keep what it brought. A step that breaks ends all requests."""
+        try:
+            events = self.engine.step()
+        except Exception as error:
+            self.broken_steps += 1
+            self._report_aborted()
+            self.send_updates(at_once=True)
+            if self.broken_steps >= MOST_BROKEN_STEPS:
+                self.channel.flush()
+                raise
+            print(f"a step broke, and its requests are aborted: {error!r}", file=sys.stderr)
+            return
+        self.broken_steps = 0
+        for event in events:
+            self._add(update_of(self.numbers[event.running], event))
+        self._forget([event.running for event in events if event.running.done])
+        if not self.engine.busy:
+            self.engine.claim_cache()  # nothing runs: a last round may still be unread
+
+    def _report_aborted(self) -> None:
+        ended = [running for running in self.numbers if running.done]
+        for running in ended:
+            self._add(Update(self.numbers[running], [], 0, 0, ended=ended_of(running)))
+        self._forget(ended)
+
+    def _add(self, update: Update) -> None:
+        self.updates.append(update)
+        self.is_urgent |= update.begun is not None or update.ended is not None
+
+    def _forget(self, runs: Iterable[Running]) -> None:
+        for running in runs:
+            del self.running[self.numbers.pop(running)]
+
+    def send_updates(self, at_once: bool = False) -> None:
+        """Send what rounds have brought, unless it is little and can wait for the next round."""
+        now = time.monotonic()
+        due = at_once or self.is_urgent or not self.engine.busy or now - self.last_sent >= SEND_EVERY_S
+        if self.updates and due:
+            self.channel.send(frame(Updates(self.updates, engine_load(self.engine), self.engine.clock)))
+            self.updates, self.is_urgent, self.last_sent = [], False, now
+
+    def _collect(self) -> None:
+        """Collect garbage while nothing runs: the collector is off, since it would make single rounds long."""
+        if time.monotonic() - self.last_collected >= COLLECT_EVERY_S:
+            gc.collect()
+            self.last_collected = time.monotonic()
+
+
+def main(descriptor: int) -> None:
+    """Serve the client at the other end of a socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        llm = _loaded(channel)
+        if llm is not None:
+            channel.send(frame(ready(llm)))
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+            EngineServer(llm, channel).run()
+    except Closed:
+        pass
+
+
+def _loaded(channel: Channel) -> LLM | None:
+    """Load the model that the first message names. None: it is refused, and the client knows why."""
+    options: dict[str, Any] | None = None
+    while options is None:
+        for body in channel.received(wait=None):
+            start = to_engine(body)
+            assert isinstance(start, Start), "the first message says what to load"
+            options = start.options
+    try:
+        return LLM(**options)
+    except ForewordError as error:
+        channel.send(frame(Refused(Failure.of(error))))
+        channel.flush()
+        return None
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

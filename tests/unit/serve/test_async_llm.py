@@ -1,0 +1,210 @@
+"""AsyncLLM: the same output as `LLM`, with the engine in another process; what happens when that process dies."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foreword
+from foreword.errors import EngineError, InputError, ModelNotFound, UnknownMethod
+from foreword.requests import Settings
+from foreword.results import Result
+from foreword.serve.async_llm import AsyncLLM
+from foreword.serve.client import EngineClient
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+PROMPTS = ("the words that come before the words", "hello", "a")
+MANNERS: tuple[Settings, ...] = (
+    {},
+    {"temperature": 0.8, "seed": 4},
+    {"stop": "e"},
+    {"logprobs": 2, "prompt_logprobs": 1},
+    {"stop_token_ids": [50, 60, 70], "logit_bias": {40: 2.0}, "bad_words": ["x"]},
+    {"speculate": False, "allowed_token_ids": list(range(30, 90))},
+)
+CASES: list[tuple[str, Settings]] = [
+    (prompt, {"max_new_tokens": 8, "seed": 1, **manner}) for prompt in PROMPTS for manner in MANNERS
+]
+LONG: Settings = {"max_new_tokens": 400, "ignore_eos": True}
+
+
+def said(result: Result) -> dict[str, Any]:
+    """A result without its times and without how it was drafted."""
+    found = result.to_dict()
+    del found["stats"], found["method"], found["model"]
+    return rounded(found)
+
+
+def rounded(value: Any) -> Any:
+    """The same with numbers rounded: passes of other sizes round log-probabilities differently."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(one) for one in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path], own_home: Path) -> list[dict[str, Any]]:
+    with foreword.load(folders["llama"], "plain", slots=1) as llm:
+        return [said(llm.generate(prompt, **settings)) for prompt, settings in CASES]
+
+
+class Loop:
+    """An event loop that keeps running in a thread, so that tests share one engine process."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    def __call__(self, work: Awaitable[Any]) -> Any:
+        async def awaited() -> Any:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(60)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module", params=["in another process", "in this process"])
+def llm(request: pytest.FixtureRequest, folders: dict[str, Path], own_home: Path, run: Loop) -> Iterator[AsyncLLM]:
+    if request.param == "in this process":
+        with foreword.load(folders["llama"], "token_recycling", rows=4, slots=4) as inner:
+            found = run(AsyncLLM.of(inner).start())
+            yield found
+            run(found.close())
+        return
+    found = run(AsyncLLM(folders["llama"], "token_recycling", rows=4, slots=4).start())
+    yield found
+    run(found.close())
+
+
+async def streamed(llm: AsyncLLM, prompt: str, settings: Settings) -> Result:
+    stream = llm.astream(prompt, **settings)
+    pieces = [piece async for piece in stream]
+    result = await stream.result()
+    assert "".join(pieces) == result.text
+    assert [token for piece in pieces for token in piece.tokens] == result.tokens
+    if result.logprobs is not None:
+        assert [one for piece in pieces for one in piece.logprobs] == result.logprobs
+    return result
+
+
+async def gathered(works: list[Awaitable[Result]]) -> list[Result]:
+    return await asyncio.gather(*works)
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_true():
+            await asyncio.sleep(0.005)
+
+
+async def is_idle(llm: AsyncLLM) -> bool:
+    """Whether the engine says that nothing runs: it says so with the updates of a request, here of a last one."""
+    await llm.agenerate("a", max_new_tokens=1)
+    return llm.health.load.running + llm.health.load.waiting == 0
+
+
+def test_many_tasks_get_the_output_of_plain(llm: AsyncLLM, run: Loop, expected: list[dict[str, Any]]) -> None:
+    asked: list[Awaitable[Result]] = [llm.agenerate(prompt, **settings) for prompt, settings in CASES * 5]
+    found = run(gathered(asked + [streamed(llm, prompt, settings) for prompt, settings in CASES]))
+    assert [said(one) for one in found] == expected * 6
+    assert any(one.stats.tokens_per_round > 1 for one in found)
+    assert all(one.stats.rounds and one.stats.decode_s > 0 and one.stats.prefill_s > 0 for one in found)
+    assert run(is_idle(llm))
+
+
+def test_lists_and_samples_come_in_order(llm: AsyncLLM, run: Loop, expected: list[dict[str, Any]]) -> None:
+    found = run(llm.agenerate([CASES[0][0], CASES[6][0]], max_new_tokens=8))
+    assert [one.tokens for one in found] == [expected[0]["tokens"], expected[6]["tokens"]]
+    assert len(run(llm.agenerate("hello", n=3, max_new_tokens=4))) == 3
+
+
+def test_a_cancelled_request_frees_its_slot(llm: AsyncLLM, run: Loop) -> None:
+    async def give_up() -> bool:
+        asked = [asyncio.create_task(llm.agenerate("hello", **LONG)) for _ in range(6)]
+        stream = llm.astream("hello", **LONG)
+        await anext(aiter(stream))
+        await stream.aclose()
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        return await is_idle(llm)
+
+    assert run(give_up())
+
+
+def test_wrong_requests_are_refused_before_they_are_sent(llm: AsyncLLM, run: Loop) -> None:
+    with pytest.raises(InputError, match="no setting is called 'tempature'"):
+        run(llm.agenerate("hello", tempature=1))  # type: ignore[call-overload]
+    with pytest.raises(InputError, match="context"):
+        run(llm.agenerate("hello " * 600))
+
+
+def test_the_method_can_be_changed(llm: AsyncLLM, run: Loop, expected: list[dict[str, Any]]) -> None:
+    run(llm.use("prompt_lookup", rows=4))
+    assert llm.method == "prompt_lookup"
+    with pytest.raises(UnknownMethod):
+        run(llm.use("promptlookup"))
+    prompt, settings = CASES[0]
+    assert said(run(llm.agenerate(prompt, **settings))) == expected[0]
+    run(llm.use("token_recycling", rows=4))
+
+
+def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, run: Loop) -> None:
+    with pytest.raises(ModelNotFound):
+        run(AsyncLLM(tmp_path / "none").start())
+    with pytest.raises(UnknownMethod, match="no method"):
+        run(EngineClient({"model": None, "method": "guessing"}).start())
+    with pytest.raises(InputError, match="name or a folder"):
+        AsyncLLM(method=object())  # type: ignore[arg-type]
+
+
+def test_an_engine_that_dies_ends_its_requests_and_is_started_again(
+    folders: dict[str, Path], run: Loop, expected: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def kill(llm: AsyncLLM, client: EngineClient) -> None:
+        assert client._process is not None
+        stream = llm.astream("hello", **LONG)
+        pieces = aiter(stream)
+        await anext(pieces)
+        waiting = asyncio.create_task(llm.agenerate("hello", **LONG))
+        await asyncio.sleep(0.05)
+        os.kill(client._process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="ended"):
+            async for _ in pieces:
+                pass
+        with pytest.raises(EngineError, match="ended"):
+            await waiting
+
+    async def main() -> None:
+        async with AsyncLLM(folders["llama"], "plain", slots=1, restarts=1) as llm:
+            client = llm._transport
+            assert isinstance(client, EngineClient)
+            await kill(llm, client)
+            await until(lambda: llm.health.state == "ready")
+            assert said(await llm.agenerate(CASES[0][0], **CASES[0][1])) == expected[0]
+            await kill(llm, client)
+            await until(lambda: llm.health.state == "dead")
+            with pytest.raises(EngineError, match="dead"):
+                await llm.agenerate("hello")
+
+    run(main())

@@ -27,13 +27,13 @@ from foreword.serve.messages import (
     Abort,
     Ended,
     FromEngine,
+    Progress,
     Ready,
     Refused,
     Start,
+    StepReport,
     Submit,
     ToEngine,
-    Update,
-    Updates,
     Use,
     frame,
     from_engine,
@@ -198,11 +198,11 @@ class EngineClient:
     # What the engine says --------------------------------------------------------------------------------------------
 
     def _take(self, message: FromEngine) -> None:
-        if isinstance(message, Updates):
-            for update in message.updates:
-                followed = self._by_number.get(update.number)
+        if isinstance(message, StepReport):
+            for progress in message.progress:
+                followed = self._by_number.get(progress.number)
                 if followed is not None:  # else it was aborted, and the engine did not know yet
-                    self._update(followed, update, message.clock)
+                    self._advance(followed, progress, message.clock)
             load = message.load
             self.health = replace(self.health, load=load)
         elif self._answer is not None and not self._answer.done():
@@ -211,19 +211,19 @@ class EngineClient:
             else:
                 self._answer.set_result(message)
 
-    def _update(self, followed: Followed, update: Update, clock: float) -> None:
+    def _advance(self, followed: Followed, progress: Progress, clock: float) -> None:
         """Add what a round brought to a request."""
-        run, ended = followed.run, update.ended
-        if update.begun is not None:
-            run.prefill_s, run.reused, run.began = update.begun.prefill_s, update.begun.reused, update.begun.began
+        run, ended = followed.run, progress.ended
+        if progress.begun is not None:
+            run.prefill_s, run.reused, run.began = progress.begun.prefill_s, progress.begun.reused, progress.begun.began
         if ended is not None and ended.failure is not None:
             run.error = ended.failure.error()
         run.prefilled = run.rows
-        run.accepted.append(update.accepted)
-        run.drafted.append(update.drafted)
-        event = append(run, update.tokens, _finish(ended))
-        if update.logprobs:
-            event.logprobs = _with_texts(run, update.logprobs[: len(event.tokens)])
+        run.accepted.append(progress.accepted)
+        run.drafted.append(progress.drafted)
+        event = append(run, progress.tokens, _finish(ended))
+        if progress.logprobs:
+            event.logprobs = _with_texts(run, progress.logprobs[: len(event.tokens)])
             run.logprobs += event.logprobs
         if ended is not None and ended.prompt_logprobs:
             run.prompt_logprobs = _with_texts(run, ended.prompt_logprobs)

@@ -19,27 +19,27 @@ from foreword.api import LLM
 from foreword.engine.engine import Engine
 from foreword.engine.request import Running
 from foreword.errors import ForewordError
-from foreword.serve.channel import Channel, Closed
+from foreword.serve.frames import Closed, FrameSocket
 from foreword.serve.messages import (
     Abort,
     Ended,
     Failure,
     FromEngine,
+    Progress,
     Refused,
     Start,
+    StepReport,
     Submit,
     ToEngine,
-    Update,
-    Updates,
     Use,
     ended_of,
     frame,
+    progress_of,
     to_engine,
-    update_of,
 )
 from foreword.serve.ready import engine_load, ready
 
-SEND_EVERY_S = 0.004  # updates of rounds within this time go together; a request's first and last ones go at once
+SEND_EVERY_S = 0.004  # the progress of rounds within this time go together; a request's first and last ones go at once
 MOST_BROKEN_STEPS = 3  # in a row; then this process ends, so that its client starts another
 COLLECT_EVERY_S = 60.0
 
@@ -47,12 +47,12 @@ COLLECT_EVERY_S = 60.0
 class EngineServer:
     """Serves one client with one engine."""
 
-    def __init__(self, llm: LLM, channel: Channel) -> None:
+    def __init__(self, llm: LLM, channel: FrameSocket) -> None:
         self.llm, self.channel = llm, channel
         self.running: dict[int, Running] = {}
         self.numbers: dict[Running, int] = {}
-        self.updates: list[Update] = []
-        self.is_urgent = False  # a request begins or ends in `updates`
+        self.unsent: list[Progress] = []
+        self.is_urgent = False  # a request begins or ends in `unsent`
         self.last_sent = self.last_collected = 0.0
         self.broken_steps = 0
 
@@ -67,7 +67,7 @@ class EngineServer:
                 self.handle(to_engine(body))
             if self.engine.busy:
                 self.step()
-            self.send_updates()
+            self.report()
             if not self.engine.busy:
                 self._collect()
 
@@ -86,7 +86,7 @@ class EngineServer:
         try:
             running = self.engine.add(message.unpacked())
         except ForewordError as error:  # a client checks its requests; this one did not, or the method has changed since
-            self._add(Update(message.number, [], 0, 0, ended=Ended(None, Failure.of(error))))
+            self._add(Progress(message.number, [], 0, 0, ended=Ended(None, Failure.of(error))))
             return
         self.running[message.number] = running
         self.numbers[running] = message.number
@@ -103,8 +103,8 @@ class EngineServer:
             answer = ready(self.llm)
         except ForewordError as error:
             answer = Refused(Failure.of(error))
-        self._report_aborted()
-        self.send_updates(at_once=True)
+        self._add_aborted()
+        self.report(at_once=True)
         self.channel.send(frame(answer))
 
     def step(self) -> None:
@@ -113,8 +113,8 @@ class EngineServer:
             events = self.engine.step()
         except Exception as error:
             self.broken_steps += 1
-            self._report_aborted()
-            self.send_updates(at_once=True)
+            self._add_aborted()
+            self.report(at_once=True)
             if self.broken_steps >= MOST_BROKEN_STEPS:
                 self.channel.flush()
                 raise
@@ -122,32 +122,30 @@ class EngineServer:
             return
         self.broken_steps = 0
         for event in events:
-            self._add(update_of(self.numbers[event.running], event))
+            self._add(progress_of(self.numbers[event.running], event))
         self._forget([event.running for event in events if event.running.done])
-        if not self.engine.busy:
-            self.engine.claim_cache()  # nothing runs: a last round may still be unread
 
-    def _report_aborted(self) -> None:
+    def _add_aborted(self) -> None:
         ended = [running for running in self.numbers if running.done]
         for running in ended:
-            self._add(Update(self.numbers[running], [], 0, 0, ended=ended_of(running)))
+            self._add(Progress(self.numbers[running], [], 0, 0, ended=ended_of(running)))
         self._forget(ended)
 
-    def _add(self, update: Update) -> None:
-        self.updates.append(update)
-        self.is_urgent |= update.begun is not None or update.ended is not None
+    def _add(self, progress: Progress) -> None:
+        self.unsent.append(progress)
+        self.is_urgent |= progress.begun is not None or progress.ended is not None
 
     def _forget(self, runs: Iterable[Running]) -> None:
         for running in runs:
             del self.running[self.numbers.pop(running)]
 
-    def send_updates(self, at_once: bool = False) -> None:
+    def report(self, at_once: bool = False) -> None:
         """Send what rounds have brought, unless it is little and can wait for the next round."""
         now = time.monotonic()
         due = at_once or self.is_urgent or not self.engine.busy or now - self.last_sent >= SEND_EVERY_S
-        if self.updates and due:
-            self.channel.send(frame(Updates(self.updates, engine_load(self.engine), self.engine.clock)))
-            self.updates, self.is_urgent, self.last_sent = [], False, now
+        if self.unsent and due:
+            self.channel.send(frame(StepReport(self.unsent, engine_load(self.engine), self.engine.clock)))
+            self.unsent, self.is_urgent, self.last_sent = [], False, now
 
     def _collect(self) -> None:
         """Collect garbage while nothing runs: the collector is off, since it would make single rounds long."""
@@ -159,7 +157,7 @@ class EngineServer:
 def main(descriptor: int) -> None:
     """Serve the client at the other end of a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = FrameSocket(socket.socket(fileno=descriptor))
     try:
         llm = _loaded(channel)
         if llm is not None:
@@ -172,7 +170,7 @@ def main(descriptor: int) -> None:
         pass
 
 
-def _loaded(channel: Channel) -> LLM | None:
+def _loaded(channel: FrameSocket) -> LLM | None:
     """Load the model that the first message names. None: it is refused, and the client knows why."""
     options: dict[str, Any] | None = None
     while options is None:

@@ -1,7 +1,7 @@
 """What a client and an engine in another process say to each other: token ids and numbers, no text.
 
 The first message is `Start`, answered by `Ready` or `Refused`. Then the client sends `Submit`, `Abort` and `Use`, and the
-engine sends `Updates` after its steps. A request has the number that its client gave it. Each message is one frame: its
+engine sends `StepReport` after its steps. A request has the number that its client gave it. Each message is one frame: its
 length in four bytes, then MessagePack.
 """
 
@@ -122,7 +122,7 @@ class Ended(msgspec.Struct, array_like=True):
     prompt_logprobs: list[Logprob] | None = None
 
 
-class Update(msgspec.Struct, array_like=True, omit_defaults=True):
+class Progress(msgspec.Struct, array_like=True, omit_defaults=True):
     """What one round brought to one request."""
 
     number: int
@@ -142,16 +142,16 @@ class EngineLoad(msgspec.Struct, array_like=True):
     cache_rows: int = 0  # of running requests
 
 
-class Updates(msgspec.Struct, tag=True):
+class StepReport(msgspec.Struct, tag=True):
     """What the last rounds brought. `clock`: seconds that the engine has spent in rounds."""
 
-    updates: list[Update]
+    progress: list[Progress]
     load: EngineLoad
     clock: float
 
 
 ToEngine: TypeAlias = Start | Submit | Abort | Use
-FromEngine: TypeAlias = Ready | Refused | Updates
+FromEngine: TypeAlias = Ready | Refused | StepReport
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -164,15 +164,15 @@ def frame(message: ToEngine | FromEngine) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def update_of(number: int, event: Event) -> Update:
+def progress_of(number: int, event: Event) -> Progress:
     """Return what an event of the engine says. A round that decided nothing counts too."""
     running = event.running
-    update = Update(number, event.tokens, running.accepted[-1], running.drafted[-1], [*event.logprobs])
+    progress = Progress(number, event.tokens, running.accepted[-1], running.drafted[-1], [*event.logprobs])
     if len(running.accepted) == 1:
-        update.begun = Begun(running.prefill_s, running.reused, running.began)
+        progress.begun = Begun(running.prefill_s, running.reused, running.began)
     if running.done:
-        update.ended = ended_of(running)
-    return update
+        progress.ended = ended_of(running)
+    return progress
 
 
 def ended_of(running: Running) -> Ended:

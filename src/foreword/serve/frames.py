@@ -1,4 +1,4 @@
-"""Channel: frames over a socket, for the engine's side, which must never wait while requests run.
+"""FrameSocket: messages as frames over a socket, for the engine's side, which must never wait while requests run.
 
 What is sent goes to the socket as far as it takes it; the rest follows with the next messages. Only if the other side has
 left megabytes unread does a send wait: the engine must not write more than its clients can read.
@@ -19,7 +19,7 @@ class Closed(Exception):
     """The other side has gone."""
 
 
-class Channel:
+class FrameSocket:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.socket.setblocking(False)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from foreword.engine.emit import Finish, append
 from foreword.engine.request import Logprob, Running
@@ -40,6 +40,7 @@ from foreword.serve.messages import (
 )
 
 LAST_WORDS_S = 10.0  # how long a process that was asked to end may take
+SILENCE_S = 120.0  # a busy engine reports every second, or after the step that is running
 SOCKET_BUFFER = 1 << 20  # bytes
 
 
@@ -55,9 +56,10 @@ class Followed:
 class EngineClient:
     """Implements `AsyncRunner` by an engine in a process of its own. All methods belong to the event loop of `start`."""
 
-    def __init__(self, options: dict[str, Any], restarts: int = 1) -> None:
-        """`options`: the parameters of `foreword.LLM`."""
-        self.options, self.restarts = options, restarts
+    def __init__(self, options: dict[str, Any], restarts: int = 1, silence_s: float = SILENCE_S) -> None:
+        """`options`: the parameters of `foreword.LLM`. `silence_s`: an engine with requests that says nothing for so long is
+        killed."""
+        self.options, self.restarts, self.silence_s = options, restarts, silence_s
         self.ready: Ready
         self.health = Health("starting")
         self._followed: dict[Running, Followed] = {}
@@ -128,13 +130,12 @@ class EngineClient:
 
     async def _attend(self, reader: StreamReader) -> None:
         """Read what the engine says until it ends, and start it again as long as restarts are left."""
+        assert self._process is not None
         while True:
             with suppress(IncompleteReadError, ConnectionError):
-                while True:
-                    self._take(await _next(reader))
+                await self._read_all(reader)
             self.health = Health("starting" if self.restarts else "dead")
             await self._end()
-            assert self._process is not None
             self._fail_all(EngineError(f"the engine's process ended (exit status {self._process.returncode})"))
             if not self.restarts:
                 return
@@ -145,6 +146,22 @@ class EngineClient:
                 print(f"the engine could not be started again: {error}", file=sys.stderr)
                 self.health = Health("dead")
                 return
+
+    async def _read_all(self, reader: StreamReader) -> NoReturn:
+        """Read until the engine's process ends. Kill it if it has requests and is silent for too long: a kernel may hang."""
+        assert self._process is not None
+        message = asyncio.create_task(_next(reader))
+        try:
+            while True:
+                await asyncio.wait([message], timeout=self.silence_s)
+                if message.done():
+                    self._take(message.result())
+                    message = asyncio.create_task(_next(reader))
+                elif self._followed:
+                    print(f"the engine was silent for {self.silence_s:g} s and is killed", file=sys.stderr)
+                    self._process.kill()
+        finally:
+            message.cancel()
 
     # Requests --------------------------------------------------------------------------------------------------------
 

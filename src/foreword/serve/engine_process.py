@@ -40,6 +40,7 @@ from foreword.serve.messages import (
 from foreword.serve.ready import engine_load, ready
 
 SEND_EVERY_S = 0.004  # the progress of rounds within this time go together; a request's first and last ones go at once
+MOST_SILENCE_S = 1.0  # between steps, while requests run: the client takes longer silence for a fault
 MOST_BROKEN_STEPS = 3  # in a row; then this process ends, so that its client starts another
 COLLECT_EVERY_S = 60.0
 
@@ -143,7 +144,8 @@ class EngineServer:
         """Send what rounds have brought, unless it is little and can wait for the next round."""
         now = time.monotonic()
         due = at_once or self.is_urgent or not self.engine.busy or now - self.last_sent >= SEND_EVERY_S
-        if self.unsent and due:
+        is_silent = self.engine.busy and now - self.last_sent >= MOST_SILENCE_S
+        if (self.unsent and due) or is_silent:
             self.channel.send(frame(StepReport(self.unsent, engine_load(self.engine), self.engine.clock)))
             self.unsent, self.is_urgent, self.last_sent = [], False, now
 

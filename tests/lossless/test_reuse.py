@@ -35,7 +35,7 @@ def test_a_second_turn_is_the_same_as_a_fresh_one(kind: str, way: str) -> None:
     text = (*FIRST.prompt, *truth(model.hf, FIRST))
     turn = Request(NEXT[way](text), SAMPLINGS["T=0.8"], max_new_tokens=9, reuse=True)
     steps = engine(drafter_of(kind, model, [full_sequence(model.hf, r) for r in (FIRST, turn)]), model, slots=2)
-    steps.generate([FIRST])
+    (first,) = steps.generate([FIRST])
     (run,) = steps.generate([turn])
     assert run.tokens == truth(model.hf, turn)
     kept = {"goes on": len(text) - 1, "only the root is new": len(text) - 1, "diverges early": 3, "is shorter": 5}
@@ -43,10 +43,11 @@ def test_a_second_turn_is_the_same_as_a_fresh_one(kind: str, way: str) -> None:
     # A drafter that reads the prompt is shown at least the row before the root.
     needs = steps.drafter.needs
     always_read = int(needs.prompt != "none")
-    # One that keeps a row with the token after it is shown the last common row again: another token may follow. One that
-    # reads rows a round later is shown those of the last round.
-    common = max(kept[way] - needs.reread, 0)
-    assert run.reused == min(common, max(len(turn.prompt) - 1 - always_read, 0))
+    # One that keeps a row with the token after it is shown the last common row again: another token may follow.
+    common = max(kept[way] - int(needs.follower), 0)
+    # One that reads rows a round later is shown those of the last round.
+    read = len(text) - 1 - (first.accepted[-1] if needs.deferred else 0)
+    assert run.reused == min(common, read, max(len(turn.prompt) - 1 - always_read, 0))
 
 
 def test_the_slot_that_helps_most_is_taken() -> None:

@@ -75,11 +75,17 @@ def pull(
     ] = False,
     parts: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write the copy's GGUF file as parts to this folder, to carry it elsewhere."),
+        typer.Option(
+            metavar="DIR",
+            help="Write the copy's GGUF file as parts to this folder, to carry it elsewhere. Default: write no parts.",
+        ),
     ] = None,
     part_size: Annotated[str, typer.Option(metavar="SIZE", help="The most bytes of a part, such as 48MiB.")] = "48MiB",
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Join the parts in this folder; no network is needed.")
+        Path | None,
+        typer.Option(
+            "--from", metavar="DIR", help="Join the parts in this folder; no network is needed. Default: fetch the model."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

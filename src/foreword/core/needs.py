@@ -80,17 +80,19 @@ class Joined(NamedTuple):
 @dataclass(frozen=True)
 class Needs:
     """What a drafter wants of each pass. `prompt` asks for the prompt's rows too: none, all, or the last of each chunk, so
-    that the row before the root is read last. `reread` says how many of a reused slot's last rows are read again: 1 if the
-    drafter keeps a row together with the token after it, since another token may follow it now; more if it has not read the
-    last rows itself when a sequence ends. `scratch` is how many rows the drafter itself runs through the target's cache
-    before they are verified, if these are more than the rows of its trees."""
+    that the row before the root is read last. `follower` says that the drafter keeps a row together with the token after it.
+    Then a reused slot's last row is read again, since another token may follow it now. `deferred` says that it reads the
+    rows of a round in the next round. Then those of a sequence's last round are read again when its slot is reused.
+    `scratch` is how many rows the drafter itself runs through the target's cache before they are verified, if these are more
+    than the rows of its trees."""
 
     hidden: bool = False
     logits: bool = False
     taps: tuple[int, ...] = ()
     grafts: tuple[Graft, ...] = ()
     prompt: Literal["none", "last", "all"] = "none"
-    reread: int = 0
+    follower: bool = False
+    deferred: bool = False
     scratch: int = 0
 
     def __post_init__(self) -> None:

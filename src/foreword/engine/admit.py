@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from foreword.core.needs import Needs
 from foreword.core.state import Batch, State
 from foreword.engine.request import Request, Running
 from foreword.ops.sending import sent
@@ -26,27 +27,25 @@ class Slots:
     """Which request has which slot. A free slot still holds its last sequence, and a later prompt may start from it."""
 
     count: int
+    needs: Needs = Needs()  # what the drafter wants to see; it decides which rows may be reused
     running: dict[int, Running] = field(default_factory=dict)
     free: dict[int, tuple[int, ...]] = field(default_factory=dict)  # slot -> the tokens it still holds, oldest slot first
     salts: dict[int, str] = field(default_factory=dict)  # slot -> cache_salt of the request that wrote its tokens
+    unread: dict[int, int] = field(default_factory=dict)  # slot -> how many of its last rows the drafter has not read
     groups: dict[bool, Group] = field(default_factory=dict)  # by `ready`; cleared when a request enters or leaves
     last: Batch | None = None  # the batch of the last round
     pads: bool = False  # rounds are captured, so free slots pad them to one of a few batch sizes
-    reread: int = 0  # last cached rows of a reused slot that are read again: see `Needs`
-    always_read: int = 0  # prompt rows that are read even if cached: 1 if the drafter wants to see the row before the root
 
     def __post_init__(self) -> None:
         self.free = {slot: () for slot in range(self.count)}
 
     def take(self, running: Running) -> int:
-        """Take a free slot and return it: with reuse, the one with the longest common prefix; else an empty or the oldest
+        """Take a free slot and return it: with reuse, the one with the most rows to start from; else an empty or the oldest
         one."""
-        request = running.request
-        common = {slot: _common_prefix(self.free[slot], request.prompt) for slot in self._reusable(request)}
-        slot = max(common, key=lambda free: common[free], default=-1)
-        if common.get(slot):
-            most = max(len(request.prompt) - 1 - self.always_read, 0)
-            running.reused = running.prefilled = min(max(common[slot] - self.reread, 0), most)
+        rows = {slot: self._reusable_rows(slot, running.request.prompt) for slot in self._reusable_slots(running.request)}
+        slot = max(rows, key=lambda free: rows[free], default=-1)
+        if rows.get(slot):
+            running.reused = running.prefilled = rows[slot]
         else:
             slot = next((free for free, tokens in self.free.items() if not tokens), next(iter(self.free)))
         running.slot = slot
@@ -55,11 +54,20 @@ class Slots:
         del self.free[slot]
         return slot
 
-    def _reusable(self, request: Request) -> list[int]:
+    def _reusable_slots(self, request: Request) -> list[int]:
         """Return the free slots whose tokens this request may start from: those written under the same `cache_salt`."""
         if not request.reuse or request.prompt_logprobs is not None:  # a row that is not read gives no log-probabilities
             return []
         return [slot for slot in self.free if self.salts.get(slot, "") == request.cache_salt]
+
+    def _reusable_rows(self, slot: int, prompt: tuple[int, ...]) -> int:
+        """Return how many rows of a free slot a prompt may start from. Its last token is the root and stays out of the
+        cache. A drafter that reads prompts reads at least the row before the root."""
+        held = self.free[slot]
+        paired = _common_prefix(held, prompt) - self.needs.follower
+        read = len(held) - self.unread.get(slot, 0)
+        before_root = len(prompt) - 1 - (self.needs.prompt != "none")
+        return max(min(paired, read, before_root), 0)
 
     def leave(self, slot: int, keep: bool = True) -> None:
         """Free a slot. If `keep`, a later prompt may start from the tokens it holds."""
@@ -68,6 +76,7 @@ class Slots:
         self.groups.clear()
         self.free[slot] = written[: running.length] if keep else ()
         self.salts[slot] = running.request.cache_salt
+        self.unread[slot] = running.accepted[-1] if self.needs.deferred and running.accepted else 0
         del self.running[slot]
 
     def forget(self) -> None:
@@ -155,6 +164,5 @@ def round_up(count: int) -> int:
 
 
 def _common_prefix(cached: tuple[int, ...], prompt: tuple[int, ...]) -> int:
-    """Return the length of the common prefix. The prompt's last token is the root and stays out of the cache."""
-    longest = min(len(cached), len(prompt) - 1)
+    longest = min(len(cached), len(prompt))
     return next((i for i in range(longest) if cached[i] != prompt[i]), longest)

@@ -60,9 +60,7 @@ class Engine:
         self.late = reads_late(target.device) if late is None else late
         self.joins_prompts = joins_prompts(target.device)
         self.unread: Launched | None = None
-        needs = drafter.needs
-        always_read = int(needs.prompt != "none")
-        self.slots = Slots(slots, pads=self.loop.captured, reread=needs.reread, always_read=always_read)
+        self.slots = Slots(slots, drafter.needs, pads=self.loop.captured)
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends, target.vocab_size)
         self.clock = 0.0  # seconds spent in rounds; requests are timed by it

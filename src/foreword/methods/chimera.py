@@ -125,7 +125,7 @@ class Chimera(Drafter):
         self.wants_cost = rows is None
         self.vocabulary = VocabularyHead()
         self.heads, self.labels, self.anchors = heads, labels, anchors
-        self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", reread=1)
+        self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", follower=True)
         template = level_paths(EAGLE_COUNTS, USUAL_RATES) if paths is None else paths
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, template)
         self.plan.check("chimera")

@@ -146,7 +146,7 @@ class Clover2(Drafter):
         self.wants_cost = rows is None
         self.vocabulary = VocabularyHead()
         self.heads, self.fuse, self.labels, self.regression = heads, fuse, labels, regression
-        self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", reread=1)
+        self.needs = Needs(hidden=True, taps=tuple(sorted(set(taps))), prompt="all", follower=True)
         template = level_paths(EAGLE_COUNTS, USUAL_RATES) if paths is None else paths
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, template, gain=GAIN)
         self.plan.check("clover2")

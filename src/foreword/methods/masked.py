@@ -136,8 +136,8 @@ class Masked(Drafter):
         self.given = given if given is not None else 0.5 if steps > 1 else 0.0
         self.taps = None if taps is None else tuple(taps)
         self._check()
-        # The rows of the last round, at most the root's and a block's, are read with the next block, or never.
-        self.needs = Needs(hidden=True, taps=tuple(sorted(set(self.taps or ()))), prompt="all", reread=block + 1)
+        taps_read = tuple(sorted(set(self.taps or ())))
+        self.needs = Needs(hidden=True, taps=taps_read, prompt="all", follower=True, deferred=True)
         self.plan = TreePlan(tree, rows, width, USUAL_RATES, paths)
         self.plan.check("masked")
         named = None if taps is None else list(self.needs.taps)

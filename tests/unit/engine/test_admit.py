@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from doubles import CONTEXT, END, SAMPLINGS
+from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
 from foreword.core.state import State
 from foreword.engine.admit import Slots, admit
@@ -77,9 +78,21 @@ def test_rows_that_are_always_read() -> None:
     """A drafter that wants to see the row before the root sees it, though the slot holds it already."""
     for prompt, reused in (((5, 6, 7, 8), 2), ((5, 6, 9, 8), 2), ((5, 6), 0), ((5,), 0)):
         slots, entering = free_slots((5, 6, 7)), running(prompt, reuse=True)
-        slots.always_read = 1
+        slots.needs = Needs(prompt="last")
         slots.take(entering)
         assert entering.reused == entering.prefilled == reused
+
+
+@pytest.mark.parametrize(("prompt", "reused"), [((5, 6, 7, 8, 9, 1), 3), ((5, 6, 7, 8, 4), 3), ((5, 6, 7, 4), 2)])
+def test_rows_that_the_drafter_lacks_are_read_again(prompt: tuple[int, ...], reused: int) -> None:
+    """It has not read the two rows of the last round, and the last common row may have another follower now."""
+    slots, first, entering = Slots(1, Needs(follower=True, deferred=True)), running((5, 6, 7)), running(prompt, reuse=True)
+    slots.take(first)
+    first.prefilled, first.tokens, first.accepted = 2, [8, 9, 2], [1, 2]
+    slots.leave(0)
+    assert slots.free == {0: (5, 6, 7, 8, 9)}
+    slots.take(entering)
+    assert entering.reused == entering.prefilled == reused
 
 
 def test_a_spoilt_slot_is_not_built_upon() -> None:

@@ -56,6 +56,7 @@ def wrap(
     cuda_graphs: bool = True,
     remeasure: bool = False,
     generation_config: bool = True,
+    isolated: bool = False,
     **options: Any,
 ) -> LLM:
     """Use a transformers model that is already in memory. The model is not changed, and its own `generate` still works.
@@ -64,14 +65,15 @@ def wrap(
     are those of `load`. Models that `load` reads are faster, since only those run on Foreword's own kernels.
     """
     cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
-    check_flags(cuda_graphs=cuda_graphs, remeasure=remeasure, generation_config=generation_config)
+    check_flags(cuda_graphs=cuda_graphs, remeasure=remeasure, generation_config=generation_config, isolated=isolated)
     drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(wrap, method, options))
     hf, encoder = check_wrapped(model), Tokenizer(tokenizer)
     target = Model(hf)
     target.dry_run()
     with remeasuring() if remeasure else nullcontext():
         defaults = sampling_defaults(hf) if generation_config else {}
-        return LLM.of(target, encoder, drafter_request, slots, max_context, cuda_graphs, defaults=defaults)
+        capacity = slots, max_context
+        return LLM.of(target, encoder, drafter_request, *capacity, cuda_graphs, defaults=defaults, isolated=isolated)
 
 
 class LLM:
@@ -101,6 +103,7 @@ class LLM:
         token: str | bool | None = None,
         generation_config: bool = True,
         warm_up: bool = False,
+        isolated: bool = False,
         **options: Any,
     ) -> None:
         """Load a model from disk or from the Hugging Face hub.
@@ -123,12 +126,13 @@ class LLM:
         `generation_config`: settings that a request does not give come from the model's generation_config.json. False: they
         are greedy.
         `warm_up`: call `warm_up()` after loading.
+        `isolated`: drafts of a conversation use no tokens of others, so that its speed tells nothing of them. For servers.
         `options`: options of the method. They may be part of its name too, as in "gsd:width=4".
         """
         fused_layers = renamed(options, "fused_layers", fused_layers)
         cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
         check_flags(fused_layers=fused_layers, cuda_graphs=cuda_graphs, remeasure=remeasure)
-        check_flags(generation_config=generation_config, warm_up=warm_up)
+        check_flags(generation_config=generation_config, warm_up=warm_up, isolated=isolated)
         drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
         if threads is not None:
             _set_threads(threads)
@@ -144,7 +148,8 @@ class LLM:
             target = Model(hf, called(folder, model))
             tokenizer = Tokenizer.load(tokenizer_folder(folder))
             defaults = sampling_defaults(hf) if generation_config else {}
-            self._begin(target, tokenizer, drafter_request, slots, max_context, cuda_graphs, reuses, defaults)
+            capacity = slots, max_context
+            self._begin(target, tokenizer, drafter_request, *capacity, cuda_graphs, reuses, defaults, isolated)
         if warm_up:
             self.warm_up()
 
@@ -159,11 +164,12 @@ class LLM:
         cuda_graphs: bool = True,
         reuses: bool = False,
         defaults: dict[str, Any] | None = None,
+        isolated: bool = False,
     ) -> Self:
         """Make an LLM from a loaded model. `reuses`: prompts start from cached rows by default, because that is exact here.
         `defaults`: sampling settings of requests that do not set them."""
         llm = cls.__new__(cls)
-        llm._begin(model, tokenizer, drafter_request, slots, max_context, cuda_graphs, reuses, defaults)
+        llm._begin(model, tokenizer, drafter_request, slots, max_context, cuda_graphs, reuses, defaults, isolated)
         return llm
 
     def _begin(
@@ -176,11 +182,12 @@ class LLM:
         cuda_graphs: bool,
         reuses: bool,
         defaults: dict[str, Any] | None,
+        isolated: bool,
     ) -> None:
         self.sampling_defaults = defaults or {}
         self.model, self.tokenizer = model, tokenizer
         model.use_pieces(lambda: tokenizer.pieces)
-        self._capacity = (slots, max_context)
+        self._capacity, self._isolated = (slots, max_context), isolated
         self._graph, self.reuses = cuda_graphs, reuses
         try:
             self.method, drafter = drafter_request.resolve(model)
@@ -243,6 +250,8 @@ class LLM:
         return self
 
     def _engine_of(self, drafter: Drafter) -> Engine:
+        if self._isolated:
+            drafter.isolate()
         return Engine(self.model, drafter, *self._capacity, graph=self._graph)
 
     @property

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from doubles import SAMPLINGS, VOCABULARY, chain, engine, hf_logits, random_tree, state_of, target
+from doubles import SAMPLINGS, VOCABULARY, chain, engine, fresh, hf_logits, random_tree, state_of, target, tokenizer
+from foreword.api import wrap
 from foreword.core.draft import Draft
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Accepted, Scores
@@ -168,6 +169,18 @@ def test_another_request_in_the_same_slot(mode: str, remembers: bool) -> None:
     drafter.end([0])
     drafter.begin(state)  # nothing of the slot's earlier sequence is reused: length 0
     assert bool(drafter.propose(state).size > 1) == remembers
+
+
+def test_an_isolated_llm_drafts_nothing_from_earlier_requests() -> None:
+    """The second of two equal requests: it is drafted from the first one's tokens, or as if it were the first."""
+    rounds = {}
+    for isolated in (False, True):
+        with wrap(
+            fresh("llama", torch.float64), tokenizer().hf, "token_recycling", rows=8, slots=1, isolated=isolated
+        ) as llm:
+            both = [llm.generate([5, 6, 7, 8], max_new_tokens=24, ignore_eos=True, reuse=False) for _ in range(2)]
+        rounds[isolated] = [one.stats.rounds for one in both]
+    assert rounds[True][0] == rounds[True][1] == rounds[False][0] > rounds[False][1]
 
 
 # What is drafted

@@ -61,6 +61,10 @@ class Drafter:
         """Make buffers for `slots` sequences, settle `shape` and `needs`, and refuse here what cannot work. Another engine
         may call it again: it makes no weights."""
 
+    def isolate(self) -> None:
+        """Keep tokens of one conversation from the drafts of others, whose speed would tell of them. Called before
+        `bind`."""
+
     def prepare(self, target: Target, slots: int) -> None:
         """Build it, unless it is built already, and bind it. Callers that need a drafter use this; methods do not override
         it."""

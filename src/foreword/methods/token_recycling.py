@@ -88,6 +88,9 @@ class TokenRecycling(Drafter):
         self.wants_cost = rows is None
         self.rows, self.mode, self.fade = rows, table, fade
 
+    def isolate(self) -> None:
+        self.mode = "reset" if self.mode == "reset" else "session"
+
     def bind(self, target: Target, slots: int) -> None:
         tables, device = 1 if self.mode == "shared" else slots, target.device
         tokens = torch.zeros(tables, target.vocab_size + 1, CANDIDATES, dtype=torch.int32, device=device)

@@ -1,0 +1,126 @@
+"""The path of a request that generates: body -> fields -> exchange -> runs -> answer.
+
+A request enters before it costs anything. Prompts are encoded and grammars compiled in a thread. Whatever happens, leaving
+the flow aborts the runs that have not ended: within a round when the client leaves, after the limit of time, or when the
+server has drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from foreword.engine.request import Running
+from foreword.errors import ForewordError
+from foreword.serve import sse
+from foreword.serve.errors import ClientGone, Refusal, refused
+from foreword.serve.exchange import Exchange
+from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object, served
+from foreword.serve.flow import Flow
+from foreword.serve.metrics import Followed
+from foreword.serve.service import Service
+
+LARGE_BODY = 1 << 16  # bytes; to parse a larger one here would hold up other requests
+BODY_S = 60.0  # a client that needs longer to send a body only keeps a connection busy
+LONGEST_SESSION = 256  # characters
+
+log = logging.getLogger("foreword.serve")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An endpoint that generates, as an ASGI application. `kind`: of its body. `exchange`: makes the exchange of one."""
+
+    service: Service
+    kind: type[GenerationFields]
+    exchange: Callable[[Service, Any, str | None], Exchange]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        since, request = perf_counter(), Request(scope, receive)
+        fields = await read(request, self.kind, self.service)
+        self.service.check_model(fields.model)
+        try:
+            exchange = self.exchange(self.service, fields, _session(request))
+            async with Flow(receive, self.service.options.request_seconds) as flow:
+                with self.service.admission.enter(flow, len(exchange.prompts) * exchange.samples):
+                    runs = await asyncio.to_thread(self._runs, exchange, names_of(fields))
+                    exchange.begin(runs)
+                    followed = self.service.metrics.follow(runs, since)
+                    if exchange.streams:
+                        await self._stream(exchange, flow, followed, send)
+                    else:
+                        await (await self._whole(exchange, flow, followed))(scope, receive, send)
+        except ClientGone:
+            return
+        except ForewordError as error:
+            raise refused(error, names_of(fields)) from error
+
+    def _runs(self, exchange: Exchange, names: dict[str, str]) -> list[Running]:
+        """Return the checked requests of an exchange, those of a prompt next to each other."""
+        settings = served(exchange.settings(), names)
+        return [run for prompt in exchange.prompts for run in self.service.llm.checked(prompt, settings, exchange.samples)]
+
+    async def _stream(self, exchange: Exchange, flow: Flow, followed: Followed, send: Send) -> None:
+        async with sse.EventStream(send) as stream:
+            try:
+                with followed:
+                    await stream.write(exchange.opening())
+                    async for news in flow.rounds(self.service.llm, followed.runs, self.service.options.keep_alive_seconds):
+                        if news is None:
+                            await stream.write(sse.KEEP_ALIVE)
+                        else:
+                            followed.take(news)
+                            await stream.write(exchange.chunk(news))
+                    await stream.write(exchange.closing())
+            except ClientGone:
+                raise
+            except Exception as error:  # the status is out already: the client hears of it in the stream
+                refusal = refused(error)
+                if refusal.code == "internal_error":
+                    log.error("a stream failed", exc_info=error)
+                await stream.write(exchange.failure(refusal))
+
+    async def _whole(self, exchange: Exchange, flow: Flow, followed: Followed) -> Response:
+        with followed:
+            async for news in flow.rounds(self.service.llm, followed.runs, self.service.options.keep_alive_seconds):
+                if news is not None:
+                    followed.take(news)
+            return json_response(exchange.whole())
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    body = json.dumps(content, allow_nan=False)
+    return Response(body, status, {"Cache-Control": "no-store"}, media_type="application/json")
+
+
+async def read(request: Request, kind: type[Fields], service: Service) -> Fields:
+    """Read and check the body of a request."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await request.body()
+    except TimeoutError as error:
+        raise Refusal(408, f"the body took longer than {BODY_S:g} s", headers={"Connection": "close"}) from error
+
+    def parse() -> tuple[Fields, int]:
+        return checked(read_object(body), kind)
+
+    fields, unknown = await asyncio.to_thread(parse) if len(body) > LARGE_BODY else parse()
+    service.metrics.unknown_fields.inc(unknown)
+    return fields
+
+
+def _session(request: Request) -> str | None:
+    """Return the session that a header names."""
+    session = request.headers.get("x-session-id")
+    if session is not None and len(session) > LONGEST_SESSION:
+        raise Refusal(400, f"the header X-Session-Id is longer than {LONGEST_SESSION} characters; shorten it")
+    return session

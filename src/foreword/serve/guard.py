@@ -1,0 +1,138 @@
+"""Guard: what every request passes before its endpoint, as ASGI middleware: its id, its key, its origin, its size.
+
+Only /health, /ready, /metrics and the page are open to requests without a key. A web page of another origin may ask only if
+the server's options name it: a browser would send its requests to a local server, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from hmac import compare_digest
+from time import perf_counter
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foreword.serve.errors import Refusal
+from foreword.serve.options import digest
+from foreword.serve.service import Service
+
+OPEN = ("/health", "/ready", "/metrics", "/", "/favicon.ico")
+PAGE = "/page/"
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+log = logging.getLogger("foreword.serve")
+
+
+@dataclass(frozen=True)
+class RequestIds:
+    """Give every answer the id of its request, or a new one, and count and log the answer. `known`: the paths to count by."""
+
+    app: ASGIApp
+    service: Service
+    known: frozenset[str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        name = given if REQUEST_ID.fullmatch(given) else f"req-{uuid4().hex}"
+        since, path = perf_counter(), scope["path"]
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = name
+                self.service.metrics.answered(path if path in self.known else "other", message["status"])
+                log.info("%s %r %d %.1f ms %s", scope["method"], path, message["status"], (perf_counter() - since) * 1e3, name)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, named)
+        except Exception:
+            log.error("request %s failed", name)  # its traceback follows
+            raise
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Refuse requests without one of the API keys."""
+
+    app: ASGIApp
+    digests: tuple[bytes, ...]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self.digests and not _is_open(scope) and not self._has_key(Headers(scope=scope)):
+            headers = {"WWW-Authenticate": "Bearer"}
+            message = "this server needs an API key, as in the header `Authorization: Bearer KEY`"
+            raise Refusal(401, message, code="invalid_api_key", headers=headers)
+        await self.app(scope, receive, send)
+
+    def _has_key(self, headers: Headers) -> bool:
+        """Compare with all keys, each in constant time, so that the time tells nothing."""
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = digest(key.strip() if kind.lower() == "bearer" else "")
+        found = [compare_digest(given, one) for one in self.digests]
+        return any(found)
+
+
+def _is_open(scope: Scope) -> bool:
+    path, method = scope["path"], scope["method"]
+    return method in ("GET", "HEAD") and (path in OPEN or path.startswith(PAGE))
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Refuse what web pages of other origins send, unless they are allowed."""
+
+    app: ASGIApp
+    allowed: tuple[str, ...]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if origin is not None and not self._allows(origin, headers.get("host", "")):
+                raise Refusal(403, "pages of this origin may not ask; allow it with --allow-origin", code="origin_not_allowed")
+        await self.app(scope, receive, send)
+
+    def _allows(self, origin: str, host: str) -> bool:
+        if "*" in self.allowed or origin in self.allowed:
+            return True
+        try:
+            return urlsplit(origin).netloc == host
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True)
+class BodyLimit:
+    """Refuse bodies that are too large: by their declared length, or while they come in chunks."""
+
+    app: ASGIApp
+    most: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self.most:
+            raise self._refusal()
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.most:
+                raise self._refusal()
+            return message
+
+        await self.app(scope, counted, send)
+
+    def _refusal(self) -> Refusal:
+        message = f"the body is larger than {self.most} bytes; send less, or start the server with a larger --max-body"
+        return Refusal(413, message, headers={"Connection": "close"})

@@ -1,0 +1,46 @@
+"""The options of a server, and how it keeps API keys. Nothing here needs the extra."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What `foreword serve` may be told. Times are in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    key_digests: tuple[bytes, ...] = field(default=(), repr=False)
+    """`digest` of each API key. None: everyone may ask."""
+
+    allow_origins: tuple[str, ...] = ()
+    """Web pages of these origins may ask; "*" is all of them."""
+
+    served_names: tuple[str, ...] = ()
+    """What clients may call the model; answers have the first. None: its own name."""
+
+    max_queued: int = 256
+    """The most outputs that wait for a slot. A request that would wait behind them is refused."""
+
+    max_body: int = 8 << 20
+    """Bytes of a request's body."""
+
+    request_seconds: float = 600.0
+    """The most time for one request, its wait included."""
+
+    drain_seconds: float = 30.0
+    """How long running requests may go on after a signal to stop."""
+
+    keep_alive_seconds: float = 10.0
+    """A stream without news sends a comment this often, so that no proxy takes it for dead."""
+
+    page: bool = True
+    """Serve the web page at /."""
+
+
+def digest(key: str) -> bytes:
+    """Return what is kept of an API key."""
+    return sha256(key.encode()).digest()

@@ -33,7 +33,7 @@ LIMITS = (
     "reuse",
     "cache_salt",
 )
-CHAT = ("chat_template", "chat_template_kwargs", "tools", "continue_final_message")
+CHAT = ("chat_template", "chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
 PROMPT = ("chat", "sanitize_control_tokens", "truncate_prompt_tokens")
 TEXT = ("stop", "include_stop_str_in_output", "skip_special_tokens")
 SETTINGS = (*SAMPLING, *LIMITS, *TEXT, *PROMPT, *CHAT)
@@ -156,6 +156,9 @@ class Settings(TypedDict, total=False):
 
     continue_final_message: bool
     """Continue the last message, which must be one of the assistant."""
+
+    add_generation_prompt: bool
+    """False: leave out what the chat template writes before an answer. The default is True."""
 
 
 def is_single(prompt: Any) -> bool:

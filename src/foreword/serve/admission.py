@@ -1,7 +1,7 @@
 """Admission: which requests may generate, and the end of all of them when the server stops.
 
-A request enters with the number of its outputs before it costs anything, and leaves when it is answered. A server that starts
-or drains, or whose engine is dead, lets nobody in. When it drains, those that are in may finish for a while.
+A request enters with the number of its outputs before it costs anything, and leaves when it is answered. A server that
+drains, or whose engine is not ready, lets nobody in. When it drains, those that are in may finish for a while.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LONGEST_RETRY_S = 60
 WHY = {
-    "starting": "the model is still being loaded; try again in a moment",
+    "starting": "the engine is starting; try again in a moment",
     "draining": "the server is stopping; ask another one",
     "dead": "the engine has ended; the server has to be started again",
 }
@@ -40,7 +40,7 @@ class Admission:
 
     @property
     def state(self) -> str:
-        """"starting", "ready", "draining" or "dead"."""
+        """ "starting", "ready", "draining" or "dead"."""
         state = self._llm.health.state
         return "draining" if self._draining and state != "dead" else state
 
@@ -69,7 +69,9 @@ class Admission:
             raise Refusal(503, WHY[state], code=state, headers={"Retry-After": "5"})
         most = self._llm.slots + self._max_queued
         if outputs > most:
-            raise Refusal(400, f"the request asks for {outputs} outputs; this server takes at most {most} at a time", param="n")
+            raise Refusal(
+                400, f"the request asks for {outputs} outputs; this server takes at most {most} at a time", param="n"
+            )
         if self.inside + outputs > most:
             wait = math.ceil(min(self._usual_s * self.inside / self._llm.slots, LONGEST_RETRY_S))
             raise Refusal(

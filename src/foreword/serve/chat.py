@@ -35,7 +35,7 @@ class Parser(Protocol):
         """Return the deltas of what was held back, when no more text will come."""
 
 
-class Plain:
+class NoTools:
     """The parser of requests without tools."""
 
     called = False
@@ -66,7 +66,9 @@ class ChatExchange:
         if fields.logprobs:
             found["logprobs"] = fields.top_logprobs or 0
         if fields.reasoning_effort is not None:
-            found["chat_template_kwargs"] = {"reasoning_effort": fields.reasoning_effort} | found.get("chat_template_kwargs", {})
+            found["chat_template_kwargs"] = {"reasoning_effort": fields.reasoning_effort} | found.get(
+                "chat_template_kwargs", {}
+            )
         if fields.prediction is not None:
             found["prediction"] = predicted_text(fields.prediction)
         if fields.response_format is not None:
@@ -82,7 +84,7 @@ class ChatExchange:
         self._parsers: list[Parser] = [self._parser() for _ in runs]
 
     def _parser(self) -> Parser:
-        return Plain() if self._plan is None else self._plan.parser()
+        return NoTools() if self._plan is None else self._plan.parser()
 
     def opening(self) -> bytes:
         ids = {"prompt_token_ids": self._runs[0].request.prompt} if self._fields.return_token_ids else {}
@@ -146,14 +148,14 @@ class ChatExchange:
 
 def merged(deltas: Iterable[Object]) -> Object:
     """Return the message that some deltas make up."""
-    content, calls = "", {}
+    content, calls = "", dict[int, Object]()
     for delta in deltas:
         content += delta.get("content") or ""
         for call in delta.get("tool_calls", ()):
-            found = calls.setdefault(call["index"], {"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+            found = calls.setdefault(call["index"], {"id": "", "type": "function", "function": {}})
             found["id"] = call.get("id") or found["id"]
             for name, text in call.get("function", {}).items():
-                found["function"][name] += text or ""
+                found["function"][name] = found["function"].get(name, "") + (text or "")
     tools = {"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {}
     return {"role": "assistant", "content": content or (None if calls else ""), "refusal": None, **tools}
 

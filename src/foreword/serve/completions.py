@@ -45,54 +45,61 @@ class CompletionExchange:
     def begin(self, runs: list[Running]) -> None:
         self._runs = runs
         self._offsets = [0] * len(runs)  # characters of each output so far
-        self._echoes = [bool(self._fields.echo)] * len(runs)  # the prompt is still to be written
+        self._unwritten: dict[int, list[Event]] = {}  # events that wait for the prompt before them
+        if self._fields.echo:
+            self._unwritten = {index: [] for index in range(len(runs))}
 
     def opening(self) -> bytes:
         return b""
 
     def chunk(self, news: News) -> bytes:
         index = news.output.index
+        if index in self._unwritten and not self._can_echo(news):
+            self._unwritten[index] += news.events
+            return b""
         parts = [self._round(index, events) for events in by_round(news, self._fields)]
         if news.ended:
             run = news.output.run
             parts.append(self._frame(self._choice(index, "", None, run.finish_reason, run.stop_reason)))
         return b"".join(parts)
 
+    def _can_echo(self, news: News) -> bool:
+        """Return whether the prompt can be written. Its log-probabilities may come as late as the end."""
+        run = news.output.run
+        return self._fields.logprobs is None or len(run.prompt_logprobs) == len(run.request.prompt) - 1 or news.ended
+
     def _round(self, index: int, events: list[Event]) -> bytes:
         """Return the event of a round, or nothing if it has nothing to tell."""
-        run, begins = self._runs[index], self._echoes[index]
-        entries: list[Logprob | None] = [*entries_of(events)]
-        tokens, text = tokens_of(events), "".join(event.text for event in events)
-        if begins:
-            self._echoes[index] = False
-            entries, tokens, text = [*self._of_prompt(run), *entries], [*run.request.prompt, *tokens], self._prompt(run) + text
-        logprobs = self._logprobs(index, entries, tokens)
+        echoes = index in self._unwritten
+        events = [*self._unwritten.pop(index, []), *events]
+        found = self._text_of(index, "".join(event.text for event in events), tokens_of(events), entries_of(events), echoes)
         about = traced(events, self._fields)
         ids = {"token_ids": tokens_of(events)} if self._fields.return_token_ids else {}
-        if not (text or about or ids or (logprobs and tokens)):
+        if not (found["text"] or about or ids or (found["logprobs"] and found["logprobs"]["tokens"])):
             return b""
-        return self._frame(self._choice(index, text, logprobs, None, None) | ids, about)
+        return self._frame(self._choice(index, **found) | ids, about)
+
+    def _text_of(self, index: int, text: str, tokens: list[int], entries: list[Logprob], echoes: bool) -> Object:
+        """Return a part of an output and its log-probabilities. `echoes`: with the prompt before it."""
+        run, tokenizer = self._runs[index], self._service.llm.tokenizer
+        whole: list[Logprob | None] = [*entries]
+        if echoes:
+            text = tokenizer.decode(run.request.prompt) + text
+            whole, tokens = [None, *run.prompt_logprobs, *entries], [*run.request.prompt, *tokens]
+        if self._fields.logprobs is None:
+            return {"text": text, "logprobs": None}
+        texts = [tokenizer.token_text(token) for token in tokens]
+        found = of_completion(whole, texts, self._offsets[index])
+        self._offsets[index] += sum(map(len, texts))
+        return {"text": text, "logprobs": found}
 
     def _frame(self, choice: Object, about: Object | None = None) -> bytes:
         return sse.data(self._chunks.one([choice], self._runs, **about or {}))
 
-    def _choice(self, index: int, text: str, logprobs: Object | None, finish: str | None, stop: str | int | None) -> Object:
+    def _choice(
+        self, index: int, text: str, logprobs: Object | None, finish: str | None = None, stop: str | int | None = None
+    ) -> Object:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
-
-    def _of_prompt(self, run: Running) -> list[Logprob | None]:
-        """Return the log-probabilities of the prompt; none if they were not asked for."""
-        return [] if self._fields.logprobs is None else [None, *run.prompt_logprobs]
-
-    def _prompt(self, run: Running) -> str:
-        return self._service.llm.tokenizer.decode(run.request.prompt)
-
-    def _logprobs(self, index: int, entries: list[Logprob | None], tokens: list[int]) -> Object | None:
-        if self._fields.logprobs is None:
-            return None
-        texts = [self._service.llm.tokenizer.token_text(token) for token in tokens]
-        found = of_completion(entries, texts, self._offsets[index])
-        self._offsets[index] += sum(map(len, texts))
-        return found
 
     def closing(self) -> bytes:
         last = self._chunks.last(self._runs)
@@ -105,11 +112,7 @@ class CompletionExchange:
         return self._chunks.whole([self._text(index, run) for index, run in enumerate(self._runs)], self._runs)
 
     def _text(self, index: int, run: Running) -> Object:
-        entries: list[Logprob | None] = [*run.logprobs]
-        tokens, text = run.tokens, run.text
-        if self._fields.echo:
-            entries, tokens, text = [*self._of_prompt(run), *entries], [*run.request.prompt, *tokens], self._prompt(run) + text
-        logprobs = self._logprobs(index, entries, tokens)
-        choice = self._choice(index, text, logprobs, run.finish_reason, run.stop_reason)
+        found = self._text_of(index, run.text, run.tokens, run.logprobs, bool(self._fields.echo))
+        choice = self._choice(index, **found, finish=run.finish_reason, stop=run.stop_reason)
         ids = {"token_ids": run.tokens, "prompt_token_ids": run.request.prompt} if self._fields.return_token_ids else {}
         return choice | ids

@@ -10,7 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from foreword.errors import InputError, NumericsError, QueueFull
+from starlette.responses import Response
+
+from foreword.errors import EngineError, InputError, NumericsError, QueueFull
 
 LONGEST_MESSAGE = 1000
 TYPES = {
@@ -47,8 +49,9 @@ class Refusal(Exception):
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def body(self) -> bytes:
-        return json.dumps(self.content()).encode()
+    def response(self) -> Response:
+        headers = {"Cache-Control": "no-store", **self.headers}
+        return Response(json.dumps(self.content()), self.status, headers, media_type="application/json")
 
 
 class ClientGone(Exception):
@@ -69,6 +72,8 @@ def refused(error: BaseException, fields: Mapping[str, str] | None = None) -> Re
         return Refusal(429, str(error), headers={"Retry-After": str(RETRY_S)})
     if isinstance(error, NumericsError):
         return Refusal(500, str(error), code="numerics_error")
+    if isinstance(error, EngineError):
+        return Refusal(503, str(error), code="engine_error")
     return Refusal(500, "the server failed on this request; its log says why, next to the X-Request-Id of this answer")
 
 

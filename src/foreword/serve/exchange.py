@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -98,8 +98,8 @@ def traced(events: list[Event], fields: GenerationFields) -> Object:
     """Return what a chunk tells about its round, if the client asked for it."""
     if not fields.trace_rounds or not events:
         return {}
-    draft = getattr(events[0], "draft", None)
-    return {"foreword": {"tokens": events[0].tokens, "round": asdict(draft) if is_dataclass(draft) else None}}
+    draft: Any = getattr(events[0], "draft", None)
+    return {"foreword": {"tokens": events[0].tokens, "round": None if draft is None else asdict(draft)}}
 
 
 def tokens_of(events: list[Event]) -> list[int]:

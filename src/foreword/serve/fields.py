@@ -1,8 +1,8 @@
 """The fields of requests: the body of a request -> checked fields, and what of them are settings of `generate`.
 
 The structs list every field that is read; /openapi.json is made from them. A field that is known but not supported is
-refused by name, unless it has a value that changes nothing. A field that nobody knows is ignored, and counted. Null counts as
-not given.
+refused by name, unless it has a value that changes nothing. A field that nobody knows is ignored, and counted. Null counts
+as not given.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class ChatFields(GenerationFields, kw_only=True):
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
-    prediction: Annotated[Object | None, Meta(description="OpenAI's Predicted Outputs: text that is used as a draft.")] = None
+    prediction: Annotated[Object | None, Meta(description="OpenAI's Predicted Outputs: text that is used as a draft.")] = (
+        None
+    )
     reasoning_effort: str | None = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None

@@ -1,7 +1,8 @@
 """Flow: what happens to the runs of one HTTP request, in order: new rounds, pauses, and what ends it before its time.
 
 A task follows each run, one waits for the client to leave, timers remind of the time; all put news into one queue, and the
-handler reads it. So nothing is cancelled to look at a clock, and rounds that come while the handler writes are read together.
+handler reads it. So nothing is cancelled to look at a clock, and rounds that come while the handler writes are read
+together.
 When the block ends, for whatever reason, the engine drops every run that has not finished.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from starlette.types import Receive
@@ -58,12 +58,14 @@ class Flow:
         self._streams: list[AsyncStream] = []
 
     async def __aenter__(self) -> Self:
-        late = Refusal(504, f"the request took longer than {self._seconds:g} s; ask for fewer tokens", code="request_timeout")
+        late = Refusal(
+            504, f"the request took longer than {self._seconds:g} s; ask for fewer tokens", code="request_timeout"
+        )
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end, late)
         self._begin(self._watch())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._timer.cancel()
         for task in self._tasks:
             task.cancel()

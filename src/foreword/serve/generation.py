@@ -26,7 +26,7 @@ from foreword.serve.errors import ClientGone, Refusal, refused
 from foreword.serve.exchange import Exchange
 from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object, served
 from foreword.serve.flow import Flow
-from foreword.serve.metrics import Followed
+from foreword.serve.metrics import Tally
 from foreword.serve.service import Service
 
 LARGE_BODY = 1 << 16  # bytes; to parse a larger one here would hold up other requests
@@ -54,11 +54,11 @@ class Generation:
                 with self.service.admission.enter(flow, len(exchange.prompts) * exchange.samples):
                     runs = await asyncio.to_thread(self._runs, exchange, names_of(fields))
                     exchange.begin(runs)
-                    followed = self.service.metrics.follow(runs, since)
+                    tally = self.service.metrics.follow(runs, since)
                     if exchange.streams:
-                        await self._stream(exchange, flow, followed, send)
+                        await self._stream(exchange, flow, tally, send)
                     else:
-                        await (await self._whole(exchange, flow, followed))(scope, receive, send)
+                        await (await self._whole(exchange, flow, tally))(scope, receive, send)
         except ClientGone:
             return
         except ForewordError as error:
@@ -66,34 +66,35 @@ class Generation:
 
     def _runs(self, exchange: Exchange, names: dict[str, str]) -> list[Running]:
         """Return the checked requests of an exchange, those of a prompt next to each other."""
-        settings = served(exchange.settings(), names)
-        return [run for prompt in exchange.prompts for run in self.service.llm.checked(prompt, settings, exchange.samples)]
+        return self.service.llm.checked(exchange.prompts, served(exchange.settings(), names), exchange.samples)
 
-    async def _stream(self, exchange: Exchange, flow: Flow, followed: Followed, send: Send) -> None:
-        async with sse.EventStream(send) as stream:
-            try:
-                with followed:
-                    await stream.write(exchange.opening())
-                    async for news in flow.rounds(self.service.llm, followed.runs, self.service.options.keep_alive_seconds):
-                        if news is None:
-                            await stream.write(sse.KEEP_ALIVE)
-                        else:
-                            followed.take(news)
-                            await stream.write(exchange.chunk(news))
-                    await stream.write(exchange.closing())
-            except ClientGone:
-                raise
-            except Exception as error:  # the status is out already: the client hears of it in the stream
-                refusal = refused(error)
-                if refusal.code == "internal_error":
-                    log.error("a stream failed", exc_info=error)
-                await stream.write(exchange.failure(refusal))
+    async def _stream(self, exchange: Exchange, flow: Flow, tally: Tally, send: Send) -> None:
+        stream = sse.EventStream(send)
+        await stream.begin()
+        try:
+            with tally:
+                await stream.write(exchange.opening())
+                async for news in flow.rounds(self.service.llm, tally.runs, self.service.options.keep_alive_seconds):
+                    if news is None:
+                        await stream.write(sse.KEEP_ALIVE)
+                    else:
+                        tally.take(news)
+                        await stream.write(exchange.chunk(news))
+                await stream.write(exchange.closing())
+        except ClientGone:
+            raise
+        except Exception as error:  # the status is out already: the client hears of it in the stream
+            refusal = refused(error)
+            if refusal.code == "internal_error":
+                log.error("a stream failed", exc_info=error)
+            await stream.write(exchange.failure(refusal))
+        await stream.end()
 
-    async def _whole(self, exchange: Exchange, flow: Flow, followed: Followed) -> Response:
-        with followed:
-            async for news in flow.rounds(self.service.llm, followed.runs, self.service.options.keep_alive_seconds):
+    async def _whole(self, exchange: Exchange, flow: Flow, tally: Tally) -> Response:
+        with tally:
+            async for news in flow.rounds(self.service.llm, tally.runs, self.service.options.keep_alive_seconds):
                 if news is not None:
-                    followed.take(news)
+                    tally.take(news)
             return json_response(exchange.whole())
 
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.serve.errors import Refusal
+from foreword.serve.errors import Refusal, refused
 from foreword.serve.options import digest
 from foreword.serve.service import Service
 
@@ -30,7 +30,7 @@ log = logging.getLogger("foreword.serve")
 
 @dataclass(frozen=True)
 class RequestIds:
-    """Give every answer the id of its request, or a new one, and count and log the answer. `known`: the paths to count by."""
+    """Give every answer the id of its request, or a new one. Count and log answers. `known`: the paths to count by."""
 
     app: ASGIApp
     service: Service
@@ -47,14 +47,37 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = name
                 self.service.metrics.answered(path if path in self.known else "other", message["status"])
-                log.info("%s %r %d %.1f ms %s", scope["method"], path, message["status"], (perf_counter() - since) * 1e3, name)
+                log.info(
+                    "%s %r %d %.1f ms %s", scope["method"], path, message["status"], (perf_counter() - since) * 1e3, name
+                )
+            await send(message)
+
+        await self.app(scope, receive, named)
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Turn exceptions into answers, as long as none has begun."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
             await send(message)
 
         try:
-            await self.app(scope, receive, named)
-        except Exception:
-            log.error("request %s failed", name)  # its traceback follows
-            raise
+            await self.app(scope, receive, noted)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            refusal = refused(error)
+            if refusal.code == "internal_error":
+                log.error("%s %r failed", scope["method"], scope["path"], exc_info=error)
+            await refusal.response()(scope, receive, send)
 
 
 @dataclass(frozen=True)
@@ -96,7 +119,9 @@ class Origins:
             headers = Headers(scope=scope)
             origin = headers.get("origin")
             if origin is not None and not self._allows(origin, headers.get("host", "")):
-                raise Refusal(403, "pages of this origin may not ask; allow it with --allow-origin", code="origin_not_allowed")
+                raise Refusal(
+                    403, "pages of this origin may not ask; allow it with --allow-origin", code="origin_not_allowed"
+                )
         await self.app(scope, receive, send)
 
     def _allows(self, origin: str, host: str) -> bool:

@@ -30,8 +30,9 @@ def of_chat(tokenizer: Tokenizer, entries: Iterable[Logprob]) -> list[Object]:
 
 
 def of_completion(entries: Sequence[Logprob | None], texts: Sequence[str], offset: int) -> Object:
-    """Return `logprobs` of a completion. An entry is None at the first token of a prompt, which nothing precedes. `texts`: of
-    the tokens. `offset`: the characters before them."""
+    """Return `logprobs` of a completion. An entry is None at the first token of a prompt, which nothing precedes.
+
+    `texts`: of the tokens. `offset`: the characters before them."""
     offsets = []
     for text in texts:
         offsets.append(offset)

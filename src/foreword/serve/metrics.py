@@ -6,7 +6,7 @@ others begin with `foreword:`. A round counts as soon as its client could have s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
@@ -20,7 +20,7 @@ from foreword.serve.errors import ClientGone, Refusal
 from foreword.serve.flow import News
 
 if TYPE_CHECKING:
-    from foreword.serve.async_llm import Health
+    from foreword.serve.async_llm import AsyncLLM
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, *SECONDS[:11])
@@ -29,11 +29,11 @@ MOST_POSITIONS = 32  # a counter each; later positions share the last one
 
 
 class Metrics:
-    """All metrics of one server. `model`: its name, a label of every metric."""
+    """All metrics of one server. The name of its model is a label of every metric."""
 
-    def __init__(self, model: str, health: Callable[[], Health]) -> None:
+    def __init__(self, llm: AsyncLLM) -> None:
         self.registry = CollectorRegistry()
-        self._model, self._health = model, health
+        self._llm, self._model = llm, llm.model
         self._speculation()
         self._requests()
         self._engine()
@@ -50,7 +50,9 @@ class Metrics:
         self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self.accepted_tokens = self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         by_position = self._counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Rounds that accepted a draft token at this position.", "position"
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Rounds that accepted a draft token at this position.",
+            "position",
         )
         self.by_position = [by_position.labels(self._model, str(position)) for position in range(MOST_POSITIONS)]
         self.rounds = self._counter("foreword:rounds", "Rounds, counted once per output in them.")
@@ -80,13 +82,10 @@ class Metrics:
         self.unknown_fields = self._counter("foreword:unknown_fields", "Fields of requests that nobody knows; ignored.")
 
     def _engine(self) -> None:
-        gauges = {
-            "requests_running": "Outputs in a slot.",
-            "requests_waiting": "Outputs that wait for a slot.",
-            "cache_rows_used": "Cache rows that running outputs use.",
-            "cache_rows": "Cache rows in all.",
-        }
-        self._gauges = {name: self._labelled(Gauge, f"foreword:{name}", text) for name, text in gauges.items()}
+        self._running = self._labelled(Gauge, "foreword:requests_running", "Outputs in a slot.")
+        self._waiting = self._labelled(Gauge, "foreword:requests_waiting", "Outputs that wait for a slot.")
+        self._rows_used = self._labelled(Gauge, "foreword:cache_rows_used", "Cache rows that running outputs use.")
+        self._rows_in_all = self._labelled(Gauge, "foreword:cache_rows", "Cache rows of all slots.")
         self._ready = self._labelled(Gauge, "foreword:ready", "1 if the engine serves requests.")
 
     def aborted(self, reason: str, count: int = 1) -> None:
@@ -97,17 +96,17 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics as Prometheus reads them."""
-        health = self._health()
-        load = {"running": health.running, "waiting": health.waiting}
-        for name, gauge in self._gauges.items():
-            short = name.removeprefix("requests_")
-            gauge.set(load[short] if short in load else getattr(health, name))
+        health = self._llm.health
+        self._running.set(health.load.running)
+        self._waiting.set(health.load.waiting)
+        self._rows_used.set(health.load.cache_rows)
+        self._rows_in_all.set(self._llm.cache_rows)
         self._ready.set(health.state == "ready")
         return generate_latest(self.registry)
 
-    def follow(self, runs: Sequence[Running], since: float) -> Followed:
+    def follow(self, runs: Sequence[Running], since: float) -> Tally:
         """Follow the runs of a request that came at `since`, by `perf_counter`."""
-        return Followed(self, runs, since)
+        return Tally(self, runs, since)
 
     def ended(self, reason: str) -> None:
         self._outputs.labels(self._model, reason).inc()
@@ -123,7 +122,7 @@ class Seen:
     ended: bool = False
 
 
-class Followed:
+class Tally:
     """Counts what runs do while they run. In a `with` block: what has not ended when an error leaves it was aborted."""
 
     def __init__(self, metrics: Metrics, runs: Sequence[Running], since: float) -> None:

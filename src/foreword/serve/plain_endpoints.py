@@ -26,19 +26,16 @@ class PlainEndpoints:
     service: Service
 
     async def models(self, request: Request) -> Response:
-        self._check_started()
         cards = [{"id": name, **self.service.card()} for name in self.service.names]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        self._check_started()
         name = request.path_params["model"]
         self.service.check_model(name)
         return json_response({"id": name, **self.service.card()})
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text, or of chat messages as the model reads them."""
-        self._check_started()
         fields = await read(request, TokenizeFields, self.service)
         self.service.check_model(fields.model)
         try:
@@ -70,7 +67,6 @@ class PlainEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
-        self._check_started()
         fields = await read(request, DetokenizeFields, self.service)
         self.service.check_model(fields.model)
         vocabulary = self.service.llm.limits.vocabulary
@@ -78,11 +74,6 @@ class PlainEndpoints:
             raise Refusal(400, f"token id {outside[0]} is outside the vocabulary of {vocabulary}", param="tokens")
         text = await asyncio.to_thread(self.service.llm.tokenizer.decode, fields.tokens, False)
         return json_response({"prompt": text})
-
-    def _check_started(self) -> None:
-        """Refuse what needs the tokenizer while it is being loaded."""
-        if self.service.admission.state == "starting":
-            raise Refusal(503, "the model is still being loaded; try again in a moment", code="starting")
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while the engine lives."""

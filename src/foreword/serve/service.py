@@ -35,7 +35,7 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: what outputs depend on, besides the request. The method is no part of it."""
-        return "fp_" + sha256(f"{__version__} {self.llm.model}".encode()).hexdigest()[:12]
+        return "fp_" + sha256(f"{__version__} {self.llm.fingerprint}".encode()).hexdigest()[:12]
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request that names none is for this one."""

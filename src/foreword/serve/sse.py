@@ -6,10 +6,9 @@ Text is escaped to ASCII: some clients split lines at U+2028 and its like, which
 from __future__ import annotations
 
 import json
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import Send
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -38,16 +37,12 @@ class EventStream:
     def __init__(self, send: Send) -> None:
         self._send = send
 
-    async def __aenter__(self) -> Self:
+    async def begin(self) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:
-            await self._send({"type": "http.response.body", "body": b""})
 
     async def write(self, frames: bytes) -> None:
-        if not frames:
-            return
-        message: Message = {"type": "http.response.body", "body": frames, "more_body": True}
-        await self._send(message)
+        if frames:
+            await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})

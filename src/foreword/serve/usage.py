@@ -1,4 +1,4 @@
-"""Usage: what a request cost, in the words of OpenAI, of llama.cpp and of Foreword. In: its runs. Out: parts of an answer."""
+"""Usage: what a request cost, in the words of OpenAI, of llama.cpp and of Foreword."""
 
 from __future__ import annotations
 

@@ -32,19 +32,21 @@ class ChatOptions:
 
     `chat_template`: a Jinja template in place of the model's. `chat_template_kwargs`: variables that the template reads.
     `tools`: what the model may call, as JSON schemas or functions. `continue_final_message`: the last message is the
-    beginning of the answer.
+    beginning of the answer. `add_generation_prompt`: the prompt ends with the beginning of an answer.
     """
 
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     tools: Sequence[Any] | None = None
     continue_final_message: bool = False
+    add_generation_prompt: bool = True
 
     def __post_init__(self) -> None:
         _require(self, "chat_template", str, "a Jinja template as a string")
         _require(self, "chat_template_kwargs", Mapping, "a dict of the template's variables")
         _require(self, "tools", (list, tuple), "a list of JSON schemas or functions")
         _require(self, "continue_final_message", bool, "True or False")
+        _require(self, "add_generation_prompt", bool, "True or False")
         for tool in self.tools or ():
             if not (isinstance(tool, dict) or callable(tool)):
                 raise InputError(f"tools holds {tool!r}; each tool is a JSON schema (a dict) or a function")
@@ -60,7 +62,8 @@ class ChatOptions:
     def arguments(self) -> dict[str, Any]:
         """Return the options as arguments of transformers' `apply_chat_template`."""
         given = {name: getattr(self, name) for name in self.given if name != "chat_template_kwargs"}
-        return {**(self.chat_template_kwargs or {}), **given, "add_generation_prompt": not self.continue_final_message}
+        begins = self.add_generation_prompt and not self.continue_final_message
+        return {**(self.chat_template_kwargs or {}), **given, "add_generation_prompt": begins}
 
 
 def _require(options: ChatOptions, name: str, types: Any, needed: str) -> None:

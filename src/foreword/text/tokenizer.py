@@ -18,6 +18,7 @@ from foreword.text.control_tokens import Marks, control_tokens
 from foreword.text.prompts import Message, check_messages
 from foreword.text.template_limits import ValueTooLarge, limited_values
 from foreword.text.time_limit import TimeLimitReached, within
+from foreword.text.token_bytes import token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,6 +217,11 @@ class Tokenizer:
             alone = both[len(before) :] if both.startswith(before) else self.decode([token], skip_special_tokens=False)
             known = self._token_texts[token] = alone
         return known
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token inside a text; they may be a part of a character."""
+        piece = self.pieces[token] if 0 <= token < len(self.pieces) else ""
+        return token_bytes(piece, self.token_text(token))
 
     @cached_property
     def _letter(self) -> list[int]:

@@ -1,0 +1,85 @@
+"""A server in this process for a tiny model: an httpx client without a network, and a real port for what needs one."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+import foreword
+from foreword.api import LLM
+from foreword.serve.app import app_of
+from foreword.serve.async_llm import AsyncLLM
+from foreword.serve.options import ServeOptions
+from foreword.serve.service import Service
+
+
+@dataclass
+class Client:
+    """Asks an application directly. `service`: its parts."""
+
+    http: httpx.AsyncClient
+    service: Service
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        return await self.http.post(path, content=content, headers={"content-type": "application/json", **headers})
+
+    async def chat(self, content: str = "hello", **fields: Any) -> Any:
+        """Return the answer to a message."""
+        answer = await self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def chunks(self, path: str, **fields: Any) -> list[Any]:
+        """Return the chunks of a stream, [DONE] last."""
+        answer = await self.post(path, {"stream": True, **fields})
+        assert answer.status_code == 200, answer.text
+        return chunks_of(answer.text)
+
+    async def error(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+        """Return the status and the error of a refused request."""
+        answer = await self.post(path, body, **headers)
+        assert answer.headers["content-type"] == "application/json"
+        return answer.status_code, answer.json()["error"]
+
+
+def chunks_of(text: str) -> list[Any]:
+    """Parse the events of a stream; comments are left out."""
+    events = [event for event in text.split("\n\n") if event and not event.startswith(":")]
+    lines = [line for event in events for line in event.split("\n") if line.startswith("data: ")]
+    return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def joined(chunks: list[Any], index: int = 0) -> str:
+    """Return the text of one choice of a stream of a chat or of completions."""
+    choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
+
+
+@pytest.fixture(scope="module")
+def llm(talking: Any, hf_tokenizer: Any, own_home: Any) -> Iterator[LLM]:
+    """An LLM that drafts, with two slots."""
+    with foreword.wrap(talking("llama"), hf_tokenizer, "prompt_lookup", slots=2) as wrapped:
+        yield wrapped
+
+
+Serving = Callable[..., AbstractAsyncContextManager[Client]]
+
+
+@pytest.fixture
+def serving(llm: LLM) -> Serving:
+    """Makes a server for the LLM, or for another one: `async with serving(max_queued=1) as client`."""
+
+    @asynccontextmanager
+    async def serve(other: LLM | None = None, **options: Any) -> AsyncIterator[Client]:
+        async with AsyncLLM.of(other or llm) as engine:
+            app = app_of(engine, ServeOptions(**options))
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                yield Client(http, app.state.service)
+
+    return serve

@@ -32,6 +32,7 @@ from foreword.cli.profile import PROFILE_EXAMPLES, profile
 from foreword.cli.prove import PROVE_EXAMPLES, prove
 from foreword.cli.pull import MODELS_EXAMPLES, PULL_EXAMPLES, models, pull
 from foreword.cli.search import SEARCH_EXAMPLES, search
+from foreword.cli.serve import SERVE_EXAMPLES, serve
 from foreword.cli.train import TRAIN_EXAMPLES, train
 from foreword.errors import ForewordError, ForewordWarning
 
@@ -109,6 +110,7 @@ def _silence_libraries() -> None:
 for command, examples in (
     (generate, GENERATE_EXAMPLES),
     (chat, CHAT_EXAMPLES),
+    (serve, SERVE_EXAMPLES),
     (methods, METHODS_EXAMPLES),
     (models, MODELS_EXAMPLES),
     (pull, PULL_EXAMPLES),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LONGEST_RETRY_S = 60
 WHY = {
     "starting": "the engine is starting; try again in a moment",
+    "switching": "the engine is switching to another method; try again in a moment",
     "draining": "the server is stopping; ask another one",
     "dead": "the engine has ended; the server has to be started again",
 }
@@ -34,15 +35,17 @@ class Admission:
         self._llm, self._max_queued = llm, max_queued
         self._flows: dict[Flow, int] = {}  # requests that are in, with the number of their outputs
         self._usual_s = 1.0  # what a request has taken lately
-        self._draining = False
+        self._draining = self._is_switching = False
         self._empty = asyncio.Event()
         self._empty.set()
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "draining" or "dead"."""
+        """Return "ready", or a key of WHY."""
         state = self._llm.health.state
-        return "draining" if self._draining and state != "dead" else state
+        if state != "ready":
+            return state
+        return "draining" if self._draining else "switching" if self._is_switching else state
 
     @property
     def inside(self) -> int:
@@ -63,6 +66,19 @@ class Admission:
             self._usual_s += (monotonic() - since - self._usual_s) / 8
             if not self._flows:
                 self._empty.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Let nobody in during this block. Refused while anything is in."""
+        if (state := self.state) != "ready":
+            raise Refusal(503, WHY[state], code=state)
+        if self._flows:
+            raise Refusal(409, f"{self.inside} outputs run or wait; try again when they have finished", code="busy")
+        self._is_switching = True
+        try:
+            yield
+        finally:
+            self._is_switching = False
 
     def _check(self, outputs: int) -> None:
         if (state := self.state) != "ready":

@@ -6,77 +6,96 @@ of ours is logged, and its client is told nothing but the id of the request.
 
 from __future__ import annotations
 
-from pathlib import Path
+from importlib import import_module
+from importlib.util import find_spec
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import Response
+from starlette.routing import Route
 
 from foreword.serve.admission import Admission
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.chat import ChatExchange
 from foreword.serve.completions import CompletionExchange
 from foreword.serve.errors import Refusal
-from foreword.serve.fields import ChatFields, CompletionFields
-from foreword.serve.generation import Generation
+from foreword.serve.fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    MethodFields,
+    ResponseFields,
+    TokenizeFields,
+)
+from foreword.serve.generation import Generation, json_response
 from foreword.serve.guard import BodyLimit, Keys, Origins, Refusals, RequestIds
 from foreword.serve.metrics import Metrics
+from foreword.serve.openapi import Endpoint, document
 from foreword.serve.options import ServeOptions
 from foreword.serve.plain_endpoints import PlainEndpoints
+from foreword.serve.responses import ResponseExchange
 from foreword.serve.service import Service
 
-PAGE = Path(__file__).parent / "page"
+OPEN = frozenset({"/health", "/ready", "/metrics"})  # without a key
 
 
 def app_of(llm: AsyncLLM, options: ServeOptions) -> Starlette:
     """Return the application that serves an engine. Its `state.service` has the parts."""
     service = Service(llm, options, Admission(llm, options.max_queued), Metrics(llm))
-    routes = [*_api(service), *(_page() if options.page and PAGE.is_dir() else [])]
-    known = frozenset(route.path for route in routes if isinstance(route, Route))
+    endpoints = _endpoints(service)
+    pages = _pages(options.page)
     cors = Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])
     guards = [
-        Middleware(RequestIds, service=service, known=known),
+        Middleware(RequestIds, metrics=service.metrics, known=frozenset(one.path for one in endpoints)),
         *([cors] if options.allow_origins else []),
         Middleware(Refusals),
         Middleware(Origins, allowed=options.allow_origins),
-        Middleware(Keys, digests=options.key_digests),
+        Middleware(Keys, digests=options.key_digests, open_paths=OPEN | {page.path for page in pages}),
         Middleware(BodyLimit, most=options.max_body),
     ]
+    routes = [*(endpoint.route() for endpoint in endpoints), *pages]
     app = Starlette(routes=routes, middleware=guards, exception_handlers={HTTPException: _refused_by_router})
     app.state.service = service
     return app
 
 
-def _api(service: Service) -> list[BaseRoute]:
+def _endpoints(service: Service) -> list[Endpoint]:
     plain = PlainEndpoints(service)
     chat = Generation(service, ChatFields, ChatExchange)
     completions = Generation(service, CompletionFields, CompletionExchange)
-    return [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/models", plain.models),
-        Route("/v1/models/{model:path}", plain.model),
-        Route("/tokenize", plain.tokenize, methods=["POST"]),
-        Route("/detokenize", plain.detokenize, methods=["POST"]),
-        Route("/health", plain.health),
-        Route("/ready", plain.ready),
-        Route("/version", plain.version),
-        Route("/metrics", plain.metrics),
+    responses = Generation(service, ResponseFields, ResponseExchange)
+
+    async def describe(request: Request) -> Response:
+        return json_response(document(found))
+
+    found = [
+        Endpoint("POST", "/v1/chat/completions", chat, "Continue a conversation.", ChatFields, streams=True),
+        Endpoint("POST", "/v1/completions", completions, "Continue texts.", CompletionFields, streams=True),
+        Endpoint("POST", "/v1/responses", responses, "Continue a conversation of items.", ResponseFields, streams=True),
+        Endpoint("GET", "/v1/models", plain.models, "The model, under all its names."),
+        Endpoint("GET", "/v1/models/{model:path}", plain.model, "The model."),
+        Endpoint("POST", "/tokenize", plain.tokenize, "The tokens of a text or of messages.", TokenizeFields),
+        Endpoint("POST", "/detokenize", plain.detokenize, "The text of tokens.", DetokenizeFields),
+        Endpoint("GET", "/foreword/methods", plain.methods, "The drafting method, and which there are."),
+        Endpoint("POST", "/foreword/method", plain.use_method, "Switch to another method.", MethodFields),
+        Endpoint("GET", "/health", plain.health, "Whether the engine lives."),
+        Endpoint("GET", "/ready", plain.ready, "Whether requests are let in."),
+        Endpoint("GET", "/version", plain.version, "The version of Foreword."),
+        Endpoint("GET", "/metrics", plain.metrics, "Metrics for Prometheus.", kind="text/plain"),
+        Endpoint("GET", "/openapi.json", describe, "This document."),
     ]
+    return found
 
 
-def _page() -> list[BaseRoute]:
-    """Return the routes of the web page: its index, and the files next to it."""
-
-    async def index(request: Request) -> Response:
-        return FileResponse(PAGE / "index.html")
-
-    return [Route("/", index), Mount("/page", StaticFiles(directory=PAGE))]
+def _pages(enabled: bool) -> list[Route]:
+    """Return the routes of the web page, if it is part of this installation."""
+    if find_spec("foreword.serve.static") is None:
+        return []
+    found: list[Route] = import_module("foreword.serve.static").routes(enabled)
+    return found
 
 
 async def _refused_by_router(request: Request, error: Exception) -> Response:

@@ -6,9 +6,7 @@ decided, so it may have several deltas, which are sent one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from foreword.engine.request import Event, Running
 from foreword.requests import Prompt
@@ -19,32 +17,9 @@ from foreword.serve.fields import ChatFields, Object, settings_of
 from foreword.serve.flow import News
 from foreword.serve.logprobs import entries_of, of_chat
 from foreword.serve.service import Service
+from foreword.serve.tool_text import NoTools, Parser, ToolPlan, format_settings, merged, tool_plan
 
 KINDS = ("chatcmpl", "chat.completion.chunk", "chat.completion")
-
-
-class Parser(Protocol):
-    """Finds tool calls in text that comes in pieces. `called`: it has found one."""
-
-    called: bool
-
-    def push(self, text: str) -> list[Object]:
-        """Return the deltas that this text completes."""
-
-    def finish(self) -> list[Object]:
-        """Return the deltas of what was held back, when no more text will come."""
-
-
-class NoTools:
-    """The parser of requests without tools."""
-
-    called = False
-
-    def push(self, text: str) -> list[Object]:
-        return [{"content": text}] if text else []
-
-    def finish(self) -> list[Object]:
-        return []
 
 
 class ChatExchange:
@@ -57,7 +32,7 @@ class ChatExchange:
         self.prompts: list[Prompt] = [fields.messages]
         self.samples, self.streams = fields.n or 1, bool(fields.stream)
         self._chunks = Chunks(service, KINDS, fields.stream_options, self.samples)
-        self._plan: Any = None
+        self._plan: ToolPlan | None = None
         self._runs: list[Running] = []
 
     def settings(self) -> Object:
@@ -146,20 +121,6 @@ class ChatExchange:
         return {"index": index, "message": message, "logprobs": logprobs, **reason, **ids}
 
 
-def merged(deltas: Iterable[Object]) -> Object:
-    """Return the message that some deltas make up."""
-    content, calls = "", dict[int, Object]()
-    for delta in deltas:
-        content += delta.get("content") or ""
-        for call in delta.get("tool_calls", ()):
-            found = calls.setdefault(call["index"], {"id": "", "type": "function", "function": {}})
-            found["id"] = call.get("id") or found["id"]
-            for name, text in call.get("function", {}).items():
-                found["function"][name] = found["function"].get(name, "") + (text or "")
-    tools = {"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {}
-    return {"role": "assistant", "content": content or (None if calls else ""), "refusal": None, **tools}
-
-
 def predicted_text(prediction: Object) -> str:
     """Return the text of OpenAI's `prediction`: {"type": "content", "content": a text, or text parts}."""
     content = prediction.get("content")
@@ -168,24 +129,3 @@ def predicted_text(prediction: Object) -> str:
     if prediction.get("type") != "content" or not all(isinstance(text, str) for text in texts):
         raise Refusal(400, 'prediction must be {"type": "content", "content": a text or text parts}', param="prediction")
     return "".join(text for text in texts if isinstance(text, str))
-
-
-def format_settings(response_format: Object) -> Object:
-    """Return the settings of a `response_format`."""
-    if response_format.get("type") == "text":
-        return {}
-    found: Object = _part("structured", "response_format").settings(response_format)
-    return found
-
-
-def tool_plan(tools: list[Object], choice: str | Object | None, parallel: bool | None) -> Any:
-    """Return how tools are shown to the model, and how its calls are found."""
-    return _part("tools", "tools").settings(tools, choice, parallel)
-
-
-def _part(name: str, field: str) -> Any:
-    """Return a module of this package that needs more than this server has to have."""
-    try:
-        return import_module(f"foreword.serve.{name}")
-    except ImportError as error:
-        raise Refusal(400, f"{field} is not supported by this server", param=field, code="unsupported_field") from error

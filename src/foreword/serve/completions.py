@@ -8,13 +8,14 @@ from __future__ import annotations
 from foreword.engine.request import Event, Logprob, Running
 from foreword.requests import Prompt, listed
 from foreword.serve import sse
-from foreword.serve.chat import format_settings, predicted_text
+from foreword.serve.chat import predicted_text
 from foreword.serve.errors import Refusal
 from foreword.serve.exchange import Chunks, by_round, length_limit, tokens_of, traced
 from foreword.serve.fields import CompletionFields, Object, settings_of
 from foreword.serve.flow import News
 from foreword.serve.logprobs import entries_of, of_completion
 from foreword.serve.service import Service
+from foreword.serve.tool_text import format_settings
 
 KINDS = ("cmpl", "text_completion", "text_completion")
 DEFAULT_TOKENS = 16  # OpenAI's

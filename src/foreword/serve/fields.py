@@ -145,7 +145,12 @@ class DetokenizeFields(Struct, kw_only=True):
     model: str | None = None
 
 
-BODIES = (ChatFields, CompletionFields, ResponseFields, TokenizeFields, DetokenizeFields)
+class MethodFields(Struct, kw_only=True):
+    """The body of POST /foreword/method."""
+
+    method: str
+
+
 Fields = TypeVar("Fields", bound=Struct)
 
 # Fields that are settings of `generate`, under the name that they have there.

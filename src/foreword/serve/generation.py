@@ -26,7 +26,7 @@ from foreword.serve.errors import ClientGone, Refusal, refused
 from foreword.serve.exchange import Exchange
 from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object, served
 from foreword.serve.flow import Flow
-from foreword.serve.metrics import Tally
+from foreword.serve.metrics import Counting
 from foreword.serve.service import Service
 
 LARGE_BODY = 1 << 16  # bytes; to parse a larger one here would hold up other requests
@@ -54,11 +54,11 @@ class Generation:
                 with self.service.admission.enter(flow, len(exchange.prompts) * exchange.samples):
                     runs = await asyncio.to_thread(self._runs, exchange, names_of(fields))
                     exchange.begin(runs)
-                    tally = self.service.metrics.follow(runs, since)
+                    counting = self.service.metrics.follow(runs, since)
                     if exchange.streams:
-                        await self._stream(exchange, flow, tally, send)
+                        await self._stream(exchange, flow, counting, send)
                     else:
-                        await (await self._whole(exchange, flow, tally))(scope, receive, send)
+                        await (await self._whole(exchange, flow, counting))(scope, receive, send)
         except ClientGone:
             return
         except ForewordError as error:
@@ -68,17 +68,17 @@ class Generation:
         """Return the checked requests of an exchange, those of a prompt next to each other."""
         return self.service.llm.checked(exchange.prompts, served(exchange.settings(), names), exchange.samples)
 
-    async def _stream(self, exchange: Exchange, flow: Flow, tally: Tally, send: Send) -> None:
+    async def _stream(self, exchange: Exchange, flow: Flow, counting: Counting, send: Send) -> None:
         stream = sse.EventStream(send)
         await stream.begin()
         try:
-            with tally:
+            with counting:
                 await stream.write(exchange.opening())
-                async for news in flow.rounds(self.service.llm, tally.runs, self.service.options.keep_alive_seconds):
+                async for news in flow.rounds(self.service.llm, counting.runs, self.service.options.keep_alive_seconds):
                     if news is None:
                         await stream.write(sse.KEEP_ALIVE)
                     else:
-                        tally.take(news)
+                        counting.take(news)
                         await stream.write(exchange.chunk(news))
                 await stream.write(exchange.closing())
         except ClientGone:
@@ -90,11 +90,11 @@ class Generation:
             await stream.write(exchange.failure(refusal))
         await stream.end()
 
-    async def _whole(self, exchange: Exchange, flow: Flow, tally: Tally) -> Response:
-        with tally:
-            async for news in flow.rounds(self.service.llm, tally.runs, self.service.options.keep_alive_seconds):
+    async def _whole(self, exchange: Exchange, flow: Flow, counting: Counting) -> Response:
+        with counting:
+            async for news in flow.rounds(self.service.llm, counting.runs, self.service.options.keep_alive_seconds):
                 if news is not None:
-                    tally.take(news)
+                    counting.take(news)
             return json_response(exchange.whole())
 
 

@@ -1,6 +1,6 @@
 """Guard: what every request passes before its endpoint, as ASGI middleware: its id, its key, its origin, its size.
 
-Only /health, /ready, /metrics and the page are open to requests without a key. A web page of another origin may ask only if
+Some paths are open to requests without a key, such as /health and the page. A web page of another origin may ask only if
 the server's options name it: a browser would send its requests to a local server, too.
 """
 
@@ -18,11 +18,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.serve.errors import Refusal, refused
+from foreword.serve.metrics import Metrics
 from foreword.serve.options import digest
-from foreword.serve.service import Service
 
-OPEN = ("/health", "/ready", "/metrics", "/", "/favicon.ico")
-PAGE = "/page/"
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger("foreword.serve")
@@ -33,7 +31,7 @@ class RequestIds:
     """Give every answer the id of its request, or a new one. Count and log answers. `known`: the paths to count by."""
 
     app: ASGIApp
-    service: Service
+    metrics: Metrics
     known: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +44,7 @@ class RequestIds:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = name
-                self.service.metrics.answered(path if path in self.known else "other", message["status"])
+                self.metrics.answered(path if path in self.known else "other", message["status"])
                 log.info(
                     "%s %r %d %.1f ms %s", scope["method"], path, message["status"], (perf_counter() - since) * 1e3, name
                 )
@@ -86,13 +84,17 @@ class Keys:
 
     app: ASGIApp
     digests: tuple[bytes, ...]
+    open_paths: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.digests and not _is_open(scope) and not self._has_key(Headers(scope=scope)):
+        if scope["type"] == "http" and self.digests and not (self._is_open(scope) or self._has_key(Headers(scope=scope))):
             headers = {"WWW-Authenticate": "Bearer"}
             message = "this server needs an API key, as in the header `Authorization: Bearer KEY`"
             raise Refusal(401, message, code="invalid_api_key", headers=headers)
         await self.app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["method"] in ("GET", "HEAD") and scope["path"] in self.open_paths
 
     def _has_key(self, headers: Headers) -> bool:
         """Compare with all keys, each in constant time, so that the time tells nothing."""
@@ -100,11 +102,6 @@ class Keys:
         given = digest(key.strip() if kind.lower() == "bearer" else "")
         found = [compare_digest(given, one) for one in self.digests]
         return any(found)
-
-
-def _is_open(scope: Scope) -> bool:
-    path, method = scope["path"], scope["method"]
-    return method in ("GET", "HEAD") and (path in OPEN or path.startswith(PAGE))
 
 
 @dataclass(frozen=True)

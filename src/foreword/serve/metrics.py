@@ -104,9 +104,9 @@ class Metrics:
         self._ready.set(health.state == "ready")
         return generate_latest(self.registry)
 
-    def follow(self, runs: Sequence[Running], since: float) -> Tally:
+    def follow(self, runs: Sequence[Running], since: float) -> Counting:
         """Follow the runs of a request that came at `since`, by `perf_counter`."""
-        return Tally(self, runs, since)
+        return Counting(self, runs, since)
 
     def ended(self, reason: str) -> None:
         self._outputs.labels(self._model, reason).inc()
@@ -122,7 +122,7 @@ class Seen:
     ended: bool = False
 
 
-class Tally:
+class Counting:
     """Counts what runs do while they run. In a `with` block: what has not ended when an error leaves it was aborted."""
 
     def __init__(self, metrics: Metrics, runs: Sequence[Running], since: float) -> None:

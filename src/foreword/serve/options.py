@@ -40,6 +40,12 @@ class ServeOptions:
     page: bool = True
     """Serve the web page at /."""
 
+    switch_methods: bool = False
+    """POST /foreword/method may change the drafting method while nothing runs."""
+
+    log_requests: bool = False
+    """Log a line for each answer."""
+
 
 def digest(key: str) -> bytes:
     """Return what is kept of an API key."""

@@ -10,12 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foreword import __version__
-from foreword.errors import InputError
+from foreword.errors import ForewordError, InputError
+from foreword.methods import all_methods
 from foreword.serve.errors import Refusal, refused
-from foreword.serve.fields import DetokenizeFields, TokenizeFields
+from foreword.serve.fields import DetokenizeFields, MethodFields, TokenizeFields
 from foreword.serve.generation import json_response, read
-from foreword.serve.service import Service
+from foreword.serve.service import VERSION, Service
 from foreword.text import ChatOptions
 
 
@@ -85,8 +85,25 @@ class PlainEndpoints:
         state = self.service.admission.state
         return json_response({"status": state}, 200 if state == "ready" else 503)
 
+    async def methods(self, request: Request) -> Response:
+        """Return the method, and those that there are."""
+        switchable = self.service.options.switch_methods
+        return json_response({"method": self.service.llm.method, "methods": [*all_methods()], "switchable": switchable})
+
+    async def use_method(self, request: Request) -> Response:
+        """Switch to another method while nothing runs."""
+        fields = await read(request, MethodFields, self.service)
+        if not self.service.options.switch_methods:
+            raise Refusal(403, "the method was fixed when the server was started; start it with --switch-methods")
+        async with self.service.admission.alone():
+            try:
+                await self.service.llm.use(fields.method)
+            except ForewordError as error:
+                raise Refusal(400, str(error), param="method") from error
+        return await self.methods(request)
+
     async def version(self, request: Request) -> Response:
-        return json_response({"version": __version__})
+        return json_response({"version": VERSION})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from foreword import __version__
 from foreword.serve.admission import Admission
 from foreword.serve.errors import Refusal
 from foreword.serve.metrics import Metrics
@@ -15,6 +15,8 @@ from foreword.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from foreword.serve.async_llm import AsyncLLM
+
+VERSION = version("foreword")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: what outputs depend on, besides the request. The method is no part of it."""
-        return "fp_" + sha256(f"{__version__} {self.llm.fingerprint}".encode()).hexdigest()[:12]
+        return "fp_" + sha256(f"{VERSION} {self.llm.fingerprint}".encode()).hexdigest()[:12]
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request that names none is for this one."""

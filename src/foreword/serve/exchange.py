@@ -5,9 +5,9 @@ An exchange says what the engine is asked, and writes the answer: as events whil
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -18,6 +18,8 @@ from foreword.serve.fields import GenerationFields, Object, StreamOptions
 from foreword.serve.flow import News
 from foreword.serve.service import Service
 from foreword.serve.usage import cost_of, usage_of
+
+ORIGINS = ("root", "drafter", "lookup", "prediction")  # of a node, by its number in a RoundTrace
 
 
 class Exchange(Protocol):
@@ -98,8 +100,24 @@ def traced(events: list[Event], fields: GenerationFields) -> Object:
     """Return what a chunk tells about its round, if the client asked for it."""
     if not fields.trace_rounds or not events:
         return {}
-    draft: Any = getattr(events[0], "draft", None)
-    return {"foreword": {"tokens": events[0].tokens, "round": None if draft is None else asdict(draft)}}
+    draft = getattr(events[0], "draft", None)
+    return {"foreword": {"tokens": events[0].tokens, "round": None if draft is None else _drawn(draft)}}
+
+
+def _drawn(draft: Any) -> Object:
+    """Return a round's draft as a tree of nodes, in the order of its rows. Node 0 is the root."""
+    columns = zip(draft.tokens, draft.texts, draft.parents, draft.origins, draft.chances, strict=True)
+    nodes = [
+        {
+            "token": token,
+            "text": text,
+            "parent": parent,
+            "origin": ORIGINS[origin],
+            "probability": chance if math.isfinite(chance) else None,
+        }
+        for token, text, parent, origin, chance in columns
+    ]
+    return {"nodes": nodes, "accepted": draft.path, "next": {"token": draft.next, "text": draft.next_text}}
 
 
 def tokens_of(events: list[Event]) -> list[int]:

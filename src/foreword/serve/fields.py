@@ -161,7 +161,7 @@ SETTING_OF = {
 }
 SETTING_OF |= {name: "max_new_tokens" for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")}
 SETTING_OF |= {name: name for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")}
-HINTS = {"session"}  # settings that change no output: an engine without them may leave them out
+HINTS = {"session", "trace_rounds"}  # settings that change no output: an engine without them may leave them out
 
 ONLY_TEXT = "this server reads and writes text only"
 STATELESS = "this server keeps no answers; send the whole conversation"

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 import foreword
+from doubles import Oracle
 from foreword.api import LLM
 from foreword.serve.app import app_of
 from foreword.serve.async_llm import AsyncLLM
@@ -54,17 +55,44 @@ def chunks_of(text: str) -> list[Any]:
     return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def joined(chunks: list[Any], index: int = 0) -> str:
-    """Return the text of one choice of a stream of a chat or of completions."""
-    choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
-    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
+@pytest.fixture(scope="session")
+def joined() -> Callable[..., str]:
+    """Gives the text of one choice of a stream of a chat or of completions."""
+
+    def join(chunks: list[Any], index: int = 0) -> str:
+        choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"] if choice["index"] == index]
+        return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
+
+    return join
 
 
 @pytest.fixture(scope="module")
 def llm(talking: Any, hf_tokenizer: Any, own_home: Any) -> Iterator[LLM]:
-    """An LLM that drafts, with two slots."""
+    """An LLM with two slots."""
     with foreword.wrap(talking("llama"), hf_tokenizer, "prompt_lookup", slots=2) as wrapped:
         yield wrapped
+
+
+@pytest.fixture(scope="module")
+def knowing(talking: Any, hf_tokenizer: Any, own_home: Any) -> Iterator[LLM]:
+    """An LLM whose drafter knows the outputs that `expect` has seen, so that rounds decide several tokens."""
+    with foreword.wrap(talking("llama"), hf_tokenizer, Oracle([], depth=5, lies=3), slots=2) as wrapped:
+        yield wrapped
+
+
+@pytest.fixture
+def expect(knowing: LLM) -> Callable[..., Any]:
+    """Gives what `generate` answers, and tells the drafter: expect(prompt, max_new_tokens=8)."""
+
+    def generate(prompt: Any, **settings: Any) -> Any:
+        results = knowing.generate(prompt, **settings)
+        drafter = knowing.engine.drafter
+        assert isinstance(drafter, Oracle)
+        prefix = prompt if isinstance(prompt[0], int) else knowing.tokenizer.encode(prompt, settings.get("chat", True))
+        drafter.sequences += [prefix + one.tokens for one in (results if isinstance(results, list) else [results])]
+        return results
+
+    return generate
 
 
 Serving = Callable[..., AbstractAsyncContextManager[Client]]

@@ -63,7 +63,8 @@ def shortened(message: str) -> str:
 
 
 def refused(error: BaseException, fields: Mapping[str, str] | None = None) -> Refusal:
-    """Return the answer to an exception. `fields`: the name that the client knows a setting by, if it has another."""
+    """Return the answer to an exception. `fields`: those that the client gave, by the names of
+    their settings."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, InputError):
@@ -78,6 +79,6 @@ def refused(error: BaseException, fields: Mapping[str, str] | None = None) -> Re
 
 
 def _blamed(message: str, fields: Mapping[str, str]) -> str | None:
-    """Return the field that a message begins with: messages about a setting begin with its name."""
-    found = re.match(r"[a-z_]+(?= (is|has|holds|needs|must)\b)", message)
-    return fields.get(found[0]) if found else None
+    """Return the field whose setting a message names first."""
+    found = re.search(rf"\b({'|'.join(map(re.escape, fields))})\b", message) if fields else None
+    return fields[found[0]] if found else None

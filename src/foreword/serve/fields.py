@@ -230,8 +230,8 @@ def settings_of(fields: GenerationFields, session: str | None = None) -> Object:
 
 
 def names_of(fields: GenerationFields) -> dict[str, str]:
-    """Return the fields that a client gave, by the names of their settings."""
-    given = [name for name in fields.__struct_fields__ if getattr(fields, name) is not None]
+    """Return the fields that a client gave, by the names of their settings. Errors blame them."""
+    given = [name for name in fields.__struct_fields__ if name != "model" and getattr(fields, name) is not None]
     return {SETTING_OF.get(name, name): name for name in given}
 
 

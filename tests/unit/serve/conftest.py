@@ -1,5 +1,6 @@
 """A server in this process for a tiny model: an httpx client without a network, and a real port for what needs one."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -8,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 import foreword
 from doubles import Oracle
@@ -15,6 +17,7 @@ from foreword.api import LLM
 from foreword.serve.app import app_of
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.options import ServeOptions
+from foreword.serve.server import listen
 from foreword.serve.service import Service
 
 
@@ -93,6 +96,38 @@ def expect(knowing: LLM) -> Callable[..., Any]:
         return results
 
     return generate
+
+
+@pytest.fixture
+def listening(llm: LLM) -> Callable[..., AbstractAsyncContextManager[tuple[Service, int]]]:
+    """Makes a server on a port of this machine, in the loop of the test: `async with listening() as (service, port)`."""
+
+    @asynccontextmanager
+    async def serve(other: LLM | None = None, **options: Any) -> AsyncIterator[tuple[Service, int]]:
+        async with AsyncLLM.of(other or llm) as engine:
+            app = app_of(engine, ServeOptions(**options))
+            with listen("127.0.0.1", 0) as port:
+                server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+                running = asyncio.create_task(server.serve([port]))
+                try:
+                    yield app.state.service, port.getsockname()[1]
+                finally:
+                    server.should_exit = server.force_exit = True
+                    await running
+
+    return serve
+
+
+async def until(is_true: Callable[[], bool], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not is_true():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture(scope="session", name="until")
+def until_fixture() -> Any:
+    """Waits until something is true."""
+    return until
 
 
 Serving = Callable[..., AbstractAsyncContextManager[Client]]

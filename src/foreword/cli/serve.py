@@ -121,9 +121,7 @@ def serve(model: ModelOptions, method: MethodOptions, server: ServerOptions, slo
 
     options = server.options()
     if options.host not in LOCAL and not options.key_digests:
-        complain(
-            f"everyone who reaches {options.host} may use this server; give it keys: --api-key-file", "warning", "yellow"
-        )
+        complain(f"everyone who reaches {options.host} may use this server; add --api-key-file", "warning", "yellow")
     status = run(_engine(model, method, slots, server.in_process), options, partial(_greet, model.name))
     if status:
         raise typer.Exit(status)
@@ -154,9 +152,10 @@ def _digests(file: Path | None) -> tuple[bytes, ...]:
 
 
 def _engine(model: ModelOptions, method: MethodOptions, slots: int, in_process: bool) -> AsyncLLM:
-    from foreword.serve.async_llm import AsyncLLM  # noqa: PLC0415  imports torch
+    from foreword.api import load  # noqa: PLC0415  imports torch
+    from foreword.serve.async_llm import AsyncLLM  # noqa: PLC0415  as above
 
+    own = method.own() | {"drafter": method.drafter, "rows": method.rows, "slots": slots, "isolated": True}
     if in_process:
-        return AsyncLLM.of(model.load(method, slots, generation_config=True))
-    own = method.own() | {"drafter": method.drafter, "rows": method.rows, "slots": slots}
+        return AsyncLLM.of(load(model.model, method.method, **model.where(), **own))
     return AsyncLLM(model.model, method.method, **model.where(), **own)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, *SECONDS[:11])
 PER_ROUND = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+ABORTS = ("client", "timeout", "drain", "nan", "error")
 MOST_POSITIONS = 32  # a counter each; later positions share the last one
 
 
@@ -78,6 +79,8 @@ class Metrics:
         }
         self._outputs = self._counter("foreword:outputs", "Outputs that ended by themselves, by reason.", "reason")
         self._aborts = self._counter("foreword:aborts", "Outputs that were ended before their time, by reason.", "reason")
+        for reason in ABORTS:  # so that each is there from the start, at 0
+            self._aborts.labels(self._model, reason)
         self._responses = self._counter("foreword:responses", "Answers, by endpoint and status.", "endpoint", "status")
         self.unknown_fields = self._counter("foreword:unknown_fields", "Fields of requests that nobody knows; ignored.")
 
@@ -186,5 +189,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, NumericsError):
         return "nan"
     if isinstance(error, Refusal):
-        return {503: "drain", 504: "timeout"}.get(error.status, "refused")
+        return {503: "drain", 504: "timeout"}.get(error.status, "error")
     return "error"

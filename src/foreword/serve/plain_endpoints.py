@@ -76,9 +76,9 @@ class PlainEndpoints:
         return json_response({"prompt": text})
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 while the engine lives."""
+        """Answer 200 while the engine lives; 503 if it is dead, or is being started again."""
         state = self.service.admission.state
-        return json_response({"status": state}, 503 if state == "dead" else 200)
+        return json_response({"status": state}, 503 if state in ("dead", "starting") else 200)
 
     async def ready(self, request: Request) -> Response:
         """Answer 200 while requests are let in."""

@@ -2,7 +2,7 @@
 
 The port is taken before the model is loaded, so that a busy one is known at once. While the model loads, /health answers,
 and everything else is refused. After SIGTERM or Ctrl-C the server drains: running requests may finish, new ones are refused.
-A second signal ends it at once. If the engine dies for good, the server ends with status 1.
+A second signal ends them. If the engine dies for good, the server ends with status 1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -52,17 +51,19 @@ class Gate:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server whose signals drain it first. `drain`: begins that; None while nothing can run yet."""
+    """A uvicorn server that signals drain. `drain`: lets running requests finish within some seconds; None before anything
+    runs."""
 
-    drain: Callable[[], None] | None = None
+    drain: Callable[[float], None] | None = None
+    drain_seconds = 0.0
     signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signals += 1
-        if self.signals == 1 and self.drain is not None:
-            self.drain()
+        if self.drain is None or self.signals > 2:
+            self.should_exit = self.force_exit = True
         else:
-            self.should_exit, self.force_exit = True, self.signals > 1
+            self.drain(self.drain_seconds if self.signals == 1 else 0.0)
 
 
 def run(llm: AsyncLLM, options: ServeOptions, ready: Callable[[str], None] = lambda address: None) -> int:
@@ -127,21 +128,19 @@ def _open(llm: AsyncLLM, options: ServeOptions, gate: Gate, server: DrainingServ
     loop = asyncio.get_running_loop()
     tasks: list[asyncio.Task[None]] = []
 
-    async def drain() -> None:
-        await app.state.service.admission.drain(options.drain_seconds)
+    async def drain(seconds: float) -> None:
+        await app.state.service.admission.drain(seconds)
         server.should_exit = True
 
-    def begin() -> None:
-        log.warning("draining: running requests have %g s to finish", options.drain_seconds)
-        tasks.append(loop.create_task(drain()))
+    def begin(seconds: float) -> None:
+        log.warning("stopping: running requests have %g s to finish", seconds)
+        tasks.append(loop.create_task(drain(seconds)))
 
-    server.drain = partial(_call_soon, loop, begin)
+    def wake(seconds: float) -> None:  # in a signal handler
+        loop.call_soon_threadsafe(begin, seconds)
+
+    server.drain, server.drain_seconds = wake, options.drain_seconds
     gate.app = app
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
-    """Wake an event loop from a signal handler."""
-    loop.call_soon_threadsafe(work)
 
 
 async def _until_ended(llm: AsyncLLM, http: asyncio.Task[None]) -> int:

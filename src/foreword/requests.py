@@ -361,7 +361,8 @@ def _with_prediction(tokenizer: Tokenizer, limits: EngineLimits, own: PromptSett
     if given is None:
         return own
     if isinstance(given, str):
-        limits.check_prediction(-(-len(given) // tokenizer.longest_piece))
+        if len(given) > limits.context * tokenizer.longest_piece:
+            raise InputError(limits.prediction_too_long(f"{len(given)} characters"))
         ids = tokenizer.piece_ids(given)
     else:
         ids = _prediction_ids(limits, given)
@@ -371,7 +372,8 @@ def _with_prediction(tokenizer: Tokenizer, limits: EngineLimits, own: PromptSett
 def _prediction_ids(limits: EngineLimits, given: Any) -> tuple[int, ...]:
     if not isinstance(given, list | tuple):
         raise InputError(f"prediction is of type {type(given).__name__}; give a string or a list of token ids")
-    limits.check_prediction(len(given))
+    if len(given) > limits.context:
+        raise InputError(limits.prediction_too_long(f"{len(given)} tokens"))
     for token in given:
         if isinstance(token, bool) or not isinstance(token, SupportsIndex):
             raise InputError(f"prediction holds {token!r}; give a string or a list of token ids")

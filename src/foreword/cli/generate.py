@@ -15,7 +15,17 @@ import typer
 from rich.text import Text
 
 from foreword.cli.console import bar, end_line, figures, note, note_defaults, print_json, screen
-from foreword.cli.options import GENERATION, GenerationOptions, Json, MethodOptions, ModelOptions, Remeasure, Slots, text_of
+from foreword.cli.options import (
+    GENERATION,
+    GenerationOptions,
+    Json,
+    MethodOptions,
+    ModelOptions,
+    Prediction,
+    Remeasure,
+    Slots,
+    text_of,
+)
 from foreword.errors import PromptError
 
 if TYPE_CHECKING:
@@ -66,15 +76,7 @@ def generate(
             "--raw", metavar="", help="Continue the prompt itself, without the chat template.", rich_help_panel=GENERATION
         ),
     ] = False,
-    prediction: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A text that the output is expected to repeat for the most part, such as a file that the prompt asks to "
-            "change. prompt_lookup and echo draft from it; the output is the same. Default: none.",
-            rich_help_panel=GENERATION,
-        ),
-    ] = None,
+    prediction: Prediction = None,
     slots: Slots = 4,
     remeasure: Remeasure = False,
     trace: Annotated[

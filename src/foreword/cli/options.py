@@ -43,6 +43,14 @@ Remeasure = Annotated[
         help="Measure again what rounds cost on this machine, and replace the stored figures. The first load measures them.",
     ),
 ]
+Prediction = Annotated[
+    Path | None,
+    _of_generation(
+        metavar="FILE",
+        help="A text that the output is expected to repeat for the most part, such as a file that the prompt asks to "
+        "change. prompt_lookup and echo draft from it; the output is the same. Default: none.",
+    ),
+]
 Slots = Annotated[int, _of_model(min=1, metavar="N", help="Batch size: the number of requests that run at the same time.")]
 
 

@@ -114,7 +114,8 @@ class EngineLimits:
             raise InputError("bad_words needs a tokenizer; give the token ids of each word as bad_word_ids")
         for word in sampling.bad_word_ids or ():
             self._check_ids("bad_word_ids", word)
-        self.check_prediction(len(request.prediction))
+        if len(request.prediction) > self.context:
+            raise InputError(self.prediction_too_long(f"{len(request.prediction)} tokens"))
         self._check_ids("prediction", request.prediction)
         self._check_that_tokens_are_left(request)
 
@@ -125,12 +126,9 @@ class EngineLimits:
                 f"allowed_token_ids has {len(allowed)} token ids; the model's vocabulary has only {self.vocabulary}"
             )
 
-    def check_prediction(self, tokens: int) -> None:
-        """Refuse a prediction that is longer than the context."""
-        if tokens > self.context:
-            raise InputError(
-                f"prediction has {tokens} tokens, the context holds {self.context}, the prompt included; give a part of it"
-            )
+    def prediction_too_long(self, size: str) -> str:
+        """Return the error message for a prediction of that size."""
+        return f"prediction has {size}, the context holds {self.context} tokens, prompt included; give a part of it"
 
     def _check_that_tokens_are_left(self, request: Request) -> None:
         """Refuse settings under which there may be no token to sample."""

@@ -100,9 +100,10 @@ def _logprobs(logits: Tensor, accepted: Accepted, tokens: Tensor, top: int) -> d
 
 
 def _predicted(draft: Draft, accepted: Accepted) -> dict[str, Tensor]:
-    """Return which accepted draft tokens came from the predictions of their requests."""
+    """Return how many accepted draft tokens came from the predictions of their requests. A chain begins at the root, so they
+    are the first ones of the round."""
     of_path = draft.origins.gather(1, accepted.path) == PREDICTION
-    return {"predicted": (of_path & accepted.kept)[:, 1:]}
+    return {"predicted": (of_path & accepted.kept).sum(1)}
 
 
 def _trace(draft: Draft, logits: Tensor, accepted: Accepted) -> dict[str, Tensor]:

@@ -99,7 +99,8 @@ def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[
             event.logprobs = _logprobs(emission, index, event.tokens, running.request)
             running.logprobs += event.logprobs
         if emission.predicted is not None:
-            running.predicted += int(emission.predicted[index, : len(event.tokens)].sum())
+            event.predicted = min(int(emission.predicted[index]), len(event.tokens))
+            running.predicted += event.predicted
         if running.request.trace_rounds:
             event.draft = _trace(emission, index, running.request)
     return events
@@ -214,6 +215,11 @@ def _trace(emission: Emission, index: int, request: Request) -> RoundTrace:
     tokens, parents, origins = emission.nodes[index, :size].T.tolist()
     path, chances = emission.path[index, :count].tolist(), emission.chances[index, 1:size].tolist()
     trace = RoundTrace(tokens, parents, origins, [1.0, *chances], path, int(emission.tokens[index, count - 1]))
+    return with_texts(trace, request)
+
+
+def with_texts(trace: RoundTrace, request: Request) -> RoundTrace:
+    """Add the texts of tokens to a trace, if the request has a tokenizer."""
     return trace if request.stream is None else trace.spelled(request.stream.token_text)
 
 

@@ -247,4 +247,5 @@ class Event:
     tokens: list[int]
     text: str
     logprobs: Sequence[Logprob] = ()  # of the tokens, if the request asked for them
+    predicted: int = 0  # how many of the tokens, the first ones, were drafted from the request's prediction
     draft: RoundTrace | None = None  # the draft of the round, if the request asked for it

@@ -20,6 +20,7 @@ from doubles import END, random_tree, target
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Graft, on_device
 from foreword.core.sampling import Sampling
+from foreword.core.sampling_table import SlotOptions
 from foreword.core.scores import Accepted, Emission
 from foreword.core.state import Batch, State
 from foreword.drafting.heads import remember
@@ -41,6 +42,8 @@ from foreword.ops.flights import NONE, Flight, FlightColumns, board, continued, 
 from foreword.ops.growth import RankPaths, TorchTrees
 from foreword.ops.growth import filled as filled_by_torch
 from foreword.ops.growth import likeliest_paths as paths_by_torch
+from foreword.ops.lookup import Predictions
+from foreword.ops.lookup import looked_up_in_both as both_by_torch
 from foreword.ops.noise import gumbel
 from foreword.ops.pseudo_rows import carried_on as carried_by_torch
 from foreword.ops.recycling import CandidateTable, SlotNoise
@@ -265,7 +268,7 @@ def check_walk(seed: int, device: str, nodes: int, mode: str, noisy: bool) -> No
     given, truth = (Tables(seed, where, mode) for where in (device, "cpu"))
     asked, exact_state = (Round.random(seed, where, 2).state for where in (device, "cpu"))
     if noisy:
-        settings = {slot: (Sampling(one, seed=seed + slot), 0) for slot, one in enumerate((0.8, 0.0, 0.3, 1.3))}
+        settings = {slot: SlotOptions(Sampling(one, seed=seed + slot)) for slot, one in enumerate((0.8, 0.0, 0.3, 1.3))}
         exact_state.table.set_all(settings, torch.arange(4))
         for one in (given, truth):
             one.table.chances.sub_(torch.arange(CANDIDATES, device=one.table.chances.device) / 64)
@@ -307,8 +310,9 @@ def check_learn(seed: int, device: str, nodes: int, mode: str, accepts: bool) ->
 
 
 def check_lookup(seed: int, device: str, nodes: int, match: int, longest: int) -> None:
-    """Check sequences of few token ids, so that matches are frequent; the shortest has nothing before its root."""
-    from foreword.ops.drafting.lookup import looked_up  # noqa: PLC0415
+    """Check sequences of few token ids, so that matches are frequent; the shortest has nothing before its root. Predictions
+    are shorter and longer than the sequences, and one slot has none."""
+    from foreword.ops.drafting.lookup import looked_up, looked_up_in_both  # noqa: PLC0415
 
     generator = torch.Generator().manual_seed(seed)
     drafter = PromptLookup(rows=nodes, max_match=match, min_match=1 + seed % match)
@@ -319,9 +323,18 @@ def check_lookup(seed: int, device: str, nodes: int, match: int, longest: int) -
     state.roots.copy_(state.tokens.gather(1, state.lengths.unsqueeze(1)).squeeze(1))
     state = state.at(Batch.of([3, 0, 4, 1, 2], longest))
     exact = drafter.propose(state)
-    given = (part.to(device) for part in (state.tokens, state.slots, state.lengths, drafter._chain(5)[1]))
+    given = [part.to(device) for part in (state.tokens, state.slots, state.lengths, drafter._chain(5, False).sizes[0])]
     tokens, size = looked_up(*given, nodes, longest)
     assert same(tokens, exact.tokens) and same(size, exact.size)
+
+    predicted = torch.randint(0, 2 + seed % 5, (5, longest + 7), generator=generator)
+    span = torch.randint(0, longest + 7, (5, 2), generator=generator).sort(1).values
+    span[(seed + 1) % 5] = 0
+    sizes = torch.randint(1, nodes + 1, (match + 1,), generator=generator)
+    there = Predictions(*(part.to(device) for part in (predicted, span, sizes)), longest + 7)
+    found = looked_up_in_both(*given, nodes, longest, there)
+    slow = both_by_torch(*(part.cpu() for part in given), nodes, longest, Predictions(predicted, span, sizes, longest + 7))
+    assert all(map(same, found, slow))
 
 
 # The trained methods -----------------------------------------------------------------------------------------------------

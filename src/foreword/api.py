@@ -479,7 +479,7 @@ def _pieces(driver: Driver, run: Running) -> Generator[Piece]:
         while shown < len(run.events):
             event = run.events[shown]
             shown += 1
-            yield Piece(event.text, event.tokens, event.logprobs)
+            yield Piece(event.text, event.tokens, event.logprobs, event.draft)
             driver.wait(has_more)
     finally:
         driver.abort(run)
@@ -520,7 +520,7 @@ async def _async_pieces(runner: AsyncRunner, run: Running) -> AsyncGenerator[Pie
         while shown < len(run.events):
             event = run.events[shown]
             shown += 1
-            yield Piece(event.text, event.tokens, event.logprobs)
+            yield Piece(event.text, event.tokens, event.logprobs, event.draft)
             await runner.more(run, shown)
     finally:
         runner.leave(run)

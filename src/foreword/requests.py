@@ -32,11 +32,13 @@ LIMITS = (
     "speculate",
     "reuse",
     "cache_salt",
+    "trace_rounds",
 )
 CHAT = ("chat_template", "chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
 PROMPT = ("chat", "sanitize_control_tokens", "truncate_prompt_tokens")
 TEXT = ("stop", "include_stop_str_in_output", "skip_special_tokens")
-SETTINGS = (*SAMPLING, *LIMITS, *TEXT, *PROMPT, *CHAT)
+PREDICTION = "prediction"
+SETTINGS = (*SAMPLING, *LIMITS, *TEXT, *PROMPT, *CHAT, PREDICTION)
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # vLLM's and OpenAI's names
 ALL_SAMPLING = "sampling"  # all settings of SAMPLING as one `Sampling` object
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -126,6 +128,13 @@ class Settings(TypedDict, total=False):
 
     cache_salt: str
     """Reuse only sequences of requests with the same salt."""
+
+    prediction: str | Sequence[int] | None
+    """What the output is expected to repeat for the most part, as text or token ids: OpenAI's Predicted Outputs. It makes
+    `prompt_lookup` and `echo` faster. The output is the same."""
+
+    trace_rounds: bool
+    """Pieces of a stream carry the draft of their round, and what of it was accepted: `piece.draft`."""
 
     stop: str | Sequence[str] | None
     """Strings that end the output. The text ends before the first one that appears."""
@@ -248,6 +257,7 @@ class PromptSettings:
     chat_options: ChatOptions
     sanitize: bool
     keep_last: int | None
+    prediction: str | Sequence[int] | None
     model_defaults: tuple[str, ...]  # sampling settings that come from the model
     has_own_seed: bool = False
 
@@ -267,6 +277,7 @@ class PromptSettings:
             chat_options=ChatOptions(**_subset(settings, CHAT)),
             sanitize=_flag(settings, "sanitize_control_tokens", False),
             keep_last=_keep_last(settings.get("truncate_prompt_tokens")),
+            prediction=settings.get(PREDICTION),
         )
 
     def request(self, tokenizer: Tokenizer, ids: tuple[int, ...], first: int, sample: int) -> Request:
@@ -308,7 +319,8 @@ def _settings_of_one(own: Any, common: dict[str, Any], defaults: Mapping[str, An
 def _checked_settings(
     tokenizer: Tokenizer, limits: EngineLimits, each: list[PromptSettings], count: int
 ) -> list[PromptSettings]:
-    """Check all settings against the engine's limits before any prompt is encoded, and add the token sequences of bad words.
+    """Check all settings against the engine's limits before any prompt is encoded, and encode their bad words and
+    predictions.
 
     count: 1 if all prompts have the same settings; then no place is named. Settings that prompts share are checked once.
     """
@@ -319,7 +331,7 @@ def _checked_settings(
             found.append(found[-1])
             continue
         with _named(EACH, place, count):
-            own = _with_bad_words(tokenizer, given, encoded)
+            own = _with_prediction(tokenizer, limits, _with_bad_words(tokenizer, given, encoded))
             limits.check_settings(own.request(tokenizer, (0,), 0, 0))
         found.append(own)
     return found
@@ -344,6 +356,31 @@ def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
     if not all(found) or max(map(len, found)) > LONGEST_BAD_WORD:
         raise InputError(f"bad_words holds {word[:80]!r}, which must have 1 to {LONGEST_BAD_WORD} tokens; shorten it")
     return found
+
+
+def _with_prediction(tokenizer: Tokenizer, limits: EngineLimits, own: PromptSettings) -> PromptSettings:
+    """Encode the prediction. One that cannot fit is refused before it is encoded, because encoding takes long."""
+    given = own.prediction
+    if given is None:
+        return own
+    if isinstance(given, str):
+        if len(given) > limits.context * tokenizer.longest_piece:
+            raise InputError(limits.prediction_too_long(f"{len(given)} characters"))
+        ids = tokenizer.piece_ids(given)
+    else:
+        ids = _prediction_ids(limits, given)
+    return replace(own, limits=own.limits | {PREDICTION: ids})
+
+
+def _prediction_ids(limits: EngineLimits, given: Any) -> tuple[int, ...]:
+    if not isinstance(given, list | tuple):
+        raise InputError(f"prediction is of type {type(given).__name__}; give a string or a list of token ids")
+    if len(given) > limits.context:
+        raise InputError(limits.prediction_too_long(f"{len(given)} tokens"))
+    for token in given:
+        if isinstance(token, bool) or not isinstance(token, SupportsIndex):
+            raise InputError(f"prediction holds {token!r}; give a string or a list of token ids")
+    return tuple(map(index, given))
 
 
 def _known(settings: dict[str, Any]) -> dict[str, Any]:

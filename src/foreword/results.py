@@ -8,6 +8,7 @@ from typing import Any
 
 from foreword.core.sampling import OPTIONS, Sampling
 from foreword.engine.request import FinishReason, Logprob, Running
+from foreword.engine.round_trace import RoundTrace
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class Stats:
     spec_decode_num_accepted_tokens_per_pos: list[int]
     """Entry i: the number of rounds in which the first i + 1 draft tokens were accepted."""
 
+    accepted_prediction_tokens: int | None = None
+    """Draft tokens from the prediction that were accepted; None without a prediction. OpenAI's field, as the next."""
+
+    rejected_prediction_tokens: int | None = None
+    """Tokens of the prediction that were not."""
+
     @staticmethod
     def of(runs: Running | Iterable[Running]) -> Stats:
         """Count for one request, or for the rounds of several together."""
@@ -65,6 +72,8 @@ class Stats:
         per_position = [sum(kept >= place for kept in drafts) for place in range(1, max(drafts, default=0) + 1)]
         tokens, decode_s = sum(len(run.tokens) for run in runs), sum(run.decode_s for run in runs)
         before = [len(drafts), *per_position]
+        with_prediction = [run for run in runs if run.request.prediction]
+        rejected = [max(len(run.request.prediction) - run.predicted, 0) for run in with_prediction]
         return Stats(
             new_tokens=tokens,
             rounds=len(rounds),
@@ -80,6 +89,8 @@ class Stats:
             spec_decode_num_draft_tokens=sum(drafted for _, drafted in rounds),
             spec_decode_num_accepted_tokens=sum(drafts),
             spec_decode_num_accepted_tokens_per_pos=per_position,
+            accepted_prediction_tokens=sum(run.predicted for run in with_prediction) if with_prediction else None,
+            rejected_prediction_tokens=sum(rejected) if with_prediction else None,
         )
 
 
@@ -157,6 +168,7 @@ class Result:
         """Return the result as `foreword generate --json` prints it."""
         found = {name: value for name, value in asdict(self).items() if value is not None or name not in OPTIONAL}
         found["sampling"] = _shown(self.sampling)
+        found["stats"] = {name: value for name, value in found["stats"].items() if value is not None}
         return found
 
 
@@ -182,7 +194,12 @@ class Piece(str):
     logprobs: Sequence[Logprob]
     """One entry per token, if `logprobs` was set."""
 
-    def __new__(cls, text: str, tokens: list[int], logprobs: Sequence[Logprob] = ()) -> Piece:
+    draft: RoundTrace | None
+    """The draft of the round, and what of it was accepted, if `trace_rounds` was set."""
+
+    def __new__(
+        cls, text: str, tokens: list[int], logprobs: Sequence[Logprob] = (), draft: RoundTrace | None = None
+    ) -> Piece:
         piece = super().__new__(cls, text)
-        piece.tokens, piece.logprobs = tokens, logprobs
+        piece.tokens, piece.logprobs, piece.draft = tokens, logprobs, draft
         return piece

@@ -37,6 +37,7 @@ class Traced(Drafter):
     def bind(self, target: Target, slots: int) -> None:
         self.inner.prepare(target, slots)
         self.shape, self.needs, self.pipelining = self.inner.shape, self.inner.needs, self.inner.pipelining
+        self.predicts = self.inner.predicts
 
     def begin(self, state: State) -> None:
         for slot in state.batch.ids:

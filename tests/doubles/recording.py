@@ -47,6 +47,7 @@ class Recorder(Drafter):
     def bind(self, target: Target, slots: int) -> None:
         self.inner.prepare(target, slots)
         self.shape, self.needs, self.pipelining = self.inner.shape, self.asked or self.inner.needs, self.inner.pipelining
+        self.predicts = self.inner.predicts
 
     def begin(self, state: State) -> None:
         self.began.append(state.batch.ids)

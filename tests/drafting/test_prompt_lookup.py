@@ -117,10 +117,11 @@ def test_a_fixed_round_has_the_rows_that_usually_pay_off() -> None:
     drafter = bound(curve=CostCurve((1, 64), (1.0, 1 + 63 * price)), min_match=2)
     gains = [(1 + sum(KEPT[:more])) / (1 + more * price) for more in range(16)]
     rows = 1 + gains.index(max(gains))
-    assert 1 < rows < 16 and drafter._rows(1, fixed=True) == (rows, [1, 1, *[rows] * 4])
+    assert 1 < rows < 16 and drafter._rows(1, fixed=True) == (rows, [[1, 1, *[rows] * 4]] * 2)
     assert drafter._rows(4, fixed=True)[0] < rows, "four sequences have four times the rows"
-    assert drafter._rows(1, fixed=False)[0] == 16 and len({*drafter._rows(1, fixed=False)[1]}) > 2
-    assert bound(rows=7, max_match=2)._rows(1, fixed=True) == (7, [1, 7, 7])
+    assert drafter._rows(1, fixed=False)[0] == 16 and len({*drafter._rows(1, fixed=False)[1][0]}) > 2
+    assert drafter._rows(4, fixed=True, predicted=True) == (16, [[1, 1, *[16] * 4]] * 2), "all that there are"
+    assert bound(rows=7, max_match=2)._rows(1, fixed=True) == (7, [[1, 7, 7]] * 2)
 
 
 def test_sampling_makes_no_difference() -> None:

@@ -117,6 +117,35 @@ def test_recorded_drafts_equal_eager_ones(method: str) -> None:
     assert [tokens for tokens, *_ in rounds[1]] == [truth(tiny(family), request, context=256) for request in asked]
 
 
+@pytest.mark.parametrize("method", ["prompt_lookup", slow("echo")])
+def test_recorded_rounds_with_predictions_and_traces(method: str) -> None:
+    """Requests with a prediction, with traces, with both and with neither share a batch. Each round drafts and accepts what
+    it does without graphs, and its trace is the same up to rounding."""
+    outputs = [truth(tiny("llama"), Request(p, SAMPLINGS["greedy"], 20, ignore_eos=True)) for p in prompts(9)]
+    asked = [
+        Request(
+            p,
+            SAMPLINGS["greedy"],
+            20,
+            ignore_eos=True,
+            prediction=(*output[:8], 5, *output[9:]) if i % 2 else (),
+            trace_rounds=i % 3 == 0,
+        )
+        for i, (p, output) in enumerate(zip(prompts(9), outputs, strict=True))
+    ]
+    rounds = []
+    for graph in (False, True):
+        model = Model(on_gpu("llama"))
+        steps = Engine(model, drafter(method, model), slots=2, max_context=200, chunk=7, graph=graph)
+        runs, traces = [steps.add(request) for request in asked], []
+        while steps.busy:
+            traces += [(runs.index(event.running), event.draft) for event in steps.step() if event.draft]
+        assert [run.tokens for run in runs] == outputs and any(run.predicted for run in runs)
+        shown = [(run, trace.tokens, trace.parents, trace.origins, trace.path, trace.next) for run, trace in traces]
+        rounds.append(([(run.accepted, run.drafted, run.predicted) for run in runs], shown))
+    assert rounds[0] == rounds[1] and {run for run, *_ in rounds[1][1]} == {0, 3, 6}
+
+
 def test_rounds_are_recorded_again_after_a_plan_has_changed() -> None:
     """Each round drafts and accepts as many tokens as without graphs, while the layers that drafts run change."""
     asked = [Request(p, SAMPLINGS["greedy"], max_new_tokens=20, ignore_eos=True) for p in prompts(9)]

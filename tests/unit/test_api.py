@@ -193,6 +193,32 @@ def test_without_speculation_the_output_is_the_same(llm: LLM) -> None:
     assert fast.stats.spec_decode_num_drafts > 0 == slow.stats.spec_decode_num_drafts
 
 
+def test_a_prediction_saves_rounds_and_changes_no_output(folders: dict[str, Path]) -> None:
+    with foreword.load(folders["llama"], "prompt_lookup", rows=6) as llm:
+        plain = llm.generate(ASK, max_new_tokens=24, ignore_eos=True)
+        (out,) = llm.generate([ASK], max_new_tokens=24, ignore_eos=True, prediction=plain.tokens)
+        text = llm.generate(ASK, max_new_tokens=24, ignore_eos=True, prediction=plain.text)
+    assert out.tokens == text.tokens == plain.tokens
+    assert out.stats.rounds == 4 < plain.stats.rounds and text.stats.accepted_prediction_tokens
+    stats = out.to_dict()["stats"]
+    assert (stats["accepted_prediction_tokens"], stats["rejected_prediction_tokens"]) == (20, 4)
+    assert "accepted_prediction_tokens" not in plain.to_dict()["stats"]
+
+
+def test_pieces_of_a_stream_carry_the_draft_of_their_round(llm: LLM) -> None:
+    stream = llm.stream(ASK, max_new_tokens=12, ignore_eos=True, trace_rounds=True)
+    pieces = [*stream]
+    for piece in pieces:
+        trace = piece.draft
+        assert trace is not None and trace.texts == [*map(llm.tokenizer.token_text, trace.tokens)]
+        assert [*(trace.tokens[row] for row in trace.path[1:]), trace.next] == piece.tokens
+        shown = json.loads(json.dumps(trace.to_dict()))
+        assert shown["origins"] == ["root", *["drafter"] * (len(trace.tokens) - 1)]
+        assert shown["next_text"] == llm.tokenizer.token_text(trace.next)
+    assert any(len(piece.draft.tokens) > 1 for piece in pieces)
+    assert all(piece.draft is None for piece in llm.stream(ASK, max_new_tokens=3))
+
+
 def test_logprobs_are_the_model_s_own(llm: LLM, stock: dict[str, PreTrainedModel]) -> None:
     out = llm.generate(ASK, max_new_tokens=6, logprobs=2, temperature=1.0, seed=1)
     text = [*llm.tokenizer.encode(ASK), *out.tokens]

@@ -36,6 +36,12 @@ def asked(tokenizer: Tokenizer, limits: EngineLimits) -> Any:
     return ask
 
 
+def test_a_prediction_is_encoded_without_the_chat_template(asked: Any, tokenizer: Tokenizer) -> None:
+    requests = asked(["a", "b"], n=2, prediction="the words", settings=[{}, {"prediction": [5, 6]}])
+    assert [one.prediction for one in requests] == [tokenizer.piece_ids("the words")] * 2 + [(5, 6)] * 2
+    assert [one.prediction for given in (None, "", []) for one in asked("a", prediction=given)] == [()] * 3
+
+
 # Prompts ---------------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +178,13 @@ def test_seeds_of_samples_are_derived_from_the_prompt_s_own_seed(asked: Any) -> 
         ({"logit_bias": {10**9: 1.0}}, "logit_bias holds 1000000000"),
         ({"bad_word_ids": [[10**9]]}, "bad_word_ids holds 1000000000"),
         ({"bad_words": ["x y" * 100]}, "bad_words holds"),
+        ({"prediction": "x y " * 10**6}, "prediction has 4000000 characters, the context holds"),
+        ({"prediction": "x y " * 300}, "prediction has [0-9]+ tokens, the context holds 512"),
+        ({"prediction": [5] * 10**6}, "prediction has 1000000 tokens, the context holds"),
+        ({"prediction": [10**9]}, "prediction holds 1000000000"),
+        ({"prediction": ["a"]}, "prediction holds 'a'; give a string or a list of token ids"),
+        ({"prediction": {"content": "a"}}, "prediction is of type dict; give a string"),
+        ({"trace_rounds": 1}, "trace_rounds is 1; it must be of type bool"),
         ({"allowed_token_ids": [5], "bad_word_ids": [[5]]}, "last one of a bad word"),
         ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_new_tokens": 1}, "min_new_tokens is 1"),
     ],

@@ -89,6 +89,19 @@ def test_a_result_as_json_has_the_keys_of_the_contract(logprobs: int | None) -> 
         assert found["logprobs"] == [own]
 
 
+def test_accepted_and_rejected_tokens_of_predictions() -> None:
+    """A prediction that is used twice over rejects no negative number of tokens. Without one, JSON has neither field."""
+    asked = [(20, 12), (5, 9), (7, 0), (0, 0)]
+    runs = [Running(Request((1,), prediction=(3,) * size), predicted=used, finish_reason="stop") for size, used in asked]
+    found = [(one.accepted_prediction_tokens, one.rejected_prediction_tokens) for one in map(Stats.of, runs)]
+    assert found == [(12, 8), (9, 0), (0, 7), (None, None)]
+    together = Stats.of(runs)
+    assert (together.accepted_prediction_tokens, together.rejected_prediction_tokens) == (21, 15)
+    shown = [Result.of(run, "tiny", "plain").to_dict()["stats"] for run in (runs[0], runs[3])]
+    assert shown[0]["accepted_prediction_tokens"] == 12 and "rejected_prediction_tokens" in shown[0]
+    assert shown[1].keys() == shown[0].keys() - {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+
+
 def test_a_piece_is_a_string_with_tokens() -> None:
     piece = Piece("the ", [7, 8])
-    assert piece == "the " and isinstance(piece, str) and piece.tokens == [7, 8]
+    assert piece == "the " and isinstance(piece, str) and piece.tokens == [7, 8] and piece.draft is None

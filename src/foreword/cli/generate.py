@@ -15,7 +15,17 @@ import typer
 from rich.text import Text
 
 from foreword.cli.console import bar, end_line, figures, note, note_defaults, print_json, screen
-from foreword.cli.options import GENERATION, GenerationOptions, Json, MethodOptions, ModelOptions, Remeasure, Slots
+from foreword.cli.options import (
+    GENERATION,
+    GenerationOptions,
+    Json,
+    MethodOptions,
+    ModelOptions,
+    Prediction,
+    Remeasure,
+    Slots,
+    text_of,
+)
 from foreword.errors import PromptError
 
 if TYPE_CHECKING:
@@ -32,6 +42,8 @@ GENERATE_EXAMPLES = """\
   foreword generate "def fibonacci(n):" --raw --method prompt_lookup --max-new-tokens 64
 
   foreword generate "Why is the sky blue?" --drafter runs/clover
+
+  foreword generate "Rename x to y: $(cat code.py)" --prediction code.py --method prompt_lookup
 
   foreword generate --prompts questions.jsonl --limit 20 --json > answers.jsonl
 """
@@ -64,6 +76,7 @@ def generate(
             "--raw", metavar="", help="Continue the prompt itself, without the chat template.", rich_help_panel=GENERATION
         ),
     ] = False,
+    prediction: Prediction = None,
     slots: Slots = 4,
     remeasure: Remeasure = False,
     trace: Annotated[
@@ -81,6 +94,8 @@ def generate(
     (plain decoding has 1) and the speed.
     """
     settings = generation.settings(json) | {"chat": not raw}
+    if prediction is not None:
+        settings["prediction"] = text_of(prediction, "--prediction")
     asked = _prompts(prompt, prompts, limit)
     own = not generation.no_generation_config
     with model.load(method, slots if len(asked) * n > 1 else 1, remeasure, generation_config=own) as llm:

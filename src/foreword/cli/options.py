@@ -43,6 +43,14 @@ Remeasure = Annotated[
         help="Measure again what rounds cost on this machine, and replace the stored figures. The first load measures them.",
     ),
 ]
+Prediction = Annotated[
+    Path | None,
+    _of_generation(
+        metavar="FILE",
+        help="A text that the output is expected to repeat for the most part, such as a file that the prompt asks to "
+        "change. prompt_lookup and echo draft from it; the output is the same. Default: none.",
+    ),
+]
 Slots = Annotated[int, _of_model(min=1, metavar="N", help="Batch size: the number of requests that run at the same time.")]
 
 
@@ -435,7 +443,7 @@ class GenerationOptions:
         if self.bad_word_ids:
             given["bad_word_ids"] = [_ids(one) for one in self.bad_word_ids]
         if self.chat_template is not None:
-            given["chat_template"] = _template(self.chat_template)
+            given["chat_template"] = text_of(self.chat_template, "--chat-template")
         if self.chat_template_kwargs is not None:
             given["chat_template_kwargs"] = _variables(self.chat_template_kwargs)
         return given
@@ -456,12 +464,13 @@ def _ids(text: str) -> list[int]:
         raise typer.BadParameter(f"{text!r} is not ID,ID such as 42,7", param_hint="--bad-word-ids") from error
 
 
-def _template(file: Path) -> str:
+def text_of(file: Path, option: str) -> str:
+    """Read a text file that an option names."""
     try:
         with file.open("rb") as stream:
             return read_all(stream).decode("utf-8")
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--chat-template") from error
+        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint=option) from error
 
 
 def _variables(text: str) -> dict[str, Any]:

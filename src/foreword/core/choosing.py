@@ -108,6 +108,12 @@ def log_chances(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tens
     return rows.gather(2, tokens.unsqueeze(-1)).squeeze(-1), likely.indices, likely.values
 
 
+def chances_after(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Return the model's own probability of tokens [b, n], each after one of the rows [b, n] of logits [b, N, V]: [b, n]."""
+    log_probs = at_least_float32(logits).log_softmax(-1)
+    return log_probs.flatten(1).gather(1, rows * logits.shape[-1] + tokens).exp()
+
+
 def keeps(scores: Tensor, sampling: SamplingRows) -> Tensor | None:
     """Return which tokens survive top-k, top-p and min-p, in that order; None if no filter is on. `scores` are divided by
     the temperature already."""

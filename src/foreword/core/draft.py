@@ -18,6 +18,11 @@ from foreword.ops.trees import lineage
 
 KEPT_CHAINS = 128  # rows of the longest chain that is built once and kept
 
+ORIGINS = ("root", "drafter", "lookup", "prediction")
+"""Where the candidate of a row comes from, by its number in `Draft.origin`. "lookup": an earlier place of the sequence.
+"prediction": the text that the request predicts."""
+ROOT, DRAFTER, LOOKUP, PREDICTION = range(len(ORIGINS))
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -123,12 +128,14 @@ class Early:
 @dataclass(frozen=True)
 class Draft:
     """Candidates after the root: `tokens` [b, N], the `tree` they form, and `size` [b], how many rows count. With `early`,
-    all rows have run through the first layers already, and the pass that verifies them begins after these."""
+    all rows have run through the first layers already, and the pass that verifies them begins after these. `origin` [b or 1,
+    N] holds the numbers of `ORIGINS`; None: the root, and rows of the drafter."""
 
     tokens: Tensor
     tree: Tree
     size: Tensor
     early: Early | None = None
+    origin: Tensor | None = None
 
     @staticmethod
     def nothing(root: Tensor) -> Draft:
@@ -144,12 +151,20 @@ class Draft:
         """[b, N] bool: rows that are not padding."""
         return torch.arange(self.nodes, device=self.size.device) < self.size.unsqueeze(1)
 
+    @property
+    def origins(self) -> Tensor:
+        """[b, N]: where each row comes from, by the numbers of `ORIGINS`."""
+        if self.origin is not None:
+            return self.origin.expand_as(self.tokens)
+        return (torch.arange(self.nodes, device=self.size.device) > 0).long().expand_as(self.tokens)  # ROOT, then DRAFTER
+
     def head(self, nodes: int) -> Draft:
         """The draft of the first `nodes` rows."""
         if nodes >= self.nodes:
             return self
         early = self.early and Early(self.early.layer, self.early.states[:, :nodes])
-        return Draft(self.tokens[:, :nodes], self.tree.head(nodes), self.size.clamp(max=nodes), early)
+        origin = None if self.origin is None else self.origin[:, :nodes]
+        return Draft(self.tokens[:, :nodes], self.tree.head(nodes), self.size.clamp(max=nodes), early, origin)
 
     def overwrite(self, other: Draft) -> None:
         """Write another draft of the same shape and tree to the memory of this one, which a recorded round reads."""
@@ -157,3 +172,5 @@ class Draft:
         self.size.copy_(other.size)
         if self.early and other.early:
             self.early.states.copy_(other.early.states)
+        if self.origin is not None and other.origin is not None:
+            self.origin.copy_(other.origin)

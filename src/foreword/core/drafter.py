@@ -31,6 +31,9 @@ class Drafter:
     wants_cost: bool = False
     """It sizes its trees by `target.cost`, which is measured once per machine."""
 
+    predicts: bool = False
+    """It looks up candidates in the text that a request predicts: `prediction` of the settings."""
+
     captures: ClassVar[Literal["round", "check", "nothing"]] = "round"
     """The part of a round that can be recorded as one graph. "round": all of it, and prompt passes including `read`; then no
     method works on the host. "check": everything after `propose`. Then `propose`, `read` and `decided` may work on the host,

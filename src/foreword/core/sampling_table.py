@@ -1,15 +1,14 @@
-"""The sampling options of every slot: columns on the device, and the host's copy of them.
+"""The options of every slot that its rounds depend on: columns on the device, and the host's copy of them.
 
-In: the `Sampling` of requests, when they enter. Out: `SamplingRows`, the columns of the sequences in a round, with the
+In: the `SlotOptions` of requests, when they enter. Out: `SamplingRows`, the columns of the sequences in a round, with the
 `SamplingStages` that the round needs. Columns never move once they exist: captured rounds read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,11 +24,28 @@ NO_WORD = -3  # an unused entry for bad words: equals no token
 
 
 @dataclass(frozen=True)
-class SamplingStages:
-    """The sampling stages that the requests of a round need. The host knows them, so a round runs no others.
+class SlotOptions:
+    """What the rounds of a request depend on."""
 
-    `top_k`, `logprobs`, `bad_words` and `bad_word_length` bound what any request asks for. They are rounded up to a few
-    sizes, since a round is captured for its stages and users may choose any number. Each request is later cut to its own.
+    sampling: Sampling
+    floor: int = 0
+    """End tokens and the tokens `held` are not sampled before the sequence is that long."""
+
+    held: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    """Needed with a prediction, which follows it."""
+
+    prediction: tuple[int, ...] = ()
+    traced: bool = False
+
+
+@dataclass(frozen=True)
+class SamplingStages:
+    """The stages that the requests of a round need. The host knows them, so a round runs no others.
+
+    `top_k`, `logprobs`, `bad_words`, `bad_word_length` and `predictions` bound what any request asks for. They are rounded
+    up to a few sizes, since a round is captured for its stages and users may choose any number. Each request is later cut to
+    its own.
     """
 
     noise: bool = False
@@ -44,6 +60,8 @@ class SamplingStages:
     bias: bool = False
     bad_words: int = 0  # of two tokens or more; those of one are masks
     bad_word_length: int = 0  # tokens
+    predictions: int = 0  # tokens of the longest sequence that a request predicts, prompt included; 0: no request has one
+    traces: bool = False
 
     @property
     def filters(self) -> bool:
@@ -63,27 +81,38 @@ class SamplingStages:
         """Whether the logits alone decide."""
         return not (self.noise or self.penalties or self.floors or self.masks or self.bias or self.bad_words)
 
+    @property
+    def origins(self) -> bool:
+        """Whether a draft has to say where its rows come from."""
+        return self.traces or self.predictions > 0
+
     @staticmethod
-    def of(requests: list[tuple[Sampling, bool]], masks: bool = False) -> SamplingStages:
-        """Return the stages of requests, given as (sampling, whether end tokens are held back). `masks`: some requests have
-        barred tokens."""
-        samplings = [sampling for sampling, _ in requests]
-        sampled = [sampling for sampling in samplings if sampling.temperature > 0]
-        long = [_long_words(sampling) for sampling in samplings]
+    def of(options: SlotOptions, masks: bool = False) -> SamplingStages:
+        """Return the stages of one request. `masks`: it has barred tokens."""
+        sampling, words = options.sampling, _long_words(options.sampling)
+        sampled = sampling.temperature > 0
+        predicted = len(options.prompt) + len(options.prediction) if options.prediction else 0
         return SamplingStages(
-            noise=bool(sampled),
-            repetition=any(sampling.repetition_penalty != 1 for sampling in samplings),
-            floors=any(floor for _, floor in requests),
-            top_k=_one_of_few_sizes(max((sampling.top_k for sampling in sampled), default=0)),
-            top_p=any(sampling.top_p < 1 for sampling in sampled),
-            min_p=any(sampling.min_p > 0 for sampling in sampled),
-            logprobs=_one_of_few_sizes(max((-1 if s.logprobs is None else s.logprobs for s in samplings), default=-1)),
+            noise=sampled,
+            repetition=sampling.repetition_penalty != 1,
+            floors=options.floor > 0,
+            top_k=_one_of_few_sizes(sampling.top_k if sampled else 0),
+            top_p=sampled and sampling.top_p < 1,
+            min_p=sampled and sampling.min_p > 0,
+            logprobs=_one_of_few_sizes(-1 if sampling.logprobs is None else sampling.logprobs),
             masks=masks,
-            generated=any(sampling.presence_penalty or sampling.frequency_penalty for sampling in samplings),
-            bias=any(sampling.biases for sampling in samplings),
-            bad_words=_one_of_few_sizes(max(map(len, long), default=0)),
-            bad_word_length=_one_of_few_sizes(max((len(word) for words in long for word in words), default=0), 4),
+            generated=bool(sampling.presence_penalty or sampling.frequency_penalty),
+            bias=bool(sampling.biases),
+            bad_words=_one_of_few_sizes(len(words)),
+            bad_word_length=_one_of_few_sizes(max(map(len, words), default=0), 4),
+            predictions=_one_of_few_sizes(predicted, 1024),
+            traces=options.traced,
         )
+
+    @staticmethod
+    def joined(kinds: Iterable[SamplingStages]) -> SamplingStages:
+        """Return the stages that several requests need together: the largest value of each."""
+        return SamplingStages(*map(max, zip(*(vars(kind).values() for kind in (SamplingStages(), *kinds)), strict=True)))
 
 
 def _long_words(sampling: Sampling) -> list[tuple[int, ...]]:
@@ -133,53 +162,49 @@ class SamplingRows:
         return self.column("key")
 
 
-NONE_HELD: Mapping[int, tuple[int, ...]] = MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class SamplingTable:
-    """The sampling of every slot: columns on the device, and the host's copy, which gives the stages of a round.
+    """The options of every slot: columns on the device, and the host's copy, which gives the stages of a round.
 
     Columns that few requests need are made when the first of them enters: `barred`, `logit_bias`, `generated` [B, V], how
-    often each token occurs in the output, and `bad_words` [B, W, L], token sequences aligned to the end of L entries.
+    often each token occurs in the output; `bad_words` [B, W, L], token sequences aligned to the end of L entries;
+    `predicted` [B, L], the sequence as the request predicts it, and `predicted_span` [B, 2], the positions of the last
+    prompt token and of the last token of the prediction.
     """
 
     columns: dict[str, Tensor]
     ends: Tensor
-    requests: dict[int, tuple[Sampling, bool]]
     own: dict[int, SamplingStages]  # slot -> stages of its request alone; equal ones are one object
     kinds: dict[tuple[int, ...], SamplingStages]  # slots -> stages of a round; cleared when a request enters or leaves
     vocabulary: int  # the number of tokens, the width of masks
+    context: int  # the most tokens of a sequence
 
     @staticmethod
-    def empty(slots: int, ends: Tensor, vocabulary: int = 0) -> SamplingTable:
+    def empty(slots: int, ends: Tensor, vocabulary: int = 0, context: int = 0) -> SamplingTable:
         dtypes = COLUMNS | {"floor": torch.long}
         columns = {name: torch.zeros(slots, dtype=dtype, device=ends.device) for name, dtype in dtypes.items()}
         columns["key"] = torch.zeros(slots, 2, dtype=torch.long, device=ends.device)
-        return SamplingTable(columns, ends, {}, {}, {}, vocabulary)
+        return SamplingTable(columns, ends, {}, {}, vocabulary, context)
 
     def set(self, slot: int, sampling: Sampling, floor: int = 0, held: tuple[int, ...] = ()) -> None:
-        """Set the sampling of a slot. `floor`: end tokens and the tokens `held` are not sampled before the sequence is that
-        long."""
-        self.set_all({slot: (sampling, floor)}, torch.tensor([slot]).to(self.ends.device), {slot: held})
+        """Set the sampling of a slot: see `SlotOptions`."""
+        self.set_all({slot: SlotOptions(sampling, floor, held)}, torch.tensor([slot]).to(self.ends.device))
 
-    def set_all(
-        self, given: dict[int, tuple[Sampling, int]], slots: Tensor, held: Mapping[int, tuple[int, ...]] = NONE_HELD
-    ) -> None:
-        """Set the sampling and floor of several slots. `slots` [n]: the same slots in the same order, on the device. `held`:
-        the tokens that a slot holds back below its floor, in addition to the end tokens."""
+    def set_all(self, given: dict[int, SlotOptions], slots: Tensor) -> None:
+        """Set the options of several slots. `slots` [n]: the same slots in the same order, on the device."""
         self.kinds.clear()
         keys, floors = [], []
-        for slot, (sampling, floor) in given.items():
+        for slot, options in given.items():
+            sampling, floor = options.sampling, options.floor
             assert sampling.seed is not None, "a request's seed is settled before it enters"
-            self.requests[slot] = (sampling, floor > 0)
-            masked = self._mask(slot, sampling, held.get(slot, ()) if floor else ())
-            self.own[slot] = _one(SamplingStages.of([self.requests[slot]], masked))
+            masked = self._mask(slot, sampling, options.held if floor else ())
+            self.own[slot] = _one(SamplingStages.of(options, masked))
             self._set_rare(slot, sampling)
+            self._set_prediction(slot, options)
             mixed = mix64(sampling.seed)
             keys.append((mixed & WORD, mixed >> 32))
             floors.append((floor,))
-        samplings = [sampling for sampling, _ in given.values()]
+        samplings = [options.sampling for options in given.values()]
         reals, wholes = ([name for name in COLUMNS if COLUMNS[name] == dtype] for dtype in (torch.float32, torch.long))
         real = sent([tuple(getattr(s, name) for name in reals) for s in samplings], slots.device, torch.float32)
         numbers = [tuple(getattr(s, name) for name in wholes) for s in samplings]
@@ -220,6 +245,16 @@ class SamplingTable:
             ends = [(ANY_TOKEN,) * (LONGEST_BAD_WORD - len(word)) + word for word in words]
             row[: len(words)] = torch.tensor(ends, dtype=torch.int32).to(row.device)
 
+    def _set_prediction(self, slot: int, options: SlotOptions) -> None:
+        """Write the sequence as the request predicts it, as far as the context reaches. Both columns are zero without."""
+        whole = (options.prompt + options.prediction)[: self.context]
+        needed = bool(options.prediction)
+        row = self._row("predicted", slot, torch.long, needed, (self.context,))
+        span = self._row("predicted_span", slot, torch.long, needed, (2,))
+        if row is not None and span is not None:
+            row[: len(whole)] = torch.tensor(whole).to(row.device)
+            span.copy_(torch.tensor([len(options.prompt) - 1, len(whole) - 1]))
+
     def _row(
         self, name: str, slot: int, dtype: torch.dtype, needed: bool, shape: tuple[int, ...] = (), empty: int = 0
     ) -> Tensor | None:
@@ -235,7 +270,6 @@ class SamplingTable:
 
     def forget(self, slot: int) -> None:
         """Remove a slot from the stages of rounds."""
-        self.requests.pop(slot, None)
         self.own.pop(slot, None)
         self.kinds.clear()
 
@@ -243,9 +277,8 @@ class SamplingTable:
         """Return the stages of a round over these slots."""
         if ids not in self.kinds:
             # Requests with equal stages count as one: there are hundreds of requests, and few kinds of stages.
-            distinct = {id(self.own[slot]): self.requests[slot] for slot in ids if slot in self.own}
-            masks = any(self.own[slot].masks for slot in ids if slot in self.own)
-            self.kinds[ids] = SamplingStages.of(list(distinct.values()), masks)
+            distinct = {id(self.own[slot]): self.own[slot] for slot in ids if slot in self.own}
+            self.kinds[ids] = SamplingStages.joined(distinct.values())
         return self.kinds[ids]
 
     def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:

@@ -77,6 +77,10 @@ class Emission:
     logprobs: Tensor | None = None  # [b, D+1] of each emitted token, before penalties, temperature and filters
     top_tokens: Tensor | None = None  # [b, D+1, K] the likeliest alternatives
     top_logprobs: Tensor | None = None
+    predicted: Tensor | None = None  # [b] how many of the first tokens were drafted from the request's prediction
+    nodes: Tensor | None = None  # [b, N, 3] token, parent and origin of each row of the draft
+    chances: Tensor | None = None  # [b, N] probability of each row's token after its parent, under the target itself
+    path: Tensor | None = None  # [b, D+1] the accepted path: see `Accepted`
     block: Tensor | None = None  # the memory of the first five, so that they go to the host in one copy
 
     @staticmethod

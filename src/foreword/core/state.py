@@ -75,7 +75,7 @@ class State:
             speculates=torch.zeros(slots, dtype=torch.bool, device=device),
             alive_slots=torch.zeros(slots, dtype=torch.bool, device=device),
             seen=torch.zeros(slots, 0, dtype=torch.int32, device=device),
-            table=SamplingTable.empty(slots, ends, vocabulary),
+            table=SamplingTable.empty(slots, ends, vocabulary, context),
         )
 
     def at(self, batch: Batch) -> State:

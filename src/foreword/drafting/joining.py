@@ -1,12 +1,17 @@
 """DRAFT: attach a chain of candidates to a tree of others, so that one pass verifies both.
 
 In: two drafts after the same roots, the second a chain. Out: one draft whose paths are those of both. As long as the tree
-agrees with the chain, the tree's rows serve; where they diverge, the rest of the chain is attached.
+agrees with the chain, the tree's rows serve; where they diverge, the rest of the chain is attached. Rows that both have
+count as the chain's: how much of a chain was right does not depend on the tree.
 """
 
 from __future__ import annotations
 
-from foreword.core.draft import Draft, Tree
+from dataclasses import replace
+
+from torch import Tensor
+
+from foreword.core.draft import DRAFTER, Draft, Tree
 from foreword.ops.chains import ChainRows, TreeRows, attached, with_chain
 
 
@@ -16,9 +21,20 @@ def joined(tree: Draft, chain: Draft, levels: int) -> Draft:
     return _draft(with_chain(*_rows(tree, chain), levels))
 
 
-def attach(tree: Draft, chain: Draft, levels: int, agreed: bool = False) -> Draft:
-    """Do the same as `joined`, in torch. `agreed`: leave out chains whose first candidate the tree does not have."""
+def attach(tree: Draft, chain: Draft, levels: int, agreed: Tensor | None = None) -> Draft:
+    """Do the same as `joined`, in torch. `agreed` [b or 1] bool: whether to leave out a chain whose first candidate the tree
+    does not have."""
     return _draft(attached(*_rows(tree, chain), levels, agreed))
+
+
+def with_origin(both: Draft, chain: Draft) -> Draft:
+    """Return a joined draft with the origin of its rows: that of the chain [b or 1, M] for the rows on its path."""
+    assert chain.origin is not None
+    depth = both.tree.depth.expand_as(both.tokens)
+    link = depth.clamp(max=chain.nodes - 1)
+    is_linked = (both.tokens == chain.tokens.gather(1, link)) & (depth < chain.size.unsqueeze(1))
+    on_path = (is_linked.unsqueeze(1) | ~both.tree.ancestors).all(-1)
+    return replace(both, origin=chain.origin.expand_as(chain.tokens).gather(1, link).where(on_path, DRAFTER))
 
 
 def _rows(tree: Draft, chain: Draft) -> tuple[TreeRows, ChainRows]:

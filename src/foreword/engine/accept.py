@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foreword.core.choosing import History, log_chances, pick
-from foreword.core.draft import Draft
+from foreword.core.choosing import History, chances_after, log_chances, pick
+from foreword.core.draft import PREDICTION, Draft
 from foreword.core.sampling_table import NO_TOKEN
 from foreword.core.scores import Accepted, Emission, Scores
 from foreword.core.state import State
@@ -32,7 +32,12 @@ def accept(
     # A NaN beats every number in a maximum, so the chosen logit shows it. A filter may have dropped it: then look again.
     peak = logits.amax(-1, keepdim=True) if kind.drops else logits
     accepted, emission = settle(state, draft, choice, peak, places)
-    return accepted, replace(emission, **_logprobs(logits, accepted, emission.tokens, kind.logprobs))
+    more = _logprobs(logits, accepted, emission.tokens, kind.logprobs)
+    if kind.predictions:
+        more |= _predicted(draft, accepted)
+    if kind.traces:
+        more |= _trace(draft, logits, accepted)
+    return accepted, replace(emission, **more)
 
 
 def _choices(state: State, draft: Draft, logits: Tensor) -> Tensor:
@@ -92,3 +97,20 @@ def _logprobs(logits: Tensor, accepted: Accepted, tokens: Tensor, top: int) -> d
         return {}
     chosen, likely, values = log_chances(accepted.along(logits), tokens, top)
     return {"logprobs": chosen, "top_tokens": likely, "top_logprobs": values}
+
+
+def _predicted(draft: Draft, accepted: Accepted) -> dict[str, Tensor]:
+    """Return how many accepted draft tokens came from the predictions of their requests. A chain begins at the root, so they
+    are the first ones of the round."""
+    of_path = draft.origins.gather(1, accepted.path) == PREDICTION
+    return {"predicted": (of_path & accepted.kept).sum(1)}
+
+
+def _trace(draft: Draft, logits: Tensor, accepted: Accepted) -> dict[str, Tensor]:
+    """Return what `RoundTrace` shows of a round."""
+    parent = draft.tree.parent.expand_as(draft.tokens)
+    return {
+        "nodes": torch.stack([draft.tokens, parent, draft.origins], -1),
+        "chances": chances_after(logits, parent, draft.tokens),
+        "path": accepted.path,
+    }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from foreword.core.needs import Needs
+from foreword.core.sampling_table import SlotOptions
 from foreword.core.state import Batch, State
 from foreword.engine.request import Request, Running
 from foreword.ops.sending import sent
@@ -35,6 +36,7 @@ class Slots:
     groups: dict[bool, Group] = field(default_factory=dict)  # by `ready`; cleared when a request enters or leaves
     last: Batch | None = None  # the batch of the last round
     pads: bool = False  # rounds are captured, so free slots pad them to one of a few batch sizes
+    predicts: bool = False  # the drafter looks up in the predictions of requests
 
     def __post_init__(self) -> None:
         self.free = {slot: () for slot in range(self.count)}
@@ -122,11 +124,11 @@ def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:
         slots.take(waiting[0])
         taken.append(waiting.popleft())
     if taken:
-        _write_columns(state, taken)
+        _write_columns(state, taken, slots.predicts)
     return [running.slot for running in taken]
 
 
-def _write_columns(state: State, taken: list[Running]) -> None:
+def _write_columns(state: State, taken: list[Running], predicts: bool) -> None:
     """Write the columns of all new requests at once, which takes a GPU no longer than the columns of one request."""
     device, context = state.tokens.device, state.tokens.shape[1] - 1
     slots = sent([running.slot for running in taken], device)
@@ -138,8 +140,7 @@ def _write_columns(state: State, taken: list[Running]) -> None:
     values = sent([_values(running, context) for running in taken], device)
     for column, value in zip(columns, values.unbind(1), strict=True):
         column.index_copy_(0, slots, value.to(column.dtype))
-    samplings = {running.slot: (running.request.sampling, _floor(running, context)) for running in taken}
-    state.table.set_all(samplings, slots, {running.slot: running.request.stop_token_ids for running in taken})
+    state.table.set_all({running.slot: _options(running, context, predicts) for running in taken}, slots)
     for running, prompt in zip(taken, prompts, strict=True):
         if running.request.sampling.repetition_penalty != 1:
             state.seen[running.slot] = torch.tensor(prompt).bincount(minlength=state.seen.shape[1]).to(state.seen)
@@ -150,6 +151,20 @@ def _values(running: Running, context: int) -> tuple[int, ...]:
     request = running.request
     limit = min(len(request.prompt) + request.max_new_tokens, context)
     return request.prompt[-1], running.prefilled, limit, not request.ignore_eos, request.speculate, True
+
+
+def _options(running: Running, context: int, predicts: bool) -> SlotOptions:
+    """Return what the rounds of a request depend on. `predicts`: the drafter looks up in its prediction."""
+    request = running.request
+    prediction = request.prediction if predicts and request.speculate else ()
+    return SlotOptions(
+        request.sampling,
+        _floor(running, context),
+        request.stop_token_ids,
+        request.prompt,
+        prediction,
+        request.trace_rounds,
+    )
 
 
 def _floor(running: Running, context: int) -> int:

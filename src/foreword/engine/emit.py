@@ -16,6 +16,7 @@ import torch
 
 from foreword.core.scores import Emission
 from foreword.engine.request import Event, FinishReason, Logprob, Request, Running
+from foreword.engine.round_trace import RoundTrace
 from foreword.errors import NumericsError
 from foreword.ops.device import mark
 
@@ -97,6 +98,11 @@ def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[
         if running.request.sampling.logprobs is not None:
             event.logprobs = _logprobs(emission, index, event.tokens, running.request)
             running.logprobs += event.logprobs
+        if emission.predicted is not None:
+            event.predicted = min(int(emission.predicted[index]), len(event.tokens))
+            running.predicted += event.predicted
+        if running.request.trace_rounds:
+            event.draft = _trace(emission, index, running.request)
     return events
 
 
@@ -201,6 +207,20 @@ def _logprobs(emission: Emission, index: int, tokens: list[int], request: Reques
     chosen = emission.logprobs[index, : len(tokens)].tolist()
     best = (top[index, : len(tokens), : request.sampling.logprobs] for top in (emission.top_tokens, emission.top_logprobs))
     return logprob_entries(request, tokens, chosen, *(top.tolist() for top in best))
+
+
+def _trace(emission: Emission, index: int, request: Request) -> RoundTrace:
+    assert emission.nodes is not None and emission.chances is not None and emission.path is not None
+    size, count = int(emission.drafted[index]) + 1, int(emission.count[index])
+    tokens, parents, origins = emission.nodes[index, :size].T.tolist()
+    path, chances = emission.path[index, :count].tolist(), emission.chances[index, 1:size].tolist()
+    trace = RoundTrace(tokens, parents, origins, [1.0, *chances], path, int(emission.tokens[index, count - 1]))
+    return with_texts(trace, request)
+
+
+def with_texts(trace: RoundTrace, request: Request) -> RoundTrace:
+    """Add the texts of tokens to a trace, if the request has a tokenizer."""
+    return trace if request.stream is None else trace.spelled(request.stream.token_text)
 
 
 def logprob_entries(

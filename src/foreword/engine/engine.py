@@ -60,7 +60,7 @@ class Engine:
         self.late = reads_late(target.device) if late is None else late
         self.joins_prompts = joins_prompts(target.device)
         self.unread: Launched | None = None
-        self.slots = Slots(slots, drafter.needs, pads=self.loop.captured)
+        self.slots = Slots(slots, drafter.needs, pads=self.loop.captured, predicts=drafter.predicts)
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends, target.vocab_size)
         self.clock = 0.0  # seconds spent in rounds; requests are timed by it

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from foreword.core.sampling import Sampling
+from foreword.engine.round_trace import RoundTrace
 from foreword.errors import InputError, PromptError
 from foreword.text.stream import TextStream
 
@@ -47,6 +48,12 @@ class Request:
     """Report the log-probability of each prompt token, and those of this many likeliest tokens at each position. The prompt
     then reuses no cached rows. None: off."""
 
+    prediction: tuple[int, ...] = ()
+    """Tokens that the output is expected to repeat for the most part. Methods that look up draft from it."""
+
+    trace_rounds: bool = False
+    """Every event tells what its round drafted and accepted: `Event.draft`."""
+
     model_defaults: tuple[str, ...] = ()
     """The settings in `sampling` that come from the model's generation config; the result reports them."""
 
@@ -55,7 +62,7 @@ class Request:
 
     def __post_init__(self) -> None:
         kinds = {"max_new_tokens": int, "min_new_tokens": int, "cache_salt": str}
-        kinds |= dict.fromkeys(("ignore_eos", "speculate", "reuse"), bool)
+        kinds |= dict.fromkeys(("ignore_eos", "speculate", "reuse", "trace_rounds"), bool)
         for name, kind in kinds.items():
             if type(getattr(self, name)) is not kind:
                 raise InputError(f"{name} is {getattr(self, name)!r}; it must be of type {kind.__name__}")
@@ -107,6 +114,9 @@ class EngineLimits:
             raise InputError("bad_words needs a tokenizer; give the token ids of each word as bad_word_ids")
         for word in sampling.bad_word_ids or ():
             self._check_ids("bad_word_ids", word)
+        if len(request.prediction) > self.context:
+            raise InputError(self.prediction_too_long(f"{len(request.prediction)} tokens"))
+        self._check_ids("prediction", request.prediction)
         self._check_that_tokens_are_left(request)
 
     def check_allowed(self, allowed: object) -> None:
@@ -115,6 +125,10 @@ class EngineLimits:
             raise InputError(
                 f"allowed_token_ids has {len(allowed)} token ids; the model's vocabulary has only {self.vocabulary}"
             )
+
+    def prediction_too_long(self, size: str) -> str:
+        """Return the error message for a prediction of that size."""
+        return f"prediction has {size}, the context holds {self.context} tokens, prompt included; give a part of it"
 
     def _check_that_tokens_are_left(self, request: Request) -> None:
         """Refuse settings under which there may be no token to sample."""
@@ -196,6 +210,7 @@ class Running:
     draft_was_nan: bool = False  # the target answered NaN to a draft: from then on the request runs without drafts
     accepted: list[int] = field(default_factory=list)  # tokens decided in each round, the target's own included
     drafted: list[int] = field(default_factory=list)  # candidates checked in each round
+    predicted: int = 0  # accepted draft tokens that came from the request's prediction
     prefill_s: float = 0.0
     decode_s: float = 0.0  # set when the request leaves its slot
     began: float = 0.0  # the engine's clock before its first round
@@ -203,7 +218,9 @@ class Running:
     def __post_init__(self) -> None:
         self.rows = len(self.request.prompt) - 1  # prompt rows that are cached
         self.stops = frozenset(self.request.stop_token_ids)
-        watched = self.request.stream is not None or self.request.sampling.logprobs is not None or self.stops
+        request = self.request
+        watched = request.stream is not None or request.sampling.logprobs is not None or bool(self.stops)
+        watched |= bool(request.prediction) or request.trace_rounds
         self.tokens_only = not watched  # the host need not look at the tokens: the device knows where the output ends
 
     @property
@@ -230,3 +247,5 @@ class Event:
     tokens: list[int]
     text: str
     logprobs: Sequence[Logprob] = ()  # of the tokens, if the request asked for them
+    predicted: int = 0  # how many of the tokens, the first ones, were drafted from the request's prediction
+    draft: RoundTrace | None = None  # the draft of the round, if the request asked for it

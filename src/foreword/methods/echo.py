@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foreword.core.draft import Draft, Shape
+from foreword.core.draft import LOOKUP, Draft, Shape
 from foreword.core.drafter import Drafter
 from foreword.core.scores import Accepted, Scores
 from foreword.core.state import State
 from foreword.core.target import Target
 from foreword.drafting.draft_vocabulary import VocabularyHead
-from foreword.drafting.joining import attach, joined
+from foreword.drafting.joining import attach, joined, with_origin
 from foreword.drafting.trees import MOST_NODES, TreeKind, chain_lengths
 from foreword.errors import InputError
 from foreword.methods.clover2 import Clover2, Fuse
@@ -32,6 +32,7 @@ CHAIN = 15  # with the root 16 rows, as many as a matrix unit takes; Clover-2's 
 
 class Echo(Drafter):
     paper = "-"
+    predicts = True
     wide = Clover2.wide
 
     def __init__(
@@ -45,7 +46,7 @@ class Echo(Drafter):
         width: int = 8,
     ) -> None:
         """`chain`: how many rows of a pass may come from the lookup, always fewer than half. The other rows are clover2's,
-        and so are the other options."""
+        and so are the other options. In rounds with a prediction all of them may be used, at every batch size."""
         if not 0 <= chain <= CHAIN:
             raise InputError(f"echo: chain is {chain}; it must be from 0 to {CHAIN}")
         self.wants_cost = rows is None
@@ -72,7 +73,7 @@ class Echo(Drafter):
     def bind(self, target: Target, slots: int) -> None:
         self.trees.bind(target, slots)
         # Where shapes are fixed, unused rows cost the same, so every match is followed to the end. Elsewhere a chain is as
-        # long as pays off, and it is drafted only if the tree proposes its first token too.
+        # long as pays off, and it is drafted only if the tree proposes its first token too, or if it is from a prediction.
         self.frugal = self.wants_cost and not fixes_shapes(target.device)
         lengths = [rows for rows in chain_lengths(self.chain) if rows]
         self.lookups = {rows: PromptLookup(None if self.frugal else rows + 1) for rows in lengths}
@@ -88,12 +89,18 @@ class Echo(Drafter):
         self.trees.read(state, chunk, scores)
 
     def propose(self, state: State) -> Draft:
-        batch, growth = len(state.batch.ids), self.trees.growth
-        tree, rows = self.trees.propose(state), growth.chain_rows(batch, self.chain)
+        batch, growth, kind = len(state.batch.ids), self.trees.growth, state.sampling.kind
+        tree = self.trees.propose(state)
+        rows = self.chain if kind.predictions else growth.chain_rows(batch, self.chain)
         if not rows:
             return tree
-        levels, chain = growth.depth(batch), self.lookups[rows].propose(state).head(rows + 1)
-        return attach(tree, chain, levels, agreed=True) if self.frugal else joined(tree, chain, levels)
+        chain, levels = self.lookups[rows].propose(state).head(rows + 1), growth.depth(batch)
+        if self.frugal:
+            assert chain.origin is not None
+            both = attach(tree, chain, levels, agreed=chain.origin[:, -1] == LOOKUP)
+        else:
+            both = joined(tree, chain, levels)
+        return with_origin(both, chain) if kind.origins else both
 
     def observe(self, state: State, draft: Draft, scores: Scores, accepted: Accepted) -> None:
         self.trees.observe(state, draft, scores, accepted)

@@ -25,15 +25,16 @@ def with_chain(tree: TreeRows, chain: ChainRows, levels: int) -> TreeRows:
     return attached(tree, chain, levels)
 
 
-def attached(tree: TreeRows, chain: ChainRows, levels: int, agreed: bool = False) -> TreeRows:
-    """Do the same as `with_chain`, in torch. `agreed`: leave out chains whose first candidate the tree does not have."""
+def attached(tree: TreeRows, chain: ChainRows, levels: int, agreed: Tensor | None = None) -> TreeRows:
+    """Do the same as `with_chain`, in torch. `agreed` [b or 1] bool: whether to leave out a chain whose first candidate the
+    tree does not have."""
     (tokens, parent, held), (links, length) = tree, chain
     nodes, more = tokens.shape[1], links.shape[1] - 1
     parent = parent.expand_as(tokens)
     at, shared = _shared((tokens, parent, held), chain, min(levels, more))
     left = length - 1 - shared
-    if agreed:
-        left = left.where(shared > 0, 0)
+    if agreed is not None:
+        left = left.where((shared > 0) | ~agreed, 0)
     row = torch.arange(nodes + more, device=at.device).expand(len(at), -1)
     after = row - held.unsqueeze(1)
     is_attached = (after >= 0) & (after < left.unsqueeze(1))

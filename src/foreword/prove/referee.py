@@ -24,7 +24,7 @@ from foreword.core.choosing import History, judge
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs
 from foreword.core.sampling import Sampling
-from foreword.core.sampling_table import NO_TOKEN, SamplingStages, SamplingTable
+from foreword.core.sampling_table import NO_TOKEN, SamplingStages, SamplingTable, SlotOptions
 from foreword.core.state import Batch
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.hub.resolve import is_adapter
@@ -149,7 +149,7 @@ class Scoring:
     @staticmethod
     def of(cases: list[Case], model: Model) -> Scoring:
         table, rows = SamplingTable.empty(len(cases), model.ends, model.vocab_size), range(len(cases))
-        table.set_all({i: (case.sampling, 0) for i, case in enumerate(cases)}, sent(list(rows), model.device))
+        table.set_all({i: SlotOptions(case.sampling) for i, case in enumerate(cases)}, sent(list(rows), model.device))
         temperature = torch.tensor([[case.sampling.temperature or 1.0] for case in cases], dtype=torch.float64)
         position = sent([case.place for case in cases], model.device).unsqueeze(1)
         history = _history(cases, table.kind(tuple(rows)), model)

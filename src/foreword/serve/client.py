@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NoReturn
 
-from foreword.engine.emit import Finish, append
+from foreword.engine.emit import Finish, append, with_texts
 from foreword.engine.request import Logprob, Running
 from foreword.errors import EngineError, ForewordError, InputError
 from foreword.serve.health import Health
@@ -242,6 +242,10 @@ class EngineClient:
         if progress.logprobs:
             event.logprobs = _with_texts(run, progress.logprobs[: len(event.tokens)])
             run.logprobs += event.logprobs
+        event.predicted = min(progress.predicted, len(event.tokens))
+        run.predicted += event.predicted
+        if progress.draft is not None:
+            event.draft = with_texts(progress.draft, run.request)
         if ended is not None and ended.prompt_logprobs:
             run.prompt_logprobs = _with_texts(run, ended.prompt_logprobs)
         run.decode_s = clock - run.began

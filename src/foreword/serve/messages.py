@@ -17,6 +17,7 @@ import foreword.errors
 from foreword.core.sampling import Sampling
 from foreword.engine.emit import Finish
 from foreword.engine.request import EngineLimits, Event, Logprob, Request, Running
+from foreword.engine.round_trace import RoundTrace
 from foreword.errors import EngineError, ForewordError
 
 LENGTH = struct.Struct(">I")
@@ -130,6 +131,8 @@ class Progress(msgspec.Struct, array_like=True, omit_defaults=True):
     accepted: int
     drafted: int
     logprobs: list[Logprob] = []
+    predicted: int = 0
+    draft: RoundTrace | None = None
     begun: Begun | None = None
     ended: Ended | None = None
 
@@ -168,6 +171,7 @@ def progress_of(number: int, event: Event) -> Progress:
     """Return what an event of the engine says. A round that decided nothing counts too."""
     running = event.running
     progress = Progress(number, event.tokens, running.accepted[-1], running.drafted[-1], [*event.logprobs])
+    progress.predicted, progress.draft = event.predicted, event.draft
     if len(running.accepted) == 1:
         progress.begun = Begun(running.prefill_s, running.reused, running.began)
     if running.done:

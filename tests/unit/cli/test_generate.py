@@ -95,6 +95,17 @@ def test_every_other_option_reaches_the_library(run, llm, tiny_model, tmp_path):
     assert 1 not in [one["token"] for one in safe["prompt_logprobs"][1:]]
 
 
+def test_a_prediction_is_read_from_a_file(run, tiny_model, tmp_path):
+    whole = json.loads(run("generate", "hello", "--model", tiny_model, "--json", *SHORT).stdout)
+    file = tmp_path / "expected.txt"
+    file.write_text(whole["text"], encoding="utf-8")
+    ask = ("generate", "hello", "--model", tiny_model, "--json", "--method", "prompt_lookup", "--rows", 4)
+    shown = json.loads(run(*ask, "--prediction", file, *SHORT).stdout)
+    assert shown["tokens"] == whole["tokens"] and "rejected_prediction_tokens" in shown["stats"]
+    refused = run(*ask, "--prediction", tmp_path / "nothing.txt", *SHORT)
+    assert refused.exit_code == 2 and "--prediction" in refused.stderr and "cannot read" in refused.stderr
+
+
 @pytest.fixture
 def sampling_model(tiny_model, tmp_path):
     """The same model, with its own sampling defaults."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foreword.core.choosing import History, candidates, judge, keeps, pick, rank
 from foreword.core.sampling import Sampling
-from foreword.core.sampling_table import NO_TOKEN, SamplingRows, SamplingStages, SamplingTable
+from foreword.core.sampling_table import NO_TOKEN, SamplingRows, SamplingStages, SamplingTable, SlotOptions
 from foreword.errors import InputError
 from foreword.ops.noise import gumbel
 from foreword.ops.top import top
@@ -337,25 +337,34 @@ def test_a_pick_depends_neither_on_the_batch_nor_on_the_row() -> None:
     assert together[2].tolist() == alone[0].tolist() * 3
 
 
+def stages(*requests: SlotOptions) -> SamplingStages:
+    return SamplingStages.joined(map(SamplingStages.of, requests))
+
+
 def test_the_stages_of_a_round_are_those_of_its_requests() -> None:
     greedy = Sampling(top_k=5, top_p=0.5, min_p=0.5)
-    assert SamplingStages.of([(greedy, False)]) == SamplingStages()
-    mixed = [(greedy, True), (Sampling(1.0, top_k=7, logprobs=2), False), (Sampling(repetition_penalty=2.0), False)]
-    assert SamplingStages.of(mixed) == SamplingStages(noise=True, repetition=True, floors=True, top_k=16, logprobs=16)
-    assert SamplingStages.of([(Sampling(1.0, top_p=0.5), False), (Sampling(1.0, min_p=0.5), False)]) == SamplingStages(
-        noise=True, top_p=True, min_p=True
+    assert stages(SlotOptions(greedy)) == stages() == SamplingStages()
+    mixed = (
+        SlotOptions(greedy, floor=3),
+        SlotOptions(Sampling(1.0, top_k=7, logprobs=2)),
+        SlotOptions(Sampling(repetition_penalty=2.0)),
     )
+    assert stages(*mixed) == SamplingStages(noise=True, repetition=True, floors=True, top_k=16, logprobs=16)
+    filters = SlotOptions(Sampling(1.0, top_p=0.5)), SlotOptions(Sampling(1.0, min_p=0.5))
+    assert stages(*filters) == SamplingStages(noise=True, top_p=True, min_p=True)
+    others = SlotOptions(greedy, prompt=(1, 2), prediction=(3,)), SlotOptions(greedy, traced=True)
+    assert stages(*others) == SamplingStages(predictions=1024, traces=True) and not stages(*others).filters
+    assert [stages(one).origins for one in (*others, *mixed)] == [True, True, False, False, False]
 
 
 def test_numbers_that_users_choose_come_in_few_sizes() -> None:
     """A round is captured for its stages: other stages for every number would need a graph for every number."""
-    kinds = {SamplingStages.of([(Sampling(1.0, top_k=k), False)]).top_k for k in range(1, 300)}
-    assert kinds == {16, 64, 256, 1024}
-    assert {SamplingStages.of([(Sampling(logprobs=n), False)]).logprobs for n in range(1, 101)} == {16, 64, 256}
-    assert [SamplingStages.of([(Sampling(logprobs=n), False)]).logprobs for n in (None, 0)] == [-1, 0], (
-        "neither needs a sort"
-    )
-    assert all(SamplingStages.of([(Sampling(1.0, top_k=k), False)]).top_k >= k for k in (1, 16, 17, 5000, 2**31 - 1))
+    assert {stages(SlotOptions(Sampling(1.0, top_k=k))).top_k for k in range(1, 300)} == {16, 64, 256, 1024}
+    assert {stages(SlotOptions(Sampling(logprobs=n))).logprobs for n in range(1, 101)} == {16, 64, 256}
+    assert [stages(SlotOptions(Sampling(logprobs=n))).logprobs for n in (None, 0)] == [-1, 0], "neither needs a sort"
+    assert all(stages(SlotOptions(Sampling(1.0, top_k=k))).top_k >= k for k in (1, 16, 17, 5000, 2**31 - 1))
+    whole = [SlotOptions(Sampling(), prompt=(1,), prediction=(2,) * n) for n in (1, 1023, 1024, 4095)]
+    assert [stages(one).predictions for one in whole] == [1024, 1024, 4096, 4096]
 
 
 @pytest.mark.parametrize("k", [1, 3, 15, 16, 17, 64, 100])

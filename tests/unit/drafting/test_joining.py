@@ -34,7 +34,7 @@ def test_the_chain_continues_where_the_tree_ends() -> None:
 def test_if_agreed_is_asked_for_the_tree_must_have_the_first_candidate(nodes: int, links: int, seed: int) -> None:
     tree = random_draft(seed, nodes, "cpu")
     chain = random_chain(seed, tree, links)
-    both = attach(tree, chain, levels=nodes, agreed=True)
+    both = attach(tree, chain, levels=nodes, agreed=torch.tensor([True]))
     for row in range(len(tree.size)):
         own, looked_up = paths_of(tree, row), paths_of(chain, row)
         begins = len(looked_up) > 1 and looked_up[1] in own

@@ -13,7 +13,7 @@ import pytest
 import foreword
 from foreword.errors import EngineError, InputError, ModelNotFound, UnknownMethod
 from foreword.requests import Settings
-from foreword.results import Result
+from foreword.results import Piece, Result
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.client import EngineClient
 
@@ -166,6 +166,27 @@ def test_the_method_can_be_changed(llm: AsyncLLM, run: Loop, expected: list[dict
         run(llm.use("promptlookup"))
     prompt, settings = CASES[0]
     assert same(said(run(llm.agenerate(prompt, **settings))), expected[0])
+    run(llm.use("token_recycling", rows=4))
+
+
+def test_predictions_and_traces_come_from_either_process(llm: AsyncLLM, run: Loop) -> None:
+    async def streamed_with(prediction: list[int], **more: Any) -> tuple[list[Piece], Result]:
+        asked = {"max_new_tokens": 8, "ignore_eos": True, "prediction": prediction, "trace_rounds": True}
+        stream = llm.astream("hello", **asked, **more)
+        return [piece async for piece in stream], await stream.result()
+
+    run(llm.use("prompt_lookup", rows=4))
+    _, plain = run(streamed_with([]))
+    pieces, result = run(streamed_with(plain.tokens))
+    assert result.tokens == plain.tokens and [len(piece.tokens) for piece in pieces] == [4, 4]
+    assert (result.stats.accepted_prediction_tokens, result.stats.rejected_prediction_tokens) == (6, 2)
+    for piece in pieces:
+        assert piece.draft is not None and piece.draft.next == piece.tokens[-1] and piece.draft.path == [0, 1, 2, 3]
+        assert piece.draft.texts == [*map(llm.tokenizer.token_text, piece.draft.tokens)]
+    _, cut = run(streamed_with(plain.tokens, stop=next(one for one in plain.text if one.isascii() and one.isprintable())))
+    rounds, rest = divmod(len(cut.tokens), 4)
+    assert rest and cut.finish_reason == "stop", "a stop string ends it in the middle of a round"
+    assert cut.stats.accepted_prediction_tokens == 3 * rounds + rest, "tokens after it do not count"
     run(llm.use("token_recycling", rows=4))
 
 

@@ -6,7 +6,7 @@ In: the `Sampling` of requests, when they enter. Out: `SamplingRows`, the column
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -44,6 +44,7 @@ class SamplingStages:
     bias: bool = False
     bad_words: int = 0  # of two tokens or more; those of one are masks
     bad_word_length: int = 0  # tokens
+    grammar: bool = False  # needs the tokens that grammars allow after each row
 
     @property
     def filters(self) -> bool:
@@ -56,17 +57,18 @@ class SamplingStages:
     @property
     def drops(self) -> bool:
         """Whether some tokens are excluded, whatever their logits are."""
-        return self.filters or self.masks or bool(self.bad_words)
+        return self.filters or self.masks or self.grammar or bool(self.bad_words)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the logits alone decide."""
-        return not (self.noise or self.penalties or self.floors or self.masks or self.bias or self.bad_words)
+        processed = self.penalties or self.floors or self.masks or self.bias or self.bad_words or self.grammar
+        return not (self.noise or processed)
 
     @staticmethod
-    def of(requests: list[tuple[Sampling, bool]], masks: bool = False) -> SamplingStages:
+    def of(requests: list[tuple[Sampling, bool]], masks: bool = False, grammar: bool = False) -> SamplingStages:
         """Return the stages of requests, given as (sampling, whether end tokens are held back). `masks`: some requests have
-        barred tokens."""
+        barred tokens. `grammar`: some have a grammar."""
         samplings = [sampling for sampling, _ in requests]
         sampled = [sampling for sampling in samplings if sampling.temperature > 0]
         long = [_long_words(sampling) for sampling in samplings]
@@ -83,6 +85,7 @@ class SamplingStages:
             bias=any(sampling.biases for sampling in samplings),
             bad_words=_one_of_few_sizes(max(map(len, long), default=0)),
             bad_word_length=_one_of_few_sizes(max((len(word) for words in long for word in words), default=0), 4),
+            grammar=grammar,
         )
 
 
@@ -158,23 +161,29 @@ class SamplingTable:
         columns["key"] = torch.zeros(slots, 2, dtype=torch.long, device=ends.device)
         return SamplingTable(columns, ends, {}, {}, {}, vocabulary)
 
-    def set(self, slot: int, sampling: Sampling, floor: int = 0, held: tuple[int, ...] = ()) -> None:
+    def set(self, slot: int, sampling: Sampling, floor: int = 0, held: tuple[int, ...] = (), grammar: bool = False) -> None:
         """Set the sampling of a slot. `floor`: end tokens and the tokens `held` are not sampled before the sequence is that
         long."""
-        self.set_all({slot: (sampling, floor)}, torch.tensor([slot]).to(self.ends.device), {slot: held})
+        slots = torch.tensor([slot]).to(self.ends.device)
+        self.set_all({slot: (sampling, floor)}, slots, {slot: held}, (slot,) if grammar else ())
 
     def set_all(
-        self, given: dict[int, tuple[Sampling, int]], slots: Tensor, held: Mapping[int, tuple[int, ...]] = NONE_HELD
+        self,
+        given: dict[int, tuple[Sampling, int]],
+        slots: Tensor,
+        held: Mapping[int, tuple[int, ...]] = NONE_HELD,
+        grammars: Collection[int] = (),
     ) -> None:
         """Set the sampling and floor of several slots. `slots` [n]: the same slots in the same order, on the device. `held`:
-        the tokens that a slot holds back below its floor, in addition to the end tokens."""
+        the tokens that a slot holds back below its floor, in addition to the end tokens. `grammars`: the slots whose
+        requests have a grammar."""
         self.kinds.clear()
         keys, floors = [], []
         for slot, (sampling, floor) in given.items():
             assert sampling.seed is not None, "a request's seed is settled before it enters"
             self.requests[slot] = (sampling, floor > 0)
             masked = self._mask(slot, sampling, held.get(slot, ()) if floor else ())
-            self.own[slot] = _one(SamplingStages.of([self.requests[slot]], masked))
+            self.own[slot] = _one(SamplingStages.of([self.requests[slot]], masked, slot in grammars))
             self._set_rare(slot, sampling)
             mixed = mix64(sampling.seed)
             keys.append((mixed & WORD, mixed >> 32))
@@ -244,8 +253,9 @@ class SamplingTable:
         if ids not in self.kinds:
             # Requests with equal stages count as one: there are hundreds of requests, and few kinds of stages.
             distinct = {id(self.own[slot]): self.requests[slot] for slot in ids if slot in self.own}
-            masks = any(self.own[slot].masks for slot in ids if slot in self.own)
-            self.kinds[ids] = SamplingStages.of(list(distinct.values()), masks)
+            own = [self.own[slot] for slot in ids if slot in self.own]
+            masks, grammar = any(stages.masks for stages in own), any(stages.grammar for stages in own)
+            self.kinds[ids] = SamplingStages.of(list(distinct.values()), masks, grammar)
         return self.kinds[ids]
 
     def at(self, slots: Tensor, ids: tuple[int, ...]) -> SamplingRows:

@@ -139,7 +139,9 @@ def _write_columns(state: State, taken: list[Running]) -> None:
     for column, value in zip(columns, values.unbind(1), strict=True):
         column.index_copy_(0, slots, value.to(column.dtype))
     samplings = {running.slot: (running.request.sampling, _floor(running, context)) for running in taken}
-    state.table.set_all(samplings, slots, {running.slot: running.request.stop_token_ids for running in taken})
+    held = {running.slot: running.request.stop_token_ids for running in taken}
+    grammars = {running.slot for running in taken if running.request.grammar is not None}
+    state.table.set_all(samplings, slots, held, grammars)
     for running, prompt in zip(taken, prompts, strict=True):
         if running.request.sampling.repetition_penalty != 1:
             state.seen[running.slot] = torch.tensor(prompt).bincount(minlength=state.seen.shape[1]).to(state.seen)

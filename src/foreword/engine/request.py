@@ -8,6 +8,7 @@ from typing import Literal
 
 from foreword.core.sampling import Sampling
 from foreword.errors import InputError, PromptError
+from foreword.text.grammar import GrammarSpec
 from foreword.text.stream import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -49,6 +50,9 @@ class Request:
 
     model_defaults: tuple[str, ...] = ()
     """The settings in `sampling` that come from the model's generation config; the result reports them."""
+
+    grammar: GrammarSpec | None = None
+    """What the output must follow."""
 
     stream: TextStream | None = None
     """Turns tokens into text and looks for stop strings; None: the output is tokens only."""
@@ -99,6 +103,8 @@ class EngineLimits:
     def check_settings(self, request: Request) -> None:
         """Refuse settings that cannot be served, whatever the prompt is."""
         sampling = request.sampling
+        if request.grammar is not None:
+            self._check_ending(request, request.grammar.kind)
         self.check_allowed(sampling.allowed_token_ids)
         self._check_ids("stop_token_ids", request.stop_token_ids)
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
@@ -108,6 +114,15 @@ class EngineLimits:
         for word in sampling.bad_word_ids or ():
             self._check_ids("bad_word_ids", word)
         self._check_that_tokens_are_left(request)
+
+    def _check_ending(self, request: Request, grammar: str) -> None:
+        """Refuse what keeps an output from ending where its grammar ends."""
+        if not self.ends:
+            raise InputError(f"{grammar} needs an end token, and this model has none; leave it out")
+        for name in ("min_new_tokens", "ignore_eos"):
+            if given := getattr(request, name):
+                reason = "where a grammar ends, only an end token is left"
+                raise InputError(f"{name} is {given} and {grammar} is given; {reason}, so leave one of them out")
 
     def check_allowed(self, allowed: object) -> None:
         """Refuse a list of allowed tokens that is longer than the vocabulary, before its entries are looked at."""

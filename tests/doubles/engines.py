@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from doubles.models import CONTEXT, VOCABULARY, target
-from doubles.reference import GRAMMARS
+from doubles.reference import GRAMMAR_COMPILER
 from foreword.core.drafter import Drafter
 from foreword.core.loop import InTurns
 from foreword.core.sampling import Sampling
@@ -38,9 +38,9 @@ def requests(count: int, sampling: Sampling = SAMPLINGS["greedy"], seed: int = 0
 def engine(
     drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT, late: bool = False
 ) -> Engine:
-    """Make an engine that reads prompts in chunks of five tokens, and grammars of `json_tokenizer`. Requests that enter together get slots out of order (2, 0
-    and 1 of three), so that data in the wrong slot is noticed."""
-    made = Engine(model or target(), drafter, slots, context, chunk=5, late=late, compiler=GRAMMARS)
+    """Make an engine that reads prompts in chunks of five tokens, and grammars by `json_tokenizer`. Requests that enter
+    together get slots out of order (2, 0 and 1 of three), so that data in the wrong slot is noticed."""
+    made = Engine(model or target(), drafter, slots, context, chunk=5, late=late, compiler=GRAMMAR_COMPILER)
     made.slots.free = {slot: () for slot in (slots - 1, *range(slots - 1))}
     return made
 

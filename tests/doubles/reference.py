@@ -61,7 +61,7 @@ def _next(
     return int(pick(logits, torch.tensor([[len(sequence)]]), rows, replace(history, allowed=allowed)))
 
 
-GRAMMARS = GrammarCompiler(lambda: json_tokenizer().grammar_vocabulary(VOCABULARY, frozenset({END})))
+GRAMMAR_COMPILER = GrammarCompiler(lambda: json_tokenizer().grammar_vocabulary(VOCABULARY, frozenset({END})))
 """Compiles grammars for the tiny models, whose tokens are those of `json_tokenizer`."""
 
 
@@ -69,7 +69,7 @@ def _allowed(grammar: GrammarSpec | None, output: list[int], vocabulary: int) ->
     """Return the tokens that a grammar allows after an output, by a new matcher: [1, 1, W]. After its end all are."""
     if grammar is None:
         return None
-    matcher, words = GRAMMARS.matcher(grammar), torch.full((1, words_of(vocabulary)), -1, dtype=torch.int32)
+    matcher, words = GRAMMAR_COMPILER.matcher(grammar), torch.full((1, words_of(vocabulary)), -1, dtype=torch.int32)
     for token in output:
         assert matcher.accept_token(token), "the output before follows the grammar"
         if matcher.is_terminated():

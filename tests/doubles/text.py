@@ -25,6 +25,16 @@ def json_tokenizer() -> Tokenizer:
     return _tokenizer(*single, '{"', '":', '",', '"}', "true", "null", "ab", "12", ', "')
 
 
+def json_ids(text: str) -> list[int]:
+    """Return the tokens of `json_tokenizer` for a text, the longest first."""
+    vocabulary, found = json_tokenizer().hf.get_vocab(), []
+    while text:
+        piece = max((piece for piece in vocabulary if text.startswith(piece)), key=len)
+        found.append(vocabulary[piece])
+        text = text[len(piece) :]
+    return found
+
+
 def _tokenizer(*words: str) -> Tokenizer:
     pieces = ["<pad>", "<s>", "</s>", *words]
     assert len(pieces) <= VOCABULARY

@@ -21,7 +21,7 @@ from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.driver import AsyncRunner, Driver
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request, Running
-from foreword.errors import ForewordWarning, InputError, NumericsError
+from foreword.errors import ForewordWarning, GrammarError, InputError, NumericsError
 from foreword.hub.resolve import called, default_model, resolve
 from foreword.methods import DEFAULT_METHOD, MethodLike
 from foreword.model.adapters import fetch_base, tokenizer_folder
@@ -32,6 +32,7 @@ from foreword.model.model import Model
 from foreword.requests import EACH, Prompt, Settings, build, is_single, listed
 from foreword.results import Piece, Result
 from foreword.text import Message, Tokenizer
+from foreword.text.grammar import GrammarCompiler
 from foreword.trace import Traced
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ class LLM:
         model.use_pieces(lambda: tokenizer.pieces)
         self._capacity, self._isolated = (slots, max_context), isolated
         self._graph, self.reuses = cuda_graphs, reuses
+        ends = frozenset(model.ends.tolist())
+        self._grammars = GrammarCompiler(lambda: tokenizer.grammar_vocabulary(model.vocab_size, ends))
         try:
             self.method, drafter = drafter_request.resolve(model)
             self._driver = Driver(self._engine_of(drafter))
@@ -252,7 +255,7 @@ class LLM:
     def _engine_of(self, drafter: Drafter) -> Engine:
         if self._isolated:
             drafter.isolate()
-        return Engine(self.model, drafter, *self._capacity, graph=self._graph)
+        return Engine(self.model, drafter, *self._capacity, graph=self._graph, compiler=self._grammars)
 
     @property
     def engine(self) -> Engine:
@@ -402,7 +405,7 @@ class LLM:
 def _results(finished: Iterable[Running], count: int, names: tuple[str, str]) -> Iterator[Result]:
     """Yield the results of requests. A request that failed by itself has an error in it; an error of a step is raised."""
     for index, run in enumerate(finished):
-        if run.error and not isinstance(run.error, NumericsError):
+        if run.error and not isinstance(run.error, NumericsError | GrammarError):
             raise run.error
         if run.error and count > 1:
             warnings.warn(f"output {index} of {count} failed: {run.error}", ForewordWarning, stacklevel=3)

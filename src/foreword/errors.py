@@ -12,6 +12,7 @@
     ├── DataError             training data is damaged, of another model, or made with other settings
     ├── CapacityError         the KV cache does not fit into the free memory
     ├── QueueFull             too many requests wait for a slot
+    ├── GrammarError          a grammar allows no token that other settings leave
     ├── StorageError          the cache folder cannot be written, or the disk is full
     ├── NumericsError         the target answered NaN
     └── EngineError           the engine broke, or its process ended
@@ -66,6 +67,10 @@ class CapacityError(ForewordError):
 
 class QueueFull(ForewordError):
     """Too many requests wait for a slot."""
+
+
+class GrammarError(ForewordError):
+    """A grammar allows no token that other settings leave."""
 
 
 class StorageError(ForewordError):

@@ -18,6 +18,9 @@ from foreword.core.sampling import LONGEST_BAD_WORD, OPTIONS, Sampling
 from foreword.engine.request import EngineLimits, Request, check_stop_tokens
 from foreword.errors import InputError, PromptError
 from foreword.text import ChatOptions, Message, TextStream, Tokenizer
+from foreword.text.grammar import KINDS as GRAMMARS
+from foreword.text.grammar import GrammarSpec
+from foreword.text.grammar_check import check as check_grammar
 
 Prompt = str | list[Message] | list[int]
 """A string, a list of chat messages, or a list of token ids."""
@@ -38,7 +41,7 @@ CHAT = ("chat_template", "chat_template_kwargs", "tools", "continue_final_messag
 PROMPT = ("chat", "sanitize_control_tokens", "truncate_prompt_tokens")
 TEXT = ("stop", "include_stop_str_in_output", "skip_special_tokens")
 PREDICTION = "prediction"
-SETTINGS = (*SAMPLING, *LIMITS, *TEXT, *PROMPT, *CHAT, PREDICTION)
+SETTINGS = (*SAMPLING, *LIMITS, *GRAMMARS, *TEXT, *PROMPT, *CHAT, PREDICTION)
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # vLLM's and OpenAI's names
 ALL_SAMPLING = "sampling"  # all settings of SAMPLING as one `Sampling` object
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -135,6 +138,15 @@ class Settings(TypedDict, total=False):
 
     trace_rounds: bool
     """Pieces of a stream carry the draft of their round, and what of it was accepted: `piece.draft`."""
+    json_schema: Mapping[str, Any] | str | bool | None
+    """The output is JSON that follows this schema. True: any JSON object. It needs the package xgrammar, as the next two
+    do."""
+
+    regex: str | None
+    """The whole output matches this regular expression."""
+
+    grammar: str | None
+    """The output follows these rules, in EBNF as xgrammar reads it; the first is called root."""
 
     stop: str | Sequence[str] | None
     """Strings that end the output. The text ends before the first one that appears."""
@@ -253,6 +265,7 @@ class PromptSettings:
     sampling: Sampling
     limits: dict[str, Any]  # parameters of a Request
     text: dict[str, Any]  # parameters of a TextStream
+    grammar: GrammarSpec | None
     chat: bool
     chat_options: ChatOptions
     sanitize: bool
@@ -273,6 +286,7 @@ class PromptSettings:
                 "include_stop": _flag(settings, "include_stop_str_in_output", False),
                 "skip_special": _flag(settings, "skip_special_tokens", True),
             },
+            grammar=GrammarSpec.of(settings),
             chat=_flag(settings, "chat", True),
             chat_options=ChatOptions(**_subset(settings, CHAT)),
             sanitize=_flag(settings, "sanitize_control_tokens", False),
@@ -284,7 +298,8 @@ class PromptSettings:
         """Build the request of one sample. `first`: the number of requests in the call before those of this prompt."""
         sampling = self.sampling.derived(sample if self.has_own_seed else first + sample)
         stream = TextStream(tokenizer, **self.text)
-        return Request(ids, sampling, stream=stream, model_defaults=self.model_defaults, **self.limits)
+        own = {"model_defaults": self.model_defaults, **self.limits}
+        return Request(ids, sampling, grammar=self.grammar, stream=stream, **own)
 
 
 def _settings_of_each(
@@ -333,6 +348,8 @@ def _checked_settings(
         with _named(EACH, place, count):
             own = _with_prediction(tokenizer, limits, _with_bad_words(tokenizer, given, encoded))
             limits.check_settings(own.request(tokenizer, (0,), 0, 0))
+            if own.grammar is not None:
+                check_grammar(own.grammar, tokenizer.grammar_vocabulary(limits.vocabulary, limits.ends))
         found.append(own)
     return found
 

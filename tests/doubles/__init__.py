@@ -37,9 +37,9 @@ from doubles.models import (
     widened_pair,
 )
 from doubles.recording import Recorder, Seen, check_yield, drafts_of
-from doubles.reference import forget_truth, full_sequence, hf_cache, hf_hidden, hf_logits, hf_window, truth
+from doubles.reference import GRAMMAR_COMPILER, forget_truth, full_sequence, hf_cache, hf_hidden, hf_logits, hf_window, truth
 from doubles.states import prefilled, sequence_of, sequences_of, state_of
-from doubles.text import tokenizer
+from doubles.text import json_ids, json_tokenizer, tokenizer
 from doubles.training import SequenceList, TwoHeads, vocabulary_of
 from doubles.trees import chain, path_to, paths_of, random_tree
 
@@ -52,6 +52,7 @@ __all__ = [
     "EVERY_FAMILY",
     "RUN_ONCE",
     "FAMILIES",
+    "GRAMMAR_COMPILER",
     "IN_PROCESS",
     "LastHidden",
     "Liar",
@@ -84,6 +85,8 @@ __all__ = [
     "hf_hidden",
     "hf_logits",
     "hf_window",
+    "json_ids",
+    "json_tokenizer",
     "path_to",
     "paths_of",
     "poisoned_model",

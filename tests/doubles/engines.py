@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from doubles.models import CONTEXT, VOCABULARY, target
+from doubles.reference import GRAMMAR_COMPILER
 from foreword.core.drafter import Drafter
-from foreword.core.loop import Loop
+from foreword.core.loop import InTurns
 from foreword.core.sampling import Sampling
 from foreword.core.sampling_table import SamplingStages, SamplingTable
 from foreword.engine.engine import Engine
@@ -37,9 +38,9 @@ def requests(count: int, sampling: Sampling = SAMPLINGS["greedy"], seed: int = 0
 def engine(
     drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT, late: bool = False
 ) -> Engine:
-    """Make an engine that reads prompts in chunks of five tokens. Requests that enter together get slots out of order (2, 0
-    and 1 of three), so that data in the wrong slot is noticed."""
-    made = Engine(model or target(), drafter, slots=slots, max_context=context, chunk=5, late=late)
+    """Make an engine that reads prompts in chunks of five tokens, and grammars by `json_tokenizer`. Requests that enter
+    together get slots out of order (2, 0 and 1 of three), so that data in the wrong slot is noticed."""
+    made = Engine(model or target(), drafter, slots, context, chunk=5, late=late, compiler=GRAMMAR_COMPILER)
     made.slots.free = {slot: () for slot in (slots - 1, *range(slots - 1))}
     return made
 
@@ -53,7 +54,7 @@ def run_to_end(engine: Engine) -> None:
         engine.step()
 
 
-def rerunning(loop: Loop, drafter: Drafter) -> GraphedLoop:
+def rerunning(loop: InTurns, drafter: Drafter) -> GraphedLoop:
     """Wrap a loop as on a GPU, with graph buckets. A replay calls the captured function again."""
     made = graphed(loop, drafter.captures)
     assert isinstance(made, GraphedLoop)

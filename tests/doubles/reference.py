@@ -1,7 +1,7 @@
 """The slow truth: what plain decoding must generate, from the transformers model alone.
 
 Each token takes one pass over the whole sequence, with no cache and no draft. Only `pick` is shared with the engine;
-tests/unit/core compares it with a slow reference of its own.
+tests/unit/core compares it with a slow reference of its own. Grammars are those of `json_tokenizer`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from doubles.models import CONTEXT, END
+from doubles.models import CONTEXT, END, VOCABULARY
+from doubles.text import json_tokenizer
 from foreword.core.choosing import History, pick
 from foreword.core.sampling import Sampling
 from foreword.core.sampling_table import NO_TOKEN, SamplingStages, SamplingTable
 from foreword.engine.request import Request
+from foreword.ops.bitmasks import words_of
+from foreword.text.grammar import GrammarCompiler, GrammarSpec
 
 _KNOWN: dict[tuple[Any, ...], list[int]] = {}  # by request: prompt and output so far; extended on demand
 
@@ -30,10 +33,11 @@ def truth(model: PreTrainedModel, request: Request, context: int = CONTEXT, ends
     limit = min(len(prompt) + request.max_new_tokens, context)
     floor = len(prompt) + request.min_new_tokens if request.min_new_tokens else 0
     held = request.stop_token_ids if floor else ()
-    sequence = _KNOWN.setdefault((model, request.prompt, request.sampling, floor, ends, held), prompt)
+    sequence = _KNOWN.setdefault((model, request.prompt, request.sampling, floor, ends, held, request.grammar), prompt)
     for place in range(len(request.prompt), limit):
         if place == len(sequence):
-            sequence.append(_next(model, sequence, len(request.prompt), request.sampling, floor, ends, held))
+            allowed = _allowed(request.grammar, sequence[len(request.prompt) :], model.config.vocab_size)
+            sequence.append(_next(model, sequence, len(request.prompt), request.sampling, floor, ends, held, allowed))
         if sequence[place] in ends and not request.ignore_eos:
             return sequence[len(request.prompt) : place + 1]
     return sequence[len(request.prompt) : limit]
@@ -47,12 +51,31 @@ def _next(
     floor: int,
     ends: tuple[int, ...],
     held: tuple[int, ...],
+    allowed: Tensor | None,
 ) -> int:
     table = SamplingTable.empty(1, torch.tensor(ends, dtype=torch.long), model.config.vocab_size)
-    table.set(0, sampling, floor, held)
+    table.set(0, sampling, floor, held, allowed is not None)
     logits = hf_logits(model, sequence)[-1:].unsqueeze(0)
     rows = table.at(torch.tensor([0]), (0,))
-    return int(pick(logits, torch.tensor([[len(sequence)]]), rows, _history(sequence, prompt, rows.kind, logits.shape[-1])))
+    history = _history(sequence, prompt, rows.kind, logits.shape[-1])
+    return int(pick(logits, torch.tensor([[len(sequence)]]), rows, replace(history, allowed=allowed)))
+
+
+GRAMMAR_COMPILER = GrammarCompiler(lambda: json_tokenizer().grammar_vocabulary(VOCABULARY, frozenset({END})))
+"""Compiles grammars for the tiny models, whose tokens are those of `json_tokenizer`."""
+
+
+def _allowed(grammar: GrammarSpec | None, output: list[int], vocabulary: int) -> Tensor | None:
+    """Return the tokens that a grammar allows after an output, by a new matcher: [1, 1, W]. After its end all are."""
+    if grammar is None:
+        return None
+    matcher, words = GRAMMAR_COMPILER.matcher(grammar), torch.full((1, words_of(vocabulary)), -1, dtype=torch.int32)
+    for token in output:
+        assert matcher.accept_token(token), "the output before follows the grammar"
+        if matcher.is_terminated():
+            return words.unsqueeze(0)
+    matcher.fill_next_token_bitmask(words)
+    return words.unsqueeze(0)
 
 
 def _history(sequence: list[int], prompt: int, kind: SamplingStages, vocabulary: int) -> History:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.core.sampling_table import ANY_TOKEN, SamplingRows
+from foreword.ops.bitmasks import drop_barred
 from foreword.ops.filters import Filters, lowest, survivors
 from foreword.ops.noise import Noise, all_tokens, column, under
 from foreword.ops.top import at_least_float32, first_largest, race, sampled, top, top_with_chances
@@ -26,6 +27,7 @@ class History:
     seen: Tensor | None = None  # [b, N, V]: how often each token occurs in prompt and output
     generated: Tensor | None = None  # [b, N, V]: how often it occurs in the output alone
     last: Tensor | None = None  # [b, N, L - 1]: the last tokens, for bad words of up to L tokens
+    allowed: Tensor | None = None  # [b, N, W]: the tokens that a grammar allows after them, as bits
 
     def at(self, rows: Tensor) -> History:
         """Return that of some rows [b, n]."""
@@ -33,7 +35,7 @@ class History:
         def part(values: Tensor | None) -> Tensor | None:
             return None if values is None else values.gather(1, rows.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
-        return History(part(self.seen), part(self.generated), part(self.last))
+        return History(part(self.seen), part(self.generated), part(self.last), part(self.allowed))
 
 
 NO_HISTORY = History()
@@ -141,7 +143,7 @@ def _filters(sampling: SamplingRows) -> Filters | None:
 
 
 def _processed(logits: Tensor, position: Tensor, sampling: SamplingRows, history: History) -> Tensor:
-    """Apply bias, penalties, held-back end tokens, masks and bad words to logits, as far as the round has any."""
+    """Apply bias, penalties, held-back end tokens, masks, bad words and grammars to logits, as far as the round has any."""
     kind, scores = sampling.kind, logits
     if kind.bias:
         scores = at_least_float32(scores)
@@ -155,6 +157,9 @@ def _processed(logits: Tensor, position: Tensor, sampling: SamplingRows, history
         scores = scores.masked_fill(sampling.column("barred").unsqueeze(1) + early.to(torch.uint8) >= 2, -math.inf)
     if kind.bad_words:
         scores = _bar_bad_words(scores, sampling, history)
+    if kind.grammar:
+        assert history.allowed is not None, "a grammar needs the tokens that it allows after each row"
+        scores = drop_barred(scores, history.allowed)
     return scores
 
 

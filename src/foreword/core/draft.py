@@ -7,7 +7,7 @@ scores them with the rest, because shapes are fixed, and they are never accepted
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -92,6 +92,20 @@ class Tree:
             tree.lineage = self.ancestors[:, :nodes, :nodes], self.depth[:, :nodes]
         return tree
 
+    def clone(self) -> Tree:
+        """A tree of its own memory, which `overwrite` may write. Chains of a length are all the same, so they are shared."""
+        if self.is_chain:
+            return self
+        tree = Tree(self.parent.clone())
+        tree.lineage = self.ancestors.clone(), self.depth.clone()
+        return tree
+
+    def overwrite(self, other: Tree) -> None:
+        """Write another tree of the same shape to the memory of this one."""
+        if not self.is_chain:
+            for mine, new in zip((self.parent, *self.lineage), (other.parent, *other.lineage), strict=True):
+                mine.copy_(new)
+
 
 def _chain(nodes: int, device: torch.device) -> Tree:
     if nodes < 1:
@@ -129,13 +143,17 @@ class Early:
 class Draft:
     """Candidates after the root: `tokens` [b, N], the `tree` they form, and `size` [b], how many rows count. With `early`,
     all rows have run through the first layers already, and the pass that verifies them begins after these. `origin` [b or 1,
-    N] holds the numbers of `ORIGINS`; None: the root, and rows of the drafter."""
+    N] holds the numbers of `ORIGINS`; None: the root, and rows of the drafter.
+
+    `allowed` [b, N, W]: the tokens that grammars allow after each row; token t is bit t % 32 of word t // 32. The engine
+    adds it; None: no request of the round has a grammar."""
 
     tokens: Tensor
     tree: Tree
     size: Tensor
     early: Early | None = None
     origin: Tensor | None = None
+    allowed: Tensor | None = None
 
     @staticmethod
     def nothing(root: Tensor) -> Draft:
@@ -164,13 +182,29 @@ class Draft:
             return self
         early = self.early and Early(self.early.layer, self.early.states[:, :nodes])
         origin = None if self.origin is None else self.origin[:, :nodes]
-        return Draft(self.tokens[:, :nodes], self.tree.head(nodes), self.size.clamp(max=nodes), early, origin)
+        allowed = None if self.allowed is None else self.allowed[:, :nodes]
+        return Draft(self.tokens[:, :nodes], self.tree.head(nodes), self.size.clamp(max=nodes), early, origin, allowed)
+
+    @property
+    def form(self) -> tuple[int, int, bool]:
+        """What two drafts must have in common for one to overwrite the other: rows, trees, and whether these are chains."""
+        return self.nodes, self.tree.parent.shape[0], self.tree.is_chain
+
+    def clone(self) -> Draft:
+        """A draft of its own memory, which `overwrite` may write."""
+        early = self.early and replace(self.early, states=self.early.states.clone())
+        origin = None if self.origin is None else self.origin.clone()
+        allowed = None if self.allowed is None else self.allowed.clone()
+        return Draft(self.tokens.clone(), self.tree.clone(), self.size.clone(), early, origin, allowed)
 
     def overwrite(self, other: Draft) -> None:
-        """Write another draft of the same shape and tree to the memory of this one, which a recorded round reads."""
+        """Write another draft of the same form to the memory of this one, which a recorded round reads."""
         self.tokens.copy_(other.tokens)
+        self.tree.overwrite(other.tree)
         self.size.copy_(other.size)
         if self.early and other.early:
             self.early.states.copy_(other.early.states)
         if self.origin is not None and other.origin is not None:
             self.origin.copy_(other.origin)
+        if self.allowed is not None and other.allowed is not None:
+            self.allowed.copy_(other.allowed)

@@ -14,6 +14,9 @@ from foreword.core.draft import Draft
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import State
 
+Constrain = Callable[[State, Draft], Draft]
+"""Adds to a draft the tokens that grammars allow after each of its rows. It works on the host, and reads the draft there."""
+
 
 @dataclass(frozen=True)
 class Pipelining:
@@ -53,8 +56,9 @@ class Loop(Protocol):
     def forget(self) -> None:
         """Drop what was recorded: weights or addresses have changed."""
 
-    def round(self, state: State) -> Emission:
-        """Advance every sequence that is alive. In lockstep each gets a token or more, in a pipeline one or none."""
+    def round(self, state: State, constrain: Constrain | None = None) -> Emission:
+        """Advance every sequence that is alive. In lockstep each gets a token or more, in a pipeline one or none.
+        `constrain` is called with the draft before it is verified; None: no request of the round has a grammar."""
 
     def restart(self, slots: Sequence[int]) -> None:
         """Compute sequences from their roots again: their scratch rows were cleared."""
@@ -64,10 +68,11 @@ class Loop(Protocol):
 
 
 class InTurns(Loop, Protocol):
-    """A loop whose drafts may be made on the host: its round is `propose`, `check`, `decided`."""
+    """A loop whose round is `propose`, `check`, `decided`, so that the host may work between these, for a drafter or a
+    grammar."""
 
     def propose(self, state: State) -> Draft:
-        """Propose candidates after the root."""
+        """Propose candidates after the root. In a pipeline the root alone is a draft."""
 
     def check(self, state: State, draft: Draft) -> Emission:
         """Verify, accept and commit a draft, and let the drafter observe."""

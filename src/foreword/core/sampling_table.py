@@ -37,6 +37,8 @@ class SlotOptions:
 
     prediction: tuple[int, ...] = ()
     traced: bool = False
+    constrained: bool = False
+    """It has a grammar."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class SamplingStages:
     bad_word_length: int = 0  # tokens
     predictions: int = 0  # tokens of the longest sequence that a request predicts, prompt included; 0: no request has one
     traces: bool = False
+    grammar: bool = False  # needs the tokens that grammars allow after each row
 
     @property
     def filters(self) -> bool:
@@ -74,12 +77,13 @@ class SamplingStages:
     @property
     def drops(self) -> bool:
         """Whether some tokens are excluded, whatever their logits are."""
-        return self.filters or self.masks or bool(self.bad_words)
+        return self.filters or self.masks or self.grammar or bool(self.bad_words)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the logits alone decide."""
-        return not (self.noise or self.penalties or self.floors or self.masks or self.bias or self.bad_words)
+        processed = self.penalties or self.floors or self.masks or self.bias or self.bad_words or self.grammar
+        return not (self.noise or processed)
 
     @property
     def origins(self) -> bool:
@@ -107,6 +111,7 @@ class SamplingStages:
             bad_word_length=_one_of_few_sizes(max(map(len, words), default=0), 4),
             predictions=_one_of_few_sizes(predicted, 1024),
             traces=options.traced,
+            grammar=options.constrained,
         )
 
     @staticmethod
@@ -186,9 +191,10 @@ class SamplingTable:
         columns["key"] = torch.zeros(slots, 2, dtype=torch.long, device=ends.device)
         return SamplingTable(columns, ends, {}, {}, vocabulary, context)
 
-    def set(self, slot: int, sampling: Sampling, floor: int = 0, held: tuple[int, ...] = ()) -> None:
+    def set(self, slot: int, sampling: Sampling, floor: int = 0, held: tuple[int, ...] = (), grammar: bool = False) -> None:
         """Set the sampling of a slot: see `SlotOptions`."""
-        self.set_all({slot: SlotOptions(sampling, floor, held)}, torch.tensor([slot]).to(self.ends.device))
+        options = SlotOptions(sampling, floor, held, constrained=grammar)
+        self.set_all({slot: options}, torch.tensor([slot]).to(self.ends.device))
 
     def set_all(self, given: dict[int, SlotOptions], slots: Tensor) -> None:
         """Set the options of several slots. `slots` [n]: the same slots in the same order, on the device."""

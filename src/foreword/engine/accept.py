@@ -63,6 +63,7 @@ def history(state: State, draft: Draft) -> History:
         seen=count_seen(state, draft, state.seen) if kind.repetition else None,
         generated=count_seen(state, draft, state.table.columns["generated"]) if kind.generated else None,
         last=last_tokens(state, draft, kind.bad_word_length - 1) if kind.bad_words else None,
+        allowed=draft.allowed if kind.grammar else None,
     )
 
 

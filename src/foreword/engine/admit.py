@@ -164,6 +164,7 @@ def _options(running: Running, context: int, predicts: bool) -> SlotOptions:
         request.prompt,
         prediction,
         request.trace_rounds,
+        constrained=request.grammar is not None,
     )
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from foreword.core.scores import Emission
+from foreword.engine.grammar import Grammars
 from foreword.engine.request import Event, FinishReason, Logprob, Request, Running
 from foreword.engine.round_trace import RoundTrace
-from foreword.errors import NumericsError
+from foreword.errors import GrammarError, NumericsError
 from foreword.ops.device import mark
 
 
@@ -42,17 +43,17 @@ class Launched:
         return self.emissions
 
 
-def emit(launched: Launched, ends: set[int]) -> dict[Running, Event]:
+def emit(launched: Launched, ends: set[int], grammars: Grammars) -> dict[Running, Event]:
     """Append the new tokens to every request. Return the events of the requests that end, fail, stream or want logprobs.
 
-    A request is aborted if the target answered NaN to its sequence without a draft.
+    A request is aborted if the target answered NaN to its sequence without a draft, or if its grammar refuses a token.
     """
     rounds = launched.wait()
     if len(rounds) > 1 and all(run.tokens_only for run in launched.runs) and not any(one.broken.any() for one in rounds):
         return _emit_together(launched.runs, rounds, ends)
     events: dict[Running, Event] = {}
     for one in rounds:
-        events |= _emit_round(launched, one, ends)
+        events |= _emit_round(launched, one, ends, grammars)
     return events
 
 
@@ -79,7 +80,7 @@ def _emit_together(runs: list[Running], rounds: list[Emission], ends: set[int]) 
     return events
 
 
-def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[Running, Event]:
+def _emit_round(launched: Launched, emission: Emission, ends: set[int], grammars: Grammars) -> dict[Running, Event]:
     columns = (column.tolist() for column in (emission.count, emission.drafted, emission.ended, emission.broken))
     tokens, events, stop = _new_tokens(emission), {}, 0
     for index, (running, count, drafted, ended, broken) in enumerate(zip(launched.runs, *columns, strict=False)):
@@ -88,6 +89,9 @@ def _emit_round(launched: Launched, emission: Emission, ends: set[int]) -> dict[
             continue
         if broken:
             events[running] = _fail(running, drafted > 0, launched.without_draft[index])
+            continue
+        if not grammars.follow(running.slot, tokens[start:stop]):
+            events[running] = _refuse(running)
             continue
         running.accepted.append(count)
         running.drafted.append(drafted)
@@ -141,6 +145,18 @@ def _fail(running: Running, drafted: bool, without_draft: bool) -> Event:
             f"the target answered NaN after {len(running.tokens)} new tokens; check the weights, "
             "or load the model in a wider dtype (dtype='float32')"
         )
+    return Event(running, [], "")
+
+
+def _refuse(running: Running) -> Event:
+    """Abort a request whose grammar does not allow what was chosen: then it left no token to choose."""
+    running.accepted.append(0)
+    running.drafted.append(0)
+    running.finish_reason = "abort"
+    running.error = GrammarError(
+        f"after {len(running.tokens)} new tokens no token is left that the grammar allows; change the grammar, or leave out "
+        "settings that bar tokens, such as allowed_token_ids or bad_words"
+    )
     return Event(running, [], "")
 
 

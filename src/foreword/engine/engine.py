@@ -11,12 +11,13 @@ from dataclasses import replace
 import torch
 
 from foreword.core.drafter import Drafter
-from foreword.core.loop import Loop
+from foreword.core.loop import InTurns, Loop
 from foreword.core.sampling import Sampling
 from foreword.core.state import Batch, State
 from foreword.engine.admit import Slots, admit
 from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.emit import Launched, all_events, emit
+from foreword.engine.grammar import Grammars
 from foreword.engine.graph import graphed
 from foreword.engine.lockstep import Lockstep
 from foreword.engine.pipeline import Pipeline
@@ -27,6 +28,7 @@ from foreword.errors import ForewordWarning, InputError
 from foreword.model.model import Model
 from foreword.ops.device import joins_prompts, prefill_chunk, reads_late, replays_graphs
 from foreword.ops.sending import sent
+from foreword.text.grammar import GrammarCompiler
 
 
 class Engine:
@@ -37,14 +39,16 @@ class Engine:
         slots: int = 4,
         max_context: int | None = None,
         chunk: int | None = None,
-        loop: Loop | None = None,
+        loop: InTurns | None = None,
         graph: bool = True,
         late: bool | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         """Bind the drafter, whose shape decides how many scratch rows the cache needs, then allocate the cache.
 
         `chunk`: the most prompt rows per sequence and pass. `graph`: replay rounds on a CUDA device as captured graphs.
         `late`: read a round while the next one runs, which keeps a GPU busy; on a CPU nothing could run meanwhile.
+        `compiler`: of grammars, for the target's vocabulary; None: requests with a grammar are refused.
         """
         self.target, self.drafter = target, drafter
         self.max_context = _checked_context(max_context, target)
@@ -54,15 +58,15 @@ class Engine:
         target.limit_context(self.max_context)
         drafter.prepare(target, slots)
         cache = target.allocate(slots, self.max_context, drafter.scratch)
-        self.loop: Loop = loop or _loop_of(target, drafter)
-        if graph and replays_graphs(target.device):
-            self.loop = graphed(self.loop, drafter.captures)
+        eager = loop or _loop_of(target, drafter)
+        self.loop: Loop = graphed(eager, drafter.captures) if graph and replays_graphs(target.device) else eager
         self.late = reads_late(target.device) if late is None else late
         self.joins_prompts = joins_prompts(target.device)
         self.unread: Launched | None = None
         self.slots = Slots(slots, drafter.needs, pads=self.loop.captured, predicts=drafter.predicts)
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends, target.vocab_size)
+        self.grammars = Grammars(compiler, target.vocab_size)
         self.clock = 0.0  # seconds spent in rounds; requests are timed by it
         self._ends = set(target.ends.tolist())
 
@@ -76,6 +80,8 @@ class Engine:
         """Check that this engine can serve a request, without queueing it. Any thread may call this: the engine does not
         change."""
         self.limits.check(request)
+        if request.grammar is not None:
+            self.grammars.check(request.grammar)
         return Running(replace(request, sampling=request.sampling.seeded()))
 
     def queue(self, runs: Iterable[Running]) -> None:
@@ -173,6 +179,7 @@ class Engine:
         taken = admit(self.waiting, self.slots, self.state)  # PROMPT
         for slot in taken:
             self.slots.running[slot].began = self.clock
+            self.grammars.begin(slot, self.slots.running[slot].request.grammar)
         if taken:
             self.loop.begin(self.state.at(Batch.of(taken, self._span(taken), self.target.device)))
 
@@ -209,15 +216,29 @@ class Engine:
 
     def _round(self, rounds: int) -> tuple[Launched | None, dict[Running, Event]]:
         started = time.perf_counter()
-        launched = self._launch(rounds)
-        read, self.unread = (self.unread, launched) if self.late else (launched, None)
-        events = emit(read, self._ends) if read is not None else {}  # EMIT
+        read = self._launch_and_take(rounds)
+        events = emit(read, self._ends, self.grammars) if read is not None else {}  # EMIT
         self.clock += time.perf_counter() - started
         self._release([running for running in events if running.done], 1 if read is None else len(read.emissions))
         for running in events:
             if not running.done and running.draft_was_nan and self.state.speculates[running.slot]:
                 self._stop_speculating(running)
         return read, events
+
+    def _launch_and_take(self, rounds: int) -> Launched | None:
+        """Launch rounds, and return those that the host reads now. A matcher reads the tokens of a round before the next
+        draft, so a round with a grammar is read at once, and launched when nothing is unread."""
+        if self._constrained:
+            launched, self.unread = self.unread or self._launch(1), None
+            return launched
+        launched = self._launch(rounds)
+        read, self.unread = (self.unread, launched) if self.late else (launched, None)
+        return read
+
+    @property
+    def _constrained(self) -> bool:
+        """Whether a request of the next round has a grammar."""
+        return bool(self.grammars.matchers) and self.state.table.kind(self.slots.group(ready=True).ids).grammar
 
     def _stop_speculating(self, running: Running) -> None:
         """Continue a request without drafts after the target answered NaN to one: its output must not depend on drafts."""
@@ -236,9 +257,10 @@ class Engine:
         if batch is None:
             return None
         launched = Launched(self.slots.group(ready=True).runs)
+        constrain = self.grammars.constrain if self._constrained else None
         for before in range(rounds):
             span = min(batch.span + before * self._most, self.max_context)
-            launched.take(self.loop.round(self.state.at(replace(batch, span=span))))
+            launched.take(self.loop.round(self.state.at(replace(batch, span=span)), constrain))
         return launched
 
     @property
@@ -263,6 +285,7 @@ class Engine:
             for running, fine in zip(finished, sound, strict=True):
                 running.decode_s = self.clock - running.began if running.ready else 0.0
                 self.state.table.forget(running.slot)
+                self.grammars.end(running.slot)
                 self.slots.leave(running.slot, keep=fine)
 
     def _free_rows(self, finished: list[Running], beyond: int) -> list[bool]:
@@ -294,7 +317,7 @@ class Engine:
         return max(self.slots.running[slot].length for slot in ids)
 
 
-def _loop_of(target: Model, drafter: Drafter) -> Loop:
+def _loop_of(target: Model, drafter: Drafter) -> InTurns:
     """Return the loop that a drafter declares."""
     if drafter.pipelining is not None:
         return Pipeline(target, drafter, drafter.pipelining)

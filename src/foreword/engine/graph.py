@@ -1,20 +1,20 @@
 """Rounds and prompt passes as CUDA graphs: recorded once per bucket, then replayed without Python or launches in between.
 
 A bucket is what a recording fixes: the number of sequences, how far attention looks, and the stages that sampling needs.
-For a draft made on the host, and for a prompt pass, it also fixes the number of rows. Nothing is sampled in a prompt pass.
-Everything else lies in buffers that never move; slot numbers, and tokens from the host, are copied in. The first round
-of a bucket runs eagerly, which warms everything up and does real work; the second is recorded. The number of buckets is
-bounded: the least recently used one makes room for a new one.
+If the host works within a round, for a drafter or a grammar, the check is a graph of its own. It also fixes the form of the
+draft, as a prompt pass fixes its rows. All else lies in buffers that never move; slot numbers and drafts are copied in. The
+first round of a bucket runs eagerly, which warms everything up and does real work; the second is recorded. The number of
+buckets is bounded: the least recently used one makes room for a new one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar
 
 from foreword.core.draft import Draft
-from foreword.core.loop import InTurns, Loop
+from foreword.core.loop import Constrain, InTurns, Loop
 from foreword.core.sampling_table import SamplingStages
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import Batch, State
@@ -37,29 +37,31 @@ class GraphBucket(Generic[Answer]):
 
     batch: Batch
     graph: RecordedCall[Answer] | None = None
-    draft: Draft | None = None  # a draft made on the host, or a prompt's rows; the graph reads its tree too
+    draft: Draft | None = None  # a draft from outside the graph, or a prompt's rows
     ids: tuple[int, ...] = ()  # the slots whose numbers were copied in last
 
 
 class GraphedLoop:
-    """Implements `core.Loop`: replays the rounds and prompt passes of another loop."""
+    """Implements `core.Loop`: replays the rounds and prompt passes of another loop. A round with a grammar is two graphs:
+    one proposes, one checks, and the host works between them."""
 
     captured = True
     reads_after = False
 
-    def __init__(self, loop: Loop, most: int = MOST_BUCKETS) -> None:
-        """`most`: the number of buckets that are kept, of rounds and of prompt passes each."""
+    def __init__(self, loop: InTurns, most: int = MOST_BUCKETS) -> None:
+        """`most`: the number of buckets that are kept, of rounds, of proposals and of prompt passes each."""
         self.loop, self.most = loop, most
-        # Both are in the order of their last use, the most recent last.
-        self.buckets: dict[Any, GraphBucket[Emission]] = {}  # by Bucket, and by the rows of a draft made on the host
+        # All are in the order of their last use, the most recent last.
+        self.buckets: dict[Any, GraphBucket[Emission]] = {}  # by Bucket, and by the form of a draft from outside the graph
+        self.proposals: dict[Bucket, GraphBucket[Draft]] = {}
         self.chunks: dict[PromptBucket, GraphBucket[Scores | None]] = {}
         self.pool: Any = None  # memory that all graphs share
 
     def forget(self) -> None:
         """Drop all graphs: each bucket runs eagerly once, then is recorded again. Needed when weights have changed: what is
         derived from them, int8 weights for example, is derived again in an eager round and not in a replay."""
-        self.buckets.clear()
-        self.chunks.clear()
+        for known in (self.buckets, self.proposals, self.chunks):
+            known.clear()
         self.pool = None  # it was freed with the last graph that used it
 
     def begin(self, state: State) -> None:
@@ -77,13 +79,23 @@ class GraphedLoop:
             self.forget()
         return None
 
-    def round(self, state: State) -> Emission:
-        key = _bucket(state)
-        bucket = _used(self.buckets, key)
-        if bucket is None:
-            bucket = self._add(self.buckets, key, GraphBucket(_fixed_batch(state.batch, key[1])))
-            return self.loop.round(state.at(bucket.batch))
-        return self._replayed(bucket, state, self.loop.round)
+    def round(self, state: State, constrain: Constrain | None = None) -> Emission:
+        if constrain is None:
+            return self._alone(self.buckets, state, self.loop.round)
+        return self._in_turns(state, self._alone(self.proposals, state, self._proposed), constrain)
+
+    def _proposed(self, state: State) -> Draft:
+        draft = self.loop.propose(state)
+        draft.tree.lineage  # noqa: B018 - recorded with the draft, since it is read later
+        return draft
+
+    def _in_turns(self, state: State, draft: Draft, constrain: Constrain | None) -> Emission:
+        """Run or replay the check of a draft, after the host has worked on it."""
+        if constrain is not None:
+            draft = constrain(state, draft)
+        emission = self._with_draft(self.buckets, (*_bucket(state), draft.form), state, draft, self.loop.check)
+        self.loop.decided(state, emission)
+        return emission
 
     def prompt_pass(self, state: State, chunk: Draft, read: Callable[[State, Draft], Scores | None]) -> Scores | None:
         """Run or replay `read(state, chunk)`. Its answer is valid until the next replay: any graph may write to the same
@@ -101,6 +113,15 @@ class GraphedLoop:
         fitting = [one for one in known if one.batch.span >= length]
         return min(fitting, key=lambda one: one.batch.span).graph if fitting else None
 
+    def _alone(self, known: dict[Bucket, GraphBucket[Answer]], state: State, call: Callable[[State], Answer]) -> Answer:
+        """Run or replay `call(state)`."""
+        key = _bucket(state)
+        bucket = _used(known, key)
+        if bucket is None:
+            bucket = self._add(known, key, GraphBucket(_fixed_batch(state.batch, key[1])))
+            return call(state.at(bucket.batch))
+        return self._replayed(bucket, state, call)
+
     def _with_draft(
         self,
         known: dict[Any, GraphBucket[Answer]],
@@ -113,7 +134,7 @@ class GraphedLoop:
         it."""
         bucket = _used(known, key)
         if bucket is None:
-            bucket = self._add(known, key, GraphBucket(_fixed_batch(state.batch, key[1]), draft=draft))
+            bucket = self._add(known, key, GraphBucket(_fixed_batch(state.batch, key[1]), draft=draft.clone()))
             return call(state.at(bucket.batch), draft)
         fixed = bucket.draft
         assert fixed is not None
@@ -122,9 +143,12 @@ class GraphedLoop:
 
     def _wait(self) -> None:
         """Wait until no graph runs any more, and no answer of one is on its way to the host."""
-        held: list[GraphBucket[Any]] = [*self.buckets.values(), *self.chunks.values()]
-        if held:
+        if held := self._held:
             synchronize(held[0].batch.slots.device)
+
+    @property
+    def _held(self) -> list[GraphBucket[Any]]:
+        return [*self.buckets.values(), *self.proposals.values(), *self.chunks.values()]
 
     def _add(self, known: dict[Any, GraphBucket[Answer]], key: Any, bucket: GraphBucket[Answer]) -> GraphBucket[Answer]:
         """Add a bucket, and drop the oldest ones if there are too many."""
@@ -139,8 +163,7 @@ class GraphedLoop:
         oldest = known.pop(next(iter(known)))
         if oldest.graph is not None:
             synchronize(oldest.batch.slots.device)
-            left: list[GraphBucket[Any]] = [*self.buckets.values(), *self.chunks.values()]
-            if all(one.graph is None for one in left):
+            if all(one.graph is None for one in self._held):
                 self.pool = None  # it is freed with the last graph that uses it
 
     def _replayed(self, bucket: GraphBucket[Answer], state: State, call: Callable[[State], Answer]) -> Answer:
@@ -165,19 +188,15 @@ class GraphedCheck(GraphedLoop):
     """The same for drafts that are made on the host: everything after `propose` is replayed."""
 
     reads_after = True
-    loop: InTurns
 
-    def round(self, state: State) -> Emission:
-        draft = self.loop.propose(state)
-        emission = self._with_draft(self.buckets, (*_bucket(state), draft.nodes), state, draft, self.loop.check)
-        self.loop.decided(state, emission)
-        return emission
+    def round(self, state: State, constrain: Constrain | None = None) -> Emission:
+        return self._in_turns(state, self.loop.propose(state), constrain)
 
 
-def graphed(loop: Loop, captures: Literal["round", "check", "nothing"]) -> Loop:
+def graphed(loop: InTurns, captures: Literal["round", "check", "nothing"]) -> Loop:
     """Wrap a loop so that its rounds are replayed, as far as its drafter allows: see `Drafter.captures`."""
     if captures == "check":
-        return GraphedCheck(cast(InTurns, loop))
+        return GraphedCheck(loop)
     return GraphedLoop(loop) if captures == "round" else loop
 
 

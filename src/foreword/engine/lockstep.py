@@ -2,12 +2,13 @@
 
 This file is where a draft is verified. It calls `Model.score`, which scores all rows of the draft in one pass (VERIFY), and
 then `accept`, which compares the draft with these scores (ACCEPT). The check is everything from `fit` to `observe`. If a
-drafter works on the host, only the check is recorded.
+drafter works on the host, only the check is recorded. Grammars work on the host too: between the draft and its check.
 """
 
 from __future__ import annotations
 
 from foreword.core.draft import Draft
+from foreword.core.loop import Constrain
 from foreword.core.scores import Emission
 from foreword.core.state import State
 from foreword.engine.accept import accept
@@ -19,8 +20,11 @@ from foreword.engine.fit import fit
 class Lockstep(EagerLoop):
     """Implements `core.loop.InTurns`."""
 
-    def round(self, state: State) -> Emission:
-        emission = self.check(state, self.propose(state))
+    def round(self, state: State, constrain: Constrain | None = None) -> Emission:
+        draft = self.propose(state)
+        if constrain is not None:
+            draft = constrain(state, draft)
+        emission = self.check(state, draft)
         self.decided(state, emission)
         return emission
 

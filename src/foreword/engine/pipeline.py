@@ -14,11 +14,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from foreword.core.choosing import History, log_chances, pick
 from foreword.core.draft import Draft, Tree
 from foreword.core.drafter import Drafter
-from foreword.core.loop import Pipelining
+from foreword.core.loop import Constrain, Pipelining
 from foreword.core.sampling_table import SamplingRows
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import State
@@ -33,7 +34,7 @@ from foreword.ops.sending import sent
 
 
 class Pipeline(EagerLoop):
-    """Implements `core.Loop`."""
+    """Implements `core.loop.InTurns`."""
 
     def __init__(self, target: Model, drafter: Drafter, pipelining: Pipelining) -> None:
         super().__init__(target, drafter)
@@ -48,13 +49,23 @@ class Pipeline(EagerLoop):
     def restart(self, slots: Sequence[int]) -> None:
         self.columns.restart(sent(list(slots), self.target.device))
 
-    def round(self, state: State) -> Emission:
+    def round(self, state: State, constrain: Constrain | None = None) -> Emission:
+        root = self.propose(state)
+        return self.check(state, root if constrain is None else constrain(state, root))
+
+    def propose(self, state: State) -> Draft:
+        return Draft.nothing(state.root)
+
+    def decided(self, state: State, emission: Emission) -> None:
+        pass
+
+    def check(self, state: State, root: Draft) -> Emission:
+        """Call the group once. `root`: the root as a draft. A grammar holds for what follows it, as only that is final."""
         boarded = self._board(state)
         hidden = continued(self.columns.hidden, state.slots, boarded.repeat, self.target.embed(boarded.tokens))
         hidden = self.group(state.batch, hidden, boarded.position, boarded.slots)
         flight = Flight(boarded.tokens, boarded.repeat, hidden)
-        root = Draft(flight.tokens[:, :1], Tree.chain(1, hidden.device), torch.ones_like(state.slots))
-        chain = replace(root, tokens=flight.tokens, tree=Tree.chain(flight.tokens.shape[1], hidden.device))
+        chain = _in_flight(root, flight.tokens)
         predicted, logits = self._predictions(flight, boarded.position, state.sampling, history(state, chain))
         scores, deciding = Scores(logits[:, :1]), replace(state, alive_slots=boarded.deciding)
         accepted, emission = accept(deciding, root, scores, 0, predicted[:, :1])  # ACCEPT, where the root is through
@@ -91,3 +102,10 @@ class Pipeline(EagerLoop):
         if not self.pipelining.gate:
             return None
         return log_chances(logits, predicted, 0)[0] > math.log(self.pipelining.gate)
+
+
+def _in_flight(root: Draft, tokens: Tensor) -> Draft:
+    """Return the tokens in flight [b, n], root included, as a chain. No grammar holds for what follows the others."""
+    others = tokens.shape[1] - 1
+    allowed = None if root.allowed is None else functional.pad(root.allowed, (0, 0, 0, others), value=-1)
+    return replace(root, tokens=tokens, tree=Tree.chain(others + 1, tokens.device), allowed=allowed)

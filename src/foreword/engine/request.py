@@ -9,6 +9,7 @@ from typing import Literal
 from foreword.core.sampling import Sampling
 from foreword.engine.round_trace import RoundTrace
 from foreword.errors import InputError, PromptError
+from foreword.text.grammar import GrammarSpec
 from foreword.text.stream import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -56,6 +57,9 @@ class Request:
 
     model_defaults: tuple[str, ...] = ()
     """The settings in `sampling` that come from the model's generation config; the result reports them."""
+
+    grammar: GrammarSpec | None = None
+    """What the output must follow."""
 
     stream: TextStream | None = None
     """Turns tokens into text and looks for stop strings; None: the output is tokens only."""
@@ -106,6 +110,8 @@ class EngineLimits:
     def check_settings(self, request: Request) -> None:
         """Refuse settings that cannot be served, whatever the prompt is."""
         sampling = request.sampling
+        if request.grammar is not None:
+            self._check_ending(request, request.grammar.kind)
         self.check_allowed(sampling.allowed_token_ids)
         self._check_ids("stop_token_ids", request.stop_token_ids)
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
@@ -118,6 +124,15 @@ class EngineLimits:
             raise InputError(self.prediction_too_long(f"{len(request.prediction)} tokens"))
         self._check_ids("prediction", request.prediction)
         self._check_that_tokens_are_left(request)
+
+    def _check_ending(self, request: Request, grammar: str) -> None:
+        """Refuse what keeps an output from ending where its grammar ends."""
+        if not self.ends:
+            raise InputError(f"{grammar} needs an end token, and this model has none; leave it out")
+        for name in ("min_new_tokens", "ignore_eos"):
+            if given := getattr(request, name):
+                reason = "where a grammar ends, only an end token is left"
+                raise InputError(f"{name} is {given} and {grammar} is given; {reason}, so leave one of them out")
 
     def check_allowed(self, allowed: object) -> None:
         """Refuse a list of allowed tokens that is longer than the vocabulary, before its entries are looked at."""

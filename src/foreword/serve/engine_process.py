@@ -2,7 +2,8 @@
 
 A Python thread next to the step loop would take the interpreter's lock from it for milliseconds per round, so that HTTP,
 text and metrics live in another process (docs/decisions/32-two-processes.md). In: messages of a client on a socket. Out: the
-tokens of each round. The process ends when its client has gone.
+tokens of each round. The process ends when its client has gone. Another thread compiles grammars while rounds run: xgrammar
+does that without the lock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NoReturn
 
 from foreword.api import LLM
@@ -52,6 +55,8 @@ class EngineServer:
         self.llm, self.channel = llm, channel
         self.running: dict[int, Running] = {}
         self.numbers: dict[Running, int] = {}
+        self.checks: dict[int, Future[Running]] = {}  # of requests whose grammar is being compiled
+        self.checker = ThreadPoolExecutor(1, "foreword-grammars")
         self.unsent: list[Progress] = []
         self.is_urgent = False  # a request begins or ends in `unsent`
         self.last_sent = self.last_collected = 0.0
@@ -64,8 +69,9 @@ class EngineServer:
     def run(self) -> NoReturn:
         """Serve until the client has gone, which raises `Closed`."""
         while True:
-            for body in self.channel.received(wait=0.0 if self.engine.busy else None):
+            for body in self.channel.received(wait=0.0 if self.engine.busy or self.checks else None):
                 self.handle(to_engine(body))
+            self._queue_checked()
             if self.engine.busy:
                 self.step()
             self.report()
@@ -85,14 +91,38 @@ class EngineServer:
 
     def _submit(self, message: Submit) -> None:
         try:
-            running = self.engine.add(message.unpacked())
-        except ForewordError as error:  # a client checks its requests; this one did not, or the method has changed since
-            self._add(Progress(message.number, [], 0, 0, ended=Ended(None, Failure.of(error))))
+            request = message.unpacked()
+        except ForewordError as error:
+            self._refuse(message.number, error)
             return
-        self.running[message.number] = running
-        self.numbers[running] = message.number
+        if request.grammar is None:
+            self._queue(message.number, partial(self.engine.checked, request))
+        else:
+            self.checks[message.number] = self.checker.submit(self.engine.checked, request)
+
+    def _queue_checked(self) -> None:
+        """Queue the requests whose grammar is compiled. If nothing else runs, wait for that."""
+        for number, check in [*self.checks.items()]:
+            if check.done() or not self.engine.busy:
+                del self.checks[number]
+                self._queue(number, check.result)
+
+    def _queue(self, number: int, checked: Callable[[], Running]) -> None:
+        try:
+            running = checked()
+        except ForewordError as error:  # a client checks its requests; this one did not, or the method has changed since
+            self._refuse(number, error)
+            return
+        self.engine.queue([running])
+        self.running[number] = running
+        self.numbers[running] = number
+
+    def _refuse(self, number: int, error: ForewordError) -> None:
+        self._add(Progress(number, [], 0, 0, ended=Ended(None, Failure.of(error))))
 
     def _abort(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.checks.pop(number, None)
         going = [self.running[number] for number in numbers if number in self.running]
         self.engine.abort(*going)
         self._forget(going)

@@ -19,9 +19,10 @@ from foreword.engine.emit import Finish
 from foreword.engine.request import EngineLimits, Event, Logprob, Request, Running
 from foreword.engine.round_trace import RoundTrace
 from foreword.errors import EngineError, ForewordError
+from foreword.text.grammar import GrammarSpec
 
 LENGTH = struct.Struct(">I")
-OWN_TO_CLIENT = {"stream", "sampling"}  # fields of a request: the stream stays, and the sampling is sent beside it
+NOT_PACKED = {"stream", "sampling", "grammar"}  # fields of a request: the stream stays, the others are sent next to it
 
 
 class Start(msgspec.Struct, tag=True):
@@ -36,19 +37,20 @@ class Submit(msgspec.Struct, tag=True):
     number: int
     request: dict[str, Any]
     sampling: dict[str, Any]
+    grammar: GrammarSpec | None = None  # the engine compiles it: compiled, it would take longer to send
 
     @staticmethod
     def of(number: int, request: Request) -> Submit:
         sampling = {one.name: getattr(request.sampling, one.name) for one in fields(Sampling)}
-        rest = {one.name: getattr(request, one.name) for one in fields(Request) if one.name not in OWN_TO_CLIENT}
-        return Submit(number, rest, sampling)
+        rest = {one.name: getattr(request, one.name) for one in fields(Request) if one.name not in NOT_PACKED}
+        return Submit(number, rest, sampling, request.grammar)
 
     def unpacked(self) -> Request:
         """Return the request, without a stream."""
         found: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self.request.items()
         }
-        return Request(sampling=Sampling(**self.sampling), **found)
+        return Request(sampling=Sampling(**self.sampling), grammar=self.grammar, **found)
 
 
 class Abort(msgspec.Struct, tag=True):

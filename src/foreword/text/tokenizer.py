@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from foreword.errors import InputError, ModelCorrupt, ModelNotFound, PromptError
 from foreword.text.chat_options import ChatOptions
 from foreword.text.control_tokens import Marks, control_tokens
+from foreword.text.grammar import vocabulary_of
 from foreword.text.prompts import Message, check_messages
 from foreword.text.template_limits import ValueTooLarge, limited_values
 from foreword.text.time_limit import TimeLimitReached, within
@@ -70,6 +71,7 @@ class Tokenizer:
         self.hf: Any = hf_tokenizer
         self._visible: dict[tuple[int, bool], bool] = {}
         self._token_texts: dict[int, str] = {}
+        self._grammar_vocabularies: dict[tuple[int, frozenset[int]], str] = {}
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
@@ -237,6 +239,14 @@ class Tokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         """The ids of the end token."""
         return () if self.hf.eos_token_id is None else (self.hf.eos_token_id,)
+
+    def grammar_vocabulary(self, size: int, ends: frozenset[int]) -> str:
+        """Return the tokens as grammars need them, for logits of `size` tokens and these end tokens. It is a string, so that
+        it can be sent to another process."""
+        known = self._grammar_vocabularies
+        if (size, ends) not in known:
+            known[size, ends] = vocabulary_of(self.hf, size, ends)
+        return known[size, ends]
 
     @cached_property
     def control_tokens(self) -> re.Pattern[str]:

@@ -8,6 +8,7 @@ import torch
 
 from doubles import CONTEXT, SAMPLINGS, Liar, Oracle, Recorder, engine, full_sequence, requests, target, tokenizer, truth
 from foreword.core.draft import Draft
+from foreword.core.loop import Constrain
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Emission, Scores
 from foreword.core.state import State
@@ -128,9 +129,9 @@ def test_rounds_that_are_read_together_bring_what_they_bring_one_by_one(method: 
 class FarEnough(Lockstep):
     """Asserts that the host knows a bound on every length."""
 
-    def round(self, state: State) -> Emission:
+    def round(self, state: State, constrain: Constrain | None = None) -> Emission:
         assert int(state.length.max()) <= state.batch.span <= CONTEXT
-        return super().round(state)
+        return super().round(state, constrain)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -256,7 +257,7 @@ class Parrot(Lockstep):
     def read(self, state: State, chunk: Draft, scores: Scores) -> None:
         self.calls.append(("read", state.batch.ids))
 
-    def round(self, state: State) -> Emission:
+    def round(self, state: State, constrain: Constrain | None = None) -> Emission:
         self.calls.append(("round", state.batch.ids))
         self.rounds += 1
         batch = len(state.batch.ids)

@@ -25,7 +25,7 @@ class Counting(GraphedLoop):
         super().__init__(loop)
         self.met: dict[Any, int] = {}
 
-    def round(self, state: Any) -> Any:
+    def round(self, state: Any, constrain: Any = None) -> Any:
         self._count(_bucket(state))
         return self.loop.round(state)
 

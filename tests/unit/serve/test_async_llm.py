@@ -27,6 +27,8 @@ MANNERS: tuple[Settings, ...] = (
     {"logprobs": 2, "prompt_logprobs": 1},
     {"stop_token_ids": [50, 60, 70], "logit_bias": {40: 2.0}, "bad_words": ["x"]},
     {"speculate": False, "allowed_token_ids": list(range(30, 90))},
+    {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    {"regex": "(no|yes)+, [a-z]*", "temperature": 0.8},
 )
 CASES: list[tuple[str, Settings]] = [
     (prompt, {"max_new_tokens": 8, "seed": 1, **manner}) for prompt in PROMPTS for manner in MANNERS

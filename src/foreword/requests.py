@@ -138,6 +138,7 @@ class Settings(TypedDict, total=False):
 
     trace_rounds: bool
     """Pieces of a stream carry the draft of their round, and what of it was accepted: `piece.draft`."""
+
     json_schema: Mapping[str, Any] | str | bool | None
     """The output is JSON that follows this schema. True: any JSON object. It needs the package xgrammar, as the next two
     do."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NoReturn
 
-from foreword.engine.emit import Finish, append, with_texts
-from foreword.engine.request import Logprob, Running
+from foreword.engine.emit import append, publish, with_texts
+from foreword.engine.request import Finish, Logprob, Running
 from foreword.errors import EngineError, ForewordError, InputError
 from foreword.serve.health import Health
 from foreword.serve.messages import (
@@ -249,6 +249,7 @@ class EngineClient:
         if ended is not None and ended.prompt_logprobs:
             run.prompt_logprobs = _with_texts(run, ended.prompt_logprobs)
         run.decode_s = clock - run.began
+        publish(event)
         followed.news.set()
         if run.done:
             self._drop(followed)

@@ -1,8 +1,8 @@
-"""A benchmark of others against `foreword serve`: guidellm asks, on the CPU, with the default model or another one.
+"""A benchmark of others against `foreword serve`: `python studies/serving_benchmark.py --out FOLDER` lets guidellm ask.
 
-guidellm gets a virtual environment of its own, which is kept for the next run. Its prompts are passages of docs/, none twice,
-and its tokenizer is the model's, so that nothing is fetched while it runs. Its figures are published as it computed them:
-requests that it counts as complete, medians and 95th percentiles. Made results/serving_client_cpu.
+guidellm gets a virtual environment of its own, which is kept for the next run. Its prompts are passages of docs/, none
+twice, and its tokenizer is the model's, so that nothing is fetched while it runs. Its figures are kept as it computed them,
+over the requests that it counts as complete.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
-import time
 import venv
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.request import Request, urlopen
 
 import torch
 import typer
@@ -29,10 +28,12 @@ from serve_speed import served
 from study import ROOT, write
 
 CLIENT = "guidellm==0.8.1"
+ENVIRONMENT = Path(tempfile.gettempdir()) / "foreword-guidellm"
 ASK = "Explain this passage to a beginner:\n\n"
 PROMPT_TOKENS = range(100, 251)
+TOKENS = 64  # of each answer
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-SHOWN = {  # of guidellm's report: column, metric, and how to shorten it
+SHOWN = {  # of guidellm's report: column, metric and statistic
     "requests/s": ("requests_per_second", "mean"),
     "output tokens/s": ("output_tokens_per_second", "mean"),
     "first token ms": ("time_to_first_token_ms", "median"),
@@ -107,16 +108,14 @@ def report(about: dict[str, Any], levels: list[dict[str, Any]]) -> str:
     return f"""# `foreword serve`, asked by {about["client"]}
 
 {about["model"]} with `{about["method"]}` on {about["machine"]}, {about["date"]}, commit {about["commit"]}.
-Prompts of {PROMPT_TOKENS.start} to {PROMPT_TOKENS.stop - 1} tokens, {TOKENS} tokens each answer, greedy. Requests complete: {requests}.
-The server, its engine and the client share the machine. Without p95, a figure of time is the median.
+Prompts of {PROMPT_TOKENS.start} to {PROMPT_TOKENS.stop - 1} tokens, {TOKENS} tokens each answer, the model's own
+sampling settings. Requests complete: {requests}. The server, its engine and the client
+share the machine. Without p95, a figure of time is the median.
 
 {lines}
 
 Made by `{about["command"]}`.
 """
-
-
-TOKENS = 64
 
 
 def serving_benchmark(
@@ -126,9 +125,9 @@ def serving_benchmark(
     seconds: Annotated[int, typer.Option(min=1, help="The most time of each run; then it stops.")] = 80,
     method: Annotated[str, typer.Option(help="The drafting method.")] = "auto",
     model: Annotated[str | None, typer.Option(help="A model folder, file, name or id.")] = None,
-    environment: Annotated[Path, typer.Option(help="The client's virtual environment; made if it is missing.")] = (
-        Path(tempfile.gettempdir()) / "foreword-guidellm"
-    ),
+    environment: Annotated[
+        Path, typer.Option(help="The client's virtual environment; made if it is missing.")
+    ] = ENVIRONMENT,
 ) -> None:
     """Let guidellm measure a server."""
     program, folder = installed(environment), resolve(model)
@@ -144,7 +143,13 @@ def serving_benchmark(
             print(json.dumps(levels[-1]), flush=True)
     versions = {"client": CLIENT, "uvicorn": version("uvicorn"), "starlette": version("starlette")}
     about = write(
-        out / "results.json", "levels", levels, torch.device("cpu"), model=card["id"], method=card["foreword"]["method"], **versions
+        out / "results.json",
+        "levels",
+        levels,
+        torch.device("cpu"),
+        model=card["id"],
+        method=card["foreword"]["method"],
+        **versions,
     )
     (out / "report.md").write_text(report(about, levels), encoding="utf-8")
 
@@ -153,3 +158,13 @@ def first_model(address: str) -> Any:
     """Return the card of the model that a server has."""
     with urlopen(f"{address}/v1/models", timeout=10) as answer:
         return json.load(answer)["data"][0]
+
+
+def warm(address: str, prompt: str) -> None:
+    """Ask once, so that no run pays for what happens at the first request."""
+    body = json.dumps({"messages": [{"role": "user", "content": prompt}], "max_tokens": TOKENS}).encode()
+    urlopen(Request(f"{address}/v1/chat/completions", body, {"Content-Type": "application/json"}), timeout=120).close()
+
+
+if __name__ == "__main__":
+    typer.run(serving_benchmark)

@@ -2,7 +2,11 @@
 LangChain its own use of OpenAI's client. LangChain is tested where it is installed: `make test-clients`."""
 
 import asyncio
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,10 @@ from huggingface_hub.errors import HfHubHTTPError
 from foreword.api import LLM
 
 SAY: list[Any] = [{"role": "user", "content": "hello"}]
+PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE_ADDRESS = "localhost:8000"
+BLOCK = re.compile(r"^```(?:python)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXAMPLES = [code for code in BLOCK.findall(PAGE) if PAGE_ADDRESS in code]
 MANNER: dict[str, Any] = {"temperature": 0.8, "seed": 4}
 
 
@@ -19,9 +27,9 @@ MANNER: dict[str, Any] = {"temperature": 0.8, "seed": 4}
 def asked(listening: Any) -> Callable[[Callable[[str], Any]], Any]:
     """Gives what a function returns that asks a server at an address."""
 
-    def ask(work: Callable[[str], Any]) -> Any:
+    def ask(work: Callable[[str], Any], **options: Any) -> Any:
         async def serve() -> Any:
-            async with listening() as (_, port):
+            async with listening(**options) as (_, port):
                 return await asyncio.to_thread(work, f"http://127.0.0.1:{port}/v1")
 
         return asyncio.run(serve())
@@ -93,3 +101,23 @@ def test_the_responses_of_langchain(chat_model: Any, asked: Any, llm: LLM) -> No
     whole, chunks = asked(work)
     text = llm.generate(SAY, max_new_tokens=10, temperature=0).text
     assert whole.text == sum(chunks[1:], chunks[0]).text == text
+
+
+# The page on serving ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_the_code_of_the_page_runs(code: str, asked: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """As it stands, except for the address."""
+    if "langchain_openai" in code:
+        pytest.importorskip("langchain_openai", reason="LangChain: run `make test-clients`")
+
+    def work(address: str) -> None:
+        here = code.replace(f"http://{PAGE_ADDRESS}", address.removesuffix("/v1")).replace(
+            f"curl {PAGE_ADDRESS}", f"curl -sS {address.removesuffix('/v1')}"
+        )
+        command = ["bash", "-c", here] if here.startswith("curl") else [sys.executable, "-c", here]
+        subprocess.run(command, check=True, timeout=60)
+
+    asked(work, served_names=("SmolLM2-135M-Instruct",))
+    assert capfd.readouterr().out.strip()

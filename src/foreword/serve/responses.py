@@ -73,7 +73,7 @@ class ResponseExchange:
         logprobs = of_chat(self._service.llm.tokenizer, entries_of(news.events)) if self._wants_logprobs else []
         events = self._items.add(self._parser.push(text), logprobs)
         if news.ended:
-            events += self._items.add(self._parser.finish(), []) + self._items.end()
+            events += self._items.add(self._parser.finish(), []) + self._items.end(self._status())
         return self._frames(events)
 
     def closing(self) -> bytes:
@@ -87,7 +87,7 @@ class ResponseExchange:
     def whole(self) -> Object:
         logprobs = of_chat(self._service.llm.tokenizer, self._run.logprobs) if self._wants_logprobs else []
         self._items.add([*self._parser.push(self._run.text), *self._parser.finish()], logprobs)
-        self._items.end()
+        self._items.end(self._status())
         return self._response(self._status())
 
     def _frames(self, events: list[Object]) -> bytes:

@@ -33,7 +33,7 @@ def format_settings(fields: GenerationFields, response_format: Any = None, its_n
     found = {name: setting for name, setting in given.items() if setting}
     if len(found) > 1:
         *_, last = found
-        raise Refusal(400, f"{' and '.join(found)} are given; an output has one format, so give one of them", param=last)
+        raise _refused(f"{' and '.join(found)} are given; an output has one format, so give one of them", last)
     return next(iter(found.values()), {})
 
 
@@ -56,15 +56,15 @@ def schema_part(schema: Object) -> Object:
 def _of_response_format(given: Any, field: str) -> Object:
     kind = given.get("type") if isinstance(given, dict) else None
     if kind not in KINDS:
-        raise Refusal(400, f"{field} must be an object whose type is one of {', '.join(KINDS)}", param=field)
+        raise _refused(f"{field} must be an object whose type is one of {', '.join(KINDS)}", field)
     if kind == "text":
         return {}
     if kind == "json_object":
         return {"json_schema": True}
     if kind == "structural_tag":
         return {"structural_tag": _structural_tag(given, field)}
-    about = _object(given.get("json_schema"), f"{field}.json_schema", field)
-    return {"json_schema": _object(about.get("schema"), f"{field}.json_schema.schema", field)}
+    about = _object(given.get("json_schema"), f"{field}.json_schema")
+    return {"json_schema": _object(about.get("schema"), f"{field}.json_schema.schema")}
 
 
 def _of_structured_outputs(given: Object) -> Object:
@@ -72,7 +72,7 @@ def _of_structured_outputs(given: Object) -> Object:
     field = "structured_outputs"
     named = {name: value for name, value in given.items() if value is not None and value is not False}
     if len(named) != 1 or not named.keys() <= OUTPUTS.keys():
-        raise Refusal(400, f"{field} must have exactly one of {', '.join(OUTPUTS)}", param=field)
+        raise _refused(f"{field} must have exactly one of {', '.join(OUTPUTS)}", field)
     ((name, value),) = named.items()
     return _one(name, value, field)
 
@@ -82,9 +82,9 @@ def _one(name: str, value: Any, field: str) -> Object:
     return {setting: read(value, field)}
 
 
-def _object(value: Any, what: str, field: str | None = None) -> Object:
+def _object(value: Any, what: str) -> Object:
     if not isinstance(value, dict):
-        raise Refusal(400, f"{what} must be an object", param=field or what)
+        raise _refused(f"{what} must be an object", what)
     return value
 
 
@@ -94,18 +94,18 @@ def _schema(value: Any, field: str) -> Object:
         try:
             value = parse_json(value)
         except BadJSON as error:
-            raise Refusal(400, f"{field} holds a JSON schema that is no JSON", param=field) from error
-    return _object(value, f"{field} with a JSON schema", field)
+            raise _refused(f"{field} holds a JSON schema that is no JSON", field) from error
+    return _object(value, field)
 
 
 def _structural_tag(value: Any, field: str) -> Object:
     found = _object(value, field)
-    return {"type": "structural_tag", "format": _object(found.get("format"), f"{field}.format", field)}
+    return {"type": "structural_tag", "format": _object(found.get("format"), f"{field}.format")}
 
 
 def _string(value: Any, field: str) -> str:
     if not isinstance(value, str):
-        raise Refusal(400, f"{field} must hold a string", param=field)
+        raise _refused(f"{field} must hold a string", field)
     return value
 
 
@@ -113,14 +113,19 @@ def _choices(value: Any, field: str) -> str:
     """Return rules that allow some texts."""
     texts = value if isinstance(value, list) else []
     if not 1 <= len(texts) <= MOST_CHOICES or not all(isinstance(text, str) and text for text in texts):
-        raise Refusal(400, f"{field} must have 1 to {MOST_CHOICES} texts to choose from, none of them empty", param=field)
+        raise _refused(f"{field} must have 1 to {MOST_CHOICES} texts to choose from, none of them empty", field)
     return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def _yes(value: Any, field: str) -> bool:
     if value is not True:
-        raise Refusal(400, f"{field} must have json_object: true", param=field)
+        raise _refused(f"{field} must have json_object: true", field)
     return True
+
+
+def _refused(message: str, place: str) -> Refusal:
+    """Return a refusal that names the field which a place is in."""
+    return Refusal(400, message, param=place.partition(".")[0])
 
 
 # name in vLLM: (setting, what reads its value)

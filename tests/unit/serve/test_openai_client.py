@@ -82,7 +82,7 @@ class Paint(BaseModel):
 
     colour: Literal["red", "green"]
     count: Annotated[int, Field(ge=0, le=99)]
-    note: Annotated[str, Field(max_length=4)]
+    note: Annotated[str, Field(pattern="^[a-z ]{0,4}$")]
 
 
 PAINT: Any = {"type": "function", "function": {"name": "paint", "parameters": Paint.model_json_schema()}}

@@ -68,7 +68,7 @@ def tool_plan(
     answer: Object,
 ) -> ToolPlan:
     """Return the plan of a request. `answer`: the setting for the format of an output without calls, if it has one."""
-    tools = _tools(given or [])
+    tools = tools_of(given or [])
     choice = _choice(tool_choice, frozenset(tool.name for tool in tools))
     tools = [tool for tool in tools if tool.name in choice.names]
     if not tools:
@@ -98,7 +98,8 @@ def _grammar(form: ToolFormat, tools: list[Tool], must_call: bool, is_single: bo
     return {"structural_tag": {"type": "structural_tag", "format": part}}
 
 
-def _tools(given: list[Object]) -> list[Tool]:
+def tools_of(given: list[Object]) -> list[Tool]:
+    """Return the tools of a field, checked."""
     tools = [_tool(place, one) for place, one in enumerate(given)]
     seen: set[str] = set()
     for tool in tools:

@@ -21,7 +21,6 @@ class ToolFormat:
     `markers`: where a call may begin. `marks_calls`: they stand before calls only. `closing`: what may follow a call.
     `separator`: between calls; None if the model writes one call only."""
 
-    name: str
     key: str
     prefix: str
     suffix: str
@@ -42,7 +41,6 @@ class ToolFormat:
 
 
 HERMES = ToolFormat(
-    name="hermes",
     key="arguments",
     prefix="<tool_call>\n",
     suffix="\n</tool_call>",
@@ -52,7 +50,6 @@ HERMES = ToolFormat(
     separator="\n",
 )
 LLAMA = ToolFormat(
-    name="llama",
     key="parameters",
     prefix="",
     suffix="",

@@ -129,9 +129,11 @@ def test_calls_and_their_results_are_shown_to_the_model(serving: Any, calling: L
             tool = {"type": "function", **PAINT["function"], "strict": False}  # type: ignore[dict-item]
             response = await client.post(RESPONSES, {"input": items, "tools": [tool], "max_output_tokens": 1})
             hidden = await client.chat(tools=[PAINT], tool_choice="none", max_tokens=1, return_token_ids=True)
-            return chat, response.json(), hidden
+            tokens = (await client.post("/tokenize", {"messages": messages, "tools": [PAINT]})).json()["tokens"]
+            return chat, response.json(), hidden, tokens
 
-    chat, response, hidden = asyncio.run(ask())
+    chat, response, hidden, tokens = asyncio.run(ask())
+    assert tokens == chat["prompt_token_ids"]
     shown = calling.tokenizer.decode(chat["prompt_token_ids"], skip_special_tokens=False)
     assert shown.startswith(f"<tools>{json.dumps(PAINT)}</tools>")
     call = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'

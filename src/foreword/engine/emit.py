@@ -199,9 +199,7 @@ def append(running: Running, new: list[int], finish: Finish | None) -> Event:
 def publish(event: Event) -> None:
     """Show a complete event to callers, and then that it ends its output. They may read it in another thread at once."""
     running = event.running
-    if (
-        running.request.stream is not None
-    ):  # without one nobody reads events, and those of hundreds of requests burden the GC
+    if running.request.stream is not None:  # else nobody reads events, and those of hundreds of requests burden the GC
         running.events.append(event)
     if event.finish is not None:
         running.stop_reason, running.finish_reason = event.finish.stop_reason, event.finish.reason

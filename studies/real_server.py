@@ -165,9 +165,9 @@ class RealServer:
         """The process id of the engine."""
         for process in Path("/proc").iterdir():
             with suppress(OSError, IndexError):
-                if process.name.isdigit() and b"engine_process" in (process / "cmdline").read_bytes():
-                    if int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]) == self.process.pid:
-                        return int(process.name)
+                is_engine = process.name.isdigit() and b"engine_process" in (process / "cmdline").read_bytes()
+                if is_engine and int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]) == self.process.pid:
+                    return int(process.name)
         raise AssertionError("the server has no engine process")
 
     def memory(self) -> float:

@@ -44,8 +44,8 @@ FAULTS: list[Fault] = []
 
 @dataclass(frozen=True)
 class Fault:
-    """`probe`: provokes the fault, and returns what was seen; raises AssertionError if it is not what is expected. `is_quick`:
-    it gets a server that others use too; else a model folder."""
+    """`probe`: provokes the fault, and returns what was seen; raises AssertionError if that is not what is expected.
+    `is_quick`: it gets a server that others use too; else a model folder."""
 
     name: str
     expected: str

@@ -1,5 +1,5 @@
-"""Tokenizers for the tiny models: one with two letters per token, one with the characters of JSON, and one with all bytes and
-a chat template, for models that are saved as folders."""
+"""Tokenizers for the tiny models: one with two letters per token, one with the characters of JSON, and one with all bytes
+and a chat template, for models that are saved as folders."""
 
 from __future__ import annotations
 

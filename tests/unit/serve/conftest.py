@@ -19,6 +19,8 @@ from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.options import ServeOptions
 from foreword.serve.server import listen
 from foreword.serve.service import Service
+from real_server import RealServer
+from serve_faults import model_folder
 
 
 @dataclass
@@ -67,6 +69,15 @@ def joined() -> Callable[..., str]:
         return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
 
     return join
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """`foreword serve` with two slots, in processes of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOREWORD_HOME", str(tmp_path_factory.mktemp("home")))
+        with RealServer(model_folder(tmp_path_factory.mktemp("model"))) as server:
+            yield server
 
 
 @pytest.fixture(scope="module")

@@ -45,15 +45,8 @@ def asked(server: RealServer, examples: int, seed: int) -> tuple[bool, str]:
     """Ask a server. Return whether all answers were as documented, and what schemathesis wrote."""
     address = "http://{}:{}/openapi.json".format(*server.address)
     options = ["--max-examples", str(examples), "--seed", str(seed), "--phases", "coverage,fuzzing", "--no-color"]
-    options += [
-        "--exclude-checks",
-        "positive_data_acceptance",
-        "--suppress-health-check",
-        "filter_too_much",
-        "--continue-on-failure",
-        "--request-timeout",
-        "30",
-    ]
+    options += ["--exclude-checks", "positive_data_acceptance", "--suppress-health-check", "filter_too_much"]
+    options += ["--continue-on-failure", "--request-timeout", "30"]
     environment = os.environ | {"SCHEMATHESIS_HOOKS": Path(__file__).stem, "PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder:  # schemathesis keeps notes where it runs
         command = [str(Path(sys.executable).with_name("schemathesis")), "run", address, *options]

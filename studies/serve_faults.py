@@ -300,6 +300,52 @@ def still_serves(server: RealServer, engine: int) -> None:
 # Faults of processes and of the machine -----------------------------------------------------------------------------------
 
 
+# Those that wait for a limit come first: they need no time of the processor.
+
+
+@slow("the engine hung during a stream", "killed after 120 s of silence; an error event; restarted")
+def _(model: Path) -> str:
+    with RealServer(model) as server:
+        stream = server.streaming()
+        server.kill_engine(signal.SIGSTOP)
+        since = time.monotonic()
+        stream.connection.settimeout(150)
+        end = stream.rest()
+        took = time.monotonic() - since
+        assert end.code == "engine_error" and server.wrote("was silent for 120 s"), str(end)
+        assert b": keep-alive" in end.body
+        server.until(lambda: server.status("/health") == 200, 60, "started again")
+        assert server.ask(SHORT).status == 200
+        return f"an error event after {took:.0f} s, restarted"
+
+
+@slow("a client that never reads, without a limit of time", "disconnected after 60 s")
+def _(model: Path) -> str:
+    with RealServer(model) as server, server.connect(SO_RCVBUF=4096) as connection:
+        connection.sendall(request(TALKATIVE))
+        server.until(server.running, what="let in")
+        took = server.until(lambda: _connections(server) == 0, 100, "disconnected")
+        return f"after {took:.0f} s"
+
+
+@slow("half a head, half a body, no byte at all", "disconnected after 60 s, the body with 408; others are served")
+def _(model: Path) -> str:
+    with RealServer(model) as server:
+        whole = request(SHORT)
+        parts = (whole[:30], whole[:-5], b"")
+        connections = [server.connect() for _ in parts]
+        for connection, part in zip(connections, parts, strict=True):
+            connection.settimeout(90)
+            connection.sendall(part)
+        assert server.ask(SHORT).status == 200
+        since, found = time.monotonic(), []
+        for connection in connections:
+            found.append(f"{Answer.of(all_of(connection))} after {time.monotonic() - since:.0f} s")
+            connection.close()
+        assert [one.split(" ")[0] for one in found] == ["closed", "408", "closed"], found
+        return ", ".join(found)
+
+
 @slow("the engine killed during streams, then while idle", "error events; restarted once; then status 1 and a message")
 def _(model: Path) -> str:
     with RealServer(model) as server:
@@ -356,22 +402,6 @@ def _(model: Path) -> str:
         assert b"[DONE]" in end.body, end.body[-200:]
         still_serves(server, engine)
         return "the stream finished"
-
-
-@slow("the engine hung during a stream", "killed after 120 s of silence; an error event; restarted")
-def _(model: Path) -> str:
-    with RealServer(model) as server:
-        stream = server.streaming()
-        server.kill_engine(signal.SIGSTOP)
-        since = time.monotonic()
-        stream.connection.settimeout(150)
-        end = stream.rest()
-        took = time.monotonic() - since
-        assert end.code == "engine_error" and server.wrote("was silent for 120 s"), str(end)
-        assert b": keep-alive" in end.body
-        server.until(lambda: server.status("/health") == 200, 60, "started again")
-        assert server.ask(SHORT).status == 200
-        return f"an error event after {took:.0f} s, restarted"
 
 
 @slow("the HTTP process killed", "its engine ends within seconds")
@@ -450,38 +480,11 @@ def _(model: Path) -> str:
         return _ends_with(server, 0)
 
 
-@slow("a client that never reads, without a limit of time", "disconnected after 60 s")
-def _(model: Path) -> str:
-    with RealServer(model) as server, server.connect(SO_RCVBUF=4096) as connection:
-        connection.sendall(request(TALKATIVE))
-        server.until(server.running, what="let in")
-        took = server.until(lambda: _connections(server) == 0, 100, "disconnected")
-        return f"after {took:.0f} s"
-
-
 def _connections(server: RealServer) -> int:
     """Return how many connections a server has, as its process sees them."""
     port = f":{server.address[1]:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1].endswith(port) and row[3] in ("01", "04", "05", "08") for row in rows)
-
-
-@slow("half a head, half a body, no byte at all", "disconnected after 60 s, the body with 408; others are served")
-def _(model: Path) -> str:
-    with RealServer(model) as server:
-        whole = request(SHORT)
-        parts = (whole[:30], whole[:-5], b"")
-        connections = [server.connect() for _ in parts]
-        for connection, part in zip(connections, parts, strict=True):
-            connection.settimeout(90)
-            connection.sendall(part)
-        assert server.ask(SHORT).status == 200
-        since, found = time.monotonic(), []
-        for connection in connections:
-            found.append(f"{Answer.of(all_of(connection))} after {time.monotonic() - since:.0f} s")
-            connection.close()
-        assert [one.split(" ")[0] for one in found] == ["closed", "408", "closed"], found
-        return ", ".join(found)
 
 
 @slow("40 bodies of 8 MB that are never finished", "503 for some, and the memory stays bounded")
@@ -596,7 +599,7 @@ def report(about: dict[str, Any], found: list[Seen]) -> str:
 def serve_faults(
     out: Annotated[Path, typer.Option(help="Write faults.json and report.md to this folder.")],
     only: Annotated[str, typer.Option(help="Provoke only the faults with this in their name.")] = "",
-    at_a_time: Annotated[int, typer.Option(min=1, help="How many servers run at a time.")] = 4,
+    at_a_time: Annotated[int, typer.Option(min=1, help="How many servers run at a time.")] = 6,
 ) -> None:
     """Provoke every fault, and write what was seen. The exit status is 1 if something is not as expected."""
     chosen = [fault for fault in FAULTS if only in fault.name]

@@ -143,6 +143,7 @@ class Chat(Head):
     usage: Usage
     foreword: Speculation
     timings: dict[str, float]
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatChunk(Head):
@@ -150,6 +151,7 @@ class ChatChunk(Head):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
     foreword: Object | None = None
     timings: dict[str, float] | None = None

@@ -16,6 +16,7 @@ from doubles import Oracle
 from foreword.api import LLM
 from foreword.serve.app import app_of
 from foreword.serve.async_llm import AsyncLLM
+from foreword.serve.connection import Connection
 from foreword.serve.options import ServeOptions
 from foreword.serve.server import listen
 from foreword.serve.service import Service
@@ -118,7 +119,7 @@ def listening(llm: LLM) -> Callable[..., AbstractAsyncContextManager[tuple[Servi
         async with AsyncLLM.of(other or llm) as engine:
             app = app_of(engine, ServeOptions(**options))
             with listen("127.0.0.1", 0) as port:
-                server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+                server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
                 running = asyncio.create_task(server.serve([port]))
                 try:
                     yield app.state.service, port.getsockname()[1]

@@ -32,7 +32,7 @@ import typer  # noqa: E402  the path to the doubles comes first
 
 from doubles import byte_tokenizer, talking_model  # noqa: E402
 from foreword.bench.report import facts  # noqa: E402
-from real_server import LONG, SHORT, Answer, RealServer, Stream, all_of, is_gone, request  # noqa: E402
+from real_server import LONG, SHORT, START_S, Answer, RealServer, Stream, all_of, is_gone, request  # noqa: E402
 from study import command  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -314,7 +314,7 @@ def _(model: Path) -> str:
         took = time.monotonic() - since
         assert end.code == "engine_error" and server.wrote("was silent for 120 s"), str(end)
         assert b": keep-alive" in end.body
-        server.until(lambda: server.status("/health") == 200, 60, "started again")
+        server.until(lambda: server.status("/health") == 200, START_S, "started again")
         assert server.ask(SHORT).status == 200
         return f"an error event after {took:.0f} s, restarted"
 
@@ -356,7 +356,7 @@ def _(model: Path) -> str:
         assert not any(b"[DONE]" in end.body for end in ends)
         down = [server.status("/health"), server.ask(SHORT).status]
         assert down == [503, 503], down
-        took = server.until(lambda: server.status("/health") == 200, 60, "started again")
+        took = server.until(lambda: server.status("/health") == 200, START_S, "started again")
         assert server.ask(SHORT).status == 200
         server.kill_engine()
         return f"3 error events, 503, ready again after {took:.1f} s, {_ends_with(server, 1, 'the engine has ended')}"
@@ -367,7 +367,7 @@ def _(model: Path) -> str:
     with RealServer(model) as server:
         server.kill_engine()
         server.until(lambda: server.status("/health") == 503, AT_ONCE_S, "503")
-        took = server.until(lambda: server.status("/health") == 200, 60, "started again")
+        took = server.until(lambda: server.status("/health") == 200, START_S, "started again")
         assert server.ask(SHORT).status == 200
         stream = server.streaming()
         server.kill_engine()
@@ -385,7 +385,7 @@ def _waiting(server: RealServer) -> Stream:
 
 
 def _ends_with(server: RealServer, status: int, message: str = "") -> str:
-    took = server.until(lambda: server.process.poll() is not None, 40, "ended")
+    took = server.until(lambda: server.process.poll() is not None, 60, "ended")
     assert server.process.returncode == status, f"status {server.process.returncode}"
     server.until(lambda: server.wrote(message), AT_ONCE_S, f"{message!r} on stderr: {server.lines[-3:]}")
     return f"ended with status {status} after {took:.1f} s"
@@ -447,10 +447,13 @@ def _(model: Path) -> str:
 def _(model: Path) -> str:
     server = RealServer(model, port=_free_port())
     server.process = subprocess.Popen(server.command, stderr=subprocess.DEVNULL)
-    server.until(lambda: server.status("/health") == 200, 60, "listening")
-    engine = server.engine
-    server.process.terminate()
-    ended = _ends_with(server, 0)
+    try:
+        server.until(lambda: server.status("/health") == 200, START_S, "listening")
+        engine = server.engine
+        server.process.terminate()
+        ended = _ends_with(server, 0)
+    finally:
+        server.process.kill()
     assert is_gone(engine), "the engine is left"
     return ended
 
@@ -533,7 +536,7 @@ def _(model: Path) -> str:
             assert server.ask(SHORT).status == 200 and server.send(b"\0\0\0\0").status == 400
             server.kill_engine()
             server.until(lambda: server.status("/health") == 503, AT_ONCE_S, "503")
-            server.until(lambda: server.status("/health") == 200, 60, "started again")
+            server.until(lambda: server.status("/health") == 200, START_S, "started again")
             assert server.ask(SHORT).status == 200
             return "served, restarted"
 
@@ -599,10 +602,13 @@ def report(about: dict[str, Any], found: list[Seen]) -> str:
 def serve_faults(
     out: Annotated[Path, typer.Option(help="Write faults.json and report.md to this folder.")],
     only: Annotated[str, typer.Option(help="Provoke only the faults with this in their name.")] = "",
+    only_quick: Annotated[
+        bool, typer.Option("--only-quick", help="Leave out those that need a server of their own.")
+    ] = False,
     at_a_time: Annotated[int, typer.Option(min=1, help="How many servers run at a time.")] = 6,
 ) -> None:
     """Provoke every fault, and write what was seen. The exit status is 1 if something is not as expected."""
-    chosen = [fault for fault in FAULTS if only in fault.name]
+    chosen = [fault for fault in FAULTS if only in fault.name and (fault.is_quick or not only_quick)]
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
         found: list[Seen] = []

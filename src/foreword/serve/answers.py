@@ -126,7 +126,7 @@ class TextChunkChoice(Struct):
     token_ids: list[int] | None = None
 
 
-class Head(Struct):
+class AnswerHead(Struct):
     """What all answers and chunks of generating endpoints begin with."""
 
     id: str
@@ -135,7 +135,7 @@ class Head(Struct):
     system_fingerprint: str
 
 
-class Chat(Head):
+class ChatAnswer(AnswerHead):
     """The answer of POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -146,7 +146,7 @@ class Chat(Head):
     prompt_token_ids: list[int] | None = None
 
 
-class ChatChunk(Head):
+class ChatChunk(AnswerHead):
     """An event of a stream of POST /v1/chat/completions. After a failure an `Error` is the last one, else `[DONE]` is."""
 
     object: Literal["chat.completion.chunk"]
@@ -157,7 +157,7 @@ class ChatChunk(Head):
     timings: dict[str, float] | None = None
 
 
-class Completion(Head):
+class CompletionAnswer(AnswerHead):
     """The answer of POST /v1/completions."""
 
     object: Literal["text_completion"]
@@ -167,7 +167,7 @@ class Completion(Head):
     timings: dict[str, float]
 
 
-class CompletionChunk(Head):
+class CompletionChunk(AnswerHead):
     """An event of a stream of POST /v1/completions. After a failure an `Error` is the last one, else `[DONE]` is."""
 
     object: Literal["text_completion"]
@@ -177,7 +177,7 @@ class CompletionChunk(Head):
     timings: dict[str, float] | None = None
 
 
-class Response(Struct):
+class ResponseAnswer(Struct):
     """The answer of POST /v1/responses."""
 
     id: str
@@ -198,7 +198,7 @@ class ResponseEvent(Struct):
     sequence_number: int
 
 
-class Model(Struct):
+class ModelCard(Struct):
     """The model, under one of its names."""
 
     id: str
@@ -209,11 +209,11 @@ class Model(Struct):
     foreword: Object
 
 
-class Models(Struct):
+class ModelCards(Struct):
     """The answer of GET /v1/models."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Tokens(Struct):

@@ -75,20 +75,27 @@ def _endpoints(service: Service) -> list[Endpoint]:
 
     generates = partial(Endpoint, "POST", also=WITH_ENGINE)
     found = [
-        generates("/v1/chat/completions", chat, "Continue a conversation.", answers.Chat, ChatFields, answers.ChatChunk),
         generates(
-            "/v1/completions", completions, "Continue texts.", answers.Completion, CompletionFields, answers.CompletionChunk
+            "/v1/chat/completions", chat, "Continue a conversation.", answers.ChatAnswer, ChatFields, answers.ChatChunk
+        ),
+        generates(
+            "/v1/completions",
+            completions,
+            "Continue texts.",
+            answers.CompletionAnswer,
+            CompletionFields,
+            answers.CompletionChunk,
         ),
         generates(
             "/v1/responses",
             responses,
             "Continue a conversation of items.",
-            answers.Response,
+            answers.ResponseAnswer,
             ResponseFields,
             answers.ResponseEvent,
         ),
-        Endpoint("GET", "/v1/models", plain.models, "The model, under all its names.", answers.Models),
-        Endpoint("GET", "/v1/models/{model:path}", plain.model, "The model.", answers.Model, also=(404,)),
+        Endpoint("GET", "/v1/models", plain.models, "The model, under all its names.", answers.ModelCards),
+        Endpoint("GET", "/v1/models/{model:path}", plain.model, "The model.", answers.ModelCard, also=(404,)),
         Endpoint(
             "POST", "/tokenize", plain.tokenize, "The tokens of a text or of messages.", answers.Tokens, TokenizeFields
         ),

@@ -40,16 +40,16 @@ def test_all_but_the_open_endpoints_are_documented_to_need_a_key(serving: Any) -
 SAY = {"messages": [{"role": "user", "content": "hello"}]}
 TALKATIVE = {"logprobs": True, "top_logprobs": 2, "n": 2, "return_token_ids": True, "trace_rounds": True}
 ASKED: list[tuple[str, Any, type[Any], type[Any]]] = [
-    ("/v1/chat/completions", SAY, answers.Chat, answers.ChatChunk),
-    ("/v1/chat/completions", SAY | TALKATIVE, answers.Chat, answers.ChatChunk),
-    ("/v1/completions", {"prompt": "hello"}, answers.Completion, answers.CompletionChunk),
+    ("/v1/chat/completions", SAY, answers.ChatAnswer, answers.ChatChunk),
+    ("/v1/chat/completions", SAY | TALKATIVE, answers.ChatAnswer, answers.ChatChunk),
+    ("/v1/completions", {"prompt": "hello"}, answers.CompletionAnswer, answers.CompletionChunk),
     (
         "/v1/completions",
         {"prompt": "hello", "logprobs": 2, "echo": True, "n": 2},
-        answers.Completion,
+        answers.CompletionAnswer,
         answers.CompletionChunk,
     ),
-    ("/v1/responses", {"input": "hello", "top_logprobs": 2}, answers.Response, answers.ResponseEvent),
+    ("/v1/responses", {"input": "hello", "top_logprobs": 2}, answers.ResponseAnswer, answers.ResponseEvent),
 ]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 ADDRESS = re.compile(r"http://([\d.]+):(\d+)")
-START_S, ANSWER_S = 180.0, 30.0
+START_S, ANSWER_S = 180.0, 90.0
 COMPLETIONS = "/v1/completions"
 SHORT: dict[str, Any] = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 LONG: dict[str, Any] = {**SHORT, "max_tokens": 100_000, "stream": True}

@@ -143,6 +143,10 @@ REQUESTS: dict[str, tuple[bytes, tuple[int, ...]]] = {
         completion(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": nested(200)}}),
         (400,),
     ),
+    "a schema that refers to itself alone": (
+        completion(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}),
+        (400,),
+    ),
     "headers of 10 MB": (headed(*(f"X-Filler-{i}: {'a' * 1000}" for i in range(10_000))), (431, 0)),
     "a header of 10 MB": (headed(f"X-Filler: {'a' * 10_000_000}"), (431, 0)),
     "a first line of 10 MB": (b"GET /" + b"a" * 10_000_000 + b" HTTP/1.1\r\n\r\n", (431, 0)),
@@ -402,6 +406,30 @@ def _(model: Path) -> str:
         assert b"[DONE]" in end.body, end.body[-200:]
         still_serves(server, engine)
         return "the stream finished"
+
+
+def formed(schema: dict[str, Any]) -> bytes:
+    return completion(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+
+
+BOMBS = (
+    {"type": "string", "pattern": "^(((a{1,500}){1,500}){1,500})$"},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
+    {"$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)}, "$ref": "#/$defs/0"},
+    {"type": "object", "properties": {f"p{i}": {"enum": [f"{i} {j}" for j in range(200)]} for i in range(20)}},
+)
+
+
+@slow("schemas that take all time and memory to compile", "400 or 200 for each in time; a request meanwhile is served")
+def _(model: Path) -> str:
+    with RealServer(model) as server, ThreadPoolExecutor(len(BOMBS)) as senders:
+        asked = [senders.submit(server.send, formed(bomb)) for bomb in BOMBS]
+        since = time.monotonic()
+        meanwhile = server.ask(SHORT)
+        took = time.monotonic() - since
+        found = [one.result() for one in asked]
+        assert meanwhile.status == 200 and {one.status for one in found} <= {200, 400}, [str(one) for one in found]
+        return f"{', '.join(str(one.status) for one in found)}; the request after {took:.1f} s"
 
 
 @slow("the HTTP process killed", "its engine ends within seconds")

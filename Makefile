@@ -8,10 +8,10 @@ CLIENTS_INSTALLED := .venv/clients-installed
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu test-clients fuzz mutants check coverage format hooks docs clean
+.PHONY: help demo test test-gpu test-clients fuzz fuzz-server mutants check coverage format hooks docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up .venv (a minute or two, once)"
@@ -33,6 +33,9 @@ test-clients: $(INSTALLED) $(CLIENTS_INSTALLED)  ## test the server with LangCha
 
 fuzz: $(INSTALLED)  ## compare random requests with plain decoding, for a minute
 	@$(BIN)/python studies/fuzz.py --seconds 60
+
+fuzz-server: $(INSTALLED)  ## ask a server what its /openapi.json allows and forbids, for a minute or two
+	@$(BIN)/python studies/fuzz_server.py --examples 100
 
 mutants: $(INSTALLED)  ## plant faults one by one and check that the tests catch them (an hour or two)
 	@$(BIN)/python tests/mutants/run.py --jobs 2

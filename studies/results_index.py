@@ -206,6 +206,11 @@ def server_speed(found: Found) -> str:
     return f"{found['about']['model']}: share of the engine's tokens/s through HTTP, {shares} streams"
 
 
+def faults(found: Found) -> str:
+    good = sum(one["as_expected"] for one in found["faults"])
+    return f"{len(found['faults'])} faults of a server, {good} of them with the expected outcome"
+
+
 # Section, the field that only this kind of result and earlier ones have, and the function that describes it.
 KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Benchmarks", "tables", benchmark),
@@ -231,6 +236,7 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Serving", "streams", server_speed),
     ("Serving", "http", http_cost),
     ("Serving", "starts", starts),
+    ("Serving", "faults", faults),
     ("Drafting during verification", "overlap", overlapping),
     ("Drafting during verification", "printed", simulated),
 ]

@@ -92,6 +92,8 @@ class Connection(asyncio.Protocol):
 
     def leave(self) -> None:
         """Close the connection."""
+        if self.ended.done():
+            return
         if self._vanish is not None and self._vanish.resets and not self.answer.complete:
             self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._transport.abort()

@@ -211,7 +211,7 @@ async def _health(address: Address, found: list[float]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        printed, _ = await asking.communicate()
+        printed, _ = await asking.communicate(b"")  # closes its stdin
         found += json.loads(printed)
 
 

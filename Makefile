@@ -7,7 +7,7 @@ DOCS_INSTALLED := .venv/docs-installed
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu fuzz mutants check coverage format hooks docs clean
+.PHONY: help demo test test-gpu load-test fuzz mutants check coverage format hooks docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -26,6 +26,9 @@ test: $(INSTALLED)  ## run all tests
 
 test-gpu: $(INSTALLED)  ## run the quick GPU tests: every kernel, every method with recorded rounds, a training step
 	@$(BIN)/python -m pytest tests/gpu -m "gpu and not slow" -p no:cacheprovider --durations=15
+
+load-test: $(INSTALLED)  ## load a real server with a thousand streams at a time, and check what it answers and what is left
+	@$(BIN)/python studies/load_test.py
 
 fuzz: $(INSTALLED)  ## compare random requests with plain decoding, for a minute
 	@$(BIN)/python studies/fuzz.py --seconds 60

@@ -30,7 +30,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-WORDS = "the a of to cell river stone window before after while under over small large paper engine token letter".split()
+WORDS = ("the", "a", "of", "to", "cell", "river", "stone", "window", "before", "after", "while", "under", "small", "paper")
 
 Object = dict[str, Any]
 
@@ -42,7 +42,7 @@ class Case:
     path: str
     body: Object
     prompt: Prompt
-    settings: Object  # of `LLM.generate`
+    settings: Any  # of `LLM.generate`
     samples: int = 1
     expected: list[Result] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ def _case(random: Random, prefixes: list[str]) -> Case:
     """Return a request: a chat or a completion, greedy or sampled, some with more than that."""
     text = f"{random.choice(prefixes)} {_words(random, random.randint(1, 6))}"
     chat = random.random() < 0.5
-    most, samples = random.randint(4, 32), random.choice([1] * 8 + [2, 3])
+    most, samples = random.randint(4, 32), random.choice([1] * 18 + [2, 3])
     common: Object = {"seed": random.randrange(2**40), "ignore_eos": random.random() < 0.5}
     if random.random() < 0.6:
         common |= {"temperature": random.choice([0.6, 0.9, 1.2]), "top_p": random.choice([0.8, 1.0])}
@@ -109,7 +109,7 @@ class Shown:
     finish_reason: str | None = None
 
 
-def difference(case: Case, stream: bytes) -> str | None:
+def difference(case: Case, stream: bytes | bytearray) -> str | None:
     """Return how a complete stream differs from what the library writes; None if it does not."""
     events = [event for event in stream.decode().split("\n\n") if event and not event.startswith(":")]
     if not events or events[-1] != "data: [DONE]":

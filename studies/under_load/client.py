@@ -123,7 +123,9 @@ def posted(path: str, body: Any, keep_alive: bool = False) -> bytes:
     """Return a request with a JSON body."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection = b"keep-alive" if keep_alive else b"close"
-    head = b"POST %b HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST %b HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n"
+    )
     return head % (path.encode(), connection, len(content)) + content
 
 

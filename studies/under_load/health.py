@@ -1,7 +1,7 @@
 """Ask a server's /health every 50 ms, in a process of its own, so that a busy client delays no answer that it times.
 
-`python health.py HOST PORT`: prints the milliseconds of all answers as a JSON list when its stdin is closed. An answer that is
-late delays no question, so that a stall counts as often as it was felt. An answer other than 200 counts as infinite.
+`python health.py HOST PORT`: prints the milliseconds of all answers as a JSON list when its stdin is closed. An answer that
+is late delays no question, so that a stall counts as often as it was felt. An answer other than 200 counts as infinite.
 """
 
 from __future__ import annotations

@@ -13,16 +13,17 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from random import Random
 
+from real_server import RealServer
 from under_load.cases import Case, difference
 from under_load.client import Address, Answer, Vanish, ask, got, posted
-from under_load.processes import Held, Served
+from under_load.processes import Held, held
 from under_load.rubbish import RUBBISH, Rubbish
 
 WARM_UP = 50  # requests before anything is counted
@@ -74,8 +75,9 @@ class Findings:
 class Load:
     """The clients of one server."""
 
-    def __init__(self, server: Served, cases: list[Case], plan: Plan, progress: Progress = lambda what, done, total: None):
-        self.server, self.cases, self.plan, self._progress = server, cases, plan, progress
+    def __init__(self, server: RealServer, cases: list[Case], plan: Plan, progress: Progress | None = None):
+        self.server, self.cases, self.plan = server, cases, plan
+        self._progress = progress or (lambda what, done, total: None)
         self.findings = Findings()
         self._random, self._rubbish = Random(plan.seed), cycle(RUBBISH)
         self._open = self._done = 0
@@ -87,9 +89,9 @@ class Load:
         found = self.findings
         await self._requests(WARM_UP, "warming up")
         found.before = await self._settled()
-        self.findings.kinds.clear()
-        self.findings.firsts.clear()
-        self.findings.tokens = 0
+        found.kinds.clear()
+        found.firsts.clear()
+        found.tokens, found.seconds = 0, 0.0
         async with _health(self.server.address, found.health):
             await self._requests(self.plan.early, "first requests")
         found.early = await self._settled(found.before)
@@ -178,8 +180,11 @@ class Load:
         """Return what the server is busy with."""
         answer = await ask(self.server.address, got("/metrics"))
         text = answer.body.decode()
-        gauges = {name: float(found[1]) for name in GAUGES if (found := re.search(rf"^foreword:{name}{{.*}} (.*)$", text, re.M))}
-        return State(gauges, self.server.held())
+        gauges = dict(re.findall(r"^foreword:(\w+){.*} (\S+)$", text, re.MULTILINE))
+        processes = {"server": self.server.process.pid, "engine": self.server.engine}
+        return State(
+            {name: float(gauges[name]) for name in GAUGES}, {name: held(process) for name, process in processes.items()}
+        )
 
 
 def _has_events(count: int) -> Callable[[Answer], bool]:
@@ -195,10 +200,8 @@ def _is_idle(state: State, before: State | None) -> bool:
     """Return whether a server has nothing to do, and its processes hold no more descriptors than before."""
     if state.gauges["requests_running"] or state.gauges["requests_waiting"]:
         return False
-    return before is None or all(
-        state.held[name].descriptors <= before.held[name].descriptors and state.held[name].threads <= before.held[name].threads
-        for name in state.held
-    )
+    held = state.held.items()
+    return before is None or all(one.descriptors <= before.held[name].descriptors for name, one in held)
 
 
 @asynccontextmanager
@@ -216,9 +219,6 @@ async def _health(address: Address, found: list[float]) -> AsyncIterator[None]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Return the smallest value that this share of all do not exceed."""
-    if not values:
-        return float("nan")
-    ordered: Iterator[float] | list[float] = sorted(values)
-    assert isinstance(ordered, list)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    """Return the value that this share of all do not exceed; 0 if there are none."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0

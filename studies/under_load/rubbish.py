@@ -9,6 +9,7 @@ from under_load.client import Answer, Vanish, posted
 CHAT = "/v1/chat/completions"
 CHUNKED = b"POST %b HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n" % CHAT.encode()
 SILENT_S = 1.5
+FULL = 429  # of requests that are admitted before their prompt is read
 NOTHING = 0  # the connection ends without an answer
 
 
@@ -41,16 +42,16 @@ RUBBISH = (
     Rubbish("a body that is no object", posted(CHAT, [1, 2]), (400,)),
     Rubbish("deep nesting", posted(CHAT, b'{"messages": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"), (400,)),
     Rubbish("wrong types", posted(CHAT, {"messages": "a", "max_tokens": "many"}), (400,)),
-    Rubbish("a wrong role", posted(CHAT, {"messages": [{"role": 7, "content": {}}]}), (400,)),
-    Rubbish("a token outside the vocabulary", posted("/v1/completions", {"prompt": [1, 2, 10**9]}), (400,)),
-    Rubbish("a prompt that does not fit", posted("/v1/completions", {"prompt": "a" * 5000}), (400,)),
+    Rubbish("a wrong role", posted(CHAT, {"messages": [{"role": 7, "content": {}}]}), (400, FULL)),
+    Rubbish("a token outside the vocabulary", posted("/v1/completions", {"prompt": [1, 2, 10**9]}), (400, FULL)),
+    Rubbish("a prompt that does not fit", posted("/v1/completions", {"prompt": "a" * 5000}), (400, FULL)),
     Rubbish("another model", posted(CHAT, {"model": "another", "messages": []}), (404,)),
     Rubbish("an unknown endpoint", posted("/v1/edits", {"input": "a"}), (404,)),
     Rubbish("another method", b"DELETE %b HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n" % CHAT.encode(), (405,)),
     Rubbish("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n", (400, NOTHING)),
     Rubbish("a malformed chunk", CHUNKED + b"5\r\nhello\r\nxyz\r\nworld\r\n", (400, NOTHING)),
     Rubbish("two lengths", b"POST / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc", (400, NOTHING)),
-    Rubbish("a huge header", _with_header(1 << 18), (400, 431, NOTHING)),
+    Rubbish("a huge header", _with_header(1 << 20), (400, 431, NOTHING)),
     Rubbish("half a head and silence", b"POST %b HTTP/1.1\r\nHost: te" % CHAT.encode(), (408, NOTHING), is_silent=True),
     Rubbish("half a body and silence", posted(CHAT, {"messages": []})[:-5], (408, NOTHING), is_silent=True),
     Rubbish("silence", b"", (408, NOTHING), is_silent=True),

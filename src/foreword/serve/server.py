@@ -8,6 +8,7 @@ A second signal ends them. If the engine dies for good, the server ends with sta
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import socket
@@ -157,6 +158,8 @@ def _open(llm: AsyncLLM, options: ServeOptions, gate: Gate, server: DrainingServ
         loop.call_soon_threadsafe(begin, seconds)
 
     server.drain, server.drain_seconds = wake, options.drain_seconds
+    gc.collect()
+    gc.freeze()  # to search every library for garbage again and again would stop all streams for a tenth of a second
     gate.app = app
 
 

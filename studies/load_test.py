@@ -32,7 +32,7 @@ from under_load.tiny_model import save_tiny_model
 MOST_S = 480.0  # for all requests; with what comes before, the test ends within ten minutes
 HEALTH_P99_MS = 100.0
 GROWTH = 0.03  # of resident memory, from the early requests to the end
-CASES = 400
+CASES = 200
 
 Figures = dict[str, Any]
 
@@ -170,7 +170,9 @@ async def _within(load: Load, seconds: float) -> None:
 
 def load_test(
     out: Annotated[Path | None, typer.Option(help="Write results.json and report.md to this folder. Default: none.")] = None,
-    requests: Annotated[int, typer.Option(min=2, help="All requests, the early ones included.")] = 5000,
+    requests: Annotated[
+        int, typer.Option(min=2, help="Requests, the early ones included, after as many for warming up as come at a time.")
+    ] = 5000,
     early: Annotated[int, typer.Option(min=1, help="Memory after all is compared with memory after these.")] = 500,
     streams: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1000,
     slots: Annotated[int, typer.Option(min=1, help="Slots of the server; further requests wait.")] = 16,

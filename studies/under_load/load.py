@@ -26,9 +26,8 @@ from under_load.client import Address, Answer, Vanish, ask, got, posted
 from under_load.processes import Held, held
 from under_load.rubbish import RUBBISH, Rubbish
 
-WARM_UP = 50  # requests before anything is counted
 SETTLES_S = 20.0
-RETRY_S = 1.0  # at most, where a server says to wait longer
+RETRY_S = 3.0  # at most, where a server says to wait longer
 MOST_DIFFERENCES = 20  # that are kept as text
 GAUGES = ("requests_running", "requests_waiting", "tasks")
 Progress = Callable[[str, int, int], None]
@@ -36,8 +35,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """How many requests come, how many of them at a time, and what part of the clients vanish or send rubbish. What the
-    processes hold after the first `early` requests is compared with what they hold after all."""
+    """How many requests come, how many of them at a time, and what part of the clients vanish or send rubbish. Memory after
+    the first `early` requests is compared with memory after all. As many as come at a time come before, to warm up."""
 
     requests: int
     early: int
@@ -87,7 +86,7 @@ class Load:
         gc.collect()
         gc.freeze()  # the library is loaded in this process, and collecting its objects would stop all clients
         found = self.findings
-        await self._requests(WARM_UP, "warming up")
+        await self._requests(self.plan.streams, "warming up")  # all at a time: memory grows with that number
         found.before = await self._settled()
         found.kinds.clear()
         found.firsts.clear()

@@ -171,8 +171,8 @@ def _open(llm: AsyncLLM, options: ServeOptions, gate: Gate, server: DrainingServ
 
 
 def _collect_seldom() -> None:
-    """Let the garbage collector leave all libraries out, and search less often: with a thousand clients, a search stops all of
-    their streams for a tenth of a second, and requests leave next to nothing to find."""
+    """Let the garbage collector leave all libraries out, and search less often: with a thousand clients, a search stops all
+    of their streams for a tenth of a second, and requests leave next to nothing to find."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)

@@ -4,10 +4,8 @@ Whatever it was, the engine drops the request within a round, and the server goe
 """
 
 import asyncio
-import gc
 import json
 import re
-import weakref
 from contextlib import suppress
 from time import sleep
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 
 from foreword.api import LLM
 from foreword.engine.engine import Engine
-from foreword.serve.metrics import Metrics
 
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
@@ -272,32 +269,3 @@ def test_a_slow_reader_gets_the_whole_text(listening: Any, llm: LLM) -> None:
     chunks = [json.loads(line) for line in re.findall(r"^data: ({.*})\r?$", found, re.MULTILINE)]
     text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
     assert text == llm.generate(LONG["messages"], ignore_eos=True, temperature=0, max_new_tokens=60).text
-
-
-@pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"stream": True, "max_tokens": 3, "n": 2}])
-def test_a_request_leaves_nothing_to_the_garbage_collector(
-    listening: Any, until: Any, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
-) -> None:
-    """With a thousand clients, one search of the collector stops all of their streams."""
-    seen: list[weakref.ref[Any]] = []
-    follow = Metrics.follow
-
-    def noted(metrics: Metrics, runs: Any, since: float) -> Any:
-        seen.extend(map(weakref.ref, runs))
-        return follow(metrics, runs, since)
-
-    monkeypatch.setattr(Metrics, "follow", noted)
-
-    async def ask() -> None:
-        async with listening() as (_, port):
-            for _ in range(3):  # what serves a request may hold the last one
-                await answer_to(port, request({"max_tokens": 4, **LONG, **body}, Connection="close"))
-            first = seen[0]
-            await until(lambda: first() is None)
-
-    gc.collect()
-    gc.disable()
-    try:
-        asyncio.run(ask())
-    finally:
-        gc.enable()

@@ -5,13 +5,19 @@ neither process holds a slot, a descriptor, a task or a thread more than before.
 """
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
+import pytest
 import uvloop
 
+from foreword.serve.metrics import Metrics
 from load_test import left_behind, outputs, server_options
 from real_server import RealServer
-from under_load.cases import cases
+from under_load.cases import CHAT, cases
+from under_load.client import ask, posted
 from under_load.load import Findings, Load, Plan
 from under_load.tiny_model import save_tiny_model
 
@@ -40,3 +46,32 @@ def test_a_server_under_load(tmp_path: Path, own_home: Path) -> None:
         assert now.rss_mib - found.early.held[process].rss_mib < MOST_GROWTH_MIB
     assert len({kind for kind in found.kinds if kind.startswith("vanished")}) == 4 and found.kinds["rubbish"] > 9
     assert found.health and found.tokens
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "n": 2}, {"stream": True, "logprobs": True}])
+def test_a_request_leaves_nothing_to_the_garbage_collector(
+    listening: Any, until: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """With a thousand clients, one search of the collector stops all of their streams."""
+    seen: list[weakref.ref[Any]] = []
+    follow = Metrics.follow
+
+    def noted(metrics: Metrics, runs: Any, since: float) -> Any:
+        seen.extend(map(weakref.ref, runs))
+        return follow(metrics, runs, since)
+
+    monkeypatch.setattr(Metrics, "follow", noted)
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
+
+    async def requests() -> None:
+        async with listening() as (_, port):
+            for _ in range(3):  # the engine's thread may hold the last one
+                assert (await ask(("127.0.0.1", port), posted(CHAT, body))).status == 200
+            await until(lambda: seen[0]() is None)
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(requests())
+    finally:
+        gc.enable()

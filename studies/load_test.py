@@ -22,7 +22,7 @@ import uvloop
 from rich.table import Table
 
 from foreword.bench.report import facts
-from foreword.cli.console import bar, screen, waiting
+from foreword.cli.console import bar, complain, screen, waiting
 from real_server import RealServer
 from study import command
 from under_load.cases import CONTEXT, DTYPE, cases
@@ -195,7 +195,11 @@ def load_test(
         with RealServer(Path(folder), *server_options(queued=1000), slots=slots) as server:
             with bar("load") as progress:
                 load = Load(server, known, plan, progress)
-                uvloop.run(_within(load, MOST_S))
+                try:
+                    uvloop.run(_within(load, MOST_S))
+                except Exception:
+                    complain(f"the server or its engine has ended; it wrote: {''.join(server.lines[-20:])}")
+                    raise
             log = "".join(server.lines)
     found, made = figures(load.findings), checks(load.findings, log)
     for one in tables(found, made):

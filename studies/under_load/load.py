@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import re
+import resource
 import sys
 import time
 from collections import Counter
@@ -83,6 +84,8 @@ class Load:
 
     async def run(self) -> Findings:
         """Run everything, and return what was found."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a client needs one, and the usual limit is 1024
         gc.collect()
         gc.freeze()  # the library is loaded in this process, and collecting its objects would stop all clients
         found = self.findings

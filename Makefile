@@ -7,10 +7,10 @@ DOCS_INSTALLED := .venv/docs-installed
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu load-test fuzz mutants check coverage format hooks docs clean
+.PHONY: help demo test test-gpu load-test fuzz fuzz-server mutants check coverage format hooks docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up .venv (a minute or two, once)"
@@ -32,6 +32,9 @@ load-test: $(INSTALLED)  ## load a real server with a thousand streams at a time
 
 fuzz: $(INSTALLED)  ## compare random requests with plain decoding, for a minute
 	@$(BIN)/python studies/fuzz.py --seconds 60
+
+fuzz-server: $(INSTALLED)  ## ask a server what its /openapi.json allows and forbids, for a minute or two
+	@$(BIN)/python studies/fuzz_server.py --examples 100
 
 mutants: $(INSTALLED)  ## plant faults one by one and check that the tests catch them (an hour or two)
 	@$(BIN)/python tests/mutants/run.py --jobs 2

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 ADDRESS = re.compile(r"http://([\d.]+):(\d+)")
-START_S, ANSWER_S = 60.0, 30.0
+START_S, ANSWER_S = 180.0, 30.0
 COMPLETIONS = "/v1/completions"
 SHORT: dict[str, Any] = {"prompt": "hello", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 LONG: dict[str, Any] = {**SHORT, "max_tokens": 100_000, "stream": True}
@@ -87,7 +87,11 @@ class RealServer:
             self._has_address = threading.Event()
             threading.Thread(target=self._read_stderr, daemon=True).start()
             self._has_address.wait(START_S)
-        self.until(lambda: self.process.poll() is not None or self.status("/ready") == 200, START_S, "ready")
+        try:
+            self.until(lambda: self.process.poll() is not None or self.status("/ready") == 200, START_S, "ready")
+        except AssertionError:
+            self.__exit__()
+            raise
         return self
 
     def _read_stderr(self) -> None:
@@ -165,9 +169,9 @@ class RealServer:
         """The process id of the engine."""
         for process in Path("/proc").iterdir():
             with suppress(OSError, IndexError):
-                if process.name.isdigit() and b"engine_process" in (process / "cmdline").read_bytes():
-                    if int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]) == self.process.pid:
-                        return int(process.name)
+                is_engine = process.name.isdigit() and b"engine_process" in (process / "cmdline").read_bytes()
+                if is_engine and int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]) == self.process.pid:
+                    return int(process.name)
         raise AssertionError("the server has no engine process")
 
     def memory(self) -> float:

@@ -196,6 +196,11 @@ def simulated(found: Found) -> str:
     return found["printed"][0]
 
 
+def faults(found: Found) -> str:
+    good = sum(one["as_expected"] for one in found["faults"])
+    return f"{len(found['faults'])} faults of a server, {good} of them with the expected outcome"
+
+
 # Section, the field that only this kind of result and earlier ones have, and the function that describes it.
 KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Benchmarks", "tables", benchmark),
@@ -220,6 +225,7 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Passes and kernels", "milliseconds", row_costs),
     ("Drafting during verification", "overlap", overlapping),
     ("Drafting during verification", "printed", simulated),
+    ("Serving", "faults", faults),
 ]
 
 

@@ -32,7 +32,7 @@ import typer  # noqa: E402  the path to the doubles comes first
 
 from doubles import byte_tokenizer, talking_model  # noqa: E402
 from foreword.bench.report import facts  # noqa: E402
-from real_server import LONG, SHORT, Answer, RealServer, Stream, all_of, is_gone, request  # noqa: E402
+from real_server import LONG, SHORT, START_S, Answer, RealServer, Stream, all_of, is_gone, request  # noqa: E402
 from study import command  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -44,8 +44,8 @@ FAULTS: list[Fault] = []
 
 @dataclass(frozen=True)
 class Fault:
-    """`probe`: provokes the fault, and returns what was seen; raises AssertionError if it is not what is expected. `is_quick`:
-    it gets a server that others use too; else a model folder."""
+    """`probe`: provokes the fault, and returns what was seen; raises AssertionError if that is not what is expected.
+    `is_quick`: it gets a server that others use too; else a model folder."""
 
     name: str
     expected: str
@@ -300,6 +300,52 @@ def still_serves(server: RealServer, engine: int) -> None:
 # Faults of processes and of the machine -----------------------------------------------------------------------------------
 
 
+# Those that wait for a limit come first: they need no time of the processor.
+
+
+@slow("the engine hung during a stream", "killed after 120 s of silence; an error event; restarted")
+def _(model: Path) -> str:
+    with RealServer(model) as server:
+        stream = server.streaming()
+        server.kill_engine(signal.SIGSTOP)
+        since = time.monotonic()
+        stream.connection.settimeout(150)
+        end = stream.rest()
+        took = time.monotonic() - since
+        assert end.code == "engine_error" and server.wrote("was silent for 120 s"), str(end)
+        assert b": keep-alive" in end.body
+        server.until(lambda: server.status("/health") == 200, START_S, "started again")
+        assert server.ask(SHORT).status == 200
+        return f"an error event after {took:.0f} s, restarted"
+
+
+@slow("a client that never reads, without a limit of time", "disconnected after 60 s")
+def _(model: Path) -> str:
+    with RealServer(model) as server, server.connect(SO_RCVBUF=4096) as connection:
+        connection.sendall(request(TALKATIVE))
+        server.until(server.running, what="let in")
+        took = server.until(lambda: _connections(server) == 0, 100, "disconnected")
+        return f"after {took:.0f} s"
+
+
+@slow("half a head, half a body, no byte at all", "disconnected after 60 s, the body with 408; others are served")
+def _(model: Path) -> str:
+    with RealServer(model) as server:
+        whole = request(SHORT)
+        parts = (whole[:30], whole[:-5], b"")
+        connections = [server.connect() for _ in parts]
+        for connection, part in zip(connections, parts, strict=True):
+            connection.settimeout(90)
+            connection.sendall(part)
+        assert server.ask(SHORT).status == 200
+        since, found = time.monotonic(), []
+        for connection in connections:
+            found.append(f"{Answer.of(all_of(connection))} after {time.monotonic() - since:.0f} s")
+            connection.close()
+        assert [one.split(" ")[0] for one in found] == ["closed", "408", "closed"], found
+        return ", ".join(found)
+
+
 @slow("the engine killed during streams, then while idle", "error events; restarted once; then status 1 and a message")
 def _(model: Path) -> str:
     with RealServer(model) as server:
@@ -310,7 +356,7 @@ def _(model: Path) -> str:
         assert not any(b"[DONE]" in end.body for end in ends)
         down = [server.status("/health"), server.ask(SHORT).status]
         assert down == [503, 503], down
-        took = server.until(lambda: server.status("/health") == 200, 60, "started again")
+        took = server.until(lambda: server.status("/health") == 200, START_S, "started again")
         assert server.ask(SHORT).status == 200
         server.kill_engine()
         return f"3 error events, 503, ready again after {took:.1f} s, {_ends_with(server, 1, 'the engine has ended')}"
@@ -321,7 +367,7 @@ def _(model: Path) -> str:
     with RealServer(model) as server:
         server.kill_engine()
         server.until(lambda: server.status("/health") == 503, AT_ONCE_S, "503")
-        took = server.until(lambda: server.status("/health") == 200, 60, "started again")
+        took = server.until(lambda: server.status("/health") == 200, START_S, "started again")
         assert server.ask(SHORT).status == 200
         stream = server.streaming()
         server.kill_engine()
@@ -339,7 +385,7 @@ def _waiting(server: RealServer) -> Stream:
 
 
 def _ends_with(server: RealServer, status: int, message: str = "") -> str:
-    took = server.until(lambda: server.process.poll() is not None, 40, "ended")
+    took = server.until(lambda: server.process.poll() is not None, 60, "ended")
     assert server.process.returncode == status, f"status {server.process.returncode}"
     server.until(lambda: server.wrote(message), AT_ONCE_S, f"{message!r} on stderr: {server.lines[-3:]}")
     return f"ended with status {status} after {took:.1f} s"
@@ -356,22 +402,6 @@ def _(model: Path) -> str:
         assert b"[DONE]" in end.body, end.body[-200:]
         still_serves(server, engine)
         return "the stream finished"
-
-
-@slow("the engine hung during a stream", "killed after 120 s of silence; an error event; restarted")
-def _(model: Path) -> str:
-    with RealServer(model) as server:
-        stream = server.streaming()
-        server.kill_engine(signal.SIGSTOP)
-        since = time.monotonic()
-        stream.connection.settimeout(150)
-        end = stream.rest()
-        took = time.monotonic() - since
-        assert end.code == "engine_error" and server.wrote("was silent for 120 s"), str(end)
-        assert b": keep-alive" in end.body
-        server.until(lambda: server.status("/health") == 200, 60, "started again")
-        assert server.ask(SHORT).status == 200
-        return f"an error event after {took:.0f} s, restarted"
 
 
 @slow("the HTTP process killed", "its engine ends within seconds")
@@ -417,10 +447,13 @@ def _(model: Path) -> str:
 def _(model: Path) -> str:
     server = RealServer(model, port=_free_port())
     server.process = subprocess.Popen(server.command, stderr=subprocess.DEVNULL)
-    server.until(lambda: server.status("/health") == 200, 60, "listening")
-    engine = server.engine
-    server.process.terminate()
-    ended = _ends_with(server, 0)
+    try:
+        server.until(lambda: server.status("/health") == 200, START_S, "listening")
+        engine = server.engine
+        server.process.terminate()
+        ended = _ends_with(server, 0)
+    finally:
+        server.process.kill()
     assert is_gone(engine), "the engine is left"
     return ended
 
@@ -450,38 +483,11 @@ def _(model: Path) -> str:
         return _ends_with(server, 0)
 
 
-@slow("a client that never reads, without a limit of time", "disconnected after 60 s")
-def _(model: Path) -> str:
-    with RealServer(model) as server, server.connect(SO_RCVBUF=4096) as connection:
-        connection.sendall(request(TALKATIVE))
-        server.until(server.running, what="let in")
-        took = server.until(lambda: _connections(server) == 0, 100, "disconnected")
-        return f"after {took:.0f} s"
-
-
 def _connections(server: RealServer) -> int:
     """Return how many connections a server has, as its process sees them."""
     port = f":{server.address[1]:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1].endswith(port) and row[3] in ("01", "04", "05", "08") for row in rows)
-
-
-@slow("half a head, half a body, no byte at all", "disconnected after 60 s, the body with 408; others are served")
-def _(model: Path) -> str:
-    with RealServer(model) as server:
-        whole = request(SHORT)
-        parts = (whole[:30], whole[:-5], b"")
-        connections = [server.connect() for _ in parts]
-        for connection, part in zip(connections, parts, strict=True):
-            connection.settimeout(90)
-            connection.sendall(part)
-        assert server.ask(SHORT).status == 200
-        since, found = time.monotonic(), []
-        for connection in connections:
-            found.append(f"{Answer.of(all_of(connection))} after {time.monotonic() - since:.0f} s")
-            connection.close()
-        assert [one.split(" ")[0] for one in found] == ["closed", "408", "closed"], found
-        return ", ".join(found)
 
 
 @slow("40 bodies of 8 MB that are never finished", "503 for some, and the memory stays bounded")
@@ -530,7 +536,7 @@ def _(model: Path) -> str:
             assert server.ask(SHORT).status == 200 and server.send(b"\0\0\0\0").status == 400
             server.kill_engine()
             server.until(lambda: server.status("/health") == 503, AT_ONCE_S, "503")
-            server.until(lambda: server.status("/health") == 200, 60, "started again")
+            server.until(lambda: server.status("/health") == 200, START_S, "started again")
             assert server.ask(SHORT).status == 200
             return "served, restarted"
 
@@ -596,10 +602,13 @@ def report(about: dict[str, Any], found: list[Seen]) -> str:
 def serve_faults(
     out: Annotated[Path, typer.Option(help="Write faults.json and report.md to this folder.")],
     only: Annotated[str, typer.Option(help="Provoke only the faults with this in their name.")] = "",
-    at_a_time: Annotated[int, typer.Option(min=1, help="How many servers run at a time.")] = 4,
+    only_quick: Annotated[
+        bool, typer.Option("--only-quick", help="Leave out those that need a server of their own.")
+    ] = False,
+    at_a_time: Annotated[int, typer.Option(min=1, help="How many servers run at a time.")] = 6,
 ) -> None:
     """Provoke every fault, and write what was seen. The exit status is 1 if something is not as expected."""
-    chosen = [fault for fault in FAULTS if only in fault.name]
+    chosen = [fault for fault in FAULTS if only in fault.name and (fault.is_quick or not only_quick)]
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(Path(folder))
         found: list[Seen] = []

@@ -10,7 +10,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -85,7 +84,8 @@ def _case(random: Random, prefixes: list[str]) -> Case:
     if random.random() < 0.2:
         settings["logprobs"] = random.randint(0, 3)
         body |= {"logprobs": True, "top_logprobs": settings["logprobs"]} if chat else {"logprobs": settings["logprobs"]}
-    if random.random() < 0.1 and find_spec("foreword.serve.structured") is not None:
+    if random.random() < 0.1:
+        settings["ignore_eos"] = body["ignore_eos"] = False  # nothing else ends a value
         settings["json_schema"] = SCHEMA
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA}}
     if samples > 1:

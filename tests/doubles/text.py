@@ -1,8 +1,9 @@
-"""Tokenizers for the tiny models: one with two letters per token, one with the characters of JSON, and one with all bytes and
-a chat template, for models that are saved as folders."""
+"""Tokenizers for the tiny models: one with two letters per token, one with the characters of JSON, and one with all bytes
+and a chat template, for models that are saved as folders; and a chat template with tools."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +41,17 @@ def talking_model(family: str = "llama", **changes: Any) -> PreTrainedModel:
     return fresh(family, torch.float32, **sizes | shape | changes)
 
 
+# As Qwen's template writes tools and calls, shortened.
+TOOL_TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> For each function
+call, return a json object within <tool_call></tool_call>: {"name": <function-name>, "arguments": <args-json-object>}
+{%- endif -%}
+{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>
+{%- endfor %}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
 @lru_cache
 def tokenizer() -> Tokenizer:
     """Return the tokenizer. A stop string may begin and end inside a token of two letters."""
@@ -69,3 +81,10 @@ def _tokenizer(*words: str) -> Tokenizer:
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<pad>"))
     backend.decoder = decoders.Fuse()
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+
+
+def with_template(hf: PreTrainedTokenizerFast, template: Any = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Return a copy of a tokenizer with another chat template: by default one that shows tools."""
+    copy = deepcopy(hf)
+    copy.chat_template = template
+    return copy

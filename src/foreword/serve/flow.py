@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from starlette.types import Receive
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from foreword.serve.async_llm import AsyncLLM
 
 LAST_WRITE_S = 1.0  # how long a client may take to read on when its request has been ended
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -98,6 +99,25 @@ class Flow:
             raise ClientGone from error
         finally:
             self._writing = None
+
+    async def first(self, work: Coroutine[Any, Any, Found]) -> Found:
+        """Do what comes before the rounds, and return what it returns. Raise what ends the request early."""
+        found: list[Found] = []
+        self._begin(self._do(work, found))
+        news = await self._news.get()
+        if isinstance(news, Exception):
+            try:
+                raise news
+            finally:
+                del news  # this frame is in its traceback: the two would keep each other
+        return found[0]
+
+    async def _do(self, work: Coroutine[Any, Any, Found], found: list[Found]) -> None:
+        try:
+            found.append(await work)
+            self._news.put_nowait(None)
+        except Exception as error:
+            self._news.put_nowait(error)
 
     async def rounds(self, llm: AsyncLLM, runs: Sequence[Running], pause: float) -> AsyncIterator[News | None]:
         """Run requests, and yield what is new of them until all have ended; None after every `pause` seconds without news.

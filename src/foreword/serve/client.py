@@ -13,10 +13,11 @@ import socket
 import subprocess
 import sys
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -254,16 +255,17 @@ class EngineClient:
                 self._answer.set_result(message)
 
     def _advance(self, followed: Followed, progress: Progress, clock: float) -> None:
-        """Add what a round brought to a request."""
+        """Add what rounds brought to a request."""
         run, ended = followed.run, progress.ended
         if progress.begun is not None:
             run.prefill_s, run.reused, run.began = progress.begun.prefill_s, progress.begun.reused, progress.begun.began
         if ended is not None and ended.failure is not None:
             run.error = ended.failure.error()
         run.prefilled = run.rows
-        run.accepted.append(progress.accepted)
-        run.drafted.append(progress.drafted)
         event = append(run, progress.tokens, _finish(ended))
+        rounds = _rounds_of(len(event.tokens), progress)
+        run.accepted += progress.accepted[:rounds]
+        run.drafted += progress.drafted[:rounds]
         if progress.logprobs:
             event.logprobs = _with_texts(run, progress.logprobs[: len(event.tokens)])
             run.logprobs += event.logprobs
@@ -304,6 +306,13 @@ def _finish(ended: Ended | None) -> Finish | None:
     if ended is None:
         return None
     return ended.finish or Finish("abort")
+
+
+def _rounds_of(tokens: int, progress: Progress) -> int:
+    """Return how many of the rounds decided these tokens. A stop string leaves out those after it."""
+    if tokens == len(progress.tokens):
+        return len(progress.accepted)
+    return bisect_left([*accumulate(progress.accepted)], tokens) + 1
 
 
 def _with_texts(run: Running, entries: Sequence[Logprob]) -> list[Logprob]:

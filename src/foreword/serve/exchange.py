@@ -33,7 +33,7 @@ class Exchange(Protocol):
         """Return the settings of `generate`. May take long."""
 
     def begin(self, runs: list[Running]) -> None:
-        """Take the runs, those of a prompt next to each other, before any other method is called."""
+        """Take the runs, those of a prompt next to each other, after `settings` and before any other method."""
 
     def opening(self) -> bytes:
         """Return the events before the first round."""

@@ -147,9 +147,9 @@ class Counting:
     def take(self, news: News) -> None:
         """Count what is new of an output."""
         one = self._seen[news.output.index]
+        rounds = self._count_rounds(one)
         if news.events:
-            self._time(one, len(news.events), sum(len(event.tokens) for event in news.events))
-        self._count_rounds(one)
+            self._time(one, max(rounds, 1), sum(len(event.tokens) for event in news.events))
         if news.ended:
             one.ended = True
             self._metrics.times["e2e"].observe(perf_counter() - self._since)
@@ -167,8 +167,9 @@ class Counting:
         one.at = now
         to.generated_tokens.inc(tokens)
 
-    def _count_rounds(self, one: Seen) -> None:
-        """Count the rounds since the last call. The engine may be about to add one, so both lists are read once."""
+    def _count_rounds(self, one: Seen) -> int:
+        """Count the rounds since the last call, and return how many there are. The engine may be about to add one, so both
+        lists are read once."""
         to, drafted = self._metrics, one.run.drafted[one.rounds :]
         accepted = one.run.accepted[one.rounds : one.rounds + len(drafted)]
         rounds = list(zip(accepted, drafted, strict=False))
@@ -178,13 +179,12 @@ class Counting:
         for kept, _ in rounds:
             to.per_round.observe(kept)
         accepted = [max(kept - 1, 0) for kept, checked in rounds if checked]
-        if not accepted:
-            return
         to.drafts.inc(len(accepted))
         to.draft_tokens.inc(sum(drafted))
         to.accepted_tokens.inc(sum(accepted))
-        for position in range(max(accepted)):
+        for position in range(max(accepted, default=0)):
             to.by_position[min(position, MOST_POSITIONS - 1)].inc(sum(count > position for count in accepted))
+        return len(rounds)
 
 
 def _reason(error: BaseException) -> str:

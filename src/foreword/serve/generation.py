@@ -19,19 +19,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from foreword.engine.request import Running
+from foreword.engine.request import LONGEST_SESSION, Running
 from foreword.errors import ForewordError
 from foreword.serve import sse
 from foreword.serve.errors import ClientGone, Refusal, refused
 from foreword.serve.exchange import Exchange
-from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object, served
+from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object
 from foreword.serve.flow import Flow
 from foreword.serve.metrics import Counting
 from foreword.serve.service import Service
 
 LARGE_BODY = 1 << 16  # bytes; to parse a larger one here would hold up other requests
 BODY_S = 60.0  # a client that needs longer to send a body only keeps a connection busy
-LONGEST_SESSION = 256  # characters
 
 log = logging.getLogger("foreword.serve")
 
@@ -52,7 +51,7 @@ class Generation:
             exchange = self.exchange(self.service, fields, _session(request))
             async with Flow(receive, self.service.options.request_seconds) as flow:
                 with self.service.admission.enter(flow, len(exchange.prompts) * exchange.samples):
-                    runs = await asyncio.to_thread(self._runs, exchange, names_of(fields))
+                    runs = await asyncio.to_thread(self._runs, exchange)
                     exchange.begin(runs)
                     counting = self.service.metrics.follow(runs, since)
                     if exchange.streams:
@@ -64,9 +63,9 @@ class Generation:
         except ForewordError as error:
             raise refused(error, names_of(fields)) from error
 
-    def _runs(self, exchange: Exchange, names: dict[str, str]) -> list[Running]:
+    def _runs(self, exchange: Exchange) -> list[Running]:
         """Return the checked requests of an exchange, those of a prompt next to each other."""
-        return self.service.llm.checked(exchange.prompts, served(exchange.settings(), names), exchange.samples)
+        return self.service.llm.checked(exchange.prompts, exchange.settings(), exchange.samples)
 
     async def _stream(self, exchange: Exchange, flow: Flow, counting: Counting, send: Send) -> None:
         stream = sse.EventStream(send)

@@ -136,7 +136,7 @@ def test_a_step_that_breaks_before_any_line_aborts_all_requests() -> None:
         assert written(steps, AGAIN) == expected("plain"), line
 
 
-SAMPLES = [replace(ASKED[3], sampling=ASKED[3].sampling.derived(i), reuse=True) for i in range(4)]
+SAMPLES = [replace(ASKED[1], sampling=SAMPLINGS["greedy"], max_new_tokens=12, reuse=True) for _ in range(4)]
 COPIES = (Slots.take, EagerLoop.copy, SlotCache.copy, Stack.copy)
 
 
@@ -147,7 +147,7 @@ def lines_in(function: Callable[..., Any]) -> set[Line]:
 
 def test_a_step_that_breaks_before_a_copy_leaves_no_rows_that_were_not_copied() -> None:
     """The slots hold rows of other sequences, which the prompt must not start from."""
-    steps = steps_of("clover2", late=True)
+    steps = steps_of("draft_model", late=True)
     true = [truth(steps.target.hf, request) for request in SAMPLES]
     watched = Before()
     with watched.watching():
@@ -161,4 +161,4 @@ def test_a_step_that_breaks_before_a_copy_leaves_no_rows_that_were_not_copied() 
             steps.generate(SAMPLES)
         run_to_end(steps)
         assert written(steps, SAMPLES) == true, line
-        written(steps, ASKED[:3])
+        written(steps, [ASKED[2]] * 3)

@@ -234,4 +234,4 @@ def test_samples_share_their_prompt_and_sessions_are_taken(serving: Any, llm: LL
     assert [one["message"] for one in first["choices"]] == [one["message"] for one in alone["choices"]]
     prompt = first["usage"]["prompt_tokens"]
     assert prompt > 33 and first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert f"foreword:reused_tokens_total {2 * (prompt - 1):.1f}" in counts
+    assert f'foreword:reused_tokens_total{{model_name="llama"}} {2 * (prompt - 1):.1f}' in counts

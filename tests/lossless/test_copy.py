@@ -56,7 +56,7 @@ def check(model: Model, runs: list[Running]) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize(("n", "slots"), [(1, 2), (3, 1), (3, 4), (8, 2), (8, 4)])
+@pytest.mark.parametrize(("n", "slots"), [(1, 2), (3, 1), (8, 4)])
 @every_kind
 def test_samples_of_a_prompt_read_it_once(kind: str, n: int, slots: int, sampling: Sampling) -> None:
     asked = samples(n, sampling)
@@ -90,7 +90,7 @@ def test_a_prompt_starts_from_what_runs(kind: str, late: bool) -> None:
     assert len({source.slot, *(run.slot for run in runs)}) == 3
 
 
-@pytest.mark.parametrize("steps_before", range(7))
+@pytest.mark.parametrize("steps_before", [0, 1, 3, 5])
 @every_kind
 def test_the_source_may_be_aborted(kind: str, steps_before: int) -> None:
     """While the others wait for it, and after they copied its rows."""
@@ -231,8 +231,8 @@ def test_random_company(kind: str, captured: bool) -> None:
     """Requests come and are aborted at random steps, in few or many slots, in captured rounds or not."""
     random = Random(f"{kind} {captured}")
     reused = 0
-    for _ in range(2):
-        asked, slots = random_requests(random, 10), random.choice([1, 2, 4])
+    for slots in (random.choice([1, 2]), 4):
+        asked = random_requests(random, 6)
         model, steps = steps_of(kind, asked, slots, late=random.random() < 0.5)
         if captured and steps.drafter.captures != "nothing":
             steps.loop, steps.slots.pads = rerunning(steps.loop, steps.drafter), True  # type: ignore[arg-type]

@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
+CLIENTS_INSTALLED := .venv/clients-installed
 
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu fuzz mutants check coverage format hooks docs clean
+.PHONY: help demo test test-gpu test-clients fuzz mutants check coverage format hooks docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -26,6 +27,9 @@ test: $(INSTALLED)  ## run all tests
 
 test-gpu: $(INSTALLED)  ## run the quick GPU tests: every kernel, every method with recorded rounds, a training step
 	@$(BIN)/python -m pytest tests/gpu -m "gpu and not slow" -p no:cacheprovider --durations=15
+
+test-clients: $(INSTALLED) $(CLIENTS_INSTALLED)  ## test the server with LangChain too
+	@$(BIN)/python -m pytest tests/unit/serve/test_openai_client.py tests/unit/serve/test_other_clients.py
 
 fuzz: $(INSTALLED)  ## compare random requests with plain decoding, for a minute
 	@$(BIN)/python studies/fuzz.py --seconds 60
@@ -51,6 +55,10 @@ hooks: $(INSTALLED)  ## check lint, format and types at every commit
 docs: $(INSTALLED) $(DOCS_INSTALLED)  ## build the documentation site into build/site, and check its links
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+$(CLIENTS_INSTALLED): pyproject.toml | $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[clients]"
+	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"

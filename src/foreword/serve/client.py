@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NoReturn
 
-from foreword.engine.emit import Finish, append, with_texts
-from foreword.engine.request import Logprob, Running
+from foreword.engine.emit import append, publish, with_texts
+from foreword.engine.request import Finish, Logprob, Running
 from foreword.errors import EngineError, ForewordError, InputError
 from foreword.serve.health import Health
 from foreword.serve.messages import (
@@ -42,6 +42,7 @@ from foreword.serve.messages import (
 LAST_WORDS_S = 10.0  # how long a process that was asked to end may take
 SILENCE_S = 120.0  # a busy engine reports every second, or after the step that is running
 SOCKET_BUFFER = 1 << 20  # bytes
+PROGRAM = (sys.executable, "-m", "foreword.serve.engine_process")  # gets the number of its socket as an argument
 
 
 @dataclass(eq=False)
@@ -56,12 +57,19 @@ class Followed:
 class EngineClient:
     """Implements `AsyncRunner` by an engine in a process of its own. All methods belong to the event loop of `start`."""
 
-    def __init__(self, options: dict[str, Any], restarts: int = 1, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        options: dict[str, Any],
+        restarts: int = 1,
+        silence_s: float = SILENCE_S,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
         """`options`: the parameters of `foreword.LLM`. `silence_s`: an engine with requests that says nothing for so long is
-        killed."""
+        killed. `program`: what to run."""
         self.options, self.restarts, self.silence_s = options, restarts, silence_s
         self.ready: Ready
         self.health = Health("starting")
+        self._program = program
         self._followed: dict[Running, Followed] = {}
         self._by_number: dict[int, Followed] = {}
         self._numbers = count()
@@ -80,7 +88,7 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-        command = [sys.executable, "-m", "foreword.serve.engine_process", str(theirs.fileno())]
+        command = [*self._program, str(theirs.fileno())]
         with theirs:  # in a session of its own: Ctrl-C in a terminal is for the client, which may drain first
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -249,6 +257,7 @@ class EngineClient:
         if ended is not None and ended.prompt_logprobs:
             run.prompt_logprobs = _with_texts(run, ended.prompt_logprobs)
         run.decode_s = clock - run.began
+        publish(event)
         followed.news.set()
         if run.done:
             self._drop(followed)

@@ -1,8 +1,8 @@
 """The path of a request that generates: body -> fields -> exchange -> runs -> answer.
 
-A request enters before it costs anything. Prompts are encoded and grammars compiled in a thread. Whatever happens, leaving
-the flow aborts the runs that have not ended: within a round when the client leaves, after the limit of time, or when the
-server has drained.
+A request enters before it costs anything. Prompts are encoded in threads, and new grammars tried in another. Whatever
+happens, leaving the flow aborts the runs that have not ended: within a round when the client leaves, after the limit of
+time, or when the server has drained.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Generation:
             exchange = self.exchange(self.service, fields, _session(request))
             async with Flow(receive, self.service.options.request_seconds) as flow:
                 with self.service.admission.enter(flow, len(exchange.prompts) * exchange.samples):
-                    runs = await asyncio.to_thread(self._runs, exchange)
+                    runs = await flow.first(self._runs(exchange))
                     exchange.begin(runs)
                     counting = self.service.metrics.follow(runs, since)
                     if exchange.streams:
@@ -63,9 +63,11 @@ class Generation:
         except ForewordError as error:
             raise refused(error, names_of(fields)) from error
 
-    def _runs(self, exchange: Exchange) -> list[Running]:
+    async def _runs(self, exchange: Exchange) -> list[Running]:
         """Return the checked requests of an exchange, those of a prompt next to each other."""
-        return self.service.llm.checked(exchange.prompts, exchange.settings(), exchange.samples)
+        settings = await asyncio.to_thread(exchange.settings)
+        await self.service.trials.passed(settings)
+        return await asyncio.to_thread(self.service.llm.checked, exchange.prompts, settings, exchange.samples)
 
     async def _stream(self, exchange: Exchange, flow: Flow, counting: Counting, send: Send) -> None:
         stream = sse.EventStream(send)

@@ -8,14 +8,12 @@ as not given.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from foreword.files import BadJSON, parse_json
-from foreword.requests import SETTINGS
 from foreword.serve.errors import Refusal
 from foreword.text.grammar import KINDS as GRAMMARS
 
@@ -59,6 +57,9 @@ class GenerationFields(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Count | None = None
+    reuse: Annotated[
+        bool | None, Meta(description="Start from cached tokens. The default is true unless the model has half precision.")
+    ] = None
     cache_salt: str | None = None
     prompt_cache_key: Annotated[
         str | None, Meta(description="Requests with the same key are parts of one session: its cached tokens are kept.")
@@ -173,7 +174,6 @@ SETTING_OF = {
 }
 SETTING_OF |= {name: "max_new_tokens" for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")}
 SETTING_OF |= {name: name for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")}
-HINTS = {"session", "trace_rounds"}  # settings that change no output: an engine without them may leave them out
 
 ONLY_TEXT = "this server reads and writes text only"
 STATELESS = "this server keeps no answers; send the whole conversation"
@@ -247,12 +247,3 @@ def names_of(fields: GenerationFields) -> dict[str, str]:
     grammar = next((name for name in GRAMMAR_FIELDS if name in given), None)
     found = {} if grammar is None else dict.fromkeys(GRAMMARS, grammar)
     return found | {SETTING_OF.get(name, name): name for name in given}
-
-
-def served(settings: Object, names: Mapping[str, str]) -> Object:
-    """Refuse settings that this version of the engine lacks; hints are left out. `names`: the fields that they came from."""
-    unknown = settings.keys() - {*SETTINGS}
-    for name in sorted(unknown - HINTS):
-        field = names.get(name, name)
-        raise Refusal(400, f"{field} is not supported by this server", param=field, code="unsupported_field")
-    return {name: value for name, value in settings.items() if name not in unknown}

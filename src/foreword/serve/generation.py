@@ -19,19 +19,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from foreword.engine.request import Running
+from foreword.engine.request import LONGEST_SESSION, Running
 from foreword.errors import ForewordError
 from foreword.serve import sse
 from foreword.serve.errors import ClientGone, Refusal, refused
 from foreword.serve.exchange import Exchange
-from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object, served
+from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object
 from foreword.serve.flow import Flow
 from foreword.serve.metrics import Counting
 from foreword.serve.service import Service
 
 LARGE_BODY = 1 << 16  # bytes; to parse a larger one here would hold up other requests
 BODY_S = 60.0  # a client that needs longer to send a body only keeps a connection busy
-LONGEST_SESSION = 256  # characters
 
 log = logging.getLogger("foreword.serve")
 
@@ -52,7 +51,7 @@ class Generation:
             exchange = self.exchange(self.service, fields, _session(request))
             async with Flow(receive, self.service.options.request_seconds) as flow:
                 with self.service.admission.enter(flow, len(exchange.prompts) * exchange.samples):
-                    runs = await flow.first(self._runs(exchange, names_of(fields)))
+                    runs = await flow.first(self._runs(exchange))
                     exchange.begin(runs)
                     counting = self.service.metrics.follow(runs, since)
                     if exchange.streams:
@@ -62,9 +61,9 @@ class Generation:
         except ForewordError as error:
             raise refused(error, names_of(fields)) from error
 
-    async def _runs(self, exchange: Exchange, names: dict[str, str]) -> list[Running]:
+    async def _runs(self, exchange: Exchange) -> list[Running]:
         """Return the checked requests of an exchange, those of a prompt next to each other."""
-        settings = await asyncio.to_thread(lambda: served(exchange.settings(), names))
+        settings = await asyncio.to_thread(exchange.settings)
         await self.service.trials.passed(settings)
         return await asyncio.to_thread(self.service.llm.checked, exchange.prompts, settings, exchange.samples)
 

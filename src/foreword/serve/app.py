@@ -6,9 +6,6 @@ of ours is logged, and its client is told nothing but the id of the request.
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from foreword.serve import static
 from foreword.serve.admission import Admission
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.chat import ChatExchange
@@ -46,7 +44,7 @@ def app_of(llm: AsyncLLM, options: ServeOptions) -> Starlette:
     """Return the application that serves an engine. Its `state.service` has the parts."""
     service = Service(llm, options, Admission(llm, options.max_queued), Metrics(llm))
     endpoints = _endpoints(service)
-    pages = _pages(options.page)
+    pages = static.routes() if options.page else []
     cors = Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])
     guards = [
         Middleware(RequestIds, metrics=service.metrics, known=frozenset(one.path for one in endpoints)),
@@ -87,14 +85,6 @@ def _endpoints(service: Service) -> list[Endpoint]:
         Endpoint("GET", "/metrics", plain.metrics, "Metrics for Prometheus.", kind="text/plain"),
         Endpoint("GET", "/openapi.json", describe, "This document."),
     ]
-    return found
-
-
-def _pages(enabled: bool) -> list[Route]:
-    """Return the routes of the web page, if it is part of this installation."""
-    if find_spec("foreword.serve.static") is None:
-        return []
-    found: list[Route] = import_module("foreword.serve.static").routes(enabled)
     return found
 
 

@@ -8,6 +8,7 @@ const NARROW = 190; // px
 const LEFT = 34;
 const BELOW = 15;
 const TOP = 6;
+const FEWEST_BARS = 8; // there is room for more than there are
 const MOST_BARS = 80;
 
 export interface Line {
@@ -33,9 +34,8 @@ export function barChart(bars: number[][], kinds: readonly string[], label: stri
   const first = Math.max(0, bars.length - MOST_BARS);
   const seen = bars.slice(first);
   const top = rounded(Math.max(1, ...seen.map((values) => values.reduce((a, b) => a + b, 0))));
-  const ends: [string, string] = [String(first + 1), String(Math.max(bars.length, 1))];
-  const svg = frame(NARROW, label, String(top), ends);
-  const step = (NARROW - LEFT) / Math.max(seen.length, 12);
+  const step = (NARROW - LEFT) / Math.max(seen.length, FEWEST_BARS);
+  const svg = frame(LEFT + seen.length * step, label, String(top), [String(first + 1), String(bars.length)]);
   seen.forEach((values, index) => {
     let sum = 0;
     values.forEach((value, which) => {
@@ -48,8 +48,8 @@ export function barChart(bars: number[][], kinds: readonly string[], label: stri
 
 /** Draw the share that was accepted, for each depth. */
 export function shareChart(shares: Share[], label: string): SVGSVGElement {
-  const svg = frame(NARROW, label, "100%", ["1", String(Math.max(shares.length, 1))]);
-  const step = (NARROW - LEFT) / Math.max(shares.length, 6);
+  const step = (NARROW - LEFT) / Math.max(shares.length, FEWEST_BARS);
+  const svg = frame(LEFT + shares.length * step, label, "100%", ["1", String(shares.length)]);
   shares.forEach(({ accepted, drafted }, index) => {
     const share = accepted / drafted;
     const x = LEFT + index * step;
@@ -58,8 +58,9 @@ export function shareChart(shares: Share[], label: string): SVGSVGElement {
   return svg;
 }
 
-/** Return a chart without values. `top`: the largest value. `ends`: of the other axis. */
-function frame(width: number, label: string, top: string, ends: [string, string]): SVGSVGElement {
+/** Return a chart without values. `right`: where its values end. `top`: the largest value. `ends`: of the other axis. */
+function frame(right: number, label: string, top: string, ends: [string, string]): SVGSVGElement {
+  const width = Math.max(right, NARROW);
   const box = { viewBox: `0 0 ${width} ${HIGH + TOP + BELOW}`, class: "chart", role: "img", "aria-label": label };
   return s(
     "svg",
@@ -67,8 +68,8 @@ function frame(width: number, label: string, top: string, ends: [string, string]
     ...[0, 1].map((share) => s("path", { d: `M${LEFT} ${height(share)}H${width}`, class: "grid" })),
     s("text", { x: LEFT - 5, y: height(1) + 4, class: "end" }, top),
     s("text", { x: LEFT - 5, y: height(0) + 4, class: "end" }, "0"),
-    s("text", { x: LEFT, y: HIGH + TOP + 12 }, ends[0]),
-    s("text", { x: width, y: HIGH + TOP + 12, class: "end" }, ends[1]),
+    s("text", { x: LEFT, y: HIGH + TOP + 12 }, ends[0] === ends[1] ? "" : ends[0]),
+    s("text", { x: right, y: HIGH + TOP + 12, class: "end" }, ends[1]),
   );
 }
 

@@ -39,6 +39,7 @@ export class Chat {
       place.grown();
       if (answer.text) this.#said.splice(0, Infinity, ...said, { role: "assistant", content: answer.text });
       else place.remove();
+      byId("welcome", HTMLElement).hidden = this.#list.children.length > 0;
     }
     byId("announcer", HTMLElement).textContent = `Answer: ${answer.text}`;
   }

@@ -14,7 +14,7 @@ const EXAMPLE: Draft = {
   nodes: [
     { token: 0, text: "Because", parent: 0, origin: "root", probability: null },
     { token: 1, text: " the", parent: 0, origin: "drafter", probability: 0.52 },
-    { token: 2, text: " of", parent: 0, origin: "drafter", probability: 0.31},
+    { token: 2, text: " of", parent: 0, origin: "drafter", probability: 0.31 },
     { token: 3, text: " air", parent: 1, origin: "drafter", probability: 0.22 },
     { token: 4, text: " sky", parent: 1, origin: "lookup", probability: 0.44 },
     { token: 5, text: " is", parent: 4, origin: "lookup", probability: 0.71 },

@@ -4,7 +4,7 @@ import { Answer } from "./answer.ts";
 import { ask } from "./asking.ts";
 import { lineChart } from "./charts.ts";
 import { byId, counted, decimals, h, oncePerFrame, quote } from "./dom.ts";
-import { progress, speed, tokenCount, tokensPerRound } from "./figures.ts";
+import { progress, speed, tokensPerRound } from "./figures.ts";
 import type { Inspector } from "./inspector.ts";
 import type { Server } from "./server.ts";
 import type { Settings } from "./settings.ts";
@@ -73,6 +73,7 @@ export class Race {
   #draw(plain: Lane, drafted: Lane): void {
     const lines = [plain, drafted].map(({ answer, kind }) => ({ points: progress(answer.rounds), kind }));
     this.#chart.hidden = false;
+    byId("race-lines-title", HTMLElement).textContent = `Tokens over time: ${drafted.name}, and plain dashed`;
     byId("race-lines", HTMLElement).replaceChildren(lineChart(lines, `Tokens over time: plain, and ${drafted.name}`, CHART_WIDTH));
   }
 
@@ -100,7 +101,7 @@ class Lane {
     readonly kind: string,
   ) {
     this.text = new TokenText(`Answer of ${name}`, (round) => this.chosen(round));
-    this.element = h("section", { class: "lane" }, h("h3", { class: kind }, name), this.#figures, this.text.element);
+    this.element = h("section", { class: "lane" }, h("h2", { class: kind }, name), this.#figures, this.text.element);
     this.refresh();
   }
 
@@ -109,7 +110,6 @@ class Lane {
     this.text.update(this.answer);
     const cells: [string, string][] = [
       ["elapsed", `${decimals(this.answer.elapsed(now) / 1000)} s`],
-      ["tokens", String(tokenCount(this.answer))],
       ["tokens/s", decimals(speed(this.answer, now))],
       ["per round", decimals(tokensPerRound(this.answer), 2)],
     ];
@@ -146,7 +146,7 @@ function quoted(answer: Answer, index: number): string {
 
 function timing(plain: Answer, drafted: Lane, together: boolean): string {
   const [a, b] = [plain.elapsed(0) / 1000, drafted.answer.elapsed(0) / 1000];
-  const found = `${drafted.name} took ${decimals(b)} s, plain ${decimals(a)} s: ${decimals(a / b, 2)} times as fast, the prompt included.`;
+  const found = `${drafted.name} took ${decimals(b)} s, plain ${decimals(a)} s, the prompt included: ${decimals(a / b, 2)} times as fast.`;
   const caveat = together
     ? "Both shared the machine and the batch, so this is no fair timing; let them run one after the other for that."
     : "This is one run; other requests at the same time would slow it.";

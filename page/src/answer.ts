@@ -44,7 +44,7 @@ export interface Piece {
 export interface Chunk {
   error?: { message: string };
   choices?: { delta: { content?: string }; finish_reason: string | null; token_ids?: number[] }[];
-  foreword?: { tokens?: number[]; round?: Draft | null; method?: string };
+  foreword?: { tokens: number[]; round: Draft | null };
 }
 
 export type State = "waiting" | "running" | "complete" | "stopped" | "failed";
@@ -74,8 +74,7 @@ export class Answer {
   take(chunk: Chunk, now: number): void {
     const choice = chunk.choices?.[0];
     if (!choice) return;
-    const decided = chunk.foreword?.tokens;
-    if (decided) this.#addRound(decided, chunk.foreword?.round ?? null, now);
+    if (chunk.foreword) this.#addRound(chunk.foreword.tokens, chunk.foreword.round, now);
     this.ids.push(...(choice.token_ids ?? []));
     this.text += choice.delta.content ?? "";
     this.#unread += choice.delta.content ?? "";

@@ -38,7 +38,7 @@ export class Chat {
     } finally {
       place.grown();
       if (answer.text) this.#said.splice(0, Infinity, ...said, { role: "assistant", content: answer.text });
-      else place.remove();
+      else if (answer.state === "failed") place.remove();
       byId("welcome", HTMLElement).hidden = this.#list.children.length > 0;
     }
     byId("announcer", HTMLElement).textContent = `Answer: ${answer.text}`;

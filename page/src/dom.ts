@@ -51,7 +51,8 @@ export function oncePerFrame(work: () => void): () => void {
 
 /** Write a token so that spaces and line ends can be seen. */
 export function visible(text: string): string {
-  return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
+  const spaces = (run: string): string => (run.length > 3 ? `␣×${run.length}` : "␣".repeat(run.length));
+  return text.replace(/ +/g, spaces).replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 }
 
 /** Quote a text in one line. */

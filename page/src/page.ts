@@ -35,7 +35,7 @@ async function submit(): Promise<void> {
   problem.textContent = "";
   showState();
   try {
-    if (!settings.method) await connect();
+    await connect(); // the method may have been switched elsewhere
     if (view === "chat") {
       prompt.value = "";
       await chat.send(text, running.signal);

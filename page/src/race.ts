@@ -135,7 +135,7 @@ function verdictOf(plain: Lane, drafted: Lane): Verdict {
     const why = "In half precision this can happen at a near-tie; the page “Proofs” of the documentation tells how to judge it.";
     return { good: false, text: `They diverge at token ${same + 1}.`, more: [`${words.join(", ")}.`, why] };
   }
-  if (!isWhole) return { good: true, text: `Stopped. Identical so far: ${counted(same, "token")}.`, more: [] };
+  if (!isWhole) return { good: true, text: same ? `Stopped. Identical so far: ${counted(same, "token")}.` : "Stopped.", more: [] };
   return { good: true, text: `Identical: ${counted(same, "token")}.`, more: [] };
 }
 

@@ -48,6 +48,7 @@ export class Server {
   }
 
   async #ask(path: string, body?: object, signal?: AbortSignal): Promise<Response> {
+    if (/[^\x21-\x7e]/.test(this.key)) throw new Problem("The API key has a character that no key has. Correct it in the settings.", true);
     const headers: Record<string, string> = this.key ? { Authorization: `Bearer ${this.key}` } : {};
     if (body) headers["Content-Type"] = "application/json";
     const options: RequestInit = { headers, method: body ? "POST" : "GET" };

@@ -12,7 +12,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from foreword.serve import static
 from foreword.serve.admission import Admission

@@ -287,6 +287,25 @@ def test_a_conversation_goes_on_and_can_begin_anew(visit: Any) -> None:
     assert one.page.locator("#conversation li").count() == 0 and one.page.locator("#welcome").is_visible()
 
 
+def test_text_is_divided_among_its_tokens(visit: Any) -> None:
+    """Also where two tokens make a character, and where a token's text is held back: in two rounds each."""
+    one = visit()
+
+    def told(number: int, spelled: str, content: str) -> str:
+        root = {"token": 0, "text": "", "parent": 0, "origin": "root", "probability": None}
+        draft = {"nodes": [root], "accepted": [0], "next": {"token": number, "text": spelled}}
+        choice = {"delta": {"content": content}, "finish_reason": None, "token_ids": [number]}
+        return f"data: {json.dumps({'choices': [choice], 'foreword': {'tokens': [number], 'round': draft}})}\n\n"
+
+    rounds = [told(1, "�", ""), told(2, "�", "é"), told(3, " ab", " a"), told(4, "c", "bc"), told(5, "", "")]
+    body = "".join(rounds) + "data: [DONE]\n\n"
+    one.page.route("**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    one.send()
+    assert one.texts(".token") == ["é", " ab", "c"]
+    one.page.locator(".token").first.hover()
+    assert one.texts("#tooltip p") == [f"Round {number} · the model’s own token" for number in (1, 2)]
+
+
 @pytest.mark.usefixtures("slow")
 def test_stopping_ends_the_request(visit: Any, servers: dict[str, Running]) -> None:
     one = visit()

@@ -41,7 +41,7 @@ def show_best_round(page: Page) -> None:
 
 def main(
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = ROOT / "docs/pictures/page.png",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 160,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 128,
     scheme: Annotated[str, typer.Option(help="light or dark.")] = "light",
 ) -> None:
     """Take the picture."""

@@ -93,13 +93,21 @@ export class Inspector {
     const rounds = this.#answer?.rounds ?? [];
     if (this.#follows) this.#number = rounds.length;
     const round = rounds[this.#number - 1] ?? null;
-    const { first, back, forward, last } = this.#buttons;
-    first.disabled = back.disabled = this.#number <= 1;
-    forward.disabled = last.disabled = this.#number >= rounds.length;
+    this.#setButtons(rounds.length);
     this.#position.textContent = rounds.length ? `Round ${this.#number} of ${rounds.length}` : "No round yet";
     if (round !== this.#drawn || !round) this.#draw(round);
-    byId("charts", HTMLElement).hidden = !rounds.length;
+    byId("right", HTMLElement).classList.toggle("empty", !rounds.length);
     this.#charts();
+  }
+
+  /** Disable the buttons that lead nowhere. A disabled one would lose the focus of the keyboard, so it hands it on. */
+  #setButtons(rounds: number): void {
+    const { first, back, forward, last } = this.#buttons;
+    const focused = document.activeElement;
+    first.disabled = back.disabled = this.#number <= 1;
+    forward.disabled = last.disabled = this.#number >= rounds;
+    if ((focused === first || focused === back) && first.disabled) forward.focus();
+    if ((focused === forward || focused === last) && last.disabled) back.focus();
   }
 
   #draw(round: Round | null): void {

@@ -69,8 +69,11 @@ function showMethod(): void {
 
 function showState(): void {
   const isRunning = running !== null;
+  const focused = document.activeElement;
   send.disabled = isRunning;
   stop.disabled = !isRunning;
+  if (focused === send && isRunning) stop.focus(); // a disabled button would lose the focus of the keyboard
+  if (focused === stop && !isRunning) prompt.focus();
   fresh.disabled = isRunning;
   composer.setAttribute("aria-busy", String(isRunning));
 }

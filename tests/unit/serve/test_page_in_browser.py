@@ -496,6 +496,14 @@ def test_every_control_has_a_name_and_only_whole_answers_are_announced(visit: An
         "all => all.map(one => one.id)"
     )
     assert sorted(live) == ["announcer", "problem"]
+    one.page.fill("#prompt", "hello")
+    one.page.focus("#send")
+    one.page.keyboard.press("Enter")
+    one.page.wait_for_selector("#stop:disabled")
+    assert one.page.evaluate("document.activeElement.id") == "prompt"  # buttons hand the focus on when they are disabled
+    one.page.focus("#first")
+    one.page.keyboard.press("Enter")
+    assert one.page.evaluate("document.activeElement.id") == "forward"
     one.page.focus("#chat-tab")
     one.page.keyboard.press("ArrowRight")
     assert one.page.evaluate("document.activeElement.id") == "race-tab" and one.page.locator("#race").is_visible()

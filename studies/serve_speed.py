@@ -1,7 +1,9 @@
 """What a server costs: tokens per second and time to first token through HTTP, and of the engine alone, on the same prompts.
 
 The engine writes all prompts by `generate`, in this process. Then `foreword serve` gets the same prompts from as many
-streams as it has slots; this process is the client. Each is warmed up by the prompts once. Made results/serve_speed_*.
+streams as it has slots; this process is the client. Each is warmed up by the prompts once.
+
+    python studies/serve_speed.py --out results/serve_speed_cpu.json
 """
 
 from __future__ import annotations

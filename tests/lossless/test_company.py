@@ -8,6 +8,7 @@ import pytest
 
 from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, requests, run_to_end, target_for, truth
 from foreword.core.drafter import Drafter
+from foreword.core.loop import Constrain
 from foreword.core.sampling import Sampling
 from foreword.core.scores import Emission
 from foreword.core.state import State
@@ -92,10 +93,10 @@ def test_free_slots_that_pad_a_round_do_not_matter(name: str, late: bool) -> Non
     steps.slots.pads = True
     sizes, launch = [], steps.loop.round
 
-    def watched(state: State) -> Emission:
+    def watched(state: State, constrain: Constrain | None = None) -> Emission:
         if set(steps.slots.free) - set(state.batch.ids):
             sizes.append(len(state.batch.ids))
-        return launch(state)
+        return launch(state, constrain)
 
     steps.loop.round = watched  # type: ignore[method-assign]
     before, after = steps.generate(first), steps.generate(second)

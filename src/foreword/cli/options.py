@@ -401,6 +401,18 @@ class GenerationOptions:
             min=0, max=100, metavar="N", help="With --json: the same for the tokens of the prompt. Default: off."
         ),
     ] = None
+    json_schema: Annotated[
+        Path | None,
+        _of_generation(metavar="FILE", help="The output is JSON that follows the schema in this file. Default: any text."),
+    ] = None
+    regex: Annotated[
+        str | None,
+        _of_generation(metavar="REGEX", help="The whole output matches this expression. Default: any text."),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        _of_generation(metavar="FILE", help="The output follows the EBNF rules in this file. Default: any text."),
+    ] = None
     truncate_prompt_tokens: Annotated[
         int | None, _of_generation(min=1, metavar="N", help="Keep only the last N tokens of a prompt. Default: all.")
     ] = None
@@ -442,8 +454,9 @@ class GenerationOptions:
             given["logit_bias"] = dict(map(_bias, self.logit_bias))
         if self.bad_word_ids:
             given["bad_word_ids"] = [_ids(one) for one in self.bad_word_ids]
-        if self.chat_template is not None:
-            given["chat_template"] = text_of(self.chat_template, "--chat-template")
+        for name in ("chat_template", "json_schema", "grammar"):
+            if given.get(name) is not None:
+                given[name] = text_of(given[name], f"--{name.replace('_', '-')}")
         if self.chat_template_kwargs is not None:
             given["chat_template_kwargs"] = _variables(self.chat_template_kwargs)
         return given

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from uuid import uuid4
 
+from foreword.core.draft import ORIGINS
 from foreword.engine.request import Event, Running
+from foreword.engine.round_trace import RoundTrace
 from foreword.requests import Prompt
 from foreword.serve.errors import Refusal
 from foreword.serve.fields import GenerationFields, Object, StreamOptions
 from foreword.serve.flow import News
 from foreword.serve.service import Service
 from foreword.serve.usage import cost_of, usage_of
-
-ORIGINS = ("root", "drafter", "lookup", "prediction")  # of a node, by its number in a RoundTrace
 
 
 class Exchange(Protocol):
@@ -100,11 +100,11 @@ def traced(events: list[Event], fields: GenerationFields) -> Object:
     """Return what a chunk tells about its round, if the client asked for it."""
     if not fields.trace_rounds or not events:
         return {}
-    draft = getattr(events[0], "draft", None)
+    draft = events[0].draft
     return {"foreword": {"tokens": events[0].tokens, "round": None if draft is None else _drawn(draft)}}
 
 
-def _drawn(draft: Any) -> Object:
+def _drawn(draft: RoundTrace) -> Object:
     """Return a round's draft as a tree of nodes, in the order of its rows. Node 0 is the root."""
     columns = zip(draft.tokens, draft.texts, draft.parents, draft.origins, draft.chances, strict=True)
     nodes = [

@@ -13,8 +13,8 @@ def usage_of(runs: Sequence[Running], samples: int) -> dict[str, Any]:
     """Return OpenAI's `usage`. `samples`: outputs per prompt, which is counted once for all of them."""
     prompt = sum(len(run.request.prompt) for run in runs[::samples])
     completion = sum(len(run.tokens) for run in runs)
-    accepted = sum(map(_predicted, runs))
-    predicted = sum(len(getattr(run.request, "prediction", ())) for run in runs)
+    accepted = sum(run.predicted for run in runs)
+    predicted = sum(len(run.request.prediction) for run in runs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -25,12 +25,6 @@ def usage_of(runs: Sequence[Running], samples: int) -> dict[str, Any]:
             "rejected_prediction_tokens": max(predicted - accepted, 0),
         },
     }
-
-
-def _predicted(run: Running) -> int:
-    """Return how many tokens of the client's prediction were accepted."""
-    count: int = getattr(run, "predicted", 0)
-    return count
 
 
 def cost_of(runs: Sequence[Running], method: str) -> dict[str, Any]:

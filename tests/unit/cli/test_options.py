@@ -28,7 +28,7 @@ def test_defaults_are_those_of_the_library():
 
 def test_every_setting_of_the_library_has_an_option():
     asked = {one.name for one in fields(GenerationOptions)} | {*GenerationOptions().settings(as_json=False)}
-    asked |= {"stream", "prompt", "reuse", "cache_salt", "model_defaults"}
+    asked |= {"stream", "prompt", "reuse", "cache_salt", "model_defaults", "prediction", "trace_rounds"}
     assert {one.name for kind in (Sampling, Request) for one in fields(kind)} - {"sampling"} <= asked
 
 
@@ -47,6 +47,16 @@ def test_a_chat_template_comes_from_a_file_and_its_variables_as_json(tmp_path):
     settings = options.settings(as_json=False)
     assert settings["chat_template"] == "{{ messages }}"
     assert settings["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_forms_come_from_files(tmp_path):
+    names = ("json_schema", "grammar")
+    for name in names:
+        (tmp_path / name).write_text(f"text of {name}", encoding="utf-8")
+    settings = GenerationOptions(regex="a+", **{name: tmp_path / name for name in names}).settings(as_json=False)
+    assert settings["regex"] == "a+" and all(settings[name] == f"text of {name}" for name in names)
+    with pytest.raises(typer.BadParameter, match="cannot read"):
+        GenerationOptions(json_schema=tmp_path / "missing").settings(as_json=False)
 
 
 def test_biases_and_bad_words_are_parsed():

@@ -204,13 +204,14 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, run: Loop) -> No
 def test_an_engine_that_dies_ends_its_requests_and_is_started_again(
     folders: dict[str, Path], run: Loop, expected: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def kill(llm: AsyncLLM, client: EngineClient, how: signal.Signals) -> None:
+    async def kill(llm: AsyncLLM, client: EngineClient, how: signal.Signals, silence_s: float) -> None:
         assert client._process is not None
         stream = llm.astream("hello", **LONG)
         pieces = aiter(stream)
         await anext(pieces)
         waiting = asyncio.create_task(llm.agenerate("hello", **LONG))
-        await asyncio.sleep(0.05)
+        client.silence_s = silence_s
+        await anext(pieces)  # the time is read when a message comes
         os.kill(client._process.pid, how)  # one that is stopped is silent
         with pytest.raises(EngineError, match="ended"):
             async for _ in pieces:
@@ -222,12 +223,11 @@ def test_an_engine_that_dies_ends_its_requests_and_is_started_again(
         async with AsyncLLM(folders["llama"], "plain", slots=1, restarts=1) as llm:
             client = llm._transport
             assert isinstance(client, EngineClient)
-            client.silence_s = 0.5
-            await kill(llm, client, signal.SIGSTOP)
+            await kill(llm, client, signal.SIGSTOP, 0.5)
             client.silence_s = 60.0
             await until(lambda: llm.health.state == "ready")
             assert same(said(await llm.agenerate(CASES[0][0], **CASES[0][1])), expected[0])
-            await kill(llm, client, signal.SIGKILL)
+            await kill(llm, client, signal.SIGKILL, 60.0)
             await until(lambda: llm.health.state == "dead")
             with pytest.raises(EngineError, match="dead"):
                 await llm.agenerate("hello")

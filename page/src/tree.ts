@@ -6,7 +6,7 @@ import { h, percent, s, visible } from "./dom.ts";
 
 const ROW = 26; // px from row to row
 const HIGH = 20; // height of a node
-const GAP = 26; // between columns
+const GAP = 20; // between columns
 const ADVANCE = 6.7; // of a monospaced character of 11 px
 const PAD = 9;
 const LONGEST = 14; // characters of a token that are shown
@@ -124,7 +124,7 @@ function widthOf(place: Place): number {
 function edgeOf(place: Place, parent: Place, x: number, columns: { x: number; width: number }[]): SVGPathElement {
   const from = (columns[parent.depth]?.x ?? 0) + widthOf(parent);
   const [y0, y1] = [middle(parent), middle(place)];
-  const turn = x - GAP / 2;
+  const turn = x - GAP / 2 - 2;
   const bend = Math.min(8, Math.abs(y1 - y0));
   const path =
     y0 === y1 ? `M${from} ${y0}H${x}` : `M${from} ${y0}H${turn - bend}Q${turn} ${y0} ${turn} ${y0 + bend}V${y1 - bend}Q${turn} ${y1} ${turn + bend} ${y1}H${x}`;

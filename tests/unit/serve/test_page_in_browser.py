@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+import foreword
 from foreword.api import LLM
 from foreword.engine.engine import Engine
 from foreword.serve.app import app_of
@@ -38,8 +39,15 @@ ARGUMENTS = [
 ]
 AXE = Path(__file__).parents[3] / "page/node_modules/axe-core/axe.min.js"
 RULES: dict[str, Any] = {"light": {}, "dark": {"runOnly": ["color-contrast"]}}  # only colours depend on the theme
-KEY = "a-key"
+KEY, ROWS = "a-key", 8
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+@pytest.fixture(scope="module")
+def llm(talking: Any, hf_tokenizer: Any, own_home: Any) -> Iterator[LLM]:
+    """An LLM whose drafts do not depend on what this machine measures."""
+    with foreword.wrap(talking("llama"), hf_tokenizer, "prompt_lookup", rows=ROWS, slots=2) as wrapped:
+        yield wrapped
 
 
 @dataclass
@@ -394,7 +402,7 @@ def test_a_key_is_asked_for_and_kept_only_on_demand(visit: Any) -> None:
     assert one.page.evaluate(stored) == [0, 0]
 
 
-def test_the_method_is_switched(visit: Any) -> None:
+def test_the_method_is_switched(visit: Any, llm: LLM) -> None:
     one = visit()
     before = one.page.inner_text("#served-method")
     one.page.click("#settings summary")
@@ -402,7 +410,7 @@ def test_the_method_is_switched(visit: Any) -> None:
         one.page.select_option("#method", "token_recycling")
         one.page.wait_for_selector("#served-method:text-is('token_recycling')")
         one.send()
-        assert one.page.locator("#drawing .node.drafter").count() >= 1
+        assert one.page.inner_text(".note").startswith("token_recycling · 24 tokens")
         one.page.select_option("#method", "medusa")
         assert "refused the request" in one.problem() and "medusa" in one.problem()
         one.page.wait_for_selector("#method:enabled")
@@ -410,6 +418,7 @@ def test_the_method_is_switched(visit: Any) -> None:
     finally:
         one.page.select_option("#method", before)
         one.page.wait_for_selector(f"#served-method:text-is('{before}')")
+        llm.use(before, rows=ROWS)
 
 
 def test_errors_are_shown_in_plain_words(visit: Any, servers: dict[str, Running]) -> None:

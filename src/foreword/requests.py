@@ -140,7 +140,7 @@ class Settings(TypedDict, total=False):
     """Pieces of a stream carry the draft of their round, and what of it was accepted: `piece.draft`."""
 
     json_schema: Mapping[str, Any] | str | bool | None
-    """The output is JSON that follows this schema. True: any JSON object. It needs the package xgrammar, as the next two
+    """The output is JSON that follows this schema. True: any JSON object. It needs the package xgrammar, as the next three
     do."""
 
     regex: str | None
@@ -148,6 +148,9 @@ class Settings(TypedDict, total=False):
 
     grammar: str | None
     """The output follows these rules, in EBNF as xgrammar reads it; the first is called root."""
+
+    structural_tag: Mapping[str, Any] | str | None
+    """The output follows a structural tag of xgrammar, which joins parts such as fixed strings and JSON schemas."""
 
     stop: str | Sequence[str] | None
     """Strings that end the output. The text ends before the first one that appears."""

@@ -39,7 +39,7 @@ from doubles.models import (
 from doubles.recording import Recorder, Seen, check_yield, drafts_of
 from doubles.reference import GRAMMAR_COMPILER, forget_truth, full_sequence, hf_cache, hf_hidden, hf_logits, hf_window, truth
 from doubles.states import prefilled, sequence_of, sequences_of, state_of
-from doubles.text import json_ids, json_tokenizer, tokenizer
+from doubles.text import TOOL_TEMPLATE, json_ids, json_tokenizer, tokenizer, with_template
 from doubles.training import SequenceList, TwoHeads, vocabulary_of
 from doubles.trees import chain, path_to, paths_of, random_tree
 
@@ -66,6 +66,7 @@ __all__ = [
     "STOCK_ATTENTION",
     "Seen",
     "SequenceList",
+    "TOOL_TEMPLATE",
     "TRAINABLE",
     "TRAINED",
     "TwoHeads",
@@ -107,5 +108,6 @@ __all__ = [
     "vocabulary_of",
     "widened_pair",
     "with_random_weights",
+    "with_template",
     "written",
 ]

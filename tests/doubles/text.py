@@ -1,8 +1,11 @@
-"""Tokenizers for the tiny models: one with two letters per token, one with the characters of JSON."""
+"""Tokenizers for the tiny models: one with two letters per token, one with the characters of JSON; and a chat template with
+tools."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import lru_cache
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -10,6 +13,16 @@ from transformers import PreTrainedTokenizerFast
 
 from doubles.models import VOCABULARY
 from foreword.text import Tokenizer
+
+# As Qwen's template writes tools and calls, shortened.
+TOOL_TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> For each function
+call, return a json object within <tool_call></tool_call>: {"name": <function-name>, "arguments": <args-json-object>}
+{%- endif -%}
+{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>
+{%- endfor %}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 @lru_cache
@@ -41,3 +54,10 @@ def _tokenizer(*words: str) -> Tokenizer:
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<pad>"))
     backend.decoder = decoders.Fuse()
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+
+
+def with_template(hf: PreTrainedTokenizerFast, template: Any = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Return a copy of a tokenizer with another chat template: by default one that shows tools."""
+    copy = deepcopy(hf)
+    copy.chat_template = template
+    return copy

@@ -35,13 +35,14 @@ from foreword.serve.options import ServeOptions
 from foreword.serve.plain_endpoints import PlainEndpoints
 from foreword.serve.responses import ResponseExchange
 from foreword.serve.service import Service
+from foreword.serve.trials import GrammarTrials
 
 OPEN = frozenset({"/health", "/ready", "/metrics"})  # without a key
 
 
 def app_of(llm: AsyncLLM, options: ServeOptions) -> Starlette:
     """Return the application that serves an engine. Its `state.service` has the parts."""
-    service = Service(llm, options, Admission(llm, options.max_queued), Metrics(llm))
+    service = Service(llm, options, Admission(llm, options.max_queued), Metrics(llm), GrammarTrials(llm))
     endpoints = _endpoints(service)
     pages = static.routes() if options.page else []
     cors = Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])

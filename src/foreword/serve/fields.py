@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from foreword.files import BadJSON, parse_json
 from foreword.requests import SETTINGS
 from foreword.serve.errors import Refusal
+from foreword.text.grammar import KINDS as GRAMMARS
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -62,6 +63,13 @@ class GenerationFields(Struct, kw_only=True):
     prompt_cache_key: Annotated[
         str | None, Meta(description="Requests with the same key are parts of one session: its cached tokens are kept.")
     ] = None
+    structured_outputs: Annotated[
+        Object | None, Meta(description="The format of the output, as in vLLM: one of json, regex, choice, grammar, ...")
+    ] = None
+    guided_json: Annotated[str | Object | None, Meta(description="vLLM's earlier name of structured_outputs.json.")] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     speculate: Annotated[bool | None, Meta(description="false: decode without drafts. The output is the same.")] = None
     trace_rounds: Annotated[
         bool | None, Meta(description="Each chunk of a stream is a round, and tells what was drafted in it.")
@@ -153,11 +161,15 @@ class MethodFields(Struct, kw_only=True):
 
 Fields = TypeVar("Fields", bound=Struct)
 
+# Fields that are the grammar of an output, or a part of it.
+GUIDES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GRAMMAR_FIELDS = ("response_format", "text", *GUIDES, "tools")
+
 # Fields that are settings of `generate`, under the name that they have there.
 SETTING_OF = {
     name: {"prompt_cache_key": "session", "min_tokens": "min_new_tokens"}.get(name, name)
     for name in GenerationFields.__struct_fields__
-    if name not in ("model", "stream", "return_token_ids")
+    if name not in ("model", "stream", "return_token_ids", *GUIDES)
 }
 SETTING_OF |= {name: "max_new_tokens" for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")}
 SETTING_OF |= {name: name for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")}
@@ -232,7 +244,9 @@ def settings_of(fields: GenerationFields, session: str | None = None) -> Object:
 def names_of(fields: GenerationFields) -> dict[str, str]:
     """Return the fields that a client gave, by the names of their settings. Errors blame them."""
     given = [name for name in fields.__struct_fields__ if name != "model" and getattr(fields, name) is not None]
-    return {SETTING_OF.get(name, name): name for name in given}
+    grammar = next((name for name in GRAMMAR_FIELDS if name in given), None)
+    found = {} if grammar is None else dict.fromkeys(GRAMMARS, grammar)
+    return found | {SETTING_OF.get(name, name): name for name in given}
 
 
 def served(settings: Object, names: Mapping[str, str]) -> Object:

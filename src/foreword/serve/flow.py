@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from starlette.types import Receive
 
@@ -21,6 +21,8 @@ from foreword.serve.errors import ClientGone, Refusal
 if TYPE_CHECKING:
     from foreword.api import AsyncStream
     from foreword.serve.async_llm import AsyncLLM
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -76,6 +78,22 @@ class Flow:
     def end(self, error: Exception) -> None:
         """End the request early: the handler gets this error as its next news."""
         self._news.put_nowait(error)
+
+    async def first(self, work: Coroutine[Any, Any, Found]) -> Found:
+        """Do what comes before the rounds, and return what it returns. Raise what ends the request early."""
+        found: list[Found] = []
+        self._begin(self._do(work, found))
+        news = await self._news.get()
+        if isinstance(news, Exception):
+            raise news
+        return found[0]
+
+    async def _do(self, work: Coroutine[Any, Any, Found], found: list[Found]) -> None:
+        try:
+            found.append(await work)
+            self._news.put_nowait(None)
+        except Exception as error:
+            self._news.put_nowait(error)
 
     async def rounds(self, llm: AsyncLLM, runs: Sequence[Running], pause: float) -> AsyncIterator[News | None]:
         """Run requests, and yield what is new of them until all have ended; None after every `pause` seconds without news.

@@ -1,8 +1,8 @@
 """The path of a request that generates: body -> fields -> exchange -> runs -> answer.
 
-A request enters before it costs anything. Prompts are encoded and grammars compiled in a thread. Whatever happens, leaving
-the flow aborts the runs that have not ended: within a round when the client leaves, after the limit of time, or when the
-server has drained.
+A request enters before it costs anything. Prompts are encoded in threads, and new grammars tried in another. Whatever
+happens, leaving the flow aborts the runs that have not ended: within a round when the client leaves, after the limit of
+time, or when the server has drained.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Generation:
             exchange = self.exchange(self.service, fields, _session(request))
             async with Flow(receive, self.service.options.request_seconds) as flow:
                 with self.service.admission.enter(flow, len(exchange.prompts) * exchange.samples):
-                    runs = await asyncio.to_thread(self._runs, exchange, names_of(fields))
+                    runs = await flow.first(self._runs(exchange, names_of(fields)))
                     exchange.begin(runs)
                     counting = self.service.metrics.follow(runs, since)
                     if exchange.streams:
@@ -64,9 +64,11 @@ class Generation:
         except ForewordError as error:
             raise refused(error, names_of(fields)) from error
 
-    def _runs(self, exchange: Exchange, names: dict[str, str]) -> list[Running]:
+    async def _runs(self, exchange: Exchange, names: dict[str, str]) -> list[Running]:
         """Return the checked requests of an exchange, those of a prompt next to each other."""
-        return self.service.llm.checked(exchange.prompts, served(exchange.settings(), names), exchange.samples)
+        settings = await asyncio.to_thread(lambda: served(exchange.settings(), names))
+        await self.service.trials.passed(settings)
+        return await asyncio.to_thread(self.service.llm.checked, exchange.prompts, settings, exchange.samples)
 
     async def _stream(self, exchange: Exchange, flow: Flow, counting: Counting, send: Send) -> None:
         stream = sse.EventStream(send)

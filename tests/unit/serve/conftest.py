@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 import foreword
-from doubles import Oracle
+from doubles import Oracle, with_template
 from foreword.api import LLM
 from foreword.serve.app import app_of
 from foreword.serve.async_llm import AsyncLLM
@@ -146,3 +146,11 @@ def serving(llm: LLM) -> Serving:
                 yield Client(http, app.state.service)
 
     return serve
+
+
+@pytest.fixture(scope="module")
+def calling(talking: Any, hf_tokenizer: Any, own_home: Any) -> Iterator[LLM]:
+    """An LLM as `knowing`, whose chat template shows tools."""
+    model = talking("llama", max_position_embeddings=2048)
+    with foreword.wrap(model, with_template(hf_tokenizer), Oracle([], depth=5, lies=3), slots=2) as wrapped:
+        yield wrapped

@@ -1,10 +1,11 @@
 """OpenAI's own client against a server on a real port: what it parses, and what it raises."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from foreword.api import LLM
 from foreword.serve.options import digest
@@ -74,6 +75,101 @@ def test_completions_and_responses(listening: Any, llm: LLM) -> None:
     result = llm.generate(SAY, max_new_tokens=10, temperature=0)
     assert response.output_text == result.text
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == result.text
+
+
+class Paint(BaseModel):
+    """What the model is asked for."""
+
+    colour: Literal["red", "green"]
+    count: Annotated[int, Field(ge=0, le=99)]
+    note: Annotated[str, Field(pattern="^[a-z ]{0,4}$")]
+
+
+PAINT: Any = {"type": "function", "function": {"name": "paint", "parameters": Paint.model_json_schema()}}
+
+
+def test_a_chat_parses_into_a_model_of_pydantic(listening: Any, calling: LLM) -> None:
+    """The client makes a strict JSON schema of it, and reads the answer with it."""
+
+    async def ask() -> Any:
+        async with listening(calling) as (_, port), client_of(port) as client:
+            given: dict[str, Any] = {"model": "llama", "messages": SAY, "max_tokens": 400, **MANNER}
+            chat = await client.chat.completions.parse(**given, response_format=Paint)
+            response = await client.responses.parse(
+                model="llama", input="hello", text_format=Paint, max_output_tokens=400, temperature=0
+            )
+            return chat.choices[0].message.parsed, response.output_parsed
+
+    found = asyncio.run(ask())
+    assert all(isinstance(one, Paint) and 0 <= one.count <= 99 and len(one.note) <= 4 for one in found)
+
+
+def test_tools_streamed_and_whole(listening: Any, calling: LLM) -> None:
+    """The stream helper joins the pieces of a call, and parses its arguments."""
+    tool = openai.pydantic_function_tool(Paint, name="paint")
+    given: dict[str, Any] = {"model": "llama", "messages": SAY, "tools": [tool], "tool_choice": "required"}
+    given |= {"max_tokens": 400, "parallel_tool_calls": False, **MANNER}
+
+    async def ask() -> Any:
+        async with listening(calling) as (_, port), client_of(port) as client:
+            whole = await client.chat.completions.create(**given)
+            async with client.chat.completions.stream(**given) as stream:
+                events = [event async for event in stream]
+                return whole, events, await stream.get_final_completion()
+
+    whole, events, final = asyncio.run(ask())
+    for choice in (whole.choices[0], final.choices[0]):
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and call.function.name == "paint"
+        assert call.function.arguments == whole.choices[0].message.tool_calls[0].function.arguments
+    pieces = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert "".join(pieces) == call.function.arguments and len(pieces) > 3
+    (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert isinstance(done.parsed_arguments, Paint) and done.name == "paint"
+
+
+def test_a_conversation_with_a_tool(listening: Any, calling: LLM) -> None:
+    """The client sends the call back as it came, with its result."""
+
+    async def ask() -> Any:
+        async with listening(calling) as (_, port), client_of(port) as client:
+            given: dict[str, Any] = {"model": "llama", "tools": [PAINT], "max_tokens": 400, **MANNER}
+            choice: Any = {"type": "function", "function": {"name": "paint"}}
+            first = await client.chat.completions.create(**given, messages=SAY, tool_choice=choice)
+            message = first.choices[0].message
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "painted"}
+            messages = [*SAY, message.model_dump(exclude_none=True), result]
+            return message, await client.chat.completions.create(
+                **given | {"max_tokens": 3}, messages=messages, extra_body={"return_token_ids": True}
+            )
+
+    message, second = asyncio.run(ask())
+    Paint.model_validate_json(message.tool_calls[0].function.arguments)
+    shown = calling.tokenizer.decode(second.prompt_token_ids)
+    assert "<tool_call>" in shown and "painted" in shown and second.usage.completion_tokens == 3
+
+
+def test_responses_with_tools(listening: Any, calling: LLM) -> None:
+    flat: Any = {"type": "function", "name": "paint", "parameters": Paint.model_json_schema(), "strict": True}
+    given: dict[str, Any] = {"model": "llama", "tools": [flat], "tool_choice": "required", "temperature": 0}
+    given |= {"max_output_tokens": 400, "parallel_tool_calls": False}
+
+    async def ask() -> Any:
+        async with listening(calling) as (_, port), client_of(port) as client:
+            async with client.responses.stream(**given, input="hello") as stream:
+                events = [event async for event in stream]
+            call = events[-1].response.output[0]
+            result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "painted"}
+            said: Any = {"role": "user", "content": "hello"}
+            items = [said, call.model_dump(exclude_none=True, exclude={"parsed_arguments"}), result]
+            return events, call, await client.responses.create(**given | {"tool_choice": "none"}, input=items)
+
+    events, call, second = asyncio.run(ask())
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert "".join(pieces) == done.arguments == call.arguments and call.name == done.name == "paint"
+    Paint.model_validate_json(call.arguments)
+    assert second.output[0].type == "message"
 
 
 def test_errors_are_those_that_the_client_knows(listening: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from foreword.core.sampling import Sampling
 from foreword.engine.round_trace import RoundTrace
@@ -253,6 +253,13 @@ class Running:
         return self.prefilled + len(self.tokens)
 
 
+class Finish(NamedTuple):
+    """How an output ends: see `Running.finish_reason` and `Running.stop_reason`."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
 @dataclass(eq=False, slots=True)
 class Event:
     """The output of one step for one request. Not frozen, since creating a frozen one takes twice as long, and there is one
@@ -264,3 +271,4 @@ class Event:
     logprobs: Sequence[Logprob] = ()  # of the tokens, if the request asked for them
     predicted: int = 0  # how many of the tokens, the first ones, were drafted from the request's prediction
     draft: RoundTrace | None = None  # the draft of the round, if the request asked for it
+    finish: Finish | None = None  # if it ends its output

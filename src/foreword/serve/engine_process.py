@@ -9,6 +9,7 @@ does that without the lock.
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -47,6 +48,8 @@ MOST_SILENCE_S = 1.0  # between steps, while requests run: the client takes long
 MOST_BROKEN_STEPS = 3  # in a row; then this process ends, so that its client starts another
 COLLECT_EVERY_S = 60.0
 
+log = logging.getLogger("foreword.serve")
+
 
 class EngineServer:
     """Serves one client with one engine."""
@@ -58,7 +61,7 @@ class EngineServer:
         self.checks: dict[int, Future[Running]] = {}  # of requests whose grammar is being compiled
         self.checker = ThreadPoolExecutor(1, "foreword-grammars")
         self.unsent: list[Progress] = []
-        self.is_urgent = False  # a request begins or ends in `unsent`
+        self.is_urgent = False  # a request has begun or ended since the last report
         self.last_sent = self.last_collected = 0.0
         self.broken_steps = 0
 
@@ -126,6 +129,7 @@ class EngineServer:
         going = [self.running[number] for number in numbers if number in self.running]
         self.engine.abort(*going)
         self._forget(going)
+        self.is_urgent = True  # the client counts what runs
 
     def _use(self, message: Use) -> None:
         answer: FromEngine
@@ -149,7 +153,7 @@ class EngineServer:
             if self.broken_steps >= MOST_BROKEN_STEPS:
                 self.channel.flush()
                 raise
-            print(f"a step broke, and its requests are aborted: {error!r}", file=sys.stderr)
+            log.error("a step broke, and its requests are aborted: %r", error)
             return
         self.broken_steps = 0
         for event in events:
@@ -175,7 +179,7 @@ class EngineServer:
         now = time.monotonic()
         due = at_once or self.is_urgent or not self.engine.busy or now - self.last_sent >= SEND_EVERY_S
         is_silent = self.engine.busy and now - self.last_sent >= MOST_SILENCE_S
-        if (self.unsent and due) or is_silent:
+        if ((self.unsent or self.is_urgent) and due) or is_silent:
             self.channel.send(frame(StepReport(self.unsent, engine_load(self.engine), self.engine.clock)))
             self.unsent, self.is_urgent, self.last_sent = [], False, now
 

@@ -2,14 +2,14 @@
 
 A task follows each run, one waits for the client to leave, timers remind of the time; all put news into one queue, and the
 handler reads it. So nothing is cancelled to look at a clock, and rounds that come while the handler writes are read
-together.
+together. A client that does not read cannot keep its request from ending.
 When the block ends, for whatever reason, the engine drops every run that has not finished.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from foreword.api import AsyncStream
     from foreword.serve.async_llm import AsyncLLM
 
+LAST_WRITE_S = 1.0  # how long a client may take to read on when its request has been ended
 Found = TypeVar("Found")
 
 
@@ -58,6 +59,8 @@ class Flow:
         self._news: asyncio.Queue[tuple[Output, bool] | Exception | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: list[AsyncStream] = []
+        self._writing: asyncio.Timeout | None = None
+        self._last_write: float | None = None  # by the loop's clock: no write takes longer than until then
 
     async def __aenter__(self) -> Self:
         late = Refusal(
@@ -78,6 +81,19 @@ class Flow:
     def end(self, error: Exception) -> None:
         """End the request early: the handler gets this error as its next news."""
         self._news.put_nowait(error)
+        self._last_write = asyncio.get_running_loop().time() + LAST_WRITE_S
+        if self._writing is not None:
+            self._writing.reschedule(self._last_write)
+
+    async def written(self, write: Awaitable[None]) -> None:
+        """Wait until the client has read enough to take a write. When its request has been ended, it must soon."""
+        try:
+            async with asyncio.timeout_at(self._last_write) as self._writing:
+                await write
+        except TimeoutError as error:
+            raise ClientGone from error
+        finally:
+            self._writing = None
 
     async def first(self, work: Coroutine[Any, Any, Found]) -> Found:
         """Do what comes before the rounds, and return what it returns. Raise what ends the request early."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -59,8 +59,6 @@ class Generation:
                         await self._stream(exchange, flow, counting, send)
                     else:
                         await (await self._whole(exchange, flow, counting))(scope, receive, send)
-        except ClientGone:
-            return
         except ForewordError as error:
             raise refused(error, names_of(fields)) from error
 
@@ -71,7 +69,7 @@ class Generation:
         return await asyncio.to_thread(self.service.llm.checked, exchange.prompts, settings, exchange.samples)
 
     async def _stream(self, exchange: Exchange, flow: Flow, counting: Counting, send: Send) -> None:
-        stream = sse.EventStream(send)
+        stream = sse.EventStream(lambda message: flow.written(send(message)))
         await stream.begin()
         try:
             with counting:
@@ -112,6 +110,8 @@ async def read(request: Request, kind: type[Fields], service: Service) -> Fields
             body = await request.body()
     except TimeoutError as error:
         raise Refusal(408, f"the body took longer than {BODY_S:g} s", headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ClientGone from error
 
     def parse() -> tuple[Fields, int]:
         return checked(read_object(body), kind)

@@ -17,10 +17,12 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.serve.errors import Refusal, refused
+from foreword.serve.errors import ClientGone, Refusal, refused
 from foreword.serve.metrics import Metrics
 from foreword.serve.options import digest
 
+MOST_BODIES = 16
+BUSY = "the bodies of other requests fill the memory that is meant for them; try again later"
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger("foreword.serve")
@@ -55,7 +57,7 @@ class RequestIds:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Turn exceptions into answers, as long as none has begun."""
+    """Turn exceptions into answers, as long as none has begun and the client is there."""
 
     app: ASGIApp
 
@@ -69,6 +71,8 @@ class Refusals:
 
         try:
             await self.app(scope, receive, noted)
+        except ClientGone:
+            return
         except Exception as error:
             if has_begun or scope["type"] != "http":
                 raise
@@ -130,12 +134,14 @@ class Origins:
             return False
 
 
-@dataclass(frozen=True)
+@dataclass
 class BodyLimit:
-    """Refuse bodies that are too large: by their declared length, or while they come in chunks."""
+    """Refuse bodies that are too large: by their declared length, or while they come in chunks. And refuse further bytes
+    while those of all requests together fill as much memory as `MOST_BODIES` of the largest bodies."""
 
     app: ASGIApp
     most: int
+    held: int = 0  # bytes of requests that have not been answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,12 +154,19 @@ class BodyLimit:
         async def counted() -> Message:
             nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
+            arrived = len(message.get("body", b""))
+            size += arrived
+            self.held += arrived
             if size > self.most:
                 raise self._refusal()
+            if self.held > MOST_BODIES * self.most:
+                raise Refusal(503, BUSY, headers={"Connection": "close", "Retry-After": "5"})
             return message
 
-        await self.app(scope, counted, send)
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            self.held -= size
 
     def _refusal(self) -> Refusal:
         message = f"the body is larger than {self.most} bytes; send less, or start the server with a larger --max-body"

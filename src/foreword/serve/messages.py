@@ -15,8 +15,7 @@ import msgspec
 
 import foreword.errors
 from foreword.core.sampling import Sampling
-from foreword.engine.emit import Finish
-from foreword.engine.request import EngineLimits, Event, Logprob, Request, Running
+from foreword.engine.request import EngineLimits, Event, Finish, Logprob, Request, Running
 from foreword.engine.round_trace import RoundTrace
 from foreword.errors import EngineError, ForewordError
 from foreword.text.grammar import GrammarSpec

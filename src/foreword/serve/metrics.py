@@ -172,14 +172,16 @@ class Counting:
         one.rounds += len(rounds)
         to.rounds.inc(len(rounds))
         to.rows.inc(sum(drafted) + len(rounds))
-        for kept, checked in rounds:
+        for kept, _ in rounds:
             to.per_round.observe(kept)
-            if checked:
-                to.drafts.inc()
-                to.draft_tokens.inc(checked)
-                to.accepted_tokens.inc(max(kept - 1, 0))
-                for position in range(kept - 1):
-                    to.by_position[min(position, MOST_POSITIONS - 1)].inc()
+        accepted = [max(kept - 1, 0) for kept, checked in rounds if checked]
+        if not accepted:
+            return
+        to.drafts.inc(len(accepted))
+        to.draft_tokens.inc(sum(drafted))
+        to.accepted_tokens.inc(sum(accepted))
+        for position in range(max(accepted)):
+            to.by_position[min(position, MOST_POSITIONS - 1)].inc(sum(count > position for count in accepted))
 
 
 def _reason(error: BaseException) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -20,12 +22,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from foreword.errors import InputError
 from foreword.serve.app import app_of
 from foreword.serve.async_llm import AsyncLLM
+from foreword.serve.connection import Connection
 from foreword.serve.errors import Refusal
 from foreword.serve.generation import json_response
 from foreword.serve.options import ServeOptions
 
 CHECK_S = 0.5  # how often the server looks whether its engine is alive
 LAST_ANSWERS_S = 5  # for what is still being written after the drain
+UNREAD_S = 60.0  # a client that takes no byte of its answer for so long is disconnected
 
 log = logging.getLogger("foreword.serve")
 
@@ -72,8 +76,11 @@ def run(llm: AsyncLLM, options: ServeOptions, ready: Callable[[str], None] = lam
     listening = listen(options.host, options.port)
     _log_to_stderr(options.log_requests)
     gate = Gate()
+    _allow_connections()
     config = uvicorn.Config(
         gate,
+        http=Connection,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -92,7 +99,16 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         raise InputError(f"the server cannot listen on {host}:{port} ({error}); give another --host or --port") from error
     listening.setblocking(False)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
     return listening
+
+
+def _allow_connections() -> None:
+    """Allow this process as many open files as the system lets it: each connection is one. The usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems refuse what they offer
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(
@@ -114,7 +130,8 @@ async def _serve(
         starting.result()
         _open(llm, options, gate, server)
         host, port = listening.getsockname()[:2]
-        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        with suppress(OSError):  # a full disk where the address is told
+            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         return await _until_ended(llm, http)
     finally:
         server.should_exit = True

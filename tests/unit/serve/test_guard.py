@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foreword.serve import static
+from foreword.serve import guard, static
 from foreword.serve.app import OPEN
 from foreword.serve.options import ServeOptions, digest
 
@@ -124,6 +124,29 @@ def test_a_body_that_is_too_large(serving: Any, chunked: bool) -> None:
     answer, other = asyncio.run(ask())
     assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
     assert answer.headers["connection"] == "close" and other.status_code == 200
+
+
+def test_bodies_that_together_are_too_large(serving: Any, monkeypatch: Any) -> None:
+    """Two wait for their ends, a third one is refused. When they have been answered there is room again."""
+
+    async def ask() -> list[int]:
+        async with serving(max_body=1000) as client:
+            go_on = asyncio.Event()
+
+            async def slowly() -> AsyncIterator[bytes]:
+                yield b" " * 900
+                await go_on.wait()
+                yield b" " * 50
+
+            waiting = [asyncio.create_task(client.http.post(CHAT, content=slowly())) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            refused = await client.http.post(CHAT, content=b" " * 900)
+            go_on.set()
+            answers = [*await asyncio.gather(*waiting), refused, await client.http.post(CHAT, content=b" " * 900)]
+            return [answer.status_code for answer in answers]
+
+    monkeypatch.setattr(guard, "MOST_BODIES", 2)
+    assert asyncio.run(ask()) == [400, 400, 503, 400]
 
 
 def test_answers_are_not_stored(serving: Any) -> None:

@@ -8,7 +8,7 @@ CLIENTS_INSTALLED := .venv/clients-installed
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu test-clients fuzz fuzz-server mutants check coverage format hooks docs page clean
+.PHONY: help demo test test-gpu test-clients load-test fuzz fuzz-server mutants check coverage format hooks docs page clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -27,6 +27,9 @@ test: $(INSTALLED)  ## run all tests
 
 test-gpu: $(INSTALLED)  ## run the quick GPU tests: every kernel, every method with recorded rounds, a training step
 	@$(BIN)/python -m pytest tests/gpu -m "gpu and not slow" -p no:cacheprovider --durations=15
+
+load-test: $(INSTALLED)  ## load a real server with a thousand streams at a time, and check what it answers and what is left
+	@$(BIN)/python studies/load_test.py
 
 test-clients: $(INSTALLED) $(CLIENTS_INSTALLED)  ## test the server with LangChain too
 	@$(BIN)/python -m pytest tests/unit/serve/test_openai_client.py tests/unit/serve/test_other_clients.py

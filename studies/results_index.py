@@ -182,6 +182,16 @@ def overlapping(found: Found) -> str:
     return f"`amusd` {one['speedup']:.2f}x of `plain`, both models busy {one['overlap']:.0%} of the time"
 
 
+def load(found: Found) -> str:
+    """Give the limits that a server under load keeps, and how it answered."""
+    checks, one = found["checks"], found["load"]
+    kept = sum(check["passed"] for check in checks)
+    return (
+        f"a server under {one['most_at_a_time']:,} requests at a time, {sum(one['requests'].values()):,} in all: "
+        f"{kept} of {len(checks)} limits kept, p99 of /health {one['health_ms']['p99']:.1f} ms"
+    )
+
+
 def simulated(found: Found) -> str:
     return found["printed"][0]
 
@@ -235,6 +245,7 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Serving", "levels", asked_by_others),
     ("Serving", "streams", server_speed),
     ("Serving", "http", http_cost),
+    ("Serving", "load", load),
     ("Serving", "starts", starts),
     ("Serving", "faults", faults),
     ("Drafting during verification", "overlap", overlapping),

@@ -30,7 +30,7 @@ from foreword.serve.fields import (
     TokenizeFields,
 )
 from foreword.serve.generation import Generation, json_response
-from foreword.serve.guard import BodyLimit, Keys, Origins, Refusals, RequestIds
+from foreword.serve.guard import BodyLimit, Keys, Origins, Refusals, RequestIds, Turns
 from foreword.serve.metrics import Metrics
 from foreword.serve.openapi import WITH_ENGINE, Endpoint, document
 from foreword.serve.options import ServeOptions
@@ -49,6 +49,7 @@ def app_of(llm: AsyncLLM, options: ServeOptions) -> Starlette:
     pages = static.routes() if options.page else []
     cors = Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])
     guards = [
+        Middleware(Turns, at_once=OPEN),
         Middleware(RequestIds, metrics=service.metrics, known=frozenset(one.path for one in endpoints)),
         *([cors] if options.allow_origins else []),
         Middleware(Refusals),

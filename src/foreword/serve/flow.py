@@ -59,6 +59,7 @@ class Flow:
         self._news: asyncio.Queue[tuple[Output, bool] | Exception | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: list[AsyncStream] = []
+        self._outputs: list[Output] = []
         self._writing: asyncio.Timeout | None = None
         self._last_write: float | None = None  # by the loop's clock: no write takes longer than until then
 
@@ -77,6 +78,10 @@ class Flow:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for stream in self._streams:
             await stream.aclose()
+        # A cancelled task leads back here, and an event to its run: only the garbage collector would free them.
+        self._tasks.clear()
+        for output in self._outputs:
+            output.run.events.clear()
 
     def end(self, error: Exception) -> None:
         """End the request early: the handler gets this error as its next news."""
@@ -101,7 +106,10 @@ class Flow:
         self._begin(self._do(work, found))
         news = await self._news.get()
         if isinstance(news, Exception):
-            raise news
+            try:
+                raise news
+            finally:
+                del news  # this frame is in its traceback: the two would keep each other
         return found[0]
 
     async def _do(self, work: Coroutine[Any, Any, Found], found: list[Found]) -> None:
@@ -114,11 +122,11 @@ class Flow:
     async def rounds(self, llm: AsyncLLM, runs: Sequence[Running], pause: float) -> AsyncIterator[News | None]:
         """Run requests, and yield what is new of them until all have ended; None after every `pause` seconds without news.
         Raise what ends the request early."""
-        outputs = [Output(index, run) for index, run in enumerate(runs)]
-        for output in outputs:
+        self._outputs = [Output(index, run) for index, run in enumerate(runs)]
+        for output in self._outputs:
             self._streams.append(llm.run(output.run))
             self._begin(self._follow(output, self._streams[-1]))
-        loop, left = asyncio.get_running_loop(), len(outputs)
+        loop, left = asyncio.get_running_loop(), len(runs)
         while left:
             reminder = loop.call_later(pause, self._news.put_nowait, None)
             try:
@@ -126,7 +134,10 @@ class Flow:
             finally:
                 reminder.cancel()
             if isinstance(some, Exception):
-                raise some
+                try:
+                    raise some
+                finally:
+                    del some  # this frame is in its traceback: the two would keep each other
             if some is None:
                 yield None
                 continue

@@ -6,6 +6,7 @@ others begin with `foreword:`. A round counts as soon as its client could have s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -89,6 +90,7 @@ class Metrics:
         self._waiting = self._labelled(Gauge, "foreword:requests_waiting", "Outputs that wait for a slot.")
         self._rows_used = self._labelled(Gauge, "foreword:cache_rows_used", "Cache rows that running outputs use.")
         self._rows_in_all = self._labelled(Gauge, "foreword:cache_rows", "Cache rows of all slots.")
+        self._tasks = self._labelled(Gauge, "foreword:tasks", "Tasks of the server's event loop.")
         self._ready = self._labelled(Gauge, "foreword:ready", "1 if the engine serves requests.")
 
     def aborted(self, reason: str, count: int = 1) -> None:
@@ -104,6 +106,7 @@ class Metrics:
         self._waiting.set(health.load.waiting)
         self._rows_used.set(health.load.cache_rows)
         self._rows_in_all.set(self._llm.cache_rows)
+        self._tasks.set(len(asyncio.all_tasks()))
         self._ready.set(health.state == "ready")
         return generate_latest(self.registry)
 

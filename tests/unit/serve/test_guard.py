@@ -9,6 +9,7 @@ import pytest
 
 from foreword.serve import guard, static
 from foreword.serve.app import OPEN
+from foreword.serve.guard import MOST_TURNS, Turns
 from foreword.serve.options import ServeOptions, digest
 
 CHAT = "/v1/chat/completions"
@@ -182,3 +183,35 @@ def test_other_paths_and_methods(serving: Any) -> None:
 
     assert [status for status, _ in asyncio.run(ask())] == [404, 405, 405, 405]
     assert {code for _, code in asyncio.run(ask())} == {"not_found"}
+
+
+def test_few_requests_begin_in_one_pass_of_the_loop() -> None:
+    """In the order they came, those of clients that left excepted. A health check waits for none of them."""
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    async def come() -> None:
+        turns = Turns(app, at_once=frozenset({"/health"}))
+
+        def ask(path: str) -> asyncio.Task[None]:
+            return asyncio.ensure_future(turns({"type": "http", "path": path}, None, None))  # type: ignore[arg-type]
+
+        asked = [ask(f"/{number}") for number in range(5 * MOST_TURNS)]
+        await asyncio.sleep(0)
+        asked[MOST_TURNS].cancel()
+        asked.append(ask("/health"))
+        counts = []
+        while len(begun) < len(asked) - 1:
+            counts.append(len(begun))
+            await asyncio.sleep(0)
+        assert all(more - some <= MOST_TURNS + 1 for some, more in zip(counts, counts[1:], strict=False))
+        assert begun.index("/health") < 3 * MOST_TURNS
+        begun.remove("/health")
+        assert begun == [f"/{number}" for number in range(5 * MOST_TURNS) if number != MOST_TURNS]
+        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(ask("/again"))
+
+    asyncio.run(come())
+    assert begun[-1] == "/again"

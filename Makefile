@@ -8,7 +8,7 @@ CLIENTS_INSTALLED := .venv/clients-installed
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu test-clients load-test fuzz fuzz-server mutants check coverage format hooks docs clean
+.PHONY: help demo test test-gpu test-clients load-test fuzz fuzz-server mutants check coverage format hooks docs page clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -70,5 +70,12 @@ $(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
+page: page/node_modules  ## build the page at / of the server into src/foreword/serve/static; needs node
+	@cd page && npm run --silent build
+
+page/node_modules: page/package-lock.json
+	@cd page && npm ci --no-audit --no-fund
+	@touch $@
+
 clean:  ## remove everything that set-up and tests made
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build/site
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build/site page/node_modules

@@ -7,8 +7,6 @@ of ours is logged, and its client is told nothing but the id of the request.
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,9 +14,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from foreword.serve import answers
+from foreword.serve import answers, static
 from foreword.serve.admission import Admission
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.chat import ChatExchange
@@ -49,7 +46,7 @@ def app_of(llm: AsyncLLM, options: ServeOptions) -> Starlette:
     """Return the application that serves an engine. Its `state.service` has the parts."""
     service = Service(llm, options, Admission(llm, options.max_queued), Metrics(llm), GrammarTrials(llm))
     endpoints = _endpoints(service)
-    pages = _pages(options.page)
+    pages = static.routes() if options.page else []
     cors = Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])
     guards = [
         Middleware(Turns, at_once=OPEN),
@@ -118,14 +115,6 @@ def _endpoints(service: Service) -> list[Endpoint]:
         Endpoint("GET", "/metrics", plain.metrics, "Metrics for Prometheus.", None, kind="text/plain"),
         Endpoint("GET", "/openapi.json", describe, "This document.", None),
     ]
-    return found
-
-
-def _pages(enabled: bool) -> list[Route]:
-    """Return the routes of the web page, if it is part of this installation."""
-    if find_spec("foreword.serve.static") is None:
-        return []
-    found: list[Route] = import_module("foreword.serve.static").routes(enabled)
     return found
 
 

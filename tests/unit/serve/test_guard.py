@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foreword.serve import guard
+from foreword.serve import guard, static
 from foreword.serve.app import OPEN
 from foreword.serve.guard import MOST_TURNS, Turns
 from foreword.serve.options import ServeOptions, digest
@@ -21,11 +21,12 @@ def test_a_key_is_needed_everywhere_but_where_it_is_not(serving: Any) -> None:
     async def ask() -> None:
         async with serving(key_digests=tuple(map(digest, KEYS))) as client:
             paths = [route.path.replace("{model:path}", "x") for route in client.http._transport.app.routes]
-            assert {*OPEN} < {*paths} and len(paths) > 10
+            free = OPEN | {*static.FILES}
+            assert free < {*paths} and len(paths) > 10
             for path in paths:
                 for method in ("GET", "POST"):
                     status = (await client.http.request(method, path)).status_code
-                    assert (status != 401) == (method == "GET" and path in OPEN), (method, path)
+                    assert (status != 401) == (method == "GET" and path in free), (method, path)
 
     asyncio.run(ask())
 

@@ -43,7 +43,10 @@ class GenerationFields(Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
-    seed: Annotated[Seed | None, Meta(description="The same seed gives the same output, with every method.")] = None
+    seed: Annotated[
+        Seed | None,
+        Meta(description="The same seed gives the same output, with every method; in half precision up to near-ties."),
+    ] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
@@ -71,11 +74,13 @@ class GenerationFields(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    speculate: Annotated[bool | None, Meta(description="false: decode without drafts. The output is the same.")] = None
-    trace_rounds: Annotated[
-        bool | None, Meta(description="Each chunk of a stream is a round, and tells what was drafted in it.")
+    speculate: Annotated[
+        bool | None,
+        Meta(description="false: decode without drafts. The output is the same; in half precision up to near-ties."),
     ] = None
-    return_token_ids: bool | None = None
+
+
+Traces = Annotated[bool | None, Meta(description="Each chunk of a stream is a round, and tells what was drafted in it.")]
 
 
 class ChatFields(GenerationFields, kw_only=True):
@@ -99,6 +104,8 @@ class ChatFields(GenerationFields, kw_only=True):
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    trace_rounds: Traces = None
+    return_token_ids: bool | None = None
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -115,6 +122,8 @@ class CompletionFields(GenerationFields, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: Object | None = None
     prediction: Object | None = None
+    trace_rounds: Traces = None
+    return_token_ids: bool | None = None
 
 
 class ResponseFields(GenerationFields, kw_only=True):
@@ -170,12 +179,15 @@ GRAMMAR_FIELDS = ("response_format", "text", *GUIDES, "tools")
 SETTING_OF = {
     name: {"prompt_cache_key": "session", "min_tokens": "min_new_tokens"}.get(name, name)
     for name in GenerationFields.__struct_fields__
-    if name not in ("model", "stream", "return_token_ids", *GUIDES)
+    if name not in ("model", "stream", *GUIDES)
 }
 SETTING_OF |= {name: "max_new_tokens" for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")}
-SETTING_OF |= {name: name for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")}
+SETTING_OF |= {
+    name: name for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "trace_rounds")
+}
 
 ONLY_TEXT = "this server reads and writes text only"
+NOT_IN_RESPONSES = "/v1/chat/completions and /v1/completions have it"
 STATELESS = "this server keeps no answers; send the whole conversation"
 # name: (values that change nothing, why others are refused)
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -196,6 +208,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "outputs are sampled"),
     "chat_template": ((), "templates are programs, and this server runs only the model's own"),
     "priority": ((0,), "requests are served in the order they come"),
+    "trace_rounds": ((False,), NOT_IN_RESPONSES),
+    "return_token_ids": ((False,), NOT_IN_RESPONSES),
     "prompt_logprobs": ((), "use echo with logprobs at /v1/completions"),
 }
 IGNORED = {"user", "safety_identifier", "metadata", "service_tier", "verbosity", "prompt_cache_retention"}

@@ -1,0 +1,92 @@
+"""The laws for families that are lines of the table: a slow truth by transformers, one case per family and law.
+
+Every method with every one of them is `pytest tests/lossless/test_families.py -m cross`, which takes minutes.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from doubles import (
+    BY_LAW,
+    DRAFTING,
+    SAMPLINGS,
+    VOCABULARY,
+    Oracle,
+    chain,
+    drafter,
+    engine,
+    fresh,
+    full_sequence,
+    hf_logits,
+    prefilled,
+    requests,
+    target,
+    truth,
+    written,
+)
+from foreword.core.needs import Needs
+from foreword.model.families import FAMILIES
+from foreword.model.loading import load_stock, load_weights
+from foreword.model.model import Model
+
+CPU = torch.device("cpu")
+each_family = pytest.mark.parametrize("family", BY_LAW)
+
+
+@each_family
+def test_correct_tokens_among_wrong_ones_are_found(family: str) -> None:
+    """Trees of three sequences at once, of which two are sampled."""
+    model = target(family)
+    asked = [*requests(1, max_new_tokens=10), *requests(3, SAMPLINGS["T=0.8"], max_new_tokens=10)[1:]]
+    oracle = Oracle([full_sequence(model.hf, request) for request in asked])
+    runs = engine(oracle, model).generate(asked)
+    assert [run.tokens for run in runs] == [truth(model.hf, request) for request in asked]
+    assert all(count > oracle.depth for run in runs for count in run.accepted[:-1])
+
+
+@each_family
+def test_logits_of_rows_after_cached_ones(family: str) -> None:
+    """A token may hide a wrong factor on logits, which no greedy choice shows."""
+    model, text = target(family), [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
+    passes = [
+        model.score(prefilled(model, {0: text[:start]}), chain([text[start:stop]]), Needs()).require_logits()[0]
+        for start, stop in ((0, 5), (5, 11))
+    ]
+    torch.testing.assert_close(torch.cat(passes), hf_logits(model.hf, text), atol=1e-5, rtol=0)
+
+
+@each_family
+def test_a_folder_writes_what_transformers_generates(family: str, tmp_path: Path) -> None:
+    """Saved by transformers, loaded by us, in float32 and rebuilt for speed; against `generate` of transformers."""
+    hf = fresh(family, torch.float32)
+    hf.save_pretrained(tmp_path)
+    loaded = Model(load_weights(tmp_path, CPU, torch.float32))
+    for request in requests(2, max_new_tokens=10, ignore_eos=True):
+        own = hf.generate(torch.tensor([request.prompt]), max_new_tokens=10, do_sample=False, eos_token_id=VOCABULARY)
+        assert written(engine(drafter("prompt_lookup", loaded), loaded), [request]) == [
+            own[0, len(request.prompt) :].tolist()
+        ]
+
+
+@pytest.mark.parametrize("family", [family for family in BY_LAW if FAMILIES[family].has_experts])
+def test_experts_of_a_folder_are_read_in_float64(family: str, tmp_path: Path) -> None:
+    """That is what a referee needs; transformers' fast ways to compute experts refuse it."""
+    hf = fresh(family, torch.float32)
+    hf.save_pretrained(tmp_path)
+    exact, text = load_stock(tmp_path, CPU, torch.float64), [5, 9, 31, 8]
+    torch.testing.assert_close(hf_logits(exact, text), hf_logits(hf, text), atol=1e-3, rtol=0)
+
+
+@pytest.mark.cross
+@each_family
+@pytest.mark.parametrize("name", DRAFTING)
+def test_a_method_writes_the_truth(name: str, family: str) -> None:
+    """Greedy and sampled, one sequence at a time and three together."""
+    model = target(family)
+    for sampling in SAMPLINGS.values():
+        asked = requests(4, sampling, max_new_tokens=10)
+        for slots in (1, 3):
+            found = written(engine(drafter(name, model), model, slots), asked)
+            assert found == [truth(model.hf, request) for request in asked]

@@ -11,9 +11,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from foreword.errors import ModelUnsupported
-from foreword.model.differences import differences
 from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, SANDWICH_NORM, Family, Norms
 from foreword.model.looped import LOOPED
+from foreword.model.obstacles import obstacles
 
 _LISTED = (
     Family("llama", "Llama 2 and 3, SmolLM2, TinyLlama", fused=True),
@@ -203,7 +203,7 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def _why_not(config: PreTrainedConfig) -> str:
     """Say what stands in the way of an unknown family, and name those that are supported."""
-    found = "; ".join(map(str, differences(config)))
+    found = "; ".join(map(str, obstacles(config)))
     found = found or "its config shows no reason, and `foreword try FOLDER` says whether a line of the table would do"
     part = getattr(getattr(config, "text_config", None), "model_type", None)
     of_text = f" (its text model is {part!r}, which is supported)" if part in FAMILIES else ""

@@ -20,11 +20,11 @@ from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs, Skip
 from foreword.core.state import Batch
 from foreword.errors import ModelUnsupported
-from foreword.model.differences import differences
 from foreword.model.families import FAMILIES, family_of
 from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, PRE_NORM, SANDWICH_NORM, Family, Norms, Windows
 from foreword.model.loading import load_stock, read_config, read_weights
 from foreword.model.model import Model
+from foreword.model.obstacles import obstacles
 from foreword.model.stack import Stack
 
 AGREEMENT = 1e-3  # of the spread of the logits; float32 rounds to a hundredth of it, and a wrong part changes far more
@@ -78,7 +78,7 @@ def judge(folder: Path) -> Verdict:
     """Try the model in a folder, in float32 on the CPU."""
     config = read_config(folder)
     known = config.model_type in FAMILIES
-    if not known and (found := differences(config)):
+    if not known and (found := obstacles(config)):
         return Verdict(config.model_type, False, "; ".join(map(str, found)))
     try:
         if known:

@@ -1,6 +1,8 @@
 """`foreword try`: the line of the table that a model's parts suggest, and whether the walk with it agrees."""
 
+import re
 from dataclasses import MISSING, Field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from doubles import BY_LAW, EVERY_FAMILY, fresh
 from foreword.errors import ModelUnsupported
 from foreword.model.families import FAMILIES
-from foreword.model.family import Family
-from foreword.model.trial import find_line, try_family
+from foreword.model.family import Family, Norms
+from foreword.model.trial import NAMED_NORMS, find_line, judge, try_family
 
 SAID = {"name": "", "models": "", "special": "", "fused": False}
 WITHOUT = {"qwen3": {"windows": "none"}}  # what the tiny model of a family does not show
@@ -66,3 +68,51 @@ def test_a_line_without_one_of_its_words_does_not_agree(family: str) -> None:
         except (ModelUnsupported, AttributeError, TypeError):
             continue
         assert not trial.agrees, one.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("olmo", "Family('olmo')"),
+        ("flex_olmo", "Family('flex_olmo', norms=POST_NORM, has_experts=True)"),
+        ("cwm", "Family('cwm', windows='by type')"),
+    ],
+)
+def test_an_unknown_family_that_needs_only_a_line(kind: str, line: str, tmp_path: Path) -> None:
+    unknown(kind).save_pretrained(tmp_path)
+    verdict = judge(tmp_path)
+    assert (verdict.model_type, verdict.supported, verdict.line) == (kind, False, line)
+    assert line in verdict.said
+    FAMILIES[kind] = eval(line, NAMED_NORMS | {"Family": Family, "Norms": Norms})  # the line as a reader would paste it
+    try:
+        assert judge(tmp_path).supported
+    finally:
+        del FAMILIES[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("nemotron", "differs from transformers by .* the most that rounding explains"),
+        ("mamba2", "recurrent"),
+        ("gpt_neox", "has no model.embed_tokens"),
+    ],
+)
+def test_an_unknown_family_that_needs_more(kind: str, said: str, tmp_path: Path) -> None:
+    more = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2} if kind == "mamba2" else {}
+    unknown(kind, **more).save_pretrained(tmp_path)
+    verdict = judge(tmp_path)
+    assert not verdict.supported and verdict.line is None and re.search(said, verdict.said)
+
+
+def test_a_window_that_the_trial_does_not_reach_is_named(tmp_path: Path) -> None:
+    fresh("mistral", torch.float32, sliding_window=200).save_pretrained(tmp_path)
+    verdict = judge(tmp_path)
+    assert verdict.supported and verdict.unreached_window == 200
+
+
+def test_a_known_family_with_an_unsupported_part(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    fresh("llama", torch.float32, rope_parameters=rope).save_pretrained(tmp_path)
+    verdict = judge(tmp_path)
+    assert not verdict.supported and "'dynamic'" in verdict.said

@@ -1,12 +1,15 @@
 """The laws for families that are lines of the table: a slow truth by transformers, one case per family and law.
 
-Every method with every one of them is `pytest tests/lossless/test_families.py -m cross`, which takes minutes.
+Every method with every one of them is `pytest tests/lossless/test_every_family.py -m cross`, which takes minutes.
 """
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from doubles import (
     BY_LAW,
@@ -27,8 +30,9 @@ from doubles import (
     written,
 )
 from foreword.core.needs import Needs
+from foreword.errors import ModelCorrupt, ModelUnsupported
 from foreword.model.families import FAMILIES
-from foreword.model.loading import load_stock, load_weights
+from foreword.model.loading import check_wrapped, load_stock, load_weights
 from foreword.model.model import Model
 
 CPU = torch.device("cpu")
@@ -90,3 +94,32 @@ def test_a_method_writes_the_truth(name: str, family: str) -> None:
         for slots in (1, 3):
             found = written(engine(drafter(name, model), model, slots), asked)
             assert found == [truth(model.hf, request) for request in asked]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_weights_that_do_not_fit_the_config_are_refused(family: str, tmp_path: Path) -> None:
+    """Before the first round: a missing router, other experts than the weights have, more layers."""
+    hf = fresh(family, torch.float32)
+    hf.save_pretrained(tmp_path)
+    config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    router = next(name for name in weights if re.search(r"layers\.2\..*(gate|router)\.weight", name))
+    save_file({name: tensor for name, tensor in weights.items() if name != router}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelCorrupt, match=r"lack 1 tensors, model\.layers\.2\.mlp\.(gate|router)"):
+        load_weights(tmp_path, CPU, torch.float32)
+    save_file(weights, tmp_path / "model.safetensors")
+    for changed, said in (
+        ({"num_local_experts": 8}, r"experts\.down_proj has shape 6x.*asks for 8x"),
+        ({"num_local_experts": 4}, r"experts\.down_proj has shape 6x.*asks for 4x"),
+        ({"num_hidden_layers": 6, "layer_types": None}, r"lack \d+ tensors, model\.layers\.4"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(ModelCorrupt, match=said):
+            load_weights(tmp_path, CPU, torch.float32)
+
+
+def test_a_wrapped_mixture_in_float64_is_told_what_to_load() -> None:
+    hf = fresh("mixtral", torch.float32).double()
+    with pytest.raises(ModelUnsupported, match="mixtral: the model is in float64.*experts_implementation='eager'"):
+        check_wrapped(hf)
+    hf.config._experts_implementation = "eager"
+    assert check_wrapped(hf) is hf

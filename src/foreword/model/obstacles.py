@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 
-class Difference(NamedTuple):
+class Obstacle(NamedTuple):
     """A part of a model that the walk over the layers does not have."""
 
     what: str
@@ -24,10 +24,10 @@ class Difference(NamedTuple):
 
 
 class Sign(NamedTuple):
-    """How a config shows a difference."""
+    """How a config shows an obstacle."""
 
     shows: Callable[[Any], bool]
-    difference: Difference
+    obstacle: Obstacle
 
 
 def _has(*names: str) -> Callable[[Any], bool]:
@@ -76,44 +76,44 @@ def _has_no_rotary(config: Any) -> bool:
 
 _STATES = "a cache of states that a rejected draft can be taken back from"
 _SIGNS = (
-    Sign(_has("is_encoder_decoder"), Difference("it has an encoder and a decoder", "cross-attention to the encoder's rows")),
+    Sign(_has("is_encoder_decoder"), Obstacle("it has an encoder and a decoder", "cross-attention to the encoder's rows")),
     Sign(
         _has("vision_config", "audio_config", "text_config"),
-        Difference("it reads images or sound next to text", "a checkpoint of its text model alone"),
+        Obstacle("it reads images or sound next to text", "a checkpoint of its text model alone"),
     ),
-    Sign(_is_recurrent, Difference("some layers are recurrent (linear attention, state spaces or convolutions)", _STATES)),
+    Sign(_is_recurrent, Obstacle("some layers are recurrent (linear attention, state spaces or convolutions)", _STATES)),
     Sign(
         _has("kv_lora_rank"),
-        Difference("its attention is latent (MLA, kv_lora_rank)", "a cache of latents, in which keys are wider than values"),
+        Obstacle("its attention is latent (MLA, kv_lora_rank)", "a cache of latents, in which keys are wider than values"),
     ),
-    Sign(_has("index_topk", "index_n_heads"), Difference("its rows choose the keys they read", "such a choice in trees")),
+    Sign(_has("index_topk", "index_n_heads"), Obstacle("its rows choose the keys they read", "such a choice in trees")),
     Sign(
         _has_layers("chunked"),
-        Difference("some layers attend within chunks (chunked_attention)", "masks by chunk of the position"),
+        Obstacle("some layers attend within chunks (chunked_attention)", "masks by chunk of the position"),
     ),
     Sign(
         _has("is_heterogeneous", "num_global_key_value_heads", "global_head_dim", "block_configs"),
-        Difference("its layers have different heads or widths", "a cache with a shape for each layer"),
+        Obstacle("its layers have different heads or widths", "a cache with a shape for each layer"),
     ),
     Sign(
         _has("num_kv_shared_layers", "num_kv_reuse_layers"),
-        Difference("some layers share keys and values", "a cache that several layers read"),
+        Obstacle("some layers share keys and values", "a cache that several layers read"),
     ),
     Sign(
         _has("hidden_size_per_layer_input", "altup_num_inputs"),
-        Difference("its layers read inputs of their own besides the hidden rows", "these inputs in the walk"),
+        Obstacle("its layers read inputs of their own besides the hidden rows", "these inputs in the walk"),
     ),
-    Sign(_has("alibi"), Difference("scores depend on distance (ALiBi)", "that slope in attention")),
+    Sign(_has("alibi"), Obstacle("scores depend on distance (ALiBi)", "that slope in attention")),
     Sign(
         _has_no_rotary,
-        Difference("it has no rotary positions", "learned positions, which the walk over the layers does not add"),
+        Obstacle("it has no rotary positions", "learned positions, which the walk over the layers does not add"),
     ),
 )
 
 
-def differences(config: PreTrainedConfig) -> list[Difference]:
+def obstacles(config: PreTrainedConfig) -> list[Obstacle]:
     """Return what a config shows that Foreword cannot run."""
-    found = [sign.difference for sign in _SIGNS if sign.shows(config)]
+    found = [sign.obstacle for sign in _SIGNS if sign.shows(config)]
     if type(config) not in AutoModelForCausalLM._model_mapping and not found:
-        found.append(Difference("transformers has no causal language model of this type", "one that generates text"))
+        found.append(Obstacle("transformers has no causal language model of this type", "one that generates text"))
     return found

@@ -26,7 +26,6 @@ from foreword.hub.resolve import resolve
 from foreword.serve.app import app_of
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.client import EngineClient
-from foreword.serve.engine_process import SEND_EVERY_S
 from foreword.serve.frames import Closed, FrameSocket
 from foreword.serve.messages import (
     Abort,
@@ -42,6 +41,7 @@ from foreword.serve.messages import (
     to_engine,
 )
 from foreword.serve.options import ServeOptions
+from foreword.serve.outbox import Outbox
 from foreword.serve.server import listen
 from study import write
 
@@ -57,8 +57,7 @@ def report_rounds(descriptor: int, vocabulary: int, round_s: float, tokens: int)
     channel = FrameSocket(socket.socket(fileno=descriptor))
     left: dict[int, int] = {}
     begun: set[int] = set()
-    unsent: list[Progress] = []
-    numbers, last_sent, due = count(), 0.0, 0.0
+    outbox, numbers, due = Outbox(), count(), 0.0
     while True:
         for body in channel.received(wait=0.0 if left else None):
             message = to_engine(body)
@@ -72,21 +71,19 @@ def report_rounds(descriptor: int, vocabulary: int, round_s: float, tokens: int)
         while left and time.monotonic() < due:
             pass
         due = time.monotonic() + round_s
-        is_urgent = False
         for number in [*left]:
             new = [next(numbers) % 20_000 + 1_000 for _ in range(min(tokens, left[number]))]
-            progress = Progress(number, new, len(new), tokens)
+            progress = Progress(number, new, [len(new)], [tokens])
             left[number] -= len(new)
             if number not in begun:
                 begun.add(number)
-                progress.begun, is_urgent = Begun(0.0, 0, 0.0), True
+                progress.begun = Begun(0.0, 0, 0.0)
             if not left[number]:
-                progress.ended, is_urgent = Ended(Finish("length")), True
+                progress.ended = Ended(Finish("length"))
                 del left[number]
-            unsent.append(progress)
-        if unsent and (is_urgent or due - last_sent >= SEND_EVERY_S):
-            channel.send(frame(StepReport(unsent, EngineLoad(len(left)), due)))
-            unsent, last_sent = [], due
+            outbox.add(progress)
+        if outbox.is_due(len(left)):
+            channel.send(frame(StepReport(outbox.taken(), EngineLoad(len(left)), due)))
 
 
 def ready_of(vocabulary: int) -> Ready:

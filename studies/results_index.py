@@ -182,6 +182,16 @@ def overlapping(found: Found) -> str:
     return f"`amusd` {one['speedup']:.2f}x of `plain`, both models busy {one['overlap']:.0%} of the time"
 
 
+def load(found: Found) -> str:
+    """Give the limits that a server under load keeps, and how it answered."""
+    checks, one = found["checks"], found["load"]
+    kept = sum(check["passed"] for check in checks)
+    return (
+        f"a server under {one['most_at_a_time']:,} requests at a time, {sum(one['requests'].values()):,} in all: "
+        f"{kept} of {len(checks)} limits kept, p99 of /health {one['health_ms']['p99']:.1f} ms"
+    )
+
+
 def simulated(found: Found) -> str:
     return found["printed"][0]
 
@@ -204,6 +214,11 @@ def http_cost(found: Found) -> str:
 def server_speed(found: Found) -> str:
     shares = ", ".join(f"{one['share']:.3f} at {one['streams']}" for one in found["streams"])
     return f"{found['about']['model']}: share of the engine's tokens/s through HTTP, {shares} streams"
+
+
+def faults(found: Found) -> str:
+    good = sum(one["as_expected"] for one in found["faults"])
+    return f"{len(found['faults'])} faults of a server, {good} of them with the expected outcome"
 
 
 # Section, the field that only this kind of result and earlier ones have, and the function that describes it.
@@ -230,7 +245,9 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Serving", "levels", asked_by_others),
     ("Serving", "streams", server_speed),
     ("Serving", "http", http_cost),
+    ("Serving", "load", load),
     ("Serving", "starts", starts),
+    ("Serving", "faults", faults),
     ("Drafting during verification", "overlap", overlapping),
     ("Drafting during verification", "printed", simulated),
 ]

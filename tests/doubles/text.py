@@ -1,5 +1,5 @@
-"""Tokenizers for the tiny models: one with two letters per token, one with the characters of JSON; and a chat template with
-tools."""
+"""Tokenizers for the tiny models: one with two letters per token, one with the characters of JSON, and one with all bytes
+and a chat template, for models that are saved as folders; and a chat template with tools."""
 
 from __future__ import annotations
 
@@ -7,12 +7,39 @@ from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
-from transformers import PreTrainedTokenizerFast
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from doubles.models import VOCABULARY
+from doubles.models import VOCABULARY, fresh
 from foreword.text import Tokenizer
+
+SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of single bytes and five special tokens; `</s>` (1) ends a text."""
+    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    hf.chat_template = CHAT_TEMPLATE
+    return hf
+
+
+def talking_model(family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """Make a random float32 model with the vocabulary of `byte_tokenizer`."""
+    sizes = {"vocab_size": len(byte_tokenizer()), "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 1}
+    shape = {"num_hidden_layers": 2, "max_position_embeddings": 512}
+    return fresh(family, torch.float32, **sizes | shape | changes)
+
 
 # As Qwen's template writes tools and calls, shortened.
 TOOL_TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> For each function

@@ -28,7 +28,7 @@ def test_defaults_are_those_of_the_library():
 
 def test_every_setting_of_the_library_has_an_option():
     asked = {one.name for one in fields(GenerationOptions)} | {*GenerationOptions().settings(as_json=False)}
-    asked |= {"stream", "prompt", "reuse", "cache_salt", "model_defaults", "prediction", "trace_rounds"}
+    asked |= {"stream", "prompt", "reuse", "cache_salt", "session", "model_defaults", "prediction", "trace_rounds"}
     assert {one.name for kind in (Sampling, Request) for one in fields(kind)} - {"sampling"} <= asked
 
 

@@ -55,6 +55,7 @@ def streamed(service: Service, kind: str, rounds: list[list[int]]) -> tuple[str,
     make, fields = EXCHANGES[kind]
     exchange: Any = make(service, fields(), None)
     (run,) = service.llm.checked(["a"], {"stop": STOP, "max_new_tokens": 64}, 1)
+    exchange.settings()
     exchange.begin([run])
     output, written = Output(0, run), exchange.opening()
     for number, tokens in enumerate(rounds):

@@ -48,6 +48,7 @@ class Trial:
     family: Family
     logits: float
     halves: float
+    reaches_attention: bool = True  # layers hand our pass on to their attention
     windows: tuple[int, ...] = ()  # of its layers
 
     @property
@@ -94,6 +95,10 @@ def judge(folder: Path) -> Verdict:
 
 def _verdict(model_type: str, known: bool, trial: Trial) -> Verdict:
     far = f"the walk over its layers differs from transformers by {trial.worst:.1e}, in standard deviations of the values"
+    if not trial.reaches_attention:
+        return Verdict(
+            model_type, False, "its layers keep keyword arguments from their attention, so ours gets no tree", trial
+        )
     if not trial.agrees:
         return Verdict(model_type, False, f"{far}; the most that rounding explains is {AGREEMENT}", trial)
     said = far if known else f"{far}; this line in model/families.py would do: {line_of(trial.family)}"
@@ -103,8 +108,7 @@ def _verdict(model_type: str, known: bool, trial: Trial) -> Verdict:
 
 def find_line(hf: PreTrainedModel) -> Trial:
     """Return the first family that an unknown model agrees with, or the last one tried."""
-    problem = "no family fits its layers"
-    trial = None
+    problem, trial = "", None
     for family in guesses(hf):
         try:
             trial = try_family(hf, family)
@@ -129,9 +133,24 @@ def try_family(hf: PreTrainedModel, family: Family) -> Trial:
     try:
         found = _walk(model, prefix, torch.cat(branches))
         differ = float((found - expected).abs().max() / expected.std())
-        return Trial(family, differ, _halves(model, prefix), tuple(model.layer_stack.windows))
+        return Trial(family, differ, _halves(model, prefix), _reaches_attention(model), tuple(model.layer_stack.windows))
     finally:
         model.release()
+
+
+@torch.no_grad()
+def _reaches_attention(model: Model) -> bool:
+    """Whether the first layer hands our pass on. If it does not, its attention is that of transformers, over no cache."""
+    handed: list[bool] = []
+    layer: Any = model.layer_stack.layers[0]
+    hook = layer.self_attn.register_forward_pre_hook(
+        lambda _, __, given: handed.append("foreword_pass" in given), with_kwargs=True
+    )
+    try:
+        model.read(torch.zeros(1, 1, dtype=torch.long, device=model.device), Needs(hidden=True))
+    finally:
+        hook.remove()
+    return all(handed)
 
 
 @torch.no_grad()
@@ -226,7 +245,12 @@ def _norms_of(layer: Any) -> list[Norms]:
     own = [name for name, child in layer.named_children() if "Norm" in type(child).__name__]
     known = [norms for norms in NAMED_NORMS.values() if {*norms} - {""} == {*own}]
     before_both = [Norms(before_attention=own[0], before_mlp=own[-1])] if 1 <= len(own) <= 2 else []
-    return [*known, *(norms for norms in before_both if norms not in known)]
+    found = [*known, *(norms for norms in before_both if norms not in known)]
+    if not found:
+        raise ModelUnsupported(
+            f"its layers have the norms {', '.join(own) or 'of no name'}, which no known family has together"
+        )
+    return found
 
 
 def line_of(family: Family) -> str:

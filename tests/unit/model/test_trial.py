@@ -93,7 +93,9 @@ def test_an_unknown_family_that_needs_only_a_line(kind: str, line: str, tmp_path
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("nemotron", "differs from transformers by .* the most that rounding explains"),
+        ("nemotron", "its layers keep keyword arguments from their attention"),
+        ("afmoe", "its layers have the norms .*, which no known family has together"),
+        ("hyperclovax", "differs from transformers by .* the most that rounding explains"),
         ("mamba2", "recurrent"),
         ("gpt_neox", "has no model.embed_tokens"),
     ],

@@ -95,14 +95,17 @@ def test_an_unknown_family_that_needs_only_a_line(kind: str, line: str, tmp_path
     [
         ("nemotron", "its layers keep keyword arguments from their attention"),
         ("afmoe", "its layers have the norms .*, which no known family has together"),
-        ("hyperclovax", "differs from transformers by .* the most that rounding explains"),
+        ("granitemoeshared", "differs from transformers by .* the most that rounding explains"),  # its second half is two
         ("mamba2", "recurrent"),
         ("gpt_neox", "has no model.embed_tokens"),
     ],
 )
 def test_an_unknown_family_that_needs_more(kind: str, said: str, tmp_path: Path) -> None:
-    more = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2} if kind == "mamba2" else {}
-    unknown(kind, **more).save_pretrained(tmp_path)
+    more: dict[str, dict[str, int]] = {
+        "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
+        "granitemoeshared": {"shared_intermediate_size": 16},
+    }
+    unknown(kind, **more.get(kind, {})).save_pretrained(tmp_path)
     verdict = judge(tmp_path)
     assert not verdict.supported and verdict.line is None and re.search(said, verdict.said)
 

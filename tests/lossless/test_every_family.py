@@ -29,9 +29,11 @@ from doubles import (
     truth,
     written,
 )
-from foreword.core.needs import Needs
+from foreword.core.needs import Needs, Skip
 from foreword.errors import ModelCorrupt, ModelUnsupported
+from foreword.model.cost import facts_of
 from foreword.model.families import FAMILIES
+from foreword.model.fingerprint import Fingerprint
 from foreword.model.loading import check_wrapped, load_stock, load_weights
 from foreword.model.model import Model
 
@@ -81,6 +83,20 @@ def test_experts_of_a_folder_are_read_in_float64(family: str, tmp_path: Path) ->
     hf.save_pretrained(tmp_path)
     exact, text = load_stock(tmp_path, CPU, torch.float64), [5, 9, 31, 8]
     torch.testing.assert_close(hf_logits(exact, text), hf_logits(hf, text), atol=1e-3, rtol=0)
+
+
+@each_family
+def test_what_is_said_of_a_model(family: str) -> None:
+    """Costs of halves are shares of the whole. The weights of experts belong to both, and change the fingerprint."""
+    model = target(family)
+    every = range(model.layers)
+    assert 0 < model.skip_cost(Skip.of(mlp=every)) < 1 and 0 < model.skip_cost(Skip.of(attention=every)) < 1
+    assert 0 < model.skip_cost(Skip.of(attention=every, mlp=every)) < 0.3  # the head is left
+    assert Fingerprint.of(model).matches(Fingerprint.of(model))
+    facts = facts_of(model)
+    assert ("experts" in facts) == FAMILIES[family].has_experts
+    if FAMILIES[family].has_experts:
+        assert facts["experts"][:2] == [2, 6]
 
 
 @pytest.mark.cross

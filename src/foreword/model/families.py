@@ -249,11 +249,16 @@ def _check_layers(family: Family, config: PreTrainedConfig) -> None:
 def _check_experts(family: Family, config: PreTrainedConfig) -> None:
     if not family.has_experts:
         return
-    known: Any = config  # the classes name the numbers differently, and map these names to them
-    count = next((getattr(known, name) for name in ("num_experts", "num_local_experts") if hasattr(known, name)), None)
-    chosen = known.num_experts_per_tok
+    chosen, count, _ = experts_of(config)
     if not (isinstance(count, int) and isinstance(chosen, int) and 1 <= chosen <= count):
         raise ModelUnsupported(
             f"{family.name}: a row is to use {chosen!r} experts of {count!r}; correct num_experts_per_tok or the number of "
             "experts in config.json"
         )
+
+
+def experts_of(config: Any) -> list[int | None]:
+    """Return how many experts a row uses, of how many, and how wide they are."""
+    # The classes of transformers name these differently, and map the first two names to their own.
+    count = next((getattr(config, name) for name in ("num_experts", "num_local_experts") if hasattr(config, name)), None)
+    return [config.num_experts_per_tok, count, getattr(config, "moe_intermediate_size", None)]

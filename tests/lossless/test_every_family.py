@@ -31,6 +31,7 @@ from doubles import (
 )
 from foreword.core.needs import Needs, Skip
 from foreword.errors import ModelCorrupt, ModelUnsupported
+from foreword.model import stack
 from foreword.model.cost import facts_of
 from foreword.model.families import FAMILIES
 from foreword.model.fingerprint import Fingerprint
@@ -83,6 +84,20 @@ def test_experts_of_a_folder_are_read_in_float64(family: str, tmp_path: Path) ->
     hf.save_pretrained(tmp_path)
     exact, text = load_stock(tmp_path, CPU, torch.float64), [5, 9, 31, 8]
     torch.testing.assert_close(hf_logits(exact, text), hf_logits(hf, text), atol=1e-3, rtol=0)
+
+
+@torch.inference_mode()
+def test_sinks_on_the_kernel_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, against the masks of torch: a pass after cached rows, in layers with and without windows."""
+    pytest.importorskip("triton")
+    hf, found = fresh("gpt_oss", torch.float32), []
+    for kernel in (False, True):
+        monkeypatch.setattr(stack, "has_kernel", lambda cache, own=kernel: own)
+        model = Model(hf)
+        batch = prefilled(model, {0: [5, 9, 31, 8, 40, 7, 7]})
+        found.append(model.score(batch, chain([[12, 30, 3]]), Needs()).require_logits())
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+    assert not torch.equal(found[1], found[0])
 
 
 @each_family

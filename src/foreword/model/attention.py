@@ -125,11 +125,12 @@ def tree_attention(
     if view is None:
         return _original_attention(original, module)(module, query, key, value, mask, **options)
     check_options(module, view.spec, options)
+    sinks = options["s_aux"] if view.spec.sinks else None
     if view.cache is not None:
         assert view.batch is not None and view.places is not None
         view.cache.store(view.places, key, value)
         if view.mask is None:
-            return attend_by_kernel(query, view, options["scaling"]), None
+            return attend_by_kernel(query, view, options["scaling"], sinks), None
         key, value = view.cache.view(view.batch, view.key_rows)
     if view.kv_out is not None:
         view.kv_out.keys, view.kv_out.values = key, value
@@ -138,7 +139,6 @@ def tree_attention(
     if view.mask is None:
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
         return mixed.transpose(1, 2), None
-    sinks = options["s_aux"] if view.spec.sinks else None
     return attend(query, key, value, view.mask, options["scaling"], view.spec.softcap, sinks), None
 
 
@@ -165,13 +165,13 @@ def has_kernel(cache: SlotCache) -> bool:
     return has_half_precision_kernels(cache.length.device, cache.shape.dtype) and cache.shape.width in KERNEL_WIDTHS
 
 
-def attend_by_kernel(query: Tensor, view: LayerPass, scaling: float) -> Tensor:
+def attend_by_kernel(query: Tensor, view: LayerPass, scaling: float, sinks: Tensor | None = None) -> Tensor:
     """Return the attention of query [b, heads, n, width] over the layer's cache: [b, n, heads, width]."""
     assert view.cache is not None and view.batch is not None
     depth = view.depth[:, -query.shape[2] :]
     where = view.batch.slots, view.base, view.sees, view.batch.span, scaling, depth, view.spec.window, view.spec.softcap
     attend_tree: Callable[..., Tensor] = kernels("layer.tree_attention").attend_tree
-    return attend_tree(query, view.cache.keys, view.cache.values, *where, chain=view.chain, causal=view.causal)
+    return attend_tree(query, view.cache.keys, view.cache.values, *where, chain=view.chain, causal=view.causal, sinks=sinks)
 
 
 def within_window(sees: Tensor, depth: Tensor, window: int) -> Tensor:

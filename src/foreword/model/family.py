@@ -79,9 +79,7 @@ class Family:
     @property
     def layers_run_by(self) -> str:
         """What computes the layers of a model that `load` reads."""
-        if self.fused:
-            return "our kernels"
-        return "transformers, with our attention in torch" if self.has_sinks else "transformers, with our attention"
+        return "our kernels" if self.fused else "transformers, with our attention"
 
     @property
     def ties(self) -> str:

@@ -303,7 +303,7 @@ class Stack:
 
     def _views(self, rows: Rows, grafts: tuple[Graft, ...], counts: tuple[int, ...], dtype: torch.dtype) -> dict[int, _View]:
         """Return what layers share, by how many rows they run: the layers between two grafts have the same number."""
-        if counts and self.cache is not None and has_kernel(self.cache) and not self.family.has_sinks:
+        if counts and self.cache is not None and has_kernel(self.cache):
             return self._views_by_kernel(rows, grafts, counts)
         whole = rows.grafted(grafts)
         return {count: self._view(whole.head(count), dtype) for count in counts}

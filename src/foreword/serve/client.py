@@ -259,8 +259,9 @@ class EngineClient:
         run, ended = followed.run, progress.ended
         if progress.begun is not None:
             run.prefill_s, run.reused, run.began = progress.begun.prefill_s, progress.begun.reused, progress.begun.began
-        if ended is not None and ended.failure is not None:
-            run.error = ended.failure.error()
+        if ended is not None:
+            run.draft_was_nan = ended.draft_was_nan
+            run.error = ended.failure.error() if ended.failure is not None else None
         run.prefilled = run.rows
         event = append(run, progress.tokens, _finish(ended))
         rounds = _rounds_of(len(event.tokens), progress)

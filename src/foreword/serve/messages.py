@@ -122,6 +122,7 @@ class Ended(msgspec.Struct, array_like=True):
     finish: Finish | None
     failure: Failure | None = None
     prompt_logprobs: list[Logprob] | None = None
+    draft_was_nan: bool = False
 
 
 class Progress(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -197,4 +198,5 @@ def ended_of(running: Running) -> Ended:
     """Return how a finished request ended."""
     assert running.finish_reason is not None
     failure = None if running.error is None else Failure.of(running.error)
-    return Ended(Finish(running.finish_reason, running.stop_reason), failure, running.prompt_logprobs or None)
+    finish = Finish(running.finish_reason, running.stop_reason)
+    return Ended(finish, failure, running.prompt_logprobs or None, running.draft_was_nan)

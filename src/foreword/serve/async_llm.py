@@ -84,7 +84,8 @@ class AsyncLLM:
     async def start(self) -> Self:
         """Load the model, and return this object when it can serve."""
         if self._owned is None:
-            folder = resolve(self._model, self._options.get("revision"), self._options.get("token"))
+            stored = self._options.get("quantization") == "stored"
+            folder = resolve(self._model, self._options.get("revision"), self._options.get("token"), stored)
             fetch_base(folder, self._options.get("token"))
             self.tokenizer = Tokenizer.load(tokenizer_folder(folder))
         await self._transport.start()

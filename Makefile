@@ -3,14 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
+CLIENTS_INSTALLED := .venv/clients-installed
 
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu fuzz mutants check coverage format hooks docs clean
+.PHONY: help demo test test-gpu test-clients load-test fuzz fuzz-server mutants check coverage format hooks docs page clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up .venv (a minute or two, once)"
@@ -27,8 +28,17 @@ test: $(INSTALLED)  ## run all tests
 test-gpu: $(INSTALLED)  ## run the quick GPU tests: every kernel, every method with recorded rounds, a training step
 	@$(BIN)/python -m pytest tests/gpu -m "gpu and not slow" -p no:cacheprovider --durations=15
 
+load-test: $(INSTALLED)  ## load a real server with a thousand streams at a time, and check what it answers and what is left
+	@$(BIN)/python studies/load_test.py
+
+test-clients: $(INSTALLED) $(CLIENTS_INSTALLED)  ## test the server with LangChain too
+	@$(BIN)/python -m pytest tests/unit/serve/test_openai_client.py tests/unit/serve/test_other_clients.py
+
 fuzz: $(INSTALLED)  ## compare random requests with plain decoding, for a minute
 	@$(BIN)/python studies/fuzz.py --seconds 60
+
+fuzz-server: $(INSTALLED)  ## ask a server what its /openapi.json allows and forbids, for a minute or two
+	@$(BIN)/python studies/fuzz_server.py --examples 100
 
 mutants: $(INSTALLED)  ## plant faults one by one and check that the tests catch them (an hour or two)
 	@$(BIN)/python tests/mutants/run.py --jobs 2
@@ -52,9 +62,20 @@ docs: $(INSTALLED) $(DOCS_INSTALLED)  ## build the documentation site into build
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
+$(CLIENTS_INSTALLED): pyproject.toml | $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[clients]"
+	@touch $@
+
 $(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
+page: page/node_modules  ## build the page at / of the server into src/foreword/serve/static; needs node
+	@cd page && npm run --silent build
+
+page/node_modules: page/package-lock.json
+	@cd page && npm ci --no-audit --no-fund
+	@touch $@
+
 clean:  ## remove everything that set-up and tests made
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build/site
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build/site page/node_modules

@@ -167,6 +167,7 @@ def random_settings(random: Random) -> Settings:
         **some(0.1, "speculate", False),
         **some(0.4, "reuse", True, False),
         **some(0.1, "cache_salt", "x", "y"),
+        **some(0.3, "session", "a", "b"),
         **some(0.15, "truncate_prompt_tokens", 1, 3, 7),
     }
 
@@ -181,7 +182,7 @@ def random_workload(random: Random, earlier: list[list[int]]) -> Workload:
         for own in each:
             if random.random() < 0.5:
                 own.pop("seed", None)
-    return Workload(prompts, settings, each, random.choice([None, None, None, 1, 3]))
+    return Workload(prompts, settings, each, random.choice([None, None, None, 1, 3, 8]))
 
 
 def random_workloads(random: Random, count: int, alone: LLM) -> list[Workload]:
@@ -389,6 +390,7 @@ class Trial:
         llm = LLM.of(model, tokenizer(), ReadyDrafter(self.method, drafter), random.randint(1, 4), CONTEXT)  # type: ignore[arg-type]
         engine = llm.engine
         engine.chunk, engine.late = random.choice([1, 3, 8, 40]), random.random() < 0.5
+        engine.slots.worth_a_wait = random.choice([1, 4, 32])
         free = [*engine.slots.free]
         random.shuffle(free)
         engine.slots.free = {slot: () for slot in free}

@@ -182,8 +182,43 @@ def overlapping(found: Found) -> str:
     return f"`amusd` {one['speedup']:.2f}x of `plain`, both models busy {one['overlap']:.0%} of the time"
 
 
+def load(found: Found) -> str:
+    """Give the limits that a server under load keeps, and how it answered."""
+    checks, one = found["checks"], found["load"]
+    kept = sum(check["passed"] for check in checks)
+    return (
+        f"a server under {one['most_at_a_time']:,} requests at a time, {sum(one['requests'].values()):,} in all: "
+        f"{kept} of {len(checks)} limits kept, p99 of /health {one['health_ms']['p99']:.1f} ms"
+    )
+
+
 def simulated(found: Found) -> str:
     return found["printed"][0]
+
+
+def asked_by_others(found: Found) -> str:
+    speeds = ", ".join(f"{one['output tokens/s']:.1f} at {one['streams']}" for one in found["levels"])
+    about = found["about"]
+    return f"{about['model']} with `{about['method']}`, asked by {about['client']}: tokens/s {speeds} streams"
+
+
+def starts(found: Found) -> str:
+    return "; ".join(f"{one['start']} starts answer after {one['first_answer_s']:.1f} s" for one in found["starts"])
+
+
+def http_cost(found: Found) -> str:
+    costs = ", ".join(f"{one['us_per_round']:.0f} at {one['streams']}" for one in found["http"])
+    return f"microseconds of the HTTP process per round of an output: {costs} streams"
+
+
+def server_speed(found: Found) -> str:
+    shares = ", ".join(f"{one['share']:.3f} at {one['streams']}" for one in found["streams"])
+    return f"{found['about']['model']}: share of the engine's tokens/s through HTTP, {shares} streams"
+
+
+def faults(found: Found) -> str:
+    good = sum(one["as_expected"] for one in found["faults"])
+    return f"{len(found['faults'])} faults of a server, {good} of them with the expected outcome"
 
 
 # Section, the field that only this kind of result and earlier ones have, and the function that describes it.
@@ -207,6 +242,12 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Passes and kernels", "results", product_trials),
     ("Passes and kernels", "grafts", pseudo_rows),
     ("Passes and kernels", "milliseconds", row_costs),
+    ("Serving", "levels", asked_by_others),
+    ("Serving", "streams", server_speed),
+    ("Serving", "http", http_cost),
+    ("Serving", "load", load),
+    ("Serving", "starts", starts),
+    ("Serving", "faults", faults),
     ("Drafting during verification", "overlap", overlapping),
     ("Drafting during verification", "printed", simulated),
 ]
@@ -292,7 +333,7 @@ def index() -> str:
         section, shows = kind(path, found)
         sections[section].append(line(path, found, shows(found), cited))
     head = "| result | what it shows | machine | commit | date | cited by | command |\n|---|---|---|---|---|---|---|\n"
-    return HEAD + "".join(f"\n## {section}\n\n{head}{''.join(lines)}" for section, lines in sections.items())
+    return HEAD + "".join(f"\n## {section}\n\n{head}{''.join(lines)}" for section, lines in sections.items() if lines)
 
 
 if __name__ == "__main__":

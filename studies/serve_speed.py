@@ -1,9 +1,8 @@
-"""What a server costs: tokens per second and time to first token through HTTP, and of the engine alone, on the same prompts.
+"""What a server costs: `python studies/serve_speed.py --out FILE --prompts FILE` compares it with its engine alone.
 
-The engine writes all prompts by `generate`, in this process. Then `foreword serve` gets the same prompts from as many
-streams as it has slots; this process is the client. Each is warmed up by the prompts once.
-
-    python studies/serve_speed.py --out results/serve_speed_cpu.json
+Both get the same prompts; tokens per second and the time to first token are measured. The engine writes all prompts by
+`generate`, in this process. Then `foreword serve` gets them from as many streams as it has slots; this process is the
+client. Each is warmed up by the prompts once.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ LIMITS = (
     "speculate",
     "reuse",
     "cache_salt",
+    "session",
     "trace_rounds",
 )
 CHAT = ("chat_template", "chat_template_kwargs", "tools", "continue_final_message", "add_generation_prompt")
@@ -127,10 +128,13 @@ class Settings(TypedDict, total=False):
     """False: decode this request without drafts. The output is the same."""
 
     reuse: bool
-    """Start from cached tokens, if the prompt begins like a sequence that is still cached."""
+    """Start from cached tokens, if the prompt begins like a sequence that is cached. Samples of one prompt read it once."""
 
     cache_salt: str
     """Reuse only sequences of requests with the same salt."""
+
+    session: str
+    """The name of a conversation: its tokens stay cached as long as there are slots for others. The output is the same."""
 
     prediction: str | Sequence[int] | None
     """What the output is expected to repeat for the most part, as text or token ids: OpenAI's Predicted Outputs. It makes
@@ -140,7 +144,7 @@ class Settings(TypedDict, total=False):
     """Pieces of a stream carry the draft of their round, and what of it was accepted: `piece.draft`."""
 
     json_schema: Mapping[str, Any] | str | bool | None
-    """The output is JSON that follows this schema. True: any JSON object. It needs the package xgrammar, as the next two
+    """The output is JSON that follows this schema. True: any JSON object. It needs the package xgrammar, as the next three
     do."""
 
     regex: str | None
@@ -148,6 +152,9 @@ class Settings(TypedDict, total=False):
 
     grammar: str | None
     """The output follows these rules, in EBNF as xgrammar reads it; the first is called root."""
+
+    structural_tag: Mapping[str, Any] | str | None
+    """The output follows a structural tag of xgrammar, which joins parts such as fixed strings and JSON schemas."""
 
     stop: str | Sequence[str] | None
     """Strings that end the output. The text ends before the first one that appears."""

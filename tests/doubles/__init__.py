@@ -1,6 +1,6 @@
 """Small real objects for the tests. Import them from here: `from doubles import target, truth, Liar`.
 
-`models`: tiny random models. `reference`: what plain decoding must generate. `text`: a tokenizer. `engines`: requests and
+`models`: tiny random models. `reference`: what plain decoding must generate. `text`: tokenizers. `engines`: requests and
 engines. `states`, `trees`, `attention`: parts of a round. `methods`: every method with small options. `drafters`: drafters
 that lie or know the truth. `recording`: a drafter that records calls. `training`: a trainable drafter and its data.
 """
@@ -39,7 +39,15 @@ from doubles.models import (
 from doubles.recording import Recorder, Seen, check_yield, drafts_of
 from doubles.reference import GRAMMAR_COMPILER, forget_truth, full_sequence, hf_cache, hf_hidden, hf_logits, hf_window, truth
 from doubles.states import prefilled, sequence_of, sequences_of, state_of
-from doubles.text import json_ids, json_tokenizer, tokenizer
+from doubles.text import (
+    TOOL_TEMPLATE,
+    byte_tokenizer,
+    json_ids,
+    json_tokenizer,
+    talking_model,
+    tokenizer,
+    with_template,
+)
 from doubles.training import SequenceList, TwoHeads, vocabulary_of
 from doubles.trees import chain, path_to, paths_of, random_tree
 
@@ -66,12 +74,14 @@ __all__ = [
     "STOCK_ATTENTION",
     "Seen",
     "SequenceList",
+    "TOOL_TEMPLATE",
     "TRAINABLE",
     "TRAINED",
     "TwoHeads",
     "VOCABULARY",
     "WIDENABLE_KINDS",
     "WITHOUT_WEIGHTS",
+    "byte_tokenizer",
     "chain",
     "check_yield",
     "continuation",
@@ -99,6 +109,7 @@ __all__ = [
     "sequence_of",
     "sequences_of",
     "state_of",
+    "talking_model",
     "target",
     "target_for",
     "tiny",
@@ -107,5 +118,6 @@ __all__ = [
     "vocabulary_of",
     "widened_pair",
     "with_random_weights",
+    "with_template",
     "written",
 ]

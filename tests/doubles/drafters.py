@@ -21,6 +21,7 @@ class Liar(Drafter):
     """Proposes a tree of random tokens, nearly all of them wrong."""
 
     paper = "-"
+    copies = True
 
     def __init__(self, nodes: int = 9, seed: int = 0) -> None:
         self.nodes, self.generator = nodes, torch.Generator().manual_seed(seed)
@@ -45,6 +46,7 @@ class Oracle(Drafter):
     """
 
     paper = "-"
+    copies = True
 
     def __init__(
         self, sequences: Iterable[Sequence[int]], depth: int = 4, lies: int = 5, seed: int = 0, as_chain: bool = False
@@ -95,6 +97,7 @@ class Playback(Drafter):
     """Plays back given plans, one per sequence and round, in a cycle. It can propose any draft."""
 
     paper = "-"
+    copies = True
 
     def __init__(self, plans: Sequence[Plan], sequences: Iterable[Sequence[int]]) -> None:
         self.plans, self.sequences, self.played = plans, [list(sequence) for sequence in sequences], 0
@@ -127,6 +130,7 @@ class LastHidden(Drafter):
     smallest drafter that carries state from `read` and `observe` to `propose`."""
 
     paper = "-"
+    copies = True
     needs = Needs(hidden=True, prompt="last")
     shape = Shape(4, 1)
 

@@ -39,9 +39,11 @@ def engine(
     drafter: Drafter, model: Model | None = None, slots: int = 3, context: int = CONTEXT, late: bool = False
 ) -> Engine:
     """Make an engine that reads prompts in chunks of five tokens, and grammars by `json_tokenizer`. Requests that enter
-    together get slots out of order (2, 0 and 1 of three), so that data in the wrong slot is noticed."""
+    together get slots out of order (2, 0 and 1 of three), so that data in the wrong slot is noticed. With `reuse`, requests
+    wait for any row that they could copy."""
     made = Engine(model or target(), drafter, slots, context, chunk=5, late=late, compiler=GRAMMAR_COMPILER)
     made.slots.free = {slot: () for slot in (slots - 1, *range(slots - 1))}
+    made.slots.worth_a_wait = 1
     return made
 
 

@@ -47,7 +47,10 @@ class Recorder(Drafter):
     def bind(self, target: Target, slots: int) -> None:
         self.inner.prepare(target, slots)
         self.shape, self.needs, self.pipelining = self.inner.shape, self.asked or self.inner.needs, self.inner.pipelining
-        self.predicts = self.inner.predicts
+        self.predicts, self.copies = self.inner.predicts, self.inner.copies
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.inner.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         self.began.append(state.batch.ids)

@@ -108,6 +108,30 @@ def test_what_a_slot_holds_changes_no_draft(make: Callable[[Model], Drafter], pr
         assert drafts_of(seen)[0] == first_draft(make, seen.sequences[0], asked.sampling)
 
 
+@pytest.mark.parametrize("prompt", ["continues", "diverges in the output"])
+@pytest.mark.parametrize("runs", [False, True], ids=["left", "runs"])
+@pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+def test_what_is_copied_changes_no_draft(make: Callable[[Model], Drafter], runs: bool, prompt: str) -> None:
+    """The second sequence gets another slot, which holds the tokens of a third: its drafts are those of a new drafter."""
+    model, asked = target(), requests(4, max_new_tokens=8, ignore_eos=True)[3]
+    third = replace(asked, prompt=tuple(range(3, 30)), session="third")
+    text = (*asked.prompt, *truth(model.hf, asked))
+    recorder = Recorder(make(model))
+    steps = engine(recorder, model, slots=2)
+    steps.generate([third])
+    source = steps.add(replace(asked, max_new_tokens=40 if runs else 8))
+    while not source.done and (not runs or len(source.tokens) < 12):
+        steps.step()
+    rounds = len(recorder.proposed)
+    second = steps.add(replace(asked, prompt=NEXT_PROMPTS[prompt](text), reuse=True, session="third", max_new_tokens=6))
+    while not second.done:
+        steps.step()
+    assert second.slot != source.slot and (second.reused > 0) == steps.drafter.copies
+    own = [(seen, seen.slots.index(second.slot)) for seen in recorder.proposed[rounds:] if second.slot in seen.slots]
+    for seen, row in own[:2]:
+        assert drafts_of(seen)[row] == first_draft(make, seen.sequences[row], asked.sampling)
+
+
 SICK = Request((3, POISON, *range(10, 24)), SAMPLINGS["greedy"])
 HEALTHY = Request(
     (3, 9, 5), SAMPLINGS["greedy"], max_new_tokens=6, ignore_eos=True

@@ -328,8 +328,6 @@ def test_the_readme_says_what_was_proven() -> None:
     assert f"{half['ties']} ties in {lookup['tokens'] + recycling['tokens']:,} tokens and no bug" in said
     diverging = 1 - (lookup["identical"] + recycling["identical"]) / (lookup["prompts"] + recycling["prompts"])
     assert f"{diverging:.1f}" == "0.8" and "Four prompts in five diverge somewhere" in said
-    assert f"`prompt_lookup` has {lookup['ties']} with {lookup['drafted']} draft tokens" in said
-    assert f"`token_recycling` {recycling['ties']} with {recycling['drafted']:,}." in said
 
 
 # Figures of the training pages -------------------------------------------------------------------------------------------

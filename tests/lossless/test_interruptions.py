@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from inspect import getsourcelines
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -16,8 +17,12 @@ import pytest
 
 import foreword
 from doubles import SAMPLINGS, drafter, engine, requests, run_to_end, target_for, truth, written
+from foreword.engine.admit import Slots
+from foreword.engine.eager import EagerLoop
 from foreword.engine.engine import Engine
 from foreword.methods import METHODS
+from foreword.model.cache import SlotCache
+from foreword.model.stack import Stack
 
 SOURCE = str(Path(foreword.__file__).parent)
 Line = tuple[str, int]
@@ -129,3 +134,31 @@ def test_a_step_that_breaks_before_any_line_aborts_all_requests() -> None:
         assert fourth.finish_reason == "abort" or fourth.tokens == expected("plain")[3], line
         assert len(steps.slots.free) == steps.slots.count, line
         assert written(steps, AGAIN) == expected("plain"), line
+
+
+SAMPLES = [replace(ASKED[1], sampling=SAMPLINGS["greedy"], max_new_tokens=12, reuse=True) for _ in range(4)]
+COPIES = (Slots.take, EagerLoop.copy, SlotCache.copy, Stack.copy)
+
+
+def lines_in(function: Callable[..., Any]) -> set[Line]:
+    lines, first = getsourcelines(function)
+    return {(function.__code__.co_filename, first + place) for place in range(len(lines))}
+
+
+def test_a_step_that_breaks_before_a_copy_leaves_no_rows_that_were_not_copied() -> None:
+    """The slots hold rows of other sequences, which the prompt must not start from."""
+    steps = steps_of("draft_model", late=True)
+    true = [truth(steps.target.hf, request) for request in SAMPLES]
+    watched = Before()
+    with watched.watching():
+        runs = steps.generate(SAMPLES)
+    assert any(run.reused for run in runs[:3])
+    ways = [watched.lines & lines_in(function) for function in COPIES]
+    assert all(ways)
+    for line in sorted(set.union(*ways)):
+        steps.slots.forget()
+        with pytest.raises(MemoryError), Before(line, broken).watching():
+            steps.generate(SAMPLES)
+        run_to_end(steps)
+        assert written(steps, SAMPLES) == true, line
+        written(steps, [ASKED[2]] * 3)

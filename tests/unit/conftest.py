@@ -8,44 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from doubles import FAMILIES, STOCK_ATTENTION, TRAINED, fresh, with_random_weights
+from doubles import FAMILIES, STOCK_ATTENTION, TRAINED, byte_tokenizer, talking_model, with_random_weights
 from foreword.drafters import shipped
 from foreword.drafters.saved import save
 from foreword.model.model import Model
-
-SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")
 def hf_tokenizer() -> PreTrainedTokenizerFast:
     """Single bytes and five special tokens; `</s>` (1) ends a text."""
-    listed = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(listed)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    hf.chat_template = CHAT_TEMPLATE
-    return hf
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def talking(hf_tokenizer: PreTrainedTokenizerFast) -> Any:
+def talking() -> Any:
     """Makes a random float32 model whose vocabulary is the tokenizer's: talking("llama", num_hidden_layers=1)."""
-
-    def make(family: str = "llama", **changes: Any) -> PreTrainedModel:
-        sizes = {"vocab_size": len(hf_tokenizer), "eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 1}
-        shape = {"num_hidden_layers": 2, "max_position_embeddings": 512}
-        return fresh(family, torch.float32, **sizes | shape | changes)
-
-    return make
+    return talking_model
 
 
 @pytest.fixture(scope="session")

@@ -577,7 +577,27 @@ def test_in_half_precision_reuse_is_off_by_default(folders: dict[str, Path]) -> 
             assert (llm.generate(ASK, max_new_tokens=2, **settings).stats.reused_tokens > 0) == reused
 
 
-@pytest.mark.parametrize("settings", [{"reuse": "yes"}, {"cache_salt": 5}], ids=str)
+def test_samples_of_a_prompt_read_it_once(folders: dict[str, Path]) -> None:
+    """If it is long enough. In half precision they do so only if asked to."""
+    asked = {"n": 3, "max_new_tokens": 6, "temperature": 0.8, "seed": 5}
+    prompt = [3 + place % 7 for place in range(40)]
+    for dtype, reuse, copied in (("float32", {}, True), ("bfloat16", {}, False), ("bfloat16", {"reuse": True}, True)):
+        with foreword.load(folders["llama"], "plain", slots=2, dtype=dtype) as llm:
+            shared = llm.generate(prompt, **asked, **reuse)
+            if dtype == "float32":
+                alone = llm.generate(prompt, **asked, reuse=False)
+                assert [one.tokens for one in shared] == [one.tokens for one in alone]
+            assert [one.stats.reused_tokens for one in shared] == [0, *[39 * copied] * 2]
+            short = llm.generate(prompt[:20], **asked, **reuse, cache_salt="other")
+            assert [one.stats.reused_tokens for one in short[:2]] == [0, 0]
+
+
+def test_a_session_changes_no_output(llm: LLM) -> None:
+    asked = [llm.generate(ASK, max_new_tokens=6, session=name, cache_salt=name).tokens for name in ("", "a", "b", "a")]
+    assert all(tokens == asked[0] for tokens in asked)
+
+
+@pytest.mark.parametrize("settings", [{"reuse": "yes"}, {"cache_salt": 5}, {"session": 5}, {"session": "x" * 257}], ids=str)
 def test_reuse_of_a_wrong_type_is_named(settings: dict[str, Any], own: LLM) -> None:
     with pytest.raises(InputError, match=next(iter(settings))):
         own.generate(ASK, **settings)

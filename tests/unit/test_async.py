@@ -4,11 +4,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import foreword
 from foreword.api import LLM
+from foreword.engine import emit
 from foreword.engine.engine import Engine
 from foreword.errors import InputError
 from foreword.requests import Settings
@@ -118,3 +120,17 @@ def test_a_broken_step_reaches_its_task(folders: dict[str, Path], monkeypatch: p
         with pytest.raises(InputError, match="no setting is called 'tempature'"):
             asyncio.run(llm.agenerate("hello", tempature=1))  # type: ignore[call-overload]
         assert asyncio.run(llm.agenerate("hello", max_new_tokens=2)).tokens
+
+
+def test_what_is_published_is_complete(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may look while a step writes: an event has its log-probabilities from the start, the end comes last."""
+    entries, looks = emit._logprobs, []
+
+    def looking(*given: Any) -> Any:
+        for run in llm.engine.slots.running.values():
+            looks.append((run.done, all(len(event.logprobs) == len(event.tokens) for event in run.events)))
+        return entries(*given)
+
+    monkeypatch.setattr(emit, "_logprobs", looking)
+    llm.generate("hello", max_new_tokens=12, temperature=0, logprobs=0)
+    assert len(looks) > 2 and set(looks) == {(False, True)}

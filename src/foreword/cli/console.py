@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
@@ -42,7 +42,8 @@ def has_colour(console: Console) -> bool:
 def complain(about: object, kind: str = "error", style: str = "bold red") -> None:
     """Print an error or a warning on one line."""
     lines = (line.strip() for line in str(about).splitlines())
-    notes().print(Text.assemble((f"{kind}: ", style), " ".join(line for line in lines if line)), soft_wrap=True)
+    with suppress(OSError):  # a full disk behind stderr ends nothing
+        notes().print(Text.assemble((f"{kind}: ", style), " ".join(line for line in lines if line)), soft_wrap=True)
 
 
 def note(text: str) -> None:

@@ -428,6 +428,10 @@ class GenerationOptions:
         Path | None,
         _of_generation(metavar="FILE", help="The output follows the EBNF rules in this file. Default: any text."),
     ] = None
+    structural_tag: Annotated[
+        Path | None,
+        _of_generation(metavar="FILE", help="The output follows xgrammar's structural tag in this file. Default: any text."),
+    ] = None
     truncate_prompt_tokens: Annotated[
         int | None, _of_generation(min=1, metavar="N", help="Keep only the last N tokens of a prompt. Default: all.")
     ] = None
@@ -469,7 +473,7 @@ class GenerationOptions:
             given["logit_bias"] = dict(map(_bias, self.logit_bias))
         if self.bad_word_ids:
             given["bad_word_ids"] = [_ids(one) for one in self.bad_word_ids]
-        for name in ("chat_template", "json_schema", "grammar"):
+        for name in ("chat_template", "json_schema", "grammar", "structural_tag"):
             if given.get(name) is not None:
                 given[name] = text_of(given[name], f"--{name.replace('_', '-')}")
         if self.chat_template_kwargs is not None:

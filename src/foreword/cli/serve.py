@@ -24,11 +24,11 @@ SERVE_EXAMPLES = """\
 
   foreword serve
 
-  foreword serve --model ./my-model --method echo --slots 16 --port 9000
+  foreword serve --model ./my-model --method prompt_lookup --slots 16 --port 9000
 
   curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 
-  FOREWORD_API_KEY=$(openssl rand -hex 16) foreword serve --host 0.0.0.0
+  openssl rand -hex 16 > keys.txt; foreword serve --host 0.0.0.0 --api-key-file keys.txt
 """
 
 SERVER, LIMITS, SAFETY = "Server", "Limits", "Safety"  # panels of --help
@@ -36,7 +36,7 @@ _of_server = partial(typer.Option, rich_help_panel=SERVER)
 _of_limits = partial(typer.Option, rich_help_panel=LIMITS)
 _of_safety = partial(typer.Option, rich_help_panel=SAFETY)
 
-NEEDED = ("msgspec", "prometheus_client", "starlette", "uvicorn")
+NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn")
 KEY_VARIABLE = "FOREWORD_API_KEY"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -51,7 +51,7 @@ class ServerOptions:
     port: Annotated[int, _of_server(min=0, max=65535, metavar="N", help="The port; 0 is any free one.")] = 8000
     served_model_name: Annotated[
         list[str],
-        _of_server(metavar="NAME", help="What clients call the model; may be repeated. Default: its own name."),
+        _of_server(metavar="NAME", help="What clients call the model; may be repeated. Default: what --model says."),
     ] = field(default_factory=list)
     no_page: Annotated[bool, _of_server("--no-page", metavar="", help="Leave out the web page at /.")] = False
     switch_methods: Annotated[
@@ -62,7 +62,7 @@ class ServerOptions:
         _of_server(
             "--in-process",
             metavar="",
-            help="Run the engine in the server's own process: starts sooner, is slower under load.",
+            help="Run the engine in the server's own process, to debug it: no warm-up, slower under load.",
         ),
     ] = False
     log_requests: Annotated[
@@ -77,18 +77,24 @@ class ServerOptions:
     request_timeout: Annotated[
         float, _of_limits(min=0.001, metavar="SECONDS", help="The most time for a request, its wait included.")
     ] = ServeOptions.request_seconds
+    restarts: Annotated[
+        int, _of_limits(min=0, metavar="N", help="Start the engine again so often if it dies; then the server ends.")
+    ] = 1
     drain_seconds: Annotated[
         float, _of_limits(min=0, metavar="SECONDS", help="How long running requests may go on after Ctrl-C or SIGTERM.")
     ] = ServeOptions.drain_seconds
     api_key_file: Annotated[
         Path | None,
-        _of_safety(metavar="FILE", help=f"API keys, one per line. Default: those in {KEY_VARIABLE}, or no key is needed."),
+        _of_safety(
+            metavar="FILE", help=f"A file of API keys, one per line. Keys in {KEY_VARIABLE} count too. Default: no key."
+        ),
     ] = None
     allow_origin: Annotated[
         list[str],
         _of_safety(
             metavar="ORIGIN",
-            help="Web pages of this origin, such as https://example.org, may ask; may be repeated. Default: none.",
+            help="Accept requests of web pages of this origin, such as https://example.org, or of all: *; may be repeated. "
+            "Default: none.",
         ),
     ] = field(default_factory=list)
 
@@ -114,15 +120,16 @@ def serve(model: ModelOptions, method: MethodOptions, server: ServerOptions, slo
 
     Endpoints: /v1/chat/completions, /v1/completions and /v1/responses, streaming or not, /v1/models, /tokenize, /detokenize,
     /health, /ready, /metrics for Prometheus, and /openapi.json, which lists all fields. Requests that come at the same time
-    share the batch. The output is that of plain decoding. Ctrl-C lets running requests finish; a second one ends them.
+    share the batch. The output is that of plain decoding; in half precision up to near-ties. Ctrl-C lets running requests
+    finish; a second one ends them.
     """
     _check_installed()
     from foreword.serve.server import run  # noqa: PLC0415  needs the extra
 
     options = server.options()
     if options.host not in LOCAL and not options.key_digests:
-        complain(f"everyone who reaches {options.host} may use this server; add --api-key-file", "warning", "yellow")
-    status = run(_engine(model, method, slots, server.in_process), options, partial(_greet, model.name))
+        complain(f"everyone who can reach {options.host} can use this server; add --api-key-file", "warning", "yellow")
+    status = run(_engine(model, method, slots, server), options, partial(_greet, model.name))
     if status:
         raise typer.Exit(status)
 
@@ -135,7 +142,7 @@ def _greet(model: str, address: str) -> None:
 def _check_installed() -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise ForewordError(f"a server needs {', '.join(missing)}; pip install 'foreword[serve]'")
+        raise ForewordError(f"a server needs {', '.join(missing)}; install the extra: pip install 'foreword[serve]'")
 
 
 def _digests(file: Path | None) -> tuple[bytes, ...]:
@@ -151,11 +158,11 @@ def _digests(file: Path | None) -> tuple[bytes, ...]:
     return tuple(map(digest, keys))
 
 
-def _engine(model: ModelOptions, method: MethodOptions, slots: int, in_process: bool) -> AsyncLLM:
+def _engine(model: ModelOptions, method: MethodOptions, slots: int, server: ServerOptions) -> AsyncLLM:
     from foreword.api import load  # noqa: PLC0415  imports torch
     from foreword.serve.async_llm import AsyncLLM  # noqa: PLC0415  as above
 
     own = method.own() | {"drafter": method.drafter, "rows": method.rows, "slots": slots, "isolated": True}
-    if in_process:
+    if server.in_process:
         return AsyncLLM.of(load(model.model, method.method, **model.where(), **own))
-    return AsyncLLM(model.model, method.method, **model.where(), **own)
+    return AsyncLLM(model.model, method.method, restarts=server.restarts, **model.where(), **own)

@@ -39,6 +39,10 @@ class Drafter:
     method works on the host. "check": everything after `propose`. Then `propose`, `read` and `decided` may work on the host,
     and `observe` may not; the draft is copied to where the graph reads it. "nothing": `observe` works on the host too."""
 
+    copies: bool = False
+    """A sequence may start from rows that another slot holds: `copy` takes over what the drafter keeps of them. False: the
+    engine lets the prompt be read."""
+
     vocabulary: DraftVocabulary | None = None
     """The draft vocabulary: the tokens it may propose, if candidates come from the target's head. None: all tokens."""
 
@@ -75,6 +79,10 @@ class Drafter:
             self.build(target)
             self.built = True
         self.bind(target, slots)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Take over what is kept of the first `rows` tokens of a sequence: its slot is `source`, and it may still run. Then
+        `begin` is called for `slot`. Only if `copies`."""
 
     def begin(self, state: State) -> None:
         """Sequences enter. The slot already holds the first `state.length` tokens of each (0 for a new sequence): a drafter

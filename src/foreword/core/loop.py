@@ -38,6 +38,9 @@ class Loop(Protocol):
     reads_after: bool
     """Whether a drafter reads prompt rows after their pass and not within it, since it works on the host."""
 
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Copy the first `rows` cached rows of a slot to a slot whose next sequence begins with the same tokens."""
+
     def begin(self, state: State) -> None:
         """Sequences enter."""
 

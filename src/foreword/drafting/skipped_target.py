@@ -94,6 +94,9 @@ class SkippedTarget:
 
         return best_length(agreement, level, verify_cost, most).tokens
 
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Copy nothing: the target copies its own rows."""
+
     def begin(self, state: State) -> None:
         """Keep nothing of a sequence."""
 

@@ -96,6 +96,10 @@ class SmallModel:
         logits = self.vocabulary.head(rows)[..., : self.target.vocab_size]
         return candidates(logits, position, sampling, k, self.vocabulary.tokens)
 
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Copy the first `rows` cached rows of a slot to another one, as far as they are cached."""
+        self.stack.copy(source, slot, rows)
+
     def begin(self, state: State) -> None:
         """Admit sequences. If a slot is reused, its last few rows may not be cached. They are read with the prompt."""
         known = torch.minimum(self.cache.length[state.slots], state.length)

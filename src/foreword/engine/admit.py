@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import compress, count, islice
+from operator import ne
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +16,15 @@ from foreword.core.sampling_table import SlotOptions
 from foreword.core.state import Batch, State
 from foreword.engine.request import Request, Running
 from foreword.ops.sending import sent
+
+WORTH_A_WAIT = 32  # rows; reading fewer takes about as long as the rounds until they can be copied
+
+Session = tuple[str, str]  # cache_salt and name
+Copy = Callable[[int, int, int], None]  # from a slot, to a slot, this many rows
+
+
+def copy_nothing(source: int, slot: int, rows: int) -> None:
+    """Stand in where no slot has a cache."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +36,25 @@ class Group:
     padded: int  # length of the longest sequence that a padding slot holds
 
 
+class Held(NamedTuple):
+    """What a slot holds that another prompt may start from."""
+
+    tokens: tuple[int, ...]  # all that are known
+    rows: int  # how many of them are cached, finite, and read by the drafter
+
+
 @dataclass
 class Slots:
     """Which request has which slot. A free slot still holds its last sequence, and a later prompt may start from it."""
 
     count: int
     needs: Needs = Needs()  # what the drafter wants to see; it decides which rows may be reused
+    copies: bool = False  # the drafter can follow if a prompt starts from rows of another slot
+    worth_a_wait: int = WORTH_A_WAIT
     running: dict[int, Running] = field(default_factory=dict)
     free: dict[int, tuple[int, ...]] = field(default_factory=dict)  # slot -> the tokens it still holds, oldest slot first
     salts: dict[int, str] = field(default_factory=dict)  # slot -> cache_salt of the request that wrote its tokens
+    sessions: dict[int, Session] = field(default_factory=dict)  # free slot -> the session that would return to it
     unread: dict[int, int] = field(default_factory=dict)  # slot -> how many of its last rows the drafter has not read
     groups: dict[bool, Group] = field(default_factory=dict)  # by `ready`; cleared when a request enters or leaves
     last: Batch | None = None  # the batch of the last round
@@ -41,49 +64,98 @@ class Slots:
     def __post_init__(self) -> None:
         self.free = {slot: () for slot in range(self.count)}
 
-    def take(self, running: Running) -> int:
-        """Take a free slot and return it: with reuse, the one with the most rows to start from; else an empty or the oldest
-        one."""
-        rows = {slot: self._reusable_rows(slot, running.request.prompt) for slot in self._reusable_slots(running.request)}
-        slot = max(rows, key=lambda free: rows[free], default=-1)
-        if rows.get(slot):
-            running.reused = running.prefilled = rows[slot]
-        else:
-            slot = next((free for free, tokens in self.free.items() if not tokens), next(iter(self.free)))
-        running.slot = slot
+    def take(self, running: Running, copy: Copy = copy_nothing) -> int:
+        """Take a free slot and return it. With reuse the request starts from the longest beginning of its prompt that a
+        slot holds; `copy` copies it if that is another slot."""
+        slot = self._chosen(running.request)
+        source, rows = self._best(running.request, slot)
         self.groups.clear()
+        running.slot = slot
         self.running[slot] = running  # first: whatever interrupts this, a slot is in both dicts and never in neither
         del self.free[slot]
+        self.sessions.pop(slot, None)
+        if source != slot:
+            copy(source, slot, rows)
+        running.reused = running.prefilled = rows  # last: an interrupted request holds no rows that were not copied yet
         return slot
 
-    def _reusable_slots(self, request: Request) -> list[int]:
-        """Return the free slots whose tokens this request may start from: those written under the same `cache_salt`."""
-        if not request.reuse or request.prompt_logprobs is not None:  # a row that is not read gives no log-probabilities
-            return []
-        return [slot for slot in self.free if self.salts.get(slot, "") == request.cache_salt]
+    def _chosen(self, request: Request) -> int:
+        """Choose a free slot: the one of the request's session; else one to which no session returns, the one with the most
+        rows to start from, or an empty or the oldest one; else the oldest of all."""
+        session = _session(request)
 
-    def _reusable_rows(self, slot: int, prompt: tuple[int, ...]) -> int:
-        """Return how many rows of a free slot a prompt may start from. Its last token is the root and stays out of the
-        cache. A drafter that reads prompts reads at least the row before the root."""
-        held = self.free[slot]
-        paired = _common_prefix(held, prompt) - self.needs.follower
-        read = len(held) - self.unread.get(slot, 0)
+        def order(slot: int) -> tuple[bool, bool, int, bool]:
+            if slot in self.sessions:
+                return self.sessions[slot] != session, True, 0, True
+            return True, False, -self._reusable_rows(slot, request), bool(self.free[slot])
+
+        return min(self.free, key=order)
+
+    def _best(self, request: Request, slot: int) -> tuple[int, int]:
+        """Return where a request finds the most rows to start from, and how many: in `slot`, or in one to copy from."""
+        others = (*self.free, *self.running) if self.copies else ()
+        rows = {one: self._reusable_rows(one, request) for one in (slot, *others)}
+        best = max(rows, key=lambda one: rows[one])
+        return (best, rows[best]) if rows[best] else (slot, 0)
+
+    def _reusable_rows(self, slot: int, request: Request) -> int:
+        """Return how many rows of a slot a request may start from."""
+        if not self._may_reuse(request, self._salt(slot)):
+            return 0
+        held = self._held(slot)
+        return max(min(self._shared(held.tokens, request.prompt), held.rows), 0)
+
+    def _shared(self, tokens: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+        """Return how many rows a prompt shares with a sequence. Its last token is the root and stays out of the cache. A
+        drafter that reads prompts reads at least the row before the root."""
+        paired = _common_prefix(tokens, prompt) - self.needs.follower
         before_root = len(prompt) - 1 - (self.needs.prompt != "none")
-        return max(min(paired, read, before_root), 0)
+        return min(paired, before_root)
+
+    def _may_reuse(self, request: Request, salt: str) -> bool:
+        """Whether a request may start from rows that were written under this salt."""
+        reads_all = request.prompt_logprobs is not None  # a row that is not read gives no log-probabilities
+        return request.reuse and not reads_all and salt == request.cache_salt
+
+    def _salt(self, slot: int) -> str:
+        return self.running[slot].request.cache_salt if slot in self.running else self.salts.get(slot, "")
+
+    def _held(self, slot: int) -> Held:
+        if slot in self.free:
+            return Held(self.free[slot], len(self.free[slot]) - self.unread.get(slot, 0))
+        running = self.running[slot]
+        return Held(running.sequence, running.proven - self._unread(running))
+
+    def _unread(self, running: Running) -> int:
+        """Return how many of the last rows of a sequence the drafter has not read."""
+        return running.accepted[-1] if self.needs.deferred and running.accepted else 0
+
+    def should_wait(self, request: Request) -> bool:
+        """Whether another request reads enough of the same prompt now, so that copying its rows is worth a wait."""
+        if not self.copies:
+            return False
+        reading = [one.request for one in self.running.values() if not one.tokens]
+        shared = (self._shared(one.prompt, request.prompt) for one in reading if self._may_reuse(request, one.cache_salt))
+        coming = max(shared, default=0)
+        if coming < self.worth_a_wait:
+            return False
+        return coming - self._best(request, self._chosen(request))[1] >= self.worth_a_wait
 
     def leave(self, slot: int, keep: bool = True) -> None:
         """Free a slot. If `keep`, a later prompt may start from the tokens it holds."""
         running = self.running[slot]
-        written = (*running.request.prompt, *running.tokens)
         self.groups.clear()
-        self.free[slot] = written[: running.length] if keep else ()
+        self.free[slot] = running.sequence[: running.length] if keep else ()
         self.salts[slot] = running.request.cache_salt
-        self.unread[slot] = running.accepted[-1] if self.needs.deferred and running.accepted else 0
+        self.unread[slot] = self._unread(running)
+        if self.free[slot] and (session := _session(running.request)):
+            self.sessions = {other: held for other, held in self.sessions.items() if held != session} | {slot: session}
         del self.running[slot]
 
     def forget(self) -> None:
         """Forget the tokens that free slots hold."""
         self.free = dict.fromkeys(self.free, ())
+        self.sessions.clear()
         self.groups.clear()
 
     def group(self, ready: bool) -> Group:
@@ -117,12 +189,15 @@ class Slots:
         return self.last
 
 
-def admit(waiting: deque[Running], slots: Slots, state: State) -> list[int]:
-    """Give free slots to waiting requests. Return the slots taken."""
+def admit(waiting: deque[Running], slots: Slots, state: State, copy: Copy = copy_nothing) -> list[int]:
+    """Give free slots to waiting requests, in their order. Return the slots taken. A request that waits for the prompt of
+    another one leaves its slot free until then; it lets no more requests pass than there are other free slots."""
     taken = []
-    while waiting and slots.free:
-        slots.take(waiting[0])
-        taken.append(waiting.popleft())
+    for running in list(islice(waiting, len(slots.free))):
+        if not slots.should_wait(running.request):
+            slots.take(running, copy)
+            waiting.remove(running)
+            taken.append(running)
     if taken:
         _write_columns(state, taken, slots.predicts)
     return [running.slot for running in taken]
@@ -179,6 +254,10 @@ def round_up(count: int) -> int:
     return 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
 
 
+def _session(request: Request) -> Session | None:
+    """Return the session of a request. Under another salt, the same name is another session."""
+    return (request.cache_salt, request.session) if request.session else None
+
+
 def _common_prefix(cached: tuple[int, ...], prompt: tuple[int, ...]) -> int:
-    longest = min(len(cached), len(prompt))
-    return next((i for i in range(longest) if cached[i] != prompt[i]), longest)
+    return next(compress(count(), map(ne, cached, prompt)), min(len(cached), len(prompt)))

@@ -21,6 +21,10 @@ class EagerLoop:
         self.target = target
         self.drafter = drafter
 
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.target.cache.copy(source, slot, rows)
+        self.drafter.copy(source, slot, rows)
+
     def begin(self, state: State) -> None:
         self.drafter.begin(state)
 

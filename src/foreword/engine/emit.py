@@ -9,14 +9,14 @@ caller asks for one.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from foreword.core.scores import Emission
 from foreword.engine.grammar import Grammars
-from foreword.engine.request import Event, FinishReason, Logprob, Request, Running
+from foreword.engine.request import Event, Finish, Logprob, Request, Running
 from foreword.engine.round_trace import RoundTrace
 from foreword.errors import GrammarError, NumericsError
 from foreword.ops.device import mark
@@ -75,6 +75,7 @@ def _emit_together(runs: list[Running], rounds: list[Emission], ends: set[int]) 
         running.drafted += checked[:last]
         if at_end:
             events[running] = write(running, found[start:stop], True, ends)
+            publish(events[running])
         else:
             running.tokens += found[start:stop]
     return events
@@ -107,6 +108,7 @@ def _emit_round(launched: Launched, emission: Emission, ends: set[int], grammars
             running.predicted += event.predicted
         if running.request.trace_rounds:
             event.draft = _trace(emission, index, running.request)
+        publish(event)
     return events
 
 
@@ -140,11 +142,11 @@ def _fail(running: Running, drafted: bool, without_draft: bool) -> Event:
     if drafted or (not without_draft and (running.draft_was_nan or any(running.drafted))):
         running.draft_was_nan = True
     else:
-        running.finish_reason = "abort"
         running.error = NumericsError(
             f"the target answered NaN after {len(running.tokens)} new tokens; check the weights, "
             "or load the model in a wider dtype (dtype='float32')"
         )
+        running.finish_reason = "abort"
     return Event(running, [], "")
 
 
@@ -152,23 +154,16 @@ def _refuse(running: Running) -> Event:
     """Abort a request whose grammar does not allow what was chosen: then it left no token to choose."""
     running.accepted.append(0)
     running.drafted.append(0)
-    running.finish_reason = "abort"
     running.error = GrammarError(
         f"after {len(running.tokens)} new tokens no token is left that the grammar allows; change the grammar, or leave out "
         "settings that bar tokens, such as allowed_token_ids or bad_words"
     )
+    running.finish_reason = "abort"
     return Event(running, [], "")
 
 
-class Finish(NamedTuple):
-    """How an output ends: see `Running.finish_reason` and `Running.stop_reason`."""
-
-    reason: FinishReason
-    stop_reason: str | int | None = None
-
-
 def write(running: Running, new: list[int], ended: bool, ends: Collection[int]) -> Event:
-    """Append a round's tokens, up to a completed stop string or a stop token.
+    """Append a round's tokens, up to a completed stop string or a stop token. The event is not published yet.
 
     ended: the round reached an end token or a limit. ends: the end tokens.
     """
@@ -184,7 +179,7 @@ def write(running: Running, new: list[int], ended: bool, ends: Collection[int]) 
 
 def append(running: Running, new: list[int], finish: Finish | None) -> Event:
     """Append decided tokens, and their text if the request has a stream. A stop string may end the output before `finish`
-    does. If an end token or stop token ends it, that token is the last of `new`."""
+    does. If an end token or stop token ends it, that token is the last of `new`. The event is not published yet."""
     stream, text = running.request.stream, ""
     if stream is not None:
         left_out = int(finish is not None and finish.reason == "stop" and not stream.include_stop)
@@ -193,17 +188,21 @@ def append(running: Running, new: list[int], finish: Finish | None) -> Event:
         if pushed.stopped:
             new, finish = new[: pushed.used], Finish("stop")
     running.tokens += new
-    if finish is not None:
-        running.finish_reason, running.stop_reason = finish
-    if running.done and stream is not None:
+    if finish is not None and stream is not None:
         text += stream.flush()
         if stream.stopped:  # the text that was held back may complete a stop string
-            running.finish_reason, running.stop_reason = "stop", stream.stop_string
+            finish = Finish("stop", stream.stop_string)
     running.text += text
-    event = Event(running, new, text)
-    if stream is not None:  # without a stream nobody reads them, and with hundreds of requests they would burden the GC
+    return Event(running, new, text, finish=finish)
+
+
+def publish(event: Event) -> None:
+    """Show a complete event to callers, and then that it ends its output. They may read it in another thread at once."""
+    running = event.running
+    if running.request.stream is not None:  # else nobody reads events, and those of hundreds of requests burden the GC
         running.events.append(event)
-    return event
+    if event.finish is not None:
+        running.stop_reason, running.finish_reason = event.finish.stop_reason, event.finish.reason
 
 
 def _cut(running: Running, new: list[int], ended: bool, ends: Collection[int]) -> tuple[list[int], bool]:

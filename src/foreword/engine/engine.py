@@ -63,7 +63,7 @@ class Engine:
         self.late = reads_late(target.device) if late is None else late
         self.joins_prompts = joins_prompts(target.device)
         self.unread: Launched | None = None
-        self.slots = Slots(slots, drafter.needs, pads=self.loop.captured, predicts=drafter.predicts)
+        self.slots = Slots(slots, drafter.needs, drafter.copies, pads=self.loop.captured, predicts=drafter.predicts)
         self.waiting: deque[Running] = deque()
         self.state = State.empty(slots, self.max_context, cache.length, target.ends, target.vocab_size)
         self.grammars = Grammars(compiler, target.vocab_size)
@@ -176,7 +176,7 @@ class Engine:
             self.loop.forget()
 
     def _admit(self) -> None:
-        taken = admit(self.waiting, self.slots, self.state)  # PROMPT
+        taken = admit(self.waiting, self.slots, self.state, self.loop.copy)  # PROMPT
         for slot in taken:
             self.slots.running[slot].began = self.clock
             self.grammars.begin(slot, self.slots.running[slot].request.grammar)

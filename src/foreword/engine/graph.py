@@ -64,6 +64,9 @@ class GraphedLoop:
             known.clear()
         self.pool = None  # it was freed with the last graph that used it
 
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.loop.copy(source, slot, rows)
+
     def begin(self, state: State) -> None:
         self.loop.begin(state)
 

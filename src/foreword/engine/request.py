@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from foreword.core.sampling import Sampling
 from foreword.engine.round_trace import RoundTrace
@@ -15,6 +15,7 @@ from foreword.text.stream import TextStream
 FinishReason = Literal["stop", "length", "abort"]
 
 MOST_STOP_TOKENS = 4096
+LONGEST_SESSION = 256  # characters
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,16 @@ class Request:
     """Draft for this request; without, it is decoded plainly, with the same output."""
 
     reuse: bool = False
-    """Start from the longest prefix of the prompt that a free slot still holds, as a chat does."""
+    """Start from the longest prefix of the prompt that a slot holds, as a chat does. If another request is reading it, this
+    one waits for it and copies its rows."""
 
     cache_salt: str = ""
     """A prompt reuses only cached rows of requests with the same salt. If users must not affect each other's response times,
     give them different salts."""
+
+    session: str = ""
+    """Requests with the same session take the same slot again, if it is free, and leave those of other sessions alone as
+    long as there are others. The output is the same."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output as an end token does, also with `ignore_eos`."""
@@ -65,11 +71,13 @@ class Request:
     """Turns tokens into text and looks for stop strings; None: the output is tokens only."""
 
     def __post_init__(self) -> None:
-        kinds = {"max_new_tokens": int, "min_new_tokens": int, "cache_salt": str}
+        kinds = {"max_new_tokens": int, "min_new_tokens": int, "cache_salt": str, "session": str}
         kinds |= dict.fromkeys(("ignore_eos", "speculate", "reuse", "trace_rounds"), bool)
         for name, kind in kinds.items():
             if type(getattr(self, name)) is not kind:
                 raise InputError(f"{name} is {getattr(self, name)!r}; it must be of type {kind.__name__}")
+        if len(self.session) > LONGEST_SESSION:
+            raise InputError(f"session has {len(self.session)} characters; give at most {LONGEST_SESSION}")
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
@@ -213,7 +221,7 @@ class Running:
     request: Request
     slot: int = -1  # -1: none yet
     prefilled: int = 0  # prompt tokens in the cache
-    reused: int = 0  # how many of those the slot held already
+    reused: int = 0  # how many of those it found in its slot, or copied from another
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     events: list[Event] = field(default_factory=list)  # one per round, kept if the request has a stream
@@ -252,6 +260,24 @@ class Running:
         """The number of committed rows in the cache."""
         return self.prefilled + len(self.tokens)
 
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The prompt and the output so far."""
+        return (*self.request.prompt, *self.tokens)
+
+    @property
+    def proven(self) -> int:
+        """The number of committed rows that are finite for certain: a token was decided from them, here or where they come
+        from."""
+        return self.length if self.tokens else self.reused
+
+
+class Finish(NamedTuple):
+    """How an output ends: see `Running.finish_reason` and `Running.stop_reason`."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
 
 @dataclass(eq=False, slots=True)
 class Event:
@@ -264,3 +290,4 @@ class Event:
     logprobs: Sequence[Logprob] = ()  # of the tokens, if the request asked for them
     predicted: int = 0  # how many of the tokens, the first ones, were drafted from the request's prediction
     draft: RoundTrace | None = None  # the draft of the round, if the request asked for it
+    finish: Finish | None = None  # if it ends its output

@@ -100,6 +100,7 @@ def next_trigrams(trigrams: Tensor, tokens: Tensor, origin: Tensor) -> Tensor:
 
 class Chimera(Drafter):
     paper = "Chimera, arXiv 2402.15758"
+    copies = True
     wide = {"taps": SEVERAL, "trigram": SEVERAL, "heads.*": SEVERAL, "*_norm": NORM, **layers_at("layer")}
     module: ChimeraWeights
     vocabulary: VocabularyHead
@@ -151,6 +152,9 @@ class Chimera(Drafter):
         read = (self.module.layer, self.module.trigram, self.module.heads[0])
         weights = sum(weight.numel() for part in read for weight in part.parameters())
         return self.vocabulary.read_cost(target) + target.read_cost(weights)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.stack.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         self.stack.restart(state.batch, state.length)

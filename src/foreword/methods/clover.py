@@ -70,6 +70,7 @@ class CloverWeights(nn.Module):
 
 class Clover(Drafter):
     paper = "Clover, arXiv 2405.00263"
+    copies = True
     needs = Needs(hidden=True, prompt="all")
     wide = {
         "cell.look.query": WITHIN,
@@ -128,6 +129,10 @@ class Clover(Drafter):
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        if self.stack is not None:
+            self.stack.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         if self.stack is not None:

@@ -105,6 +105,7 @@ def _little(weight: Tensor) -> Tensor:
 
 class Clover2(Drafter):
     paper = "Clover-2, arXiv 2408.00264"
+    copies = True
     wide = {
         "taps": SEVERAL,
         "*.query": WITHIN,
@@ -165,6 +166,9 @@ class Clover2(Drafter):
         self.shape = self.growth.shape
         self.embedding = target.head_weight()
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.stack.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         self.stack.restart(state.batch, state.length)

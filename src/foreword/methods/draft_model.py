@@ -31,6 +31,7 @@ from foreword.model.widening import NORM, layers_at
 
 class DraftModel(Drafter):
     paper = "Speculative decoding, arXiv 2211.17192; sampling, arXiv 2302.01318"
+    copies = True
     needs = Needs(hidden=True, prompt="all")
     wide = {"norm": NORM, **layers_at("layers")}
     module: FirstLayers
@@ -74,6 +75,9 @@ class DraftModel(Drafter):
         self.shape = self.growth.shape
         scratch = max(self.shape.nodes, 2 + self.shape.depth * self.plan.width)
         self.small_model.bind(target, slots, self.shape.depth, scratch)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.small_model.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         self.small_model.begin(state)

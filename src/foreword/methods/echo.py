@@ -32,6 +32,7 @@ CHAIN = 15  # with the root 16 rows, as many as a matrix unit takes; Clover-2's 
 
 class Echo(Drafter):
     paper = "-"
+    copies = True
     predicts = True
     wide = Clover2.wide
 
@@ -81,6 +82,9 @@ class Echo(Drafter):
             lookup.bind(target, slots)
         tree = self.trees.shape
         self.shape = Shape(tree.nodes + self.chain, max(tree.depth, self.chain))
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.trees.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         self.trees.begin(state)

@@ -30,6 +30,7 @@ from foreword.drafting.trees import USUAL_RATES, Rates, TreeKind, TreePlan, unco
 
 class Firp(Drafter):
     paper = "FIRP, arXiv 2410.20488"
+    copies = True
     module: nn.ModuleList
     vocabulary: VocabularyHead
 

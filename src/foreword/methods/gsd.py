@@ -40,6 +40,7 @@ UNROLLED = 16  # at least this many nodes of a level are continued in the tree: 
 
 class Gsd(Drafter):
     paper = "GSD, arXiv 2407.16207"
+    copies = True
     needs = Needs(prompt="all")
     wide = {"norm": NORM, **layers_at("layers")}
     module: FirstLayers
@@ -94,6 +95,9 @@ class Gsd(Drafter):
         self.growth = replace(growth, branch=min(self.rule.branch, self.vocabulary.count, target.vocab_size))
         self.last: tuple[DraftGraph, Tensor] | None = None  # only for `sketch`
         self.counts = torch.zeros(2, dtype=torch.long, device=target.device)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.small_model.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         self.small_model.begin(state)

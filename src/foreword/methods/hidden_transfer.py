@@ -38,6 +38,7 @@ CANDIDATES = 256  # paths from which the likeliest are chosen
 
 class HiddenTransfer(Drafter):
     paper = "Hidden Transfer, arXiv 2404.12022"
+    copies = True
     module: nn.ModuleList
     vocabulary: VocabularyHead
 

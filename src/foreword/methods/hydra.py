@@ -59,6 +59,7 @@ class HydraWeights(nn.Module):
 
 class Hydra(Drafter):
     paper = "Hydra, arXiv 2402.05109"
+    copies = True
     wide = {
         "heads.*.through": SEVERAL,
         "heads.*.bent": SEVERAL,
@@ -106,6 +107,10 @@ class Hydra(Drafter):
         self.growth = self.plan.on(target, self.heads, self.vocabulary.read_cost(target), LEVEL_KERNELS)
         self.shape = self.growth.shape
         self.state = torch.zeros(slots, target.hidden_size, dtype=target.dtype, device=target.device)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        if self.stack is not None:
+            self.stack.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         if self.stack is not None:

@@ -44,6 +44,7 @@ class Adapter(nn.Module):
 
 class Kangaroo(Drafter):
     paper = "Kangaroo, arXiv 2404.18911"
+    copies = True
     wide = {"norm": NORM, **layers_at("layers")}
     module: Adapter
     vocabulary: VocabularyHead
@@ -109,6 +110,9 @@ class Kangaroo(Drafter):
         first = max(layers * self.exit / target.layers, target.launch_cost(KERNELS * self.exit))
         head = max(self.vocabulary.read_cost(target), target.launch_cost(LEVEL_KERNELS))
         return first + self._adapter_cost(target) + head
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.stack.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         self.stack.restart(state.batch, state.length)

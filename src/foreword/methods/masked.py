@@ -94,6 +94,7 @@ class MaskedWeights(nn.Module):
 
 class Masked(Drafter):
     paper = "GMLM, arXiv 2407.21046; DisCo, arXiv 2001.05136"
+    copies = True
     wide = {
         "taps": SEVERAL,
         "*.product": SEVERAL,
@@ -183,6 +184,9 @@ class Masked(Drafter):
         # Committed rows that no pass has read yet, and how many of them count.
         self.unread = torch.zeros(slots, self.block + 1, target.hidden_size, dtype=target.dtype, device=device)
         self.unread_count = torch.zeros(slots, dtype=torch.long, device=device)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        self.stack.copy(source, slot, rows)
 
     def begin(self, state: State) -> None:
         self.stack.restart(state.batch, state.length)

@@ -32,6 +32,7 @@ DECAY = 0.8
 
 class Medusa(Drafter):
     paper = "Medusa, arXiv 2401.10774"
+    copies = True
     needs = Needs(hidden=True, prompt="last")
     wide = {"*.linear": WITHIN}
     module: nn.ModuleList

@@ -12,6 +12,7 @@ from foreword.core.state import State
 
 class Plain(Drafter):
     paper = "-"
+    copies = True
 
     def __init__(self, rows: int | None = None) -> None:
         """`rows` is accepted and not used: a round has one row."""

@@ -42,6 +42,7 @@ class Chains(NamedTuple):
 
 class PromptLookup(Drafter):
     paper = "Prompt Lookup Decoding, Saxena 2023; LLMA, arXiv 2304.04487"
+    copies = True
     predicts = True
 
     def __init__(

@@ -32,6 +32,7 @@ KEPT_RATE, KEPT_THRESHOLD, STEP = 0.5, 0.9, 0.01
 
 class SelfSpeculative(Drafter):
     paper = "Self-Speculative Decoding, arXiv 2309.08168"
+    copies = True
     learns = True
 
     def __init__(

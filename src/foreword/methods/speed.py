@@ -22,6 +22,7 @@ Check = Literal["every", "ends"]
 
 class Speed(Drafter):
     paper = "SPEED, arXiv 2310.12072"
+    copies = True
 
     def __init__(self, rows: int | None = None, check: Check = "every", gate: float = 0.0) -> None:
         """`check`: compare what a token predicts with the token that follows it after every repeat, or after its first and

@@ -32,6 +32,7 @@ MOST_SWAPPED = 3  # half-layers in which a plan that is tried differs from the c
 
 class Swift(Drafter):
     paper = "SWIFT, arXiv 2410.06916"
+    copies = True
     learns = True
 
     def __init__(

@@ -74,6 +74,7 @@ def rank_template(fade: float, device: torch.device) -> RankTemplate:
 
 class TokenRecycling(Drafter):
     paper = "Token Recycling, arXiv 2408.08696"
+    copies = True
     learns = True
     needs = Needs(logits=True, prompt="all")
 
@@ -104,6 +105,12 @@ class TokenRecycling(Drafter):
         decides = self.rows is None
         self.fixed = FixedRows(target, self.shape, bend=BEND, drafting=DRAFTING) if decides and fixes else None
         self.costs = RowCosts(target, nodes) if decides and not fixes else None
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Take over all candidates of the slot, which include those of its other tokens."""
+        if self.mode != "shared":
+            for held in self.table:
+                held[slot] = held[source]
 
     def begin(self, state: State) -> None:
         if self.mode in ("slot", "shared"):

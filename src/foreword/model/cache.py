@@ -148,6 +148,12 @@ class SlotCache:
         """Commit the first `count` [b] scratch rows without moving them."""
         cached_rows.advance(self.length, batch.slots, count)
 
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Copy the first `rows` rows of a slot to another one, in all layers; they become all that it holds. A small model's
+        cache may have fewer."""
+        self.held[:, :, slot, :, :rows] = self.held[:, :, source, :, :rows]
+        self.length[slot] = self.length[source].clamp(max=rows)
+
     def rewind(self, batch: Batch, length: Tensor) -> None:
         """Drop all but the first `length` [b] rows of each sequence."""
         self.length.index_copy_(0, batch.slots, length)

@@ -34,6 +34,9 @@ class LayerCache(Protocol):
     def keep(self, slots: Tensor, lengths: Tensor, path: Tensor, count: Tensor) -> None:
         """Move scratch rows `path[:, :count]` [b, n] to just after the committed `lengths` [B]."""
 
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Copy the first `rows` rows of a slot to another one, if the layer is `reusable`."""
+
     def rewind(self, slots: Tensor, lengths: Tensor) -> None:
         """Forget all but the first `lengths` [b] rows of slots [b]."""
 
@@ -65,6 +68,11 @@ class KVRows:
         """Move the rows of this layer alone. `SlotCache.keep` moves those of all layers at once."""
         for part in (self.keys, self.values):
             keep_rows(part[None, None], slots, lengths, path, count)
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Copy the rows of this layer alone. `SlotCache.copy` copies those of all layers at once."""
+        for part in (self.keys, self.values):
+            part[slot, :, :rows] = part[source, :, :rows]
 
     def rewind(self, slots: Tensor, lengths: Tensor) -> None:
         """Do nothing: rows past a sequence's length are scratch."""

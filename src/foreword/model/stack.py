@@ -204,6 +204,11 @@ class Stack:
         self.cache.advance(batch, count)
         return walked
 
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Copy the first `rows` cached rows of a slot to another one."""
+        assert self.cache is not None
+        self.cache.copy(source, slot, rows)
+
     def restart(self, batch: Batch, length: Tensor) -> None:
         """Start sequences whose slots hold their first `length` [b] rows. Later rows are cleared: they may be NaN."""
         assert self.cache is not None

@@ -6,8 +6,7 @@ of ours is logged, and its client is told nothing but the id of the request.
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,8 +14,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from foreword.serve import answers, static
 from foreword.serve.admission import Admission
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.chat import ChatExchange
@@ -31,24 +30,26 @@ from foreword.serve.fields import (
     TokenizeFields,
 )
 from foreword.serve.generation import Generation, json_response
-from foreword.serve.guard import BodyLimit, Keys, Origins, Refusals, RequestIds
+from foreword.serve.guard import BodyLimit, Keys, Origins, Refusals, RequestIds, Turns
 from foreword.serve.metrics import Metrics
-from foreword.serve.openapi import Endpoint, document
+from foreword.serve.openapi import WITH_ENGINE, Endpoint, document
 from foreword.serve.options import ServeOptions
 from foreword.serve.plain_endpoints import PlainEndpoints
 from foreword.serve.responses import ResponseExchange
 from foreword.serve.service import Service
+from foreword.serve.trials import GrammarTrials
 
 OPEN = frozenset({"/health", "/ready", "/metrics"})  # without a key
 
 
 def app_of(llm: AsyncLLM, options: ServeOptions) -> Starlette:
     """Return the application that serves an engine. Its `state.service` has the parts."""
-    service = Service(llm, options, Admission(llm, options.max_queued), Metrics(llm))
+    service = Service(llm, options, Admission(llm, options.max_queued), Metrics(llm), GrammarTrials(llm))
     endpoints = _endpoints(service)
-    pages = _pages(options.page)
+    pages = static.routes() if options.page else []
     cors = Middleware(CORSMiddleware, allow_origins=options.allow_origins, allow_methods=["*"], allow_headers=["*"])
     guards = [
+        Middleware(Turns, at_once=OPEN),
         Middleware(RequestIds, metrics=service.metrics, known=frozenset(one.path for one in endpoints)),
         *([cors] if options.allow_origins else []),
         Middleware(Refusals),
@@ -69,32 +70,51 @@ def _endpoints(service: Service) -> list[Endpoint]:
     responses = Generation(service, ResponseFields, ResponseExchange)
 
     async def describe(request: Request) -> Response:
-        return json_response(document(found))
+        return json_response(document(found, OPEN))
 
+    generates = partial(Endpoint, "POST", also=WITH_ENGINE)
     found = [
-        Endpoint("POST", "/v1/chat/completions", chat, "Continue a conversation.", ChatFields, streams=True),
-        Endpoint("POST", "/v1/completions", completions, "Continue texts.", CompletionFields, streams=True),
-        Endpoint("POST", "/v1/responses", responses, "Continue a conversation of items.", ResponseFields, streams=True),
-        Endpoint("GET", "/v1/models", plain.models, "The model, under all its names."),
-        Endpoint("GET", "/v1/models/{model:path}", plain.model, "The model."),
-        Endpoint("POST", "/tokenize", plain.tokenize, "The tokens of a text or of messages.", TokenizeFields),
-        Endpoint("POST", "/detokenize", plain.detokenize, "The text of tokens.", DetokenizeFields),
-        Endpoint("GET", "/foreword/methods", plain.methods, "The drafting method, and which there are."),
-        Endpoint("POST", "/foreword/method", plain.use_method, "Switch to another method.", MethodFields),
-        Endpoint("GET", "/health", plain.health, "Whether the engine lives."),
-        Endpoint("GET", "/ready", plain.ready, "Whether requests are let in."),
-        Endpoint("GET", "/version", plain.version, "The version of Foreword."),
-        Endpoint("GET", "/metrics", plain.metrics, "Metrics for Prometheus.", kind="text/plain"),
-        Endpoint("GET", "/openapi.json", describe, "This document."),
+        generates(
+            "/v1/chat/completions", chat, "Continue a conversation.", answers.ChatAnswer, ChatFields, answers.ChatChunk
+        ),
+        generates(
+            "/v1/completions",
+            completions,
+            "Continue texts.",
+            answers.CompletionAnswer,
+            CompletionFields,
+            answers.CompletionChunk,
+        ),
+        generates(
+            "/v1/responses",
+            responses,
+            "Continue a conversation of items.",
+            answers.ResponseAnswer,
+            ResponseFields,
+            answers.ResponseEvent,
+        ),
+        Endpoint("GET", "/v1/models", plain.models, "The model, under all its names.", answers.ModelCards),
+        Endpoint("GET", "/v1/models/{model:path}", plain.model, "The model.", answers.ModelCard, also=(404,)),
+        Endpoint(
+            "POST", "/tokenize", plain.tokenize, "The tokens of a text or of messages.", answers.Tokens, TokenizeFields
+        ),
+        Endpoint("POST", "/detokenize", plain.detokenize, "The text of tokens.", answers.Text, DetokenizeFields),
+        Endpoint("GET", "/foreword/methods", plain.methods, "The drafting method, and which there are.", answers.Methods),
+        Endpoint(
+            "POST",
+            "/foreword/method",
+            plain.use_method,
+            "Switch to another method.",
+            answers.Methods,
+            MethodFields,
+            also=(409,),
+        ),
+        Endpoint("GET", "/health", plain.health, "Whether the engine lives.", answers.Status),
+        Endpoint("GET", "/ready", plain.ready, "Whether requests are let in.", answers.Status),
+        Endpoint("GET", "/version", plain.version, "The version of Foreword.", answers.Version),
+        Endpoint("GET", "/metrics", plain.metrics, "Metrics for Prometheus.", None, kind="text/plain"),
+        Endpoint("GET", "/openapi.json", describe, "This document.", None),
     ]
-    return found
-
-
-def _pages(enabled: bool) -> list[Route]:
-    """Return the routes of the web page, if it is part of this installation."""
-    if find_spec("foreword.serve.static") is None:
-        return []
-    found: list[Route] = import_module("foreword.serve.static").routes(enabled)
     return found
 
 

@@ -6,8 +6,10 @@ engine has token ids only.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self, Unpack, overload
 
 from foreword.api import LLM, AsyncStream, finished
@@ -83,13 +85,24 @@ class AsyncLLM:
 
     async def start(self) -> Self:
         """Load the model, and return this object when it can serve."""
-        if self._owned is None:
-            stored = self._options.get("quantization") == "stored"
-            folder = resolve(self._model, self._options.get("revision"), self._options.get("token"), stored)
-            fetch_base(folder, self._options.get("token"))
-            self.tokenizer = Tokenizer.load(tokenizer_folder(folder))
-        await self._transport.start()
+        folder = None if self._owned else await asyncio.to_thread(self._fetched)
+        starting = asyncio.create_task(self._transport.start())
+        try:
+            if folder is not None:  # next to the engine's process, which takes longer
+                self.tokenizer = await asyncio.to_thread(Tokenizer.load, tokenizer_folder(folder))
+            await starting
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
         return self
+
+    def _fetched(self) -> Path:
+        """Return the model's folder. What is missing of it is downloaded."""
+        stored = self._options.get("quantization") == "stored"
+        folder = resolve(self._model, self._options.get("revision"), self._options.get("token"), stored)
+        fetch_base(folder, self._options.get("token"))
+        return folder
 
     async def close(self) -> None:
         """End the engine. Requests in progress end with an error."""

@@ -17,7 +17,9 @@ from foreword.serve.fields import ChatFields, Object, settings_of
 from foreword.serve.flow import News
 from foreword.serve.logprobs import entries_of, of_chat
 from foreword.serve.service import Service
-from foreword.serve.tool_text import NoTools, Parser, ToolPlan, format_settings, merged, tool_plan
+from foreword.serve.structured import format_settings
+from foreword.serve.tool_text import Parser, merged
+from foreword.serve.tools import tool_plan
 
 KINDS = ("chatcmpl", "chat.completion.chunk", "chat.completion")
 
@@ -32,7 +34,6 @@ class ChatExchange:
         self.prompts: list[Prompt] = [fields.messages]
         self.samples, self.streams = fields.n or 1, bool(fields.stream)
         self._chunks = Chunks(service, KINDS, fields.stream_options, self.samples)
-        self._plan: ToolPlan | None = None
         self._runs: list[Running] = []
 
     def settings(self) -> Object:
@@ -46,20 +47,20 @@ class ChatExchange:
             )
         if fields.prediction is not None:
             found["prediction"] = predicted_text(fields.prediction)
-        if fields.response_format is not None:
-            found |= format_settings(fields.response_format)
-        if fields.tools:
-            self._plan = tool_plan(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-            found |= self._plan.settings
+        self._plan = tool_plan(
+            self._service.llm.tokenizer,
+            fields.tools,
+            fields.tool_choice,
+            fields.parallel_tool_calls,
+            format_settings(fields, fields.response_format),
+        )
+        found = self._plan.settings | found
         context = self._service.llm.limits.context
         return length_limit(found, context, context)
 
     def begin(self, runs: list[Running]) -> None:
         self._runs = runs
-        self._parsers: list[Parser] = [self._parser() for _ in runs]
-
-    def _parser(self) -> Parser:
-        return NoTools() if self._plan is None else self._plan.parser()
+        self._parsers: list[Parser] = [self._plan.parser() for _ in runs]
 
     def opening(self) -> bytes:
         ids = {"prompt_token_ids": self._runs[0].request.prompt} if self._fields.return_token_ids else {}

@@ -8,18 +8,21 @@ often as `restarts` allows.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count
+from time import monotonic
 from typing import Any, NoReturn
 
-from foreword.engine.emit import Finish, append, with_texts
-from foreword.engine.request import Logprob, Running
+from foreword.engine.emit import append, publish, with_texts
+from foreword.engine.request import Finish, Logprob, Running
 from foreword.errors import EngineError, ForewordError, InputError
 from foreword.serve.health import Health
 from foreword.serve.messages import (
@@ -42,6 +45,9 @@ from foreword.serve.messages import (
 LAST_WORDS_S = 10.0  # how long a process that was asked to end may take
 SILENCE_S = 120.0  # a busy engine reports every second, or after the step that is running
 SOCKET_BUFFER = 1 << 20  # bytes
+PROGRAM = (sys.executable, "-m", "foreword.serve.engine_process")  # gets the number of its socket as an argument
+
+log = logging.getLogger("foreword.serve")
 
 
 @dataclass(eq=False)
@@ -56,12 +62,19 @@ class Followed:
 class EngineClient:
     """Implements `AsyncRunner` by an engine in a process of its own. All methods belong to the event loop of `start`."""
 
-    def __init__(self, options: dict[str, Any], restarts: int = 1, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        options: dict[str, Any],
+        restarts: int = 1,
+        silence_s: float = SILENCE_S,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
         """`options`: the parameters of `foreword.LLM`. `silence_s`: an engine with requests that says nothing for so long is
-        killed."""
+        killed. `program`: what to run."""
         self.options, self.restarts, self.silence_s = options, restarts, silence_s
         self.ready: Ready
         self.health = Health("starting")
+        self._program = program
         self._followed: dict[Running, Followed] = {}
         self._by_number: dict[int, Followed] = {}
         self._numbers = count()
@@ -70,6 +83,7 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._attendant: asyncio.Task[None] | None = None
         self._used: tuple[str, dict[str, Any]] | None = None  # the method that was chosen last
+        self._heard = 0.0  # when the engine said something last, or had nothing to say
 
     async def start(self) -> None:
         """Start the engine's process, and return when its model is loaded. Raise what loading raised."""
@@ -80,7 +94,7 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-        command = [sys.executable, "-m", "foreword.serve.engine_process", str(theirs.fileno())]
+        command = [*self._program, str(theirs.fileno())]
         with theirs:  # in a session of its own: Ctrl-C in a terminal is for the client, which may drain first
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -132,8 +146,13 @@ class EngineClient:
         """Read what the engine says until it ends, and start it again as long as restarts are left."""
         assert self._process is not None
         while True:
-            with suppress(IncompleteReadError, ConnectionError):
+            try:
                 await self._read_all(reader)
+            except (IncompleteReadError, ConnectionError):
+                pass
+            except Exception:  # a fault of ours: what the engine goes on to say cannot be trusted to arrive
+                log.exception("reading from the engine failed")
+                self._process.kill()
             self.health = Health("starting" if self.restarts else "dead")
             await self._end()
             self._fail_all(EngineError(f"the engine's process ended (exit status {self._process.returncode})"))
@@ -142,8 +161,8 @@ class EngineClient:
             self.restarts -= 1
             try:
                 reader = await self._launch()
-            except ForewordError as error:
-                print(f"the engine could not be started again: {error}", file=sys.stderr)
+            except (ForewordError, OSError) as error:
+                log.error("the engine could not be started again: %s", error)
                 self.health = Health("dead")
                 return
 
@@ -151,15 +170,20 @@ class EngineClient:
         """Read until the engine's process ends. Kill it if it has requests and is silent for too long: a kernel may hang."""
         assert self._process is not None
         message = asyncio.create_task(_next(reader))
+        self._heard = monotonic()
         try:
             while True:
-                await asyncio.wait([message], timeout=self.silence_s)
+                await asyncio.wait([message], timeout=self._heard + self.silence_s - monotonic())
                 if message.done():
+                    self._heard = monotonic()
                     self._take(message.result())
                     message = asyncio.create_task(_next(reader))
-                elif self._followed:
-                    print(f"the engine was silent for {self.silence_s:g} s and is killed", file=sys.stderr)
+                elif not self._followed:
+                    self._heard = monotonic()
+                elif monotonic() - self._heard >= self.silence_s:
+                    log.error("the engine was silent for %g s and is killed", self.silence_s)
                     self._process.kill()
+                    self._heard = monotonic()
         finally:
             message.cancel()
 
@@ -169,6 +193,8 @@ class EngineClient:
         """Send requests to the engine."""
         if self.health.state != "ready":
             raise EngineError(f"the engine is {self.health.state}; try again later")
+        if not self._followed:  # it was silent because it had nothing to do
+            self._heard = monotonic()
         for run in runs:
             followed = Followed(run, next(self._numbers))
             self._followed[run] = self._by_number[followed.number] = followed
@@ -229,16 +255,18 @@ class EngineClient:
                 self._answer.set_result(message)
 
     def _advance(self, followed: Followed, progress: Progress, clock: float) -> None:
-        """Add what a round brought to a request."""
+        """Add what rounds brought to a request."""
         run, ended = followed.run, progress.ended
         if progress.begun is not None:
             run.prefill_s, run.reused, run.began = progress.begun.prefill_s, progress.begun.reused, progress.begun.began
-        if ended is not None and ended.failure is not None:
-            run.error = ended.failure.error()
+        if ended is not None:
+            run.draft_was_nan = ended.draft_was_nan
+            run.error = ended.failure.error() if ended.failure is not None else None
         run.prefilled = run.rows
-        run.accepted.append(progress.accepted)
-        run.drafted.append(progress.drafted)
         event = append(run, progress.tokens, _finish(ended))
+        rounds = _rounds_of(len(event.tokens), progress)
+        run.accepted += progress.accepted[:rounds]
+        run.drafted += progress.drafted[:rounds]
         if progress.logprobs:
             event.logprobs = _with_texts(run, progress.logprobs[: len(event.tokens)])
             run.logprobs += event.logprobs
@@ -249,6 +277,7 @@ class EngineClient:
         if ended is not None and ended.prompt_logprobs:
             run.prompt_logprobs = _with_texts(run, ended.prompt_logprobs)
         run.decode_s = clock - run.began
+        publish(event)
         followed.news.set()
         if run.done:
             self._drop(followed)
@@ -278,6 +307,13 @@ def _finish(ended: Ended | None) -> Finish | None:
     if ended is None:
         return None
     return ended.finish or Finish("abort")
+
+
+def _rounds_of(tokens: int, progress: Progress) -> int:
+    """Return how many of the rounds decided these tokens. A stop string leaves out those after it."""
+    if tokens == len(progress.tokens):
+        return len(progress.accepted)
+    return bisect_left([*accumulate(progress.accepted)], tokens) + 1
 
 
 def _with_texts(run: Running, entries: Sequence[Logprob]) -> list[Logprob]:

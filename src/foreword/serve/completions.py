@@ -15,7 +15,7 @@ from foreword.serve.fields import CompletionFields, Object, settings_of
 from foreword.serve.flow import News
 from foreword.serve.logprobs import entries_of, of_completion
 from foreword.serve.service import Service
-from foreword.serve.tool_text import format_settings
+from foreword.serve.structured import format_settings
 
 KINDS = ("cmpl", "text_completion", "text_completion")
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -39,8 +39,7 @@ class CompletionExchange:
             found |= {"prompt_logprobs": fields.logprobs} if fields.echo else {}
         if fields.prediction is not None:
             found["prediction"] = predicted_text(fields.prediction)
-        if fields.response_format is not None:
-            found |= format_settings(fields.response_format)
+        found |= format_settings(fields, fields.response_format)
         return length_limit(found, self._service.llm.limits.context, DEFAULT_TOKENS)
 
     def begin(self, runs: list[Running]) -> None:

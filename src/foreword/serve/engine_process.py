@@ -9,6 +9,7 @@ does that without the lock.
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -40,12 +41,14 @@ from foreword.serve.messages import (
     progress_of,
     to_engine,
 )
+from foreword.serve.outbox import Outbox
 from foreword.serve.ready import engine_load, ready
 
-SEND_EVERY_S = 0.004  # the progress of rounds within this time go together; a request's first and last ones go at once
 MOST_SILENCE_S = 1.0  # between steps, while requests run: the client takes longer silence for a fault
 MOST_BROKEN_STEPS = 3  # in a row; then this process ends, so that its client starts another
 COLLECT_EVERY_S = 60.0
+
+log = logging.getLogger("foreword.serve")
 
 
 class EngineServer:
@@ -57,9 +60,8 @@ class EngineServer:
         self.numbers: dict[Running, int] = {}
         self.checks: dict[int, Future[Running]] = {}  # of requests whose grammar is being compiled
         self.checker = ThreadPoolExecutor(1, "foreword-grammars")
-        self.unsent: list[Progress] = []
-        self.is_urgent = False  # a request begins or ends in `unsent`
-        self.last_sent = self.last_collected = 0.0
+        self.outbox = Outbox()
+        self.last_collected = 0.0
         self.broken_steps = 0
 
     @property
@@ -118,7 +120,7 @@ class EngineServer:
         self.numbers[running] = number
 
     def _refuse(self, number: int, error: ForewordError) -> None:
-        self._add(Progress(number, [], 0, 0, ended=Ended(None, Failure.of(error))))
+        self.outbox.add(Progress(number, [], [], [], ended=Ended(None, Failure.of(error))))
 
     def _abort(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -126,6 +128,7 @@ class EngineServer:
         going = [self.running[number] for number in numbers if number in self.running]
         self.engine.abort(*going)
         self._forget(going)
+        self.outbox.is_urgent = True  # the client counts what runs
 
     def _use(self, message: Use) -> None:
         answer: FromEngine
@@ -149,22 +152,18 @@ class EngineServer:
             if self.broken_steps >= MOST_BROKEN_STEPS:
                 self.channel.flush()
                 raise
-            print(f"a step broke, and its requests are aborted: {error!r}", file=sys.stderr)
+            log.error("a step broke, and its requests are aborted: %r", error)
             return
         self.broken_steps = 0
         for event in events:
-            self._add(progress_of(self.numbers[event.running], event))
+            self.outbox.add(progress_of(self.numbers[event.running], event))
         self._forget([event.running for event in events if event.running.done])
 
     def _add_aborted(self) -> None:
         ended = [running for running in self.numbers if running.done]
         for running in ended:
-            self._add(Progress(self.numbers[running], [], 0, 0, ended=ended_of(running)))
+            self.outbox.add(Progress(self.numbers[running], [], [], [], ended=ended_of(running)))
         self._forget(ended)
-
-    def _add(self, progress: Progress) -> None:
-        self.unsent.append(progress)
-        self.is_urgent |= progress.begun is not None or progress.ended is not None
 
     def _forget(self, runs: Iterable[Running]) -> None:
         for running in runs:
@@ -172,12 +171,9 @@ class EngineServer:
 
     def report(self, at_once: bool = False) -> None:
         """Send what rounds have brought, unless it is little and can wait for the next round."""
-        now = time.monotonic()
-        due = at_once or self.is_urgent or not self.engine.busy or now - self.last_sent >= SEND_EVERY_S
-        is_silent = self.engine.busy and now - self.last_sent >= MOST_SILENCE_S
-        if (self.unsent and due) or is_silent:
-            self.channel.send(frame(StepReport(self.unsent, engine_load(self.engine), self.engine.clock)))
-            self.unsent, self.is_urgent, self.last_sent = [], False, now
+        is_silent = self.engine.busy and self.outbox.silence >= MOST_SILENCE_S
+        if at_once or is_silent or self.outbox.is_due(len(self.running) if self.engine.busy else 0):
+            self.channel.send(frame(StepReport(self.outbox.taken(), engine_load(self.engine), self.engine.clock)))
 
     def _collect(self) -> None:
         """Collect garbage while nothing runs: the collector is off, since it would make single rounds long."""

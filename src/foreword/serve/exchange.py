@@ -16,7 +16,7 @@ from foreword.engine.request import Event, Running
 from foreword.engine.round_trace import RoundTrace
 from foreword.requests import Prompt
 from foreword.serve.errors import Refusal
-from foreword.serve.fields import GenerationFields, Object, StreamOptions
+from foreword.serve.fields import ChatFields, CompletionFields, Object, StreamOptions
 from foreword.serve.flow import News
 from foreword.serve.service import Service
 from foreword.serve.usage import cost_of, usage_of
@@ -33,7 +33,7 @@ class Exchange(Protocol):
         """Return the settings of `generate`. May take long."""
 
     def begin(self, runs: list[Running]) -> None:
-        """Take the runs, those of a prompt next to each other, before any other method is called."""
+        """Take the runs, those of a prompt next to each other, after `settings` and before any other method."""
 
     def opening(self) -> bytes:
         """Return the events before the first round."""
@@ -89,14 +89,14 @@ class Chunks:
         return cost_of(runs, self._method)
 
 
-def by_round(news: News, fields: GenerationFields) -> list[list[Event]]:
+def by_round(news: News, fields: ChatFields | CompletionFields) -> list[list[Event]]:
     """Return the events that each make a chunk: all of them together, or one by one if the client traces rounds."""
     if fields.trace_rounds:
         return [[event] for event in news.events]
     return [news.events] if news.events else []
 
 
-def traced(events: list[Event], fields: GenerationFields) -> Object:
+def traced(events: list[Event], fields: ChatFields | CompletionFields) -> Object:
     """Return what a chunk tells about its round, if the client asked for it."""
     if not fields.trace_rounds or not events:
         return {}

@@ -8,15 +8,14 @@ as not given.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from foreword.files import BadJSON, parse_json
-from foreword.requests import SETTINGS
 from foreword.serve.errors import Refusal
+from foreword.text.grammar import KINDS as GRAMMARS
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -44,7 +43,10 @@ class GenerationFields(Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
-    seed: Annotated[Seed | None, Meta(description="The same seed gives the same output, with every method.")] = None
+    seed: Annotated[
+        Seed | None,
+        Meta(description="The same seed gives the same output, with every method; in half precision up to near-ties."),
+    ] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
@@ -58,15 +60,27 @@ class GenerationFields(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Count | None = None
+    reuse: Annotated[
+        bool | None, Meta(description="Start from cached tokens. The default is true unless the model has half precision.")
+    ] = None
     cache_salt: str | None = None
     prompt_cache_key: Annotated[
         str | None, Meta(description="Requests with the same key are parts of one session: its cached tokens are kept.")
     ] = None
-    speculate: Annotated[bool | None, Meta(description="false: decode without drafts. The output is the same.")] = None
-    trace_rounds: Annotated[
-        bool | None, Meta(description="Each chunk of a stream is a round, and tells what was drafted in it.")
+    structured_outputs: Annotated[
+        Object | None, Meta(description="The format of the output, as in vLLM: one of json, regex, choice, grammar, ...")
     ] = None
-    return_token_ids: bool | None = None
+    guided_json: Annotated[str | Object | None, Meta(description="vLLM's earlier name of structured_outputs.json.")] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    speculate: Annotated[
+        bool | None,
+        Meta(description="false: decode without drafts. The output is the same; in half precision up to near-ties."),
+    ] = None
+
+
+Traces = Annotated[bool | None, Meta(description="Each chunk of a stream is a round, and tells what was drafted in it.")]
 
 
 class ChatFields(GenerationFields, kw_only=True):
@@ -90,6 +104,8 @@ class ChatFields(GenerationFields, kw_only=True):
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    trace_rounds: Traces = None
+    return_token_ids: bool | None = None
 
 
 class CompletionFields(GenerationFields, kw_only=True):
@@ -106,6 +122,8 @@ class CompletionFields(GenerationFields, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: Object | None = None
     prediction: Object | None = None
+    trace_rounds: Traces = None
+    return_token_ids: bool | None = None
 
 
 class ResponseFields(GenerationFields, kw_only=True):
@@ -153,17 +171,23 @@ class MethodFields(Struct, kw_only=True):
 
 Fields = TypeVar("Fields", bound=Struct)
 
+# Fields that are the grammar of an output, or a part of it.
+GUIDES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GRAMMAR_FIELDS = ("response_format", "text", *GUIDES, "tools")
+
 # Fields that are settings of `generate`, under the name that they have there.
 SETTING_OF = {
     name: {"prompt_cache_key": "session", "min_tokens": "min_new_tokens"}.get(name, name)
     for name in GenerationFields.__struct_fields__
-    if name not in ("model", "stream", "return_token_ids")
+    if name not in ("model", "stream", *GUIDES)
 }
 SETTING_OF |= {name: "max_new_tokens" for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")}
-SETTING_OF |= {name: name for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")}
-HINTS = {"session", "trace_rounds"}  # settings that change no output: an engine without them may leave them out
+SETTING_OF |= {
+    name: name for name in ("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "trace_rounds")
+}
 
 ONLY_TEXT = "this server reads and writes text only"
+NOT_IN_RESPONSES = "/v1/chat/completions and /v1/completions have it"
 STATELESS = "this server keeps no answers; send the whole conversation"
 # name: (values that change nothing, why others are refused)
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -184,6 +208,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "outputs are sampled"),
     "chat_template": ((), "templates are programs, and this server runs only the model's own"),
     "priority": ((0,), "requests are served in the order they come"),
+    "trace_rounds": ((False,), NOT_IN_RESPONSES),
+    "return_token_ids": ((False,), NOT_IN_RESPONSES),
     "prompt_logprobs": ((), "use echo with logprobs at /v1/completions"),
 }
 IGNORED = {"user", "safety_identifier", "metadata", "service_tier", "verbosity", "prompt_cache_retention"}
@@ -232,13 +258,6 @@ def settings_of(fields: GenerationFields, session: str | None = None) -> Object:
 def names_of(fields: GenerationFields) -> dict[str, str]:
     """Return the fields that a client gave, by the names of their settings. Errors blame them."""
     given = [name for name in fields.__struct_fields__ if name != "model" and getattr(fields, name) is not None]
-    return {SETTING_OF.get(name, name): name for name in given}
-
-
-def served(settings: Object, names: Mapping[str, str]) -> Object:
-    """Refuse settings that this version of the engine lacks; hints are left out. `names`: the fields that they came from."""
-    unknown = settings.keys() - {*SETTINGS}
-    for name in sorted(unknown - HINTS):
-        field = names.get(name, name)
-        raise Refusal(400, f"{field} is not supported by this server", param=field, code="unsupported_field")
-    return {name: value for name, value in settings.items() if name not in unknown}
+    grammar = next((name for name in GRAMMAR_FIELDS if name in given), None)
+    found = {} if grammar is None else dict.fromkeys(GRAMMARS, grammar)
+    return found | {SETTING_OF.get(name, name): name for name in given}

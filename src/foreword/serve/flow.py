@@ -2,16 +2,16 @@
 
 A task follows each run, one waits for the client to leave, timers remind of the time; all put news into one queue, and the
 handler reads it. So nothing is cancelled to look at a clock, and rounds that come while the handler writes are read
-together.
+together. A client that does not read cannot keep its request from ending.
 When the block ends, for whatever reason, the engine drops every run that has not finished.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from starlette.types import Receive
 
@@ -21,6 +21,9 @@ from foreword.serve.errors import ClientGone, Refusal
 if TYPE_CHECKING:
     from foreword.api import AsyncStream
     from foreword.serve.async_llm import AsyncLLM
+
+LAST_WRITE_S = 1.0  # how long a client may take to read on when its request has been ended
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -56,6 +59,9 @@ class Flow:
         self._news: asyncio.Queue[tuple[Output, bool] | Exception | None] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._streams: list[AsyncStream] = []
+        self._outputs: list[Output] = []
+        self._writing: asyncio.Timeout | None = None
+        self._last_write: float | None = None  # by the loop's clock: no write takes longer than until then
 
     async def __aenter__(self) -> Self:
         late = Refusal(
@@ -72,19 +78,55 @@ class Flow:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for stream in self._streams:
             await stream.aclose()
+        # A cancelled task leads back here, and an event to its run: only the garbage collector would free them.
+        self._tasks.clear()
+        for output in self._outputs:
+            output.run.events.clear()
 
     def end(self, error: Exception) -> None:
         """End the request early: the handler gets this error as its next news."""
         self._news.put_nowait(error)
+        self._last_write = asyncio.get_running_loop().time() + LAST_WRITE_S
+        if self._writing is not None:
+            self._writing.reschedule(self._last_write)
+
+    async def written(self, write: Awaitable[None]) -> None:
+        """Wait until the client has read enough to take a write. When its request has been ended, it must soon."""
+        try:
+            async with asyncio.timeout_at(self._last_write) as self._writing:
+                await write
+        except TimeoutError as error:
+            raise ClientGone from error
+        finally:
+            self._writing = None
+
+    async def first(self, work: Coroutine[Any, Any, Found]) -> Found:
+        """Do what comes before the rounds, and return what it returns. Raise what ends the request early."""
+        found: list[Found] = []
+        self._begin(self._do(work, found))
+        news = await self._news.get()
+        if isinstance(news, Exception):
+            try:
+                raise news
+            finally:
+                del news  # this frame is in its traceback: the two would keep each other
+        return found[0]
+
+    async def _do(self, work: Coroutine[Any, Any, Found], found: list[Found]) -> None:
+        try:
+            found.append(await work)
+            self._news.put_nowait(None)
+        except Exception as error:
+            self._news.put_nowait(error)
 
     async def rounds(self, llm: AsyncLLM, runs: Sequence[Running], pause: float) -> AsyncIterator[News | None]:
         """Run requests, and yield what is new of them until all have ended; None after every `pause` seconds without news.
         Raise what ends the request early."""
-        outputs = [Output(index, run) for index, run in enumerate(runs)]
-        for output in outputs:
+        self._outputs = [Output(index, run) for index, run in enumerate(runs)]
+        for output in self._outputs:
             self._streams.append(llm.run(output.run))
             self._begin(self._follow(output, self._streams[-1]))
-        loop, left = asyncio.get_running_loop(), len(outputs)
+        loop, left = asyncio.get_running_loop(), len(runs)
         while left:
             reminder = loop.call_later(pause, self._news.put_nowait, None)
             try:
@@ -92,7 +134,10 @@ class Flow:
             finally:
                 reminder.cancel()
             if isinstance(some, Exception):
-                raise some
+                try:
+                    raise some
+                finally:
+                    del some  # this frame is in its traceback: the two would keep each other
             if some is None:
                 yield None
                 continue

@@ -32,7 +32,7 @@ class FrameSocket:
         self._flush()
         bodies = self._bodies()
         if not bodies and wait != 0.0:
-            select.select([self.socket], [self.socket] if self._unsent else [], [], wait)
+            self._wait(select.POLLIN | (select.POLLOUT if self._unsent else 0), wait)
             bodies = self._bodies()
         return bodies
 
@@ -62,14 +62,21 @@ class FrameSocket:
         self._unsent += frame
         self._flush()
         while len(self._unsent) > MOST_UNSENT:
-            select.select([], [self.socket], [])
+            self._wait(select.POLLOUT)
             self._flush()
 
     def flush(self) -> None:
         """Wait until everything is sent."""
         while self._unsent:
-            select.select([], [self.socket], [])
+            self._wait(select.POLLOUT)
             self._flush()
+
+    def _wait(self, events: int, seconds: float | None = None) -> None:
+        """Wait for one of some events. Not by `select`, which fails for descriptors above 1023: a server that starts its
+        engine again may have as many clients."""
+        waiting = select.poll()
+        waiting.register(self.socket, events)
+        waiting.poll(None if seconds is None else seconds * 1000)
 
     def _flush(self) -> None:
         try:

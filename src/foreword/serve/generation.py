@@ -1,8 +1,8 @@
 """The path of a request that generates: body -> fields -> exchange -> runs -> answer.
 
-A request enters before it costs anything. Prompts are encoded and grammars compiled in a thread. Whatever happens, leaving
-the flow aborts the runs that have not ended: within a round when the client leaves, after the limit of time, or when the
-server has drained.
+A request enters before it costs anything. Prompts are encoded in threads, and new grammars tried in another. Whatever
+happens, leaving the flow aborts the runs that have not ended: within a round when the client leaves, after the limit of
+time, or when the server has drained.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from foreword.engine.request import Running
+from foreword.engine.request import LONGEST_SESSION, Running
 from foreword.errors import ForewordError
 from foreword.serve import sse
 from foreword.serve.errors import ClientGone, Refusal, refused
 from foreword.serve.exchange import Exchange
-from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object, served
+from foreword.serve.fields import Fields, GenerationFields, checked, names_of, read_object
 from foreword.serve.flow import Flow
 from foreword.serve.metrics import Counting
 from foreword.serve.service import Service
 
 LARGE_BODY = 1 << 16  # bytes; to parse a larger one here would hold up other requests
 BODY_S = 60.0  # a client that needs longer to send a body only keeps a connection busy
-LONGEST_SESSION = 256  # characters
 
 log = logging.getLogger("foreword.serve")
 
@@ -52,24 +51,24 @@ class Generation:
             exchange = self.exchange(self.service, fields, _session(request))
             async with Flow(receive, self.service.options.request_seconds) as flow:
                 with self.service.admission.enter(flow, len(exchange.prompts) * exchange.samples):
-                    runs = await asyncio.to_thread(self._runs, exchange, names_of(fields))
+                    runs = await flow.first(self._runs(exchange))
                     exchange.begin(runs)
                     counting = self.service.metrics.follow(runs, since)
                     if exchange.streams:
                         await self._stream(exchange, flow, counting, send)
                     else:
                         await (await self._whole(exchange, flow, counting))(scope, receive, send)
-        except ClientGone:
-            return
         except ForewordError as error:
             raise refused(error, names_of(fields)) from error
 
-    def _runs(self, exchange: Exchange, names: dict[str, str]) -> list[Running]:
+    async def _runs(self, exchange: Exchange) -> list[Running]:
         """Return the checked requests of an exchange, those of a prompt next to each other."""
-        return self.service.llm.checked(exchange.prompts, served(exchange.settings(), names), exchange.samples)
+        settings = await asyncio.to_thread(exchange.settings)
+        await self.service.trials.passed(settings)
+        return await asyncio.to_thread(self.service.llm.checked, exchange.prompts, settings, exchange.samples)
 
     async def _stream(self, exchange: Exchange, flow: Flow, counting: Counting, send: Send) -> None:
-        stream = sse.EventStream(send)
+        stream = sse.EventStream(lambda message: flow.written(send(message)))
         await stream.begin()
         try:
             with counting:
@@ -110,6 +109,8 @@ async def read(request: Request, kind: type[Fields], service: Service) -> Fields
             body = await request.body()
     except TimeoutError as error:
         raise Refusal(408, f"the body took longer than {BODY_S:g} s", headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ClientGone from error
 
     def parse() -> tuple[Fields, int]:
         return checked(read_object(body), kind)

@@ -1,4 +1,4 @@
-"""Guard: what every request passes before its endpoint, as ASGI middleware: its id, its key, its origin, its size.
+"""Guard: what every request passes before its endpoint, as ASGI middleware: its turn, id, key, origin and size.
 
 Some paths are open to requests without a key, such as /health and the page. A web page of another origin may ask only if
 the server's options name it: a browser would send its requests to a local server, too.
@@ -6,8 +6,10 @@ the server's options name it: a browser would send its requests to a local serve
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+from collections import deque
 from dataclasses import dataclass
 from hmac import compare_digest
 from time import perf_counter
@@ -15,15 +17,53 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.serve.errors import Refusal, refused
+from foreword.serve.errors import ClientGone, Refusal, refused
 from foreword.serve.metrics import Metrics
 from foreword.serve.options import digest
 
+MOST_TURNS = 4  # requests that begin in one pass of the event loop
+MOST_BODIES = 16
+BUSY = "the bodies of other requests fill the memory that is meant for them; try again later"
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger("foreword.serve")
+
+
+class Turns:
+    """Let few requests begin in each pass of the event loop, in the order they came. A thousand that come at once would
+    otherwise begin in one pass, and hold up everything else for as long. `at_once`: paths that need not wait."""
+
+    def __init__(self, app: ASGIApp, at_once: frozenset[str]) -> None:
+        self.app, self._at_once = app, at_once
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._left = MOST_TURNS  # in this pass
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._at_once:
+            await self._turn()
+        await self.app(scope, receive, send)
+
+    async def _turn(self) -> None:
+        if self._left == MOST_TURNS:
+            asyncio.get_running_loop().call_soon(self._next_pass)
+        if self._left:
+            self._left -= 1
+            return
+        self._waiting.append(asyncio.get_running_loop().create_future())
+        await self._waiting[-1]
+
+    def _next_pass(self) -> None:
+        self._left = MOST_TURNS
+        while self._left and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its task was cancelled
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < MOST_TURNS:
+            asyncio.get_running_loop().call_soon(self._next_pass)
 
 
 @dataclass(frozen=True)
@@ -55,7 +95,7 @@ class RequestIds:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Turn exceptions into answers, as long as none has begun."""
+    """Turn exceptions into answers, as long as none has begun and the client is there."""
 
     app: ASGIApp
 
@@ -69,13 +109,19 @@ class Refusals:
 
         try:
             await self.app(scope, receive, noted)
+        except ClientGone:
+            return
         except Exception as error:
             if has_begun or scope["type"] != "http":
                 raise
-            refusal = refused(error)
-            if refusal.code == "internal_error":
-                log.error("%s %r failed", scope["method"], scope["path"], exc_info=error)
-            await refusal.response()(scope, receive, send)
+            answer = self._answer(error, scope)
+            await answer(scope, receive, send)
+
+    def _answer(self, error: Exception, scope: Scope) -> Response:
+        refusal = refused(error)
+        if refusal.code == "internal_error":
+            log.error("%s %r failed", scope["method"], scope["path"], exc_info=error)
+        return refusal.response()
 
 
 @dataclass(frozen=True)
@@ -130,12 +176,14 @@ class Origins:
             return False
 
 
-@dataclass(frozen=True)
+@dataclass
 class BodyLimit:
-    """Refuse bodies that are too large: by their declared length, or while they come in chunks."""
+    """Refuse bodies that are too large: by their declared length, or while they come in chunks. And refuse further bytes
+    while those of all requests together fill as much memory as `MOST_BODIES` of the largest bodies."""
 
     app: ASGIApp
     most: int
+    held: int = 0  # bytes of requests that have not been answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,12 +196,19 @@ class BodyLimit:
         async def counted() -> Message:
             nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
+            arrived = len(message.get("body", b""))
+            size += arrived
+            self.held += arrived
             if size > self.most:
                 raise self._refusal()
+            if self.held > MOST_BODIES * self.most:
+                raise Refusal(503, BUSY, headers={"Connection": "close", "Retry-After": "5"})
             return message
 
-        await self.app(scope, counted, send)
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            self.held -= size
 
     def _refusal(self) -> Refusal:
         message = f"the body is larger than {self.most} bytes; send less, or start the server with a larger --max-body"

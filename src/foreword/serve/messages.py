@@ -15,8 +15,7 @@ import msgspec
 
 import foreword.errors
 from foreword.core.sampling import Sampling
-from foreword.engine.emit import Finish
-from foreword.engine.request import EngineLimits, Event, Logprob, Request, Running
+from foreword.engine.request import EngineLimits, Event, Finish, Logprob, Request, Running
 from foreword.engine.round_trace import RoundTrace
 from foreword.errors import EngineError, ForewordError
 from foreword.text.grammar import GrammarSpec
@@ -123,20 +122,34 @@ class Ended(msgspec.Struct, array_like=True):
     finish: Finish | None
     failure: Failure | None = None
     prompt_logprobs: list[Logprob] | None = None
+    draft_was_nan: bool = False
 
 
 class Progress(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What one round brought to one request."""
+    """What one or several rounds brought to one request. `accepted`, `drafted`: of each round."""
 
     number: int
     tokens: list[int]
-    accepted: int
-    drafted: int
+    accepted: list[int]
+    drafted: list[int]
     logprobs: list[Logprob] = []
-    predicted: int = 0
-    draft: RoundTrace | None = None
+    predicted: int = 0  # of the tokens, the first ones
+    draft: RoundTrace | None = None  # of the round, which is then alone
     begun: Begun | None = None
     ended: Ended | None = None
+
+    def can_join(self, later: Progress) -> bool:
+        """Whether later rounds can go together with these: each trace, and each round that a prediction served, is told of
+        its own."""
+        return not (self.draft or later.draft or later.predicted)
+
+    def join(self, later: Progress) -> None:
+        """Add what later rounds brought."""
+        self.tokens += later.tokens
+        self.accepted += later.accepted
+        self.drafted += later.drafted
+        self.logprobs += later.logprobs
+        self.ended = later.ended
 
 
 class EngineLoad(msgspec.Struct, array_like=True):
@@ -172,7 +185,7 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 def progress_of(number: int, event: Event) -> Progress:
     """Return what an event of the engine says. A round that decided nothing counts too."""
     running = event.running
-    progress = Progress(number, event.tokens, running.accepted[-1], running.drafted[-1], [*event.logprobs])
+    progress = Progress(number, [*event.tokens], running.accepted[-1:], running.drafted[-1:], [*event.logprobs])
     progress.predicted, progress.draft = event.predicted, event.draft
     if len(running.accepted) == 1:
         progress.begun = Begun(running.prefill_s, running.reused, running.began)
@@ -185,4 +198,5 @@ def ended_of(running: Running) -> Ended:
     """Return how a finished request ended."""
     assert running.finish_reason is not None
     failure = None if running.error is None else Failure.of(running.error)
-    return Ended(Finish(running.finish_reason, running.stop_reason), failure, running.prompt_logprobs or None)
+    finish = Finish(running.finish_reason, running.stop_reason)
+    return Ended(finish, failure, running.prompt_logprobs or None, running.draft_was_nan)

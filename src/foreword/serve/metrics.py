@@ -6,6 +6,7 @@ others begin with `foreword:`. A round counts as soon as its client could have s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -89,6 +90,7 @@ class Metrics:
         self._waiting = self._labelled(Gauge, "foreword:requests_waiting", "Outputs that wait for a slot.")
         self._rows_used = self._labelled(Gauge, "foreword:cache_rows_used", "Cache rows that running outputs use.")
         self._rows_in_all = self._labelled(Gauge, "foreword:cache_rows", "Cache rows of all slots.")
+        self._tasks = self._labelled(Gauge, "foreword:tasks", "Tasks of the server's event loop.")
         self._ready = self._labelled(Gauge, "foreword:ready", "1 if the engine serves requests.")
 
     def aborted(self, reason: str, count: int = 1) -> None:
@@ -104,6 +106,7 @@ class Metrics:
         self._waiting.set(health.load.waiting)
         self._rows_used.set(health.load.cache_rows)
         self._rows_in_all.set(self._llm.cache_rows)
+        self._tasks.set(len(asyncio.all_tasks()))
         self._ready.set(health.state == "ready")
         return generate_latest(self.registry)
 
@@ -144,9 +147,9 @@ class Counting:
     def take(self, news: News) -> None:
         """Count what is new of an output."""
         one = self._seen[news.output.index]
+        rounds = self._count_rounds(one)
         if news.events:
-            self._time(one, len(news.events), sum(len(event.tokens) for event in news.events))
-        self._count_rounds(one)
+            self._time(one, max(rounds, 1), sum(len(event.tokens) for event in news.events))
         if news.ended:
             one.ended = True
             self._metrics.times["e2e"].observe(perf_counter() - self._since)
@@ -164,22 +167,24 @@ class Counting:
         one.at = now
         to.generated_tokens.inc(tokens)
 
-    def _count_rounds(self, one: Seen) -> None:
-        """Count the rounds since the last call. The engine may be about to add one, so both lists are read once."""
+    def _count_rounds(self, one: Seen) -> int:
+        """Count the rounds since the last call, and return how many there are. The engine may be about to add one, so both
+        lists are read once."""
         to, drafted = self._metrics, one.run.drafted[one.rounds :]
         accepted = one.run.accepted[one.rounds : one.rounds + len(drafted)]
         rounds = list(zip(accepted, drafted, strict=False))
         one.rounds += len(rounds)
         to.rounds.inc(len(rounds))
         to.rows.inc(sum(drafted) + len(rounds))
-        for kept, checked in rounds:
+        for kept, _ in rounds:
             to.per_round.observe(kept)
-            if checked:
-                to.drafts.inc()
-                to.draft_tokens.inc(checked)
-                to.accepted_tokens.inc(max(kept - 1, 0))
-                for position in range(kept - 1):
-                    to.by_position[min(position, MOST_POSITIONS - 1)].inc()
+        accepted = [max(kept - 1, 0) for kept, checked in rounds if checked]
+        to.drafts.inc(len(accepted))
+        to.draft_tokens.inc(sum(drafted))
+        to.accepted_tokens.inc(sum(accepted))
+        for position in range(max(accepted, default=0)):
+            to.by_position[min(position, MOST_POSITIONS - 1)].inc(sum(count > position for count in accepted))
+        return len(rounds)
 
 
 def _reason(error: BaseException) -> str:

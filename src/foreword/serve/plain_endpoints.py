@@ -16,6 +16,7 @@ from foreword.serve.errors import Refusal, refused
 from foreword.serve.fields import DetokenizeFields, MethodFields, TokenizeFields
 from foreword.serve.generation import json_response, read
 from foreword.serve.service import VERSION, Service
+from foreword.serve.tools import tools_of
 from foreword.text import ChatOptions
 
 
@@ -59,7 +60,7 @@ class PlainEndpoints:
                 return list(tokenizer.piece_ids(fields.prompt))
             return tokenizer.encode(fields.prompt, chat=False)
         options = ChatOptions(
-            tools=fields.tools,
+            tools=[tool.shown() for tool in tools_of(fields.tools)] if fields.tools else None,
             chat_template_kwargs=fields.chat_template_kwargs,
             add_generation_prompt=fields.add_generation_prompt is not False,
         )

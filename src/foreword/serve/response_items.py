@@ -32,13 +32,13 @@ class ItemWriter:
                 events += self._call(call)
         return events
 
-    def end(self) -> list[Object]:
+    def end(self, status: str = "completed") -> list[Object]:
         """Close the item that is open, and return the events."""
         if self._open is None:
             return []
         place, self._open = self._open, None
         item = self.output[place]
-        item["status"] = "completed"
+        item["status"] = status
         at = {"item_id": item["id"], "output_index": place}
         done = {"type": "response.output_item.done", "output_index": place, "item": item}
         if item["type"] == "function_call":

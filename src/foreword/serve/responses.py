@@ -20,7 +20,8 @@ from foreword.serve.flow import News
 from foreword.serve.logprobs import entries_of, of_chat
 from foreword.serve.response_items import ItemWriter
 from foreword.serve.service import Service
-from foreword.serve.tool_text import NoTools, ToolPlan, format_settings, tool_plan
+from foreword.serve.structured import format_settings
+from foreword.serve.tools import tool_plan
 from foreword.serve.usage import cost_of, usage_of
 
 LOGPROBS = "message.output_text.logprobs"  # an entry of `include`
@@ -37,7 +38,6 @@ class ResponseExchange:
         self.streams = bool(fields.stream)
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
         self._wants_logprobs = LOGPROBS in (fields.include or ()) or fields.top_logprobs is not None
-        self._plan: ToolPlan | None = None
         self._sent = 0  # events
 
     def settings(self) -> Object:
@@ -48,19 +48,20 @@ class ResponseExchange:
         if fields.reasoning and fields.reasoning.get("effort") is not None:
             effort = {"reasoning_effort": fields.reasoning["effort"]}
             found["chat_template_kwargs"] = effort | found.get("chat_template_kwargs", {})
-        if fields.text and fields.text.get("format"):
-            found |= format_settings(_response_format(fields.text["format"]))
-        if fields.tools:
-            self._plan = tool_plan(
-                list(map(_chat_tool, fields.tools)), _choice(fields.tool_choice), fields.parallel_tool_calls
-            )
-            found |= self._plan.settings
+        self._plan = tool_plan(
+            self._service.llm.tokenizer,
+            list(map(_chat_tool, fields.tools or ())),
+            _chat_choice(fields.tool_choice),
+            fields.parallel_tool_calls,
+            format_settings(fields, _chat_format(fields.text), "text.format"),
+        )
+        found = self._plan.settings | found
         context = self._service.llm.limits.context
         return length_limit(found, context, context)
 
     def begin(self, runs: list[Running]) -> None:
         (self._run,) = runs
-        self._parser = NoTools() if self._plan is None else self._plan.parser()
+        self._parser = self._plan.parser()
         self._items = ItemWriter()
 
     def opening(self) -> bytes:
@@ -72,7 +73,7 @@ class ResponseExchange:
         logprobs = of_chat(self._service.llm.tokenizer, entries_of(news.events)) if self._wants_logprobs else []
         events = self._items.add(self._parser.push(text), logprobs)
         if news.ended:
-            events += self._items.add(self._parser.finish(), []) + self._items.end()
+            events += self._items.add(self._parser.finish(), []) + self._items.end(self._status())
         return self._frames(events)
 
     def closing(self) -> bytes:
@@ -86,7 +87,7 @@ class ResponseExchange:
     def whole(self) -> Object:
         logprobs = of_chat(self._service.llm.tokenizer, self._run.logprobs) if self._wants_logprobs else []
         self._items.add([*self._parser.push(self._run.text), *self._parser.finish()], logprobs)
-        self._items.end()
+        self._items.end(self._status())
         return self._response(self._status())
 
     def _frames(self, events: list[Object]) -> bytes:
@@ -173,16 +174,21 @@ def _chat_tool(tool: Object) -> Object:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _choice(choice: str | Object | None) -> str | Object | None:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
+def _chat_choice(choice: str | Object | None) -> str | Object | None:
+    """Return a `tool_choice` of the Responses API as one of the chat API."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_chat_choice(tool) if isinstance(tool, dict) else tool for tool in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     return choice
 
 
-def _response_format(given: Any) -> Object:
+def _chat_format(text: Object | None) -> Any:
     """Return `text.format` as a `response_format` of the chat API."""
-    if not isinstance(given, dict):
-        raise Refusal(400, "text.format must be an object with a type", param="text")
-    if given.get("type") == "json_schema":
+    given = (text or {}).get("format")
+    if isinstance(given, dict) and given.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
     return given

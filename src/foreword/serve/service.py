@@ -12,6 +12,7 @@ from foreword.serve.admission import Admission
 from foreword.serve.errors import Refusal
 from foreword.serve.metrics import Metrics
 from foreword.serve.options import ServeOptions
+from foreword.serve.trials import GrammarTrials
 
 if TYPE_CHECKING:
     from foreword.serve.async_llm import AsyncLLM
@@ -27,6 +28,7 @@ class Service:
     options: ServeOptions
     admission: Admission
     metrics: Metrics
+    trials: GrammarTrials
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -1,4 +1,5 @@
-"""Grammars that an output must follow: a JSON schema, a regular expression, or rules in EBNF, for the library xgrammar.
+"""Grammars that an output must follow, for the library xgrammar: a JSON schema, a regular expression, rules in EBNF, or a
+structural tag, which joins such parts.
 
 In: settings, and a tokenizer. Out: a `GrammarSpec`, which is two strings and crosses processes; and its compiled form, from
 which matchers are made. xgrammar is optional (extra `json`), and is imported where it is first used. White space between the
@@ -21,13 +22,15 @@ from foreword.files import BadJSON, parse_json
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
 
-GrammarKind = Literal["json_schema", "regex", "grammar"]
-KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "grammar")
+GrammarKind = Literal["json_schema", "regex", "grammar", "structural_tag"]
+KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "grammar", "structural_tag")
 NEEDED = {
     "json_schema": "a JSON schema as a mapping or as its text, or True for any JSON object",
     "regex": "a regular expression as a string",
     "grammar": "rules in EBNF as a string, the first of them called root",
+    "structural_tag": "a structural tag of xgrammar as a mapping or as its text",
 }
+WRITTEN_IN_JSON = ("json_schema", "structural_tag")
 ANY_OBJECT = '{"type":"object","additionalProperties":true}'
 LONGEST = 1 << 17  # characters of a grammar
 LONGEST_REASON = 240  # characters of xgrammar's message
@@ -52,7 +55,7 @@ class GrammarSpec:
             raise InputError(f"{' and '.join(given)} are given; an output follows one grammar, so give one of them")
         kind = given[0]
         require_xgrammar(kind)
-        text = _schema_text(settings[kind]) if kind == "json_schema" else _text(kind, settings[kind])
+        text = _object_text(kind, settings[kind]) if kind in WRITTEN_IN_JSON else _text(kind, settings[kind])
         return GrammarSpec(kind, text)
 
 
@@ -62,22 +65,22 @@ def require_xgrammar(what: str) -> None:
         raise InputError(f"{what} needs the package xgrammar, which is not installed; pip install 'foreword[json]'")
 
 
-def _schema_text(given: Any) -> str:
-    """Return a JSON schema as text. Properties keep their order, in which they are written."""
-    if given is True:
+def _object_text(kind: GrammarKind, given: Any) -> str:
+    """Return a JSON schema or a structural tag as text. Properties keep their order, in which they are written."""
+    if given is True and kind == "json_schema":
         return ANY_OBJECT
     if isinstance(given, Mapping):
         try:
             given = json.dumps(dict(given))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"json_schema is no JSON: {str(error)[:LONGEST_REASON]}; correct it") from error
-    text = _text("json_schema", given)
+            raise InputError(f"{kind} is no JSON: {str(error)[:LONGEST_REASON]}; correct it") from error
+    text = _text(kind, given)
     try:
-        schema = parse_json(text)
+        found = parse_json(text)
     except BadJSON as error:
-        raise InputError(f"json_schema is no JSON: {str(error)[:LONGEST_REASON]}; correct it") from error
-    if not isinstance(schema, dict):
-        raise InputError(f"json_schema holds a JSON {type(schema).__name__}; give an object, such as {{'type': 'object'}}")
+        raise InputError(f"{kind} is no JSON: {str(error)[:LONGEST_REASON]}; correct it") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{kind} holds a JSON {type(found).__name__}; give an object")
     return text
 
 
@@ -114,6 +117,8 @@ class GrammarCompiler:
                 return self._compiler.compile_json_schema(spec.text, max_whitespace_cnt=MOST_WHITESPACE)
             if spec.kind == "regex":
                 return self._compiler.compile_regex(spec.text)
+            if spec.kind == "structural_tag":
+                return self._compiler.compile_structural_tag(spec.text)
             return self._compiler.compile_grammar(spec.text)
         except RuntimeError as error:
             raise InputError(f"{spec.kind} cannot be used: {_reason(error)}; correct it") from error

@@ -29,10 +29,10 @@ TOO_MUCH = f"needs more than {MEMORY >> 20} MiB to compile; give a smaller one"
 
 
 class GrammarChecker:
-    """Owns the process. Any thread may check; one at a time does."""
+    """Owns the process. Any thread may check; one at a time tries a new grammar."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock, self._memory_lock = Lock(), Lock()
         self._found: OrderedDict[tuple[GrammarSpec, str], str] = OrderedDict()  # what is wrong; empty: nothing
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process id of the parent: a forked child has no part in it
@@ -40,16 +40,33 @@ class GrammarChecker:
 
     def check(self, spec: GrammarSpec, vocabulary: str) -> None:
         """Refuse a grammar that cannot be compiled within the limits. `vocabulary`: see `Tokenizer.grammar_vocabulary`."""
-        with self._lock:
-            key = spec, vocabulary
-            if key not in self._found:
-                self._found[key] = self._tried(spec, vocabulary)
-            self._found.move_to_end(key)
-            while len(self._found) > REMEMBERED:
-                self._found.popitem(last=False)
-            wrong = self._found[key]
+        wrong = self._remembered(spec, vocabulary)
+        if wrong is None:
+            with self._lock:
+                wrong = self._remembered(spec, vocabulary)  # another thread may have tried it meanwhile
+                if wrong is None:
+                    wrong = self._tried(spec, vocabulary)
+                    self._remember(spec, vocabulary, wrong)
         if wrong:
             raise InputError(wrong)
+
+    def knows(self, spec: GrammarSpec, vocabulary: str) -> bool:
+        """Return whether `check` has its answer at hand, without a trial."""
+        return self._remembered(spec, vocabulary) is not None
+
+    def _remembered(self, spec: GrammarSpec, vocabulary: str) -> str | None:
+        """Return what was found wrong with a grammar, the empty string if nothing was; None if it was not tried."""
+        with self._memory_lock:
+            if (spec, vocabulary) not in self._found:
+                return None
+            self._found.move_to_end((spec, vocabulary))
+            return self._found[spec, vocabulary]
+
+    def _remember(self, spec: GrammarSpec, vocabulary: str, wrong: str) -> None:
+        with self._memory_lock:
+            self._found[spec, vocabulary] = wrong
+            while len(self._found) > REMEMBERED:
+                self._found.popitem(last=False)
 
     def _tried(self, spec: GrammarSpec, vocabulary: str) -> str:
         """Compile a grammar in the process, and return what is wrong with it."""
@@ -111,6 +128,11 @@ CHECKER = GrammarChecker()
 def check(spec: GrammarSpec, vocabulary: str) -> None:
     """Refuse a grammar that cannot be compiled within the limits."""
     CHECKER.check(spec, vocabulary)
+
+
+def is_checked(spec: GrammarSpec, vocabulary: str) -> bool:
+    """Return whether `check` answers at once, because this grammar was tried before."""
+    return CHECKER.knows(spec, vocabulary)
 
 
 # In the process ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class StopStrings:
             end, start, self.match = min(matches)
             self._held = ""
             return text[: end if self._include_stop else start], True
-        shown = len(text) - max((_overlap(text, string) for string in self.strings), default=0)
+        shown = len(text) - max((overlap(text, string) for string in self.strings), default=0)
         self._held = text[shown:]
         return text[:shown], False
 
@@ -45,7 +45,7 @@ class StopStrings:
         return rest
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Return how many characters at the end of the text are the beginning of the string, but not all of it."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

@@ -230,6 +230,15 @@ class Tokenizer:
         """The ids of some text, so that a token after it is not the first of the text."""
         return list(self.hf.encode("a", add_special_tokens=False))
 
+    def hides(self, text: str) -> bool:
+        """Return whether special tokens are a part of this text, which `decode` leaves out."""
+        return any(not self.is_visible(token) for token in self.piece_ids(text))
+
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template of prompts with tools; None if there is no template."""
+        return self.hf.get_chat_template(tools=[]) if getattr(self.hf, "chat_template", None) else None
+
     @property
     def vocab_size(self) -> int:
         """The number of tokens, the added ones included."""

@@ -28,7 +28,7 @@ def test_defaults_are_those_of_the_library():
 
 def test_every_setting_of_the_library_has_an_option():
     asked = {one.name for one in fields(GenerationOptions)} | {*GenerationOptions().settings(as_json=False)}
-    asked |= {"stream", "prompt", "reuse", "cache_salt", "model_defaults", "prediction", "trace_rounds"}
+    asked |= {"stream", "prompt", "reuse", "cache_salt", "session", "model_defaults", "prediction", "trace_rounds"}
     assert {one.name for kind in (Sampling, Request) for one in fields(kind)} - {"sampling"} <= asked
 
 
@@ -50,7 +50,7 @@ def test_a_chat_template_comes_from_a_file_and_its_variables_as_json(tmp_path):
 
 
 def test_forms_come_from_files(tmp_path):
-    names = ("json_schema", "grammar")
+    names = ("json_schema", "grammar", "structural_tag")
     for name in names:
         (tmp_path / name).write_text(f"text of {name}", encoding="utf-8")
     settings = GenerationOptions(regex="a+", **{name: tmp_path / name for name in names}).settings(as_json=False)

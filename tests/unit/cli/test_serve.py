@@ -84,4 +84,4 @@ def test_a_port_in_use(run: Any) -> None:
 def test_an_open_server_is_warned_of(run: Any) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         shown = run("serve", "--method", "plain", "--host", "0.0.0.0", "--port", taken.getsockname()[1])
-    assert "warning: everyone who reaches 0.0.0.0 may use this server; add --api-key-file" in shown.stderr
+    assert "warning: everyone who can reach 0.0.0.0 can use this server; add --api-key-file" in shown.stderr

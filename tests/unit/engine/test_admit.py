@@ -172,3 +172,129 @@ def test_the_context_bounds_the_sequence() -> None:
     state, slots = empty_state(), Slots(1)
     admit(deque([running((5, 6, 7), max_new_tokens=10**6)]), slots, state)
     assert int(state.limits[0]) == CONTEXT
+
+
+# Sessions and copies ---------------------------------------------------------------------------------------------------
+
+
+def left(slots: Slots, prompt: tuple[int, ...], **options: object) -> int:
+    """Let a request take a slot and leave it. Return the slot."""
+    gone = running(prompt, **options)
+    slot = slots.take(gone)
+    gone.prefilled = gone.rows
+    gone.tokens = [9]
+    slots.leave(slot)
+    return slot
+
+
+def test_a_session_returns_to_its_slot() -> None:
+    """Even if another slot holds as much of its prompt, or it has nothing to reuse there."""
+    slots = Slots(3, copies=True)
+    first, second = left(slots, (5, 6, 7), session="a"), left(slots, (5, 6, 7))
+    assert first != second
+    for prompt in ((5, 6, 7, 8), (4, 4, 4)):
+        assert left(slots, prompt, session="a", reuse=True) == first
+
+
+def test_slots_of_sessions_are_taken_last_and_the_oldest_first() -> None:
+    slots = Slots(4)
+    for name in ("a", "b"):
+        left(slots, (5, 6), session=name)
+    left(slots, (5, 6))
+    assert list(slots.sessions) == [0, 1]
+    assert [slots.take(running((8, 8))) for _ in range(4)] == [3, 2, 0, 1]
+    assert slots.sessions == {}
+
+
+def test_only_the_slot_that_a_session_used_last_is_kept_for_it() -> None:
+    slots = Slots(3)
+    both = [running((5, 6, token), session="a") for token in (1, 2)]
+    for one in both:
+        slots.take(one)
+        one.prefilled = 2
+    slots.leave(0)
+    slots.leave(1)
+    assert slots.sessions == {1: ("", "a")}
+    assert slots.take(running((8, 8))) == 2 and slots.take(running((8, 8))) == 0
+
+
+def test_a_session_under_another_salt_is_another_session() -> None:
+    slots = Slots(2)
+    left(slots, (5, 6, 7), session="a", cache_salt="ada")
+    entering = running((5, 6, 7, 8), session="a", cache_salt="bob", reuse=True)
+    assert slots.take(entering) == 1 and entering.reused == 0
+
+
+def test_a_slot_with_no_tokens_is_kept_for_no_session() -> None:
+    slots, sick = Slots(1), running((5, 6), session="a")
+    slots.take(sick)
+    slots.leave(0, keep=False)
+    assert slots.sessions == {}
+
+
+def copies_of(slots: Slots, entering: Running) -> list[tuple[int, int, int]]:
+    found: list[tuple[int, int, int]] = []
+    slots.take(entering, lambda *copied: found.append(copied))
+    return found
+
+
+def test_rows_of_a_session_are_copied_and_not_taken_over() -> None:
+    slots = Slots(3, copies=True)
+    left(slots, (5, 6, 7, 8), session="a")
+    entering = running((5, 6, 9), reuse=True)
+    assert copies_of(slots, entering) == [(0, 1, 2)] and entering.reused == entering.prefilled == 2
+    assert slots.sessions == {0: ("", "a")} and slots.free[0] == (5, 6, 7, 8)
+
+
+def test_rows_of_a_running_request_are_copied_when_a_token_depends_on_them() -> None:
+    slots, source = Slots(3, copies=True, worth_a_wait=2), running((5, 6, 7, 8))
+    slots.take(source)
+    source.prefilled = 3
+    assert copies_of(slots, running((5, 6, 7, 9), reuse=True)) == []
+    assert slots.should_wait(Request((5, 6, 7, 9), reuse=True))
+    source.tokens = [1]
+    assert not slots.should_wait(Request((5, 6, 7, 9), reuse=True))
+    assert copies_of(slots, running((5, 6, 7, 8, 1, 4), reuse=True)) == [(0, 2, 4)], "the root is not cached"
+
+
+def test_a_copy_of_a_copy_is_found_before_its_prompt_is_read() -> None:
+    slots = Slots(3, copies=True)
+    left(slots, (5, 6, 7, 8), session="a")
+    slots.take(running((5, 6, 7, 1, 2), reuse=True))
+    slots.take(running((1, 1), session="a"))
+    assert copies_of(slots, running((5, 6, 7, 1, 3), reuse=True)) == [(1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Request((5, 6, 7, 9)),
+        Request((5, 6, 7, 9), reuse=True, cache_salt="other"),
+        Request((5, 6, 7, 9), reuse=True, prompt_logprobs=1),
+        Request((5, 9, 7, 9), reuse=True),
+        Request((5, 6), reuse=True),
+    ],
+    ids=["without reuse", "another salt", "prompt_logprobs", "little in common", "a short prompt"],
+)
+def test_what_does_not_wait(asked: Request) -> None:
+    slots = Slots(3, copies=True, worth_a_wait=2)
+    slots.take(running((5, 6, 7, 8)))
+    assert not slots.should_wait(asked)
+
+
+def test_nobody_waits_for_rows_that_a_slot_has() -> None:
+    slots = Slots(3, copies=True, worth_a_wait=2)
+    left(slots, (5, 6, 7, 8))
+    slots.take(running((5, 6, 7, 9)))
+    assert not slots.should_wait(Request((5, 6, 7, 9, 9), reuse=True))
+
+
+def test_a_request_that_waits_lets_others_pass_but_keeps_its_turn() -> None:
+    slots, state = Slots(3, copies=True, worth_a_wait=2), empty_state()
+    same = [running((5, 6, 7, token), reuse=True) for token in (8, 9)]
+    others = [running((4, token)) for token in (8, 9)]
+    waiting = deque([*same, *others])
+    assert admit(waiting, slots, state) == [0, 1] and list(waiting) == [same[1], others[1]]
+    assert admit(waiting, slots, state) == []
+    same[0].prefilled, same[0].tokens = 3, [1]
+    assert admit(waiting, slots, state) == [2] and list(waiting) == [others[1]]

@@ -218,3 +218,24 @@ def test_the_last_rows_are_put_back_bit_for_bit() -> None:
         raise KeyError
     assert cache.length.tolist() == [9, 5, 10, 0]
     assert torch.equal(cache.held, held)
+
+
+def test_rows_are_copied_to_another_slot() -> None:
+    """The first rows, in all layers; the others of that slot stay scratch, and the source is as before."""
+    cache = SlotCache(CacheShape(2, 2, 4, torch.float64), slots=3, context=16, scratch=4, device="cpu")
+    cache.held.normal_()
+    cache.length[:] = torch.tensor([9, 5, 2])
+    before = cache.held.clone()
+    cache.copy(0, 2, 4)
+    assert torch.equal(cache.held[:, :, 2, :, :4], before[:, :, 0, :, :4])
+    assert torch.equal(cache.held[:, :, 2, :, 4:], before[:, :, 2, :, 4:]) and torch.equal(
+        cache.held[:, :, :2], before[:, :, :2]
+    )
+    assert cache.length.tolist() == [9, 5, 4]
+    cache.copy(1, 2, 7)
+    assert cache.length.tolist() == [9, 5, 5], "a small model's cache may have fewer rows"
+    layer = cache.layers[1]
+    layer.copy(0, 1, 3)
+    assert torch.equal(layer.keys[1, :, :3], before[0, 1, 0, :, :3]) and torch.equal(
+        layer.values[1, :, 3:], before[1, 1, 1, :, 3:]
+    )

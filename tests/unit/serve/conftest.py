@@ -12,13 +12,16 @@ import pytest
 import uvicorn
 
 import foreword
-from doubles import Oracle
+from doubles import Oracle, with_template
 from foreword.api import LLM
 from foreword.serve.app import app_of
 from foreword.serve.async_llm import AsyncLLM
+from foreword.serve.connection import Connection
 from foreword.serve.options import ServeOptions
 from foreword.serve.server import listen
 from foreword.serve.service import Service
+from real_server import RealServer
+from serve_faults import model_folder
 
 
 @dataclass
@@ -69,6 +72,15 @@ def joined() -> Callable[..., str]:
     return join
 
 
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """`foreword serve` with two slots, in processes of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOREWORD_HOME", str(tmp_path_factory.mktemp("home")))
+        with RealServer(model_folder(tmp_path_factory.mktemp("model"))) as server:
+            yield server
+
+
 @pytest.fixture(scope="module")
 def llm(talking: Any, hf_tokenizer: Any, own_home: Any) -> Iterator[LLM]:
     """An LLM with two slots."""
@@ -107,7 +119,7 @@ def listening(llm: LLM) -> Callable[..., AbstractAsyncContextManager[tuple[Servi
         async with AsyncLLM.of(other or llm) as engine:
             app = app_of(engine, ServeOptions(**options))
             with listen("127.0.0.1", 0) as port:
-                server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+                server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
                 running = asyncio.create_task(server.serve([port]))
                 try:
                     yield app.state.service, port.getsockname()[1]
@@ -146,3 +158,11 @@ def serving(llm: LLM) -> Serving:
                 yield Client(http, app.state.service)
 
     return serve
+
+
+@pytest.fixture(scope="module")
+def calling(talking: Any, hf_tokenizer: Any, own_home: Any) -> Iterator[LLM]:
+    """An LLM as `knowing`, whose chat template shows tools."""
+    model = talking("llama", max_position_embeddings=2048)
+    with foreword.wrap(model, with_template(hf_tokenizer), Oracle([], depth=5, lies=3), slots=2) as wrapped:
+        yield wrapped

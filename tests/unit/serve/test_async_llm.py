@@ -120,9 +120,9 @@ async def until(is_true: Callable[[], bool]) -> None:
 
 
 async def is_idle(llm: AsyncLLM) -> bool:
-    """Whether the engine says that nothing runs: it says so with the updates of a request, here of a last one."""
-    await llm.agenerate("a", max_new_tokens=1)
-    return llm.health.load.running + llm.health.load.waiting == 0
+    """Whether the engine soon says that nothing runs."""
+    await until(lambda: llm.health.load.running + llm.health.load.waiting == 0)
+    return True
 
 
 def test_many_tasks_get_the_output_of_plain(llm: AsyncLLM, run: Loop, expected: list[dict[str, Any]]) -> None:
@@ -219,10 +219,24 @@ def test_an_engine_that_dies_ends_its_requests_and_is_started_again(
         with pytest.raises(EngineError, match="ended"):
             await waiting
 
+    async def be_slow_after_a_pause(llm: AsyncLLM, client: EngineClient) -> None:
+        """An engine with nothing to do is silent. That does not count against the request that comes then."""
+        assert client._process is not None
+        await llm.agenerate("hello", max_new_tokens=1)
+        client.silence_s = 2.0
+        await llm.agenerate("hello", max_new_tokens=1)
+        await asyncio.sleep(1.4)
+        os.kill(client._process.pid, signal.SIGSTOP)
+        late = asyncio.create_task(llm.agenerate("hello", max_new_tokens=1))
+        await asyncio.sleep(1.2)
+        os.kill(client._process.pid, signal.SIGCONT)
+        await late
+
     async def main() -> None:
         async with AsyncLLM(folders["llama"], "plain", slots=1, restarts=1) as llm:
             client = llm._transport
             assert isinstance(client, EngineClient)
+            await be_slow_after_a_pause(llm, client)
             await kill(llm, client, signal.SIGSTOP, 0.5)
             client.silence_s = 60.0
             await until(lambda: llm.health.state == "ready")

@@ -210,3 +210,28 @@ def test_reused_tokens_are_reported(serving: Any, llm: LLM, monkeypatch: pytest.
 
     cached = asyncio.run(ask())["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0
+
+
+def test_samples_share_their_prompt_and_sessions_are_taken(serving: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field names a session, or a header does. The prompt of three samples counts once, and was not cached."""
+    said = [{"role": "user", "content": "hello " * 12}]
+    given = {"messages": said, "max_tokens": 4, "n": 3, "cache_salt": "samples", "temperature": 0.8, "seed": 3}
+
+    def kept() -> list[tuple[str, str]]:
+        return list(llm.engine.slots.sessions.values())
+
+    async def ask() -> Any:
+        async with serving() as client:
+            first = await client.chat(**given, reuse=True, prompt_cache_key="field")
+            assert kept() == [("samples", "field")]
+            alone = await client.chat(**given, reuse=False)
+            named, short = {"X-Session-Id": "header"}, {"prompt": "x", "max_tokens": 2}
+            await client.http.post("/v1/completions", json=short, headers=named)
+            assert ("", "header") in kept()
+            return first, alone, (await client.http.get("/metrics")).text
+
+    first, alone, counts = asyncio.run(ask())
+    assert [one["message"] for one in first["choices"]] == [one["message"] for one in alone["choices"]]
+    prompt = first["usage"]["prompt_tokens"]
+    assert prompt > 33 and first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert f'foreword:reused_tokens_total{{model_name="llama"}} {2 * (prompt - 1):.1f}' in counts

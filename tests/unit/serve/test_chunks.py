@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from foreword.api import LLM
-from foreword.engine.emit import Finish, append
-from foreword.engine.request import Running
+from foreword.engine.emit import append, publish
+from foreword.engine.request import Finish, Running
 from foreword.serve.app import app_of
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.chat import ChatExchange
@@ -55,10 +55,11 @@ def streamed(service: Service, kind: str, rounds: list[list[int]]) -> tuple[str,
     make, fields = EXCHANGES[kind]
     exchange: Any = make(service, fields(), None)
     (run,) = service.llm.checked(["a"], {"stop": STOP, "max_new_tokens": 64}, 1)
+    exchange.settings()
     exchange.begin([run])
     output, written = Output(0, run), exchange.opening()
     for number, tokens in enumerate(rounds):
-        append(run, tokens, Finish("length") if number == len(rounds) - 1 else None)
+        publish(append(run, tokens, Finish("length") if number == len(rounds) - 1 else None))
         written += exchange.chunk(News(output, output.fresh(), run.done))
         if run.done:
             break

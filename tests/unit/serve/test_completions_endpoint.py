@@ -78,3 +78,39 @@ def test_the_default_is_openais(serving: Any) -> None:
     (choice,) = whole["choices"]
     assert whole["usage"]["completion_tokens"] == 16 == len(choice["token_ids"])
     assert choice["finish_reason"] == "length" and len(choice["prompt_token_ids"]) == 5
+
+
+def test_options_act_on_draft_tokens(serving: Any, llm: LLM) -> None:
+    """The prediction is what greedy decoding writes, so its tokens are drafted. Options that bar some of them bar them in a
+    draft too, and one that leaves nothing else accepts them all."""
+    letters = [token for token in range(llm.engine.limits.vocabulary) if llm.tokenizer.token_text(token).isalpha()]
+    letters = [token for token in letters if llm.tokenizer.token_text(token).isascii()]  # whose text has the same tokens
+    ids = llm.tokenizer.encode("hello", chat=False)
+    settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": letters}
+    greedy = llm.generate(ids, max_new_tokens=24, **settings)
+    barred = greedy.tokens[5]
+    manners: dict[str, dict[str, Any]] = {
+        "min_p": {"temperature": 2.0, "min_p": 0.99999, "seed": 3},
+        "hot": {"temperature": 2.0, "seed": 3},
+        "logit_bias": {"logit_bias": {str(barred): -100}},
+        "bad_words": {"bad_words": [greedy.text[4:6]]},
+        "allowed_token_ids": {"allowed_token_ids": [one for one in letters if one != barred]},
+    }
+    prediction = {"type": "content", "content": greedy.text}
+    common = {**settings, "prompt": ids, "max_tokens": 24, "return_token_ids": True, "prediction": prediction}
+
+    async def answers_to(client: Any, manner: dict[str, Any]) -> list[Any]:
+        return [(await client.post(PATH, {**common, **manner, "speculate": one})).json() for one in (True, False)]
+
+    async def ask_all() -> dict[str, list[Any]]:
+        async with serving() as client:
+            return {name: await answers_to(client, manner) for name, manner in manners.items()}
+
+    found = asyncio.run(ask_all())
+    tokens = {name: [answer["choices"][0]["token_ids"] for answer in answers] for name, answers in found.items()}
+    assert all(drafted == plain for drafted, plain in tokens.values())
+    assert all(answers[0]["foreword"]["drafted"] and not answers[1]["foreword"]["drafted"] for answers in found.values())
+    assert tokens["min_p"][0] == greedy.tokens and tokens["hot"][0] != greedy.tokens
+    assert found["min_p"][0]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 12
+    assert barred not in tokens["logit_bias"][0] + tokens["allowed_token_ids"][0]
+    assert tokens["bad_words"][0][:6] != greedy.tokens[:6]

@@ -9,9 +9,8 @@ import pytest
 
 from foreword.errors import EngineError, InputError, NumericsError, QueueFull
 from foreword.requests import SETTINGS
-from foreword.serve.errors import LONGEST_MESSAGE, Refusal, refused
+from foreword.serve.errors import LONGEST_MESSAGE, refused
 from foreword.serve.fields import (
-    HINTS,
     SETTING_OF,
     UNSUPPORTED,
     ChatFields,
@@ -20,7 +19,6 @@ from foreword.serve.fields import (
     checked,
     names_of,
     read_object,
-    served,
     settings_of,
 )
 
@@ -42,7 +40,7 @@ def test_no_field_is_both_read_and_refused(kind: type[msgspec.Struct]) -> None:
 
 
 def test_every_setting_that_a_field_stands_for_exists() -> None:
-    assert {*SETTING_OF.values()} - HINTS <= {*SETTINGS}
+    assert {*SETTING_OF.values()} <= {*SETTINGS}
 
 
 def test_an_unsupported_field_is_refused_by_name(serving: Any) -> None:
@@ -172,13 +170,6 @@ def test_fields_become_settings() -> None:
     }
     assert settings_of(checked({"messages": SAY}, ChatFields)[0], "header") == {"session": "header"}
     assert names_of(fields)["max_new_tokens"] == "max_completion_tokens"
-
-
-def test_settings_of_another_engine() -> None:
-    """A hint changes no output, so it may be left out; another setting may not."""
-    assert served({"temperature": 1.0, **dict.fromkeys(HINTS, "x")}, {}).keys() <= {*SETTINGS}
-    with pytest.raises(Refusal, match="its_field is not supported by this server"):
-        served({"no_such_setting": 1}, {"no_such_setting": "its_field"})
 
 
 @pytest.mark.parametrize(

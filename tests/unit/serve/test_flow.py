@@ -14,6 +14,10 @@ import pytest
 
 from foreword.api import LLM
 from foreword.engine.engine import Engine
+from foreword.serve import connection, generation
+from foreword.serve import flow as flow_module
+from foreword.serve.errors import ClientGone
+from foreword.serve.flow import Flow
 
 CHAT = "/v1/chat/completions"
 LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "ignore_eos": True}
@@ -269,3 +273,50 @@ def test_a_slow_reader_gets_the_whole_text(listening: Any, llm: LLM) -> None:
     chunks = [json.loads(line) for line in re.findall(r"^data: ({.*})\r?$", found, re.MULTILINE)]
     text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
     assert text == llm.generate(LONG["messages"], ignore_eos=True, temperature=0, max_new_tokens=60).text
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comp", request(LONG)[:40], request({}, Connection="keep-alive") + b"GET /"]
+)
+def test_a_head_that_never_ends(listening: Any, monkeypatch: Any, sent: bytes) -> None:
+    """Nothing, a part of the first line, of the headers, or of a second request: the connection is closed."""
+
+    async def ask() -> bytes:
+        async with listening() as (_, port):
+            return await asyncio.wait_for(answer_to(port, sent), AT_ONCE_S)
+
+    monkeypatch.setattr(connection, "HEAD_S", 0.2)
+    assert asyncio.run(ask())[:13] == (b"HTTP/1.1 400 " if sent.endswith(b"GET /") else b"")
+
+
+def test_a_body_that_never_ends(listening: Any, monkeypatch: Any) -> None:
+    """The time of heads does not count for it."""
+
+    async def ask() -> bytes:
+        async with listening() as (_, port):
+            return await asyncio.wait_for(answer_to(port, request(LONG)[:-5]), AT_ONCE_S)
+
+    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    monkeypatch.setattr(generation, "BODY_S", 0.3)
+    assert asyncio.run(ask()).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_reads_nothing_cannot_keep_its_request(monkeypatch: Any) -> None:
+    """A write that waits for it ends soon after the request has been ended; one that does not wait goes through."""
+
+    async def wait() -> Any:
+        await asyncio.Event().wait()
+
+    async def pass_on() -> None:
+        pass
+
+    async def write() -> None:
+        async with Flow(wait, seconds=0.05) as flow:
+            with pytest.raises(ClientGone):
+                await flow.written(wait())
+            await flow.written(pass_on())
+            with pytest.raises(ClientGone):
+                await flow.written(wait())
+
+    monkeypatch.setattr(flow_module, "LAST_WRITE_S", 0.05)
+    asyncio.run(asyncio.wait_for(write(), AT_ONCE_S))

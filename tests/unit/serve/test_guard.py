@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from foreword.serve import guard, static
 from foreword.serve.app import OPEN
+from foreword.serve.guard import MOST_TURNS, Turns
 from foreword.serve.options import ServeOptions, digest
 
 CHAT = "/v1/chat/completions"
@@ -19,11 +21,12 @@ def test_a_key_is_needed_everywhere_but_where_it_is_not(serving: Any) -> None:
     async def ask() -> None:
         async with serving(key_digests=tuple(map(digest, KEYS))) as client:
             paths = [route.path.replace("{model:path}", "x") for route in client.http._transport.app.routes]
-            assert {*OPEN} < {*paths} and len(paths) > 10
+            free = OPEN | {*static.FILES}
+            assert free < {*paths} and len(paths) > 10
             for path in paths:
                 for method in ("GET", "POST"):
                     status = (await client.http.request(method, path)).status_code
-                    assert (status != 401) == (method == "GET" and path in OPEN), (method, path)
+                    assert (status != 401) == (method == "GET" and path in free), (method, path)
 
     asyncio.run(ask())
 
@@ -124,6 +127,29 @@ def test_a_body_that_is_too_large(serving: Any, chunked: bool) -> None:
     assert answer.headers["connection"] == "close" and other.status_code == 200
 
 
+def test_bodies_that_together_are_too_large(serving: Any, monkeypatch: Any) -> None:
+    """Two wait for their ends, a third one is refused. When they have been answered there is room again."""
+
+    async def ask() -> list[int]:
+        async with serving(max_body=1000) as client:
+            go_on = asyncio.Event()
+
+            async def slowly() -> AsyncIterator[bytes]:
+                yield b" " * 900
+                await go_on.wait()
+                yield b" " * 50
+
+            waiting = [asyncio.create_task(client.http.post(CHAT, content=slowly())) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            refused = await client.http.post(CHAT, content=b" " * 900)
+            go_on.set()
+            answers = [*await asyncio.gather(*waiting), refused, await client.http.post(CHAT, content=b" " * 900)]
+            return [answer.status_code for answer in answers]
+
+    monkeypatch.setattr(guard, "MOST_BODIES", 2)
+    assert asyncio.run(ask()) == [400, 400, 503, 400]
+
+
 def test_answers_are_not_stored(serving: Any) -> None:
     async def ask() -> list[Any]:
         async with serving() as client:
@@ -157,3 +183,35 @@ def test_other_paths_and_methods(serving: Any) -> None:
 
     assert [status for status, _ in asyncio.run(ask())] == [404, 405, 405, 405]
     assert {code for _, code in asyncio.run(ask())} == {"not_found"}
+
+
+def test_few_requests_begin_in_one_pass_of_the_loop() -> None:
+    """In the order they came, those of clients that left excepted. A health check waits for none of them."""
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    async def come() -> None:
+        turns = Turns(app, at_once=frozenset({"/health"}))
+
+        def ask(path: str) -> asyncio.Task[None]:
+            return asyncio.ensure_future(turns({"type": "http", "path": path}, None, None))  # type: ignore[arg-type]
+
+        asked = [ask(f"/{number}") for number in range(5 * MOST_TURNS)]
+        await asyncio.sleep(0)
+        asked[MOST_TURNS].cancel()
+        asked.append(ask("/health"))
+        counts = []
+        while len(begun) < len(asked) - 1:
+            counts.append(len(begun))
+            await asyncio.sleep(0)
+        assert all(more - some <= MOST_TURNS + 1 for some, more in zip(counts, counts[1:], strict=False))
+        assert begun.index("/health") < 3 * MOST_TURNS
+        begun.remove("/health")
+        assert begun == [f"/{number}" for number in range(5 * MOST_TURNS) if number != MOST_TURNS]
+        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(ask("/again"))
+
+    asyncio.run(come())
+    assert begun[-1] == "/again"

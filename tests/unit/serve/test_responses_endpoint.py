@@ -3,12 +3,12 @@
 import asyncio
 import re
 import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from foreword.api import LLM
+from foreword.serve import chat, responses
 from foreword.serve.fields import ResponseFields
 from foreword.serve.responses import messages_of
 
@@ -45,7 +45,7 @@ def test_text_streamed_and_whole(serving: Any, llm: LLM) -> None:
         "output_item.done incomplete"
     )
     last = events[-1]["response"]
-    assert last["output"][0]["content"] == item["content"] and last["output"][0]["status"] == "completed"
+    assert last["output"][0]["content"] == item["content"] and last["output"][0]["status"] == "incomplete"
     assert events[0]["response"]["output"] == [] and events[0]["response"]["status"] == "in_progress"
     added = next(event for event in events if event["type"] == "response.output_item.added")
     assert added["item"]["content"] == []
@@ -115,16 +115,15 @@ class LastCharacterCalls:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the module of tools was given."""
+    """What the plan of tools was made of."""
     found: list[Any] = []
-    module = ModuleType("foreword.serve.tools")
 
-    def settings(*asked: Any) -> LastCharacterCalls:
+    def plan(tokenizer: Any, *asked: Any) -> LastCharacterCalls:
         found.append(asked)
         return LastCharacterCalls()
 
-    module.settings = settings  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "foreword.serve.tools", module)
+    for module in (chat, responses):
+        monkeypatch.setattr(module, "tool_plan", plan)
     return found
 
 
@@ -136,7 +135,7 @@ def test_tool_calls_of_a_chat(serving: Any, llm: LLM, given: list[Any]) -> None:
     fields = {"messages": SAY, "tools": tools, "tool_choice": "auto", "parallel_tool_calls": True, "stop": "zz"}
     text = llm.generate(SAY, max_new_tokens=9, skip_special_tokens=False, **MANNER).text
     whole, chunks = ask(serving, CHAT, max_tokens=9, **fields, **MANNER)
-    assert given == [(tools, "auto", True)] * 2
+    assert given == [(tools, "auto", True, {})] * 2
     message = whole["choices"][0]["message"]
     assert message["content"] == text[::2] + "."
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "say", "arguments": one} for one in text[1::2]]
@@ -156,12 +155,13 @@ def test_tool_calls_of_a_response(serving: Any, llm: LLM, given: list[Any]) -> N
         [{"type": "function", "function": FUNCTION}],
         {"type": "function", "function": {"name": "say"}},
         None,
+        {},
     )
     for output in (whole["output"], events[-1]["response"]["output"]):
         kinds = [item["type"] for item in output]
         assert kinds == ["message", "function_call"] * (len(text) // 2) + ["message"]
         assert [item["arguments"] for item in output if item["type"] == "function_call"] == [*text[1::2]]
-        assert all(item["status"] == "completed" for item in output)
+        assert [item["status"] for item in output] == ["completed"] * (len(output) - 1) + ["incomplete"]
     places = [event["output_index"] for event in events if event["type"] == "response.output_item.done"]
     assert places == list(range(len(whole["output"])))
     done = [event for event in events if event["type"] == "response.function_call_arguments.done"]
@@ -175,20 +175,15 @@ def test_a_call_that_ends_an_output(serving: Any, llm: LLM, given: list[Any]) ->
     assert whole["choices"][0]["finish_reason"] == chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("path", [CHAT, RESPONSES])
-def test_without_the_module_tools_are_refused_by_name(serving: Any, monkeypatch: Any, path: str) -> None:
-    monkeypatch.setitem(sys.modules, "foreword.serve.tools", None)
-    monkeypatch.setitem(sys.modules, "foreword.serve.structured", None)
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "response_format"), (RESPONSES, "text")])
+def test_without_xgrammar_formats_are_refused_by_name(serving: Any, monkeypatch: Any, path: str, field: str) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    wanted: dict[str, Any] = {"type": "json_object"}
 
-    async def refusals() -> list[Any]:
+    async def refusal() -> Any:
         async with serving() as client:
-            asked: list[dict[str, Any]] = [{"tools": [{"type": "function", "function": FUNCTION}]}]
-            asked += [{"response_format": {"type": "json_object"}}, {"text": {"format": {"type": "json_object"}}}]
-            named = [
-                one for one in asked if ("response_format" in one) <= (path == CHAT) and ("text" in one) <= (path != CHAT)
-            ]
-            return [await client.error(path, {"messages": SAY, "input": "x", **one}) for one in named]
+            given = {"messages": SAY, "input": "x", field: wanted if path == CHAT else {"format": wanted}}
+            return await client.error(path, given)
 
-    found = asyncio.run(refusals())
-    assert [status for status, _ in found] == [400, 400]
-    assert [error["param"] for _, error in found] == ["tools", "response_format"]
+    status, error = asyncio.run(refusal())
+    assert status == 400 and error["param"] == field and "pip install 'foreword[json]'" in error["message"]

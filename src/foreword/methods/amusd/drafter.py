@@ -85,6 +85,7 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 class Amusd(Drafter):
     paper = "AMUSD, arXiv 2410.17375"
+    copies = True
     needs = Needs(prompt="all")
     captures = "check"
     wide = {"norm": NORM, **layers_at("layers")}
@@ -170,6 +171,10 @@ class Amusd(Drafter):
         worker = start_thread(small, self.worker_config) if kind == "thread" else start_process(small, self.worker_config)
         worker.wait()
         self.worker = worker
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Forget what the slot held: `begin` sends the worker all tokens of the new sequence."""
+        self.target_side.sequences[slot] = []
 
     def begin(self, state: State) -> None:
         if self.worker is None and not self.worker_lost and self.shape.depth:

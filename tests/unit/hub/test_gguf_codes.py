@@ -172,5 +172,5 @@ def test_load_converts_a_file_once_for_each_form(tiny, write_gguf, tmp_path: Pat
     assert config["quantization_config"] == {"quant_method": "foreword"}
     with foreword.load(tmp_path / "home" / "gguf" / folders[1], "plain", device="cpu", quantization="stored") as llm:
         assert llm.generate([5, 9, 31], max_new_tokens=8).tokens == answers[0]
-    with pytest.raises(InputError, match=r"stored.*no GGUF file.*'q4' or 'q8'"):
+    with pytest.raises(InputError, match=r"stored.*is a folder; name a GGUF file.*'q4' or 'q8'"):
         foreword.load(tmp_path / "home" / "gguf" / folders[0], "plain", device="cpu", quantization="stored")

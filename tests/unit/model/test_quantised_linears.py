@@ -199,7 +199,7 @@ def test_load_quantises_any_checkpoint(folders: dict[str, Any]) -> None:
         ({"quantization": "int3"}, r"quantization is 'int3'; choose from stored, q4, q8"),
         ({"quantization": "q4", "dtype": "bfloat16"}, r"runs on a CPU in float32, but the device is cpu and dtype bfloat16"),
         ({"quantization": "stored", "dtype": "float64"}, r"dtype float64; leave quantization out"),
-        ({"quantization": "stored"}, r"no GGUF file"),
+        ({"quantization": "stored"}, r"is a folder; name a GGUF file"),
     ],
 )
 def test_what_does_not_run_is_refused(options: dict[str, str], message: str, folders: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ other rows of its pass, bit for bit, so speculative decoding is exact on them. `
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -90,17 +91,29 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding whose rows are dequantised when they are read."""
+    """An embedding whose rows are dequantised when they are read. Gemma's is scaled."""
 
-    def __init__(self, codes: PackedCodes) -> None:
+    def __init__(self, codes: PackedCodes, like: nn.Embedding) -> None:
+        """`like`: the embedding that it replaces, whose weight is dropped."""
         super().__init__()
-        self.codes = codes
+        self.codes, self.factor = codes, getattr(like, "embed_scale", None)
+        like.weight = nn.Parameter(like.weight.to("meta"), requires_grad=False)
+        self._like = (like,)  # in a tuple, so that it is no module of the model
+
+    @staticmethod
+    def replaces(module: nn.Module) -> bool:
+        """Whether an embedding is one of torch, or one of torch whose rows are multiplied by its `embed_scale`."""
+        return type(module) is nn.Embedding or type(module).__name__.endswith("TextScaledWordEmbedding")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.codes.rows(tokens.flatten()).view(*tokens.shape, -1)
+        rows = self.codes.rows(tokens.flatten()).view(*tokens.shape, -1)
+        return rows if self.factor is None else rows * self.factor
 
     def stock(self) -> nn.Embedding:
-        return nn.Embedding.from_pretrained(self.codes.dequantised())
+        """Return the embedding with dequantised weights."""
+        whole = copy.deepcopy(self._like[0])
+        whole.weight = nn.Parameter(self.codes.dequantised(), requires_grad=False)
+        return whole
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -140,11 +153,10 @@ def quantise(model: Any, bits: int) -> None:
         codes = _rounded(linear.weight, HEAD_BITS if linear is head else bits)
         bias = None if linear.bias is None else linear.bias.detach()
         model.set_submodule(name, QuantizedLinear([codes], bias))
-    if type(embedding) is nn.Embedding and embedding.weight.shape[1] % GROUP == 0:
+    if QuantizedEmbedding.replaces(embedding) and embedding.weight.shape[1] % GROUP == 0:
         own = isinstance(model.lm_head, QuantizedLinear) and tied
-        model.set_input_embeddings(
-            QuantizedEmbedding(model.lm_head.parts[0] if own else _rounded(embedding.weight, HEAD_BITS))
-        )
+        codes = model.lm_head.parts[0] if own else _rounded(embedding.weight, HEAD_BITS)
+        model.set_input_embeddings(QuantizedEmbedding(codes, embedding))
 
 
 def _rounded(weight: Tensor, bits: int) -> PackedCodes:

@@ -70,7 +70,7 @@ def _without_memory() -> Iterator[None]:
 
 
 def _place_codes(model: Any, name: str, codes: PackedCodes, folder: Path) -> None:
-    """Put a weight in place of a linear or an embedding. An embedding of a family's own class is dequantised."""
+    """Put a weight in place of a linear or an embedding. An embedding of an unknown class is dequantised."""
     path = name.removesuffix(".weight")
     module = _checked(model, name, (codes.outputs, codes.inputs), folder)
     if type(module) is nn.Linear:
@@ -78,8 +78,8 @@ def _place_codes(model: Any, name: str, codes: PackedCodes, folder: Path) -> Non
         return
     if module is model.get_input_embeddings() and model.config.tie_word_embeddings:
         model.lm_head = QuantizedLinear([codes], None)
-    if type(module) is nn.Embedding:
-        model.set_submodule(path, QuantizedEmbedding(codes))
+    if QuantizedEmbedding.replaces(module):
+        model.set_submodule(path, QuantizedEmbedding(codes, module))
     else:
         _place(model, name, codes.dequantised(), folder)
 

@@ -80,7 +80,8 @@ def test_a_folder_of_codes_computes_what_the_dequantised_one_does(stored: tuple[
         assert not any(type(module) is torch.nn.Linear for module in model.modules()), "nothing was dequantised"
         torch.testing.assert_close(model(TOKENS).logits, exact(TOKENS).logits, rtol=1e-4, atol=1e-4)
     embedding = model.get_input_embeddings()
-    if model.config.tie_word_embeddings and isinstance(embedding, QuantizedEmbedding):
+    assert isinstance(embedding, QuantizedEmbedding)
+    if model.config.tie_word_embeddings:
         assert embedding.codes is model.lm_head.parts[0], "head and embedding share their codes"
 
 

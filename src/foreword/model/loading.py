@@ -20,6 +20,7 @@ from transformers.utils import logging
 from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
 from foreword.files import read_json
 from foreword.hub.resolve import is_adapter
+from foreword.hub.stored import WEIGHTS as WEIGHTS_FILE
 from foreword.hub.stored import is_stored
 from foreword.model import linears
 from foreword.model.adapters import base_folder, merged, refuse_virtual_tokens
@@ -33,6 +34,7 @@ from foreword.ops.device import has_code_products
 MOST_LAYERS = 10_000
 BITS = {"q4": 4, "q8": 8}
 QUANTIZATIONS = ("stored", *BITS)
+PARAMETERS_PER_BYTE = 4  # of codes: two, and a tied head is counted twice while it is built
 WEIGHTS = (".safetensors", ".bin")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -141,11 +143,15 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
 
 def _stored(folder: Path, config: Any, dtype: torch.dtype, dequantised: bool, device: torch.device) -> PreTrainedModel:
     """Load a folder of codes, as they are or dequantised."""
-    attention = family_of(config).stock_attention
+    attention, held = family_of(config).stock_attention, (folder / WEIGHTS_FILE).stat().st_size
     try:
-        model: Any = load_stored(folder, config, attention, dtype, dequantised)
+        with at_most_parameters(PARAMETERS_PER_BYTE * held):
+            model: Any = load_stored(folder, config, attention, dtype, dequantised)
     except ModelCorrupt:
         raise
+    except TooManyParameters as error:
+        problem = f"the weights in {folder} cannot be read: config.json asks for more than their {held} bytes can hold"
+        raise ModelCorrupt(f"{problem}; {AGAIN}") from error
     except Exception as error:  # as in `load_stock`
         raise ModelCorrupt(f"the weights in {folder} cannot be read: {error}; {AGAIN}") from error
     whole: PreTrainedModel = model.eval().requires_grad_(False).to(device)

@@ -156,6 +156,14 @@ def test_a_folder_that_does_not_fit_together_is_refused(change, message: str, ti
         load_weights(tmp_path / "stored", CPU, F32, True, "stored")
 
 
+def test_a_config_that_asks_for_far_more_is_refused_at_once(tiny, write_gguf, tmp_path: Path) -> None:
+    convert(write_gguf(tmp_path / "m.gguf", tiny("llama"), quant="Q4_1"), tmp_path / "stored", "stored")
+    config = json.loads((tmp_path / "stored" / "config.json").read_text())
+    (tmp_path / "stored" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9999}))
+    with pytest.raises(ModelCorrupt, match=r"asks for more than their \d+ bytes can hold; delete the folder"):
+        load_weights(tmp_path / "stored", CPU, F32, True, "stored")
+
+
 def test_load_converts_a_file_once_for_each_form(tiny, write_gguf, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("FOREWORD_HOME", str(tmp_path / "home"))
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), quant="Q4_1")

@@ -17,7 +17,7 @@ from numba.core.registry import cpu_target
 from torch import Tensor
 
 from foreword.ops.group_codes import PANEL, STEP, Layout, PackedCodes
-from foreword.ops.layer.code_tiles import integer_at, pointer_at, taken, tile
+from foreword.ops.layer.code_tiles import SOURCE, integer_at, pointer_at, taken, tile
 from foreword.ops.layer.compiled import callback
 from foreword.ops.layer.torch_threads import run, thread_count
 
@@ -130,7 +130,7 @@ def _panels(
     of_eight: int, of_four: int, of_two: int, of_one: int,
 ) -> Any:  # fmt: skip
     """Compile the product for a layout and a form. The integers become constants of the code."""
-    block_bytes = (PANEL * group * bits // 8) + PANEL * (2 if half else 4) * (1 + minimum)
+    source, block_bytes = SOURCE, (PANEL * group * bits // 8) + PANEL * (2 if half else 4) * (1 + minimum)
 
     @callback("void(voidptr)")
     def multiply(job):
@@ -145,16 +145,16 @@ def _panels(
                     while row < stop:
                         places = _places(job, panel, row, block_bytes)
                         if of_eight and stop - row >= 8:
-                            tile(bits, group, half, minimum, lanes, table, fused, 8, of_eight, places)
+                            tile(source, bits, group, half, minimum, lanes, table, fused, 8, of_eight, places)
                             row += 8
                         elif of_four and stop - row >= 4:
-                            tile(bits, group, half, minimum, lanes, table, fused, 4, of_four, places)
+                            tile(source, bits, group, half, minimum, lanes, table, fused, 4, of_four, places)
                             row += 4
                         elif stop - row >= 2:
-                            tile(bits, group, half, minimum, lanes, table, fused, 2, of_two, places)
+                            tile(source, bits, group, half, minimum, lanes, table, fused, 2, of_two, places)
                             row += 2
                         else:
-                            tile(bits, group, half, minimum, lanes, table, fused, 1, of_one, places)
+                            tile(source, bits, group, half, minimum, lanes, table, fused, 1, of_one, places)
                             row += 1
 
     return multiply

@@ -8,6 +8,8 @@ the same order, whatever the other rows of a tile are. So a row's result has the
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from zlib import crc32
 
 from llvmlite import ir
 from numba.core import cgutils, types
@@ -15,14 +17,18 @@ from numba.extending import intrinsic
 
 from foreword.ops.group_codes import PANEL, STEP
 
+SOURCE = crc32(Path(__file__).read_bytes())
+"""Machine code on disk is found by the constants of its function: with this one, it is not that of an earlier version."""
+
 I1, I8, I32, I64, F16, F32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 
 
 @intrinsic(prefer_literal=True)
-def tile(typing, bits, group, half, minimum, lanes, table, fused, rows, vectors, places):
+def tile(typing, source, bits, group, half, minimum, lanes, table, fused, rows, vectors, places):
     """Multiply `rows` rows by STEP panels, `vectors` vectors of `lanes` outputs at a time. These are literals, and so are
     `bits` of a code; inputs of a `group`; `half`: scales are float16; `minimum`: groups have one; `table`: codes are looked
-    up by AVX-512; `fused`: the CPU has fused multiply-add. `places` are known at run time, in the order of `_Tile`."""
+    up by AVX-512; `fused`: the CPU has fused multiply-add. `places` are known at run time, in the order of `_Tile`.
+    `source` is SOURCE."""
     literals = (bits, group, half, minimum, lanes, table, fused, rows, vectors)
     if not all(isinstance(one, types.IntegerLiteral) for one in literals):
         return None
@@ -37,7 +43,7 @@ def tile(typing, bits, group, half, minimum, lanes, table, fused, rows, vectors,
             _Tile(builder, *values, *given).moved(loop.index).build()
         return context.get_dummy_value()
 
-    return types.void(*literals, places), generate
+    return types.void(source, *literals, places), generate
 
 
 class _Tile:

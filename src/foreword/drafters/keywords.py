@@ -19,8 +19,8 @@ from foreword.methods import AUTO, NEAR, MethodLike, all_methods
 
 _ONE_DEVICE = "a model runs on one device; choose it with device='cuda:1'"
 _QUANTISED = (
-    "on a CPU, `load(quantization=...)` runs quantised weights (docs/quantised.md); `load` reads no quantised folders; `wrap` "
-    "takes models whose weights alone are quantised"
+    "on a CPU, `load(quantization=...)` runs quantised weights (docs/quantised.md); `load` reads no quantised folders; "
+    "`wrap` takes models whose weights alone are quantised"
 )
 
 # Keywords of other libraries that Foreword does not support, and why.

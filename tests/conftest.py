@@ -43,6 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
             search_once_per_kernel()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "cross" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("cross")]
+
+
 def pytest_collection_finish() -> None:
     # What is here by now stays: libraries, and thousands of tests. To search it for garbage takes a second or more, and the
     # benchmark does so after each of its runs.

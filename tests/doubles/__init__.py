@@ -21,6 +21,7 @@ from doubles.methods import (
     with_random_weights,
 )
 from doubles.models import (
+    BY_LAW,
     CONTEXT,
     END,
     EVERY_FAMILY,
@@ -52,6 +53,7 @@ from doubles.training import SequenceList, TwoHeads, vocabulary_of
 from doubles.trees import chain, path_to, paths_of, random_tree
 
 __all__ = [
+    "BY_LAW",
     "forget_truth",
     "AttentionCase",
     "CONTEXT",

@@ -60,7 +60,7 @@ class AttentionCase:
         far = self.depth[:, -self.sees.shape[1] :].unsqueeze(2) - self.depth.unsqueeze(1) >= window
         return replace(self, sees=self.sees & ~far)
 
-    def exact(self, window: int = 0, softcap: float = 0.0) -> Tensor:
+    def exact(self, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         """Return the answer in float64: [b, n, heads, width]."""
         batch, heads, rows, width = self.query.shape
         keys, values = (cached[self.slots].nan_to_num().double() for cached in (self.keys, self.values))
@@ -71,7 +71,7 @@ class AttentionCase:
             far = (column < length) & (column <= length + self.depth[:, -rows:].unsqueeze(2) - window)
             mask = mask.masked_fill(far.repeat(1, groups, 1).unsqueeze(1), -torch.inf)
         if not softcap:
-            return attend(query, keys, values, mask, width**-0.5)
+            return attend(query, keys, values, mask, width**-0.5, sinks=sinks)
         scores = query.reshape(batch, keys.shape[1], -1, width) @ keys.mT * width**-0.5
         out = (softcap * (scores / softcap).tanh() + mask).softmax(-1) @ values
         return out.reshape(batch, heads, rows, width).transpose(1, 2)

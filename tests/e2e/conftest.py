@@ -45,6 +45,7 @@ def in_model_home(model_home: Path) -> Iterator[None]:
     """For tests that load the default model in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREWORD_HOME", str(model_home))
+        patch.setenv("OMP_NUM_THREADS", "1")  # for engines in processes of their own
         yield
 
 

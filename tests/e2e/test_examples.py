@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SHORTER = {"side_by_side": ("--turns", "1", "--tokens", "24")}  # `make demo` runs it with its defaults
+SHORTER = {"side_by_side": ("--turns", "1", "--tokens", "12")}  # `make demo` runs it with its defaults
 PRINTS = {
     "chat_keeps_its_cache": "Paris",
     "many_at_once": "Name a city.",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from doubles import AttentionCase
 from foreword.core.draft import Tree
@@ -28,7 +29,12 @@ HALF = [torch.bfloat16, slow(torch.float16)]
 
 
 def error(
-    case: AttentionCase, window: int = 0, softcap: float = 0.0, splits: int | None = None, chain: bool = False
+    case: AttentionCase,
+    window: int = 0,
+    softcap: float = 0.0,
+    splits: int | None = None,
+    chain: bool = False,
+    sinks: Tensor | None = None,
 ) -> float:
     """Return the kernel's distance from the exact result; NaN if it read what no query may see."""
     from foreword.ops.layer.tree_attention import attend_tree, attention_tiles  # noqa: PLC0415  needs triton
@@ -40,8 +46,8 @@ def error(
     if splits is not None:
         tiles = replace(tiles, splits=splits)
     seen = (case.query, case.keys, case.values, case.slots, case.base, case.sees)
-    found = attend_tree(*seen, span, width**-0.5, depth if window else None, window, softcap, chain, tiles)
-    return float((found.double() - case.exact(window, softcap)).abs().max())
+    found = attend_tree(*seen, span, width**-0.5, depth if window else None, window, softcap, chain, tiles, sinks=sinks)
+    return float((found.double() - case.exact(window, softcap, None if sinks is None else sinks.double())).abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
@@ -91,6 +97,14 @@ def test_windows(heads: tuple[int, int], width: int, window: int, dtype: torch.d
 @pytest.mark.parametrize("softcap", [50.0, slow(1.5)])
 def test_soft_caps(softcap: float, window: int, dtype: torch.dtype) -> None:
     assert error(AttentionCase.random((8, 2), 128, 24, [700, 3], dtype=dtype), window, softcap) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("splits", [1, 7])
+def test_sinks(splits: int, window: int) -> None:
+    sinks = torch.linspace(-6, 6, 64, dtype=torch.bfloat16, device="cuda")
+    case = AttentionCase.random((64, 8), 64, 9, [700, 64, 0], dtype=torch.bfloat16)
+    assert error(case, window, splits=splits, sinks=sinks) < CLOSE[torch.bfloat16]
 
 
 def test_the_kernel_is_captured() -> None:

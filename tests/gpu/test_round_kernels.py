@@ -9,7 +9,7 @@ from foreword.core.draft import Shape, Tree
 from foreword.core.needs import Graft
 from foreword.drafting.transfer import Transfer
 from foreword.drafting.trees import BestFirst, Budgeted
-from foreword.model.families import embedded
+from foreword.model.family import embedded
 from foreword.ops.candidate_graphs import Rule
 from foreword.ops.top import top
 from foreword.ops.trees import lineage as lineage_of

@@ -55,11 +55,10 @@ def check(model: Model, runs: list[Running]) -> None:
     assert [run.tokens for run in runs] == [truth(model.hf, run.request) for run in runs]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize(("n", "slots"), [(1, 2), (3, 1), (8, 4)])
+@pytest.mark.parametrize(("n", "slots", "sampling"), [(1, 2, "T=0.8"), (3, 1, "greedy"), (8, 4, "T=0.8")])
 @every_kind
-def test_samples_of_a_prompt_read_it_once(kind: str, n: int, slots: int, sampling: Sampling) -> None:
-    asked = samples(n, sampling)
+def test_samples_of_a_prompt_read_it_once(kind: str, n: int, slots: int, sampling: str) -> None:
+    asked = samples(n, SAMPLINGS[sampling])
     model, steps = steps_of(kind, asked, slots)
     runs = steps.generate(asked)
     check(model, runs)
@@ -90,7 +89,7 @@ def test_a_prompt_starts_from_what_runs(kind: str, late: bool) -> None:
     assert len({source.slot, *(run.slot for run in runs)}) == 3
 
 
-@pytest.mark.parametrize("steps_before", [0, 1, 3, 5])
+@pytest.mark.parametrize("steps_before", [1, 4])
 @every_kind
 def test_the_source_may_be_aborted(kind: str, steps_before: int) -> None:
     """While the others wait for it, and after they copied its rows."""

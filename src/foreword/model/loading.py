@@ -35,6 +35,7 @@ MOST_LAYERS = 10_000
 BITS = {"q4": 4, "q8": 8}
 QUANTIZATIONS = ("stored", *BITS)
 PARAMETERS_PER_BYTE = 4  # of codes: two, and a tied head is counted twice while it is built
+EXACT_EXPERTS = "eager"  # how transformers computes experts in float64; its faster ways refuse that
 WEIGHTS = (".safetensors", ".bin")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -91,7 +92,7 @@ def load_weights(
     """Load the model in `folder`, quantised if asked for, and rebuild it for speed unless `rebuild` is False."""
     check_quantization(quantization, device, dtype)
     if quantization == "stored":
-        config = _config(folder)
+        config = read_config(folder)
         model = _stored(folder, config, dtype, dequantised=False, device=device)
     else:
         model = load_stock(folder, device, dtype)
@@ -109,36 +110,55 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
         base = load_stock(base_folder(folder), torch.device("cpu"), torch.float32)
         whole: Any = merged(base, folder)
         return whole.to(device, dtype)
-    config = _config(folder)
+    config = read_config(folder)
     if is_stored(folder):
         return _stored(folder, config, dtype, dequantised=True, device=device)
     family = family_of(config)
+    exact = family.has_experts and dtype == torch.float64
+    return read_weights(folder, config, dtype, family.stock_attention, EXACT_EXPERTS if exact else None).to(device)
+
+
+def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str, experts: str | None = None) -> Any:
+    """Return the model of transformers in a folder, whatever its family, or raise an error if a tensor cannot be read."""
     _refuse_quantised(
         config,
         "and `load` reads no quantised folders yet; give one in float32, bfloat16 or float16, or load this one with "
         "transformers and hand it to `foreword.wrap`, which takes models whose weights alone are quantised",
     )
     held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
+    options = {} if experts is None else {"experts_implementation": experts}
     try:
         with without_progress_bars(), at_most_parameters(held):  # a parameter takes at least a byte
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
-                attn_implementation=family.stock_attention,
+                attn_implementation=attention,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with their names
+                **options,
             )
     except TooManyParameters as error:
         problem = f"the weights in {folder} cannot be read: config.json asks for more than their {held} bytes can hold"
         raise ModelCorrupt(f"{problem}; fetch or save the model again") from error
     except Exception as error:  # safetensors, json and torch each raise errors of their own for a damaged file
         raise ModelCorrupt(f"the weights in {folder} cannot be read: {error}; fetch or save the model again") from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, asked = mismatched[0]
+        raise ModelCorrupt(
+            f"the weights in {folder} do not fit config.json: {name} has shape {_shape(stored)}, and config.json asks for "
+            f"{_shape(asked)} (of {len(mismatched)} such tensors); give the weights their own config.json"
+        )
     if missing := sorted(report["missing_keys"]):  # transformers initialises them at random and only warns
         raise ModelCorrupt(
             f"the weights in {folder} lack {len(missing)} tensors, {missing[0]} first; fetch or save the model again"
         )
-    return model.eval().requires_grad_(False).to(device)
+    return model.eval().requires_grad_(False)
+
+
+def _shape(sizes: Any) -> str:
+    return "x".join(map(str, sizes))
 
 
 def _stored(folder: Path, config: Any, dtype: torch.dtype, dequantised: bool, device: torch.device) -> PreTrainedModel:
@@ -170,7 +190,7 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
     try:
         layers = read_json(folder / "config.json").get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # some configs make a list with an entry per layer
@@ -195,6 +215,11 @@ def check_wrapped(model: nn.Module) -> PreTrainedModel:
         raise ModelUnsupported(
             f"{family.name}: the model's attention is 'sdpa', which does not cap scores as its config asks "
             f"({family.softcap(model.config)}); load it with attn_implementation='eager'"
+        )
+    if family.has_experts and model.dtype == torch.float64 and model.config._experts_implementation != EXACT_EXPERTS:
+        raise ModelUnsupported(
+            f"{family.name}: the model is in float64, which transformers' {model.config._experts_implementation!r} experts "
+            f"do not compute; load it with experts_implementation={EXACT_EXPERTS!r}"
         )
     _check_linears(model)
     return model

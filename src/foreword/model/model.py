@@ -28,6 +28,7 @@ from foreword.model.cache import SharedCacheMemory, SlotCache
 from foreword.model.cost import CostCurve
 from foreword.model.draft_linears import DraftLinears
 from foreword.model.families import family_of
+from foreword.model.family import Family
 from foreword.model.stack import Rows, Stack
 
 KERNEL_S = 3e-6  # seconds of a small kernel in a captured round, from a trace on an H200
@@ -55,11 +56,13 @@ class Model:
         curve: CostCurve | None = None,
         widened_from: WidenedFrom | None = None,
         cache_memory: SharedCacheMemory | None = None,
+        family: Family | None = None,
     ) -> None:
-        """With `cache_memory`, the caches are placed there; other models may share it."""
+        """With `cache_memory`, the caches are placed there; other models may share it. With `family`, the model is run as
+        one of that, whatever its config says."""
         self.hf = hf
         self.device, self.dtype = hf.device, hf.dtype  # kept: transformers searches the modules for them each time
-        self.family = family_of(hf.config)
+        self.family = family or family_of(hf.config)
         attention.install(hf)
         self._restore = finalize(self, attention.remove, hf)  # also if `release` is never called
         self._restore.atexit = False
@@ -115,7 +118,7 @@ class Model:
 
     def with_own_cache(self, cache_memory: SharedCacheMemory | None = None) -> Model:
         """Return another Model on the same weights, with a cache of its own."""
-        return Model(self.hf, self.name, self.curve, self.widened_from, cache_memory)
+        return Model(self.hf, self.name, self.curve, self.widened_from, cache_memory, self.family)
 
     def release(self) -> None:
         """Free the cache and restore the transformers model: its own attention, and its training mode."""
@@ -168,7 +171,10 @@ class Model:
 
     def skip_cost(self, skip: Skip) -> float:
         layers: Any = self.layer_stack.layers
-        halves = [*(layers[layer].self_attn for layer in skip.attention), *(layers[layer].mlp for layer in skip.mlp)]
+        halves = [
+            *(layers[layer].self_attn for layer in skip.attention),
+            *(getattr(layers[layer], self.family.mlp) for layer in skip.mlp),
+        ]
         return 1 - sum(map(linears.read_bytes, halves)) / linears.read_bytes(self.hf)
 
     def launch_cost(self, kernels: int) -> float:

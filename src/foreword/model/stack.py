@@ -21,7 +21,7 @@ from foreword.core.needs import Graft, HalfKind, Join, Joined, Skip, on_device
 from foreword.core.state import Batch
 from foreword.model.attention import LayerPass, SequenceKV, has_kernel, mask_of, within_window
 from foreword.model.cache import CacheShape, SharedCacheMemory, SlotCache
-from foreword.model.families import AttentionSpec, Family
+from foreword.model.family import AttentionSpec, Family
 from foreword.model.fused.cuda import CudaLayer
 from foreword.model.fused.layers import fused_layers
 from foreword.model.linears import unpacked
@@ -160,7 +160,7 @@ class Stack:
         self.windows, self.rotary_names = (
             {getattr(spec, name) for spec in self.attention_specs} for name in ("window", "rotary_table")
         )
-        self.lacks = Skip.of(mlp=tuple(index for index, layer in enumerate(layers) if not hasattr(layer, "mlp")))
+        self.lacks = Skip.of(mlp=tuple(index for index, layer in enumerate(layers) if not hasattr(layer, family.mlp)))
         self.fused = fused_layers(layers) if family.fused else None
         self.rotary_tables: dict[str, Any] = {}  # cosine and sine at every position, by table
 
@@ -313,7 +313,7 @@ class Stack:
         rows = replace(rows, sees=rows.visible)
         seen = {window: within_window(rows.sees, rows.depth, window) for window in self.windows}
         if self.cache is None:
-            causal = rows.chain and not any(spec.window or spec.softcap for spec in self.attention_specs)
+            causal = rows.chain and not any(spec.window or spec.softcap or spec.sinks for spec in self.attention_specs)
             masks = {} if causal else self._masks(torch.zeros_like(rows.base), rows, rows.sees.shape[2], dtype)
             shared = LayerPass(rows.base, rows.depth, rows.sees, causal=rows.causal)
             return _View(self.attention_specs, self._rotary(rows.position), rows, seen, masks, shared, causal=causal)

@@ -30,7 +30,7 @@ from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.hub.resolve import is_adapter
 from foreword.model.cache import SlotCache
 from foreword.model.linears import unpacked
-from foreword.model.loading import load_weights
+from foreword.model.loading import EXACT_EXPERTS, load_weights
 from foreword.model.model import Model
 from foreword.model.quantised_linears import is_quantised
 from foreword.ops.device import prefill_chunk
@@ -416,8 +416,9 @@ def exact_copy(model: Model, folder: Path | None = None) -> Any:
             f"{model.name}: judging a difference needs the model a second time, in float64 on {model.device}, and that "
             f"failed ({error}); prove a smaller model, or one that transformers loaded unchanged"
         ) from error
-    # Only eager attention caps scores. Its softmax is in float32, which rounds less than any run.
-    exact.config._attn_implementation = "eager" if model.family.softcap(model.hf.config) else "sdpa"
+    # Only eager attention has caps and sinks. Its softmax is in float32, which rounds less than any run.
+    exact.config._attn_implementation = model.family.stock_attention
+    exact.config._experts_implementation = EXACT_EXPERTS
     for name, module in list(exact.named_modules()):
         if "RMSNorm" in type(module).__name__:
             exact.set_submodule(name, _exact_norm(module))

@@ -41,7 +41,9 @@ def test_a_row_attends_to_the_prefix_and_to_what_sees_allows(
                 assert float(mask[index, 0, line, key]) == (0.0 if opened else -math.inf)
 
 
-def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float, softcap: float) -> Tensor:
+def slow_attention(
+    query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
     """Return attention computed head by head and row by row: query [heads, n, width] to [n, heads, width]."""
     heads, rows, _ = query.shape
     out = torch.zeros(rows, heads, query.shape[-1], dtype=query.dtype)
@@ -51,24 +53,27 @@ def slow_attention(query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scal
             chosen = sees[row].nonzero().flatten()
             scores = key[shared, chosen] @ query[head, row] * scale
             capped = softcap * (scores / softcap).tanh() if softcap else scores
-            out[row, head] = capped.softmax(0) @ value[shared, chosen]
+            if sinks is not None:
+                capped = torch.cat([capped, sinks[head : head + 1]])
+            out[row, head] = capped.softmax(0)[: len(chosen)] @ value[shared, chosen]
     return out
 
 
-@pytest.mark.parametrize("softcap", [0.0, 0.5])
-def test_queries_that_share_a_key_head(softcap: float) -> None:
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.0, False), (0.5, False), (0.0, True), (0.5, True)])
+def test_queries_that_share_a_key_head(softcap: float, has_sinks: bool) -> None:
     """6 query heads on 2 key heads, two sequences with different prefixes and trees."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 6, 3, 5, generator=generator).double()
     key, value = torch.randn(2, 2, 2, 9, 5, generator=generator).double()
     base = torch.tensor([2, 5])
     sees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]).bool()
-    out = attend(query, key, value, mask_of(base, sees, 9, 3, torch.float64), 0.37, softcap)
+    sinks = torch.randn(6, generator=generator).double() if has_sinks else None
+    out = attend(query, key, value, mask_of(base, sees, 9, 3, torch.float64), 0.37, softcap, sinks)
     assert out.shape == (2, 3, 6, 5)
     for index in range(2):
         length = int(base[index])
         allowed = torch.zeros(3, 9, dtype=torch.bool)
         allowed[:, :length] = True
         allowed[:, length : length + 3] = sees[index]
-        expected = slow_attention(query[index], key[index], value[index], allowed, 0.37, softcap)
+        expected = slow_attention(query[index], key[index], value[index], allowed, 0.37, softcap, sinks)
         torch.testing.assert_close(out[index], expected, atol=1e-12, rtol=0)

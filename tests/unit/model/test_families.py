@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -17,11 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from doubles import EVERY_FAMILY, chain, fresh, hf_hidden, hf_logits, hf_window, prefilled, target
+from doubles import BY_LAW, EVERY_FAMILY, chain, fresh, hf_hidden, hf_logits, hf_window, prefilled, target
 from foreword.core.needs import Needs
 from foreword.errors import ModelUnsupported
 from foreword.model.families import FAMILIES, family_of
 from foreword.model.model import Model
+from foreword.model.obstacles import obstacles
 
 TOKENS = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
 
@@ -29,12 +31,14 @@ every_family = pytest.mark.parametrize("family", EVERY_FAMILY)
 
 
 def test_every_family_has_a_model_in_the_doubles() -> None:
-    assert sorted(EVERY_FAMILY) == sorted(FAMILIES)
+    assert sorted((*EVERY_FAMILY, *BY_LAW)) == sorted(FAMILIES)
 
 
 def test_every_family_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert all(f"| `{family}` |" in page for family in FAMILIES)
+    heading = "| family | models, for example | what is special | layers run by |\n|---|---|---|---|\n"
+    rows = [f"| `{one.name}` | {one.models} | {one.special} | {one.layers_run_by} |\n" for one in FAMILIES.values()]
+    assert heading + "".join(rows) in page
 
 
 @every_family
@@ -138,17 +142,16 @@ def logits_in_two_passes(hf: PreTrainedModel) -> Tensor:
 
 
 def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
-    known = "foreword_looped, gemma2, gemma3_text, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3"
-    with pytest.raises(ModelUnsupported, match=f"'gpt2'.*supported: {known}"):
+    with pytest.raises(ModelUnsupported, match=f"'gpt2'.*supported: {', '.join(sorted(FAMILIES))}"):
         family_of(GPT2Config())
 
 
 @pytest.mark.parametrize(
-    "kind", ["mixtral", "qwen3_moe", "granitemoe", "gemma3", "qwen3_next", "qwen2_vl", "mamba2", "olmo3"]
+    "kind", ["deepseek_v3", "granitemoeshared", "gemma3", "qwen3_next", "qwen2_vl", "mamba2", "gemma4_text"]
 )
 def test_similar_families_are_refused(kind: str) -> None:
     """Experts, linear attention, images: other layers under a similar name."""
-    with pytest.raises(ModelUnsupported, match=f"'{kind}'; supported: "):
+    with pytest.raises(ModelUnsupported, match=f"'{kind}': .*; supported: "):
         family_of(AutoConfig.for_model(kind))
 
 
@@ -180,6 +183,54 @@ def test_one_rotary_table_that_depends_on_the_length_is_refused() -> None:
 def test_unsupported_layers_are_refused(config: Any, named: str) -> None:
     with pytest.raises(ModelUnsupported, match=named):
         family_of(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "chosen", "count"), [("mixtral", 9, 8), ("mixtral", 0, 8), ("granitemoe", None, 8), ("granitemoe", 2, None)]
+)
+def test_a_row_uses_some_of_the_experts(family: str, chosen: int | None, count: int | None) -> None:
+    config = AutoConfig.for_model(family)
+    config.num_experts_per_tok, config.num_local_experts = chosen, count
+    with pytest.raises(ModelUnsupported, match=f"{family}: a row is to use {chosen} experts of {count}"):
+        family_of(config)
+
+
+OBSTACLES = {
+    "qwen3_next": "recurrent",
+    "mamba2": "recurrent",
+    "lfm2": "recurrent",
+    "falcon_h1": "recurrent",
+    "deepseek_v3": "latent .*kv_lora_rank.*; that needs a cache of latents",
+    "deepseek_v32": "latent.*choose the keys",
+    "llama4_text": "chunked_attention",
+    "gemma4_text": "different heads",
+    "gemma3n_text": "share keys.*inputs of their own",
+    "gpt2": "no rotary",
+    "opt": "no rotary",
+    "bloom": "no rotary",
+    "bart": "encoder and a decoder",
+    "gemma3": "images.*its text model is 'gemma3_text', which is supported",
+    "t5": "encoder and a decoder",
+    "vit": "images|no causal|no rotary",
+    "olmo": "foreword try FOLDER",
+}
+
+
+@pytest.mark.parametrize("kind", OBSTACLES)
+def test_an_unknown_family_is_told_what_differs(kind: str) -> None:
+    with pytest.raises(ModelUnsupported, match=f"{kind!r}: .*({OBSTACLES[kind]}).*; supported: "):
+        family_of(AutoConfig.for_model(kind))
+
+
+def test_alibi_is_an_obstacle() -> None:
+    assert [str(one) for one in obstacles(FalconConfig(alibi=True))] == [
+        "scores depend on distance (ALiBi); that needs that slope in attention"
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_known_family_has_no_obstacle(family: str) -> None:
+    assert not obstacles(AutoConfig.for_model(family))
 
 
 def test_a_window_may_be_none() -> None:

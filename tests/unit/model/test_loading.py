@@ -160,14 +160,17 @@ def empty(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
 
 
-def widen(folder: Path) -> None:
-    change(folder, intermediate_size=80)
-
-
-@pytest.mark.parametrize("damage", [cut_short, fill_with_noise, empty, widen])
+@pytest.mark.parametrize("damage", [cut_short, fill_with_noise, empty])
 def test_damaged_weights(damage: Callable[[Path], None], folder: Path) -> None:
     damage(folder)
     with pytest.raises(ModelCorrupt, match="cannot be read.*fetch or save the model again"):
+        load_stock(folder, CPU, torch.float32)
+
+
+def test_weights_of_another_shape(folder: Path) -> None:
+    change(folder, intermediate_size=80)
+    named = r"model\.layers\.0\.mlp\.down_proj\.weight has shape 32x64, and config\.json asks for 32x80"
+    with pytest.raises(ModelCorrupt, match=f"{named}.*give the weights their own config"):
         load_stock(folder, CPU, torch.float32)
 
 
@@ -183,9 +186,9 @@ def test_missing_tensors_are_not_filled_with_noise(damage: Callable[[Path], None
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model_type": "gpt2"}, "'gpt2'; supported: foreword_looped, gemma2, gemma3_text, granite, llama, "),
-        ({"model_type": "mixtral"}, "'mixtral'; supported: "),
-        ({"model_type": "gemma3"}, "'gemma3'; supported: "),
+        ({"model_type": "gpt2"}, "'gpt2': .*; supported: apertus, arcee, cohere, "),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3': its attention is latent .*; supported: "),
+        ({"model_type": "gemma3"}, "'gemma3': it reads images .*'gemma3_text', which is supported"),
         ({"model_type": "no_such_type"}, "config.json cannot be used.*no_such_type"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "'dynamic'"),

@@ -243,6 +243,22 @@ def test_no_query_reads_a_later_row(splits: int) -> None:
     assert found[:, :32].isfinite().all() and not found[:, 40:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(("tiles", "splits"), [(SMALL, 1), (SMALL, 4), (BY_TWO, 1), (BY_TWO, 3)])
+def test_a_sink_counts_once(tiles: AttentionTiles, splits: int, window: int, dtype: torch.dtype) -> None:
+    """In one share of several, in a sequence without a prefix, and if it is far above or below all scores."""
+    case = AttentionCase.random((6, 2), 16, 5, [90, 0], before=2, dtype=dtype)
+    case = case.within(window) if window else case
+    sinks = torch.tensor([0.0, 3.0, -2.0, 90.0, -90.0, 8.0], dtype=dtype)
+    depth = case.depth[:, -5:] if window else None
+    seen = (case.query, case.keys, case.values, case.slots, case.base, case.sees)
+    found = attend_tree(*seen, 90, 0.25, depth, window, tiles=replace(tiles, splits=splits), sinks=sinks)
+    expected = case.exact(window, sinks=sinks.double())
+    assert float((found.double() - expected).abs().max()) < (PRECISE if dtype == torch.float32 else 4e-3)
+    assert float((found.double() - case.exact(window)).abs().max()) > 0.1
+
+
 def test_sequences_may_be_longer_than_the_span() -> None:
     case = AttentionCase.random((2, 1), 16, 3, [300, 40])
     seen = (case.query, case.keys, case.values, case.slots, case.base, case.sees)

@@ -77,6 +77,14 @@ def test_the_copy_computes_all_in_float64(family: str, count: int, dtype: torch.
     assert len(norms) == count and {type(norm) for norm in norms} == {referee.ExactNorm}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_copied(family: str) -> None:
+    """Transformers' fast ways to compute experts refuse float64; gpt_oss has sinks, which only eager attention has."""
+    hf = fresh(family, torch.float32)
+    assert hf.config._experts_implementation != "eager"
+    assert (hf_logits(exact_copy(Model(hf)), SEQUENCE) - hf_logits(hf, SEQUENCE)).abs().max() < 1e-3
+
+
 def test_without_the_patch_norms_would_round_to_float32() -> None:
     hf = fresh("llama", torch.float32)
     expected = hf_logits(in_float64(hf), SEQUENCE)

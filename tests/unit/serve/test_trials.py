@@ -62,9 +62,9 @@ def test_a_trial_that_nobody_waits_for_is_dropped(llm: LLM, until: Any) -> None:
         async with AsyncLLM.of(llm) as engine:
             made = GrammarTrials(engine)
             with slow():
-                tasks = [asyncio.create_task(made.passed({"regex": "ab0"}))]
+                tasks = [asyncio.create_task(made.passed({"regex": "left0"}))]
                 await until(lambda: made._waiting == 1)
-                tasks += [asyncio.create_task(made.passed({"regex": f"ab{number}"})) for number in range(1, 20)]
+                tasks += [asyncio.create_task(made.passed({"regex": f"left{number}"})) for number in range(1, 20)]
                 await until(lambda: made._waiting == 20)
                 for task in tasks[1:]:
                     task.cancel()
@@ -75,7 +75,7 @@ def test_a_trial_that_nobody_waits_for_is_dropped(llm: LLM, until: Any) -> None:
     asyncio.run(leave())
     limits = AsyncLLM.of(llm).limits
     vocabulary = llm.tokenizer.grammar_vocabulary(limits.vocabulary, limits.ends)
-    tried = [grammar_check.is_checked(GrammarSpec("regex", f"ab{number}"), vocabulary) for number in range(20)]
+    tried = [grammar_check.is_checked(GrammarSpec("regex", f"left{number}"), vocabulary) for number in range(20)]
     assert tried == [True] + [False] * 19
 
 

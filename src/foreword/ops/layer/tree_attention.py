@@ -28,6 +28,7 @@ UNSPLIT = 2048  # keys that one program reads alone if the units fill the GPU: j
 MOST_SHARES = 15  # of the prefix; more would cost more to join than they save
 SPAN_STEP = 256  # the split changes only when a sequence grows by this many tokens
 LOG2E = math.log2(math.e)  # the hardware computes powers of 2
+PER_NAT = tl.constexpr(LOG2E)  # the same in kernels
 LOWEST = tl.constexpr(-1e30)  # below every score, and finite: the difference of two infinities is NaN
 
 
@@ -129,6 +130,17 @@ def _sum_over_warps(total, acc, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, SHAR
 
 
 @triton.jit
+def _add_sink(best, total, acc, sink_at, real, SINKS: tl.constexpr):
+    """Add a key without a value to the softmax of each real row, if there are sinks. Of several shares, one has it."""
+    if SINKS:
+        sink = tl.load(sink_at, mask=real, other=LOWEST).to(tl.float32) * PER_NAT
+        peak = tl.maximum(best, sink)
+        rescale = tl.exp2(best - peak)
+        best, total, acc = peak, total * rescale + tl.exp2(sink - peak), acc * rescale[:, None]
+    return best, total, acc
+
+
+@triton.jit
 def _visible(
     sees, real, row, scratch_row, window_start, first, scratch, s_row, s_column, CHAIN: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
@@ -211,12 +223,12 @@ VARIES = ["s_batch", "s_row", "d_batch", "o_split", "rows", "scratch", "cached",
 
 @triton.jit(do_not_specialize=VARIES)
 def _attend(
-    query, keys, values, slots, base, sees, depth, out, peaks, totals, inner, factor,
+    query, keys, values, slots, base, sees, depth, sinks, out, peaks, totals, inner, factor,
     q_batch, q_head, q_row, c_slot, c_head, c_row, s_batch, s_row, s_column, d_batch, o_split, o_batch, o_row, o_head,
     rows, scratch, cached, heads, queries, splits, least,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SHARES: tl.constexpr,
     CHAIN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, JOINED: tl.constexpr,
-    EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    SINKS: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one block of queries over one share of the keys."""
     head, split = tl.program_id(0) % heads, tl.program_id(2)
@@ -267,7 +279,7 @@ def _attend(
             BLOCK_K, SHARES, CHAIN, WINDOW, CAPPED, PRECISION,
         )  # fmt: skip
     total, acc = _sum_over_warps(total, acc, BLOCK_Q, WIDTH, SHARES)
-
+    best, total, acc = _add_sink(best, total, acc, sinks + head * GROUPS + group, real & (split == splits - 1), SINKS)
     place = split.to(tl.int64) * o_split + seq * o_batch + row * o_row + (head * GROUPS + group) * o_head
     _store(out, peaks, totals, place, best, total, acc, real, WIDTH, JOINED)
 
@@ -307,6 +319,7 @@ def attend_tree(
     chain: bool = False,
     tiles: AttentionTiles | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from query [b, heads, n, width] to the cache's keys, values [B, key heads, rows, width]: [b, n, heads, width].
 
@@ -314,7 +327,7 @@ def attend_tree(
     row sees; the last n of these are the pass. causal: no row sees a later one, whatever `sees` says; pass False for a block
     whose rows see each other. chain: every row sees all earlier ones. window: a row sees the last `window` positions only,
     its own included; then `depth` [b or 1, n] is each row's depth after `base`, and `sees` must already exclude scratch rows
-    outside the window. softcap: a bound on the scores.
+    outside the window. softcap: a bound on the scores. sinks [heads]: the score of a key without a value, for each head.
     All but the queries and the scratch rows must be older than the previous kernel: see ops/layer/overlap.py.
     """
     assert causal or not chain, "a chain is causal"
@@ -330,15 +343,15 @@ def attend_tree(
     parts = torch.empty(tiles.splits, *out.shape, dtype=torch.float32, device=query.device) if joined else out.unsqueeze(0)
     shape = (2, *parts.shape[:-1]) if joined else (2, 0)
     peaks, totals = torch.empty(shape, dtype=torch.float32, device=query.device)
-    row_depth = slots if depth is None else depth
+    row_depth, sink = slots if depth is None else depth, slots if sinks is None else sinks.contiguous()
     early = overlaps(query.device)
     inner, factor = (2 * LOG2E * scaling / softcap, LOG2E * softcap) if softcap else (0.0, LOG2E * scaling)
     _attend[(batch * heads, triton.cdiv(groups * rows, tiles.block_q), tiles.splits)](
-        query, keys, values, slots, base, sees.view(torch.uint8), row_depth, parts, peaks, totals, inner, factor,
+        query, keys, values, slots, base, sees.view(torch.uint8), row_depth, sink, parts, peaks, totals, inner, factor,
         *query.stride()[:3], *keys.stride()[:3], _per_seq(sees), *sees.stride()[1:], _per_seq(row_depth),
         *parts.stride()[:4], rows, scratch, keys.shape[2], heads, groups * rows, tiles.splits, tiles.least,
         WIDTH=width, GROUPS=groups, BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SHARES=tiles.shares, CHAIN=chain,
-        CAUSAL=causal, WINDOW=window, CAPPED=softcap > 0, JOINED=joined, EARLY=early,
+        CAUSAL=causal, WINDOW=window, CAPPED=softcap > 0, SINKS=sinks is not None, JOINED=joined, EARLY=early,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages, **early_launch(early),
     )  # fmt: skip

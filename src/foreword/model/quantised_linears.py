@@ -141,11 +141,9 @@ def quantise(model: Any, bits: int) -> None:
     if len(few) == len(linears):
         raise InputError(f"the model has no linear with a multiple of {GROUP} inputs; load it without quantization")
     if few:
-        warnings.warn(
-            f"{len(few)} linears stay in float32, {few[0]} first: their inputs are no multiple of {GROUP}",
-            ForewordWarning,
-            stacklevel=2,
-        )
+        _warn(f"{len(few)} linears stay in float32, {few[0]} first: their inputs are no multiple of {GROUP}")
+    if any(parameter.dim() == 3 for parameter in model.parameters()):
+        _warn("the experts of a mixture stay in float32: only linears are quantised")
     head, embedding = model.lm_head, model.get_input_embeddings()
     tied = is_plain_linear(head) and head.weight is embedding.weight
     for name in linears.keys() - set(few):
@@ -157,6 +155,10 @@ def quantise(model: Any, bits: int) -> None:
         own = isinstance(model.lm_head, QuantizedLinear) and tied
         codes = model.lm_head.parts[0] if own else _rounded(embedding.weight, HEAD_BITS)
         model.set_input_embeddings(QuantizedEmbedding(codes, embedding))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, ForewordWarning, stacklevel=3)
 
 
 def _rounded(weight: Tensor, bits: int) -> PackedCodes:

@@ -163,6 +163,16 @@ def test_linears_with_odd_inputs_stay_floats() -> None:
         quantise(fresh("llama", F32, hidden_size=24, intermediate_size=40, head_dim=4), 4)
 
 
+@torch.no_grad()
+def test_experts_stay_floats() -> None:
+    model = fresh("mixtral", F32)
+    with pytest.warns(ForewordWarning, match="experts of a mixture stay in float32"):
+        quantise(model, 4)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, QuantizedLinear)
+    tokens = torch.tensor([TOKENS])
+    torch.testing.assert_close(model(tokens).logits, unpacked(model)(tokens).logits, atol=2e-4, rtol=2e-4)
+
+
 def test_layouts_follow_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without an instruction for float16 gets scales in float32, and the same weights."""
     codes = linear(4, 64).parts[0]

@@ -1,8 +1,8 @@
 """Quantised weights: codes of 4 or 8 bits, with a scale, and perhaps a minimum, for every group of inputs.
 
 A weight is scale * code + minimum. Groups with a minimum have codes from 0 on, groups without one have signed codes. The
-outputs are packed in panels of 16, so that a product reads them in the order in which it needs them. The functions here are
-the reference in torch; `ops/layer/code_products.py` computes the same products from the packed codes.
+outputs are packed in panels of 16, and four panels group by group, so that a product reads memory from front to back. The
+functions here are the reference in torch; `ops/layer/code_products.py` computes the same products from the packed codes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 PANEL = 16
-STEP = 4  # panels that a product may read together: their number is a multiple of it
+STEP = 4  # panels that are packed together
 PANELS_AT_ONCE = 256  # that are dequantised together: the intermediate results are several times as large
 
 
@@ -35,9 +35,9 @@ class Layout(NamedTuple):
     def block_bytes(self) -> int:
         return self.code_bytes + PANEL * (2 if self.half else 4) * (1 + self.minimum)
 
-    def shape(self, outputs: int, inputs: int) -> tuple[int, int, int]:
+    def shape(self, outputs: int, inputs: int) -> tuple[int, int, int, int]:
         """Return the shape of the blocks of a weight [outputs, inputs]."""
-        return -(-outputs // (STEP * PANEL)) * STEP, inputs // self.group, self.block_bytes
+        return -(-outputs // (STEP * PANEL)), inputs // self.group, STEP, self.block_bytes
 
     @property
     def bits_per_weight(self) -> float:
@@ -87,7 +87,7 @@ def _stored(scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedCodes:
-    """Weights [outputs, inputs] as packed blocks [panels, groups, bytes]. Lanes beyond the last output are 0."""
+    """Weights [outputs, inputs] as packed blocks [steps, groups, STEP, bytes]. Lanes beyond the last output are 0."""
 
     layout: Layout
     blocks: Tensor
@@ -114,14 +114,15 @@ class PackedCodes:
         group = weight.codes.shape[1] // weight.scale.shape[1]
         layout = Layout(weight.bits, group, half, weight.minimum is not None)
         outputs, inputs = weight.codes.shape
-        panels, groups, _ = layout.shape(outputs, inputs)
-        blocks = aligned(*layout.shape(outputs, inputs))
+        shape = layout.shape(outputs, inputs)
+        blocks, panels, groups = aligned(*shape), shape[0] * STEP, shape[1]
+        by_panel = blocks.transpose(1, 2)  # [steps, STEP, groups, bytes]
         codes = _padded(weight.codes, panels).view(panels, PANEL, groups, group)
-        blocks[:, :, : layout.code_bytes] = _code_bytes(codes, weight.bits)
+        by_panel[..., : layout.code_bytes] = _code_bytes(codes, weight.bits).view(*by_panel.shape[:3], -1)
         stored = torch.float16 if half else torch.float32
         for part, first in zip(parts, range(layout.code_bytes, layout.block_bytes, PANEL * stored.itemsize), strict=True):
             lanes = _padded(part.to(stored), panels).view(panels, PANEL, groups).transpose(1, 2).contiguous()
-            blocks[:, :, first : first + PANEL * stored.itemsize] = lanes.view(torch.uint8)
+            by_panel[..., first : first + PANEL * stored.itemsize] = lanes.view(torch.uint8).view(*by_panel.shape[:3], -1)
         return PackedCodes(layout, blocks, outputs)
 
     @staticmethod
@@ -133,7 +134,7 @@ class PackedCodes:
 
     def codes(self, index: Tensor) -> GroupCodes:
         """Return the codes of some outputs [n]."""
-        return _of_lanes(self.layout, self.blocks[index // PANEL], index % PANEL)
+        return _of_lanes(self.layout, self.blocks[index // (STEP * PANEL), :, index // PANEL % STEP], index % PANEL)
 
     def rows(self, index: Tensor) -> Tensor:
         """Return the weights of some outputs [n], dequantised: [n, inputs]."""
@@ -142,8 +143,8 @@ class PackedCodes:
     def elements(self, index: Tensor) -> Tensor:
         """Return some weights, dequantised, by their places [n] in the flattened weight."""
         output, column = index // self.inputs, index % self.inputs
-        blocks = self.blocks[output // PANEL, column // self.layout.group].unsqueeze(1)
-        groups = _of_lanes(self.layout, blocks, output % PANEL).dequantised()
+        blocks = self.blocks[output // (STEP * PANEL), column // self.layout.group, output // PANEL % STEP]
+        groups = _of_lanes(self.layout, blocks.unsqueeze(1), output % PANEL).dequantised()
         return groups[torch.arange(len(index)), column % self.layout.group]
 
     def dequantised(self) -> Tensor:

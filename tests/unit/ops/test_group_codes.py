@@ -27,7 +27,7 @@ def test_what_is_packed_is_read_back(layout: Layout, outputs: int) -> None:
     weight = random_codes(layout, outputs, 96)
     packed, exact = PackedCodes.of(weight, layout.half), weight.dequantised()
     assert packed.layout == layout and packed.blocks.data_ptr() % 64 == 0
-    assert packed.bytes * 8 == packed.blocks.shape[0] * 16 * 96 * layout.bits_per_weight
+    assert packed.bytes * 8 == packed.blocks.shape[0] * 64 * 96 * layout.bits_per_weight
     assert torch.equal(packed.dequantised(), exact)
     some = torch.randint(0, outputs, (7,))
     assert torch.equal(packed.rows(some), exact[some])

@@ -77,16 +77,16 @@ _, PIECE, PANELS, ROWS, GROUPS, OUTPUTS, WEIGHT_AT, ROWS_AT, ROW_BYTES, SUMS_AT,
 def product(rows: Tensor, weight: PackedCodes, out: Tensor, threads: int | None = None, form: Form | None = None) -> None:
     """Write rows [n, K] times the weights to `out` [n, N], whose rows may be part of longer ones. By default it uses as many
     threads as torch does, if there is work for them, and the fastest form."""
-    (count, inputs), (panels, groups, _) = rows.shape, weight.blocks.shape
+    (count, inputs), (steps, groups, *_) = rows.shape, weight.blocks.shape
     form = form or form_of_this_cpu()
     assert rows.is_contiguous() and out.stride(1) == 1 and rows.dtype == out.dtype == torch.float32
     assert inputs == weight.inputs and out.shape == (count, weight.outputs)
     assert form.half or not weight.layout.half, f"{form.name} needs scales in float32"
     work = count * inputs * weight.outputs // WORK_PER_THREAD
     threads = max(1, min(thread_count() if threads is None else threads, work))
-    piece = max(1, panels // (threads * SHARES * STEP)) * STEP
+    piece = max(1, steps // (threads * SHARES)) * STEP
     sums = torch.empty(count, groups) if weight.layout.minimum else rows
-    sizes = panels, count, groups, weight.outputs
+    sizes = steps * STEP, count, groups, weight.outputs
     places = weight.blocks.data_ptr(), rows.data_ptr(), 4 * inputs, sums.data_ptr(), out.data_ptr(), 4 * out.stride(0)
     job = ProductJob(0, piece, *sizes, *places)
     held = (ctypes.c_int64 * len(job))(*job)

@@ -20,6 +20,8 @@ from foreword.ops.group_codes import PANEL, STEP
 SOURCE = crc32(Path(__file__).read_bytes())
 """Machine code on disk is found by the constants of its function: with this one, it is not that of an earlier version."""
 
+AHEAD, LINE = 2560, 64  # bytes: how far ahead memory is asked for, and how much comes at a time
+
 I1, I8, I32, I64, F16, F32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 
 
@@ -69,8 +71,7 @@ class _Tile:
     def moved(self, steps):
         """Return this tile, moved by a number of its own widths."""
         width = self.vectors * self.lanes
-        panel_bytes = self._times(self.groups, self.block_bytes)
-        self.blocks = self._plus(self.blocks, self.builder.mul(steps, self._times(panel_bytes, width // PANEL)))
+        self.blocks = self._plus(self.blocks, self._times(steps, width // PANEL * self.block_bytes))
         self.out = self._plus(self.out, self._times(steps, 4 * width))
         self.outputs = self.builder.sub(self.outputs, self._times(steps, width))
         return self
@@ -81,6 +82,7 @@ class _Tile:
         totals = {place: cgutils.alloca_once_value(builder, self.zero) for place in places}
         with cgutils.for_range(builder, self.groups) as loop:
             blocks = [self._block(vector, loop.index) for vector in range(self.vectors)]
+            self._prefetch(blocks)
             sums = self._group_sums(blocks, loop.index)
             self._scale(blocks, loop.index, sums, totals)
         for (row, vector), total in totals.items():
@@ -89,9 +91,21 @@ class _Tile:
     def _block(self, vector, index):
         """Return the address of a vector's block, and the number of its first lane there."""
         first = vector * self.lanes
-        place = self._plus(self.blocks, self._times(index, self.block_bytes))
-        panel_bytes = self._times(self.groups, self.block_bytes)
-        return self._plus(place, self._times(panel_bytes, first // PANEL)), first % PANEL
+        place = self._plus(self.blocks, self._times(index, STEP * self.block_bytes))
+        return self._plus(place, ir.Constant(I64, first // PANEL * self.block_bytes)), first % PANEL
+
+    def _prefetch(self, blocks):
+        """Ask for the blocks of a later group, so that the CPU does not wait for memory. An address beyond the end does no
+        harm."""
+        byte = I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+        name = "llvm.prefetch.p0" + ("" if str(byte) == "ptr" else "i8")
+        fetch = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        options = [ir.Constant(I32, one) for one in (0, 3, 1)]  # for reading, into all caches, data
+        for block in [block for block, lane in blocks if lane == 0]:
+            for line in range(0, self.block_bytes, LINE):
+                place = self._plus(block, ir.Constant(I64, AHEAD + line))
+                self.builder.call(fetch, [self.builder.inttoptr(place, byte), *options])
 
     def _group_sums(self, blocks, index):
         """Return the sum of row times codes over a group, for every row and vector."""

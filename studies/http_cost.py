@@ -3,7 +3,7 @@
 Everything but the model is the real thing: application, uvicorn, client of the engine, detokenizer, metrics, messages. The
 engine is a process that reports rounds at a fixed pace, together as the real one does; the clients are another process.
 Measured is the time that this process computes: per round and output, and per chunk. A share of a core near 1 says that the
-HTTP process is the limit; then rounds wait.
+HTTP process is the limit; then rounds wait. Made results/http_cost_cpu.json.
 """
 
 from __future__ import annotations

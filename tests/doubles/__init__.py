@@ -7,7 +7,7 @@ that lie or know the truth. `recording`: a drafter that records calls. `training
 
 from doubles.attention import AttentionCase
 from doubles.drafters import LastHidden, Liar, Oracle, Plan, Playback, continuation
-from doubles.engines import SAMPLINGS, engine, prompts, requests, rerunning, run_to_end, written
+from doubles.engines import SAMPLINGS, engine, in_turns, prompts, requests, rerunning, run_to_end, written
 from doubles.methods import (
     DRAFTING,
     IN_PROCESS,
@@ -97,6 +97,7 @@ __all__ = [
     "hf_hidden",
     "hf_logits",
     "hf_window",
+    "in_turns",
     "json_ids",
     "json_tokenizer",
     "path_to",

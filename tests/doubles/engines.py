@@ -29,6 +29,12 @@ def prompts(count: int, seed: int = 0, longest: int = 24) -> list[tuple[int, ...
     return [tuple(torch.randint(3, VOCABULARY, (size,), generator=generator).tolist()) for size in sizes]
 
 
+def in_turns(names: Iterable[str], others: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Pair every name with one of the others, which come in turns: each of them is tried, and not with every name."""
+    some = list(others)
+    return [(name, some[place % len(some)]) for place, name in enumerate(names)]
+
+
 def requests(count: int, sampling: Sampling = SAMPLINGS["greedy"], seed: int = 0, **options: Any) -> list[Request]:
     """Return requests with random prompts, each with its own seed."""
     options = {"max_new_tokens": 14} | options

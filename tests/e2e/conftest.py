@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 import foreword
 from foreword.drafters.auto import expectations
@@ -27,17 +28,28 @@ SOURCE = Path(foreword.__file__).parents[1]
 
 @pytest.fixture(scope="session")
 def model_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of our own: the user's copy of the default model, fetched if need be, and what its rows cost."""
-    folder, home = foreword.default_model(), tmp_path_factory.mktemp("home")
-    (home / "models").symlink_to(folder.parent)
+    """A cache folder of our own: the user's copy of the default model, fetched if need be, and what its rows cost. The
+    processes of one run of the tests share it."""
+    root = tmp_path_factory.getbasetemp()
+    home = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "model_home"
+    with FileLock(home.with_suffix(".lock")):
+        if not home.exists():
+            _fill(home)
+    return home
+
+
+def _fill(home: Path) -> None:
+    folder, unfinished = foreword.default_model(), home.with_suffix(".unfinished")
+    unfinished.mkdir()
+    (unfinished / "models").symlink_to(folder.parent)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOREWORD_HOME", str(home))
+        patch.setenv("FOREWORD_HOME", str(unfinished))
         patch.setattr(cost.PassTimings, "steady", True)
         for load in (load_weights, load_stock):
             model = Model(load(folder, torch.device("cpu"), torch.float32))
             keep(file_of("costs", cost.facts_of(model)), cost.measure(model, rows=(1, 16)).curve().to_dict())
             expectations(model)
-    return home
+    unfinished.rename(home)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 
-from doubles import SAMPLINGS, Liar, Oracle, drafter, engine, full_sequence, requests, run_to_end, target_for, truth
+from doubles import (
+    SAMPLINGS,
+    Liar,
+    Oracle,
+    drafter,
+    engine,
+    full_sequence,
+    in_turns,
+    requests,
+    run_to_end,
+    target_for,
+    truth,
+)
 from foreword.core.drafter import Drafter
 from foreword.core.loop import Constrain
 from foreword.core.sampling import Sampling
@@ -33,11 +45,9 @@ COMPANY: list[dict[str, Any]] = [
 ]
 
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)
-every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 
 
-@every_sampling
-@every_drafter
+@pytest.mark.parametrize(("name", "sampling"), in_turns(DRAFTERS, SAMPLINGS.values()))
 def test_company_does_not_matter(name: str, sampling: Sampling) -> None:
     """Three requests with one sampling among one of every other, four at a time."""
     model, mine = target_for(name), requests(4, sampling, max_new_tokens=10)[1:]
@@ -81,8 +91,7 @@ def test_aborted_company_does_not_matter(after: int, name: str) -> None:
     assert [run.tokens for run in (first, *rest)] == [truth(model.hf, request) for request in (asked[0], *asked[2:])]
 
 
-@pytest.mark.parametrize("late", [False, True])
-@every_drafter
+@pytest.mark.parametrize(("name", "late"), in_turns(DRAFTERS, [False, True]))
 def test_free_slots_that_pad_a_round_do_not_matter(name: str, late: bool) -> None:
     """Captured rounds come in a few sizes. Prompts of a second wave begin with what the padding slots still hold."""
     model = target_for(name)

@@ -69,15 +69,14 @@ def test_samples_of_a_prompt_read_it_once(kind: str, n: int, slots: int, samplin
     assert [run.reused for run in runs] == [0] + [rows] * (n - 1)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @every_kind
-def test_a_prompt_starts_from_what_runs(kind: str, late: bool) -> None:
+def test_a_prompt_starts_from_what_runs(kind: str) -> None:
     """The second shares half of the first one's prompt, the third its prompt and a part of its output."""
     first = Request(PROMPT, SAMPLINGS["T=0.8"], max_new_tokens=25, ignore_eos=True)
     output = tuple(truth(target_for(kind).hf, first))
     half, whole = (*PROMPT[:8], 3, 4, 5), (*PROMPT, *output[:4], 3, 4)
     others = [Request(prompt, Sampling(0.8, seed=3), max_new_tokens=8, reuse=True) for prompt in (half, whole)]
-    model, steps = steps_of(kind, [first, *others], slots=3, late=late)
+    model, steps = steps_of(kind, [first, *others], slots=3, late=bool(KINDS.index(kind) % 2))
     source = steps.add(first)
     while len(source.tokens) < 12:
         steps.step()
@@ -224,11 +223,10 @@ def random_requests(random: Random, count: int) -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("captured", [False, True])
 @every_kind
-def test_random_company(kind: str, captured: bool) -> None:
-    """Requests come and are aborted at random steps, in few or many slots, in captured rounds or not."""
-    random = Random(f"{kind} {captured}")
+def test_random_company(kind: str) -> None:
+    """Requests come and are aborted at random steps, in few or many slots, in captured rounds for every other kind."""
+    random, captured = Random(kind), bool(KINDS.index(kind) % 2)
     reused = 0
     for slots in (random.choice([1, 2]), 4):
         asked = random_requests(random, 6)

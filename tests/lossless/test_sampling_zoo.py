@@ -12,6 +12,7 @@ from doubles import (
     engine,
     full_sequence,
     hf_logits,
+    in_turns,
     prompts,
     requests,
     rerunning,
@@ -120,8 +121,10 @@ def test_a_derived_seed_is_not_a_neighbour() -> None:
 # What depends on the output so far ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [Sampling(seed=1), Sampling(temperature=0.8, seed=1)], ids=["greedy", "T=0.8"])
-@pytest.mark.parametrize("name", [*METHODS, "liar", "oracle"])
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    in_turns([*METHODS, "liar", "oracle"], [Sampling(seed=1), Sampling(temperature=0.8, seed=1)]),
+)
 def test_bad_words_and_penalties_are_lossless_with_any_drafter(name: str, sampling: Sampling) -> None:
     """Bad words are two or three tokens of the output without them, so drafts contain them; penalties count tokens of
     earlier rounds. Eight requests with different settings follow one another in the slots 2, 0 and 1."""

@@ -12,6 +12,7 @@ from doubles import (
     drafter,
     engine,
     full_sequence,
+    in_turns,
     requests,
     target,
     target_for,
@@ -52,8 +53,7 @@ def check(runs: list[Running], name: str = "plain") -> None:
         assert run.finish_reason == ("stop" if by_stop else "length")
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", [*METHODS, "liar", "oracle"])
+@pytest.mark.parametrize(("name", "sampling"), in_turns([*METHODS, "liar", "oracle"], SAMPLINGS))
 def test_a_stop_token_ends_the_output(name: str, sampling: str) -> None:
     """Nine requests with their own stop tokens in three slots."""
     model, asked = target_for(name), stopping(9, SAMPLINGS[sampling], name)

@@ -187,7 +187,6 @@ SETTING_OF |= {
 }
 
 ONLY_TEXT = "this server reads and writes text only"
-NOT_IN_RESPONSES = "/v1/chat/completions and /v1/completions have it"
 STATELESS = "this server keeps no answers; send the whole conversation"
 # name: (values that change nothing, why others are refused)
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -208,10 +207,10 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "outputs are sampled"),
     "chat_template": ((), "templates are programs, and this server runs only the model's own"),
     "priority": ((0,), "requests are served in the order they come"),
-    "trace_rounds": ((False,), NOT_IN_RESPONSES),
-    "return_token_ids": ((False,), NOT_IN_RESPONSES),
     "prompt_logprobs": ((), "use echo with logprobs at /v1/completions"),
 }
+OF_CHOICES = (False,), "/v1/chat/completions and /v1/completions have it"
+ELSEWHERE = dict.fromkeys(("trace_rounds", "return_token_ids"), OF_CHOICES)  # what only some endpoints read
 IGNORED = {"user", "safety_identifier", "metadata", "service_tier", "verbosity", "prompt_cache_retention"}
 
 
@@ -229,13 +228,13 @@ def read_object(body: bytes) -> Object:
 def checked(given: Object, kind: type[Fields]) -> tuple[Fields, int]:
     """Return the fields of a request, and how many others it has that nobody knows."""
     names = {*kind.__struct_fields__}
-    others = given.keys() - names
-    for name in sorted(others & UNSUPPORTED.keys()):
-        harmless, why = UNSUPPORTED[name]
+    others, refused = given.keys() - names, UNSUPPORTED | ELSEWHERE
+    for name in sorted(others & refused.keys()):
+        harmless, why = refused[name]
         if given[name] is not None and given[name] not in harmless:
             raise Refusal(400, f"{name} is not supported: {why}", param=name, code="unsupported_field")
     try:
-        return msgspec.convert(given, kind), len(others - UNSUPPORTED.keys() - IGNORED)
+        return msgspec.convert(given, kind), len(others - refused.keys() - IGNORED)
     except msgspec.ValidationError as error:
         raise Refusal(400, f"the body cannot be used: {error}", param=_place(str(error))) from error
 

@@ -104,8 +104,9 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("times", "stored"), [(2, "bfloat16"), (4, "int4")])
-@pytest.mark.parametrize("kind", ["tied", "a head of its own", "qwen2"])
+@pytest.mark.parametrize(
+    ("kind", "times", "stored"), [("tied", 2, "bfloat16"), ("a head of its own", 4, "int4"), ("qwen2", 2, "int4")]
+)
 @pytest.mark.parametrize("form", SMALL)
 def test_a_draft_model_stays_small_and_drafts_the_same(
     form: str, kind: str, times: int, stored: StoredDtype, tmp_path: Path

@@ -70,8 +70,8 @@ def test_a_file_without_keys(run: Any, tmp_path: Path, content: bytes | None) ->
 
 def test_without_the_extra(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "NEEDED", ("msgspec", "no_such_package"))
-    shown = run("serve")
-    assert shown.exit_code == 2 and shown.stderr == "error: a server needs no_such_package; pip install 'foreword[serve]'\n"
+    shown, advice = run("serve"), "install the extra: pip install 'foreword[serve]'"
+    assert (shown.exit_code, shown.stderr) == (2, f"error: a server needs no_such_package; {advice}\n")
 
 
 def test_a_port_in_use(run: Any) -> None:

@@ -68,6 +68,7 @@ def test_a_trial_that_nobody_waits_for_is_dropped(llm: LLM, until: Any) -> None:
                 await until(lambda: made._waiting == 20)
                 for task in tasks[1:]:
                     task.cancel()
+                await asyncio.gather(*tasks[1:], return_exceptions=True)
             await tasks[0]
             await asyncio.get_running_loop().run_in_executor(made._thread, int)  # after them, if they were still there
             assert made._waiting == 0

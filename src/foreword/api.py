@@ -26,7 +26,7 @@ from foreword.hub.resolve import called, default_model, resolve
 from foreword.methods import DEFAULT_METHOD, MethodLike
 from foreword.model.adapters import fetch_base, tokenizer_folder
 from foreword.model.generation import sampling_defaults
-from foreword.model.loading import check_wrapped, choose_device, choose_dtype, load_weights
+from foreword.model.loading import check_quantization, check_wrapped, choose_device, choose_dtype, load_weights
 from foreword.model.measured import remeasuring
 from foreword.model.model import Model
 from foreword.requests import EACH, Prompt, Settings, build, is_single, listed
@@ -96,6 +96,7 @@ class LLM:
         max_context: int | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantization: str | None = None,
         threads: int | None = None,
         fused_layers: bool = True,
         cuda_graphs: bool = True,
@@ -119,6 +120,8 @@ class LLM:
         `max_context`: the most tokens of a sequence, prompt included. None: what the model was trained for, at most 4096.
         `device`, `dtype`: such as "cuda:1" and "float32". None: a GPU and bfloat16 if there is one, else the CPU and
         float32.
+        `quantization`: "stored" runs the quantised weights of a GGUF file as they are stored; "q4" and "q8" quantise the
+        weights of any model. On a CPU in float32. None: weights are floats, and those of a GGUF file are dequantised.
         `threads`: the number of CPU threads of torch, for the whole process. None: unchanged.
         `fused_layers`: run layers of known families on Foreword's own kernels.
         `cuda_graphs`: on CUDA, capture rounds and replay them.
@@ -139,13 +142,14 @@ class LLM:
             _set_threads(threads)
         place = choose_device(device)
         precision = choose_dtype(dtype, place)
-        folder = resolve(model, revision, token)
+        check_quantization(quantization, place, precision)
+        folder = resolve(model, revision, token, stored=quantization == "stored")
         fetch_base(folder, token)
         # Reuse is exact here: nobody else changes the weights. Not in half precision, where rows of another pass round
         # differently and a near-tie may go either way.
         reuses = precision.itemsize >= 4
         with remeasuring() if remeasure else nullcontext():
-            hf = load_weights(folder, place, precision, rebuild=fused_layers)
+            hf = load_weights(folder, place, precision, rebuild=fused_layers, quantization=quantization)
             target = Model(hf, called(folder, model))
             tokenizer = Tokenizer.load(tokenizer_folder(folder))
             defaults = sampling_defaults(hf) if generation_config else {}

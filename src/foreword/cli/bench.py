@@ -372,7 +372,7 @@ def _journal(asked: BenchOptions, model: ModelOptions, llm: LLM, out: Path | Non
         "batch": plan.batches,
         "temperature": plan.temperatures,
         "repeats": plan.repeats,
-    }
+    } | ({} if model.quantization is None else {"quantization": model.quantization})
     journal = Journal(out, run, llm.model.curve.to_dict() if llm.model.curve else None)
     with _reads(journal.file):
         llm.model.use_costs(CostCurve.read(journal.costs) if journal.costs else None)

@@ -178,7 +178,8 @@ def _model(model: ModelOptions, fetch: bool) -> Finding:
         said = f"{model.name}: not fetched yet (about 90 MB, once)"
         return Finding("model", "warn", said, "foreword doctor --fetch fetches it; so does the first request")
     try:
-        folder = default_model() if model.model is None else resolve(model.model, model.revision)
+        stored = model.quantization == "stored"
+        folder = default_model(stored=stored) if model.model is None else resolve(model.model, model.revision, stored=stored)
     except ForewordError as error:
         return Finding("model", "fail", str(error))
     return Finding("model", "ok", f"{model.name}, in {folder}")
@@ -187,7 +188,7 @@ def _model(model: ModelOptions, fetch: bool) -> Finding:
 def _bytes(model: ModelOptions) -> Finding:
     """Compare the files of a converted model with their checksums."""
     with waiting("comparing the model's files with their checksums"):
-        wrong = verify_model(resolve(model.model, model.revision))
+        wrong = verify_model(resolve(model.model, model.revision, stored=model.quantization == "stored"))
     if wrong:
         return Finding("model's files", "fail", "; ".join(wrong), "delete its folder: it is then fetched or converted again")
     said = "they match their checksums" if wrong is not None else "there are no checksums of them"

@@ -181,6 +181,14 @@ class ModelOptions:
             "token for token; bfloat16 on a GPU.",
         ),
     ] = None
+    quantization: Annotated[
+        str | None,
+        _of_model(
+            metavar="NAME",
+            help="stored: run the quantised weights of a GGUF file as they are stored. q4, q8: quantise the weights of any "
+            "model. On a CPU in float32. Default: weights are floats, and those of a GGUF file are dequantised.",
+        ),
+    ] = None
     threads: Annotated[
         int | None, _of_model(min=1, metavar="N", help="CPU threads. Default: one per core; more would be slower.")
     ] = None
@@ -236,10 +244,17 @@ class ModelOptions:
 
     def where(self) -> dict[str, Any]:
         """Return these options as arguments of `foreword.load`, without the model."""
-        others = {"model", "mirror", "revision", "token", "no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
+        others = {"model", "mirror", "revision", "token", "quantization"}
+        others |= {"no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in others}
         given |= {"revision": self.revision} if self.revision is not None else {}
+        given |= {"quantization": self.quantization} if self.quantization is not None else {}
         return given | {"fused_layers": not self.no_fused_layers, "cuda_graphs": not self.no_cuda_graphs}
+
+    def refuse_quantization(self, what: str) -> None:
+        """Refuse --quantization for what makes weights of its own, in floats."""
+        if self.quantization is not None:
+            raise typer.BadParameter(f"{what} runs weights in floats; leave it out", param_hint="--quantization")
 
     @property
     def name(self) -> str:

@@ -131,6 +131,7 @@ def _subject(
         return
     if model.model is not None or model.revision is not None:
         raise typer.BadParameter("random weights replace the model: leave out --model and --revision", param_hint="--shapes")
+    model.refuse_quantization("a model of random weights")
     with waiting(f"making random weights of {shapes} shapes"):
         from foreword.bench.profile import random_subject  # noqa: PLC0415  imports torch
 
@@ -139,6 +140,8 @@ def _subject(
 
 
 def _cold(model: ModelOptions, shapes: Shapes | None, method: str) -> Any:
+    if shapes is not None:
+        model.refuse_quantization("a model of random weights")
     from foreword.bench.cold import cold_start  # noqa: PLC0415  start-up time
 
     return lambda: cold_start(shapes, model.model, method, model.where())

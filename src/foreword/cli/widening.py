@@ -54,6 +54,7 @@ def loaded(
             _measure_costs(llm, costs)
             yield llm, {}
         return
+    model.refuse_quantization("a widened model")
     # Fetching shows its own progress bar, and two live displays would overwrite each other.
     with waiting(f"widening {model.name}: {times}") if model.is_here() else nullcontext():
         from foreword.bench.widening import load_widened  # noqa: PLC0415  imports torch

@@ -18,7 +18,10 @@ from foreword.errors import ForewordWarning, InputError
 from foreword.methods import AUTO, NEAR, MethodLike, all_methods
 
 _ONE_DEVICE = "a model runs on one device; choose it with device='cuda:1'"
-_QUANTISED = "`load` reads no quantised weights but GGUF files; `wrap` takes models whose weights alone are quantised"
+_QUANTISED = (
+    "on a CPU, `load(quantization=...)` runs quantised weights (docs/quantised.md); `load` reads no quantised folders; "
+    "`wrap` takes models whose weights alone are quantised"
+)
 
 # Keywords of other libraries that Foreword does not support, and why.
 UNSUPPORTED = {
@@ -28,7 +31,6 @@ UNSUPPORTED = {
     "device_map": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
     "load_in_8bit": _QUANTISED,
     "load_in_4bit": _QUANTISED,
-    "quantization": _QUANTISED,
     "quantization_config": _QUANTISED,
     "attn_implementation": "a model that is loaded gets Foreword's own attention",
     "gpu_memory_utilization": "the cache takes what slots and max_context ask for",

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from foreword.drafting.small_model import FirstLayers
 from foreword.model.families import family_of
 from foreword.model.model import Model
+from foreword.model.quantised_linears import QuantizedEmbedding
 
 BY_LAYER = ("layer_types", "no_rope_layers")  # lists in the config with one entry per layer
 
@@ -31,7 +32,9 @@ def standalone_model(target: Model, module: FirstLayers, device: torch.device) -
         attention = family_of(config).stock_attention
         model: Any = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation=attention)
     own: Any = target.hf
-    model.model.embed_tokens = _on_device(own.model.embed_tokens, device)
+    embedding = own.model.embed_tokens
+    embedding = embedding.stock() if isinstance(embedding, QuantizedEmbedding) else embedding
+    model.model.embed_tokens = _on_device(embedding, device)
     model.model.rotary_emb = _on_device(own.model.rotary_emb, device)
     model.model.layers = copy.deepcopy(module.layers).to(device)
     last = target.family.final_norm

@@ -79,5 +79,8 @@ class Source:
                 f"{self.path}: {name} is quantised as {kind}, which is not supported; try Q8_0"
             ) from error
         if not np.isfinite(values).all():
-            raise ModelCorrupt(f"{self.path}: {name} holds values that are not numbers; fetch the file again")
+            raise self.not_numbers(name)
         return values
+
+    def not_numbers(self, name: str) -> ModelCorrupt:
+        return ModelCorrupt(f"{self.path}: {name} holds values that are not numbers; fetch the file again")

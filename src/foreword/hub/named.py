@@ -53,10 +53,9 @@ class NamedModel:
     licence: str
     mirror: Mirror
 
-    @property
-    def weights(self) -> str:
-        """Say what the weights of the copy are."""
-        return f"weights dequantised from {self.mirror.quantised}"
+    def weights(self, stored: bool) -> str:
+        """Say what the weights of the copy are. `stored`: they run as the file has them."""
+        return f"weights {'as stored in' if stored else 'dequantised from'} {self.mirror.quantised}"
 
 
 def _parts(package: str, count: int, version: str) -> tuple[str, ...]:
@@ -141,11 +140,11 @@ def mirrors() -> bool:
     return os.environ.get(MIRROR, "") not in ("", "0")
 
 
-def said_of(model: NamedModel) -> str:
+def said_of(model: NamedModel, stored: bool = False) -> str:
     """Say what a copy is, each time that it is used."""
     return (
         f"{model.name}: a copy in package registries, uploaded by third parties, in place of {model.hub_id}; "
-        f"{model.weights}; pinned by sha256, nothing in it is run"
+        f"{model.weights(stored)}; pinned by sha256, nothing in it is run"
     )
 
 

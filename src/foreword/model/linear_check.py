@@ -30,7 +30,7 @@ INSTEAD = "quantise the weights alone, or load the model in float32, bfloat16 or
 def unknown_linears(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that take rows of a fixed width and are neither ordinary linears nor ours, by name."""
     found = {name: module for name, module in model.named_modules() if isinstance(getattr(module, "in_features", None), int)}
-    ours = PackedLinear | JointLinear | FusedPart
+    ours = PackedLinear | JointLinear | FusedPart  # quantised ones of ours have no `in_features`
     return {name: one for name, one in found.items() if not is_plain_linear(one) and not isinstance(one, ours)}
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from foreword.model.busy import Waits
 from foreword.model.measured import Figure, is_remeasuring, machine_facts, recall
-from foreword.model.plain_linears import is_plain_linear
+from foreword.model.plain_linears import Buffer, is_plain_linear, plain_linear
+from foreword.model.quantised_linears import QuantizedEmbedding, QuantizedLinear
 from foreword.ops.device import has_half_precision_kernels, has_packed_linears
 from foreword.ops.norms import rms_normed
 
@@ -34,19 +35,6 @@ _TIMED_BYTES, _TIMED_SHAPE, _REPEATS = 64 * 2**20, (3072, 576), 5
 _KEEP_BOTH_BYTES = 2 * 2**30
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-class Buffer(NamedTuple):
-    """The same memory for torch and for Numba."""
-
-    tensor: Tensor
-    array: np.ndarray
-
-    @staticmethod
-    def of(*shape: int) -> Buffer:
-        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
-            tensor = torch.zeros(shape)
-        return Buffer(tensor, tensor.numpy())
 
 
 class PackedLinear(nn.Module):
@@ -83,7 +71,7 @@ class PackedLinear(nn.Module):
 
     def stock(self, columns: slice = slice(None)) -> nn.Linear:
         """Return the linear that was packed, or some of its outputs, as a copy that can be trained."""
-        return _stock(self.packed.to_dense()[columns], None if self.bias is None else self.bias[columns])
+        return plain_linear(self.packed.to_dense()[columns], None if self.bias is None else self.bias[columns])
 
 
 def padded_row_count(rows: int) -> int:
@@ -149,13 +137,17 @@ class JointLinear(nn.Module):
 
     def stock(self, columns: slice) -> nn.Linear:
         """Return one of them as a copy that can be trained."""
-        return _stock(self.weight[columns], None if self.bias is None else self.bias[columns])
+        return plain_linear(self.weight[columns], None if self.bias is None else self.bias[columns])
+
+
+WholeLinear = PackedLinear | JointLinear | QuantizedLinear
+"""What several linears may become."""
 
 
 class Fusion:
     """One product for several linears that read the same rows. The first of them to be called computes it for all."""
 
-    def __init__(self, linear: PackedLinear | JointLinear, parts: int) -> None:
+    def __init__(self, linear: WholeLinear, parts: int) -> None:
         self.linear, self.parts = linear, parts
         self._rows: Tensor | None = None
         self._out: Tensor | None = None
@@ -197,11 +189,13 @@ class FusedRMSNorm(nn.Module):
 
 def select_outputs(linear: Any, columns: Tensor) -> nn.Module:
     """Return a copy of some of a linear's outputs, in the same layout as the linear."""
+    if isinstance(linear, QuantizedLinear):
+        return linear.selected(columns)
     whole = linear.stock() if linear.weight is None else linear  # a packed linear may keep no stock weight
     weight, bias = whole.weight.detach()[columns], None if linear.bias is None else linear.bias.detach()[columns]
     if isinstance(linear, PackedLinear):
         return PackedLinear(weight, bias, linear.weight is not None)
-    return _stock(weight, bias).requires_grad_(False)
+    return plain_linear(weight, bias).requires_grad_(False)
 
 
 def pack(model: nn.Module) -> None:
@@ -210,12 +204,27 @@ def pack(model: nn.Module) -> None:
     keep_stock = size <= _KEEP_BOTH_BYTES
     for module in _parents(model):
         for names in FUSED:
-            if all(is_plain_linear(getattr(module, name, None)) for name in names):
-                _replace(module, names, lambda weight, bias: PackedLinear(weight, bias, keep_stock))
+            if linears := _plain_linears(module, names):
+                _replace(module, names, PackedLinear(*_weights(linears), keep_stock))
         for name, child in list(module.named_children()):
             if is_plain_linear(child):
                 setattr(module, name, PackedLinear(*_weights([child]), keep_stock))
     _fuse_norms(model)
+
+
+def join(model: nn.Module) -> None:
+    """Make one product of quantised linears that read the same rows."""
+    for module in _parents(model):
+        for names in FUSED:
+            parts: list[Any] = [getattr(module, name, None) for name in names]
+            if all(isinstance(part, QuantizedLinear) for part in parts):
+                _replace(module, names, QuantizedLinear.joined(parts))
+
+
+def _plain_linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
+    """Return the linears called `names`, or none if one of them is of another kind."""
+    found = [getattr(module, name, None) for name in names]
+    return [linear for linear in found if is_plain_linear(linear)] if all(map(is_plain_linear, found)) else []
 
 
 def _fuse_norms(model: nn.Module) -> None:
@@ -229,8 +238,8 @@ def fuse(model: nn.Module) -> None:
     """Rebuild a model in half precision on CUDA."""
     for module in _parents(model):
         for names in FUSED:
-            if all(is_plain_linear(getattr(module, name, None)) for name in names):
-                _replace(module, names, JointLinear)
+            if linears := _plain_linears(module, names):
+                _replace(module, names, JointLinear(*_weights(linears)))
     _fuse_norms(model)
 
 
@@ -250,11 +259,11 @@ def _make_adjacent(linears: list[nn.Linear]) -> None:
             getattr(linear, name).data = part
 
 
-def joint(module: Any, names: tuple[str, ...]) -> PackedLinear | JointLinear | None:
+def joint(module: Any, names: tuple[str, ...]) -> WholeLinear | None:
     """Return the one product for several linears of a module, or None if their weights are separate."""
     parts: list[Any] = [getattr(module, name, None) for name in names]
     if all(isinstance(part, FusedPart) for part in parts):
-        linear: PackedLinear | JointLinear = parts[0].fusion.linear
+        linear: WholeLinear = parts[0].fusion.linear
         return linear
     if not all(map(is_plain_linear, parts)):
         return None
@@ -283,24 +292,27 @@ def _parents(model: nn.Module) -> list[nn.Module]:
 
 def kinds(model: nn.Module) -> list[str]:
     """Return the kinds of a model's linears. The cost of a pass depends on them too, not on shapes alone."""
-    found = (type(one.fusion.linear) if isinstance(one, FusedPart) else type(one) for one in model.modules())
-    names = {f"{kind.__module__}.{kind.__name__}" for kind in found if "linear" in kind.__name__.lower()}
-    packed = any(isinstance(one, PackedLinear) and one.weight is None for one in model.modules())
-    others = {type(one.weight).__name__ for one in model.modules() if type(one) is nn.Linear and not is_plain_linear(one)}
-    return sorted(names | others | ({"packed alone"} if packed else set()))
+    found = [one.fusion.linear if isinstance(one, FusedPart) else one for one in model.modules()]
+    names = {f"{type(one).__module__}.{type(one).__name__}" for one in found if "linear" in type(one).__name__.lower()}
+    packed = any(isinstance(one, PackedLinear) and one.weight is None for one in found)
+    others = {type(one.weight).__name__ for one in found if type(one) is nn.Linear and not is_plain_linear(one)}
+    layouts = {str(layout) for one in found if isinstance(one, QuantizedLinear) for layout in one.layouts}
+    return sorted(names | others | layouts | ({"packed alone"} if packed else set()))
 
 
 def read_bytes(model: nn.Module) -> int:
     """Return the bytes of weights that a pass reads: every linear once, including the head, and all experts, though a pass
     of few rows reads some of them. An embedding is not counted: a pass reads few of its rows."""
     found = [module.fusion.linear if isinstance(module, FusedPart) else module for module in model.modules()]
-    linears = {id(module): module for module in found if isinstance(module, nn.Linear | JointLinear | PackedLinear)}
+    linears = {id(module): module for module in found if isinstance(module, nn.Linear | WholeLinear)}
     held = (*model.parameters(), *model.buffers())  # the fallback if every linear is of an unknown kind
     experts = sum(one.numel() * one.itemsize for one in model.parameters() if one.dim() == 3)  # their weights are one tensor
     return experts + sum(map(_bytes, linears.values())) or sum(one.numel() * one.itemsize for one in held)
 
 
-def _bytes(linear: nn.Linear | JointLinear | PackedLinear) -> int:
+def _bytes(linear: nn.Linear | WholeLinear) -> int:
+    if isinstance(linear, QuantizedLinear):
+        return linear.bytes
     weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
     held = [weight] if linear.bias is None else [weight, linear.bias]
     return sum(part.numel() * part.itemsize for part in held)
@@ -308,6 +320,7 @@ def _bytes(linear: nn.Linear | JointLinear | PackedLinear) -> int:
 
 def rebuild(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Rebuild a model's linears and norms for speed on its device and in its dtype, if there is a way."""
+    join(model)
     if has_packed_linears(device, dtype):
         if is_remeasuring():
             max_stock_rows.cache_clear()
@@ -322,14 +335,17 @@ def is_plain_norm(norm: Any) -> bool:
     return isinstance(norm, FusedRMSNorm) or type(norm).__name__ in plain
 
 
+REBUILT = PackedLinear | FusedPart | QuantizedLinear | QuantizedEmbedding
+
+
 def is_rebuilt(layer: nn.Module) -> bool:
-    return any(isinstance(module, PackedLinear | FusedPart) for module in layer.modules())
+    return any(isinstance(module, REBUILT) for module in layer.modules())
 
 
 def unpacked(layer: nn.Module) -> nn.Module:
-    """Return a copy of a layer that can be trained, with stock linears in place of packed and fused ones. Weights that were
-    one product on CUDA stay adjacent in memory."""
-    rebuilt = [module for module in layer.modules() if isinstance(module, PackedLinear | FusedPart)]
+    """Return a copy of a layer that can be trained, with stock linears in place of packed, fused and quantised ones. Weights
+    that were one product on CUDA stay adjacent in memory."""
+    rebuilt = [module for module in layer.modules() if isinstance(module, REBUILT)]
     # deepcopy takes what it finds in its memo as already copied.
     stock = copy.deepcopy(layer, {id(module): module.stock() for module in rebuilt})
     if any(isinstance(module, FusedPart) and isinstance(module.fusion.linear, JointLinear) for module in rebuilt):
@@ -337,21 +353,14 @@ def unpacked(layer: nn.Module) -> nn.Module:
     return stock
 
 
-def _replace(module: nn.Module, names: tuple[str, ...], make: Callable[[Tensor, Tensor | None], Any]) -> None:
+def _replace(module: nn.Module, names: tuple[str, ...], whole: WholeLinear) -> None:
     """Replace the linears called `names` by one product."""
-    linears = [getattr(module, name) for name in names]
-    fusion, first = Fusion(make(*_weights(linears)), len(linears)), 0
-    for name, linear in zip(names, linears, strict=True):
-        setattr(module, name, FusedPart(fusion, slice(first, first + linear.out_features)))
-        first += linear.out_features
-
-
-def _stock(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype)
-    linear.weight.data.copy_(weight)
-    if bias is not None:
-        linear.bias.data.copy_(bias)
-    return linear
+    fusion, first = Fusion(whole, len(names)), 0
+    for name in names:
+        linear: Any = getattr(module, name)
+        columns = linear.columns_out if isinstance(linear, QuantizedLinear) else linear.out_features
+        setattr(module, name, FusedPart(fusion, slice(first, first + columns)))
+        first += columns
 
 
 def _weights(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:

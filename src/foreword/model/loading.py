@@ -1,13 +1,14 @@
 """Load a transformers model from a folder, or check one that the caller hands over.
 
-Models that we load ourselves may be rebuilt for speed (packed linears on the CPU, fused ones on CUDA). A model that the
-caller hands over is only checked. What is not supported is refused here, by name.
+Models that we load ourselves may be rebuilt for speed (packed linears on the CPU, fused ones on CUDA), and quantised. A
+model that the caller hands over is only checked. What is not supported is refused here, by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,21 @@ from transformers.utils import logging
 from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
 from foreword.files import read_json
 from foreword.hub.resolve import is_adapter
+from foreword.hub.stored import WEIGHTS as WEIGHTS_FILE
+from foreword.hub.stored import is_stored
 from foreword.model import linears
 from foreword.model.adapters import base_folder, merged, refuse_virtual_tokens
 from foreword.model.families import family_of
 from foreword.model.linear_check import check_linears, unknown_linears
 from foreword.model.parameter_limit import TooManyParameters, at_most_parameters
+from foreword.model.quantised_linears import quantise
+from foreword.model.stored_model import AGAIN, load_stored
+from foreword.ops.device import has_code_products
 
 MOST_LAYERS = 10_000
+BITS = {"q4": 4, "q8": 8}
+QUANTIZATIONS = ("stored", *BITS)
+PARAMETERS_PER_BYTE = 4  # of codes: two, and a tied head is counted twice while it is built
 EXACT_EXPERTS = "eager"  # how transformers computes experts in float64; its faster ways refuse that
 WEIGHTS = (".safetensors", ".bin")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,9 +68,36 @@ def choose_dtype(requested: str | torch.dtype | None, device: torch.device) -> t
     return requested
 
 
-def load_weights(folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool = True) -> PreTrainedModel:
-    """Load the model in `folder`, and rebuild it for speed unless `rebuild` is False."""
-    model = load_stock(folder, device, dtype)
+def check_quantization(quantization: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a quantisation that does not run here."""
+    if quantization is None:
+        return
+    if quantization not in QUANTIZATIONS:
+        raise InputError(f"quantization is {quantization!r}; choose from {', '.join(QUANTIZATIONS)}, or leave it out")
+    if not has_code_products(device, dtype):
+        found = f"the device is {device.type} and dtype {str(dtype).removeprefix('torch.')}"
+        raise InputError(
+            f"quantization={quantization!r} runs on a CPU in float32, but {found}; leave quantization out (a GGUF file is "
+            "dequantised then), or use device='cpu'"
+        )
+    if find_spec("numba") is None:
+        raise InputError(
+            f"quantization={quantization!r} needs Numba, which is not installed; run `pip install 'foreword[cpu]'`"
+        )
+
+
+def load_weights(
+    folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool = True, quantization: str | None = None
+) -> PreTrainedModel:
+    """Load the model in `folder`, quantised if asked for, and rebuild it for speed unless `rebuild` is False."""
+    check_quantization(quantization, device, dtype)
+    if quantization == "stored":
+        config = read_config(folder)
+        model = _stored(folder, config, dtype, dequantised=False, device=device)
+    else:
+        model = load_stock(folder, device, dtype)
+    if quantization in BITS:
+        quantise(model, BITS[quantization])
     if rebuild:
         linears.rebuild(model, device, dtype)
     return model
@@ -75,6 +111,8 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
         whole: Any = merged(base, folder)
         return whole.to(device, dtype)
     config = read_config(folder)
+    if is_stored(folder):
+        return _stored(folder, config, dtype, dequantised=True, device=device)
     family = family_of(config)
     exact = family.has_experts and dtype == torch.float64
     return read_weights(folder, config, dtype, family.stock_attention, EXACT_EXPERTS if exact else None).to(device)
@@ -121,6 +159,23 @@ def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str, 
 
 def _shape(sizes: Any) -> str:
     return "x".join(map(str, sizes))
+
+
+def _stored(folder: Path, config: Any, dtype: torch.dtype, dequantised: bool, device: torch.device) -> PreTrainedModel:
+    """Load a folder of codes, as they are or dequantised."""
+    attention, held = family_of(config).stock_attention, (folder / WEIGHTS_FILE).stat().st_size
+    try:
+        with at_most_parameters(PARAMETERS_PER_BYTE * held):
+            model: Any = load_stored(folder, config, attention, dtype, dequantised)
+    except ModelCorrupt:
+        raise
+    except TooManyParameters as error:
+        problem = f"the weights in {folder} cannot be read: config.json asks for more than their {held} bytes can hold"
+        raise ModelCorrupt(f"{problem}; {AGAIN}") from error
+    except Exception as error:  # as in `load_stock`
+        raise ModelCorrupt(f"the weights in {folder} cannot be read: {error}; {AGAIN}") from error
+    whole: PreTrainedModel = model.eval().requires_grad_(False).to(device)
+    return whole
 
 
 @contextmanager

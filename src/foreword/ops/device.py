@@ -77,6 +77,11 @@ def has_packed_linears(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
+def has_code_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether our products with quantised weights run here."""
+    return device.type == "cpu" and dtype == torch.float32
+
+
 def is_bound_by_reading(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a pass over one row takes about as long as reading the weights. Many CPUs compute in half precision far
     slower than they read."""

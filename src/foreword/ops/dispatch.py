@@ -3,7 +3,7 @@
 A function of `ops` is written in torch. That body is the reference: it defines the result, runs on the CPU, and tests
 compare the kernel with it. `@accelerated("module:function")` names the kernel that takes its place for CUDA tensors, with
 the same parameters. The kernel's module is imported at its first use, so Triton is needed only where CUDA is. For fused
-layers, tree attention and int8 draft linears, `model` chooses, and gets the kernels by `kernels`.
+layers, tree attention, int8 draft linears and quantised linears, `model` chooses, and gets the kernels by `kernels`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def on_cuda(first: Any) -> bool:
 @cache
 def kernels(module: str) -> ModuleType:
     """Return a module of kernels by its name relative to `foreword.ops`, for code that runs only where they do: fused
-    layers, tree attention, int8 draft linears. The first call imports it, so Triton and Numba are needed only there."""
+    layers, tree attention, int8 draft and quantised linears. The first call imports it: Triton and Numba are needed only
+    there."""
     return import_module(f"foreword.ops.{module}")
 
 

@@ -29,8 +29,10 @@ from foreword.core.state import Batch
 from foreword.errors import ModelError, ModelNotFound, ModelUnsupported
 from foreword.hub.resolve import is_adapter
 from foreword.model.cache import SlotCache
+from foreword.model.linears import unpacked
 from foreword.model.loading import EXACT_EXPERTS, load_weights
 from foreword.model.model import Model
+from foreword.model.quantised_linears import is_quantised
 from foreword.ops.device import prefill_chunk
 from foreword.ops.sending import sent
 from foreword.prove.report import Reason, Verdict
@@ -405,7 +407,10 @@ def exact_copy(model: Model, folder: Path | None = None) -> Any:
     are the same in every pass, so they belong to the function and not to its rounding."""
     try:
         again = _is_rebuilt(model.hf) or (model.widened_from is not None and folder is not None)
-        exact = _reloaded(model, folder) if again else copy.deepcopy(model.hf).double()
+        if is_quantised(model.hf):  # the folder may have other weights than the codes
+            exact: Any = unpacked(model.hf).double()
+        else:
+            exact = _reloaded(model, folder) if again else copy.deepcopy(model.hf).double()
     except (RuntimeError, TypeError) as error:  # out of memory, or a module that cannot be copied
         raise ModelError(
             f"{model.name}: judging a difference needs the model a second time, in float64 on {model.device}, and that "

@@ -99,7 +99,8 @@ class AsyncLLM:
 
     def _fetched(self) -> Path:
         """Return the model's folder. What is missing of it is downloaded."""
-        folder = resolve(self._model, self._options.get("revision"), self._options.get("token"))
+        stored = self._options.get("quantization") == "stored"
+        folder = resolve(self._model, self._options.get("revision"), self._options.get("token"), stored)
         fetch_base(folder, self._options.get("token"))
         return folder
 

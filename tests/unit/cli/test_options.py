@@ -148,6 +148,16 @@ def test_a_revision_reaches_load_and_is_left_out_otherwise(monkeypatch):
     assert "revision" not in model.where()
 
 
+def test_a_quantisation_reaches_load_and_is_refused_for_weights_in_floats(monkeypatch):
+    model, _ = model_of("--quantization", "q4", monkeypatch=monkeypatch)
+    assert model.where()["quantization"] == "q4"
+    with pytest.raises(typer.BadParameter, match="a widened model runs weights in floats"):
+        model.refuse_quantization("a widened model")
+    model, _ = model_of(monkeypatch=monkeypatch)
+    assert "quantization" not in model.where()
+    model.refuse_quantization("a widened model")
+
+
 @pytest.mark.parametrize("given", [("--token", "hf_secret"), ("--token=hf_secret",)])
 def test_a_token_reaches_the_hub_and_is_written_nowhere(given, monkeypatch):
     """Results record the command line, and tracebacks and logs may show options."""

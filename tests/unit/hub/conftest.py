@@ -82,7 +82,8 @@ def tiny(original: Tokenizer) -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def write_gguf(original: Tokenizer) -> Callable[..., Path]:
-    """Write a model as a GGUF file: write_gguf(path, model, quant="Q8_0", fields={...}, tensors={...}, drop=[...])."""
+    """Write a model as a GGUF file: write_gguf(path, model, quant="Q8_0", fields={...}, tensors={...}, drop=[...]). Tensors
+    among `floats` stay float32."""
     gguf = pytest.importorskip("gguf")
 
     def write(
@@ -93,6 +94,7 @@ def write_gguf(original: Tokenizer) -> Callable[..., Path]:
         fields: dict[str, Any] | None = None,
         tensors: dict[str, np.ndarray] | None = None,
         drop: tuple[str, ...] = (),
+        floats: tuple[str, ...] = (),
     ) -> Path:
         writer = gguf.GGUFWriter(path, architecture or model.config.model_type.removesuffix("_text"))
         _write_sizes(writer, model.config)
@@ -101,7 +103,7 @@ def write_gguf(original: Tokenizer) -> Callable[..., Path]:
             _write_field(writer, key, value)
         for name, values in (_tensors(gguf, model) | (tensors or {})).items():
             if name not in drop:
-                kind = gguf.GGMLQuantizationType[quant if values.ndim == 2 else "F32"]
+                kind = gguf.GGMLQuantizationType[quant if values.ndim == 2 and name not in floats else "F32"]
                 writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

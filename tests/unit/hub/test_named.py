@@ -18,6 +18,7 @@ from foreword.hub import named as hub_named
 from foreword.hub import resolve as hub_resolve
 from foreword.hub.named import NAMED, Mirror, NamedModel, fetch_mirror, join, named, split
 from foreword.hub.resolve import called, from_mirror, mirror_folder, resolve
+from foreword.hub.stored import is_stored
 
 PARTS = 3
 
@@ -101,6 +102,28 @@ def test_a_copy_is_the_model(known: NamedModel, registry: Registry, model: PreTr
     assert from_mirror(known) == folder and registry.asked == list(known.mirror.packages)
     for stderr in (first, capsys.readouterr().err):
         assert "uploaded by third parties, in place of org/Tiny-1B-Instruct" in stderr
+
+
+def test_a_copy_may_keep_the_codes_of_its_file(
+    known: NamedModel, tmp_path: Path, model: PreTrainedModel, write_gguf: Callable[..., Path], monkeypatch: Any, capsys: Any
+) -> None:
+    """With a quantised file in place of the fetched one; the copy in floats has a folder of its own."""
+
+    def fetched(_: NamedModel, file: Path, progress: Any = None) -> None:
+        write_gguf(file, model, quant="Q4_0")
+
+    monkeypatch.setattr(hub_resolve, "fetch_mirror", fetched)
+    with pytest.raises(InputError, match=r"tiny-1b-instruct stands for org/Tiny-1B-Instruct \(FOREWORD_MIRROR=1 takes"):
+        resolve("tiny-1b", stored=True)
+    with pytest.raises(InputError, match=r"org/other is an id of the hub; name a GGUF file, or give 'q4' or 'q8'"):
+        resolve("org/other", stored=True)
+    monkeypatch.setenv("FOREWORD_MIRROR", "1")
+    folder = resolve("tiny-1b", stored=True)
+    assert is_stored(folder) and folder == mirror_folder(known, stored=True) != mirror_folder(known)
+    assert called(folder, "tiny-1b") == "tiny-1b-instruct (weights as stored in F32)"
+    assert "weights as stored in F32; pinned by sha256" in capsys.readouterr().err
+    monkeypatch.delenv("FOREWORD_MIRROR")
+    assert resolve("tiny-1b", stored=True) == folder
 
 
 def test_a_name_is_the_model_of_the_hub_or_a_copy(

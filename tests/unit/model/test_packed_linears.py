@@ -12,8 +12,9 @@ from doubles import EVERY_FAMILY, FAMILIES, Liar, chain, engine, fresh, hf_logit
 from foreword.core.needs import Needs
 from foreword.model import linears as linears_module
 from foreword.model.busy import Waits
-from foreword.model.linears import Buffer, PackedLinear, max_stock_rows, pack, padded_row_count, select_outputs
+from foreword.model.linears import PackedLinear, max_stock_rows, pack, padded_row_count, select_outputs
 from foreword.model.model import Model
+from foreword.model.plain_linears import Buffer
 from foreword.ops.device import has_packed_linears
 
 TOKENS = [5, 9, 31, 8, 40, 7, 7, 12]

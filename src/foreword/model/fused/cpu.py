@@ -1,4 +1,4 @@
-"""A fused decoder layer with few calls, for models that were packed for the CPU.
+"""A fused decoder layer with few calls, for models that were packed or quantised for the CPU.
 
 A small model's pass spends a third of its time between the products, and most of that on call overhead: a product evicts
 the CPU caches, so every call into torch after it waits for its own code. So a layer is four products, one attention and
@@ -8,7 +8,6 @@ returns a tensor that no other pass reuses, so taps may keep it.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foreword.core.needs import HalfKind
-from foreword.hub.storage import place
 from foreword.model.attention import LayerPass
 from foreword.model.layer_cache import KVRows
-from foreword.model.linears import MAX_STOCK_ROWS, Buffer, padded_row_count
-from foreword.ops.dispatch import kernels
+from foreword.model.linears import MAX_STOCK_ROWS, padded_row_count
+from foreword.model.plain_linears import Buffer
+from foreword.model.quantised_linears import cpu_kernels
 
 KEPT_ROWS = 64  # passes of more rows are prompts, of any length: their views are not kept
 _NO_NORM = np.empty(0, dtype=np.float32)
@@ -74,11 +73,11 @@ class CachedView(NamedTuple):
 
 
 class CpuLayer:
-    """A packed layer, computed in few calls. It reads the layer's weights and changes nothing in it."""
+    """A layer with packed or quantised linears, computed in few calls. It reads the weights and changes nothing in them."""
 
     def __init__(self, layer: Any, memory: WorkspaceMemory) -> None:
         """`memory` is shared by all layers of a stack."""
-        self.loops, self.memory, self.spaces = _compiled_loops(), memory, memory.spaces
+        self.loops, self.memory, self.spaces = cpu_kernels("layer.cpu_loops"), memory, memory.spaces
         attention, mlp = layer.self_attn, layer.mlp
         self.width: int = attention.head_dim
         self.scaling: float = attention.scaling
@@ -152,13 +151,6 @@ class CpuLayer:
         if self.kept_view is None or self.kept_view.key[0] is not key[0] or self.kept_view.key[1:] != key[1:]:
             self.kept_view = CachedView(key, *view.cache.view(view.batch, view.key_rows))
         return self.kept_view.keys, self.kept_view.values
-
-
-def _compiled_loops() -> ModuleType:
-    """Import the loops, after setting where their machine code is kept: they are compiled on import."""
-    compiled: Any = kernels("layer.compiled")
-    compiled.fallback_folder = place() / "numba"
-    return kernels("layer.cpu_loops")
 
 
 def _norm(norm: Any) -> tuple[np.ndarray, float]:

@@ -18,6 +18,7 @@ from foreword.model.fused.cpu import CpuLayer, WorkspaceMemory
 from foreword.model.fused.cuda import CudaAttention, CudaLayer
 from foreword.model.linears import FUSED, JointLinear, PackedLinear, is_plain_norm, joint
 from foreword.model.plain_linears import is_plain_linear
+from foreword.model.quantised_linears import QuantizedLinear
 
 
 class FusedLayer(Protocol):
@@ -34,7 +35,7 @@ def fused_layers(layers: nn.ModuleList) -> list[FusedLayer] | None:
     product = joint(first.self_attn, FUSED[0])
     if isinstance(product, JointLinear) and first.self_attn.head_dim in KERNEL_WIDTHS:
         return _cuda_layers(layers)
-    if isinstance(product, PackedLinear) and hasattr(first, "mlp") and find_spec("numba") is not None:
+    if isinstance(product, PackedLinear | QuantizedLinear) and hasattr(first, "mlp") and find_spec("numba") is not None:
         memory = WorkspaceMemory()
         return [CpuLayer(layer, memory) for layer in layers]
     return None
@@ -67,11 +68,10 @@ def _is_known_mlp(layer: Any) -> bool:
 
 
 def _is_known_half(half: Any, first: tuple[str, ...], last: str, norm: Any) -> bool:
-    """Whether a half-layer is a plain norm, one product for the linears `first`, and a plain or packed linear `last`."""
+    """Whether a half-layer is a plain norm, one product for the linears `first`, and a linear `last` of a kind of ours."""
     part = getattr(half, last, None)
-    return (
-        joint(half, first) is not None and (isinstance(part, PackedLinear) or is_plain_linear(part)) and is_plain_norm(norm)
-    )
+    known = isinstance(part, PackedLinear | QuantizedLinear) or is_plain_linear(part)
+    return joint(half, first) is not None and known and is_plain_norm(norm)
 
 
 def _is_per_head(norm: Any, attention: Any) -> bool:

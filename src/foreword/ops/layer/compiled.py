@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from numba import config, njit
+from numba import cfunc, config, njit
 
 from foreword.errors import ForewordWarning
 
@@ -23,18 +23,23 @@ _FLAGS = dict(fastmath={"reassoc", "contract", "arcp", "nsz"}, error_model="nump
 
 def loop(signature):
     """Compile a function for one signature."""
+    return partial(_compiled, partial(njit, signature, **_FLAGS))
 
-    def compiled(function):
-        for folder in (config.CACHE_DIR, str(fallback_folder or "")):
-            with _cache_folder(folder):
-                try:
-                    return njit(signature, cache=True, **_FLAGS)(function)
-                except (RuntimeError, OSError):  # no writable folder, or a full disk
-                    continue
-        _warn(fallback_folder)
-        return njit(signature, **_FLAGS)(function)
 
-    return compiled
+def callback(signature):
+    """Compile a function that is called by its address, as one of C. Its sums are computed in the order that is written."""
+    return partial(_compiled, partial(cfunc, signature, error_model="numpy"))
+
+
+def _compiled(compiler, function):
+    for folder in (config.CACHE_DIR, str(fallback_folder or "")):
+        with _cache_folder(folder):
+            try:
+                return compiler(cache=True)(function)
+            except (RuntimeError, OSError):  # no writable folder, or a full disk
+                continue
+    _warn(fallback_folder)
+    return compiler()(function)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def has_colour(console: Console) -> bool:
 def complain(about: object, kind: str = "error", style: str = "bold red") -> None:
     """Print an error or a warning on one line."""
     lines = (line.strip() for line in str(about).splitlines())
-    with suppress(OSError):  # a full disk behind stderr ends nothing
+    with suppress(OSError):  # a full disk of stderr ends nothing
         notes().print(Text.assemble((f"{kind}: ", style), " ".join(line for line in lines if line)), soft_wrap=True)
 
 

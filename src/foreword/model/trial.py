@@ -126,8 +126,8 @@ def try_family(hf: PreTrainedModel, family: Family) -> Trial:
     """Score a tree of two branches after a cached prefix, and compare each branch with a forward pass of its own. Then
     compare the halves of each layer with the layer."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(hf.config.vocab_size, (PREFIX + 2 * BRANCH,), generator=generator).to(hf.device)
-    prefix, *branches = drawn.split([PREFIX, BRANCH, BRANCH])
+    tokens = torch.randint(hf.config.vocab_size, (PREFIX + 2 * BRANCH,), generator=generator).to(hf.device)
+    prefix, *branches = tokens.split([PREFIX, BRANCH, BRANCH])
     expected = torch.cat([_forward(hf, torch.cat([prefix, branch]))[PREFIX:] for branch in branches])
     model = Model(hf, family=family)
     try:

@@ -139,8 +139,8 @@ class Progress(msgspec.Struct, array_like=True, omit_defaults=True):
     ended: Ended | None = None
 
     def can_join(self, later: Progress) -> bool:
-        """Whether later rounds can go together with these: each trace, and each round that a prediction served, is told of
-        its own."""
+        """Whether later rounds can go together with these. A traced round is sent alone, and so is one that drafted from a
+        prediction."""
         return not (self.draft or later.draft or later.predicted)
 
     def join(self, later: Progress) -> None:

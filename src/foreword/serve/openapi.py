@@ -80,8 +80,8 @@ def document(endpoints: Sequence[Endpoint], open_paths: Collection[str]) -> Obje
 def _operation(endpoint: Endpoint, is_open: bool) -> Object:
     content: Object = {endpoint.kind: {"schema": _reference(endpoint.answer)}}
     if endpoint.event is not None:
-        told = f"Server-sent events. The data of each is a {endpoint.event.__name__}."
-        content[EVENT_STREAM] = {"schema": {"type": "string", "description": told}}
+        about = f"Server-sent events. The data of each is a {endpoint.event.__name__}."
+        content[EVENT_STREAM] = {"schema": {"type": "string", "description": about}}
     found: Object = {"summary": endpoint.summary, "responses": {"200": {"description": "The answer.", "content": content}}}
     for status in sorted({*OF_ALL, *endpoint.also, *(() if is_open else WITH_KEY), *(WITH_BODY if endpoint.body else ())}):
         found["responses"][str(status)] = {"description": REFUSALS[status], "content": _json(Error)}

@@ -32,9 +32,7 @@ CHECK_S = 0.5  # how often the server looks whether its engine is alive
 LAST_ANSWERS_S = 5  # for what is still being written after the drain
 YOUNG_OBJECTS = 20_000  # that the garbage collector waits for; its default is 700
 ACCEPTED_AT_ONCE = 32  # clients, in one pass of the event loop
-SWITCH_S = (
-    0.0005  # how long a thread that encodes prompts may keep the event loop waiting; Python's default is ten times that
-)
+SWITCH_S = 0.0005  # how long a thread may keep the event loop waiting: a tenth of Python's default
 UNREAD_S = 60.0  # a client that takes no byte of its answer for so long is disconnected
 
 log = logging.getLogger("foreword.serve")
@@ -139,7 +137,7 @@ async def _serve(
         starting.result()
         _open(llm, options, gate, server)
         host, port = listening.getsockname()[:2]
-        with suppress(OSError):  # a full disk where the address is told
+        with suppress(OSError):  # the disk of stderr is full
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         return await _until_ended(llm, http)
     finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from foreword import __version__ as VERSION
 from foreword.serve.admission import Admission
 from foreword.serve.errors import Refusal
 from foreword.serve.metrics import Metrics
@@ -16,8 +16,6 @@ from foreword.serve.trials import GrammarTrials
 
 if TYPE_CHECKING:
     from foreword.serve.async_llm import AsyncLLM
-
-VERSION = version("foreword")
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from foreword import __version__ as VERSION
 from foreword.serve.admission import Admission
 from foreword.serve.errors import Refusal
 from foreword.serve.metrics import Metrics
 from foreword.serve.options import ServeOptions
 from foreword.serve.trials import GrammarTrials
+from foreword.version import __version__ as VERSION
 
 if TYPE_CHECKING:
     from foreword.serve.async_llm import AsyncLLM

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.model.linears import is_rebuilt, unpacked
+from foreword.model.linears import is_rebuilt
 from foreword.model.model import Model
 from foreword.model.plain_linears import is_plain_tensor
 from foreword.model.quantised_linears import QuantizedEmbedding
+from foreword.model.sharding import whole_layer
 from foreword.ops.group_codes import PackedCodes
+from foreword.ranks.group import current
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
 FEW = 4  # values of each tensor that are stored
@@ -88,7 +90,8 @@ def _tensors(model: Model) -> list[Tensor | PackedCodes]:
     """Return the embedding and the weights of one layer in the middle, which any training changes."""
     layers = model.layer_stack.layers
     middle = layers[len(layers) // 2]
-    middle = unpacked(middle) if is_rebuilt(middle) else middle  # a layer quantised by a library cannot always be copied
+    if is_rebuilt(middle) or model.layer_stack.ranks > 1:  # a layer quantised by a library cannot always be copied
+        middle = whole_layer(model.hf, middle, current())
     named = sorted([*middle.named_parameters(), *middle.named_buffers()], key=lambda one: one[0])
     embedding = model.hf.get_input_embeddings()
     first: Any = embedding.codes if isinstance(embedding, QuantizedEmbedding) else embedding.weight.detach()

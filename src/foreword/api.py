@@ -29,6 +29,7 @@ from foreword.errors import ForewordWarning, GrammarError, InputError, NumericsE
 from foreword.hub.resolve import called, default_model, resolve
 from foreword.methods import DEFAULT_METHOD, MethodLike
 from foreword.model.adapters import fetch_base, tokenizer_folder
+from foreword.model.fingerprint import Fingerprint
 from foreword.model.generation import sampling_defaults
 from foreword.model.loading import (
     check_division,
@@ -176,6 +177,8 @@ class LLM:
             with remeasuring() if remeasure else nullcontext():
                 hf = load_weights(folder, place, precision, fused_layers, quantization, ranks)
                 target = Model(hf, called(folder, model), ranks=ranks.count)
+                if ranks.count > 1:
+                    Fingerprint.of(target)
                 tokenizer = Tokenizer.load(tokenizer_folder(folder))
                 defaults = sampling_defaults(hf) if generation_config else {}
                 capacity = slots, max_context

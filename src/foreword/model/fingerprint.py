@@ -42,13 +42,16 @@ class Fingerprint:
 
     @staticmethod
     def of(model: Model) -> Fingerprint:
+        """Return that of a model. Of one that is divided over ranks, all of them compute it together, when it is loaded."""
+        if model.layer_stack.ranks > 1 and model.fingerprint is not None:
+            return model.fingerprint
         shape = {name: getattr(model.hf.config, name, None) for name in SHAPE}
         config = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
         tensors = _tensors(model)
         few = " ".join(f"{value:.5g}" for tensor in tensors for value in _spaced(tensor, FEW)[:FEW].tolist())
-        return Fingerprint(
-            model.name, config, model.vocab_size, _hash(tensors), str(model.dtype).removeprefix("torch."), few
-        )
+        dtype = str(model.dtype).removeprefix("torch.")
+        model.fingerprint = Fingerprint(model.name, config, model.vocab_size, _hash(tensors), dtype, few)
+        return model.fingerprint
 
     @staticmethod
     def of_function(model: Model) -> Fingerprint:

@@ -83,6 +83,7 @@ class Model:
         self.widened_from = widened_from
         self.cache_memory = cache_memory
         self.pieces: Callable[[], Sequence[str]] | None = None
+        self.fingerprint: Fingerprint | None = None  # as it was last computed: weights may change
 
     def use_costs(self, curve: CostCurve | None) -> None:
         """Set what passes cost on this machine. If it is None, every pass costs 1.0."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,7 +22,6 @@ from foreword.errors import InputError
 from foreword.ranks.links import Links, linked
 
 SUM_S = 600.0  # how long a rank waits for the others: at the start, and on a CPU in a sum
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them
 
 Value = TypeVar("Value")
 
@@ -33,7 +33,7 @@ class Ranks:
     rank: int = 0
     count: int = 1
     links: Links | None = None  # None: there are no others
-    sums: bool = False  # products are summed over the ranks; a single rank does so only to test and time the path
+    sums: bool = False  # layers are divided, and their products summed; a single rank does so only to test and time it
 
     @property
     def is_first(self) -> bool:
@@ -91,9 +91,22 @@ def fail(error: BaseException) -> None:
         _current.links.fail(f"{type(error).__name__}: {error}")
 
 
+def launch_variables(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return the environment variables by which torchrun tells a process which rank it is."""
+    named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    return {name: str(value) for name, value in named.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody uses now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 def is_launched() -> bool:
-    """Return whether torchrun, or a program that does the same, started this process as one of several ranks."""
-    return all(name in os.environ for name in VARIABLES)
+    """Return whether torchrun, or a program that does the same, started this process as a rank."""
+    return all(name in os.environ for name in launch_variables(0, 1, 0))
 
 
 def check_launch(count: int) -> None:
@@ -129,8 +142,8 @@ def device_of_rank(device: torch.device, count: int) -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
-def join(count: int, device: torch.device, sums_alone: bool = False) -> Ranks:
-    """Become one of `count` ranks, and return when all are there. `sums_alone`: a single rank sums too, over itself."""
+def join(count: int, device: torch.device) -> Ranks:
+    """Become one of `count` ranks, and return when all are there."""
     global _current
     if _current is not ALONE:
         return _current
@@ -144,7 +157,7 @@ def join(count: int, device: torch.device, sums_alone: bool = False) -> Ranks:
     rank, links = dist.get_rank(), None
     if count > 1:
         links = linked(rank, count, _from_first)
-    _current = Ranks(rank, count, links, sums=count > 1 or sums_alone)
+    _current = Ranks(rank, count, links, sums=count > 1)
     torch.set_num_threads(agreed(torch.get_num_threads()))  # the order of sums depends on it
     atexit.register(leave)
     return _current

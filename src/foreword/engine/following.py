@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any, Protocol
 
 from foreword.engine.engine import Engine
@@ -26,6 +27,7 @@ class Host(Protocol):
 
 def follow(host: Host, links: Links) -> None:
     """Follow the first rank. Return when it closes the model, or ends in order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all ranks, and is the first one's to handle
     known: dict[int, Running] = {}
     while True:
         try:
@@ -43,7 +45,7 @@ def follow(host: Host, links: Links) -> None:
                     known.clear()
                 case Close():
                     return
-        except BaseException as error:  # Ctrl-C is the first rank's: here it means that the process is to end
+        except BaseException as error:
             links.fail(f"{type(error).__name__}: {error}")
             raise
 

@@ -131,6 +131,8 @@ def check_launch(count: int) -> None:
 
 def device_of_rank(device: torch.device, count: int) -> torch.device:
     """Return this rank's own device: the GPU of its number, or the CPU."""
+    if not is_launched():
+        return device
     if device.type == "cpu":
         if count > 1 and torch.cuda.is_available():
             raise InputError(f"tp is {count} and device is 'cpu', but there are GPUs; hide them: CUDA_VISIBLE_DEVICES=''")

@@ -25,10 +25,10 @@ PATIENCE_S = 300.0
 
 UNTRAINED = {"plain": {}, "token_recycling": {"rows": 8}, "prompt_lookup": {"rows": 8}}
 PROMPTS = [[5, 6, 7, 5, 6], [40, 9, 9, 41, 9, 9, 41, 9], [60]]
-GREEDY = {"prompts": PROMPTS, "settings": {"max_new_tokens": 14, "ignore_eos": True}}
+GREEDY = {"prompts": PROMPTS, "settings": {"max_new_tokens": 8, "ignore_eos": True}}
 SAMPLED = {
     "prompts": PROMPTS,
-    "settings": {"max_new_tokens": 14, "temperature": 0.9, "top_p": 0.95, "seed": 5},
+    "settings": {"max_new_tokens": 8, "temperature": 0.9, "top_p": 0.95, "seed": 5},
     "each": [{"stop": ["a", "e"]}, {"repetition_penalty": 1.1}, {"logprobs": 2}],
 }
 ASKED = [GREEDY, SAMPLED]

@@ -54,6 +54,7 @@ CASES = {
 }
 # On a CPU adjacent slots are a view of the cache; kernels always get every slot's number.
 WITH_SLOTS = [(case, slots) for case in CASES for slots in ([2, 0], [0, 1]) if "CUDA" not in case or slots == [2, 0]]
+WITH_SLOTS.remove(("qwen3 for CUDA, with sums", [2, 0]))  # slow in the interpreter; its halves are tested
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foreword.cli.console import complain, note, notes
-from foreword.cli.options import MethodOptions, ModelOptions, Slots
+from foreword.cli.options import MethodOptions, ModelOptions, Slots, Tp
 from foreword.errors import ForewordError
 from foreword.serve.options import ServeOptions, digest
 
@@ -115,7 +115,7 @@ class ServerOptions:
         )
 
 
-def serve(model: ModelOptions, method: MethodOptions, server: ServerOptions, slots: Slots = 8) -> None:
+def serve(model: ModelOptions, method: MethodOptions, server: ServerOptions, slots: Slots = 8, tp: Tp = None) -> None:
     """Serve a model to programs that speak OpenAI's API.
 
     Endpoints: /v1/chat/completions, /v1/completions and /v1/responses, streaming or not, /v1/models, /tokenize, /detokenize,
@@ -129,7 +129,7 @@ def serve(model: ModelOptions, method: MethodOptions, server: ServerOptions, slo
     options = server.options()
     if options.host not in LOCAL and not options.key_digests:
         complain(f"everyone who can reach {options.host} can use this server; add --api-key-file", "warning", "yellow")
-    status = run(_engine(model, method, slots, server), options, partial(_greet, model.name))
+    status = run(_engine(model, method, slots, server, tp), options, partial(_greet, model.name))
     if status:
         raise typer.Exit(status)
 
@@ -158,11 +158,19 @@ def _digests(file: Path | None) -> tuple[bytes, ...]:
     return tuple(map(digest, keys))
 
 
-def _engine(model: ModelOptions, method: MethodOptions, slots: int, server: ServerOptions) -> AsyncLLM:
+def _engine(
+    model: ModelOptions, method: MethodOptions, slots: int, server: ServerOptions, tp: int | None = None
+) -> AsyncLLM:
     from foreword.api import load  # noqa: PLC0415  imports torch
     from foreword.serve.async_llm import AsyncLLM  # noqa: PLC0415  as above
 
     own = method.own() | {"drafter": method.drafter, "rows": method.rows, "slots": slots, "isolated": True}
+    if tp is not None:
+        own["tp"] = tp
     if server.in_process:
+        if tp is not None:
+            raise typer.BadParameter(
+                "several ranks need an engine in a process of its own; leave it out", param_hint="--in-process"
+            )
         return AsyncLLM.of(load(model.model, method.method, **model.where(), **own))
     return AsyncLLM(model.model, method.method, restarts=server.restarts, **model.where(), **own)

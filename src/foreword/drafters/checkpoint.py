@@ -71,9 +71,12 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     """Read all tensors, as floats where they are codes with scales."""
     held = _read(file)
     scales, large = _taken(held, SCALE), _taken(held, LARGE)
-    for name in large:
+    for name, codes in large.items():
         if name not in scales or not _is_stream(held.get(name)):
             raise DrafterError(f"{file}: {name + LARGE} belongs to a deflated matrix, but {name} is none; {AGAIN}")
+        if codes.dtype != torch.int16 or codes.dim() != 1:
+            found = f"{file}: {name + LARGE} is {dtype_name(codes)}"
+            raise DrafterError(f"{found}, but must be int16 in one dimension; {AGAIN}")
     for name, scale in scales.items():
         _check_scale(file, name, held.get(name), scale)
         try:
@@ -104,8 +107,9 @@ def _check_scale(file: Path, name: str, weight: Tensor | None, scale: Tensor) ->
     if weight is None or needed is None:
         stored = f"no tensor {name}" if weight is None else f"{name} as {dtype_name(weight)} {tuple(weight.shape)}"
         raise DrafterError(f"{found} belongs to an int8 or int4 matrix, but the file has {stored}; {AGAIN}")
-    if tuple(scale.shape) != needed or scale.dtype not in FLOATS:
-        raise DrafterError(f"{found} is {dtype_name(scale)} {tuple(scale.shape)}, but must be floats {needed}; {AGAIN}")
+    if tuple(scale.shape) != needed or scale.dtype not in FLOATS or not scale.numel():
+        shape = needed if 0 not in needed else "with a row"
+        raise DrafterError(f"{found} is {dtype_name(scale)} {tuple(scale.shape)}, but must be floats {shape}; {AGAIN}")
     signed = scales_shape(weight) is not None
     good = scale.isfinite() & ((scale.abs() if signed else scale) > 0)
     if not bool(good.all()):
@@ -117,7 +121,7 @@ def _scale_shape(weight: Tensor, scale: Tensor) -> tuple[int, ...] | None:
     """Return the shape of the scales that belong to a matrix in int8 or int4; None for other tensors. A stream of deflated
     codes does not know its own shape: it has a scale for every row."""
     if _is_stream(weight):
-        return (*(scale.shape[:-1] or (1,)), 1)
+        return (*(scale.shape if scale.dim() < 2 else scale.shape[:-1]), 1)
     return (*weight.shape[:-1], 1) if weight.dtype == torch.int8 else scales_shape(weight)
 
 

@@ -102,6 +102,15 @@ def training(found: Found) -> str:
     )
 
 
+def stored_forms(found: Found) -> str:
+    """Give what drafters keep of their tokens per round in each form."""
+    forms: dict[str, list[str]] = {}
+    for one in (one for one in found["stored"] if "bits" in one):
+        forms.setdefault(one["form"], []).append(f"`{one['method']}` {one['ratio']:.3f}")
+    shown = "; ".join(f"{form}: {', '.join(ratios)}" for form, ratios in forms.items())
+    return f"{found['about']['prompts']} prompts, share of the tokens per round by stored form: {shown}"
+
+
 def plan_search(found: Found) -> str:
     best, count = found["best"], len(found["best"]["attention"]) + len(found["best"]["mlp"])
     left_out = f"{count} of {2 * found['layers']} half-layers left out, agreement {best['agreement']:.2f}"
@@ -231,6 +240,7 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Training", "windows", plan_search),
     ("Training", "plans", first_plans),
     ("Training", "best", training),
+    ("Training", "stored", stored_forms),
     ("Training", "written", distilling),
     ("Training", "accuracy", layer_sweep),
     ("Training", "runs", printed_runs),

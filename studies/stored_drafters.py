@@ -19,14 +19,14 @@ from torch import Tensor
 
 from foreword.api import load
 from foreword.bench.figures import bootstrap_interval
+from foreword.cli.train import Store
 from foreword.core.sampling import Sampling
 from foreword.core.trainable import Trainable
 from foreword.drafters import deflated
-from foreword.drafters.checkpoint import StoredDtype, read_weights, write_weights
+from foreword.drafters.checkpoint import read_weights, write_weights
 from foreword.drafters.saved import CONFIG, WEIGHTS, read_config, restore
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
-from foreword.errors import InputError
 from foreword.model.draft_linears import int8_codes
 from foreword.model.model import Model
 from foreword.results import Stats
@@ -139,7 +139,7 @@ def measure(
     """Answer prompts greedily with every drafter in every form, and print tokens per round."""
     chosen = forms.split(";")
     if unknown := sorted(set(chosen) - set(FORMS)):
-        raise InputError(f"{unknown[0]!r} is no form; choose from {'; '.join(FORMS)}")
+        raise typer.BadParameter(f"{unknown[0]!r} is no form; choose from {'; '.join(FORMS)}")
     llm = load(model, method="plain", slots=1, device=device)
     asked = [one for one in first_turns(llm, prompts, per_group) if len(one) <= longest]
     found: list[dict[str, Any]] = []
@@ -176,15 +176,13 @@ def _line(one: dict[str, Any]) -> str:
 def convert(
     folder: Annotated[Path, typer.Argument(help="A trained drafter.")],
     out: Annotated[Path, typer.Argument(help="Write it to this folder.")],
-    store: Annotated[str, typer.Option(help="bfloat16, int8 or int4.")] = "int4",
+    store: Annotated[Store, typer.Option(help="The form.")] = Store.int4,
 ) -> None:
     """Store a drafter again in another form. Its record is copied; the figures there are of the form before."""
-    if store not in ("bfloat16", "int8", "int4"):
-        raise InputError(f"--store is {store!r}; choose from bfloat16, int8 and int4")
     about, weights = read_config(folder), read_weights(folder / WEIGHTS)
     out.mkdir(parents=True, exist_ok=True)
-    write_weights(weights, out / WEIGHTS, cast(StoredDtype, store))
-    (out / CONFIG).write_text(json.dumps(about | {"dtype": store}, indent=1) + "\n", encoding="utf-8")
+    write_weights(weights, out / WEIGHTS, store.value)
+    (out / CONFIG).write_text(json.dumps(about | {"dtype": store.value}, indent=1) + "\n", encoding="utf-8")
     for name in ("record.json", "README.md"):
         if (folder / name).is_file() and folder.resolve() != out.resolve():
             shutil.copyfile(folder / name, out / name)

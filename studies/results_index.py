@@ -103,12 +103,15 @@ def training(found: Found) -> str:
 
 
 def stored_forms(found: Found) -> str:
-    """Give what drafters keep of their tokens per round in each form."""
-    forms: dict[str, list[str]] = {}
+    """Give what drafters keep of their tokens per round in each form; or what the forms take of the first drafter."""
+    shown: dict[str, list[str]] = {}
     for one in (one for one in found["stored"] if "bits" in one):
-        forms.setdefault(one["form"], []).append(f"`{one['method']}` {one['ratio']:.3f}")
-    shown = "; ".join(f"{form}: {', '.join(ratios)}" for form, ratios in forms.items())
-    return f"{found['about']['prompts']} prompts, share of the tokens per round by stored form: {shown}"
+        kept = f"`{one['method']}` {one['ratio']:.3f}" if "ratio" in one else f"{one['bits']:.2f} bits"
+        shown.setdefault(one["form"], []).append(kept)
+    if "prompts" not in found["about"]:
+        return f"bits per weight of `{found['stored'][0]['method']}`: " + ", ".join(f"{f} {s[0]}" for f, s in shown.items())
+    forms = "; ".join(f"{form}: {', '.join(ratios)}" for form, ratios in shown.items())
+    return f"{found['about']['prompts']} prompts, share of the tokens per round by stored form: {forms}"
 
 
 def plan_search(found: Found) -> str:

@@ -2,7 +2,7 @@
 
 In: folders of trained drafters. `measure` answers prompts with every drafter in several forms. It prints bits per weight,
 tokens per round, and their ratio to those of the folder as it is, with a 95% interval over the prompts. `convert` stores a
-folder in another form. Nothing is trained. Made results/stored_drafters_cpu/.
+folder in another form. `sizes` answers nothing. Made results/stored_drafters_cpu/.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from foreword.core.sampling import Sampling
 from foreword.core.trainable import Trainable
 from foreword.drafters import deflated
 from foreword.drafters.checkpoint import read_weights, write_weights
-from foreword.drafters.saved import CONFIG, WEIGHTS, read_config, restore
+from foreword.drafters.saved import CONFIG, VOCABULARY, WEIGHTS, read_config, restore
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
 from foreword.model.draft_linears import int8_codes
 from foreword.model.model import Model
 from foreword.results import Stats
-from study import first_turns, keep
+from study import first_turns, keep, write
 
 AS_IT_IS = "as it is"
 CLIPS = torch.tensor([1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7])
@@ -95,26 +95,35 @@ FORMS: dict[str, Callable[[Tensor], Rounded]] = {
 }
 
 
+def in_form(weights: dict[str, Tensor], form: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return all matrices in a form; and its bits per weight, its bytes, and the mean error relative to a matrix."""
+    made = {name: FORMS[form](weight) for name, weight in weights.items() if weight.dim() > 1}
+    size, count = sum(size for _, size in made.values()), sum(weight.numel() for weight, _ in made.values())
+    errors = [float((weight - weights[name]).norm() / weights[name].norm()) for name, (weight, _) in made.items()]
+    about = {"bits": 8 * size / count, "bytes": round(size), "error": sum(errors) / len(errors)}
+    return {name: weight for name, (weight, _) in made.items()}, about
+
+
+def floats(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a folder, without the bitmap of its draft vocabulary."""
+    return {name: weight.float() for name, weight in read_weights(folder / WEIGHTS).items() if name != VOCABULARY}
+
+
 class StoredDrafter:
     """A drafter whose weights are replaced by what a form makes of them, and the prompts that it is measured on."""
 
     def __init__(self, folder: Path, model: Model, asked: list[tuple[int, ...]], new_tokens: int, rows: int, slots: int):
         self.asked, self.new_tokens = asked, new_tokens
-        self.weights = {name: weight.float() for name, weight in read_weights(folder / WEIGHTS).items()}
-        drafter = restore(folder, model, rows=rows)
+        self.weights, drafter = floats(folder), restore(folder, model, rows=rows)
         self.module = cast(Trainable, drafter).module
-        self.weights = {name: self.weights[name] for name in self.module.state_dict()}
         self.engine = Engine(model, drafter, slots=slots, max_context=max(map(len, asked)) + new_tokens)
 
     def form(self, name: str) -> dict[str, Any]:
-        """Take the weights in a form. Return bits per weight and bytes of all matrices, and the error relative to them."""
-        made = {one: FORMS[name](weight) for one, weight in self.weights.items() if weight.dim() > 1 and name != AS_IT_IS}
-        self.module.load_state_dict(self.weights | {one: weight for one, (weight, _) in made.items()})
+        """Take the weights in a form, and return what is known about it."""
+        matrices, about = ({}, {}) if name == AS_IT_IS else in_form(self.weights, name)
+        self.module.load_state_dict(self.weights | matrices)
         self.engine.loop.forget()
-        count = sum(self.weights[one].numel() for one in made)
-        errors = [float((weight - self.weights[one]).norm() / self.weights[one].norm()) for one, (weight, _) in made.items()]
-        size = sum(size for _, size in made.values())
-        return {"bits": 8 * size / count, "bytes": round(size), "error": sum(errors) / len(errors)} if made else {}
+        return about
 
     def answer(self) -> list[tuple[int, int]]:
         """Answer all prompts. Return tokens and rounds of each."""
@@ -137,9 +146,7 @@ def measure(
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
 ) -> None:
     """Answer prompts greedily with every drafter in every form, and print tokens per round."""
-    chosen = forms.split(";")
-    if unknown := sorted(set(chosen) - set(FORMS)):
-        raise typer.BadParameter(f"{unknown[0]!r} is no form; choose from {'; '.join(FORMS)}")
+    chosen = _known(forms)
     llm = load(model, method="plain", slots=1, device=device)
     asked = [one for one in first_turns(llm, prompts, per_group) if len(one) <= longest]
     found: list[dict[str, Any]] = []
@@ -149,6 +156,30 @@ def measure(
             found.append({"method": read_config(folder)["method"], **one})
             print(_line(found[-1]), flush=True)
             keep(out, "stored", llm.model, found, prompts=len(asked), max_new_tokens=max_new_tokens, rows=rows)
+
+
+@app.command()
+def sizes(
+    drafters: Annotated[str, typer.Option(help="Folders of trained drafters, separated by commas.")],
+    out: Annotated[Path, typer.Option(help="Write the figures to this JSON file.")],
+    forms: Annotated[str, typer.Option(help=f"Forms, separated by semicolons: {'; '.join(FORMS)}.")] = ";".join(FORMS),
+) -> None:
+    """Print bits per weight and the error of every form, without a model."""
+    found: list[dict[str, Any]] = []
+    for folder in map(Path, drafters.split(",")):
+        weights = floats(folder)
+        for form in _known(forms):
+            found.append({"method": read_config(folder)["method"], "form": form, **in_form(weights, form)[1]})
+            print(_line(found[-1]), flush=True)
+    write(out, "stored", found, torch.device("cpu"))
+
+
+def _known(forms: str) -> list[str]:
+    """Return the forms of a list, if all of them are known."""
+    chosen = forms.split(";")
+    if unknown := sorted(set(chosen) - set(FORMS)):
+        raise typer.BadParameter(f"{unknown[0]!r} is no form; choose from {'; '.join(FORMS)}")
+    return chosen
 
 
 def _compared(stored: StoredDrafter, forms: list[str]) -> Iterator[dict[str, Any]]:
@@ -167,6 +198,8 @@ def _compared(stored: StoredDrafter, forms: list[str]) -> Iterator[dict[str, Any
 
 def _line(one: dict[str, Any]) -> str:
     size = f"{one['bits']:.2f} bits, error {one['error']:.3f}" if "bits" in one else ""
+    if "ratio" not in one:
+        return f"{one['method']:16}{one['form']:20}{size}"
     interval = "" if one["low"] is None or one["form"] == AS_IT_IS else f", {one['low']:.3f} to {one['high']:.3f}"
     rate = f"{one['tokens_per_round']:.3f} tokens per round, {one['ratio']:.3f}{interval}"
     return f"{one['method']:16}{one['form']:20}{size:26}{rate}"

@@ -39,6 +39,15 @@ def test_every_form_is_compared_with_the_folder(study: Study) -> None:
     assert written["about"]["rows"] == 6 and written["about"]["prompts"] == 2
 
 
+def test_sizes_need_no_model(tmp_path: Path) -> None:
+    folder, out = tmp_path / "drafter", tmp_path / "sizes.json"
+    saved.save(with_random_weights("medusa", target()), folder, target())
+    done = CliRunner().invoke(app, ["sizes", "--drafters", str(folder), "--out", str(out), "--forms", "4 steps;8 steps"])
+    coarse, fine = json.loads(out.read_text())["stored"]
+    assert done.exit_code == 0 and coarse["error"] > 1.8 * fine["error"] and coarse["bytes"] < fine["bytes"]
+    assert f"{coarse['bits']:.2f} bits, error {coarse['error']:.3f}" in done.output
+
+
 def test_an_unknown_form_is_refused() -> None:
     refused = CliRunner().invoke(app, ["measure", "--drafters", "x", "--prompts", "x", "--out", "x", "--forms", "3 bits"])
     assert refused.exit_code == 2 and "3 bits" in refused.output

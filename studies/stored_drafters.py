@@ -22,8 +22,8 @@ from foreword.bench.figures import bootstrap_interval
 from foreword.cli.train import Store
 from foreword.core.sampling import Sampling
 from foreword.core.trainable import Trainable
-from foreword.drafters import deflated
 from foreword.drafters.checkpoint import read_weights, write_weights
+from foreword.drafters.deflated import deflated, inflated
 from foreword.drafters.saved import CONFIG, VOCABULARY, WEIGHTS, read_config, restore
 from foreword.engine.engine import Engine
 from foreword.engine.request import Request
@@ -76,12 +76,8 @@ def learned(weight: Tensor, levels: int = 16) -> Rounded:
 
 def in_steps(weight: Tensor, steps: int) -> Rounded:
     """Deflated codes, as `--store int4` has them with 4 steps in a row's median magnitude."""
-    usual, deflated.STEPS = deflated.STEPS, steps
-    try:
-        parts = deflated.deflated(weight)
-    finally:
-        deflated.STEPS = usual
-    return deflated.inflated(*parts), sum(part.nbytes for part in parts)
+    parts = deflated(weight, steps)
+    return inflated(*parts), sum(part.nbytes for part in parts)
 
 
 FORMS: dict[str, Callable[[Tensor], Rounded]] = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STEPS = 4  # that the median magnitude of a row has
+STEPS = 4  # in the median magnitude of a row
 LARGEST = 127  # magnitude of a code that fits a byte
 ESCAPE = 255  # the byte in place of a code that does not
 MOST = 32_000  # magnitude of any code
@@ -28,11 +28,11 @@ class Deflated(NamedTuple):
     large: Tensor  # int16 [n]: the codes that the stream has an ESCAPE for, in its order
 
 
-def deflated(weight: Tensor) -> Deflated:
-    """Round a tensor [.., K] of two or more dimensions to codes, and deflate them."""
+def deflated(weight: Tensor, steps: int = STEPS) -> Deflated:
+    """Round a tensor [.., K] of two or more dimensions to codes, and deflate them. `steps`: of a row's median magnitude."""
     weight = weight.float()
     sizes = weight.abs()
-    scale = torch.maximum(sizes.median(-1, keepdim=True).values / STEPS, sizes.amax(-1, keepdim=True) / MOST)
+    scale = torch.maximum(sizes.median(-1, keepdim=True).values / steps, sizes.amax(-1, keepdim=True) / MOST)
     scale = scale.clamp(min=SMALLEST).bfloat16()
     codes = (weight / scale.float()).round()
     too_large = codes.abs() > LARGEST

@@ -102,6 +102,18 @@ def training(found: Found) -> str:
     )
 
 
+def stored_forms(found: Found) -> str:
+    """Give what drafters keep of their tokens per round in each form; or what the forms take of the first drafter."""
+    shown: dict[str, list[str]] = {}
+    for one in (one for one in found["stored"] if "bits" in one):
+        kept = f"`{one['method']}` {one['ratio']:.3f}" if "ratio" in one else f"{one['bits']:.2f} bits"
+        shown.setdefault(one["form"], []).append(kept)
+    if "prompts" not in found["about"]:
+        return f"bits per weight of `{found['stored'][0]['method']}`: " + ", ".join(f"{f} {s[0]}" for f, s in shown.items())
+    forms = "; ".join(f"{form}: {', '.join(ratios)}" for form, ratios in shown.items())
+    return f"{found['about']['prompts']} prompts, share of the tokens per round by stored form: {forms}"
+
+
 def plan_search(found: Found) -> str:
     best, count = found["best"], len(found["best"]["attention"]) + len(found["best"]["mlp"])
     left_out = f"{count} of {2 * found['layers']} half-layers left out, agreement {best['agreement']:.2f}"
@@ -231,6 +243,7 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Training", "windows", plan_search),
     ("Training", "plans", first_plans),
     ("Training", "best", training),
+    ("Training", "stored", stored_forms),
     ("Training", "written", distilling),
     ("Training", "accuracy", layer_sweep),
     ("Training", "runs", printed_runs),

@@ -232,14 +232,22 @@ class ModelOptions:
                 object.__setattr__(self, now, True)
                 object.__setattr__(self, before, False)
 
-    def load(self, method: MethodOptions, slots: int, remeasure: bool = False, generation_config: bool = False) -> LLM:
-        """Load the model. `generation_config`: use the model's own defaults for sampling."""
+    def load(
+        self,
+        method: MethodOptions,
+        slots: int,
+        remeasure: bool = False,
+        generation_config: bool = False,
+        isolated: bool = False,
+    ) -> LLM:
+        """Load the model. `generation_config`: use the model's own defaults for sampling. `isolated`: as in a server."""
         own = method.own()
         # Fetching shows its own progress bar, and two live displays would overwrite each other.
         with waiting(f"loading {self.name}", terminal_only=True) if self.is_here() else nullcontext(), measuring(remeasure):
             from foreword.api import load  # noqa: PLC0415  imports torch: seconds that only loading commands pay
 
             own |= {"drafter": method.drafter, "rows": method.rows, "slots": slots, "generation_config": generation_config}
+            own |= {"isolated": isolated}
             return load(self.model, method.method, **self.where(), **own)
 
     def where(self) -> dict[str, Any]:

@@ -341,11 +341,9 @@ def _print(
         table.add_row(label, *(shown(*one) for one in found.values()))
     screen().print(table)
     screen().print()
-    sizes = (
-        f"{_mean(one.prompt_tokens for one in arrivals)} prompt and {_mean(one.output_tokens for one in arrivals)} output"
-    )
+    prompt, output = _mean(one.prompt_tokens for one in arrivals), _mean(one.output_tokens for one in arrivals)
     lines = [
-        f"load: {len(arrivals)} requests in {arrivals[-1].second:.1f} s, with {prompt} prompt and {output} output tokens on average",
+        f"load: {len(arrivals)} requests in {arrivals[-1].second:.1f} s; on average {prompt} prompt, {output} output tokens",
         f"costs: {costs.model} on {costs.machine}, {costs.dtype}; {costs.of(next(iter(found))).source}",
         *costs.notes,
     ]

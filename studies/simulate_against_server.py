@@ -1,8 +1,8 @@
 """The simulator against two real servers on this machine: `python studies/simulate_against_server.py --help`.
 
-`costs` measures what rounds, prompts and HTTP cost on one core. `run` starts two servers, each pinned to a core of its own,
-sends a load, and notes when tokens came. `compare` simulates these loads from these costs, and writes the report. The costs
-are measured over other prompts than the loads have. Made results/simulate_cpu/results.json.
+`costs`, `contention` and `http` measure what rounds, prompts and HTTP cost on one core. `run` starts two servers, each
+pinned to a core of its own, sends a load, and notes when tokens came. `compare` simulates these loads from these costs, and
+writes the report. Costs are measured over other prompts than loads have. Made results/simulate_cpu/results.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 import typer
 
 import foreword
-from foreword.api import LLM
 from foreword.core.sampling import Sampling
 from foreword.hub.resolve import resolve
 from foreword.simulate.arrivals import Arrival, Lengths, poisson
@@ -187,32 +186,25 @@ def split_prompts() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return found[::2], found[1::2]
 
 
-def measured_here(methods: list[str]) -> dict[str, Any]:
-    """Measure methods on the core that this process may use."""
-    prompts, _ = split_prompts()
-    with foreword.load(method=methods[0], slots=SLOTS, threads=1, max_context=CONTEXT, isolated=True) as llm:
-        return {method: _measured(llm, method, prompts).to_dict() for method in methods}
-
-
-def _measured(llm: LLM, method: str, prompts: list[tuple[int, ...]]) -> MethodCosts:
-    return measure(llm.use(method), prompts, batch_sizes(SLOTS), Sampling(seed=0))
-
-
-@app.command()
-def one_core(methods: str, out: Path) -> None:
+@app.command(hidden=True)
+def one_core(methods: str, batches: str, out: Path) -> None:
     """Measure methods, separated by commas, on the core that this process runs on."""
-    out.write_text(json.dumps(measured_here(methods.split(","))), encoding="utf-8")
+    prompts, _ = split_prompts()
+    sizes = [int(batch) for batch in batches.split(",")]
+    with foreword.load(method="plain", slots=SLOTS, threads=1, max_context=CONTEXT, isolated=True) as llm:
+        found = {name: measure(llm.use(name), prompts, sizes, Sampling(seed=0)).to_dict() for name in methods.split(",")}
+    out.write_text(json.dumps(found), encoding="utf-8")
 
 
-def measured_on(cores: tuple[int, ...], methods: str, work: Path) -> list[dict[str, MethodCosts]]:
+def measured_on(cores: tuple[int, ...], methods: str, batches: list[int], work: Path) -> list[dict[str, MethodCosts]]:
     """Measure methods on several cores at the same time."""
     files, running = [work / f"core{core}.json" for core in cores], []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for core, file in zip(cores, files, strict=True):
         with pinned(core):
-            command = [sys.executable, __file__, "one-core", methods, str(file)]
+            command = [sys.executable, __file__, "one-core", methods, ",".join(map(str, batches)), str(file)]
             running.append(subprocess.Popen(command, env=environment))
-    if any(process.wait() for process in running):
+    if any([process.wait() for process in running]):
         raise RuntimeError("a measurement failed")
     found = [json.loads(file.read_text()) for file in files]
     return [{name: MethodCosts.read(one) for name, one in of_core.items()} for of_core in found]
@@ -220,23 +212,29 @@ def measured_on(cores: tuple[int, ...], methods: str, work: Path) -> list[dict[s
 
 @app.command()
 def costs(methods: str = "plain,echo", work: Folder = WORK) -> None:
-    """Measure rounds and prompts on one core: alone, and while the other core does the same."""
+    """Measure rounds and prompts on one core, while the other one is idle."""
     work.mkdir(parents=True, exist_ok=True)
-    with OthersShare([]) as others:
-        (alone,) = measured_on(CORES[:1], methods, work)
-        both = measured_on(CORES, "plain", work)
-    pairs = [
-        (slow.seconds, fast.seconds)
-        for of_core in both
-        for slow, fast in zip(of_core["plain"].rounds, alone["plain"].rounds, strict=True)
-    ]
-    contention = max(median(slow / fast for slow, fast in pairs), 1.0)
-    found = {"methods": {name: one.to_dict() for name, one in alone.items()}, "contention": contention}
-    (work / "costs.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (alone,) = measured_on(CORES[:1], methods, batch_sizes(SLOTS), work)
+    (work / "costs.json").write_text(json.dumps({name: one.to_dict() for name, one in alone.items()}), encoding="utf-8")
     for name, one in alone.items():
         for round_cost in one.rounds:
             print(f"{name}, {round_cost.batch}: {round_cost.seconds * 1e3:.2f} ms, {round_cost.tokens:.2f} tokens")
-    print(f"contention {contention:.3f}; computing in this time: {others.share:.0%} of the cores, ours included")
+        print(f"{name}, prompts: {dict(zip(one.prompts.rows, one.prompts.seconds, strict=True))}")
+
+
+@app.command()
+def contention(work: Folder = WORK) -> None:
+    """Measure how much longer rounds and prompts take while the other core runs them too."""
+    (alone,) = measured_on(CORES[:1], "plain", [1, SLOTS], work)
+    both = measured_on(CORES, "plain", [1, SLOTS], work)
+    ratio = median(slow / fast for one in both for slow, fast in zip(_times(one), _times(alone), strict=True))
+    (work / "contention.json").write_text(json.dumps(max(ratio, 1.0)), encoding="utf-8")
+    print(f"steps take {ratio:.3f} times as long")
+
+
+def _times(of_core: dict[str, MethodCosts]) -> list[float]:
+    found = of_core["plain"]
+    return [*(one.seconds for one in found.rounds), *found.prompts.seconds[1:]]
 
 
 @app.command()
@@ -297,9 +295,10 @@ def measured_figures(kept: dict[str, Any]) -> ServingFigures:
 def compare(out: Path, work: Folder = WORK) -> None:
     """Simulate the loads that `run` has measured, and write results.json and report.md into a folder."""
     known = json.loads((work / "costs.json").read_text())
+    longer = json.loads((work / "contention.json").read_text())
     http_costs = HttpCosts(**json.loads((work / "http.json").read_text()), shares_core=True)
-    fleet = Fleet(len(CORES), SLOTS, http=http_costs, contention=known["contention"])
-    methods = {name: MethodCosts.read(one) for name, one in known["methods"].items()}
+    fleet = Fleet(len(CORES), SLOTS, http=http_costs, contention=longer)
+    methods = {name: MethodCosts.read(one) for name, one in known.items()}
     scheduling, found = Scheduling.on(torch.device("cpu"), "float32"), []
     for place in range(len(SETTINGS)):
         kept = json.loads((work / f"{place}.json").read_text())
@@ -315,9 +314,9 @@ def compare(out: Path, work: Folder = WORK) -> None:
         dtype="float32",
         replicas=len(CORES),
         slots=SLOTS,
-        contention=known["contention"],
+        contention=longer,
         http=asdict(http_costs),
-        costs=known["methods"],
+        costs=known,
     )
     (out / "report.md").write_text(report(about, found), encoding="utf-8")
     print(report(about, found))
@@ -348,8 +347,8 @@ def report(about: dict[str, Any], found: list[dict[str, Any]]) -> str:
         ratios = " | ".join(f"{one['simulated'][name] / one['measured'][name] - 1:+.0%}" for name in columns)
         lines.append(f"| difference | {ratios} |")
     loads = "; ".join(
-        f"{one['name']}: `{one['method']}`, {one['requests']} requests at {one['rate']:g}/s, {one['outputs']} output tokens, "
-        f"others used {one['others_share']:.1%} of the cores"
+        f"{one['name']}: `{one['method']}`, {one['requests']} requests at {one['rate']:g}/s, {one['outputs']} output "
+        f"tokens, others used {one['others_share']:.1%} of the cores"
         for one in found
     )
     table = "\n".join(lines)
@@ -364,7 +363,7 @@ Steps take {about["contention"]:.3f} times as long while the other core works. H
 
 {table}
 
-Made by the parts `costs`, `http`, `run` (once for each load), then `{about["command"]}`.
+Made by the parts `costs`, `contention`, `http`, `run` (once for each load), then `{about["command"]}`.
 """
 
 

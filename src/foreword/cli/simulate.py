@@ -287,7 +287,9 @@ def _measured(
         from foreword.simulate.measure import measured_costs  # noqa: PLC0415  as above
 
         name = llm.method
-        costs = measured_costs(llm, [*dict.fromkeys((name, PLAIN))], fleet.slots, Sampling(http.temperature, seed=0), update)
+        costs = measured_costs(
+            llm, [*dict.fromkeys((name, PLAIN))], fleet.slots, Sampling(temperature=http.temperature, seed=0), update
+        )
     for one in costs.methods.values():
         if not one.steady:
             complain(f"costs of {one.method} may be too high: {one.suspect}; try --remeasure later", "warning", "yellow")

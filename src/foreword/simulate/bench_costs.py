@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 
 from foreword.bench.report import Content, read_results
+from foreword.drafters.spec import parse_spec
 from foreword.errors import InputError
+from foreword.methods import all_methods
 from foreword.model.cost import CostCurve
 from foreword.simulate.costs import MethodCosts, RoundCost, Scheduling, ServingCosts
 
@@ -48,6 +50,9 @@ def costs_of_results(files: Sequence[Path], temperature: float = 0.0) -> Serving
         raise InputError(
             f"no results of {_names(files)} are at temperature {temperature:g}; name another with --temperature"
         )
+    usable = [name for name in dict.fromkeys(one["contender"] for one in timings) if _is_usable(timings, name)]
+    if not usable:
+        raise InputError(f"{_names(files)} has no runs of one request at a time, whose rounds are known; add such results")
     device = torch.device("cuda" if curve.batches else "cpu")  # only a GPU has curves of larger batches
     return ServingCosts(
         model=about["model"],
@@ -57,8 +62,7 @@ def costs_of_results(files: Sequence[Path], temperature: float = 0.0) -> Serving
         scheduling=Scheduling.on(device, about["dtype"]),
         methods={
             name: _method(name, [one for one in timings if one["contender"] == name], curve, _names(files))
-            for name in dict.fromkeys(timing["contender"] for timing in timings)
-            if _is_usable(timings, name)
+            for name in usable
         },
         reading_share=_reading_share([one for _, one in found]),
         notes=[
@@ -91,8 +95,9 @@ def _reading_share(found: Sequence[Content]) -> float | None:
 
 
 def _is_usable(timings: Sequence[Content], name: str) -> bool:
-    """Whether it is a method of ours that was timed alone: other programs say nothing of rounds."""
-    return any(one["contender"] == name and one.get("batch", 1) == 1 and one.get("first_s") for one in timings)
+    """Return whether it is a method of ours that was timed with one request at a time."""
+    alone = any(one["contender"] == name and one.get("batch", 1) == 1 and one.get("first_s") for one in timings)
+    return alone and parse_spec(name).name in all_methods()
 
 
 def _method(name: str, timings: Sequence[Content], curve: CostCurve, source: str) -> MethodCosts:

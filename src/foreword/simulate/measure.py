@@ -92,6 +92,10 @@ def measure(
     engine = llm.engine
     if max(batches) > engine.slots.count:
         raise InputError(f"batches of {max(batches)} need as many slots, and the engine has {engine.slots.count}")
+    room = engine.max_context - tokens - 1
+    if room < 1:
+        raise InputError(f"outputs of {tokens} tokens need a longer context than {engine.max_context}")
+    prompts = [prompt[:room] for prompt in prompts]
     with Waits() as waits:
         rounds = [_rounds(engine, prompts, batch, sampling, tokens, repeats) for batch in batches]
         read = _prompts(engine, [token for prompt in prompts for token in prompt], sampling, rounds[0].seconds, repeats)

@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "trace": {"core"},
 }
 # Above these anything below goes, in this order; `foreword` is the package's own list of public names.
-UPPER = ("api", "serve", "foreword", "bench", "train", "prove", "cli", "__main__")
+UPPER = ("api", "serve", "foreword", "bench", "train", "prove", "simulate", "cli", "__main__")
 PEERS = {"serve", "bench", "train", "prove"}  # of one another they see nothing
 WITH_TRANSFORMERS = {
     "model",

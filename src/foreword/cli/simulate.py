@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as encoder
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -257,7 +257,8 @@ def simulate(
             serve = partial(asked.served_by, fleet.divided(costs.of(one), costs.reading_share), partial(update, one))
             wanted = fleet.replicas == AUTO
             found[one] = smallest_fleet(serve, shape, goal, len(arrivals)) if wanted else (shape, serve(shape))
-    content = {"about": _about(costs, load, fleet, http), "simulated": _simulated(found, goal), "costs": costs.to_dict()}
+    used = replace(costs, methods={one: costs.of(one) for one in found})
+    content = {"about": _about(costs, load, fleet, http), "simulated": _simulated(found, goal), "costs": used.to_dict()}
     if out is not None:
         _write(out, content)
         note(f"written: {out}")

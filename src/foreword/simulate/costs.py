@@ -117,7 +117,8 @@ class MethodCosts:
     def read(kept: Mapping[str, Any]) -> MethodCosts:
         """Read what `to_dict` made, from JSON."""
         rounds = tuple(RoundCost(**{**one, "decided": tuple(one["decided"])}) for one in kept["rounds"])
-        return MethodCosts(**{**kept, "rounds": rounds, "prompts": CostCurve.read(kept["prompts"])})
+        prompts = CostCurve.read(kept["prompts"])
+        return MethodCosts(kept["method"], rounds, prompts, kept["source"], bool(kept["steady"]), str(kept["suspect"]))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def test_rounds_and_prompts_of_a_real_engine(tiny_llm):
         measure(llm, PROMPTS, [4], Sampling(seed=0))
 
 
-def test_costs_are_measured_once(tiny_llm, monkeypatch):
+def test_costs_are_measured_once(tiny_llm):
     reports = []
     first = measured_costs(tiny_llm, ["plain"], 2, Sampling(seed=0), lambda *told: reports.append(told))
     assert measured_costs(tiny_llm, ["plain"], 2, Sampling(seed=0), lambda *told: None) == first

@@ -95,13 +95,22 @@ def test_drafting_brings_what_it_was_measured_to_bring(plain, drafting):
     assert found[1].tokens_per_s / found[0].tokens_per_s == pytest.approx(2.0 / 1.3, rel=0.02)
 
 
-def test_a_captured_round_is_padded_and_an_ended_sequence_stays_for_one_round():
-    """Three sequences run as four. The next request waits for a round that was launched with one that had ended."""
+def test_a_captured_round_is_padded_to_a_power_of_two():
+    """Three sequences run as four do, unless there are only three slots."""
     costs = costs_of("plain", (1.0,), per_sequence=1.0)
-    ledger = simulate(costs, ON_GPU, Fleet(1, 4), [Arrival(0.0, 1, 1)] * 3 + [Arrival(0.01, 1, 1)])
-    assert ledger.first[0] == pytest.approx(ROUND_S)
-    waited = 4 * ROUND_S  # two sequences came while the first ran, and the fourth with the next step
-    assert ledger.ended.max() > waited
+    talk = [Arrival(0.0, 1, 1)] + [Arrival(0.01, 1, 1)] * 3
+    ended = [simulate(costs, replace(ON_GPU, late=False), Fleet(1, slots), talk).ended.max() for slots in (3, 4)]
+    assert ended == pytest.approx([ROUND_S + 3 * ROUND_S, ROUND_S + 4 * ROUND_S])
+
+
+def test_on_a_gpu_a_request_waits_for_the_round_that_was_launched(plain):
+    """The second request arrives in the first round. The second round was launched by then, and it joins the third."""
+    talk = [Arrival(0.0, 1, 5), Arrival(0.5 * ROUND_S, 1, 1)]
+    late, at_once = (simulate(plain, replace(ON_GPU, late=late), Fleet(1, 2), talk) for late in (True, False))
+    two = plain.seconds_by_batch(2)[2]
+    assert at_once.first[1] == pytest.approx(ROUND_S + two)
+    assert late.first[1] == pytest.approx(2 * ROUND_S + two)
+    assert late.ended[0] == pytest.approx(2 * ROUND_S + 2 * two + ROUND_S)  # the ended one takes part once more
 
 
 def test_the_least_loaded_replica_gets_the_request(plain):

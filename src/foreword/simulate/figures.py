@@ -92,7 +92,7 @@ def figures(ledger: Ledger, fleet: Fleet) -> ServingFigures:
         queue_s=Spread.of((ledger.admitted - arrived)[served]),
         request_s=Spread.of((ledger.ended - arrived)[served]),
         slots_used=ledger.slot_seconds / (capacity * fleet.slots),
-        busy=ledger.busy_seconds / capacity,
+        busy=min(ledger.busy_seconds / capacity, 1.0),  # the last step may end after the last token
         mean_requests=ledger.slot_seconds / seconds,
         reused_tokens=ledger.reused,
         waiting_at_end=int((served & (ledger.admitted > arrived[-1])).sum()),

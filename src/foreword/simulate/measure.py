@@ -7,10 +7,11 @@ fastest counts, since other work can only add time. `known_costs` keeps them as 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from foreword.api import LLM
 from foreword.bench.suites import read_suite
@@ -20,7 +21,8 @@ from foreword.engine.request import Request, Running
 from foreword.errors import InputError
 from foreword.model.busy import Waits
 from foreword.model.cost import CostCurve, facts_of
-from foreword.model.measured import recall
+from foreword.model.fingerprint import Fingerprint
+from foreword.model.measured import Facts, recall
 from foreword.ops.device import host_computes, synchronize
 from foreword.simulate.costs import MethodCosts, RoundCost, Scheduling, ServingCosts
 
@@ -65,10 +67,10 @@ def measured_costs(llm: LLM, methods: Sequence[str], slots: int, sampling: Sampl
             llm.use(method)
         found[method] = known_costs(llm, slots, sampling)
     model = llm.model
-    facts = facts_of(model)
+    facts: dict[str, Any] = dict(facts_of(model))
     dtype = str(model.dtype).removeprefix("torch.")
     notes = [f"{facts['threads']} threads; prompts that come with the package, {TOKENS} tokens each answer"]
-    machine = f"{facts['device'][1]}, {facts['device'][2]} cores"  # type: ignore[index]
+    machine = f"{facts['device'][1]}, {facts['device'][2]} cores"
     return ServingCosts(
         model.name, machine, dtype, sampling.temperature, Scheduling.on(model.device, dtype), found, notes=notes
     )
@@ -76,13 +78,22 @@ def measured_costs(llm: LLM, methods: Sequence[str], slots: int, sampling: Sampl
 
 def known_costs(llm: LLM, slots: int, sampling: Sampling) -> MethodCosts:
     """Return the costs of the LLM's method, stored or measured now."""
-    shape = llm.engine.drafter.shape
-    facts = facts_of(llm.model) | {"slots": slots, "temperature": sampling.temperature, "rows": [shape.nodes, shape.depth]}
+    facts = facts_of(llm.model) | {"slots": slots, "temperature": sampling.temperature, **_drafting(llm)}
 
-    def measured(earlier: MethodCosts | None) -> MethodCosts:
+    def measured(_: MethodCosts | None) -> MethodCosts:
         return measure(llm, built_in_prompts(llm), batch_sizes(slots), sampling)
 
     return recall(f"serving/{llm.method}", facts, measured, MethodCosts.read)
+
+
+def _drafting(llm: LLM) -> Facts:
+    """Return what decides how many tokens are accepted: the weights of the model and of the drafter, and the trees."""
+    drafter, digest = llm.engine.drafter, hashlib.sha256()
+    module = getattr(drafter, "module", None)  # only drafters with weights have one
+    for name, weight in [] if module is None else module.state_dict().items():
+        digest.update(f"{name} {tuple(weight.shape)} {float(weight.double().sum())}".encode())
+    shape = [drafter.shape.nodes, drafter.shape.depth]
+    return {"weights": Fingerprint.of(llm.model).weights, "drafter": digest.hexdigest(), "rows": shape}
 
 
 def measure(

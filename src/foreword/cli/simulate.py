@@ -43,6 +43,7 @@ LOAD, FLEET, COSTS = "Load", "Fleet", "Costs"  # panels of --help
 _of_load = partial(typer.Option, rich_help_panel=LOAD)
 _of_fleet = partial(typer.Option, rich_help_panel=FLEET)
 _of_costs = partial(typer.Option, rich_help_panel=COSTS)
+# The defaults of --http-request and --http-chunk are what a core of a CPU took: results/simulate_cpu.
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 PLAIN = "plain"
 SPREADS = {  # of the table, and where the figures are
@@ -206,10 +207,10 @@ class HttpOptions:
     temperature: Annotated[float, _of_costs(min=0, metavar="X", help="The temperature that drafts were accepted at.")] = 0.0
     http_request: Annotated[
         str, _of_costs(callback=_time, metavar="TIME", help="HTTP: from a request's arrival until the engine has it.")
-    ] = "2ms"
+    ] = "4ms"
     http_chunk: Annotated[
         str, _of_costs(callback=_time, metavar="TIME", help="HTTP: from the end of a round until the client has its tokens.")
-    ] = "0.4ms"
+    ] = "0.6ms"
     http_shares_core: Annotated[
         bool, _of_costs("--http-shares-core", metavar="", help="HTTP and engine share one core: rounds wait for HTTP.")
     ] = False

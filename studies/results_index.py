@@ -236,8 +236,8 @@ def replays(found: Found) -> str:
 def sizings(found: Found) -> str:
     """Give the replicas that each method needs."""
     fleets = ", ".join(f"`{name}` {one['replicas']}" for name, one in found["simulated"].items())
-    gpus = found["about"]["settings"]["tp"]
-    return f"replicas of {gpus} GPU{'s' if gpus > 1 else ''} by `foreword simulate` with costs of {found['about']['costs_of']}: {fleets}"
+    about, gpus = found["about"], found["about"]["settings"]["tp"]
+    return f"replicas of {gpus} GPU{'s' if gpus > 1 else ''} by `foreword simulate`, costs of {about['costs_of']}: {fleets}"
 
 
 def faults(found: Found) -> str:

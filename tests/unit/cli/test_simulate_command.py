@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from foreword.simulate import measure
+
 RESULTS = Path(__file__).parents[3] / "results"
 LARGE = ("--costs", RESULTS / "bench_cuda_7b", "--costs", RESULTS / "bench_cuda_7b_batches", "--method", "echo")
 
@@ -35,7 +37,9 @@ def test_several_gpus_are_called_a_prediction(run):
     assert result.exit_code == 0 and "2 GPUs per replica are a prediction" in result.stdout and "GPUs " in result.stdout
 
 
-def test_this_machine_is_measured_without_costs(run, tiny_model):
+def test_this_machine_is_measured_without_costs(run, tiny_model, monkeypatch):
+    monkeypatch.setattr(measure, "built_in_prompts", lambda llm: [(5, 6, 7, 8, 5, 6, 7)])  # for speed: short, and one
+    monkeypatch.setattr(measure, "FEWEST_PROMPTS", 1)
     load = ("--slots", 2, "--requests", 20, "--prompt-tokens", 20, "--output-tokens", "5-10", "--json")
     result = run("simulate", "--model", tiny_model, "--method", "prompt_lookup", "--device", "cpu", *load)
     assert result.exit_code == 0, result.output

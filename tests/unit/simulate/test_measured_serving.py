@@ -3,6 +3,7 @@
 import pytest
 
 import foreword
+import foreword.simulate.measure as measure_module
 from foreword.core.sampling import Sampling
 from foreword.errors import InputError
 from foreword.simulate.measure import batch_sizes, measure, measured_costs
@@ -31,7 +32,8 @@ def test_rounds_and_prompts_of_a_real_engine(tiny_llm):
         measure(llm, PROMPTS, [4], Sampling(seed=0))
 
 
-def test_costs_are_measured_once(tiny_llm):
+def test_costs_are_measured_once(tiny_llm, monkeypatch):
+    monkeypatch.setattr(measure_module, "FEWEST_PROMPTS", 1)  # for speed
     reports = []
     first = measured_costs(tiny_llm, ["plain"], 2, Sampling(seed=0), lambda *told: reports.append(told))
     assert measured_costs(tiny_llm, ["plain"], 2, Sampling(seed=0), lambda *told: None) == first

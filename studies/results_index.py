@@ -228,6 +228,30 @@ def server_speed(found: Found) -> str:
     return f"{found['about']['model']}: share of the engine's tokens/s through HTTP, {shares} streams"
 
 
+def predictions(found: Found) -> str:
+    """Give the relative error of the simulator's tokens per second, load by load."""
+    errors = (
+        f"{one['name']} {one['simulated']['tokens/s'] / one['measured']['tokens/s'] - 1:+.1%}" for one in found["predicted"]
+    )
+    return f"tokens/s of `foreword simulate` against real servers: {', '.join(errors)}"
+
+
+def replays(found: Found) -> str:
+    """Give how far the simulator was off, for each model: the least and the most."""
+    errors: dict[str, list[float]] = {}
+    for one in found["replayed"]:
+        errors.setdefault(one["model"], []).append(one["simulated"] / one["measured"] - 1)
+    shown = "; ".join(f"{model} {min(some):+.0%} to {max(some):+.0%}" for model, some in errors.items())
+    return f"tokens/s of `foreword simulate` against batches of {found['about']['costs_of']}: {shown}"
+
+
+def sizings(found: Found) -> str:
+    """Give the replicas that each method needs."""
+    fleets = ", ".join(f"`{name}` {one['replicas']}" for name, one in found["simulated"].items())
+    about, gpus = found["about"], found["about"]["settings"]["tp"]
+    return f"replicas of {gpus} GPU{'s' if gpus > 1 else ''} by `foreword simulate`, costs of {about['costs_of']}: {fleets}"
+
+
 def faults(found: Found) -> str:
     good = sum(one["as_expected"] for one in found["faults"])
     return f"{len(found['faults'])} faults of a server, {good} of them with the expected outcome"
@@ -258,6 +282,9 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Serving", "levels", asked_by_others),
     ("Serving", "streams", server_speed),
     ("Serving", "http", http_cost),
+    ("Serving", "predicted", predictions),
+    ("Serving", "replayed", replays),
+    ("Serving", "simulated", sizings),
     ("Serving", "load", load),
     ("Serving", "starts", starts),
     ("Serving", "faults", faults),

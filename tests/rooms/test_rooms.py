@@ -37,7 +37,7 @@ ARROWS: dict[str, set[str]] = {
     "version": set(),
 }
 # Above these anything below goes, in this order; `foreword` is the package's own list of public names.
-UPPER = ("api", "launch", "serve", "foreword", "bench", "train", "prove", "cli", "__main__")
+UPPER = ("api", "launch", "serve", "foreword", "bench", "train", "prove", "simulate", "cli", "__main__")
 PEERS = {"serve", "bench", "train", "prove"}  # of one another they see nothing
 WITH_TRANSFORMERS = {
     "model",

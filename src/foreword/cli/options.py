@@ -243,15 +243,17 @@ class ModelOptions:
         remeasure: bool = False,
         generation_config: bool = False,
         tp: int | None = None,
+        isolated: bool = False,
     ) -> LLM:
         """Load the model. `generation_config`: use the model's own defaults for sampling. `tp`: over how many ranks to
-        divide it; they are started here."""
+        divide it; they are started here. `isolated`: as in a server."""
         own = method.own()
         # Fetching shows its own progress bar, and two live displays would overwrite each other.
         with waiting(f"loading {self.name}", terminal_only=True) if self.is_here() else nullcontext(), measuring(remeasure):
             from foreword.api import load  # noqa: PLC0415  imports torch: seconds that only loading commands pay
 
             own |= {"drafter": method.drafter, "rows": method.rows, "slots": slots, "generation_config": generation_config}
+            own |= {"isolated": isolated}
             if tp is not None:
                 from foreword.launch import start_others  # noqa: PLC0415  as above
 

@@ -43,12 +43,12 @@ _WHOLE: WeakKeyDictionary[PreTrainedModel, list[nn.Module]] = WeakKeyDictionary(
 
 def check_divisible(family: Family, config: Any, ranks: int) -> None:
     """Refuse a model that cannot be divided over that many ranks."""
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    if unknown := sorted({*plan.values()} - STYLES) or (not plan and ["none"]):
-        raise ModelUnsupported(
-            f"{family.name}: models of this family cannot be divided over ranks (their plan in transformers: "
-            f"{', '.join(unknown)}); leave tp out"
+    plan = {} if family.loops else getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or {*plan.values()} - STYLES:
+        why = (
+            "transformers has no plan for it" if not plan else f"of its plan, {sorted({*plan.values()} - STYLES)} is unknown"
         )
+        raise ModelUnsupported(f"{family.name}: models of this family cannot be divided over ranks, {why}; leave tp out")
     sizes = {name: getattr(config, name, None) for name in SIZES}
     known = {name: size for name, size in sizes.items() if isinstance(size, int) and size}
     common = reduce(gcd, known.values())

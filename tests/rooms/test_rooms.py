@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "requests": {"engine", "text", "core"},
     "results": {"engine", "core"},
     "trace": {"core"},
+    "version": set(),
 }
 # Above these anything below goes, in this order; `foreword` is the package's own list of public names.
 UPPER = ("api", "launch", "serve", "foreword", "bench", "train", "prove", "cli", "__main__")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from foreword.serve.admission import Admission
@@ -13,11 +12,10 @@ from foreword.serve.errors import Refusal
 from foreword.serve.metrics import Metrics
 from foreword.serve.options import ServeOptions
 from foreword.serve.trials import GrammarTrials
+from foreword.version import __version__ as VERSION
 
 if TYPE_CHECKING:
     from foreword.serve.async_llm import AsyncLLM
-
-VERSION = version("foreword")
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import TRAINED, byte_tokenizer, talking_model, with_random_weights
+from doubles import TRAINED, byte_tokenizer, talking_model, tiny, with_random_weights
 from doubles.ranks_program import run
 from foreword import AsyncLLM, load
 from foreword.drafters.saved import save
+from foreword.errors import InputError, ModelUnsupported
 from foreword.methods import METHODS
+from foreword.model.families import FAMILIES
 from foreword.model.loading import load_stock
 from foreword.model.model import Model
+from foreword.model.sharding import check_divisible
+from foreword.ranks.group import check_launch
 
 PROGRAM = Path(__file__).parents[1] / "doubles" / "ranks_program.py"
 PATIENCE_S = 300.0
@@ -122,6 +126,37 @@ def test_every_method_on_two_ranks(tmp_path: Path, family: str, dtype: str) -> N
     found, done = launched(tmp_path, steps=steps)
     assert done.returncode == 0, done.stderr
     check(steps, found)
+
+
+NOT_DIVIDED = {"gpt_oss", "hunyuan_v1_dense", "foreword_looped"}
+CHANGES = {"cohere": {"use_qk_norm": False}}
+
+
+@pytest.mark.cross
+def test_every_other_family_on_two_ranks(tmp_path: Path) -> None:
+    others = [family for family in FAMILIES if family not in NOT_DIVIDED | {"llama", "qwen3", "qwen3_moe"}]
+    few = {name: UNTRAINED[name] for name in ("plain", "token_recycling")}
+    models = [kept_model(family, tmp_path / family, **CHANGES.get(family, {})) for family in others]
+    steps = [step(folder, "float64", few) for folder in models]
+    found, done = launched(tmp_path, steps=steps)
+    assert done.returncode == 0, done.stderr
+    check(steps, found)
+
+
+@pytest.mark.parametrize("family", ["cohere", *sorted(NOT_DIVIDED)])
+def test_families_that_cannot_be_divided_are_refused(family: str) -> None:
+    config = tiny(family, torch.float32).config
+    with pytest.raises(ModelUnsupported, match="leave tp out"):
+        check_divisible(FAMILIES[family], config, 2)
+
+
+def test_a_process_alone_is_told_how_to_start_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
+        check_launch(2)
+    with pytest.raises(InputError, match="whole number"):
+        check_launch(0)
+    check_launch(1)
 
 
 @pytest.mark.cross

@@ -49,6 +49,10 @@ def check_divisible(family: Family, config: Any, ranks: int) -> None:
             "transformers has no plan for it" if not plan else f"of its plan, {sorted({*plan.values()} - STYLES)} is unknown"
         )
         raise ModelUnsupported(f"{family.name}: models of this family cannot be divided over ranks, {why}; leave tp out")
+    if family.name == "cohere" and config.use_qk_norm:
+        raise ModelUnsupported(
+            "cohere: with use_qk_norm each head has a norm of its own, which transformers does not divide; leave tp out"
+        )
     sizes = {name: getattr(config, name, None) for name in SIZES}
     known = {name: size for name, size in sizes.items() if isinstance(size, int) and size}
     common = reduce(gcd, known.values())

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, Unpack, overload
@@ -300,10 +300,11 @@ class LLM:
     def _engine_of(self, drafter: Drafter) -> Engine:
         if self._isolated:
             drafter.isolate()
-        ranks, options = current(), {"graph": self._graph, "compiler": self._grammars}
-        if ranks.links is None or not ranks.is_first or self.model.layer_stack.ranks == 1:
-            return Engine(self.model, drafter, *self._capacity, **options)
-        return LeadingEngine(self.model, drafter, *self._capacity, links=ranks.links, **options)
+        ranks = current()
+        made: Callable[..., Engine] = Engine
+        if ranks.links is not None and ranks.is_first and self.model.layer_stack.ranks > 1:
+            made = partial(LeadingEngine, links=ranks.links)
+        return made(self.model, drafter, *self._capacity, graph=self._graph, compiler=self._grammars)
 
     @property
     def engine(self) -> Engine:

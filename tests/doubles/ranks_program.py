@@ -30,11 +30,12 @@ def answers(llm: LLM, asked: dict[str, Any]) -> list[Any]:
 
 
 def left_early(llm: LLM, asked: dict[str, Any]) -> list[Any]:
-    """Leave a stream after its first piece, and return what is answered then."""
+    """Ask for a method that is refused while a stream runs, leave the stream, and return what is answered then."""
     stream = llm.stream(asked["prompts"][0], **asked["settings"])
     next(iter(stream))
+    (message,) = refused(lambda: llm.use("medusa"))
     stream.close()
-    return answers(llm, asked)
+    return [message, answers(llm, asked)]
 
 
 def run(step: dict[str, Any], tp: int | None) -> dict[str, Any]:

@@ -4,7 +4,10 @@ Each test is one launch of two processes, which sum over gloo. The first runs in
 needs no target of its own kind, is `pytest tests/lossless/test_ranks.py -m cross`, and takes minutes.
 """
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from doubles import TRAINED, byte_tokenizer, talking_model, with_random_weights
+from doubles import TRAINED, byte_tokenizer, talking_model, tiny, with_random_weights
 from doubles.ranks_program import run
+from foreword import AsyncLLM, load
 from foreword.drafters.saved import save
+from foreword.errors import InputError, ModelUnsupported
 from foreword.methods import METHODS
+from foreword.model.families import FAMILIES
 from foreword.model.loading import load_stock
 from foreword.model.model import Model
+from foreword.model.sharding import check_divisible
+from foreword.ranks.group import check_launch
 
 PROGRAM = Path(__file__).parents[1] / "doubles" / "ranks_program.py"
 PATIENCE_S = 300.0
@@ -118,3 +126,74 @@ def test_every_method_on_two_ranks(tmp_path: Path, family: str, dtype: str) -> N
     found, done = launched(tmp_path, steps=steps)
     assert done.returncode == 0, done.stderr
     check(steps, found)
+
+
+NOT_DIVIDED = {"gpt_oss", "hunyuan_v1_dense", "foreword_looped"}
+CHANGES = {"cohere": {"use_qk_norm": False}}
+
+
+@pytest.mark.cross
+def test_every_other_family_on_two_ranks(tmp_path: Path) -> None:
+    others = [family for family in FAMILIES if family not in NOT_DIVIDED | {"llama", "qwen3", "qwen3_moe"}]
+    few = {name: UNTRAINED[name] for name in ("plain", "token_recycling")}
+    models = [kept_model(family, tmp_path / family, **CHANGES.get(family, {})) for family in others]
+    steps = [step(folder, "float64", few) for folder in models]
+    found, done = launched(tmp_path, steps=steps)
+    assert done.returncode == 0, done.stderr
+    check(steps, found)
+
+
+@pytest.mark.parametrize("family", ["cohere", *sorted(NOT_DIVIDED)])
+def test_families_that_cannot_be_divided_are_refused(family: str) -> None:
+    config = tiny(family, torch.float32).config
+    with pytest.raises(ModelUnsupported, match="leave tp out"):
+        check_divisible(FAMILIES[family], config, 2)
+
+
+def test_a_process_alone_is_told_how_to_start_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
+        check_launch(2)
+    with pytest.raises(InputError, match="whole number"):
+        check_launch(0)
+    check_launch(1)
+
+
+@pytest.mark.cross
+def test_generate_starts_the_other_ranks(tmp_path: Path) -> None:
+    folder = kept_model("llama", tmp_path / "llama")
+    command = [sys.executable, "-m", "foreword", "generate", "hello", "--model", folder, "--method", "token_recycling"]
+    command += ["--rows", "8", "--device", "cpu", "--threads", "1", "--max-new-tokens", "20", "--ignore-eos", "--json"]
+    ran = [subprocess.run([*command, *more], capture_output=True, text=True, check=True) for more in ([], ["--tp", "2"])]
+    one, two = (json.loads(done.stdout)["tokens"] for done in ran)
+    assert one == two and len(one) == 20
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.cross
+def test_a_server_starts_its_ranks_again(tmp_path: Path) -> None:
+    """The engine's process is the first rank. If another one is killed, it ends, and the server starts both again."""
+    folder = kept_model("llama", tmp_path / "llama")
+    with load(folder, "plain", device="cpu", threads=1, max_context=96) as llm:
+        expected = llm.generate([5, 6, 7], max_new_tokens=8, ignore_eos=True).tokens
+
+    async def serve_and_kill() -> list[list[int]]:
+        options = {"device": "cpu", "threads": 1, "max_context": 96, "rows": 8, "tp": 2, "warm_up": False}
+        async with AsyncLLM(folder, "token_recycling", restarts=1, **options) as server:
+            before = await server.agenerate([5, 6, 7], max_new_tokens=8, ignore_eos=True)
+            engine: Any = server._transport
+            (other,) = children(engine._process.pid)
+            os.kill(other, signal.SIGKILL)
+            await asyncio.to_thread(engine._process.wait)
+            while engine.health.state != "ready":
+                await asyncio.sleep(0.1)
+            after = await server.agenerate([5, 6, 7], max_new_tokens=8, ignore_eos=True)
+            (other,) = children(engine._process.pid)
+        while Path(f"/proc/{other}").exists():  # it ends with the server
+            await asyncio.sleep(0.1)
+        return [before.tokens, after.tokens]
+
+    assert asyncio.run(asyncio.wait_for(serve_and_kill(), PATIENCE_S)) == [expected, expected]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from threading import current_thread, main_thread
 from typing import Any, Protocol
 
 from foreword.engine.engine import Engine
@@ -27,7 +28,8 @@ class Host(Protocol):
 
 def follow(host: Host, links: Links) -> None:
     """Follow the first rank. Return when it closes the model, or ends in order."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all ranks, and is the first one's to handle
+    if current_thread() is main_thread():  # Ctrl-C in a terminal reaches all ranks, and is the first one's to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     known: dict[int, Running] = {}
     while True:
         try:
@@ -42,12 +44,12 @@ def follow(host: Host, links: Links) -> None:
                     host.engine.warm_up(shortest, longest, sampling)
                 case Switch(drafter_request):
                     _switch(host, drafter_request)
-                    known.clear()
                 case Close():
                     return
         except BaseException as error:
             links.fail(f"{type(error).__name__}: {error}")
             raise
+        known = {number: running for number, running in known.items() if not running.done}
 
 
 def _step(engine: Engine, order: Step, known: dict[int, Running]) -> None:
@@ -57,11 +59,9 @@ def _step(engine: Engine, order: Step, known: dict[int, Running]) -> None:
         known[number] = engine.checked(request)
         engine.queue([known[number]])
     if order.aborted:
-        engine.abort(*(known.pop(number) for number in order.aborted if number in known))
+        engine.abort(*(known[number] for number in order.aborted if number in known))
     if order.rounds:
         engine.advance(order.rounds)
-    for number in [number for number, running in known.items() if running.done]:
-        del known[number]
 
 
 def _switch(host: Host, drafter_request: Any) -> None:

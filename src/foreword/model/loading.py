@@ -28,7 +28,7 @@ from foreword.model.families import family_of
 from foreword.model.linear_check import check_linears, unknown_linears
 from foreword.model.parameter_limit import TooManyParameters, at_most_parameters
 from foreword.model.quantised_linears import quantise
-from foreword.model.sharding import check_divisible, options_for, take_over
+from foreword.model.sharding import check_divisible, options_for, remember_shapes, take_over
 from foreword.model.stored_model import AGAIN, load_stored
 from foreword.ops.device import has_code_products
 from foreword.ranks.group import ALONE, Ranks
@@ -129,6 +129,8 @@ def _divided(folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bo
     exact = {"experts_implementation": EXACT_EXPERTS} if family.has_experts and dtype == torch.float64 else {}
     options = exact | options_for(config, ranks)
     model: PreTrainedModel = read_weights(folder, config, dtype, family.stock_attention, options).to(device)
+    if ranks.count > 1:
+        remember_shapes(model)
     if rebuild and linears.rebuilds(device, dtype):
         take_over(model, ranks)
     return model

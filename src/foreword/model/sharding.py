@@ -7,10 +7,12 @@ linears become ordinary ones, and the last of each half-layer a `SummedLinear`. 
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import reduce
 from math import gcd
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +38,20 @@ SIZES = {
     "shared_expert_intermediate_size": "inner rows of the shared expert",
 }
 
+_WHOLE: WeakKeyDictionary[PreTrainedModel, list[nn.Module]] = WeakKeyDictionary()  # layers without weights
+
 
 def check_divisible(family: Family, config: Any, ranks: int) -> None:
     """Refuse a model that cannot be divided over that many ranks."""
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    if unknown := sorted({*plan.values()} - STYLES) or (not plan and ["none"]):
+    plan = {} if family.loops else getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or {*plan.values()} - STYLES:
+        why = (
+            "transformers has no plan for it" if not plan else f"of its plan, {sorted({*plan.values()} - STYLES)} is unknown"
+        )
+        raise ModelUnsupported(f"{family.name}: models of this family cannot be divided over ranks, {why}; leave tp out")
+    if family.name == "cohere" and config.use_qk_norm:
         raise ModelUnsupported(
-            f"{family.name}: models of this family cannot be divided over ranks (their plan in transformers: "
-            f"{', '.join(unknown)}); leave tp out"
+            "cohere: with use_qk_norm each head has a norm of its own, which transformers does not divide; leave tp out"
         )
     sizes = {name: getattr(config, name, None) for name in SIZES}
     known = {name: size for name, size in sizes.items() if isinstance(size, int) and size}
@@ -104,14 +112,19 @@ def _local(parameter: Tensor) -> Tensor:
     return local.detach()
 
 
+def remember_shapes(model: PreTrainedModel) -> None:
+    """Note what the layers of a divided model look like whole: `whole_layer` fills in their weights."""
+    layers: Any = model.model.layers
+    with torch.device("meta"):
+        _WHOLE[model] = [type(layer)(model.config, layer.self_attn.layer_idx) for layer in layers]
+
+
 @torch.no_grad()
 def whole_layer(model: PreTrainedModel, layer: Any, ranks: Ranks) -> nn.Module:
     """Return a copy of a layer that can be trained, whole and with stock linears. All ranks call this together."""
-    own = unpacked(layer) if is_rebuilt(layer) or ranks.count == 1 else layer
-    if ranks.count == 1:
-        return own
-    with torch.device("meta"):
-        whole = type(layer)(model.config, layer.self_attn.layer_idx)
+    if model not in _WHOLE:
+        return unpacked(layer)
+    own, whole = unpacked(layer) if is_rebuilt(layer) else layer, copy.deepcopy(_WHOLE[model][layer.self_attn.layer_idx])
     held, found = {**dict(own.named_parameters()), **dict(own.named_buffers())}, {}
     for name, like in whole.state_dict().items():
         part = held.get(name)

@@ -22,7 +22,7 @@ class SummedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, ranks: Ranks) -> None:
         super().__init__()
         if not ranks.is_first:
-            linear.bias = None
+            linear.register_parameter("bias", None)
         self.part: nn.Linear | PackedLinear = linear
         self.ranks = ranks
 

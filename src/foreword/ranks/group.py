@@ -149,13 +149,12 @@ def join(count: int, device: torch.device) -> Ranks:
     global _current
     if _current is not ALONE:
         return _current
-    backend = "gloo"
-    if device.type == "cuda":
+    has_gpu = device.type == "cuda"
+    if has_gpu:
         torch.cuda.set_device(device)
-        backend = "nccl"
     if not dist.is_initialized():
-        own = {"device_id": device} if backend == "nccl" else {}
-        dist.init_process_group(backend, timeout=timedelta(seconds=SUM_S), **own)
+        backend, own = ("nccl", device) if has_gpu else ("gloo", None)
+        dist.init_process_group(backend, timeout=timedelta(seconds=SUM_S), device_id=own)
     rank, links = dist.get_rank(), None
     if count > 1:
         links = linked(rank, count, _from_first)

@@ -127,9 +127,9 @@ class ReplicaOptions:
         _of_replicas(
             "--ray",
             metavar="",
-            help="Run replicas of the server on this machine behind Ray Serve, each with its own engine and, where there are "
-            "GPUs, its own GPU. A session stays on its replica. A replica whose engine dies is replaced, so --restarts has no "
-            "meaning. Needs: pip install 'foreword\\[ray]'.",
+            help="Run replicas of the server on this machine behind Ray Serve, each with its own engine and, if there are "
+            "GPUs, its own GPU. A session stays on its replica. If an engine dies, its replica is replaced; --restarts has "
+            "no meaning. Needs: pip install 'foreword\\[ray]'.",
         ),
     ] = False
     replicas: Annotated[int | None, _of_replicas(min=1, metavar="N", help="With --ray: how many. Default: 2.")] = None

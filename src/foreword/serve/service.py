@@ -46,7 +46,7 @@ class Service:
     @property
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: a short hash of `made_of`."""
-        return "fp_" + sha256(json.dumps(self.made_of, sort_keys=True).encode()).hexdigest()[:12]
+        return fingerprint_of(self.made_of)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model. A request that names none is for this one."""
@@ -59,3 +59,7 @@ class Service:
         about = {"method": self.llm.method, "slots": self.llm.slots}
         own = {"object": "model", "created": self.started, "owned_by": "foreword"}
         return {**own, "max_model_len": self.llm.limits.context, "foreword": about}
+
+
+def fingerprint_of(made_of: dict[str, str]) -> str:
+    return "fp_" + sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]

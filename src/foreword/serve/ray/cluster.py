@@ -27,7 +27,8 @@ from foreword.serve.ray.ingress import CALLBACK, MAX_BODY_VARIABLE
 from foreword.serve.ray.options import Deployment
 from foreword.serve.server import listen
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, SIGNALS = "127.0.0.1", (signal.SIGTERM, signal.SIGINT)
+LONGEST_FOLDER = 24  # characters: the path of a socket has at most 107, and Ray's own names take the others
 
 log = logging.getLogger("foreword.serve")
 
@@ -39,7 +40,7 @@ def run(deployment: Deployment, ready: Callable[[str], None]) -> int:
         port = listening.getsockname()[1]
     AsyncLLM(**deployment.engine).fetched()  # once, and not by every replica
     os.environ |= environment(server)
-    with stopped_by_signals(), suppress(KeyboardInterrupt), private_cluster(deployment):
+    with signals_kept(), suppress(KeyboardInterrupt), private_cluster(deployment):
         _start(deployment, port)
         ready(f"http://{server.host}:{port}")
         try:
@@ -63,18 +64,24 @@ def environment(server: ServeOptions) -> dict[str, str]:
 
 
 @contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt in this block when SIGTERM or SIGINT comes."""
-
-    def stop(sig: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = {sig: signal.signal(sig, stop) for sig in (signal.SIGTERM, signal.SIGINT)}
+def signals_kept() -> Iterator[None]:
+    """Restore the handlers of this process after this block."""
+    before = {sig: signal.getsignal(sig) for sig in SIGNALS}
     try:
         yield
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
+
+
+def stop_at_signals() -> None:
+    """Raise KeyboardInterrupt when SIGTERM or SIGINT comes."""
+
+    def stop(sig: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for sig in SIGNALS:
+        signal.signal(sig, stop)
 
 
 @contextmanager
@@ -84,7 +91,8 @@ def private_cluster(deployment: Deployment) -> Iterator[None]:
 
     options = deployment.replicas
     needed = math.ceil(max(options.replicas, options.max_replicas) * options.cpus)
-    folder = tempfile.mkdtemp(prefix="foreword-")
+    folder = tempfile.mkdtemp(prefix="foreword-", dir=None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp")
+    stop_at_signals()
     try:
         ray.init(
             address="local",
@@ -96,6 +104,7 @@ def private_cluster(deployment: Deployment) -> Iterator[None]:
             _node_ip_address=LOOPBACK,
             _temp_dir=folder,
         )
+        stop_at_signals()  # again: Ray aborts the process at SIGTERM
         yield
     finally:
         ray.shutdown()

@@ -1,4 +1,4 @@
-"""A `Deployment` -> an application of Ray Serve: how many replicas, on what, with which requests, and when they are replaced."""
+"""A `Deployment` -> an application of Ray Serve: how many replicas, on which devices, and when one is replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foreword.serve.ray.replica import Replica
 from foreword.serve.ray.routing import SessionRouter
 
 NAME = "foreword"
-LOOK_BACK_S = 10.0  # the load is a mean over this time
+LOOK_BACK_S = 15.0  # the load is a mean over this time; Ray reports it every 10 s
 
 
 def application(deployment: Deployment) -> Application:

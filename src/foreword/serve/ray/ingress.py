@@ -8,7 +8,6 @@ error event. Ray calls `middlewares`: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from dataclasses import dataclass
 
@@ -17,11 +16,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foreword.serve import sse
 from foreword.serve.errors import RETRY_S, ClientGone, Refusal
 from foreword.serve.guard import BodyLimit, Refusals
 from foreword.serve.options import ServeOptions
 
-SESSION = "x-session-id"
+SESSION, RESPONSES = "x-session-id", "/v1/responses"
 CALLBACK = "foreword.serve.ray.ingress:middlewares"
 MAX_BODY_VARIABLE = "FOREWORD_MAX_BODY"
 BODY_S = 60.0  # a client that needs longer to send a body only keeps a connection busy
@@ -62,7 +62,7 @@ class Ingress:
             receive = _again(body, receive)
             if (session := session_of(body)) is not None:  # it wins over the header, as in a server
                 MutableHeaders(scope=scope)[SESSION] = session.encode("ascii", "backslashreplace").decode()
-        answer = Answer(send)
+        answer = ProxiedAnswer(send, has_named_events=scope["path"] == RESPONSES)
         await self.app(scope, receive, answer.take)
         await answer.complete()
 
@@ -92,11 +92,11 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-class Answer:
+class ProxiedAnswer:
     """The answer to one request, on its way to the client."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, has_named_events: bool) -> None:
+        self._send, self._has_named_events = send, has_named_events
         self._start: Message | None = None
         self._is_stream = self._is_complete = False
         self._said: bytearray | None = None  # the body of an error of the proxy
@@ -125,8 +125,11 @@ class Answer:
         elif self._said is not None:
             await self._refuse(_refusal(self._start["status"], Headers(scope=self._start), bytes(self._said)))
         elif self._is_stream and not self._is_complete:
-            content = json.dumps(Refusal(503, LOST, code="replica_lost").content())
-            await self._send({"type": "http.response.body", "body": f"data: {content}\n\n".encode(), "more_body": False})
+            content = Refusal(503, LOST, code="replica_lost").content()
+            event = (
+                sse.named({**content["error"], **content, "type": "error"}) if self._has_named_events else sse.data(content)
+            )
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _refuse(self, refusal: Refusal) -> None:
         answer = refusal.response()

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -101,9 +100,7 @@ def behind_nginx(
         rounds = [turns(front, turn) for turn in range(TURNS)]
         killed = rounds[-1][0][0]
         servers[killed].process.send_signal(signal.SIGKILL)
-        since = time.monotonic()
         after, failed, _ = turns(front, TURNS)
-        seconds = time.monotonic() - since
         found = {
             "sessions": SESSIONS,
             "turns": TURNS,
@@ -113,7 +110,6 @@ def behind_nginx(
             "failed_before": sum(failures for _, failures, _ in rounds),
             "failed_after_a_server_was_killed": failed,
             "answered_by_the_other": sum(name != killed for name in after.values()),
-            "seconds_of_that_turn": round(seconds, 2),
         }
     screen().print_json(json.dumps(found))
     version = subprocess.run(["nginx", "-v"], capture_output=True, text=True, check=True).stderr.split("/")[-1].strip()

@@ -197,9 +197,9 @@ def replicas(found: Found) -> str:
     checks, one, whole = found["checks"], found["replicas"], found["replicas"]["whole_again_s"]
     kept, cut = sum(check["passed"] for check in checks), one["error_after_kill_s"]["worst"]
     return (
-        f"replicas under {found['about']['streams']} streams at a time: {kept} of {len(checks)} limits kept; a new one answers"
-        f" {whole['engine']:.0f} s after an engine was killed and {whole['replica']:.0f} s after a replica was; streams that "
-        f"were cut ended with an error within {cut:.1f} s"
+        f"replicas under {found['about']['streams']} streams at a time: {kept} of {len(checks)} limits kept; "
+        f"a new one answers {whole['engine']:.0f} s after an engine was killed, and {whole['replica']:.0f} s after a replica "
+        f"was; streams that were cut ended with an error within {cut:.1f} s"
     )
 
 

@@ -198,8 +198,8 @@ def replicas(found: Found) -> str:
     kept, cut = sum(check["passed"] for check in checks), one["error_after_kill_s"]["worst"]
     return (
         f"replicas under {found['about']['streams']} streams at a time: {kept} of {len(checks)} limits kept; "
-        f"a new one answers {whole['engine']:.0f} s after an engine was killed, and {whole['replica']:.0f} s after a replica "
-        f"was; streams that were cut ended with an error within {cut:.1f} s"
+        f"a new one answers {whole['engine']:.0f} s after an engine was killed, and {whole['replica']:.0f} s after a "
+        f"replica was; streams that were cut ended with an error within {cut:.1f} s"
     )
 
 

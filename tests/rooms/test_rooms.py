@@ -22,20 +22,22 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "ops": set(),
+    "ranks": set(),
     "core": {"ops"},
     "text": set(),
     "hub": {"core", "ops"},
-    "model": {"hub", "core", "ops"},
+    "model": {"hub", "ranks", "core", "ops"},
     "drafting": {"model", "core", "ops"},
     "methods": {"drafting", "model", "hub", "core", "ops"},
-    "drafters": {"methods", "drafting", "model", "hub", "text", "core", "ops"},
-    "engine": {"model", "text", "core", "ops"},
+    "drafters": {"methods", "drafting", "model", "hub", "text", "ranks", "core", "ops"},
+    "engine": {"model", "text", "ranks", "core", "ops"},
     "requests": {"engine", "text", "core"},
     "results": {"engine", "core"},
     "trace": {"core"},
+    "version": set(),
 }
 # Above these anything below goes, in this order; `foreword` is the package's own list of public names.
-UPPER = ("api", "serve", "foreword", "bench", "train", "prove", "cli", "__main__")
+UPPER = ("api", "launch", "serve", "foreword", "bench", "train", "prove", "cli", "__main__")
 PEERS = {"serve", "bench", "train", "prove"}  # of one another they see nothing
 WITH_TRANSFORMERS = {
     "model",
@@ -47,7 +49,7 @@ WITH_TRANSFORMERS = {
 }  # may import it, and its kin
 
 # `ops/dispatch.py` chooses kernels, and `ops/device.py` answers by purpose. These files are about devices themselves.
-DEVICE_FILES = ("model/loading.py", "methods/amusd/", "engine/graph.py")
+DEVICE_FILES = ("model/loading.py", "methods/amusd/", "engine/graph.py", "ranks/group.py")
 TYPES_OF_KERNELS = {"model/fused/cuda.py"}  # names a type of theirs, for type checkers alone
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreword.cli.console import complain, note, notes
-from foreword.cli.options import MethodOptions, ModelOptions, Slots
+from foreword.cli.options import MethodOptions, ModelOptions, Slots, Tp
 from foreword.errors import ForewordError, InputError
 from foreword.serve.options import KEY_VARIABLE, ServeOptions, digests
 
@@ -162,7 +162,12 @@ class ReplicaOptions:
 
 
 def serve(
-    model: ModelOptions, method: MethodOptions, server: ServerOptions, replicas: ReplicaOptions, slots: Slots = 8
+    model: ModelOptions,
+    method: MethodOptions,
+    server: ServerOptions,
+    replicas: ReplicaOptions,
+    slots: Slots = 8,
+    tp: Tp = None,
 ) -> None:
     """Serve a model to programs that speak OpenAI's API.
 
@@ -176,13 +181,13 @@ def serve(
     options = server.options()
     if options.host not in LOCAL and not options.key_digests:
         complain(f"everyone who can reach {options.host} can use this server; add --api-key-file", "warning", "yellow")
-    ready = partial(_greet, model.name)
+    ready, loading = partial(_greet, model.name), _loading(model, method, slots, tp)
     if replicas.ray:
-        _run_replicas(_loading(model, method, slots), options, replicas, ready)
+        _run_replicas(loading, options, replicas, ready)
         return
     from foreword.serve.server import run  # noqa: PLC0415  needs the extra
 
-    status = run(_engine(model, method, slots, server), options, ready)
+    status = run(_engine(loading, server), options, ready)
     if status:
         raise typer.Exit(status)
 
@@ -218,15 +223,21 @@ def _digests(file: Path | None) -> tuple[bytes, ...]:
         raise typer.BadParameter(str(error), param_hint="--api-key-file") from error
 
 
-def _loading(model: ModelOptions, method: MethodOptions, slots: int) -> dict[str, Any]:
+def _loading(model: ModelOptions, method: MethodOptions, slots: int, tp: int | None) -> dict[str, Any]:
     """Return the parameters of `AsyncLLM`."""
     own = method.own() | {"drafter": method.drafter, "rows": method.rows, "slots": slots, "isolated": True}
-    return {"model": model.model, "method": method.method, **model.where(), **own}
+    ranks = {} if tp is None else {"tp": tp}
+    return {"model": model.model, "method": method.method, **model.where(), **own, **ranks}
 
 
-def _engine(model: ModelOptions, method: MethodOptions, slots: int, server: ServerOptions) -> AsyncLLM:
+def _engine(loading: dict[str, Any], server: ServerOptions) -> AsyncLLM:
     from foreword.api import load  # noqa: PLC0415  imports torch
     from foreword.serve.async_llm import AsyncLLM  # noqa: PLC0415  as above
 
-    loading = _loading(model, method, slots)
-    return AsyncLLM.of(load(**loading)) if server.in_process else AsyncLLM(restarts=server.restarts, **loading)
+    if not server.in_process:
+        return AsyncLLM(restarts=server.restarts, **loading)
+    if "tp" in loading:
+        raise typer.BadParameter(
+            "several ranks need an engine in a process of its own; leave it out", param_hint="--in-process"
+        )
+    return AsyncLLM.of(load(**loading))

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.model.linears import is_rebuilt, unpacked
+from foreword.model.linears import is_rebuilt
 from foreword.model.model import Model
 from foreword.model.plain_linears import is_plain_tensor
 from foreword.model.quantised_linears import QuantizedEmbedding
+from foreword.model.sharding import whole_layer
 from foreword.ops.group_codes import PackedCodes
+from foreword.ranks.group import current
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
 FEW = 4  # values of each tensor that are stored
@@ -40,13 +42,16 @@ class Fingerprint:
 
     @staticmethod
     def of(model: Model) -> Fingerprint:
+        """Return that of a model. Of one that is divided over ranks, all of them compute it together, when it is loaded."""
+        if model.layer_stack.ranks > 1 and model.fingerprint is not None:
+            return model.fingerprint
         shape = {name: getattr(model.hf.config, name, None) for name in SHAPE}
         config = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
         tensors = _tensors(model)
         few = " ".join(f"{value:.5g}" for tensor in tensors for value in _spaced(tensor, FEW)[:FEW].tolist())
-        return Fingerprint(
-            model.name, config, model.vocab_size, _hash(tensors), str(model.dtype).removeprefix("torch."), few
-        )
+        dtype = str(model.dtype).removeprefix("torch.")
+        model.fingerprint = Fingerprint(model.name, config, model.vocab_size, _hash(tensors), dtype, few)
+        return model.fingerprint
 
     @staticmethod
     def of_function(model: Model) -> Fingerprint:
@@ -88,7 +93,8 @@ def _tensors(model: Model) -> list[Tensor | PackedCodes]:
     """Return the embedding and the weights of one layer in the middle, which any training changes."""
     layers = model.layer_stack.layers
     middle = layers[len(layers) // 2]
-    middle = unpacked(middle) if is_rebuilt(middle) else middle  # a layer quantised by a library cannot always be copied
+    if is_rebuilt(middle) or model.layer_stack.ranks > 1:  # a layer quantised by a library cannot always be copied
+        middle = whole_layer(model.hf, middle, current())
     named = sorted([*middle.named_parameters(), *middle.named_buffers()], key=lambda one: one[0])
     embedding = model.hf.get_input_embeddings()
     first: Any = embedding.codes if isinstance(embedding, QuantizedEmbedding) else embedding.weight.detach()

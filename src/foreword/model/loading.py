@@ -28,8 +28,10 @@ from foreword.model.families import family_of
 from foreword.model.linear_check import check_linears, unknown_linears
 from foreword.model.parameter_limit import TooManyParameters, at_most_parameters
 from foreword.model.quantised_linears import quantise
+from foreword.model.sharding import check_divisible, options_for, take_over
 from foreword.model.stored_model import AGAIN, load_stored
 from foreword.ops.device import has_code_products
+from foreword.ranks.group import ALONE, Ranks
 
 MOST_LAYERS = 10_000
 BITS = {"q4": 4, "q8": 8}
@@ -87,19 +89,48 @@ def check_quantization(quantization: str | None, device: torch.device, dtype: to
 
 
 def load_weights(
-    folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool = True, quantization: str | None = None
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    rebuild: bool = True,
+    quantization: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
-    """Load the model in `folder`, quantised if asked for, and rebuild it for speed unless `rebuild` is False."""
+    """Load the model in `folder`, quantised if asked for, and rebuild it for speed unless `rebuild` is False. `ranks`: over
+    which it is divided."""
     check_quantization(quantization, device, dtype)
     if quantization == "stored":
         config = read_config(folder)
         model = _stored(folder, config, dtype, dequantised=False, device=device)
+    elif ranks.sums:
+        model = _divided(folder, device, dtype, rebuild, ranks)
     else:
         model = load_stock(folder, device, dtype)
     if quantization in BITS:
         quantise(model, BITS[quantization])
     if rebuild:
         linears.rebuild(model, device, dtype)
+    return model
+
+
+def check_division(folder: Path, ranks: int) -> None:
+    """Refuse a model that cannot be divided over that many ranks."""
+    if is_adapter(folder) or is_stored(folder):
+        what = "a LoRA adapter is merged" if is_adapter(folder) else "a GGUF file is converted"
+        raise InputError(f"tp is {ranks}, but {folder} cannot be read in parts, since {what}; give a folder of safetensors")
+    config = read_config(folder)
+    check_divisible(family_of(config), config, ranks)
+
+
+def _divided(folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool, ranks: Ranks) -> PreTrainedModel:
+    """Load this rank's part of the model in `folder`."""
+    config = read_config(folder)
+    family = family_of(config)
+    exact = {"experts_implementation": EXACT_EXPERTS} if family.has_experts and dtype == torch.float64 else {}
+    options = exact | options_for(config, ranks)
+    model: PreTrainedModel = read_weights(folder, config, dtype, family.stock_attention, options).to(device)
+    if rebuild and linears.rebuilds(device, dtype):
+        take_over(model, ranks)
     return model
 
 
@@ -114,19 +145,21 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     if is_stored(folder):
         return _stored(folder, config, dtype, dequantised=True, device=device)
     family = family_of(config)
-    exact = family.has_experts and dtype == torch.float64
-    return read_weights(folder, config, dtype, family.stock_attention, EXACT_EXPERTS if exact else None).to(device)
+    exact = {"experts_implementation": EXACT_EXPERTS} if family.has_experts and dtype == torch.float64 else {}
+    return read_weights(folder, config, dtype, family.stock_attention, exact).to(device)
 
 
-def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str, experts: str | None = None) -> Any:
-    """Return the model of transformers in a folder, whatever its family, or raise an error if a tensor cannot be read."""
+def read_weights(
+    folder: Path, config: Any, dtype: torch.dtype, attention: str, options: dict[str, Any] | None = None
+) -> Any:
+    """Return the model of transformers in a folder, whatever its family, or raise an error if a tensor cannot be read.
+    `options`: further ones of transformers."""
     _refuse_quantised(
         config,
         "and `load` reads no quantised folders yet; give one in float32, bfloat16 or float16, or load this one with "
         "transformers and hand it to `foreword.wrap`, which takes models whose weights alone are quantised",
     )
     held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
-    options = {} if experts is None else {"experts_implementation": experts}
     try:
         with without_progress_bars(), at_most_parameters(held):  # a parameter takes at least a byte
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -137,7 +170,7 @@ def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str, 
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with their names
-                **options,
+                **(options or {}),
             )
     except TooManyParameters as error:
         problem = f"the weights in {folder} cannot be read: config.json asks for more than their {held} bytes can hold"

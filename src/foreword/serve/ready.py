@@ -43,6 +43,7 @@ def made_of(llm: LLM) -> dict[str, str]:
         "dtype": weights.dtype,
         "method": llm.method,
         "kernels": f"{layers} on {device.type}",
+        "ranks": str(model.layer_stack.ranks),
         "processor": name_of(device) or cpu_name(),
         **threads,
         "torch": str(torch.__version__),

@@ -6,7 +6,6 @@ import json
 import time
 from dataclasses import dataclass, field
 from hashlib import sha256
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from foreword.serve.admission import Admission
@@ -14,11 +13,10 @@ from foreword.serve.errors import Refusal
 from foreword.serve.metrics import Metrics
 from foreword.serve.options import ServeOptions
 from foreword.serve.trials import GrammarTrials
+from foreword.version import __version__ as VERSION
 
 if TYPE_CHECKING:
     from foreword.serve.async_llm import AsyncLLM
-
-VERSION = version("foreword")
 
 
 @dataclass(frozen=True)

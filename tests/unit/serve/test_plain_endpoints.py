@@ -49,7 +49,7 @@ def test_the_fingerprint_says_what_it_is_made_of(serving: Any, llm: LLM, talking
     assert found == {about["system_fingerprint"]} and about["system_fingerprint"].startswith("fp_")
     made = about["made_of"]
     assert {"foreword": foreword.__version__, **made_of(llm)} == made and made["method"] == llm.method
-    assert {"weights", "config", "kernels", "processor", "threads", "torch"} < {*made}
+    assert {"weights", "config", "kernels", "processor", "ranks", "threads", "torch"} < {*made}
     others = []
     for dtype in (torch.float32, torch.float32, torch.float64):
         with foreword.wrap(talking("llama").to(dtype), hf_tokenizer, "plain", slots=1) as other:

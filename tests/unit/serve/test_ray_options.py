@@ -57,7 +57,7 @@ def test_serve_run_gives_all_values_as_text() -> None:
         ("replicas = 0", r"Expected `int` >= 1 - at `\$.replicas`"),
         ("cpus = 0", r"at `\$.cpus`"),
         ("max_replicas = 1", "max_replicas is 1, below the 2 of replicas"),
-        ("tp = 2\ngpus = 1", "gpus is 1, but an engine with tp = 2 needs 2"),
+        ("tp = 2", "unknown field `tp`"),
         ("replicas 2", "cannot read"),
     ],
 )
@@ -70,6 +70,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> Non
     ("args", "said"),
     [
         ({"slots": 8}, "unknown field `slots`"),
+        ({"gpus": 1, "engine": {"tp": 2}}, "gpus is 1, but an engine with tp = 2 needs as many"),
         ({"server": {"prot": 1}}, "server has an unknown field `prot`; it may have allow_origins, api_key_file"),
         ({"server": {"switch_methods": True}}, "server has an unknown field `switch_methods`"),
         ({"server": {"max_queued": "many"}}, r"server cannot be used: .*max_queued"),

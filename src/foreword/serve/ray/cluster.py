@@ -25,7 +25,7 @@ from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.options import ServeOptions
 from foreword.serve.ray.ingress import CALLBACK, MAX_BODY_VARIABLE
 from foreword.serve.ray.options import Deployment
-from foreword.serve.server import listen
+from foreword.serve.server import address_of, listen
 
 LOOPBACK, SIGNALS = "127.0.0.1", (signal.SIGTERM, signal.SIGINT)
 LONGEST_FOLDER = 24  # characters: the path of a socket has at most 107, and Ray's own names take the others
@@ -42,7 +42,7 @@ def run(deployment: Deployment, ready: Callable[[str], None]) -> int:
     os.environ |= environment(server)
     with signals_kept(), suppress(KeyboardInterrupt), private_cluster(deployment):
         _start(deployment, port)
-        ready(f"http://{server.host}:{port}")
+        ready(address_of(server.host, port))
         try:
             while True:
                 signal.pause()
@@ -117,17 +117,17 @@ def _start(deployment: Deployment, port: int) -> None:
     from ray import serve  # noqa: PLC0415  as above
     from ray.serve.config import HTTPOptions, ProxyLocation  # noqa: PLC0415  as above
 
-    from foreword.serve.ray.deployment import NAME, application, gpus_of, quiet  # noqa: PLC0415  as above
+    from foreword.serve.ray.deployment import NAME, QUIET, application, gpus_of  # noqa: PLC0415  as above
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     count = deployment.replicas.replicas
-    gpus, there = gpus_of(deployment.replicas) * count, int(ray.cluster_resources().get("GPU", 0))
+    gpus, there = gpus_of(deployment) * count, int(ray.cluster_resources().get("GPU", 0))
     if gpus > there:
         raise InputError(f"{count} replicas need {gpus} GPUs, and this machine has {there}; set replicas or gpus")
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=deployment.server.host, port=port),
-        logging_config=quiet(deployment.server.log_requests),
+        logging_config=QUIET,
     )
     try:
         serve.run(application(deployment), name=NAME, route_prefix="/")

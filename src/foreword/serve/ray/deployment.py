@@ -16,6 +16,7 @@ from foreword.serve.ray.replica import Replica
 from foreword.serve.ray.routing import SessionRouter
 
 NAME = "foreword"
+QUIET = LoggingConfig(log_level="CRITICAL", enable_access_log=False)  # our own processes log for themselves
 LOOK_BACK_S = 15.0  # the load is a mean over this time; Ray reports it every 10 s
 
 
@@ -37,16 +38,11 @@ def application(deployment: Deployment) -> Application:
         graceful_shutdown_timeout_s=deployment.server.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=options.start_attempts,
-        logging_config=quiet(deployment.server.log_requests),
+        logging_config=QUIET,
         **_replicas(options, deployment.slots),
-        **_resources(options),
+        **_resources(deployment),
     )
     return replica.bind(deployment)
-
-
-def quiet(requests: bool) -> LoggingConfig:
-    """Return how Serve's processes log. `requests`: a line for each answer."""
-    return LoggingConfig(log_level="INFO" if requests else "CRITICAL", enable_access_log=requests)
 
 
 def _replicas(options: RayOptions, slots: int) -> dict[str, Any]:
@@ -63,19 +59,21 @@ def _replicas(options: RayOptions, slots: int) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
-def _resources(options: RayOptions) -> dict[str, Any]:
-    """Return what Ray reserves for a replica. The processes of an engine with several GPUs are children of the replica, so
-    all of its GPUs are in one bundle, which lies on one machine: Ray shows them to one process."""
-    gpus = gpus_of(options)
-    actor = {"num_cpus": options.cpus, "num_gpus": gpus}
-    if options.tp == 1:
+def _resources(deployment: Deployment) -> dict[str, Any]:
+    """Return what Ray reserves for a replica. The ranks of an engine are children of its replica, so all of their GPUs are
+    in one bundle, which lies on one machine: Ray shows them to one process."""
+    gpus, cpus = gpus_of(deployment), deployment.replicas.cpus
+    actor = {"num_cpus": cpus, "num_gpus": gpus}
+    if deployment.ranks == 1:
         return {"ray_actor_options": actor}
-    bundle = {"CPU": options.cpus} | ({"GPU": float(gpus)} if gpus else {})
+    bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {})}
     return {"ray_actor_options": actor, "placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
 
 
-def gpus_of(options: RayOptions) -> int:
+def gpus_of(deployment: Deployment) -> int:
     """Return how many GPUs a replica gets."""
-    if options.gpus >= 0:
-        return options.gpus
-    return options.tp if ray.cluster_resources().get("GPU", 0) else 0
+    if deployment.replicas.gpus >= 0:
+        return deployment.replicas.gpus
+    if deployment.engine.get("device") == "cpu" or not ray.cluster_resources().get("GPU", 0):
+        return 0
+    return deployment.ranks

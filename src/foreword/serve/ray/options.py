@@ -52,11 +52,8 @@ class RayOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     session_fallbacks: Natural = 0
     """How many other replicas may take a request of a session whose replica is full. 0: the request waits."""
 
-    tp: Count = 1
-    """GPUs that the engine of one replica spans. They are on one machine."""
-
     gpus: Annotated[int, Meta(ge=-1)] = -1
-    """GPUs of a replica. -1: `tp` if the cluster has GPUs, else none."""
+    """GPUs of a replica, all on one machine. -1: one for each rank (`tp`) if the cluster has GPUs, else none."""
 
     cpus: Annotated[float, Meta(gt=0)] = 1.0
     """CPUs of a replica, as Ray counts them. Without a GPU, its engine computes with that many threads."""
@@ -80,8 +77,6 @@ class RayOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if 0 < self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}, below the {self.replicas} of replicas")
-        if 0 <= self.gpus < self.tp and self.tp > 1:
-            raise ValueError(f"gpus is {self.gpus}, but an engine with tp = {self.tp} needs {self.tp}")
 
     @property
     def scales(self) -> bool:
@@ -108,9 +103,18 @@ class Deployment:
     server: ServeOptions
     replicas: RayOptions
 
+    def __post_init__(self) -> None:
+        if 0 < self.replicas.gpus < self.ranks:
+            raise InputError(f"gpus is {self.replicas.gpus}, but an engine with tp = {self.ranks} needs as many")
+
     @property
     def slots(self) -> int:
         return int(self.engine["slots"])
+
+    @property
+    def ranks(self) -> int:
+        """How many processes divide the model of one replica."""
+        return int(self.engine.get("tp") or 1)
 
 
 def read_options(file: Path) -> RayOptions:

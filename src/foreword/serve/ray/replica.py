@@ -22,7 +22,7 @@ from foreword.serve.app import OPEN, app_of
 from foreword.serve.async_llm import AsyncLLM
 from foreword.serve.errors import Refusal
 from foreword.serve.ray.options import Deployment
-from foreword.serve.server import CHECK_S, listen
+from foreword.serve.server import CHECK_S, listen, log_to_stderr
 
 LAST_EVENTS_S = 0.5  # for the errors of the streams that an engine leaves behind
 
@@ -33,7 +33,7 @@ class Replica:
     """One server behind Ray's proxy."""
 
     async def __init__(self, deployment: Deployment) -> None:  # type: ignore[misc]  # Ray awaits it
-        logging.getLogger("foreword.serve").addHandler(logging.StreamHandler())
+        log_to_stderr(deployment.server.log_requests)
         context, options = serve.get_replica_context(), deployment.replicas
         self.tasks: list[asyncio.Task[None]] = []
         self.llm = AsyncLLM(**deployment.engine, restarts=0)

@@ -1,8 +1,8 @@
 """`run`: replicas on this machine, in a cluster of Ray of their own, until a signal ends them.
 
-Ray is set up to be private: its processes use the loopback address and a token that only they have, write to a temporary
-folder, and send no usage statistics. After SIGTERM or Ctrl-C new requests are refused, and running ones may finish. A second
-signal ends them. Ray reads its environment when it is imported, so it is imported here after that is set.
+Ray is set up to be private: its processes need a token that only they have, write to a temporary folder, and send no usage
+statistics. After SIGTERM or Ctrl-C new requests are refused, and running ones may finish. A second signal ends them. Ray
+reads its environment when it is imported, so functions import it here, after that is set.
 """
 
 from __future__ import annotations
@@ -90,15 +90,13 @@ def private_cluster(deployment: Deployment) -> Iterator[None]:
     import ray  # noqa: PLC0415  reads the environment
 
     options = deployment.replicas
-    needed = math.ceil(max(options.replicas, options.max_replicas) * options.cpus)
+    needed = math.ceil(max(options.replicas, options.max_replicas) * options.cpus)  # replicas may share cores, but not wait
     folder = tempfile.mkdtemp(prefix="foreword-", dir=None if len(tempfile.gettempdir()) <= LONGEST_FOLDER else "/tmp")
     stop_at_signals()
     try:
         ray.init(
             address="local",
-            num_cpus=max(
-                os.cpu_count() or 1, needed
-            ),  # threads that share cores are better than a replica that never starts
+            num_cpus=max(os.cpu_count() or 1, needed),
             include_dashboard=False,
             logging_level=logging.ERROR,
             _node_ip_address=LOOPBACK,

@@ -340,6 +340,7 @@ def test_replicas(
     A client that is refused sends its request again when the answer says so. Sessions are named by a header or in the body.
     The exit status is 1 if a limit is missed. Times mean something on an idle machine only.
     """
+    torch.set_num_threads(1)  # for a tiny model
     with tempfile.TemporaryDirectory() as folder:
         model, config = Path(folder, "model"), Path(folder, "ray.toml")
         config.write_text(f"replicas = 2\nmetrics_port = {METRICS_PORT}\n")

@@ -79,7 +79,7 @@ def test_a_service_of_replicas(model: Path, tmp_path: Path, short_path: Path, mo
         assert server.status("/") == 200 and server.status("/v1/models") == 401
         with foreword.load(model, "plain", dtype="float64", max_context=512) as llm:
             expected = llm.generate("hello", max_new_tokens=400, temperature=0.8, seed=3, ignore_eos=True, chat=False).text
-        until, texts, busy, names = time.monotonic() + 60, [], [], set()
+        until, texts, busy, names = time.monotonic() + 120, [], [], set()
         with ThreadPoolExecutor(6) as pool:
             while time.monotonic() < until and (len(names) < 2 or not busy):
                 for found in pool.map(lambda _: ask(server, LONG), range(6)):

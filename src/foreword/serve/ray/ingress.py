@@ -110,7 +110,8 @@ class ProxiedAnswer:
             if message["status"] >= 400 and not kind.startswith("application/json"):
                 self._said = bytearray()
                 return
-            headers["x-request-id"] = headers.get("x-request-id", "")  # once: replica and proxy set it
+            if "x-request-id" in headers:
+                headers["x-request-id"] = headers["x-request-id"]  # once: replica and proxy add it
         elif self._said is not None:
             self._said += message.get("body", b"")
             return

@@ -4,11 +4,12 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 CLIENTS_INSTALLED := .venv/clients-installed
+RAY_INSTALLED := .venv/ray-installed
 
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu test-clients load-test fuzz fuzz-server mutants check coverage format hooks docs page clean
+.PHONY: help demo test test-gpu test-clients ray-test load-test fuzz fuzz-server mutants check coverage format hooks docs page clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -33,6 +34,10 @@ load-test: $(INSTALLED)  ## load a real server with a thousand streams at a time
 
 test-clients: $(INSTALLED) $(CLIENTS_INSTALLED)  ## test the server with LangChain too
 	@$(BIN)/python -m pytest tests/unit/serve/test_openai_client.py tests/unit/serve/test_other_clients.py
+
+ray-test: $(INSTALLED) $(RAY_INSTALLED)  ## test replicas behind Ray Serve, which it installs: start, limits, end, and kills under load
+	@$(BIN)/python -m pytest tests/unit/serve/test_ray_cluster.py -m ray
+	@$(BIN)/python studies/replicas_under_load.py
 
 fuzz: $(INSTALLED)  ## compare random requests with plain decoding, for a minute
 	@$(BIN)/python studies/fuzz.py --seconds 60
@@ -64,6 +69,10 @@ docs: $(INSTALLED) $(DOCS_INSTALLED)  ## build the documentation site into build
 
 $(CLIENTS_INSTALLED): pyproject.toml | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[clients]"
+	@touch $@
+
+$(RAY_INSTALLED): pyproject.toml | $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[ray]"
 	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)

@@ -204,6 +204,25 @@ def load(found: Found) -> str:
     )
 
 
+def replicas(found: Found) -> str:
+    """Give the limits that replicas keep while parts of them are killed."""
+    checks, one, whole = found["checks"], found["replicas"], found["replicas"]["whole_again_s"]
+    kept, cut = sum(check["passed"] for check in checks), one["error_after_kill_s"]["worst"]
+    return (
+        f"replicas under {found['about']['streams']} streams at a time: {kept} of {len(checks)} limits kept; "
+        f"a new one answers {whole['engine']:.0f} s after an engine was killed, and {whole['replica']:.0f} s after a "
+        f"replica was; streams that were cut ended with an error within {cut:.1f} s"
+    )
+
+
+def behind_nginx(found: Found) -> str:
+    (one,) = found["nginx"]
+    return (
+        f"two servers behind nginx {found['about']['nginx']}: {one['moved']} of {one['sessions']} sessions moved; after one "
+        f"server was killed, {one['failed_after_a_server_was_killed']} requests failed"
+    )
+
+
 def simulated(found: Found) -> str:
     return found["printed"][0]
 
@@ -288,6 +307,8 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Serving", "load", load),
     ("Serving", "starts", starts),
     ("Serving", "faults", faults),
+    ("Serving", "replicas", replicas),
+    ("Serving", "nginx", behind_nginx),
     ("Drafting during verification", "overlap", overlapping),
     ("Drafting during verification", "printed", simulated),
 ]

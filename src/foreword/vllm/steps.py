@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foreword.core.draft import Draft
 from foreword.core.state import Batch, State
+from foreword.ops.device import is_capturing
 
 Tokens = np.ndarray[Any, np.dtype[np.int32]]
 UNKNOWN = -1
@@ -129,20 +130,21 @@ class SampledRows:
 
 
 class ReadRows:
-    """All rows of a step, those of prompts included, seen where the target runs. A pass that vLLM replays as a CUDA graph
-    runs no Python, so its rows are not known."""
+    """All rows of a step, those of prompts included, seen where the target runs. vLLM's buffers still hold them when it asks
+    for drafts. A pass that it replays as a CUDA graph runs no Python, so its rows are not known."""
 
     def __init__(self, target_model: Any) -> None:
         """Wrap `target_model.forward`, which returns the states after the final norm."""
-        self._seen: tuple[Tensor, Tensor] | None = None
+        self._seen: tuple[Any, Any] | None = None
         run = target_model.forward
 
         @wraps(run)
         def forward(*given: Any, **named: Any) -> Any:
             hidden, tokens = run(*given, **named), named.get("input_ids", given[0] if given else None)
-            self._seen = None
-            if isinstance(tokens, Tensor) and isinstance(hidden, Tensor):  # not so for images, or layers on several devices
-                self._seen = tokens.clone(), hidden
+            known = isinstance(tokens, Tensor) and isinstance(
+                hidden, Tensor
+            )  # not so with images, or states of inner layers
+            self._seen = (tokens, hidden) if known and not is_capturing(hidden.device) else None
             return hidden
 
         target_model.forward = forward

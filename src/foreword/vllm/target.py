@@ -43,7 +43,9 @@ class ServedTarget:
     @property
     def embedding(self) -> Tensor:
         """[V, H]: the embedding of the tokens, without vLLM's padding."""
-        weight: Tensor = self._model.model.embed_tokens.weight
+        weight: Tensor | None = getattr(getattr(getattr(self._model, "model", None), "embed_tokens", None), "weight", None)
+        if weight is None:
+            raise DrafterError(f"{self.name} has no weight model.embed_tokens in vLLM, which tells whose heads these are")
         return weight.detach()[: self.vocab_size]
 
     def norm(self, hidden: Tensor) -> Tensor:

@@ -246,5 +246,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     typer.run(main)

@@ -233,6 +233,13 @@ def asked_by_others(found: Found) -> str:
     return f"{about['model']} with `{about['method']}`, asked by {about['client']}: tokens/s {speeds} streams"
 
 
+def inside_vllm(found: Found) -> str:
+    """Give the accepted tokens in both engines."""
+    rows = [row for row in found["in_vllm"] if row["ratio"]]
+    ratios = ", ".join(f"`{row['drafter']}` {row['vllm']['accepted']} and {row['foreword']['accepted']}" for row in rows)
+    return f"{found['about']['prompts']} prompts: accepted draft tokens inside vLLM and in our own engine, {ratios}"
+
+
 def starts(found: Found) -> str:
     return "; ".join(f"{one['start']} starts answer after {one['first_answer_s']:.1f} s" for one in found["starts"])
 
@@ -298,6 +305,7 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Passes and kernels", "results", product_trials),
     ("Passes and kernels", "grafts", pseudo_rows),
     ("Passes and kernels", "milliseconds", row_costs),
+    ("Inside other engines", "in_vllm", inside_vllm),
     ("Serving", "levels", asked_by_others),
     ("Serving", "streams", server_speed),
     ("Serving", "http", http_cost),

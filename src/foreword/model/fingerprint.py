@@ -45,12 +45,11 @@ class Fingerprint:
         """Return that of a model. Of one that is divided over ranks, all of them compute it together, when it is loaded."""
         if model.layer_stack.ranks > 1 and model.fingerprint is not None:
             return model.fingerprint
-        shape = {name: getattr(model.hf.config, name, None) for name in SHAPE}
-        config = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
         tensors = _tensors(model)
         few = " ".join(f"{value:.5g}" for tensor in tensors for value in _spaced(tensor, FEW)[:FEW].tolist())
         dtype = str(model.dtype).removeprefix("torch.")
-        model.fingerprint = Fingerprint(model.name, config, model.vocab_size, _hash(tensors), dtype, few)
+        shape = _shape_hash(model.hf.config)
+        model.fingerprint = Fingerprint(model.name, shape, model.vocab_size, _hash(tensors), dtype, few)
         return model.fingerprint
 
     @staticmethod
@@ -77,6 +76,14 @@ class Fingerprint:
             return False
         return self.weights == other.weights or ("float16" in (self.dtype, other.dtype) and self._is_close(other))
 
+    def may_be(self, config: Any, embedding: Tensor) -> bool:
+        """Whether a model that another engine has loaded may be the same: by its config, and a few values of its embedding
+        [V, H]. Models that share both are not distinguished."""
+        if (self.config, self.vocab_size) != (_shape_hash(config), len(embedding)):
+            return False
+        mine, theirs = self._few_numbers()[:FEW], _spaced(embedding, FEW)[:FEW].float().cpu()
+        return not mine or torch.allclose(torch.tensor(mine), theirs, *CLOSE)
+
     def _is_close(self, other: Fingerprint) -> bool:
         mine, theirs = (torch.tensor(one._few_numbers()) for one in (self, other))
         return mine.shape == theirs.shape and bool(self.few) and torch.allclose(mine, theirs, *CLOSE)
@@ -86,6 +93,11 @@ class Fingerprint:
 
     def __str__(self) -> str:
         return f"{self.name} (weights {self.weights}, vocabulary {self.vocab_size})"
+
+
+def _shape_hash(config: Any) -> str:
+    shape = {name: getattr(config, name, None) for name in SHAPE}
+    return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
 
 
 @torch.no_grad()

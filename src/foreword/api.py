@@ -29,6 +29,7 @@ from foreword.model.generation import sampling_defaults
 from foreword.model.loading import check_quantization, check_wrapped, choose_device, choose_dtype, load_weights
 from foreword.model.measured import remeasuring
 from foreword.model.model import Model
+from foreword.model.slow import load_slow, wrap_slow
 from foreword.requests import EACH, Prompt, Settings, build, is_single, listed
 from foreword.results import Piece, Result
 from foreword.text import Message, Tokenizer
@@ -58,6 +59,7 @@ def wrap(
     remeasure: bool = False,
     generation_config: bool = True,
     isolated: bool = False,
+    slow: bool = False,
     **options: Any,
 ) -> LLM:
     """Use a transformers model that is already in memory. The model is not changed, and its own `generate` still works.
@@ -66,13 +68,16 @@ def wrap(
     are those of `load`. Models that `load` reads are faster, since only those run on Foreword's own kernels.
     """
     cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
-    check_flags(cuda_graphs=cuda_graphs, remeasure=remeasure, generation_config=generation_config, isolated=isolated)
+    check_flags(
+        cuda_graphs=cuda_graphs, remeasure=remeasure, generation_config=generation_config, isolated=isolated, slow=slow
+    )
     drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(wrap, method, options))
-    hf, encoder = check_wrapped(model), Tokenizer(tokenizer)
-    target = Model(hf)
-    target.dry_run()
+    encoder = Tokenizer(tokenizer)
+    target = wrap_slow(model) if slow else Model(check_wrapped(model))
+    if not slow:
+        target.dry_run()
     with remeasuring() if remeasure else nullcontext():
-        defaults = sampling_defaults(hf) if generation_config else {}
+        defaults = sampling_defaults(target.hf) if generation_config else {}
         capacity = slots, max_context
         return LLM.of(target, encoder, drafter_request, *capacity, cuda_graphs, defaults=defaults, isolated=isolated)
 
@@ -106,6 +111,7 @@ class LLM:
         generation_config: bool = True,
         warm_up: bool = False,
         isolated: bool = False,
+        slow: bool = False,
         **options: Any,
     ) -> None:
         """Load a model from disk or from the Hugging Face hub.
@@ -131,28 +137,37 @@ class LLM:
         are greedy.
         `warm_up`: call `warm_up()` after loading.
         `isolated`: drafts of a conversation use no tokens of others, so that its speed tells nothing of them. For servers.
+        `slow`: run a family that Foreword does not support, by the forward pass of transformers alone. Its outputs are those
+        of plain decoding too. Methods: plain, prompt_lookup and token_recycling.
         `options`: options of the method. They may be part of its name too, as in "gsd:width=4".
         """
         fused_layers = renamed(options, "fused_layers", fused_layers)
         cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
         check_flags(fused_layers=fused_layers, cuda_graphs=cuda_graphs, remeasure=remeasure)
-        check_flags(generation_config=generation_config, warm_up=warm_up, isolated=isolated)
+        check_flags(generation_config=generation_config, warm_up=warm_up, isolated=isolated, slow=slow)
         drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
         if threads is not None:
             _set_threads(threads)
         place = choose_device(device)
         precision = choose_dtype(dtype, place)
         check_quantization(quantization, place, precision)
+        if slow and quantization is not None:
+            raise InputError(
+                f"slow=True runs a model as transformers does, in floats; leave quantization={quantization!r} out"
+            )
         folder = resolve(model, revision, token, stored=quantization == "stored")
         fetch_base(folder, token)
         # Reuse is exact here: nobody else changes the weights. Not in half precision, where rows of another pass round
         # differently and a near-tie may go either way.
         reuses = precision.itemsize >= 4
         with remeasuring() if remeasure else nullcontext():
-            hf = load_weights(folder, place, precision, rebuild=fused_layers, quantization=quantization)
-            target = Model(hf, called(folder, model))
+            if slow:
+                target: Model = load_slow(folder, place, precision, called(folder, model))
+            else:
+                hf = load_weights(folder, place, precision, rebuild=fused_layers, quantization=quantization)
+                target = Model(hf, called(folder, model))
             tokenizer = Tokenizer.load(tokenizer_folder(folder))
-            defaults = sampling_defaults(hf) if generation_config else {}
+            defaults = sampling_defaults(target.hf) if generation_config else {}
             capacity = slots, max_context
             self._begin(target, tokenizer, drafter_request, *capacity, cuda_graphs, reuses, defaults, isolated)
         if warm_up:
@@ -193,7 +208,7 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         model.use_pieces(lambda: tokenizer.pieces)
         self._capacity, self._isolated = (slots, max_context), isolated
-        self._graph, self.reuses = cuda_graphs, reuses
+        self._graph, self.reuses = cuda_graphs and not model.slow, reuses
         ends = frozenset(model.ends.tolist())
         self._grammars = GrammarCompiler(lambda: tokenizer.grammar_vocabulary(model.vocab_size, ends))
         try:
@@ -260,6 +275,16 @@ class LLM:
         if self._isolated:
             drafter.isolate()
         return Engine(self.model, drafter, *self._capacity, graph=self._graph, compiler=self._grammars)
+
+    def __repr__(self) -> str:
+        where = f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
+        slow = f", slow: {self.slow}" if self.slow else ""
+        return f"<foreword.LLM {self.model.name!r}, method {self.method!r}, {where}{slow}>"
+
+    @property
+    def slow(self) -> str:
+        """How transformers runs the model alone, if it was loaded with `slow=True`; otherwise an empty string."""
+        return self.model.slow
 
     @property
     def engine(self) -> Engine:

@@ -311,11 +311,12 @@ def measure_halves(model: Model) -> HalfCosts:
 
 
 def _pass(model: Model, sequences: int, rows: int, skip: Skip | None = None) -> Callable[[], object]:
-    """Return a pass over that many rows of each sequence, ready to be timed. In its tree every row has two children; a chain
-    would cost less."""
+    """Return a pass over that many rows of each sequence, ready to be timed. In its tree every row has two children, where
+    the model takes trees; a chain would cost less."""
     device = model.device
     tokens = torch.zeros(sequences, rows, dtype=torch.long, device=device)
-    draft = Draft(tokens, Tree.forked(rows, device), torch.full((sequences,), rows, device=device))
+    tree = Tree.chain(rows, device) if model.slow else Tree.forked(rows, device)
+    draft = Draft(tokens, tree, torch.full((sequences,), rows, device=device))
     batch = replace(Batch.of(list(range(sequences)), CONTEXT - 1, device), changes=captures(device))
 
     def score() -> object:
@@ -344,6 +345,10 @@ def _time(one: Callable[[], object], device: torch.device) -> float:
 
 def facts_of(model: Model) -> Facts:
     """Return what the cost of a model's pass depends on and every load finds again."""
+    if model.slow:
+        sizes = sum(one.numel() for one in model.hf.parameters())
+        about = {"model": model.hf.config.model_type, "slow": model.slow, "parameters": sizes, "dtype": str(model.dtype)}
+        return about | machine_facts(model.device)
     config = model.hf.config
     # Only a mixture has these, so that what was measured for others stays known.
     experts = {"experts": experts_of(config), "computed": config._experts_implementation} if model.family.has_experts else {}

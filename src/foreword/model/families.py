@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from foreword.errors import ModelUnsupported
 from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, SANDWICH_NORM, Family, Norms
 from foreword.model.looped import LOOPED
-from foreword.model.obstacles import obstacles
+from foreword.model.obstacles import generates, obstacles
 
 _LISTED = (
     Family("llama", "Llama 2 and 3, SmolLM2, TinyLlama", fused=True),
@@ -186,6 +186,8 @@ _LISTED = (
 )
 FAMILIES = {family.name: family for family in _LISTED}
 
+SLOW = "slow=True (--slow) runs it by the forward pass of transformers alone, with the same outputs as plain decoding"
+
 # Rotary frequencies that change with the length of the sequence would give a cached row another angle than a new one.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -207,7 +209,8 @@ def _why_not(config: PreTrainedConfig) -> str:
     found = found or "its config shows no reason, and `foreword try FOLDER` says whether a line of the table would do"
     part = getattr(getattr(config, "text_config", None), "model_type", None)
     of_text = f" (its text model is {part!r}, which is supported)" if part in FAMILIES else ""
-    return f"{found}{of_text}; supported: {', '.join(sorted(FAMILIES))}"
+    slow = f"; {SLOW}" if generates(config) else ""
+    return f"{found}{of_text}; supported: {', '.join(sorted(FAMILIES))}{slow}"
 
 
 def _check_rotary(family: Family, config: PreTrainedConfig) -> None:
@@ -225,14 +228,14 @@ def _check_layers(family: Family, config: PreTrainedConfig) -> None:
     if config.is_heterogeneous:
         raise ModelUnsupported(
             f"{family.name}: its layers have different values of {', '.join(sorted(config.per_layer_attributes))}; Foreword "
-            "runs layers of one shape"
+            f"runs layers of one shape; {SLOW}"
         )
     kinds = set(getattr(config, "layer_types", None) or [])
     known = {"full_attention"} if family.windows == "none" else {"full_attention", "sliding_attention"}
     if kinds - known:
         raise ModelUnsupported(
             f"{family.name}: layers of type {', '.join(sorted(kinds - known))} are not supported; "
-            f"supported: {', '.join(sorted(known))}"
+            f"supported: {', '.join(sorted(known))}; {SLOW}"
         )
     if family.windows == "by type" and "sliding_attention" in kinds and not config.sliding_window:
         raise ModelUnsupported(

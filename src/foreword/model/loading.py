@@ -118,7 +118,7 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     return read_weights(folder, config, dtype, family.stock_attention, EXACT_EXPERTS if exact else None).to(device)
 
 
-def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str, experts: str | None = None) -> Any:
+def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str | None, experts: str | None = None) -> Any:
     """Return the model of transformers in a folder, whatever its family, or raise an error if a tensor cannot be read."""
     _refuse_quantised(
         config,
@@ -207,7 +207,7 @@ def check_wrapped(model: nn.Module) -> PreTrainedModel:
         raise ModelUnsupported(
             f"wrap takes a transformers causal language model, got {type(model).__module__}.{type(model).__name__}"
         )
-    _refuse_several_devices(model)
+    refuse_several_devices(model)
     family = family_of(model.config)
     if not hasattr(model, "lm_head"):
         raise ModelUnsupported(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
@@ -256,7 +256,7 @@ def _check_linears(model: PreTrainedModel) -> None:
     check_linears(model, unknown)
 
 
-def _refuse_several_devices(model: PreTrainedModel) -> None:
+def refuse_several_devices(model: PreTrainedModel) -> None:
     """Refuse a model on several devices: its rows and its cache must be on the same one."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     places |= {str(parameter.device) for parameter in model.parameters()}

@@ -111,9 +111,14 @@ _SIGNS = (
 )
 
 
+def generates(config: PreTrainedConfig) -> bool:
+    """Return whether transformers has a causal language model of this type."""
+    return type(config) in AutoModelForCausalLM._model_mapping
+
+
 def obstacles(config: PreTrainedConfig) -> list[Obstacle]:
     """Return what a config shows that Foreword cannot run."""
     found = [sign.obstacle for sign in _SIGNS if sign.shows(config)]
-    if type(config) not in AutoModelForCausalLM._model_mapping and not found:
+    if not generates(config) and not found:
         found.append(Obstacle("transformers has no causal language model of this type", "one that generates text"))
     return found

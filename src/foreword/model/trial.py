@@ -6,6 +6,7 @@ of the walk are from those of transformers. An unknown model that agrees needs o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import product
@@ -19,12 +20,13 @@ from transformers import PreTrainedModel
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs, Skip
 from foreword.core.state import Batch
-from foreword.errors import ModelUnsupported
-from foreword.model.families import FAMILIES, family_of
+from foreword.errors import ForewordWarning, InputError, ModelUnsupported
+from foreword.model.families import FAMILIES, SLOW, family_of
 from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, PRE_NORM, SANDWICH_NORM, Family, Norms, Windows
 from foreword.model.loading import load_stock, read_config, read_weights
 from foreword.model.model import Model
-from foreword.model.obstacles import obstacles
+from foreword.model.obstacles import generates, obstacles
+from foreword.model.slow import load_slow
 from foreword.model.stack import Stack
 
 AGREEMENT = 1e-3  # of the spread of the logits; float32 rounds to a hundredth of it, and a wrong part changes far more
@@ -69,6 +71,7 @@ class Verdict:
     said: str
     trial: Trial | None = None
     unreached_window: int = 0  # longer than what was tried
+    slow: bool = False  # transformers alone runs it
 
     @property
     def line(self) -> str | None:
@@ -80,7 +83,7 @@ def judge(folder: Path) -> Verdict:
     config = read_config(folder)
     known = config.model_type in FAMILIES
     if not known and (found := obstacles(config)):
-        return Verdict(config.model_type, False, "; ".join(map(str, found)))
+        return Verdict(config.model_type, False, "; ".join([*map(str, found), *([SLOW] if generates(config) else [])]))
     try:
         if known:
             hf = load_stock(folder, torch.device("cpu"), torch.float32)
@@ -91,6 +94,17 @@ def judge(folder: Path) -> Verdict:
     except ModelUnsupported as error:
         return Verdict(config.model_type, False, str(error))
     return _verdict(config.model_type, known, trial)
+
+
+def judge_slow(folder: Path) -> Verdict:
+    """Try the model in a folder as `load(slow=True)` runs it, in float32 on the CPU."""
+    model_type = read_config(folder).model_type
+    try:
+        with warnings.catch_warnings(action="ignore", category=ForewordWarning):  # the verdict says the same
+            model = load_slow(folder, torch.device("cpu"), torch.float32)
+    except (InputError, ModelUnsupported) as error:
+        return Verdict(model_type, False, str(error))
+    return Verdict(model_type, True, f"it runs slow, {model.slow}; drafts are chains", slow=True)
 
 
 def _verdict(model_type: str, known: bool, trial: Trial) -> Verdict:

@@ -298,7 +298,7 @@ def own_logits(hf: Any, batch: CaseBatch) -> Tensor:
     """
     device = next(hf.parameters()).device
     index, rows = sent(batch.sequence_index, device), sent(batch.rows, device)
-    picking = hf.lm_head.register_forward_pre_hook(lambda _, given: (given[0][index, rows].unsqueeze(1),))
+    picking = hf.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0][index, rows].unsqueeze(1),))
     try:
         logits: Tensor = hf(input_ids=_padded(batch.sequences, device), use_cache=False).logits[:, 0]
     finally:
@@ -416,9 +416,11 @@ def exact_copy(model: Model, folder: Path | None = None) -> Any:
             f"{model.name}: judging a difference needs the model a second time, in float64 on {model.device}, and that "
             f"failed ({error}); prove a smaller model, or one that transformers loaded unchanged"
         ) from error
+    exact.config._experts_implementation = EXACT_EXPERTS
+    if model.slow:  # it keeps its own attention, and norms in float32
+        return exact.eval()
     # Only eager attention has caps and sinks. Its softmax is in float32, which rounds less than any run.
     exact.config._attn_implementation = model.family.stock_attention
-    exact.config._experts_implementation = EXACT_EXPERTS
     for name, module in list(exact.named_modules()):
         if "RMSNorm" in type(module).__name__:
             exact.set_submodule(name, _exact_norm(module))

@@ -138,6 +138,9 @@ _BY_LAW: dict[str, dict[str, Any]] = {
     ),
     "ernie4_5_moe": dict(moe_num_experts=6, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1),
     "minimax_m2": dict(_LOCAL_EXPERTS, head_dim=16, rope_parameters=_PARTLY_ROTATED),
+    "gpt_neox": dict(num_key_value_heads=None, rope_parameters=_PARTLY_ROTATED),
+    "gpt2": dict(num_key_value_heads=None),
+    "opt": dict(num_key_value_heads=None, ffn_dim=64, word_embed_proj_dim=32),
     "gpt_oss": dict(_LOCAL_EXPERTS, head_dim=16, sliding_window=5, layer_types=_ALTERNATING),
 }
 _SLOW: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from doubles import (
     BY_LAW,
@@ -26,11 +27,12 @@ from doubles import (
     prefilled,
     requests,
     target,
+    tiny,
     truth,
     written,
 )
 from foreword.core.needs import Needs, Skip
-from foreword.errors import ModelCorrupt, ModelUnsupported
+from foreword.errors import ForewordWarning, ModelCorrupt, ModelUnsupported
 from foreword.model import stack
 from foreword.model.cost import facts_of
 from foreword.model.families import FAMILIES
@@ -84,6 +86,22 @@ def test_experts_of_a_folder_are_read_in_float64(family: str, tmp_path: Path) ->
     hf.save_pretrained(tmp_path)
     exact, text = load_stock(tmp_path, CPU, torch.float64), [5, 9, 31, 8]
     torch.testing.assert_close(hf_logits(exact, text), hf_logits(hf, text), atol=1e-3, rtol=0)
+
+
+def test_the_text_model_of_a_checkpoint_that_reads_images(tmp_path: Path) -> None:
+    """It writes what the whole model writes; the vision part is left out."""
+    text, vision = tiny("gemma3_text", torch.float32).config.to_dict(), {"num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    whole.save_pretrained(tmp_path)
+    with pytest.warns(ForewordWarning, match="also reads images; its text model is loaded, and its vision part is left out"):
+        loaded = Model(load_weights(tmp_path, CPU, torch.float32))
+    (request,) = requests(2, max_new_tokens=10, ignore_eos=True)[1:]
+    own = whole.generate(torch.tensor([request.prompt]), max_new_tokens=10, do_sample=False, eos_token_id=VOCABULARY)
+    assert written(engine(drafter("prompt_lookup", loaded), loaded), [request]) == [own[0, len(request.prompt) :].tolist()]
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ from foreword.errors import CapacityError
 from foreword.model import linears
 from foreword.model.busy import Waits, read_speed
 from foreword.model.families import experts_of
+from foreword.model.family import key_heads
 from foreword.model.measured import Facts, file_of, machine_facts, read_kept, recall
 from foreword.ops.cuda_graph import record
 from foreword.ops.device import batch_changes_cost, captures, host_computes, is_bound_by_reading, layer_seconds, synchronize
@@ -354,8 +355,13 @@ def facts_of(model: Model) -> Facts:
     experts = {"experts": experts_of(config), "computed": config._experts_implementation} if model.family.has_experts else {}
     return experts | {
         "model": config.model_type,
-        "shape": [config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size],
-        "heads": [config.num_attention_heads, config.num_key_value_heads],
+        "shape": [
+            config.hidden_size,
+            getattr(config, "intermediate_size", None),
+            config.num_hidden_layers,
+            config.vocab_size,
+        ],
+        "heads": [config.num_attention_heads, key_heads(config)],
         "layers": [type(layer).__name__ for layer in [*(model.layer_stack.fused or model.layer_stack.layers)][:1]],
         "linears": linears.kinds(model.hf),
         "dtype": str(model.dtype),

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from foreword.errors import ModelUnsupported
-from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, SANDWICH_NORM, Family, Norms
+from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, SANDWICH_NORM, Family, Norms, Parts
 from foreword.model.looped import LOOPED
 from foreword.model.obstacles import generates, obstacles
 
@@ -177,6 +177,30 @@ _LISTED = (
         has_sinks=True,
     ),
     Family(
+        "gpt_neox",
+        "Pythia, GPT-NeoX 20B, Dolly 2",
+        "both halves read the same rows, each after a norm of its own; layer norms; biases; part of a head is rotated",
+        parts=Parts("gpt_neox", embedding="embed_in", attention="attention"),
+        final_norm="final_layer_norm",
+    ),
+    Family(
+        "gpt2",
+        "GPT-2, DistilGPT-2, Cerebras-GPT",
+        "learned positions; layer norms; biases; q, k and v are one product",
+        norms=Norms(before_attention="ln_1", before_mlp="ln_2"),
+        parts=Parts("transformer", layers="h", embedding="wte", attention="attn", rotary="", positions="wpe"),
+        final_norm="ln_f",
+    ),
+    Family(
+        "opt",
+        "OPT 125M, 1.3B to 66B",
+        "learned positions; layer norms; biases; an MLP without a gate",
+        norms=Norms(before_attention="self_attn_layer_norm", before_mlp="final_layer_norm"),
+        parts=Parts("model.decoder", rotary="", positions="embed_positions"),
+        mlp="fc1 activation_fn fc2",
+        final_norm="final_layer_norm",
+    ),
+    Family(
         LOOPED,
         "models that `foreword train looped` makes",
         "the layers of a Llama, applied several times ([speed](methods/speed.md))",
@@ -199,6 +223,7 @@ def family_of(config: PreTrainedConfig) -> Family:
         raise ModelUnsupported(f"Foreword does not support models of type {config.model_type!r}: {_why_not(config)}")
     _check_rotary(family, config)
     _check_layers(family, config)
+    _check_parts(family, config)
     _check_experts(family, config)
     return family
 
@@ -214,7 +239,7 @@ def _why_not(config: PreTrainedConfig) -> str:
 
 
 def _check_rotary(family: Family, config: PreTrainedConfig) -> None:
-    found = config.rope_parameters or {}
+    found = getattr(config, "rope_parameters", None) or {}
     for table in found.values() if family.rotary_by_type else [found]:
         rope = (table or {}).get("rope_type", "default")
         if rope not in _FIXED_ROPE:
@@ -247,6 +272,19 @@ def _check_layers(family: Family, config: PreTrainedConfig) -> None:
             f"{family.name}: use_bidirectional_attention lets rows attend to later ones, so the model cannot generate; "
             "use a model with causal attention"
         )
+
+
+def _check_parts(family: Family, config: Any) -> None:
+    """Refuse variants of a family that have other parts."""
+    inner = getattr(config, "word_embed_proj_dim", config.hidden_size)
+    other = {
+        f"its embeddings are {inner} wide and its rows {config.hidden_size}": inner != config.hidden_size,
+        "its norms come after the halves (do_layer_norm_before is false)": not getattr(config, "do_layer_norm_before", True),
+        "it has no last norm": getattr(config, "_remove_final_layer_norm", False),
+        "its layers attend to an encoder too": getattr(config, "add_cross_attention", False),
+    }
+    if found := [what for what, shows in other.items() if shows]:
+        raise ModelUnsupported(f"{family.name}: {'; '.join(found)}, unlike other models of the family; {SLOW}")
 
 
 def _check_experts(family: Family, config: PreTrainedConfig) -> None:

@@ -6,6 +6,7 @@ model that the caller hands over is only checked. What is not supported is refus
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
+from foreword.errors import ForewordWarning, InputError, ModelCorrupt, ModelUnsupported
 from foreword.files import read_json
 from foreword.hub.resolve import is_adapter
 from foreword.hub.stored import WEIGHTS as WEIGHTS_FILE
@@ -37,6 +38,10 @@ QUANTIZATIONS = ("stored", *BITS)
 PARAMETERS_PER_BYTE = 4  # of codes: two, and a tied head is counted twice while it is built
 EXACT_EXPERTS = "eager"  # how transformers computes experts in float64; its faster ways refuse that
 WEIGHTS = (".safetensors", ".bin")
+TEXT_PARTS = {
+    "gemma3": {"^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head"}
+}
+"""Types of models that also read images, and how their checkpoints name what belongs to the text model."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -126,7 +131,15 @@ def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str |
         "transformers and hand it to `foreword.wrap`, which takes models whose weights alone are quantised",
     )
     held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
-    options = {} if experts is None else {"experts_implementation": experts}
+    options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
+    if (whole := read_json(folder / "config.json").get("model_type")) in TEXT_PARTS and whole != config.model_type:
+        options["key_mapping"] = TEXT_PARTS[whole]
+        warnings.warn(
+            f"{folder} holds a model of type {whole}, which also reads images; its text model is loaded, and its vision "
+            "part is left out",
+            ForewordWarning,
+            stacklevel=2,
+        )
     try:
         with without_progress_bars(), at_most_parameters(held):  # a parameter takes at least a byte
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -180,12 +193,15 @@ def _stored(folder: Path, config: Any, dtype: torch.dtype, dequantised: bool, de
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers inside this block."""
-    shown = logging.is_progress_bar_enabled()
+    """Hide the progress bars of transformers inside this block, and its report on tensors that are missing or too many: what
+    matters of it becomes an error with names."""
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
@@ -195,9 +211,20 @@ def read_config(folder: Path) -> Any:
         layers = read_json(folder / "config.json").get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # some configs make a list with an entry per layer
             raise ValueError(f"it asks for {layers} layers")
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return _text_part(AutoConfig.from_pretrained(folder, local_files_only=True))
     except Exception as error:  # an unknown model type and a damaged file raise ValueErrors and others
         raise ModelUnsupported(f"{folder}/config.json cannot be used: {error}") from error
+
+
+def _text_part(config: Any) -> Any:
+    """Return the config of the text model, if Foreword can load it from a checkpoint that holds more."""
+    if config.model_type not in TEXT_PARTS:
+        return config
+    text = config.text_config
+    text.name_or_path = config.name_or_path
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantised
+    return text
 
 
 def check_wrapped(model: nn.Module) -> PreTrainedModel:

@@ -174,8 +174,8 @@ class Model:
     def skip_cost(self, skip: Skip) -> float:
         layers: Any = self.layer_stack.layers
         halves = [
-            *(layers[layer].self_attn for layer in skip.attention),
-            *(getattr(layers[layer], self.family.mlp) for layer in skip.mlp),
+            *(self.family.attention(layers[layer]) for layer in skip.attention),
+            *(module for layer in skip.mlp for module in self.family.mlp_modules(layers[layer])),
         ]
         return 1 - sum(map(linears.read_bytes, halves)) / linears.read_bytes(self.hf)
 

@@ -104,6 +104,39 @@ def test_the_text_model_of_a_checkpoint_that_reads_images(tmp_path: Path) -> Non
     assert written(engine(drafter("prompt_lookup", loaded), loaded), [request]) == [own[0, len(request.prompt) :].tolist()]
 
 
+MXFP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Rewrite the experts of a folder as MXFP4 blocks of random codes, and return what they stand for."""
+    file, generator, meant = folder / "model.safetensors", torch.Generator().manual_seed(0), {}
+    weights, values = load_file(file), torch.cat([MXFP4_VALUES, -MXFP4_VALUES])
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 124, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
+        meant[name] = (pairs * torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(2).transpose(1, 2)
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return meant
+
+
+def test_mxfp4_weights_are_dequantised(tmp_path: Path) -> None:
+    """As gpt-oss is published. The model then writes what transformers writes with the same weights."""
+    hf = fresh("gpt_oss", torch.bfloat16)
+    hf.save_pretrained(tmp_path)
+    hf.float().load_state_dict(meant := in_mxfp4(tmp_path), strict=False)
+    with pytest.warns(ForewordWarning, match="mxfp4 weights, which are dequantised while they are read: up to 0.0 GiB"):
+        loaded = Model(load_weights(tmp_path, CPU, torch.float32))
+    state = loaded.hf.state_dict()
+    assert meant and all(torch.equal(state[name], tensor) for name, tensor in meant.items())
+    (request,) = requests(2, max_new_tokens=10, ignore_eos=True)[1:]
+    assert written(engine(drafter("token_recycling", loaded), loaded), [request]) == [truth(hf, request)]
+
+
 @torch.inference_mode()
 def test_sinks_on_the_kernel_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, against the masks of torch: a pass after cached rows, in layers with and without windows."""

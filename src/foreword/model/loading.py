@@ -38,6 +38,7 @@ QUANTIZATIONS = ("stored", *BITS)
 PARAMETERS_PER_BYTE = 4  # of codes: two, and a tied head is counted twice while it is built
 EXACT_EXPERTS = "eager"  # how transformers computes experts in float64; its faster ways refuse that
 WEIGHTS = (".safetensors", ".bin")
+DEQUANTISED = "mxfp4"  # the one kind of quantised folders that transformers dequantises, on any device
 TEXT_PARTS = {
     "gemma3": {"^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head"}
 }
@@ -125,12 +126,15 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
 
 def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str | None, experts: str | None = None) -> Any:
     """Return the model of transformers in a folder, whatever its family, or raise an error if a tensor cannot be read."""
+    held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
+    if quantisation_of(config) == DEQUANTISED:
+        held *= 2  # two weights in a byte
+        _dequantise(config, folder, held * dtype.itemsize)
     _refuse_quantised(
         config,
-        "and `load` reads no quantised folders yet; give one in float32, bfloat16 or float16, or load this one with "
+        "and `load` reads no folders of that kind; give one in float32, bfloat16 or float16, or load this one with "
         "transformers and hand it to `foreword.wrap`, which takes models whose weights alone are quantised",
     )
-    held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
     if (whole := read_json(folder / "config.json").get("model_type")) in TEXT_PARTS and whole != config.model_type:
         options["key_mapping"] = TEXT_PARTS[whole]
@@ -262,13 +266,31 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     return model.get_base_model()  # type: ignore[operator]
 
 
-def _refuse_quantised(config: Any, what_to_do: str) -> None:
+def quantisation_of(config: Any) -> str | None:
+    """Return how the config says that the weights are quantised."""
     quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        fields = quantised if isinstance(quantised, dict) else vars(quantised)
-        # The first quantised folders named no method: there was only bitsandbytes.
-        method = fields.get("quant_method") or "bitsandbytes"
-        raise ModelUnsupported(f"the model is quantised ({getattr(method, 'value', method)}), {what_to_do}")
+    if quantised is None:
+        return None
+    fields = quantised if isinstance(quantised, dict) else vars(quantised)
+    # The first quantised folders named no method: there was only bitsandbytes.
+    method = fields.get("quant_method") or "bitsandbytes"
+    return str(getattr(method, "value", method))
+
+
+def _dequantise(config: Any, folder: Path, size: int) -> None:
+    """Let transformers dequantise the weights while it reads them, and say what that takes."""
+    config.quantization_config = {**config.quantization_config, "dequantize": True}
+    warnings.warn(
+        f"{folder} holds {DEQUANTISED} weights, which are dequantised while they are read: up to {size / 2**30:.1f} GiB",
+        ForewordWarning,
+        stacklevel=3,
+    )
+
+
+def _refuse_quantised(config: Any, what_to_do: str) -> None:
+    found = quantisation_of(config)
+    if found not in (None, DEQUANTISED):
+        raise ModelUnsupported(f"the model is quantised ({found}), {what_to_do}")
 
 
 def _check_linears(model: PreTrainedModel) -> None:

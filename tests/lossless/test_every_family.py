@@ -193,6 +193,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(family: str, tmp_path: P
         ({"num_local_experts": 8}, r"experts\.down_proj has shape 6x.*asks for 8x"),
         ({"num_local_experts": 4}, r"experts\.down_proj has shape 6x.*asks for 4x"),
         ({"num_hidden_layers": 6, "layer_types": None}, r"lack \d+ tensors, model\.layers\.4"),
+        ({"num_hidden_layers": 3, "layer_types": None}, r"have a layer 3, and config\.json asks for 3 layers"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changed))
         with pytest.raises(ModelCorrupt, match=said):

@@ -6,8 +6,9 @@ model that the caller hands over is only checked. What is not supported is refus
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +39,7 @@ QUANTIZATIONS = ("stored", *BITS)
 PARAMETERS_PER_BYTE = 4  # of codes: two, and a tied head is counted twice while it is built
 EXACT_EXPERTS = "eager"  # how transformers computes experts in float64; its faster ways refuse that
 WEIGHTS = (".safetensors", ".bin")
+LAYER = re.compile(r"(?:\w+\.)?(?:decoder\.)?(?:layers|h)\.(\d+)\.")  # the beginning of the name of a tensor in a layer
 DEQUANTISED = "mxfp4"  # the one kind of quantised folders that transformers dequantises, on any device
 TEXT_PARTS = {
     "gemma3": {"^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head"}
@@ -171,7 +173,20 @@ def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str |
         raise ModelCorrupt(
             f"the weights in {folder} lack {len(missing)} tensors, {missing[0]} first; fetch or save the model again"
         )
+    if more := _layers_beyond(config, report["unexpected_keys"]):  # transformers leaves them out
+        raise ModelCorrupt(
+            f"the weights in {folder} have a layer {more[0]}, and config.json asks for {config.num_hidden_layers} layers "
+            "(num_hidden_layers), counted from 0; give the weights their own config.json"
+        )
     return model.eval().requires_grad_(False)
+
+
+def _layers_beyond(config: Any, names: Iterable[str]) -> list[int]:
+    """Return the layers among tensors without a place, except those that predict further tokens."""
+    found = {int(match[1]) for name in names if (match := LAYER.match(name))}
+    layers = getattr(config, "num_hidden_layers", None)
+    known = 0 if layers is None else layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+    return sorted(layer for layer in found if known and layer >= known)
 
 
 def _shape(sizes: Any) -> str:

@@ -163,6 +163,13 @@ def test_rotary_angles_that_depend_on_the_length_are_refused(kind: str) -> None:
         family_of(config)
 
 
+def test_an_unknown_position_scheme_is_refused() -> None:
+    config = LlamaConfig()
+    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0}
+    with pytest.raises(ModelUnsupported, match="'spiral' is not supported.*supported: default, linear, llama3, yarn"):
+        family_of(config)
+
+
 def test_one_rotary_table_that_depends_on_the_length_is_refused() -> None:
     config = Gemma3TextConfig()
     config.rope_parameters["full_attention"] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}

@@ -24,6 +24,7 @@ from foreword.ops.group_codes import PackedCodes
 from foreword.ranks.group import current
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
+MIDDLE = 8  # parameters in the middle of a model whose layers are not known
 FEW = 4  # values of each tensor that are stored
 CLOSE = 2.0**-8, 2.0**-24  # relative and absolute error of rounding to bfloat16 and to float16
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -103,6 +104,9 @@ def _shape_hash(config: Any) -> str:
 @torch.no_grad()
 def _tensors(model: Model) -> list[Tensor | PackedCodes]:
     """Return the embedding and the weights of one layer in the middle, which any training changes."""
+    if model.slow:
+        every = list(model.hf.parameters())
+        return [tensor for one in (every[0], *every[len(every) // 2 :][:MIDDLE]) for tensor in _plain_tensors(one.detach())]
     layers = model.layer_stack.layers
     middle = layers[len(layers) // 2]
     if is_rebuilt(middle) or model.layer_stack.ranks > 1:  # a layer quantised by a library cannot always be copied

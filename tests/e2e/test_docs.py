@@ -670,3 +670,16 @@ def test_the_page_of_self_speculative_says_when_it_pays_off() -> None:
     said, _ = said_of("swift")
     assert f"the first plan has {usual['half_layers']} half-layers left out, {usual['agreement']:.1%} of the tokens" in said
     assert f"with {few['half_layers']} half-layers left out {few['agreement']:.1%}" in said
+
+
+def test_what_is_accepted_inside_vllm() -> None:
+    found = json.loads((ROOT / "results" / "vllm_cpu" / "drafters.json").read_text(encoding="utf-8"))
+    shown = {name.split("`")[1]: cells for name, *cells in table(ROOT / "docs" / "vllm.md", "drafter |")}
+    expected = {}
+    for row in found["in_vllm"]:
+        theirs, ours = row["vllm"], row["foreword"] or {}
+        ratio = f"{row['ratio']:.2f}" if row["ratio"] else "-"
+        cells = [f"{theirs['accepted']}", f"{ours.get('accepted', '-')}", ratio, f"{theirs['tokens_per_pass']:.2f}"]
+        expected[row["drafter"]] = cells
+    assert shown == expected
+    assert all(row["vllm"]["identical"] == found["about"]["prompts"] for row in found["in_vllm"])

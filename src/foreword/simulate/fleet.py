@@ -17,7 +17,7 @@ import numpy as np
 from foreword.errors import InputError
 from foreword.simulate.arrivals import Arrival
 from foreword.simulate.costs import MethodCosts, Scheduling
-from foreword.simulate.replica import HttpCosts, Ledger, Replica
+from foreword.simulate.replica import HttpCosts, Ledger, SimulatedReplica
 
 REPORT_EVERY = 256  # arrivals
 
@@ -67,7 +67,7 @@ class _Simulation:
     ) -> None:
         self.fleet, self.ledger = fleet, Ledger(arrivals)
         rngs = np.random.default_rng(seed).spawn(fleet.replicas)
-        self.replicas = [Replica(costs, scheduling, fleet.slots, fleet.http, self.ledger, rng) for rng in rngs]
+        self.replicas = [SimulatedReplica(costs, scheduling, fleet.slots, fleet.http, self.ledger, rng) for rng in rngs]
         self.ends: list[tuple[float, int]] = []  # of the steps that run: when, and of which replica
         self.last = -1  # the replica that got the last request
 

@@ -45,7 +45,7 @@ class Ledger:
         self.reused = 0  # prompt tokens that were not read again
 
 
-class Replica:
+class SimulatedReplica:
     def __init__(
         self,
         costs: MethodCosts,

@@ -23,7 +23,7 @@ from foreword.drafters.shipped import shipped
 from foreword.errors import DrafterError, InputError
 from foreword.methods import make
 from foreword.vllm.settings import ProposerSettings, refuse_parallel
-from foreword.vllm.steps import UNKNOWN, BatchState, ReadRows, SampledRows, Step, StepRows, Tokens, chains
+from foreword.vllm.steps import UNKNOWN, BatchState, ReadRows, SampledRows, StepRows, Tokens, VllmStep, chains
 from foreword.vllm.target import HostTarget, ServedTarget
 
 HEADS = "medusa"
@@ -46,7 +46,7 @@ class Lookup:
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Tokens, token_ids_cpu: Tokens, **_: Any
     ) -> list[list[int]]:
-        step = Step(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        step = VllmStep(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         if not step.running:
             return [[] for _ in step.new]
         return chains(self.drafter.propose(self.sequences.of(step, with_tokens=True)), step)
@@ -75,7 +75,7 @@ class Recycling:
         token_ids_cpu: Tokens,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        step = Step(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        step = VllmStep(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         self._learn(self.rows.of(step), self.prompts.of(slot_mappings))
         if not step.running:
             return self.rows.remember(step, [[] for _ in step.new])
@@ -128,7 +128,7 @@ class Heads:
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Tokens, token_ids_cpu: Tokens, **_: Any
     ) -> list[list[int]]:
-        step = Step(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        step = VllmStep(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         rows = self.rows.of(step)
         if rows is None or not rows.last:
             return self.rows.remember(step, [[] for _ in step.new])

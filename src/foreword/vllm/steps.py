@@ -25,7 +25,7 @@ UNKNOWN = -1
 
 
 @dataclass(frozen=True)
-class Step:
+class VllmStep:
     """What vLLM decided in a step. All sequences include the tokens `new`."""
 
     new: Sequence[Sequence[int]]  # by request; none while its prompt is being read
@@ -56,7 +56,7 @@ class BatchState:
         lengths = torch.zeros(requests, dtype=torch.long, device=device)
         self.state = State.empty(requests, 0, lengths, torch.zeros(0, dtype=torch.long, device=device))
 
-    def of(self, step: Step, with_tokens: bool = False) -> State:
+    def of(self, step: VllmStep, with_tokens: bool = False) -> State:
         """Return the state of the running requests. `with_tokens`: the whole sequences too, on the host."""
         places, lengths = step.running, step.counts - 1
         span = int(lengths[places].max(initial=0))
@@ -68,7 +68,7 @@ class BatchState:
         return replace(state, tokens=torch.from_numpy(step.tokens[:, : span + 1])) if with_tokens else state
 
 
-def chains(draft: Draft, step: Step) -> list[list[int]]:
+def chains(draft: Draft, step: VllmStep) -> list[list[int]]:
     """Return the draft tokens of every request, none for those that do not run."""
     found: list[list[int]] = [[] for _ in step.new]
     for place, tokens, size in zip(step.running, draft.tokens.tolist(), draft.size.tolist(), strict=True):
@@ -105,7 +105,7 @@ class SampledRows:
 
         target_model.compute_logits = compute_logits
 
-    def of(self, step: Step) -> StepRows | None:
+    def of(self, step: VllmStep) -> StepRows | None:
         """Return the rows of a step; None if they are not known."""
         seen, self._seen = self._seen, None
         tokens: list[int] = []
@@ -123,7 +123,7 @@ class SampledRows:
             tokens += read
         return StepRows(*seen, tokens, accepted, last) if seen is not None and len(tokens) == len(seen[0]) else None
 
-    def remember(self, step: Step, drafts: list[list[int]]) -> list[list[int]]:
+    def remember(self, step: VllmStep, drafts: list[list[int]]) -> list[list[int]]:
         """Remember the drafts that the next step verifies, and return them."""
         self.drafts = {step.after(place): drafts[place] for place in step.running}
         return drafts

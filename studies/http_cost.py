@@ -94,7 +94,7 @@ def ready_of(vocabulary: int) -> Ready:
         "vocabulary": vocabulary,
         "cache_rows": 65536,
     }
-    return Ready(model="none", method="none", ends=[2], sampling_defaults={}, fingerprint="none", reuses=False, **sizes)
+    return Ready(model="none", method="none", ends=[2], sampling_defaults={}, fingerprint={}, reuses=False, **sizes)
 
 
 # This process -------------------------------------------------------------------------------------------------------------

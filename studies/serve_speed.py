@@ -102,7 +102,8 @@ async def of_server(address: tuple[str, int], prompts: list[tuple[int, ...]], to
         async def worker() -> None:
             nonlocal written
             while left:
-                written += (await asked(address, left.popleft(), tokens))[0]
+                count, _ = await asked(address, left.popleft(), tokens)
+                written += count  # not in one line with `await`: that would read `written` before the wait
 
         await asyncio.gather(*(worker() for _ in range(streams)))
         return written

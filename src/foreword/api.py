@@ -41,6 +41,7 @@ from foreword.model.loading import (
 )
 from foreword.model.measured import remeasuring
 from foreword.model.model import Model
+from foreword.model.slow import load_slow, wrap_slow
 from foreword.ranks.group import ALONE, check_launch, current, device_of_rank, fail, is_launched, join
 from foreword.requests import EACH, Prompt, Settings, build, is_single, listed
 from foreword.results import Piece, Result
@@ -71,6 +72,7 @@ def wrap(
     remeasure: bool = False,
     generation_config: bool = True,
     isolated: bool = False,
+    slow: bool = False,
     **options: Any,
 ) -> LLM:
     """Use a transformers model that is already in memory. The model is not changed, and its own `generate` still works.
@@ -79,13 +81,16 @@ def wrap(
     are those of `load`. Models that `load` reads are faster, since only those run on Foreword's own kernels.
     """
     cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
-    check_flags(cuda_graphs=cuda_graphs, remeasure=remeasure, generation_config=generation_config, isolated=isolated)
+    check_flags(
+        cuda_graphs=cuda_graphs, remeasure=remeasure, generation_config=generation_config, isolated=isolated, slow=slow
+    )
     drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(wrap, method, options))
-    hf, encoder = check_wrapped(model), Tokenizer(tokenizer)
-    target = Model(hf)
-    target.dry_run()
+    encoder = Tokenizer(tokenizer)
+    target = wrap_slow(model) if slow else Model(check_wrapped(model))
+    if not slow:
+        target.dry_run()
     with remeasuring() if remeasure else nullcontext():
-        defaults = sampling_defaults(hf) if generation_config else {}
+        defaults = sampling_defaults(target.hf) if generation_config else {}
         capacity = slots, max_context
         return LLM.of(target, encoder, drafter_request, *capacity, cuda_graphs, defaults=defaults, isolated=isolated)
 
@@ -120,6 +125,7 @@ class LLM:
         warm_up: bool = False,
         isolated: bool = False,
         tp: int | None = None,
+        slow: bool = False,
         **options: Any,
     ) -> None:
         """Load a model from disk or from the Hugging Face hub.
@@ -148,12 +154,14 @@ class LLM:
         `tp`: divide the model over this many processes, each with a GPU (tensor parallelism). torchrun starts them, all with
         the same program. In the first one this returns as ever; the others serve it in here, and end when it closes the
         model. None: this process alone.
+        `slow`: run a family that Foreword does not support, by the forward pass of transformers alone. Its outputs are those
+        of plain decoding too. Methods: plain, prompt_lookup and token_recycling.
         `options`: options of the method. They may be part of its name too, as in "gsd:width=4".
         """
         fused_layers = renamed(options, "fused_layers", fused_layers)
         cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
         check_flags(fused_layers=fused_layers, cuda_graphs=cuda_graphs, remeasure=remeasure)
-        check_flags(generation_config=generation_config, warm_up=warm_up, isolated=isolated)
+        check_flags(generation_config=generation_config, warm_up=warm_up, isolated=isolated, slow=slow)
         with _one_report(tp):
             drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
             if threads is not None:
@@ -161,6 +169,8 @@ class LLM:
             place = choose_device(device)
             precision = choose_dtype(dtype, place)
             check_quantization(quantization, place, precision)
+            if slow:
+                _check_slow(quantization, tp)
             if tp is not None:
                 check_launch(tp)
                 _check_ranks(tp, drafter_request, quantization)
@@ -175,12 +185,15 @@ class LLM:
             # differently and a near-tie may go either way.
             reuses = precision.itemsize >= 4
             with remeasuring() if remeasure else nullcontext():
-                hf = load_weights(folder, place, precision, fused_layers, quantization, ranks)
-                target = Model(hf, called(folder, model), ranks=ranks.count)
+                if slow:
+                    target: Model = load_slow(folder, place, precision, called(folder, model))
+                else:
+                    hf = load_weights(folder, place, precision, fused_layers, quantization, ranks)
+                    target = Model(hf, called(folder, model), ranks=ranks.count)
                 if ranks.count > 1:
                     Fingerprint.of(target)
                 tokenizer = Tokenizer.load(tokenizer_folder(folder))
-                defaults = sampling_defaults(hf) if generation_config else {}
+                defaults = sampling_defaults(target.hf) if generation_config else {}
                 capacity = slots, max_context
                 self._begin(target, tokenizer, drafter_request, *capacity, cuda_graphs, reuses, defaults, isolated)
         if ranks.links is not None and not ranks.is_first:
@@ -225,7 +238,7 @@ class LLM:
         self.model, self.tokenizer = model, tokenizer
         model.use_pieces(lambda: tokenizer.pieces)
         self._capacity, self._isolated = (slots, max_context), isolated
-        self._graph, self.reuses = cuda_graphs, reuses
+        self._graph, self.reuses = cuda_graphs and not model.slow, reuses
         ends = frozenset(model.ends.tolist())
         self._grammars = GrammarCompiler(lambda: tokenizer.grammar_vocabulary(model.vocab_size, ends))
         try:
@@ -305,6 +318,16 @@ class LLM:
         if ranks.links is not None and ranks.is_first and self.model.layer_stack.ranks > 1:
             made = partial(LeadingEngine, links=ranks.links)
         return made(self.model, drafter, *self._capacity, graph=self._graph, compiler=self._grammars)
+
+    def __repr__(self) -> str:
+        where = f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
+        slow = f", slow: {self.slow}" if self.slow else ""
+        return f"<foreword.LLM {self.model.name!r}, method {self.method!r}, {where}{slow}>"
+
+    @property
+    def slow(self) -> str:
+        """How transformers runs the model alone, if it was loaded with `slow=True`; otherwise an empty string."""
+        return self.model.slow
 
     @property
     def engine(self) -> Engine:
@@ -470,6 +493,14 @@ async def finished(runner: AsyncRunner, runs: list[Running], names: tuple[str, s
     if single and runs[0].error:
         raise runs[0].error
     return [*_results(runs, len(runs), names)]
+
+
+def _check_slow(quantization: str | None, tp: int | None) -> None:
+    """Refuse what cannot be done by the forward pass of transformers alone."""
+    if quantization is not None:
+        raise InputError(f"slow=True runs a model as transformers does, in floats; leave quantization={quantization!r} out")
+    if tp is not None and tp > 1:
+        raise InputError(f"slow=True runs a model on one device; leave tp={tp} out")
 
 
 def _check_ranks(tp: int, drafter_request: DrafterRequest, quantization: str | None = None) -> None:

@@ -138,14 +138,52 @@ _BY_LAW: dict[str, dict[str, Any]] = {
     ),
     "ernie4_5_moe": dict(moe_num_experts=6, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1),
     "minimax_m2": dict(_LOCAL_EXPERTS, head_dim=16, rope_parameters=_PARTLY_ROTATED),
+    "gpt_neox": dict(num_key_value_heads=None, rope_parameters=_PARTLY_ROTATED),
+    "gpt2": dict(num_key_value_heads=None),
+    "opt": dict(num_key_value_heads=None, ffn_dim=64, word_embed_proj_dim=32),
     "gpt_oss": dict(_LOCAL_EXPERTS, head_dim=16, sliding_window=5, layer_types=_ALTERNATING),
 }
+_SLOW: dict[str, dict[str, Any]] = {
+    "deepseek_v3": dict(
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        qk_nope_head_dim=8,
+    ),
+    "qwen3_next": dict(
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "mamba2": dict(num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=8),
+    "stablelm": dict(),
+}
+SLOW_FAMILIES = tuple(_SLOW)
+"""Families that Foreword does not support: latent attention, a hybrid of which copies of the cache are kept, one whose cache
+cannot be continued by several rows, and a plain one."""
 BY_LAW = tuple(_BY_LAW)
 """Families that are lines of the table, with no code of their own: the laws test them as a whole."""
 RUN_ONCE = tuple(family for family in EVERY_FAMILY if family != "foreword_looped")
 """Families whose layers each run once in a pass: four different ones here."""
-# sdpa has neither softcaps nor sinks
-STOCK_ATTENTION = {family: "eager" if family in ("gemma2", "gpt_oss") else "sdpa" for family in (*EVERY_FAMILY, *BY_LAW)}
+# sdpa has neither softcaps nor sinks, and mamba2 no attention
+_EAGER = ("gemma2", "gpt_oss", "mamba2")
+STOCK_ATTENTION = {family: "eager" if family in _EAGER else "sdpa" for family in (*EVERY_FAMILY, *BY_LAW, *SLOW_FAMILIES)}
 FAMILIES = ("llama", "qwen3", "smollm3", "gemma2")
 """The families that most tests run: a plain one; norms on q and k; layers without positions, and windows; softcaps and four
 norms per layer."""
@@ -181,7 +219,7 @@ def fresh(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
     """Make a new random model of a family. The test may change it."""
     torch.manual_seed(seed)
     attention = changes.pop("attn_implementation", STOCK_ATTENTION[family])
-    config = AutoConfig.for_model(family, **_SHAPE | (_CHANGES | _BY_LAW)[family] | changes)
+    config = AutoConfig.for_model(family, **_SHAPE | (_CHANGES | _BY_LAW | _SLOW)[family] | changes)
     # transformers' faster ways to compute experts refuse float64
     experts = {"experts_implementation": "eager"} if family in BY_LAW and dtype == torch.float64 else {}
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **experts)

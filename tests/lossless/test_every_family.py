@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from doubles import (
     BY_LAW,
@@ -26,11 +27,12 @@ from doubles import (
     prefilled,
     requests,
     target,
+    tiny,
     truth,
     written,
 )
 from foreword.core.needs import Needs, Skip
-from foreword.errors import ModelCorrupt, ModelUnsupported
+from foreword.errors import ForewordWarning, ModelCorrupt, ModelUnsupported
 from foreword.model import stack
 from foreword.model.cost import facts_of
 from foreword.model.families import FAMILIES
@@ -84,6 +86,55 @@ def test_experts_of_a_folder_are_read_in_float64(family: str, tmp_path: Path) ->
     hf.save_pretrained(tmp_path)
     exact, text = load_stock(tmp_path, CPU, torch.float64), [5, 9, 31, 8]
     torch.testing.assert_close(hf_logits(exact, text), hf_logits(hf, text), atol=1e-3, rtol=0)
+
+
+def test_the_text_model_of_a_checkpoint_that_reads_images(tmp_path: Path) -> None:
+    """It writes what the whole model writes; the vision part is left out."""
+    text, vision = tiny("gemma3_text", torch.float32).config.to_dict(), {"num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    whole.save_pretrained(tmp_path)
+    with pytest.warns(ForewordWarning, match="also reads images; its text model is loaded, and its vision part is left out"):
+        loaded = Model(load_weights(tmp_path, CPU, torch.float32))
+    (request,) = requests(2, max_new_tokens=10, ignore_eos=True)[1:]
+    own = whole.generate(torch.tensor([request.prompt]), max_new_tokens=10, do_sample=False, eos_token_id=VOCABULARY)
+    assert written(engine(drafter("prompt_lookup", loaded), loaded), [request]) == [own[0, len(request.prompt) :].tolist()]
+
+
+MXFP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Rewrite the experts of a folder as MXFP4 blocks of random codes, and return what they stand for."""
+    file, generator, meant = folder / "model.safetensors", torch.Generator().manual_seed(0), {}
+    weights, values = load_file(file), torch.cat([MXFP4_VALUES, -MXFP4_VALUES])
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 124, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        pairs = torch.stack([values[(blocks & 15).long()], values[(blocks >> 4).long()]], -1).flatten(-2)
+        meant[name] = (pairs * torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(2).transpose(1, 2)
+    save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return meant
+
+
+def test_mxfp4_weights_are_dequantised(tmp_path: Path) -> None:
+    """As gpt-oss is published. The model then writes what transformers writes with the same weights."""
+    hf = fresh("gpt_oss", torch.bfloat16)
+    hf.save_pretrained(tmp_path)
+    hf.float().load_state_dict(meant := in_mxfp4(tmp_path), strict=False)
+    with pytest.warns(ForewordWarning, match="mxfp4 weights, which are dequantised while they are read: up to 0.0 GiB"):
+        loaded = Model(load_weights(tmp_path, CPU, torch.float32))
+    state = loaded.hf.state_dict()
+    assert meant and all(torch.equal(state[name], tensor) for name, tensor in meant.items())
+    (request,) = requests(2, max_new_tokens=10, ignore_eos=True)[1:]
+    assert written(engine(drafter("token_recycling", loaded), loaded), [request]) == [truth(hf, request)]
 
 
 @torch.inference_mode()
@@ -142,6 +193,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(family: str, tmp_path: P
         ({"num_local_experts": 8}, r"experts\.down_proj has shape 6x.*asks for 8x"),
         ({"num_local_experts": 4}, r"experts\.down_proj has shape 6x.*asks for 4x"),
         ({"num_hidden_layers": 6, "layer_types": None}, r"lack \d+ tensors, model\.layers\.4"),
+        ({"num_hidden_layers": 3, "layer_types": None}, r"have a layer 3, and config\.json asks for 3 layers"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changed))
         with pytest.raises(ModelCorrupt, match=said):

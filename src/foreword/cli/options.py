@@ -193,6 +193,15 @@ class ModelOptions:
             "model. On a CPU in float32. Default: weights are floats, and those of a GGUF file are dequantised.",
         ),
     ] = None
+    slow: Annotated[
+        bool,
+        _of_model(
+            "--slow",
+            metavar="",
+            help="Run a family that Foreword does not support, by the forward pass of transformers alone. Methods: plain, "
+            "prompt_lookup, token_recycling.",
+        ),
+    ] = False
     threads: Annotated[
         int | None, _of_model(min=1, metavar="N", help="CPU threads. Default: one per core; more would be slower.")
     ] = None
@@ -243,15 +252,17 @@ class ModelOptions:
         remeasure: bool = False,
         generation_config: bool = False,
         tp: int | None = None,
+        isolated: bool = False,
     ) -> LLM:
         """Load the model. `generation_config`: use the model's own defaults for sampling. `tp`: over how many ranks to
-        divide it; they are started here."""
+        divide it; they are started here. `isolated`: as in a server."""
         own = method.own()
         # Fetching shows its own progress bar, and two live displays would overwrite each other.
         with waiting(f"loading {self.name}", terminal_only=True) if self.is_here() else nullcontext(), measuring(remeasure):
             from foreword.api import load  # noqa: PLC0415  imports torch: seconds that only loading commands pay
 
             own |= {"drafter": method.drafter, "rows": method.rows, "slots": slots, "generation_config": generation_config}
+            own |= {"isolated": isolated}
             if tp is not None:
                 from foreword.launch import start_others  # noqa: PLC0415  as above
 
@@ -261,15 +272,18 @@ class ModelOptions:
 
     def where(self) -> dict[str, Any]:
         """Return these options as arguments of `foreword.load`, without the model."""
-        others = {"model", "mirror", "revision", "token", "quantization"}
+        others = {"model", "mirror", "revision", "token", "quantization", "slow"}
         others |= {"no_fused_layers", "no_cuda_graphs", "no_compile", "no_graph"}
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in others}
         given |= {"revision": self.revision} if self.revision is not None else {}
         given |= {"quantization": self.quantization} if self.quantization is not None else {}
+        given |= {"slow": True} if self.slow else {}
         return given | {"fused_layers": not self.no_fused_layers, "cuda_graphs": not self.no_cuda_graphs}
 
     def refuse_quantization(self, what: str) -> None:
-        """Refuse --quantization for what makes weights of its own, in floats."""
+        """Refuse --quantization and --slow for what makes weights of its own, in floats."""
+        if self.slow:
+            raise typer.BadParameter(f"{what} is of a family that Foreword supports; leave it out", param_hint="--slow")
         if self.quantization is not None:
             raise typer.BadParameter(f"{what} runs weights in floats; leave it out", param_hint="--quantization")
 

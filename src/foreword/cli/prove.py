@@ -67,11 +67,15 @@ def named_methods(given: str) -> list[str]:
 
 
 def and_fitting(given: str, names: list[str], model: Model) -> list[str]:
-    """For `all`, add the methods whose shipped drafters fit this model, and those for looped models if it is one."""
+    """For `all`, add the methods whose shipped drafters fit this model, and those for looped models if it is one. A slow
+    model runs few methods."""
     from foreword.drafters.auto import shipped_for  # noqa: PLC0415  imports torch
+    from foreword.model.slow import METHODS as SLOW_METHODS  # noqa: PLC0415  imports torch
 
     if given != "all":
         return names
+    if model.slow:
+        return [name for name in names if name in SLOW_METHODS]
     return [*names, *shipped_for(model), *(name for name, one in all_methods().items() if one.looped and model.repeats > 1)]
 
 

@@ -76,6 +76,7 @@ def models(
 
 def _list_families(json: bool) -> None:
     from foreword.model.families import FAMILIES  # noqa: PLC0415  imports torch
+    from foreword.model.slow import METHODS as SLOW_METHODS  # noqa: PLC0415  imports torch
 
     facts = [
         {
@@ -89,7 +90,7 @@ def _list_families(json: bool) -> None:
         for one in FAMILIES.values()
     ]
     if json:
-        print_json({"families": facts})
+        print_json({"families": facts, "slow": {"layers_run_by": "transformers alone", "methods": SLOW_METHODS}})
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("family", "models, for example", "layers run by", "bfloat16 differs at"):
@@ -98,6 +99,9 @@ def _list_families(json: bool) -> None:
         table.add_row(Text(one.name, "bold"), one.models, one.layers_run_by, one.ties)
     screen().print(table)
     screen().print("In float32 and float64 every family generates what plain decoding does, token for token.")
+    screen().print(
+        f"Other families run with --slow, by transformers alone and as exactly; methods: {', '.join(SLOW_METHODS)}."
+    )
 
 
 def pull(

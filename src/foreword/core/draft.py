@@ -185,6 +185,24 @@ class Draft:
         allowed = None if self.allowed is None else self.allowed[:, :nodes]
         return Draft(self.tokens[:, :nodes], self.tree.head(nodes), self.size.clamp(max=nodes), early, origin, allowed)
 
+    def first_chain(self) -> Draft:
+        """The draft of one path alone: the root, its first child, the first child of that one, and so on."""
+        if self.tree.is_chain:
+            return self
+        parent, order = self.tree.parent.expand_as(self.tokens), torch.arange(self.nodes, device=self.tokens.device)
+        path, size = [torch.zeros_like(self.size)], torch.ones_like(self.size)
+        for _ in range(self.nodes - 1):
+            is_child = self.counts & (order > 0) & (parent == path[-1].unsqueeze(1)) & (size == len(path)).unsqueeze(1)
+            if not is_child.any():
+                break
+            size = size + is_child.any(1)
+            path.append(is_child.int().argmax(1))
+        rows = torch.stack(path, 1)
+        origin = None if self.origin is None else self.origins.gather(1, rows)
+        words = None if self.allowed is None else rows.unsqueeze(-1).expand(-1, -1, self.allowed.shape[-1])
+        allowed = None if self.allowed is None or words is None else self.allowed.gather(1, words)
+        return Draft(self.tokens.gather(1, rows), Tree.chain(rows.shape[1], rows.device), size, None, origin, allowed)
+
     @property
     def form(self) -> tuple[int, int, bool]:
         """What two drafts must have in common for one to overwrite the other: rows, trees, and whether these are chains."""

@@ -40,6 +40,7 @@ from foreword.methods import (
 from foreword.model.cost import curve_for
 from foreword.model.loading import load_weights
 from foreword.model.model import Model
+from foreword.model.slow import METHODS as SLOW_METHODS
 from foreword.text import Tokenizer
 
 # Parameters that look like options of a method in a spec, and how to give them instead.
@@ -105,8 +106,12 @@ class DrafterRequest:
 
     def resolve(self, model: Model) -> tuple[str, Drafter]:
         """Return the method's name, and the drafter for `model`."""
+        if model.slow:
+            self._check_slow(model)
         if self.factory is not None:
             return self.method, _with_cost(self.factory(), model)
+        if self.method == AUTO and model.slow:  # the figures of other methods are of trees
+            return DrafterRequest("prompt_lookup", None, self.rows).resolve(model)
         if self.method == AUTO:
             best = choose(model, expectations(model, self.rows), self.rows).method
             return DrafterRequest(best, shipped().get(best), self.rows).resolve(model)
@@ -120,6 +125,18 @@ class DrafterRequest:
         else:
             drafter = restore(self.folder, model, self.rows, self.method, **self.options)
         return self.method, _with_cost(drafter, model)
+
+    def _check_slow(self, model: Model) -> None:
+        """Refuse a method that needs more of the target than its logits."""
+        runs = self.method in SLOW_METHODS or self.method == AUTO
+        if self.factory is not None:
+            needs = self.factory().needs
+            runs = not (needs.hidden or needs.taps or needs.grafts)
+        if not runs:
+            raise DrafterError(
+                f"{model.name} runs slow, so it shows drafters its logits alone, and {self.method} needs more of it; "
+                f"choose from {', '.join(SLOW_METHODS)}"
+            )
 
 
 def _with_cost(drafter: Drafter, model: Model) -> Drafter:

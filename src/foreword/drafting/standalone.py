@@ -32,15 +32,17 @@ def standalone_model(target: Model, module: FirstLayers, device: torch.device) -
         attention = family_of(config).stock_attention
         model: Any = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation=attention)
     own: Any = target.hf
-    embedding = own.model.embed_tokens
+    parts, held, made = target.family.parts, target.family.inner(own), target.family.inner(model)
+    embedding = getattr(held, parts.embedding)
     embedding = embedding.stock() if isinstance(embedding, QuantizedEmbedding) else embedding
-    model.model.embed_tokens = _on_device(embedding, device)
-    model.model.rotary_emb = _on_device(own.model.rotary_emb, device)
-    model.model.layers = copy.deepcopy(module.layers).to(device)
+    setattr(made, parts.embedding, _on_device(embedding, device))
+    for name in filter(None, (parts.rotary, parts.positions)):
+        setattr(made, name, _on_device(getattr(held, name), device))
+    setattr(made, parts.layers, copy.deepcopy(module.layers).to(device))
     last = target.family.final_norm
-    setattr(model.model, last, _norm(getattr(own.model, last), module.norm.weight).to(device))
+    setattr(made, last, _norm(getattr(held, last), module.norm.weight).to(device))
     if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.lm_head.weight = getattr(made, parts.embedding).weight
     else:
         model.lm_head.weight = nn.Parameter(target.head_weight().to(device), requires_grad=False)
     if (bias := getattr(own.lm_head, "bias", None)) is not None:

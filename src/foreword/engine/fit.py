@@ -1,7 +1,8 @@
 """FIT, between DRAFT and VERIFY: choose how many rows this round's pass has.
 
-In: a draft. Out: the draft that the target verifies. On a GPU the shape stays as it was bound, and unused rows are masked.
-On a CPU every row costs time, and reading a tensor costs nothing, so rows that no sequence uses are cut off.
+In: a draft. Out: the draft that the target verifies. A target that takes chains alone gets the first one of a tree. On a
+GPU the shape stays as it was bound, and unused rows are masked. On a CPU every row costs time, and reading a tensor costs
+nothing, so rows that no sequence uses are cut off.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from foreword.ops import rounds
 from foreword.ops.device import fixes_shapes
 
 
-def fit(draft: Draft, state: State, needs: Needs) -> Draft:
-    """Return the rows of a draft that go through the pass."""
+def fit(draft: Draft, state: State, needs: Needs, chains: bool = False) -> Draft:
+    """Return the rows of a draft that go through the pass. With `chains` they are a chain."""
+    if chains:
+        draft = draft.first_chain()
     # Grafted rows hang on fixed nodes, so those nodes must stay.
     if not needs.grafts and not fixes_shapes(draft.size.device):
         draft = draft.head(int(rounds.rows_that_count(state, draft.size).max()))

@@ -32,7 +32,7 @@ class Lockstep(EagerLoop):
         return self.drafter.propose(state)  # DRAFT
 
     def check(self, state: State, draft: Draft) -> Emission:
-        draft = fit(draft, state, self.drafter.needs)
+        draft = fit(draft, state, self.drafter.needs, chains=self.target.slow != "")
         self.target.cache.check_room(draft.nodes + self.drafter.needs.grafted_rows)
         scores = self.target.score(state.batch, draft, self.drafter.needs)  # VERIFY
         accepted, emission = accept(state, draft, scores, self.drafter.shape.depth)  # ACCEPT

@@ -33,7 +33,9 @@ from foreword.ops.dispatch import kernels
 PREFIX = "foreword_"
 # Options of transformers that cannot change a row here. A served model has no dropout, rows are rotated to their positions
 # before, and what is cached or returned changes no row. `scaling` is used, the others are ignored.
-SAFE_OPTIONS = frozenset({"scaling", "dropout", "position_ids", "cache_position", "use_cache", "output_attentions"})
+SAFE_OPTIONS = frozenset(
+    {"scaling", "dropout", "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions"}
+)
 SPEC_FIELDS = {"sliding_window": "window", "softcap": "softcap"}  # option of transformers -> field of `AttentionSpec`
 KERNEL_WIDTHS = (16, 32, 64, 128, 256)  # head widths that our kernel supports
 

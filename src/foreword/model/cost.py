@@ -28,6 +28,7 @@ from foreword.errors import CapacityError
 from foreword.model import linears
 from foreword.model.busy import Waits, read_speed
 from foreword.model.families import experts_of
+from foreword.model.family import key_heads
 from foreword.model.measured import Facts, file_of, machine_facts, read_kept, recall
 from foreword.ops.cuda_graph import record
 from foreword.ops.device import batch_changes_cost, captures, host_computes, is_bound_by_reading, layer_seconds, synchronize
@@ -312,11 +313,12 @@ def measure_halves(model: Model) -> HalfCosts:
 
 
 def _pass(model: Model, sequences: int, rows: int, skip: Skip | None = None) -> Callable[[], object]:
-    """Return a pass over that many rows of each sequence, ready to be timed. In its tree every row has two children; a chain
-    would cost less."""
+    """Return a pass over that many rows of each sequence, ready to be timed. In its tree every row has two children, where
+    the model takes trees; a chain would cost less."""
     device = model.device
     tokens = torch.zeros(sequences, rows, dtype=torch.long, device=device)
-    draft = Draft(tokens, Tree.forked(rows, device), torch.full((sequences,), rows, device=device))
+    tree = Tree.chain(rows, device) if model.slow else Tree.forked(rows, device)
+    draft = Draft(tokens, tree, torch.full((sequences,), rows, device=device))
     batch = replace(Batch.of(list(range(sequences)), CONTEXT - 1, device), changes=captures(device))
 
     def score() -> object:
@@ -345,20 +347,21 @@ def _time(one: Callable[[], object], device: torch.device) -> float:
 
 def facts_of(model: Model) -> Facts:
     """Return what the cost of a model's pass depends on and every load finds again."""
+    if model.slow:
+        sizes = sum(one.numel() for one in model.hf.parameters())
+        about = {"model": model.hf.config.model_type, "slow": model.slow, "parameters": sizes, "dtype": str(model.dtype)}
+        return about | machine_facts(model.device)
     config = model.hf.config
     # Only a mixture has these, so that what was measured for others stays known.
     experts = {"experts": experts_of(config), "computed": config._experts_implementation} if model.family.has_experts else {}
     ranks = {"ranks": model.layer_stack.ranks} if model.layer_stack.ranks > 1 else {}
-    return (
-        experts
-        | ranks
-        | {
-            "model": config.model_type,
-            "shape": [config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size],
-            "heads": [config.num_attention_heads, config.num_key_value_heads],
-            "layers": [type(layer).__name__ for layer in [*(model.layer_stack.fused or model.layer_stack.layers)][:1]],
-            "linears": linears.kinds(model.hf),
-            "dtype": str(model.dtype),
-            **machine_facts(model.device),
-        }
-    )
+    shape = [config.hidden_size, getattr(config, "intermediate_size", None), config.num_hidden_layers, config.vocab_size]
+    of_model = {
+        "model": config.model_type,
+        "shape": shape,
+        "heads": [config.num_attention_heads, key_heads(config)],
+        "layers": [type(layer).__name__ for layer in [*(model.layer_stack.fused or model.layer_stack.layers)][:1]],
+        "linears": linears.kinds(model.hf),
+        "dtype": str(model.dtype),
+    }
+    return experts | ranks | of_model | machine_facts(model.device)

@@ -11,9 +11,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from foreword.errors import ModelUnsupported
-from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, SANDWICH_NORM, Family, Norms
+from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, SANDWICH_NORM, Family, Norms, Parts
 from foreword.model.looped import LOOPED
-from foreword.model.obstacles import obstacles
+from foreword.model.obstacles import generates, obstacles
 
 _LISTED = (
     Family("llama", "Llama 2 and 3, SmolLM2, TinyLlama", fused=True),
@@ -177,6 +177,30 @@ _LISTED = (
         has_sinks=True,
     ),
     Family(
+        "gpt_neox",
+        "Pythia, GPT-NeoX 20B, Dolly 2",
+        "both halves read the same rows, each after a norm of its own; layer norms; biases; part of a head is rotated",
+        parts=Parts("gpt_neox", embedding="embed_in", attention="attention"),
+        final_norm="final_layer_norm",
+    ),
+    Family(
+        "gpt2",
+        "GPT-2, DistilGPT-2, Cerebras-GPT",
+        "learned positions; layer norms; biases; q, k and v are one product",
+        norms=Norms(before_attention="ln_1", before_mlp="ln_2"),
+        parts=Parts("transformer", layers="h", embedding="wte", attention="attn", rotary="", positions="wpe"),
+        final_norm="ln_f",
+    ),
+    Family(
+        "opt",
+        "OPT 125M, 1.3B to 66B",
+        "learned positions; layer norms; biases; an MLP without a gate",
+        norms=Norms(before_attention="self_attn_layer_norm", before_mlp="final_layer_norm"),
+        parts=Parts("model.decoder", rotary="", positions="embed_positions"),
+        mlp="fc1 activation_fn fc2",
+        final_norm="final_layer_norm",
+    ),
+    Family(
         LOOPED,
         "models that `foreword train looped` makes",
         "the layers of a Llama, applied several times ([speed](methods/speed.md))",
@@ -185,6 +209,8 @@ _LISTED = (
     ),
 )
 FAMILIES = {family.name: family for family in _LISTED}
+
+SLOW = "slow=True (--slow) runs it by the forward pass of transformers alone, with the same outputs as plain decoding"
 
 # Rotary frequencies that change with the length of the sequence would give a cached row another angle than a new one.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -197,6 +223,7 @@ def family_of(config: PreTrainedConfig) -> Family:
         raise ModelUnsupported(f"Foreword does not support models of type {config.model_type!r}: {_why_not(config)}")
     _check_rotary(family, config)
     _check_layers(family, config)
+    _check_parts(family, config)
     _check_experts(family, config)
     return family
 
@@ -207,11 +234,12 @@ def _why_not(config: PreTrainedConfig) -> str:
     found = found or "its config shows no reason, and `foreword try FOLDER` says whether a line of the table would do"
     part = getattr(getattr(config, "text_config", None), "model_type", None)
     of_text = f" (its text model is {part!r}, which is supported)" if part in FAMILIES else ""
-    return f"{found}{of_text}; supported: {', '.join(sorted(FAMILIES))}"
+    slow = f"; {SLOW}" if generates(config) else ""
+    return f"{found}{of_text}; supported: {', '.join(sorted(FAMILIES))}{slow}"
 
 
 def _check_rotary(family: Family, config: PreTrainedConfig) -> None:
-    found = config.rope_parameters or {}
+    found = getattr(config, "rope_parameters", None) or {}
     for table in found.values() if family.rotary_by_type else [found]:
         rope = (table or {}).get("rope_type", "default")
         if rope not in _FIXED_ROPE:
@@ -225,14 +253,14 @@ def _check_layers(family: Family, config: PreTrainedConfig) -> None:
     if config.is_heterogeneous:
         raise ModelUnsupported(
             f"{family.name}: its layers have different values of {', '.join(sorted(config.per_layer_attributes))}; Foreword "
-            "runs layers of one shape"
+            f"runs layers of one shape; {SLOW}"
         )
     kinds = set(getattr(config, "layer_types", None) or [])
     known = {"full_attention"} if family.windows == "none" else {"full_attention", "sliding_attention"}
     if kinds - known:
         raise ModelUnsupported(
             f"{family.name}: layers of type {', '.join(sorted(kinds - known))} are not supported; "
-            f"supported: {', '.join(sorted(known))}"
+            f"supported: {', '.join(sorted(known))}; {SLOW}"
         )
     if family.windows == "by type" and "sliding_attention" in kinds and not config.sliding_window:
         raise ModelUnsupported(
@@ -244,6 +272,19 @@ def _check_layers(family: Family, config: PreTrainedConfig) -> None:
             f"{family.name}: use_bidirectional_attention lets rows attend to later ones, so the model cannot generate; "
             "use a model with causal attention"
         )
+
+
+def _check_parts(family: Family, config: Any) -> None:
+    """Refuse variants of a family that have other parts."""
+    inner = getattr(config, "word_embed_proj_dim", config.hidden_size)
+    other = {
+        f"its embeddings are {inner} wide and its rows {config.hidden_size}": inner != config.hidden_size,
+        "its norms come after the halves (do_layer_norm_before is false)": not getattr(config, "do_layer_norm_before", True),
+        "it has no last norm": getattr(config, "_remove_final_layer_norm", False),
+        "its layers attend to an encoder too": getattr(config, "add_cross_attention", False),
+    }
+    if found := [what for what, shows in other.items() if shows]:
+        raise ModelUnsupported(f"{family.name}: {'; '.join(found)}, unlike other models of the family; {SLOW}")
 
 
 def _check_experts(family: Family, config: PreTrainedConfig) -> None:

@@ -7,10 +7,12 @@ layer's `AttentionSpec`. Transformers computes whole layers. `families.py` lists
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from foreword.model.plain_linears import is_plain_tensor
@@ -46,6 +48,22 @@ GLM4_NORM = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention
 Windows = Literal["none", "all layers", "by type"]
 
 
+class Parts(NamedTuple):
+    """The names of a model's parts."""
+
+    inner: str = "model"  # holds everything but the head
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    attention: str = "self_attn"
+    rotary: str = "rotary_emb"
+    positions: str = ""  # a table of learned positions, which are added to the rows that enter the first layer
+
+
+def key_heads(config: Any) -> int:
+    """Return how many heads the keys of a layer have."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 def embedded(table: nn.Module, tokens: Tensor) -> Tensor:
     """Return rows of an embedding. A table that is not torch's own, has hooks or is being trained is called as a module."""
     if torch.is_grad_enabled() or type(table) is not nn.Embedding or table._forward_hooks:
@@ -63,7 +81,8 @@ class Family:
     models: str = ""  # some that people run
     special: str = ""  # what differs from a Llama
     norms: Norms = PRE_NORM
-    mlp: str = "mlp"  # the name of a layer's second half
+    parts: Parts = Parts()
+    mlp: str = "mlp"  # the name of a layer's second half, or the names of its modules in their order
     final_norm: str = "norm"
     windows: Windows = "none"
     has_experts: bool = False  # some second halves are mixtures of experts
@@ -86,16 +105,34 @@ class Family:
         """Where outputs in bfloat16 may differ from plain decoding. In float32 and float64 they are the same."""
         return "near-ties of tokens and of experts" if self.has_experts else "near-ties of tokens"
 
+    def inner(self, model: PreTrainedModel) -> Any:
+        """Return what holds the layers of a model and what is around them, but not its head."""
+        return attrgetter(self.parts.inner)(model)
+
     def embed(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
-        rows = embedded(model.model.embed_tokens, tokens)
+        rows = embedded(getattr(self.inner(model), self.parts.embedding), tokens)
         return rows * model.config.embedding_multiplier if self.has_multipliers else rows
 
     def positions(self, model: PreTrainedModel, hidden: Tensor, position: Tensor, table: str = "") -> Any:
-        """Return the rotary angles of positions [b, n], as a layer takes them."""
-        return model.model.rotary_emb(hidden, position, *([table] if self.rotary_by_type else []))
+        """Return the rotary angles of positions [b, n], as a layer takes them. Where nothing is rotated, they are zero."""
+        if not self.parts.rotary:
+            config: Any = model.config
+            width = config.hidden_size // config.num_attention_heads
+            none = hidden.new_zeros(*position.shape, width)
+            return none + 1, none
+        return getattr(self.inner(model), self.parts.rotary)(hidden, position, *([table] if self.rotary_by_type else []))
+
+    def placed(self, model: PreTrainedModel, hidden: Tensor, position: Tensor) -> Tensor:
+        """Add the learned positions [b, n] to rows that enter the first layer, in families that have them. Padding may lie
+        beyond the last one."""
+        if not self.parts.positions:
+            return hidden
+        table = getattr(self.inner(model), self.parts.positions)
+        place = position + getattr(table, "offset", 0)
+        return hidden + functional.embedding(place.clamp(max=table.num_embeddings - 1), table.weight)
 
     def norm(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        return getattr(model.model, self.final_norm)(hidden)
+        return getattr(self.inner(model), self.final_norm)(hidden)
 
     def head(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         return self.after_head(model, model.lm_head(hidden))
@@ -113,7 +150,7 @@ class Family:
 
     def layers(self, model: PreTrainedModel) -> nn.ModuleList:
         """Return the layers in the order in which they are applied; a looped model's come several times."""
-        own, repeats = model.model.layers, self.repeats(model.config)
+        own, repeats = getattr(self.inner(model), self.parts.layers), self.repeats(model.config)
         return own if repeats == 1 else nn.ModuleList([*own] * repeats)
 
     def repeats(self, config: PreTrainedConfig) -> int:
@@ -123,12 +160,13 @@ class Family:
     def attention_spec(self, layer: Any) -> AttentionSpec:
         """Return the attention of a layer. It depends on the index that the layer itself has: a drafter's stack may hold
         copies in another order."""
-        config, index = layer.self_attn.config, layer.self_attn.layer_idx
+        attention = self.attention(layer)
+        config, index = attention.config, attention.layer_idx
         kind = config.layer_types[index] if self.windows == "by type" else "full_attention"
         windowed = self.windows == "all layers" or kind == "sliding_attention"
         return AttentionSpec(
             window=(config.sliding_window or 0) if windowed else 0,
-            softcap=(layer.self_attn.attn_logit_softcapping or 0.0) if self.caps_scores else 0.0,
+            softcap=(attention.attn_logit_softcapping or 0.0) if self.caps_scores else 0.0,
             rotary_table=kind if self.rotary_by_type else "",
             sinks=self.has_sinks,
         )
@@ -141,20 +179,29 @@ class Family:
         """The attention to load a model of this family with. Torch's own has neither caps nor sinks."""
         return "eager" if self.caps_scores or self.has_sinks else "sdpa"
 
+    def attention(self, layer: Any) -> Any:
+        return getattr(layer, self.parts.attention)
+
+    def mlp_modules(self, layer: Any) -> list[nn.Module]:
+        """Return the modules of a layer's second half in their order; none if it was dropped."""
+        return [getattr(layer, name) for name in self.mlp.split() if hasattr(layer, name)]
+
     def attention_half(self, layer: Any, hidden: Tensor, **options: Any) -> Tensor:
         rows = _normed(layer, self.norms.before_attention, hidden)
-        out, _ = layer.self_attn(hidden_states=rows, attention_mask=None, **options)
+        out, _ = self.attention(layer)(hidden_states=rows, attention_mask=None, **options)
         return self._add(layer, hidden, _normed(layer, self.norms.after_attention, out))
 
     def mlp_half(self, layer: Any, hidden: Tensor) -> Tensor:
-        out = getattr(layer, self.mlp)(_normed(layer, self.norms.before_mlp, hidden))
+        out: Any = _normed(layer, self.norms.before_mlp, hidden)
+        for module in self.mlp_modules(layer):
+            out = module(out)
         if isinstance(out, tuple):  # gpt_oss also returns the scores of its experts
             out = out[0]
         return self._add(layer, hidden, _normed(layer, self.norms.after_mlp, out))
 
     def drop_mlp(self, layer: Any) -> None:
         """Remove the MLP of a layer and the norms around it. Only its attention half can be run from then on."""
-        for name in {self.mlp, self.norms.before_mlp, self.norms.after_mlp} - {self.norms.before_attention, ""}:
+        for name in {*self.mlp.split(), self.norms.before_mlp, self.norms.after_mlp} - {self.norms.before_attention, ""}:
             delattr(layer, name)
 
     def _add(self, layer: Any, hidden: Tensor, out: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from foreword.ops.group_codes import PackedCodes
 from foreword.ranks.group import current
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
+MIDDLE = 8  # parameters in the middle of a model whose layers are not known
 FEW = 4  # values of each tensor that are stored
 CLOSE = 2.0**-8, 2.0**-24  # relative and absolute error of rounding to bfloat16 and to float16
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -45,12 +46,11 @@ class Fingerprint:
         """Return that of a model. Of one that is divided over ranks, all of them compute it together, when it is loaded."""
         if model.layer_stack.ranks > 1 and model.fingerprint is not None:
             return model.fingerprint
-        shape = {name: getattr(model.hf.config, name, None) for name in SHAPE}
-        config = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
         tensors = _tensors(model)
         few = " ".join(f"{value:.5g}" for tensor in tensors for value in _spaced(tensor, FEW)[:FEW].tolist())
         dtype = str(model.dtype).removeprefix("torch.")
-        model.fingerprint = Fingerprint(model.name, config, model.vocab_size, _hash(tensors), dtype, few)
+        shape = _shape_hash(model.hf.config)
+        model.fingerprint = Fingerprint(model.name, shape, model.vocab_size, _hash(tensors), dtype, few)
         return model.fingerprint
 
     @staticmethod
@@ -77,6 +77,14 @@ class Fingerprint:
             return False
         return self.weights == other.weights or ("float16" in (self.dtype, other.dtype) and self._is_close(other))
 
+    def may_be(self, config: Any, embedding: Tensor) -> bool:
+        """Whether a model that another engine has loaded may be the same: by its config, and a few values of its embedding
+        [V, H]. Models that share both are not distinguished."""
+        if (self.config, self.vocab_size) != (_shape_hash(config), len(embedding)):
+            return False
+        mine, theirs = self._few_numbers()[:FEW], _spaced(embedding, FEW)[:FEW].float().cpu()
+        return not mine or torch.allclose(torch.tensor(mine), theirs, *CLOSE)
+
     def _is_close(self, other: Fingerprint) -> bool:
         mine, theirs = (torch.tensor(one._few_numbers()) for one in (self, other))
         return mine.shape == theirs.shape and bool(self.few) and torch.allclose(mine, theirs, *CLOSE)
@@ -88,9 +96,17 @@ class Fingerprint:
         return f"{self.name} (weights {self.weights}, vocabulary {self.vocab_size})"
 
 
+def _shape_hash(config: Any) -> str:
+    shape = {name: getattr(config, name, None) for name in SHAPE}
+    return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
+
+
 @torch.no_grad()
 def _tensors(model: Model) -> list[Tensor | PackedCodes]:
     """Return the embedding and the weights of one layer in the middle, which any training changes."""
+    if model.slow:
+        every = list(model.hf.parameters())
+        return [tensor for one in (every[0], *every[len(every) // 2 :][:MIDDLE]) for tensor in _plain_tensors(one.detach())]
     layers = model.layer_stack.layers
     middle = layers[len(layers) // 2]
     if is_rebuilt(middle) or model.layer_stack.ranks > 1:  # a layer quantised by a library cannot always be copied

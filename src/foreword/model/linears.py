@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from foreword.model.busy import Waits
 from foreword.model.measured import Figure, is_remeasuring, machine_facts, recall
@@ -305,13 +306,13 @@ def read_bytes(model: nn.Module) -> int:
     """Return the bytes of weights that a pass reads: every linear once, including the head, and all experts, though a pass
     of few rows reads some of them. An embedding is not counted: a pass reads few of its rows."""
     found = [module.fusion.linear if isinstance(module, FusedPart) else module for module in model.modules()]
-    linears = {id(module): module for module in found if isinstance(module, nn.Linear | WholeLinear)}
+    linears = {id(module): module for module in found if isinstance(module, nn.Linear | Conv1D | WholeLinear)}
     held = (*model.parameters(), *model.buffers())  # the fallback if every linear is of an unknown kind
     experts = sum(_held_bytes(one) for one in model.parameters() if one.dim() == 3)  # their weights are one tensor
     return experts + sum(map(_bytes, linears.values())) or sum(map(_held_bytes, held))
 
 
-def _bytes(linear: nn.Linear | WholeLinear) -> int:
+def _bytes(linear: nn.Linear | Conv1D | WholeLinear) -> int:
     if isinstance(linear, QuantizedLinear):
         return linear.bytes
     weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight

@@ -6,7 +6,9 @@ model that the caller hands over is only checked. What is not supported is refus
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from foreword.errors import InputError, ModelCorrupt, ModelUnsupported
+from foreword.errors import ForewordWarning, InputError, ModelCorrupt, ModelUnsupported
 from foreword.files import read_json
 from foreword.hub.resolve import is_adapter
 from foreword.hub.stored import WEIGHTS as WEIGHTS_FILE
@@ -39,6 +41,12 @@ QUANTIZATIONS = ("stored", *BITS)
 PARAMETERS_PER_BYTE = 4  # of codes: two, and a tied head is counted twice while it is built
 EXACT_EXPERTS = "eager"  # how transformers computes experts in float64; its faster ways refuse that
 WEIGHTS = (".safetensors", ".bin")
+LAYER = re.compile(r"(?:\w+\.)?(?:decoder\.)?(?:layers|h)\.(\d+)\.")  # the beginning of the name of a tensor in a layer
+DEQUANTISED = "mxfp4"  # the one kind of quantised folders that transformers dequantises, on any device
+TEXT_PARTS = {
+    "gemma3": {"^language_model.model": "model", "^model.language_model": "model", "^language_model.lm_head": "lm_head"}
+}
+"""Types of models that also read images, and how their checkpoints name what belongs to the text model."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -152,16 +160,28 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
 
 
 def read_weights(
-    folder: Path, config: Any, dtype: torch.dtype, attention: str, options: dict[str, Any] | None = None
+    folder: Path, config: Any, dtype: torch.dtype, attention: str | None, options: dict[str, Any] | None = None
 ) -> Any:
     """Return the model of transformers in a folder, whatever its family, or raise an error if a tensor cannot be read.
     `options`: further ones of transformers."""
+    held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
+    if quantisation_of(config) == DEQUANTISED:
+        held *= 2  # two weights in a byte
+        _dequantise(config, folder, held * dtype.itemsize)
     _refuse_quantised(
         config,
-        "and `load` reads no quantised folders yet; give one in float32, bfloat16 or float16, or load this one with "
+        "and `load` reads no folders of that kind; give one in float32, bfloat16 or float16, or load this one with "
         "transformers and hand it to `foreword.wrap`, which takes models whose weights alone are quantised",
     )
-    held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
+    options = dict(options or {})
+    if (whole := read_json(folder / "config.json").get("model_type")) in TEXT_PARTS and whole != config.model_type:
+        options["key_mapping"] = TEXT_PARTS[whole]
+        warnings.warn(
+            f"{folder} holds a model of type {whole}, which also reads images; its text model is loaded, and its vision "
+            "part is left out",
+            ForewordWarning,
+            stacklevel=2,
+        )
     try:
         with without_progress_bars(), at_most_parameters(held):  # a parameter takes at least a byte
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -172,7 +192,7 @@ def read_weights(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with their names
-                **(options or {}),
+                **options,
             )
     except TooManyParameters as error:
         problem = f"the weights in {folder} cannot be read: config.json asks for more than their {held} bytes can hold"
@@ -189,7 +209,20 @@ def read_weights(
         raise ModelCorrupt(
             f"the weights in {folder} lack {len(missing)} tensors, {missing[0]} first; fetch or save the model again"
         )
+    if more := _layers_beyond(config, report["unexpected_keys"]):  # transformers leaves them out
+        raise ModelCorrupt(
+            f"the weights in {folder} have a layer {more[0]}, and config.json asks for {config.num_hidden_layers} layers "
+            "(num_hidden_layers), counted from 0; give the weights their own config.json"
+        )
     return model.eval().requires_grad_(False)
+
+
+def _layers_beyond(config: Any, names: Iterable[str]) -> list[int]:
+    """Return the layers among tensors without a place, except those that predict further tokens."""
+    found = {int(match[1]) for name in names if (match := LAYER.match(name))}
+    layers = getattr(config, "num_hidden_layers", None)
+    known = 0 if layers is None else layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+    return sorted(layer for layer in found if known and layer >= known)
 
 
 def _shape(sizes: Any) -> str:
@@ -215,12 +248,15 @@ def _stored(folder: Path, config: Any, dtype: torch.dtype, dequantised: bool, de
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers inside this block."""
-    shown = logging.is_progress_bar_enabled()
+    """Hide the progress bars of transformers inside this block, and its report on tensors that are missing or too many: what
+    matters of it becomes an error with names."""
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
@@ -230,9 +266,20 @@ def read_config(folder: Path) -> Any:
         layers = read_json(folder / "config.json").get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # some configs make a list with an entry per layer
             raise ValueError(f"it asks for {layers} layers")
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return _text_part(AutoConfig.from_pretrained(folder, local_files_only=True))
     except Exception as error:  # an unknown model type and a damaged file raise ValueErrors and others
         raise ModelUnsupported(f"{folder}/config.json cannot be used: {error}") from error
+
+
+def _text_part(config: Any) -> Any:
+    """Return the config of the text model, if Foreword can load it from a checkpoint that holds more."""
+    if config.model_type not in TEXT_PARTS:
+        return config
+    text = config.text_config
+    text.name_or_path = config.name_or_path
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantised
+    return text
 
 
 def check_wrapped(model: nn.Module) -> PreTrainedModel:
@@ -242,7 +289,7 @@ def check_wrapped(model: nn.Module) -> PreTrainedModel:
         raise ModelUnsupported(
             f"wrap takes a transformers causal language model, got {type(model).__module__}.{type(model).__name__}"
         )
-    _refuse_several_devices(model)
+    refuse_several_devices(model)
     family = family_of(model.config)
     if not hasattr(model, "lm_head"):
         raise ModelUnsupported(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
@@ -270,13 +317,31 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     return model.get_base_model()  # type: ignore[operator]
 
 
-def _refuse_quantised(config: Any, what_to_do: str) -> None:
+def quantisation_of(config: Any) -> str | None:
+    """Return how the config says that the weights are quantised."""
     quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        fields = quantised if isinstance(quantised, dict) else vars(quantised)
-        # The first quantised folders named no method: there was only bitsandbytes.
-        method = fields.get("quant_method") or "bitsandbytes"
-        raise ModelUnsupported(f"the model is quantised ({getattr(method, 'value', method)}), {what_to_do}")
+    if quantised is None:
+        return None
+    fields = quantised if isinstance(quantised, dict) else vars(quantised)
+    # The first quantised folders named no method: there was only bitsandbytes.
+    method = fields.get("quant_method") or "bitsandbytes"
+    return str(getattr(method, "value", method))
+
+
+def _dequantise(config: Any, folder: Path, size: int) -> None:
+    """Let transformers dequantise the weights while it reads them, and say what that takes."""
+    config.quantization_config = {**config.quantization_config, "dequantize": True}
+    warnings.warn(
+        f"{folder} holds {DEQUANTISED} weights, which are dequantised while they are read: up to {size / 2**30:.1f} GiB",
+        ForewordWarning,
+        stacklevel=3,
+    )
+
+
+def _refuse_quantised(config: Any, what_to_do: str) -> None:
+    found = quantisation_of(config)
+    if found not in (None, DEQUANTISED):
+        raise ModelUnsupported(f"the model is quantised ({found}), {what_to_do}")
 
 
 def _check_linears(model: PreTrainedModel) -> None:
@@ -291,7 +356,7 @@ def _check_linears(model: PreTrainedModel) -> None:
     check_linears(model, unknown)
 
 
-def _refuse_several_devices(model: PreTrainedModel) -> None:
+def refuse_several_devices(model: PreTrainedModel) -> None:
     """Refuse a model on several devices: its rows and its cache must be on the same one."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     places |= {str(parameter.device) for parameter in model.parameters()}

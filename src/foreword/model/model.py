@@ -49,6 +49,8 @@ class WidenedFrom:
 class Model:
     """A `core.Target` on a transformers model."""
 
+    slow = ""  # how transformers runs it alone, if it does: see `slow.py`
+
     def __init__(
         self,
         hf: PreTrainedModel,
@@ -76,7 +78,7 @@ class Model:
         self.attention_heads: int = hf.config.num_attention_heads
         self.layers = len(self.layer_stack.layers)
         self.repeats = self.family.repeats(hf.config)
-        self.ends = torch.tensor(_end_tokens(hf), dtype=torch.long, device=self.device)
+        self.ends = torch.tensor(end_tokens(hf, self.vocab_size), dtype=torch.long, device=self.device)
         self.max_context: int = hf.config.max_position_embeddings
         self.context = self.max_context
         self.curve = curve
@@ -174,8 +176,8 @@ class Model:
     def skip_cost(self, skip: Skip) -> float:
         layers: Any = self.layer_stack.layers
         halves = [
-            *(layers[layer].self_attn for layer in skip.attention),
-            *(getattr(layers[layer], self.family.mlp) for layer in skip.mlp),
+            *(self.family.attention(layers[layer]) for layer in skip.attention),
+            *(module for layer in skip.mlp for module in self.family.mlp_modules(layers[layer])),
         ]
         return 1 - sum(map(linears.read_bytes, halves)) / linears.read_bytes(self.hf)
 
@@ -259,14 +261,17 @@ class Model:
         return self._uncached.alongside(hidden, layer, anchor, joins)
 
 
-def _end_tokens(hf: PreTrainedModel) -> list[int]:
+def end_tokens(hf: PreTrainedModel, vocabulary: int) -> list[int]:
     """Return the ids that end a sequence. generation_config.json names one or a list; config.json is the older place. Ids
     outside the vocabulary are dropped with a warning: the model cannot write them, and is fine otherwise."""
     generation = getattr(hf, "generation_config", None)
-    places = {"generation_config.json": getattr(generation, "eos_token_id", None), "config.json": hf.config.eos_token_id}
+    places = {
+        "generation_config.json": getattr(generation, "eos_token_id", None),
+        "config.json": getattr(hf.config, "eos_token_id", None),
+    }
 
     def is_id(end: Any) -> bool:
-        return type(end) is int and 0 <= end < hf.config.vocab_size
+        return type(end) is int and 0 <= end < vocabulary
 
     for place, named in places.items():
         if named is None:
@@ -276,7 +281,7 @@ def _end_tokens(hf: PreTrainedModel) -> list[int]:
         if others := [end for end in given if not is_id(end)]:
             warnings.warn(
                 f"{place}: eos_token_id names {', '.join(map(repr, others))}, but the ids of this model are whole numbers "
-                f"from 0 to {hf.config.vocab_size - 1}; no sequence ends there. Put the right ids into the file",
+                f"from 0 to {vocabulary - 1}; no sequence ends there. Put the right ids into the file",
                 ForewordWarning,
                 stacklevel=3,
             )

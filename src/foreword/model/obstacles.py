@@ -69,11 +69,6 @@ def _is_recurrent(config: Any) -> bool:
     return _has_layers(*_RECURRENT_LAYERS)(config) or _has(*_RECURRENT_FIELDS)(config)
 
 
-def _has_no_rotary(config: Any) -> bool:
-    rotary = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
-    return not _has(*rotary, "alibi")(config) and not _is_recurrent(config)
-
-
 _STATES = "a cache of states that a rejected draft can be taken back from"
 _SIGNS = (
     Sign(_has("is_encoder_decoder"), Obstacle("it has an encoder and a decoder", "cross-attention to the encoder's rows")),
@@ -104,16 +99,17 @@ _SIGNS = (
         Obstacle("its layers read inputs of their own besides the hidden rows", "these inputs in the walk"),
     ),
     Sign(_has("alibi"), Obstacle("scores depend on distance (ALiBi)", "that slope in attention")),
-    Sign(
-        _has_no_rotary,
-        Obstacle("it has no rotary positions", "learned positions, which the walk over the layers does not add"),
-    ),
 )
+
+
+def generates(config: PreTrainedConfig) -> bool:
+    """Return whether transformers has a causal language model of this type."""
+    return type(config) in AutoModelForCausalLM._model_mapping
 
 
 def obstacles(config: PreTrainedConfig) -> list[Obstacle]:
     """Return what a config shows that Foreword cannot run."""
     found = [sign.obstacle for sign in _SIGNS if sign.shows(config)]
-    if type(config) not in AutoModelForCausalLM._model_mapping and not found:
+    if not generates(config) and not found:
         found.append(Obstacle("transformers has no causal language model of this type", "one that generates text"))
     return found

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from foreword.errors import ForewordWarning, InputError
 from foreword.hub.storage import place
@@ -144,6 +145,8 @@ def quantise(model: Any, bits: int) -> None:
         _warn(f"{len(few)} linears stay in float32, {few[0]} first: their inputs are no multiple of {GROUP}")
     if any(parameter.dim() == 3 for parameter in model.parameters()):
         _warn("the experts of a mixture stay in float32: only linears are quantised")
+    if any(isinstance(module, Conv1D) for module in model.modules()):
+        _warn(f"the layers of a {model.config.model_type} stay in float32: its products are no linears")
     head, embedding = model.lm_head, model.get_input_embeddings()
     tied = is_plain_linear(head) and head.weight is embedding.weight
     for name in linears.keys() - set(few):

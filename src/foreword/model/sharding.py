@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from foreword.errors import InputError, ModelUnsupported
-from foreword.model.family import Family
+from foreword.model.family import Family, key_heads
 from foreword.model.linears import FusedPart, JointLinear, is_rebuilt, make_adjacent, unpacked
 from foreword.model.summed_linear import SummedLinear
 from foreword.ranks.group import Ranks
@@ -78,10 +78,10 @@ def _plan(config: Any) -> dict[str, str]:
     return {BASE + name: style for name, style in own.items()} | {f"{BASE}embed_tokens": WHOLE, "lm_head": WHOLE}
 
 
-def key_heads(config: Any, ranks: int) -> int:
+def key_heads_of_rank(config: Any, ranks: int) -> int:
     """Return how many key heads the attention of each rank has."""
     divided = (config.base_model_tp_plan or {}).get(KEYS) == "colwise"
-    heads: int = config.num_key_value_heads
+    heads = key_heads(config)
     return heads // ranks if divided else heads
 
 

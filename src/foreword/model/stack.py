@@ -21,10 +21,10 @@ from foreword.core.needs import Graft, HalfKind, Join, Joined, Skip, on_device
 from foreword.core.state import Batch
 from foreword.model.attention import LayerPass, SequenceKV, has_kernel, mask_of, within_window
 from foreword.model.cache import CacheShape, SharedCacheMemory, SlotCache
-from foreword.model.family import AttentionSpec, Family
+from foreword.model.family import AttentionSpec, Family, key_heads
 from foreword.model.fused.cuda import CudaLayer
 from foreword.model.fused.layers import fused_layers
-from foreword.model.sharding import key_heads, whole_layer
+from foreword.model.sharding import key_heads_of_rank, whole_layer
 from foreword.ops.dispatch import kernels
 from foreword.ranks.group import current
 
@@ -162,7 +162,7 @@ class Stack:
         self.windows, self.rotary_names = (
             {getattr(spec, name) for spec in self.attention_specs} for name in ("window", "rotary_table")
         )
-        self.lacks = Skip.of(mlp=tuple(index for index, layer in enumerate(layers) if not hasattr(layer, family.mlp)))
+        self.lacks = Skip.of(mlp=tuple(index for index, layer in enumerate(layers) if not family.mlp_modules(layer)))
         self.fused = fused_layers(layers) if family.fused else None
         self.rotary_tables: dict[str, Any] = {}  # cosine and sine at every position, by table
 
@@ -197,7 +197,7 @@ class Stack:
     def cache_shape(self) -> CacheShape:
         config = self.model.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return CacheShape(len(self.layers), key_heads(config, self.ranks), width, self.model.dtype)
+        return CacheShape(len(self.layers), key_heads_of_rank(config, self.ranks), width, self.model.dtype)
 
     def read(self, hidden: Tensor, batch: Batch, count: Tensor, skip: Skip | None = None) -> Tensor:
         """Run rows [b, n, H] of a sequence as a chain after the cached ones, and commit the first `count` [b] of them."""
@@ -245,6 +245,8 @@ class Stack:
     ) -> Walked:
         """Run rows [b, n, H] through the layers after `start` up to and including `stop`."""
         stop = len(self.layers) if stop is None else stop
+        if start == 0 and self.family.parts.positions:
+            hidden = self.family.placed(self.model, hidden, rows.position)
         real, tapped = rows.count, {}
         # Make a new tensor object. No earlier walk handed on a norm for it, so this walk launches one: between the kernel
         # that computes positions, and the product that reads them before its turn.
@@ -270,7 +272,10 @@ class Stack:
         """Run whole sequences [b, n, H] through the layers after `start`, and the rows that join at the anchors [b, A].
         Yield both as they leave each layer. The rows have gradients; the sequences have them if they are not `frozen`."""
         kv, count = SequenceKV(), anchor.shape[1]
-        whole, joined = self._view(Rows.whole_sequences(hidden.shape[1], hidden.device), hidden.dtype), None
+        sequences = Rows.whole_sequences(hidden.shape[1], hidden.device)
+        if start == 0:
+            hidden = self.family.placed(self.model, hidden, sequences.position)
+        whole, joined = self._view(sequences, hidden.dtype), None
         whole = replace(whole, shared=whole.shared._replace(kv_out=kv))
         rows: tuple[Tensor, ...] = ()
         for layer in range(start, len(self.layers) + 1):
@@ -363,7 +368,7 @@ class Stack:
     def _masks(self, base: Tensor, rows: Rows, key_rows: int, dtype: torch.dtype) -> dict[int, Tensor]:
         """Return a mask for each window among the layers."""
         config = self.model.config
-        groups = config.num_attention_heads // config.num_key_value_heads
+        groups = config.num_attention_heads // key_heads(config)
         return {window: mask_of(base, rows.sees, key_rows, groups, dtype, window, rows.depth) for window in self.windows}
 
     def parameters(self) -> Iterator[nn.Parameter]:

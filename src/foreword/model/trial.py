@@ -6,9 +6,11 @@ of the walk are from those of transformers. An unknown model that agrees needs o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,12 +21,13 @@ from transformers import PreTrainedModel
 from foreword.core.draft import Draft, Tree
 from foreword.core.needs import Needs, Skip
 from foreword.core.state import Batch
-from foreword.errors import ModelUnsupported
-from foreword.model.families import FAMILIES, family_of
-from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, PRE_NORM, SANDWICH_NORM, Family, Norms, Windows
+from foreword.errors import ForewordWarning, InputError, ModelUnsupported
+from foreword.model.families import FAMILIES, SLOW, family_of
+from foreword.model.family import GLM4_NORM, PARALLEL, POST_NORM, PRE_NORM, SANDWICH_NORM, Family, Norms, Parts, Windows
 from foreword.model.loading import load_stock, read_config, read_weights
 from foreword.model.model import Model
-from foreword.model.obstacles import obstacles
+from foreword.model.obstacles import generates, obstacles
+from foreword.model.slow import load_slow
 from foreword.model.stack import Stack
 
 AGREEMENT = 1e-3  # of the spread of the logits; float32 rounds to a hundredth of it, and a wrong part changes far more
@@ -36,8 +39,13 @@ NAMED_NORMS = {
     "PARALLEL": PARALLEL,
     "GLM4_NORM": GLM4_NORM,
 }
-_KNOWN_MLPS = ("mlp", "block_sparse_moe", "feed_forward")
-_KNOWN_FINAL_NORMS = ("norm", "final_layernorm")
+_KNOWN_MLPS = ("mlp", "block_sparse_moe", "feed_forward", "fc1 activation_fn fc2")
+_KNOWN_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_KNOWN_INNERS = ("model.decoder", "model", "gpt_neox", "transformer")
+_KNOWN_LAYERS = ("layers", "h")
+_KNOWN_EMBEDDINGS = ("embed_tokens", "embed_in", "wte")
+_KNOWN_ATTENTIONS = ("self_attn", "attention", "attn")
+_KNOWN_POSITIONS = ("wpe", "embed_positions")
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class Verdict:
     said: str
     trial: Trial | None = None
     unreached_window: int = 0  # longer than what was tried
+    slow: bool = False  # transformers alone runs it
 
     @property
     def line(self) -> str | None:
@@ -80,7 +89,7 @@ def judge(folder: Path) -> Verdict:
     config = read_config(folder)
     known = config.model_type in FAMILIES
     if not known and (found := obstacles(config)):
-        return Verdict(config.model_type, False, "; ".join(map(str, found)))
+        return Verdict(config.model_type, False, "; ".join([*map(str, found), *([SLOW] if generates(config) else [])]))
     try:
         if known:
             hf = load_stock(folder, torch.device("cpu"), torch.float32)
@@ -91,6 +100,17 @@ def judge(folder: Path) -> Verdict:
     except ModelUnsupported as error:
         return Verdict(config.model_type, False, str(error))
     return _verdict(config.model_type, known, trial)
+
+
+def judge_slow(folder: Path) -> Verdict:
+    """Try the model in a folder as `load(slow=True)` runs it, in float32 on the CPU."""
+    model_type = read_config(folder).model_type
+    try:
+        with warnings.catch_warnings(action="ignore", category=ForewordWarning):  # the verdict says the same
+            model = load_slow(folder, torch.device("cpu"), torch.float32)
+    except (InputError, ModelUnsupported) as error:
+        return Verdict(model_type, False, str(error))
+    return Verdict(model_type, True, f"it runs slow, {model.slow}; drafts are chains", slow=True)
 
 
 def _verdict(model_type: str, known: bool, trial: Trial) -> Verdict:
@@ -143,7 +163,7 @@ def _reaches_attention(model: Model) -> bool:
     """Whether the first layer hands our pass on. If it does not, its attention is that of transformers, over no cache."""
     handed: list[bool] = []
     layer: Any = model.layer_stack.layers[0]
-    hook = layer.self_attn.register_forward_pre_hook(
+    hook = model.family.attention(layer).register_forward_pre_hook(
         lambda _, __, given: handed.append("foreword_pass" in given), with_kwargs=True
     )
     try:
@@ -181,11 +201,12 @@ def _draft(tokens: Tensor, tree: Tree) -> Draft:
 def _halves(model: Model, tokens: Tensor) -> float:
     """Return how far the two halves of a layer are from the layer, at most. A pass may leave out either of them."""
     worst, hidden, norms = 0.0, model.embed(tokens.unsqueeze(0)), model.family.norms
+    family = replace(model.family, parts=model.family.parts._replace(positions=""))  # not in each layer again
+    parallel = norms.before_mlp == norms.before_attention != "" or getattr(model.hf.config, "use_parallel_residual", False)
     for layer in model.layer_stack.layers:
-        alone = Stack(model.hf, model.family, nn.ModuleList([layer]))
+        alone = Stack(model.hf, family, nn.ModuleList([layer]))
         whole = alone.walk_sequences(hidden)
         halfway = alone.walk_sequences(hidden, Skip.of(mlp=(0,)))
-        parallel = norms.before_mlp == norms.before_attention != ""
         second = alone.walk_sequences(hidden if parallel else halfway, Skip.of(attention=(0,)))
         both = halfway + second - hidden if parallel else second
         worst = max(worst, float((both - whole).abs().max() / whole.std()))
@@ -195,29 +216,18 @@ def _halves(model: Model, tokens: Tensor) -> float:
 
 def guesses(hf: PreTrainedModel) -> Iterator[Family]:
     """Yield the families that the parts of an unknown model suggest, or raise an error that names the parts it lacks."""
-    inner, config = getattr(hf, "model", None), cast(Any, hf.config)
-    layers = getattr(inner, "layers", None) or [None]
-    final, mlp = _first(inner, _KNOWN_FINAL_NORMS), _first(layers[0], _KNOWN_MLPS)
-    found = {
-        "lm_head": hasattr(hf, "lm_head"),
-        "model.embed_tokens": hasattr(inner, "embed_tokens"),
-        "model.rotary_emb": hasattr(inner, "rotary_emb"),
-        f"model.{' or model.'.join(_KNOWN_FINAL_NORMS)}": final,
-        "self_attn in its layers": all(hasattr(layer, "self_attn") for layer in layers),
-        f"{' or '.join(_KNOWN_MLPS)} in its layers": mlp,
-    }
-    if lacking := [name for name, there in found.items() if not there]:
-        raise ModelUnsupported(
-            f"{type(hf).__name__} has no {', no '.join(lacking)}; a line of the table cannot name its parts"
-        )
-    attention: Any = layers[0].self_attn
+    parts, config = _parts_of(hf), cast(Any, hf.config)
+    inner: Any = attrgetter(parts.inner)(hf)
+    layer = getattr(inner, parts.layers)[0]
+    attention: Any = getattr(layer, parts.attention)
     factors = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-    for norms, windows in product(_norms_of(layers[0]), _windows_of(config)):
+    for norms, windows in product(_norms_of(layer), _windows_of(config)):
         yield Family(
             config.model_type,
             norms=norms,
-            mlp=mlp,
-            final_norm=final,
+            parts=parts,
+            mlp=_first(layer, _KNOWN_MLPS),
+            final_norm=_first(inner, _KNOWN_FINAL_NORMS),
             windows=windows,
             has_experts=hasattr(config, "num_experts_per_tok"),
             has_multipliers=all(hasattr(config, name) for name in factors),
@@ -225,12 +235,44 @@ def guesses(hf: PreTrainedModel) -> Iterator[Family]:
             has_sinks=hasattr(attention, "sinks"),
             caps_scores=bool(getattr(attention, "attn_logit_softcapping", None)),
             caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
-            rotary_by_type=any(isinstance(one, dict) for one in (config.rope_parameters or {}).values()),
+            rotary_by_type=any(isinstance(one, dict) for one in (getattr(config, "rope_parameters", None) or {}).values()),
         )
 
 
+def _parts_of(hf: PreTrainedModel) -> Parts:
+    """Return the names of a model's parts, or raise an error that names those it lacks."""
+    inner = _first(hf, _KNOWN_INNERS)
+    held: Any = attrgetter(inner)(hf) if inner else None
+    layers, embedding = _first(held, _KNOWN_LAYERS), _first(held, _KNOWN_EMBEDDINGS)
+    every = getattr(held, layers, None) or [None]
+    attention, positions = _first(every[0], _KNOWN_ATTENTIONS), _first(held, _KNOWN_POSITIONS)
+    found = {
+        "lm_head": hasattr(hf, "lm_head"),
+        " or ".join(_KNOWN_INNERS): inner,
+        " or ".join(_KNOWN_EMBEDDINGS): embedding,
+        " or ".join((Parts().rotary, *_KNOWN_POSITIONS)): hasattr(held, Parts().rotary) or positions,
+        " or ".join(_KNOWN_FINAL_NORMS): _first(held, _KNOWN_FINAL_NORMS),
+        f"{' or '.join(_KNOWN_ATTENTIONS)} in its layers": attention and all(hasattr(layer, attention) for layer in every),
+        f"{' or '.join(_KNOWN_MLPS)} in its layers": _first(every[0], _KNOWN_MLPS),
+    }
+    if lacking := [name for name, there in found.items() if not there]:
+        raise ModelUnsupported(
+            f"{type(hf).__name__} has no {', no '.join(lacking)}; a line of the table cannot name its parts"
+        )
+    return Parts(inner, layers, embedding, attention, Parts().rotary if not positions else "", positions)
+
+
 def _first(module: Any, names: tuple[str, ...]) -> str:
-    return next((name for name in names if hasattr(module, name)), "")
+    """Return the first name whose parts a module has all. A name may be a path, or that of several parts."""
+    return next((name for name in names if all(_has(module, part) for part in name.split())), "")
+
+
+def _has(module: Any, path: str) -> bool:
+    try:
+        attrgetter(path)(module)
+    except AttributeError:
+        return False
+    return True
 
 
 def _windows_of(config: Any) -> list[Windows]:

@@ -2,9 +2,9 @@
 
 In: cases, each a position in a sequence and two tokens for it. transformers alone scores them again in float64. A case is a
 tie if rounding as large as the run's own can flip the choice: the scores lie within twice the run's error at these two
-tokens, or the likelier one is within that margin of a filter's edge. The error is the largest deviation from float64 of
-passes in the run's dtype: replays of the run, and transformers' own. Deviations beyond twice the largest of transformers'
-are not rounding and do not count. Each pass covers many sequences and scores all their cases.
+tokens, the likelier one is within that margin of a filter's edge, or another choice of experts explains it (`routers.py`).
+The error is the largest deviation from float64 of passes in the run's dtype: replays of the run, and transformers' own.
+Deviations beyond twice the largest of transformers' do not count. A pass covers many sequences and scores all their cases.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from foreword.model.quantised_linears import is_quantised
 from foreword.ops.device import prefill_chunk
 from foreword.ops.sending import sent
 from foreword.prove.report import Reason, Verdict
+from foreword.prove.routers import turned_passes
 
 PASS_ROWS = (1, 4, 16)
 """Rows of the passes that replay a sequence: plain decoding, a small draft and a large one."""
@@ -114,7 +115,21 @@ class Referee:
         error = torch.maximum(error, own.amax(1)) if wide else error
         error = torch.minimum(error, 2 * own.amax(1))
         plain, method = scores.gather(1, pair).unbind(1)
-        return list(map(_ruling, batch.cases, plain.tolist(), method.tolist(), error.tolist(), scaled))
+        rulings = list(map(_ruling, batch.cases, plain.tolist(), method.tolist(), error.tolist(), scaled))
+        return [self._with_routers(case, ruling) for case, ruling in zip(batch.cases, rulings, strict=True)]
+
+    def _with_routers(self, case: Case, ruling: Ruling) -> Ruling:
+        """Look for a near-tie of a router, if the model has any and the scores of the tokens explain nothing."""
+        if (ruling.verdict, ruling.reason) != ("bug", "gap") or not hasattr(self.model.hf.config, "num_experts_per_tok"):
+            return ruling
+        assert ruling.error is not None and ruling.plain_score is not None and ruling.method_score is not None
+        scoring, tokens = Scoring.of([case], self.model), sent([case.sequence[: case.place]], self.model.device)
+        ahead = 1 if ruling.plain_score > ruling.method_score else -1
+        for logits in turned_passes(self.exact, self.model.hf, tokens):
+            scores = scoring.scores(logits.unsqueeze(0))[0]
+            if ahead * float(scores[case.plain] - scores[case.method]) <= 2 * ruling.error:
+                return replace(ruling, verdict="tie", reason="router")
+        return ruling
 
 
 def _ruling(case: Case, plain: float, method: float, error: float, scaled: Tensor) -> Ruling:
@@ -298,7 +313,7 @@ def own_logits(hf: Any, batch: CaseBatch) -> Tensor:
     """
     device = next(hf.parameters()).device
     index, rows = sent(batch.sequence_index, device), sent(batch.rows, device)
-    picking = hf.lm_head.register_forward_pre_hook(lambda _, given: (given[0][index, rows].unsqueeze(1),))
+    picking = hf.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0][index, rows].unsqueeze(1),))
     try:
         logits: Tensor = hf(input_ids=_padded(batch.sequences, device), use_cache=False).logits[:, 0]
     finally:
@@ -416,9 +431,11 @@ def exact_copy(model: Model, folder: Path | None = None) -> Any:
             f"{model.name}: judging a difference needs the model a second time, in float64 on {model.device}, and that "
             f"failed ({error}); prove a smaller model, or one that transformers loaded unchanged"
         ) from error
+    exact.config._experts_implementation = EXACT_EXPERTS
+    if model.slow:  # it keeps its own attention, and norms in float32
+        return exact.eval()
     # Only eager attention has caps and sinks. Its softmax is in float32, which rounds less than any run.
     exact.config._attn_implementation = model.family.stock_attention
-    exact.config._experts_implementation = EXACT_EXPERTS
     for name, module in list(exact.named_modules()):
         if "RMSNorm" in type(module).__name__:
             exact.set_submodule(name, _exact_norm(module))

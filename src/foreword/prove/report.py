@@ -23,7 +23,7 @@ from foreword.core.sampling import Sampling
 from foreword.errors import StorageError
 
 Verdict = Literal["tie", "bug"]
-Reason = Literal["gap", "top-k edge", "top-p edge", "min-p edge", "filter", "length"]
+Reason = Literal["gap", "router", "top-k edge", "top-p edge", "min-p edge", "filter", "length"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Difference:
     """Where a method diverged from plain decoding. `position` counts the new tokens from 0.
 
     `gap` is the distance of the two scores, `error` the run's own error at these tokens. `reason` says what decided: the gap
-    against twice the error; a filter's edge at the likelier token; a filter that certainly drops one of them; or the length,
-    if one output goes on and the other ends.
+    against twice the error; a near-tie of a router, in a mixture of experts; a filter's edge at the likelier token; a filter
+    that certainly drops one of them; or the length, if one output goes on and the other ends.
     """
 
     prompt: str

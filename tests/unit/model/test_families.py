@@ -11,7 +11,6 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
-    GPT2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -24,6 +23,7 @@ from foreword.errors import ModelUnsupported
 from foreword.model.families import FAMILIES, family_of
 from foreword.model.model import Model
 from foreword.model.obstacles import obstacles
+from foreword.model.trial import try_family
 
 TOKENS = [5, 9, 31, 8, 40, 7, 7, 12, 30, 3, 22]
 
@@ -142,8 +142,8 @@ def logits_in_two_passes(hf: PreTrainedModel) -> Tensor:
 
 
 def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(ModelUnsupported, match=f"'gpt2'.*supported: {', '.join(sorted(FAMILIES))}"):
-        family_of(GPT2Config())
+    with pytest.raises(ModelUnsupported, match=f"'bloom'.*supported: {', '.join(sorted(FAMILIES))}"):
+        family_of(AutoConfig.for_model("bloom"))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,13 @@ def test_rotary_angles_that_depend_on_the_length_are_refused(kind: str) -> None:
     config = LlamaConfig()
     config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ModelUnsupported, match=f"'{kind}'.*llama3"):
+        family_of(config)
+
+
+def test_an_unknown_position_scheme_is_refused() -> None:
+    config = LlamaConfig()
+    config.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0}
+    with pytest.raises(ModelUnsupported, match="'spiral' is not supported.*supported: default, linear, llama3, yarn"):
         family_of(config)
 
 
@@ -205,13 +212,11 @@ OBSTACLES = {
     "llama4_text": "chunked_attention",
     "gemma4_text": "different heads",
     "gemma3n_text": "share keys.*inputs of their own",
-    "gpt2": "no rotary",
-    "opt": "no rotary",
-    "bloom": "no rotary",
+    "bloom": "foreword try FOLDER",
     "bart": "encoder and a decoder",
     "gemma3": "images.*its text model is 'gemma3_text', which is supported",
     "t5": "encoder and a decoder",
-    "vit": "images|no causal|no rotary",
+    "vit": "images|no causal",
     "olmo": "foreword try FOLDER",
 }
 
@@ -231,6 +236,33 @@ def test_alibi_is_an_obstacle() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_known_family_has_no_obstacle(family: str) -> None:
     assert not obstacles(AutoConfig.for_model(family))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "norms come after the halves"),
+        ("opt", {"word_embed_proj_dim": 512, "hidden_size": 1024}, "embeddings are 512 wide and its rows 1024"),
+        ("gpt2", {"add_cross_attention": True}, "attend to an encoder"),
+    ],
+)
+def test_variants_with_other_parts_are_refused(kind: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelUnsupported, match=rf"{kind}: .*{said}.*slow=True"):
+        family_of(AutoConfig.for_model(kind, **fields))
+
+
+def test_halves_in_a_row_need_no_line_of_their_own() -> None:
+    """A GPT-NeoX may have its halves one after the other."""
+    hf = fresh("gpt_neox", torch.float32, use_parallel_residual=False)
+    assert try_family(hf, FAMILIES["gpt_neox"]).agrees
+
+
+def test_padding_beyond_the_last_learned_position() -> None:
+    """A prompt chunk may be padded beyond the context: its rows count for nothing, and must not fail."""
+    hf = fresh("gpt2", torch.float32)
+    rows, table = torch.zeros(1, 1, 32), hf.transformer.wpe.weight
+    placed = FAMILIES["gpt2"].placed(hf, rows, torch.tensor([[len(table) + 5]]))
+    assert torch.equal(placed[0, 0], table[-1])
 
 
 def test_a_window_may_be_none() -> None:

@@ -97,12 +97,13 @@ def test_an_unknown_family_that_needs_only_a_line(kind: str, line: str, tmp_path
         ("afmoe", "its layers have the norms .*, which no known family has together"),
         ("granitemoeshared", "differs from transformers by .* the most that rounding explains"),  # its second half is two
         ("mamba2", "recurrent"),
-        ("gpt_neox", "has no model.embed_tokens"),
+        ("gptj", "has no rotary_emb or wpe"),
     ],
 )
 def test_an_unknown_family_that_needs_more(kind: str, said: str, tmp_path: Path) -> None:
     more: dict[str, dict[str, int]] = {
         "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
+        "gptj": {"rotary_dim": 8},
         "granitemoeshared": {"shared_intermediate_size": 16},
     }
     unknown(kind, **more.get(kind, {})).save_pretrained(tmp_path)

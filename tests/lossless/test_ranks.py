@@ -150,7 +150,7 @@ def test_families_that_cannot_be_divided_are_refused(family: str) -> None:
         check_divisible(FAMILIES[family], config, 2)
 
 
-def test_a_process_alone_is_told_how_to_start_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_learns_how_to_start_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
         check_launch(2)

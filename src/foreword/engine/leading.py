@@ -1,4 +1,4 @@
-"""LeadingEngine: the engine of the first of several ranks. It tells the others what it does, before it does it."""
+"""LeadingEngine: the engine of the first of several ranks. It sends the others what it will do, before it does it."""
 
 from __future__ import annotations
 

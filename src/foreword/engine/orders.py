@@ -1,4 +1,4 @@
-"""What the first rank tells the others to do with their engines, before it does the same with its own.
+"""What the first rank orders the others to do with their engines, before it does the same with its own.
 
 Each order is one small object. Requests are sent whole, so that every rank finds end tokens and stop strings by itself, in
 the same round; only the tokenizer stays where it is.

@@ -68,9 +68,14 @@ class Links:
             if self.rank:
                 self.orders[0].send(value)
                 return bool(self.receive())
-            found = all([value, *[link.recv() for link in self.orders.values()]])  # a list: all must be received
+            found = all([value, *[self._answer(link) for link in self.orders.values()]])  # a list: all must be received
             self.send(found)
             return found
+
+    def _answer(self, link: Connection) -> bool:
+        if not link.poll(SILENCE_S):
+            raise EngineError(f"another rank has not answered for {SILENCE_S:g} seconds")
+        return bool(link.recv())
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

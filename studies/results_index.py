@@ -249,6 +249,17 @@ def http_cost(found: Found) -> str:
     return f"microseconds of the HTTP process per round of an output: {costs} streams"
 
 
+def rank_costs(found: Found) -> str:
+    slowest = max(found["contenders"], key=lambda one: one["ratio"])
+    return f"{slowest['method']} {slowest['kind']}: {slowest['ratio']:.2f} times as long as alone"
+
+
+def sampling_costs(found: Found) -> str:
+    return ", ".join(
+        f"{one['setting']} {one['over_temperature']:.2f}x" for one in found["sampling"] if "top" in one["setting"]
+    )
+
+
 def server_speed(found: Found) -> str:
     shares = ", ".join(f"{one['share']:.3f} at {one['streams']}" for one in found["streams"])
     return f"{found['about']['model']}: share of the engine's tokens/s through HTTP, {shares} streams"
@@ -307,6 +318,8 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Passes and kernels", "milliseconds", row_costs),
     ("Inside other engines", "in_vllm", inside_vllm),
     ("Serving", "levels", asked_by_others),
+    ("Passes and kernels", "contenders", rank_costs),
+    ("Passes and kernels", "sampling", sampling_costs),
     ("Serving", "streams", server_speed),
     ("Serving", "http", http_cost),
     ("Serving", "predicted", predictions),

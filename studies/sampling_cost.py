@@ -3,6 +3,7 @@
 The same prompts are answered greedily, at a temperature, and with each filter and penalty added to that, in turns. Out: the
 tokens per second of decoding after the first token, and their ratio to the temperature alone. With `plain` a ratio is the
 cost of choosing tokens; with a method that drafts, draft tokens are also accepted less or more often.
+Made results/sampling_cuda.json.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def sampling_cost(
             print(
                 f"{one.method:16} {one.setting:24} {one.tokens_per_s:8.1f} tokens/s, {one.over_temperature:.3f}", flush=True
             )
-        keep(out, "costs", llm.model, list(map(asdict, found)), prompts=prompts.name, tokens=tokens)
+        keep(out, "sampling", llm.model, list(map(asdict, found)), prompts=prompts.name, tokens=tokens)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from safetensors import safe_open
 from typer.testing import CliRunner
 
 import foreword
@@ -349,9 +348,8 @@ def training(method: str) -> dict[str, Any]:
 
 
 def learned_weights(method: str) -> int:
-    with safe_open(WEIGHTS / method / "model.safetensors", "pt") as file:
-        names = [name for name in file.keys() if name != "words" and not name.endswith(".scale")]  # noqa: SIM118
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    weights = read_weights(WEIGHTS / method / "model.safetensors")
+    return sum(weight.numel() for name, weight in weights.items() if name != "words")
 
 
 def millions(number: float) -> str:

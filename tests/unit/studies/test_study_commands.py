@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
-# A looped model that was trained on a GPU; servers on a machine that is idle; a picture.
-WITHOUT_RESULTS = {"speed", "page_picture", "serve_speed"}
+# A looped model that was trained on a GPU; a picture.
+WITHOUT_RESULTS = {"speed", "page_picture"}
 STUDIES = sorted(
     path for path in (ROOT / "studies").glob("*.py") if "typer.run(" in path.read_text() or "app()" in path.read_text()
 )

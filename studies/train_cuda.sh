@@ -26,7 +26,7 @@ END
 train() { # NAME METHOD STEPS RATE OPTIONS...
     folder=$out/drafters/$1
     resume=$([ -e "$folder/run/checkpoint.pt" ] && echo --resume)
-    python -m foreword train "$2" $sequences --steps "${STEPS:-$3}" --learning-rate "${RATE:-$4}" "${@:5}" $resume --json --out "$folder" \
+    python -m foreword train "$2" $sequences --steps "${STEPS:-$3}" --evaluate-every "${STEPS:-$3}" --learning-rate "${RATE:-$4}" "${@:5}" $resume --json --out "$folder" \
         >"$folder.json" 2>"$folder.txt" || tail -5 "$folder.txt"
 }
 
@@ -40,21 +40,21 @@ for step in "$@"; do
         distil long "$out/long.jsonl" --max-context 1280 --slots 512 --drop-loops 0.5 --temperature 0.7 --answers 2 &
         wait
         ;;
-    clover2) train clover2 clover2 2400 2e-3 $common --evaluate-every 1200 --option taps=8,16,24 --option heads=6 ;;
-    masked) train masked masked 900 2e-3 $common --evaluate-every 450 ;;
-    masked_steps) train masked_steps masked 800 2e-3 $common --evaluate-every 400 --option order=disco --option steps=2 ;;
-    chimera) train chimera chimera 800 2e-3 $common --evaluate-every 800 --option taps=8,16,24 ;;
-    kangaroo) train kangaroo kangaroo 600 1.5e-3 $common --evaluate-every 600 --option exit=2 --option adapter=layer ;;
+    clover2) train clover2 clover2 2400 2e-3 $common --option taps=8,16,24 --option heads=6 ;;
+    masked) train masked masked 900 2e-3 $common ;;
+    masked_steps) train masked_steps masked 800 2e-3 $common --option order=disco --option steps=2 ;;
+    chimera) train chimera chimera 800 2e-3 $common --option taps=8,16,24 ;;
+    kangaroo) train kangaroo kangaroo 600 1.5e-3 $common --option exit=2 --option adapter=layer ;;
     ablation) # of clover: the whole drafter, without the attention of its cell, without its cell; two seeds each, 20 M tokens
         for seed in 0 1; do
             for variant in whole attention regressive; do
                 without=$([ $variant = whole ] || echo "--option $variant=false")
-                train clover_${variant}_$seed clover 690 2e-3 $common --evaluate-every 690 --seed $seed $without
+                train clover_${variant}_$seed clover 690 2e-3 $common --seed $seed $without
             done
         done
         ;;
-    hydra) train hydra hydra 700 2e-3 $common --evaluate-every 700 ;;
-    looped) train looped looped 800 1e-3 --batch 128 --max-length 640 --average 0.99 --evaluate-every 400 --checkpoint-every 100000 ${LOOPED:-} ;;
+    hydra) train hydra hydra 700 2e-3 $common ;;
+    looped) train looped looped 800 1e-3 --batch 128 --max-length 640 --average 0.99 --checkpoint-every 100000 ${LOOPED:-} ;;
     *)
         echo "no step is called $step" >&2
         exit 2

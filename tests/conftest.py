@@ -60,3 +60,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Skip here instead of marking each test: pytest's summary then has one line with the number of skipped tests.
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device: run `make test-gpu` where there is one")
+    if item.get_closest_marker("ray") and not (item.config.option.markexpr == "ray" and find_spec("ray")):
+        pytest.skip("starts clusters of Ray, for minutes: `make ray-test` runs it")

@@ -38,6 +38,7 @@ from foreword.model.stack import Rows, anchors_and_offsets
 from foreword.ops import cached_rows
 from foreword.ops.candidate_graphs import Rule, TorchGraph
 from foreword.ops.device import synchronize
+from foreword.ops.filters import Filters, filtered
 from foreword.ops.flights import NONE, Flight, FlightColumns, board, continued, move
 from foreword.ops.growth import RankPaths, TorchTrees
 from foreword.ops.growth import filled as filled_by_torch
@@ -217,6 +218,31 @@ def check_vocabulary(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(chances.cpu(), wide.log_softmax(-1).gather(-1, places), rtol=1e-5, atol=1e-5)
     greedy, _ = top_with_chances(scores.to(device), 6, vocabulary=vocabulary.to(device))
     assert same(greedy, vocabulary[scores.float().sort(descending=True, stable=True).indices[..., :6]])
+
+
+def check_filtered(seed: int, rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    """Several sequences, each with filters of its own, some of them off; ties, and tokens of probability zero. A row's
+    result is the same alone."""
+    from foreword.ops.round.filters import filtered as filtered_by_kernel  # noqa: PLC0415
+
+    generator = torch.Generator().manual_seed(seed)
+    scores = (3 * torch.randn(5, rows, width, generator=generator)).to(dtype)
+    scores[:, :, ::7], scores[1] = -torch.inf, scores[1].round()
+    temperature = torch.tensor([0.7, 1.0, 0.0, 1.3, 0.9])
+    filters = Filters(
+        top_k=torch.tensor([0, 5, 3, 2 * width, 1]) if seed % 4 else None,
+        largest_k=2 * width,
+        top_p=torch.tensor([0.9, 0.6, 1.0, 0.3, 0.95]) if seed % 4 != 1 else None,
+        min_p=torch.tensor([0.0, 0.05, 0.1, 0.0, 0.2]) if seed % 4 != 2 else None,
+    )
+    expected = filtered(scores, temperature, filters)
+    sent = [None if part is None else part.to(device) for part in (filters.top_k, filters.top_p, filters.min_p)]
+    theirs = Filters(sent[0], filters.largest_k, *sent[1:])
+    found = filtered_by_kernel(scores.to(device), temperature.to(device), theirs)
+    assert same(found, expected)
+    last = [None if part is None else part[-1:] for part in sent]
+    alone = filtered_by_kernel(scores[-1:, -1:].to(device), temperature[-1:].to(device), Filters(last[0], 1, *last[1:]))
+    assert same(alone, found[-1:, -1:])
 
 
 def check_cross_entropies(logits: Tensor, teacher: Tensor | None, device: str) -> None:

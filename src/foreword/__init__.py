@@ -7,6 +7,8 @@ loads no model answers at once.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from foreword.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from foreword.api import LLM, AsyncStream, Chat, Stream, default_model, load, wrap
     from foreword.core.draft import Draft, Shape, Tree
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from foreword.requests import Settings
     from foreword.results import Piece, Result, Stats
     from foreword.serve.async_llm import AsyncLLM
-
-__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

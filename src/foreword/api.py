@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import wraps
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, Unpack, overload
@@ -20,16 +21,28 @@ from foreword.drafters.resolve import DrafterRequest
 from foreword.engine.ctrl_c import DelayedCtrlC
 from foreword.engine.driver import AsyncRunner, Driver
 from foreword.engine.engine import Engine
+from foreword.engine.following import follow
+from foreword.engine.leading import LeadingEngine
+from foreword.engine.orders import Close, Switch, packed
 from foreword.engine.request import Request, Running
 from foreword.errors import ForewordWarning, GrammarError, InputError, NumericsError
 from foreword.hub.resolve import called, default_model, resolve
 from foreword.methods import DEFAULT_METHOD, MethodLike
 from foreword.model.adapters import fetch_base, tokenizer_folder
+from foreword.model.fingerprint import Fingerprint
 from foreword.model.generation import sampling_defaults
-from foreword.model.loading import check_quantization, check_wrapped, choose_device, choose_dtype, load_weights
+from foreword.model.loading import (
+    check_division,
+    check_quantization,
+    check_wrapped,
+    choose_device,
+    choose_dtype,
+    load_weights,
+)
 from foreword.model.measured import remeasuring
 from foreword.model.model import Model
 from foreword.model.slow import load_slow, wrap_slow
+from foreword.ranks.group import ALONE, check_launch, current, device_of_rank, fail, is_launched, join
 from foreword.requests import EACH, Prompt, Settings, build, is_single, listed
 from foreword.results import Piece, Result
 from foreword.text import Message, Tokenizer
@@ -111,6 +124,7 @@ class LLM:
         generation_config: bool = True,
         warm_up: bool = False,
         isolated: bool = False,
+        tp: int | None = None,
         slow: bool = False,
         **options: Any,
     ) -> None:
@@ -137,6 +151,9 @@ class LLM:
         are greedy.
         `warm_up`: call `warm_up()` after loading.
         `isolated`: drafts of a conversation use no tokens of others, so that its speed tells nothing of them. For servers.
+        `tp`: divide the model over this many processes, each with a GPU (tensor parallelism). torchrun starts them, all with
+        the same program. In the first one this returns as ever; the others serve it in here, and end when it closes the
+        model. None: this process alone.
         `slow`: run a family that Foreword does not support, by the forward pass of transformers alone. Its outputs are those
         of plain decoding too. Methods: plain, prompt_lookup and token_recycling.
         `options`: options of the method. They may be part of its name too, as in "gsd:width=4".
@@ -145,31 +162,44 @@ class LLM:
         cuda_graphs = renamed(options, "cuda_graphs", cuda_graphs)
         check_flags(fused_layers=fused_layers, cuda_graphs=cuda_graphs, remeasure=remeasure)
         check_flags(generation_config=generation_config, warm_up=warm_up, isolated=isolated, slow=slow)
-        drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
-        if threads is not None:
-            _set_threads(threads)
-        place = choose_device(device)
-        precision = choose_dtype(dtype, place)
-        check_quantization(quantization, place, precision)
-        if slow and quantization is not None:
-            raise InputError(
-                f"slow=True runs a model as transformers does, in floats; leave quantization={quantization!r} out"
-            )
-        folder = resolve(model, revision, token, stored=quantization == "stored")
-        fetch_base(folder, token)
-        # Reuse is exact here: nobody else changes the weights. Not in half precision, where rows of another pass round
-        # differently and a near-tie may go either way.
-        reuses = precision.itemsize >= 4
-        with remeasuring() if remeasure else nullcontext():
+        with _one_report(tp):
+            drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(load, method, options))
+            if threads is not None:
+                _set_threads(threads)
+            place = choose_device(device)
+            precision = choose_dtype(dtype, place)
+            check_quantization(quantization, place, precision)
             if slow:
-                target: Model = load_slow(folder, place, precision, called(folder, model))
-            else:
-                hf = load_weights(folder, place, precision, rebuild=fused_layers, quantization=quantization)
-                target = Model(hf, called(folder, model))
-            tokenizer = Tokenizer.load(tokenizer_folder(folder))
-            defaults = sampling_defaults(target.hf) if generation_config else {}
-            capacity = slots, max_context
-            self._begin(target, tokenizer, drafter_request, *capacity, cuda_graphs, reuses, defaults, isolated)
+                _check_slow(quantization, tp)
+            if tp is not None:
+                check_launch(tp)
+                _check_ranks(tp, drafter_request, quantization)
+                place = device_of_rank(place, tp)
+            folder = resolve(model, revision, token, stored=quantization == "stored")
+            fetch_base(folder, token)
+            ranks = ALONE
+            if tp is not None and is_launched():
+                check_division(folder, tp)
+                ranks = join(tp, place)
+            # Reuse is exact here: nobody else changes the weights. Not in half precision, where rows of another pass round
+            # differently and a near-tie may go either way.
+            reuses = precision.itemsize >= 4
+            with remeasuring() if remeasure else nullcontext():
+                if slow:
+                    target: Model = load_slow(folder, place, precision, called(folder, model))
+                else:
+                    hf = load_weights(folder, place, precision, fused_layers, quantization, ranks)
+                    target = Model(hf, called(folder, model), ranks=ranks.count)
+                if ranks.count > 1:
+                    Fingerprint.of(target)
+                tokenizer = Tokenizer.load(tokenizer_folder(folder))
+                defaults = sampling_defaults(target.hf) if generation_config else {}
+                capacity = slots, max_context
+                self._begin(target, tokenizer, drafter_request, *capacity, cuda_graphs, reuses, defaults, isolated)
+        if ranks.links is not None and not ranks.is_first:
+            follow(self, ranks.links)
+            self.close()
+            sys.exit()
         if warm_up:
             self.warm_up()
 
@@ -233,12 +263,19 @@ class LLM:
         drafter_request = DrafterRequest.of(method, drafter, rows, **options_of_method(LLM.use, method, options))
         with self._driver.claimed() as engine:
             self._check_open()
-            name, new_drafter = drafter_request.resolve(self.model)  # may be refused: then the current method stays
-            with DelayedCtrlC():  # replace the engine and its cache together
-                self._driver.give_up()
-                engine.drafter.close()
-                self.method, self._driver.engine = name, self._engine_of(new_drafter)
+            if isinstance(engine, LeadingEngine):
+                _check_ranks(engine.links.count, drafter_request)
+                engine.links.send_bytes(packed(Switch(drafter_request)))
+            self.switch(drafter_request)
         return self
+
+    def switch(self, drafter_request: DrafterRequest) -> None:
+        """Switch to another method while no step runs. If it is refused, the current one stays."""
+        name, new_drafter = drafter_request.resolve(self.model)
+        with DelayedCtrlC():  # replace the engine and its cache together
+            self._driver.give_up()
+            self.engine.drafter.close()
+            self.method, self._driver.engine = name, self._engine_of(new_drafter)
 
     def warm_up(self, longest: int | None = None, **given: Unpack[Settings]) -> Self:
         """Record the CUDA graphs that sequences of up to `longest` tokens need, so that the first requests do not wait for
@@ -263,6 +300,8 @@ class LLM:
         """
         with self._driver.claimed() as engine:
             self._check_open()
+            if isinstance(engine, LeadingEngine):
+                raise InputError("rounds cannot be traced while several ranks run the model; load it without tp")
             drafter = engine.drafter
             inner = drafter.inner if isinstance(drafter, Traced) else drafter
             traced = Traced(inner, Path(os.path.expanduser(file)), lambda token: self.tokenizer.decode([token], False))
@@ -274,7 +313,11 @@ class LLM:
     def _engine_of(self, drafter: Drafter) -> Engine:
         if self._isolated:
             drafter.isolate()
-        return Engine(self.model, drafter, *self._capacity, graph=self._graph, compiler=self._grammars)
+        ranks = current()
+        made: Callable[..., Engine] = Engine
+        if ranks.links is not None and ranks.is_first and self.model.layer_stack.ranks > 1:
+            made = partial(LeadingEngine, links=ranks.links)
+        return made(self.model, drafter, *self._capacity, graph=self._graph, compiler=self._grammars)
 
     def __repr__(self) -> str:
         where = f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
@@ -411,6 +454,8 @@ class LLM:
         """Free the cache, and restore the attention of a wrapped model. Requests in progress are aborted."""
         with self._driver.claimed() as engine, DelayedCtrlC():
             self._driver.give_up()
+            if isinstance(engine, LeadingEngine) and not (self._driver.closed or engine.links.failed):
+                engine.links.send_bytes(packed(Close()))
             self._driver.closed = True
             engine.drafter.close()
             self.model.release()
@@ -448,6 +493,40 @@ async def finished(runner: AsyncRunner, runs: list[Running], names: tuple[str, s
     if single and runs[0].error:
         raise runs[0].error
     return [*_results(runs, len(runs), names)]
+
+
+def _check_slow(quantization: str | None, tp: int | None) -> None:
+    """Refuse what cannot be done by the forward pass of transformers alone."""
+    if quantization is not None:
+        raise InputError(f"slow=True runs a model as transformers does, in floats; leave quantization={quantization!r} out")
+    if tp is not None and tp > 1:
+        raise InputError(f"slow=True runs a model on one device; leave tp={tp} out")
+
+
+def _check_ranks(tp: int, drafter_request: DrafterRequest, quantization: str | None = None) -> None:
+    """Refuse what several ranks cannot do."""
+    if tp == 1:
+        return
+    if quantization is not None:
+        raise InputError(f"tp is {tp} and quantization is {quantization!r}; leave one of them out: codes are not divided")
+    if drafter_request.method == "amusd":
+        raise InputError(f"tp is {tp} and the method is amusd, whose rounds depend on the clock; choose another method")
+    if drafter_request.factory is not None and current() is not ALONE:
+        raise InputError("several ranks run the model, and a drafter cannot be sent to them; name a method or a folder")
+
+
+@contextmanager
+def _one_report(tp: int | None) -> Iterator[None]:
+    """If this block raises an error, let the first rank report it, and end the others."""
+    try:
+        yield
+    except BaseException as error:
+        if tp is None:
+            raise
+        fail(error)
+        if is_launched() and os.environ["RANK"] != "0":  # it was refused before the ranks had met, by each of them
+            sys.exit()
+        raise
 
 
 def _set_threads(threads: int) -> None:

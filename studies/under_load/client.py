@@ -11,7 +11,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,14 +119,15 @@ async def ask(address: Address, request: bytes, vanish: Vanish | None = None) ->
         connection.leave()
 
 
-def posted(path: str, body: Any, keep_alive: bool = False) -> bytes:
-    """Return a request with a JSON body."""
+def posted(path: str, body: Any, keep_alive: bool = False, headers: Mapping[str, str] | None = None) -> bytes:
+    """Return a request with a JSON body. `headers`: in addition to those that it needs."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection = b"keep-alive" if keep_alive else b"close"
     head = (
         b"POST %b HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n"
     )
-    return head % (path.encode(), connection, len(content)) + content
+    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items()).encode()
+    return head[:-2] % (path.encode(), connection, len(content)) + more + b"\r\n" + content
 
 
 def got(path: str) -> bytes:

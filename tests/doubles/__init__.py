@@ -38,6 +38,7 @@ from doubles.models import (
     tiny,
     widened_pair,
 )
+from doubles.ranks import one_rank
 from doubles.recording import Recorder, Seen, check_yield, drafts_of
 from doubles.reference import GRAMMAR_COMPILER, forget_truth, full_sequence, hf_cache, hf_hidden, hf_logits, hf_window, truth
 from doubles.states import prefilled, sequence_of, sequences_of, state_of
@@ -106,6 +107,7 @@ __all__ = [
     "paths_of",
     "poisoned_model",
     "prefilled",
+    "one_rank",
     "prompts",
     "random_tree",
     "requests",

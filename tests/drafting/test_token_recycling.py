@@ -71,6 +71,17 @@ def test_the_default_has_81_rows() -> None:
     assert (bound().shape.nodes, bound().shape.depth) == (81, 6)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 12])
+def test_a_chain_takes_the_best_candidate_after_each_token(rows: int) -> None:
+    drafter = filled(rows=rows, tree="chain")
+    found, table = drafter.propose(state_of([[3, 9]])), rows_of(drafter)
+    expected = [9]
+    while len(expected) < rows:
+        expected.append(table[expected[-1]][0])
+    assert found.tokens.tolist() == [expected] and found.size.tolist() == [rows] and drafter.shape.depth == rows - 1
+    assert found.tree.parent.tolist() == [[0, *range(rows - 1)]]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 81, 200])
 def test_rows_are_respected(rows: int) -> None:
     drafter = filled(rows=rows)

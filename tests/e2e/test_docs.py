@@ -451,6 +451,24 @@ def test_the_record_of_the_longer_run() -> None:
     assert f"Stored in int8 they were {stored:.2f}" in said
 
 
+def test_what_stored_forms_take_and_cost() -> None:
+    page = ROOT / "docs" / "decisions" / "40-codes-are-deflated.md"
+    folder = ROOT / "results" / "stored_drafters_cpu"
+    sizes = {(one["method"], one["form"]): one for one in json.loads((folder / "sizes.json").read_text())["stored"]}
+    forms = ["4 bits, groups", "16 levels, groups", "5 bits, groups", "2 steps", "4 steps", "8 steps"]
+    for form, (_, bits, clover2, medusa) in zip(forms, table(page, "form | bits"), strict=True):
+        one, other = sizes["clover2", form], sizes["medusa", form]
+        assert (bits, clover2) == (f"{one['bits']:.2f}", f"{100 * one['error']:.1f} %")
+        assert medusa == f"{100 * other['error']:.1f} %"
+    runs = [json.loads(file.read_text()) for file in folder.glob("*.json") if file.stem != "sizes"]
+    kept = {(one["method"], one["form"]): one for run in runs for one in run["stored"]}
+    for method, *shown in table(page, "drafter | as it ships"):
+        whole, one = (kept[method.strip("`"), form] for form in ("as it is", "4 steps"))
+        share = f"{one['ratio']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+        assert shown == [f"{whole['tokens_per_round']:.3f}", f"{one['tokens_per_round']:.3f}", share]
+        assert f"answered {runs[0]['about']['prompts']} prompts of Spec-Bench" in page.read_text(encoding="utf-8")
+
+
 def test_the_record_in_its_sentences() -> None:
     said = " ".join(RECORD.read_text(encoding="utf-8").split())
     alone, words = training("hidden_transfer"), json.loads((WEIGHTS / "clover2" / "record.json").read_text())["words"]
@@ -652,3 +670,16 @@ def test_the_page_of_self_speculative_says_when_it_pays_off() -> None:
     said, _ = said_of("swift")
     assert f"the first plan has {usual['half_layers']} half-layers left out, {usual['agreement']:.1%} of the tokens" in said
     assert f"with {few['half_layers']} half-layers left out {few['agreement']:.1%}" in said
+
+
+def test_what_is_accepted_inside_vllm() -> None:
+    found = json.loads((ROOT / "results" / "vllm_cpu" / "drafters.json").read_text(encoding="utf-8"))
+    shown = {name.split("`")[1]: cells for name, *cells in table(ROOT / "docs" / "vllm.md", "drafter |")}
+    expected = {}
+    for row in found["in_vllm"]:
+        theirs, ours = row["vllm"], row["foreword"] or {}
+        ratio = f"{row['ratio']:.2f}" if row["ratio"] else "-"
+        cells = [f"{theirs['accepted']}", f"{ours.get('accepted', '-')}", ratio, f"{theirs['tokens_per_pass']:.2f}"]
+        expected[row["drafter"]] = cells
+    assert shown == expected
+    assert all(row["vllm"]["identical"] == found["about"]["prompts"] for row in found["in_vllm"])

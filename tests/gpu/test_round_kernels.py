@@ -23,6 +23,7 @@ from rounds import (
     check_conditioned_on_next,
     check_cosine_attention,
     check_filled_template,
+    check_filtered,
     check_fit,
     check_flights,
     check_growth,
@@ -60,6 +61,13 @@ QUICK_DTYPES = (torch.float32, torch.bfloat16, slow(torch.float16))
 )
 def test_the_largest_are_those_of_the_stable_sort(rows: int, width: int, k: int, dtype: torch.dtype) -> None:
     check_top(scores_with_ties(width + k, rows, width, dtype), k, "cuda")
+
+
+@pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 49152), slow(64, 49152), slow(3, 300), slow(2, 151936)])
+def test_filters_keep_what_those_of_torch_keep(rows: int, width: int, dtype: torch.dtype) -> None:
+    for seed in range(4):
+        check_filtered(seed, rows, width, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", QUICK_DTYPES, ids=str)

@@ -22,20 +22,23 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "ops": set(),
+    "ranks": set(),
     "core": {"ops"},
     "text": set(),
     "hub": {"core", "ops"},
-    "model": {"hub", "core", "ops"},
+    "model": {"hub", "ranks", "core", "ops"},
     "drafting": {"model", "core", "ops"},
     "methods": {"drafting", "model", "hub", "core", "ops"},
-    "drafters": {"methods", "drafting", "model", "hub", "text", "core", "ops"},
-    "engine": {"model", "text", "core", "ops"},
+    "drafters": {"methods", "drafting", "model", "hub", "text", "ranks", "core", "ops"},
+    "vllm": {"drafters", "methods", "core", "ops"},
+    "engine": {"model", "text", "ranks", "core", "ops"},
     "requests": {"engine", "text", "core"},
     "results": {"engine", "core"},
     "trace": {"core"},
+    "version": set(),
 }
 # Above these anything below goes, in this order; `foreword` is the package's own list of public names.
-UPPER = ("api", "serve", "foreword", "bench", "train", "prove", "cli", "__main__")
+UPPER = ("api", "launch", "serve", "foreword", "bench", "train", "prove", "simulate", "cli", "__main__")
 PEERS = {"serve", "bench", "train", "prove"}  # of one another they see nothing
 WITH_TRANSFORMERS = {
     "model",
@@ -47,7 +50,7 @@ WITH_TRANSFORMERS = {
 }  # may import it, and its kin
 
 # `ops/dispatch.py` chooses kernels, and `ops/device.py` answers by purpose. These files are about devices themselves.
-DEVICE_FILES = ("model/loading.py", "methods/amusd/", "engine/graph.py")
+DEVICE_FILES = ("model/loading.py", "methods/amusd/", "engine/graph.py", "ranks/group.py")
 TYPES_OF_KERNELS = {"model/fused/cuda.py"}  # names a type of theirs, for type checkers alone
 
 
@@ -192,9 +195,9 @@ def test_json_is_read_in_one_place() -> None:
 
 def test_importing_needs_no_optional_package() -> None:
     """In a process of its own, where those packages cannot be found."""
-    optional = ("gguf", "accelerate", "fastapi", "uvicorn", "tensorboard", "peft", "xgrammar")
+    optional = ("gguf", "accelerate", "fastapi", "uvicorn", "tensorboard", "peft", "xgrammar", "ray", "vllm")
     blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in optional)
-    rooms = "import foreword, foreword.methods, foreword.engine.engine, foreword.hub.resolve"
+    rooms = "import foreword, foreword.methods, foreword.engine.engine, foreword.hub.resolve, foreword.vllm"
     program = f"import sys; {blocked}; {rooms}; [method.load() for method in foreword.methods.METHODS.values()]"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

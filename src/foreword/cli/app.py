@@ -33,6 +33,7 @@ from foreword.cli.prove import PROVE_EXAMPLES, prove
 from foreword.cli.pull import MODELS_EXAMPLES, PULL_EXAMPLES, models, pull
 from foreword.cli.search import SEARCH_EXAMPLES, search
 from foreword.cli.serve import SERVE_EXAMPLES, serve
+from foreword.cli.simulate import SIMULATE_EXAMPLES, simulate
 from foreword.cli.train import TRAIN_EXAMPLES, train
 from foreword.cli.try_model import TRY_EXAMPLES, try_model
 from foreword.errors import ForewordError, ForewordWarning
@@ -118,6 +119,7 @@ for command, examples in (
     (doctor, DOCTOR_EXAMPLES),
     (prove, PROVE_EXAMPLES),
     (profile, PROFILE_EXAMPLES),
+    (simulate, SIMULATE_EXAMPLES),
     (distill, DISTILL_EXAMPLES),
     (train, TRAIN_EXAMPLES),
     (search, SEARCH_EXAMPLES),

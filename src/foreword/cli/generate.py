@@ -24,6 +24,7 @@ from foreword.cli.options import (
     Prediction,
     Remeasure,
     Slots,
+    Tp,
     text_of,
 )
 from foreword.errors import PromptError
@@ -78,6 +79,7 @@ def generate(
     ] = False,
     prediction: Prediction = None,
     slots: Slots = 4,
+    tp: Tp = None,
     remeasure: Remeasure = False,
     trace: Annotated[
         Path | None,
@@ -98,7 +100,7 @@ def generate(
         settings["prediction"] = text_of(prediction, "--prediction")
     asked = _prompts(prompt, prompts, limit)
     own = not generation.no_generation_config
-    with model.load(method, slots if len(asked) * n > 1 else 1, remeasure, generation_config=own) as llm:
+    with model.load(method, slots if len(asked) * n > 1 else 1, remeasure, generation_config=own, tp=tp) as llm:
         note_defaults(llm.sampling_defaults, settings)
         if trace is not None:
             llm.trace(trace)

@@ -52,6 +52,10 @@ Prediction = Annotated[
     ),
 ]
 Slots = Annotated[int, _of_model(min=1, metavar="N", help="Batch size: the number of requests that run at the same time.")]
+Tp = Annotated[
+    int | None,
+    _of_model("--tp", min=1, metavar="N", help="Divide the model over N GPUs, one process each. Default: one GPU."),
+]
 
 
 @contextmanager
@@ -241,14 +245,29 @@ class ModelOptions:
                 object.__setattr__(self, now, True)
                 object.__setattr__(self, before, False)
 
-    def load(self, method: MethodOptions, slots: int, remeasure: bool = False, generation_config: bool = False) -> LLM:
-        """Load the model. `generation_config`: use the model's own defaults for sampling."""
+    def load(
+        self,
+        method: MethodOptions,
+        slots: int,
+        remeasure: bool = False,
+        generation_config: bool = False,
+        tp: int | None = None,
+        isolated: bool = False,
+    ) -> LLM:
+        """Load the model. `generation_config`: use the model's own defaults for sampling. `tp`: over how many ranks to
+        divide it; they are started here. `isolated`: as in a server."""
         own = method.own()
         # Fetching shows its own progress bar, and two live displays would overwrite each other.
         with waiting(f"loading {self.name}", terminal_only=True) if self.is_here() else nullcontext(), measuring(remeasure):
             from foreword.api import load  # noqa: PLC0415  imports torch: seconds that only loading commands pay
 
             own |= {"drafter": method.drafter, "rows": method.rows, "slots": slots, "generation_config": generation_config}
+            own |= {"isolated": isolated}
+            if tp is not None:
+                from foreword.launch import start_others  # noqa: PLC0415  as above
+
+                own["tp"] = tp
+                start_others({"model": self.model, "method": method.method, **self.where(), **own})
             return load(self.model, method.method, **self.where(), **own)
 
     def where(self) -> dict[str, Any]:
@@ -538,7 +557,7 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     return found
 
 
-_HAVE_OPTIONS = {"slots"} | {one.name for group in (MethodOptions, ModelOptions) for one in fields(group)}
+_HAVE_OPTIONS = {"slots", "tp"} | {one.name for group in (MethodOptions, ModelOptions) for one in fields(group)}
 
 
 def unfold(command: Callable[..., None]) -> Callable[..., None]:

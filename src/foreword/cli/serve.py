@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foreword.cli.console import complain, note, notes
-from foreword.cli.options import MethodOptions, ModelOptions, Slots
-from foreword.errors import ForewordError
-from foreword.serve.options import ServeOptions, digest
+from foreword.cli.options import MethodOptions, ModelOptions, Slots, Tp
+from foreword.errors import ForewordError, InputError
+from foreword.serve.options import KEY_VARIABLE, ServeOptions, digests
 
 if TYPE_CHECKING:
     from foreword.serve.async_llm import AsyncLLM
+    from foreword.serve.ray.options import RayOptions
 
 SERVE_EXAMPLES = """\
 [bold]Examples[/]
@@ -29,15 +30,17 @@ SERVE_EXAMPLES = """\
   curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 
   openssl rand -hex 16 > keys.txt; foreword serve --host 0.0.0.0 --api-key-file keys.txt
+
+  foreword serve --ray --replicas 2 --model ./my-model
 """
 
-SERVER, LIMITS, SAFETY = "Server", "Limits", "Safety"  # panels of --help
+SERVER, LIMITS, SAFETY, REPLICAS = "Server", "Limits", "Safety", "Replicas"  # panels of --help
 _of_server = partial(typer.Option, rich_help_panel=SERVER)
 _of_limits = partial(typer.Option, rich_help_panel=LIMITS)
 _of_safety = partial(typer.Option, rich_help_panel=SAFETY)
+_of_replicas = partial(typer.Option, rich_help_panel=REPLICAS)
 
 NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn")
-KEY_VARIABLE = "FOREWORD_API_KEY"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -115,7 +118,57 @@ class ServerOptions:
         )
 
 
-def serve(model: ModelOptions, method: MethodOptions, server: ServerOptions, slots: Slots = 8) -> None:
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Several servers of one model behind one address."""
+
+    ray: Annotated[
+        bool,
+        _of_replicas(
+            "--ray",
+            metavar="",
+            help="Run replicas of the server on this machine behind Ray Serve, each with its own engine and, if there are "
+            "GPUs, its own GPU. A session stays on its replica. If an engine dies, its replica is replaced; --restarts has "
+            "no meaning. Needs: pip install 'foreword\\[ray]'.",
+        ),
+    ] = False
+    replicas: Annotated[int | None, _of_replicas(min=1, metavar="N", help="With --ray: how many. Default: 2.")] = None
+    ray_config: Annotated[
+        Path | None,
+        _of_replicas(
+            metavar="FILE",
+            help="With --ray: a TOML file of everything else about replicas, such as scaling with the load, GPUs and health "
+            "checks. examples/ray.toml has every key. Default: none.",
+        ),
+    ] = None
+
+    def check(self, server: ServerOptions) -> None:
+        """Refuse options that have no meaning together."""
+        for name, given in (("--replicas", self.replicas), ("--ray-config", self.ray_config)):
+            if given is not None and not self.ray:
+                raise typer.BadParameter("it is about replicas; add --ray", param_hint=name)
+        for name, flag in (("--in-process", server.in_process), ("--switch-methods", server.switch_methods)):
+            if flag and self.ray:
+                raise typer.BadParameter("it is for one server, not for replicas; leave out --ray or this", param_hint=name)
+
+    def options(self) -> RayOptions:
+        """Read the file. --replicas wins over it."""
+        import msgspec  # noqa: PLC0415  needs the extra
+
+        from foreword.serve.ray.options import RayOptions, read_options  # noqa: PLC0415  as above
+
+        found = RayOptions() if self.ray_config is None else read_options(self.ray_config)
+        return found if self.replicas is None else msgspec.structs.replace(found, replicas=self.replicas)
+
+
+def serve(
+    model: ModelOptions,
+    method: MethodOptions,
+    server: ServerOptions,
+    replicas: ReplicaOptions,
+    slots: Slots = 8,
+    tp: Tp = None,
+) -> None:
     """Serve a model to programs that speak OpenAI's API.
 
     Endpoints: /v1/chat/completions, /v1/completions and /v1/responses, streaming or not, /v1/models, /tokenize, /detokenize,
@@ -124,14 +177,32 @@ def serve(model: ModelOptions, method: MethodOptions, server: ServerOptions, slo
     finish; a second one ends them.
     """
     _check_installed()
-    from foreword.serve.server import run  # noqa: PLC0415  needs the extra
-
+    replicas.check(server)
     options = server.options()
     if options.host not in LOCAL and not options.key_digests:
         complain(f"everyone who can reach {options.host} can use this server; add --api-key-file", "warning", "yellow")
-    status = run(_engine(model, method, slots, server), options, partial(_greet, model.name))
+    ready, loading = partial(_greet, model.name), _loading(model, method, slots, tp)
+    if replicas.ray:
+        _run_replicas(loading, options, replicas, ready)
+        return
+    from foreword.serve.server import run  # noqa: PLC0415  needs the extra
+
+    status = run(_engine(loading, server), options, ready)
     if status:
         raise typer.Exit(status)
+
+
+def _run_replicas(
+    engine: dict[str, Any], options: ServeOptions, replicas: ReplicaOptions, ready: Callable[[str], None]
+) -> None:
+    from foreword.serve.ray import check_installed  # noqa: PLC0415  needs the extra
+
+    check_installed()
+    from foreword.serve.ray.cluster import run  # noqa: PLC0415  as above
+    from foreword.serve.ray.options import Deployment  # noqa: PLC0415  as above
+
+    note("starting Ray and the replicas; this takes a quarter of a minute, and longer for large models")
+    run(Deployment(engine, options, replicas.options()), ready)
 
 
 def _greet(model: str, address: str) -> None:
@@ -146,23 +217,27 @@ def _check_installed() -> None:
 
 
 def _digests(file: Path | None) -> tuple[bytes, ...]:
-    """Return the digests of the API keys in a file and in the environment, which is cleared for child processes."""
-    keys = os.environ.pop(KEY_VARIABLE, "").split()
-    if file is not None:
-        try:
-            keys += file.read_text(encoding="utf-8").split()
-        except (OSError, ValueError) as error:
-            raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--api-key-file") from error
-        if not keys:
-            raise typer.BadParameter(f"{file} has no key; write one per line", param_hint="--api-key-file")
-    return tuple(map(digest, keys))
+    try:
+        return digests(file)
+    except InputError as error:
+        raise typer.BadParameter(str(error), param_hint="--api-key-file") from error
 
 
-def _engine(model: ModelOptions, method: MethodOptions, slots: int, server: ServerOptions) -> AsyncLLM:
+def _loading(model: ModelOptions, method: MethodOptions, slots: int, tp: int | None) -> dict[str, Any]:
+    """Return the parameters of `AsyncLLM`."""
+    own = method.own() | {"drafter": method.drafter, "rows": method.rows, "slots": slots, "isolated": True}
+    ranks = {} if tp is None else {"tp": tp}
+    return {"model": model.model, "method": method.method, **model.where(), **own, **ranks}
+
+
+def _engine(loading: dict[str, Any], server: ServerOptions) -> AsyncLLM:
     from foreword.api import load  # noqa: PLC0415  imports torch
     from foreword.serve.async_llm import AsyncLLM  # noqa: PLC0415  as above
 
-    own = method.own() | {"drafter": method.drafter, "rows": method.rows, "slots": slots, "isolated": True}
-    if server.in_process:
-        return AsyncLLM.of(load(model.model, method.method, **model.where(), **own))
-    return AsyncLLM(model.model, method.method, restarts=server.restarts, **model.where(), **own)
+    if not server.in_process:
+        return AsyncLLM(restarts=server.restarts, **loading)
+    if "tp" in loading:
+        raise typer.BadParameter(
+            "several ranks need an engine in a process of its own; leave it out", param_hint="--in-process"
+        )
+    return AsyncLLM.of(load(**loading))

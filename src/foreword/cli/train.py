@@ -220,8 +220,8 @@ def train(
     store: Annotated[
         Store,
         typer.Option(
-            help="The format of the stored weights; int8, with a scale per row, is half as large as bfloat16; int4, with a "
-            "scale per 32 columns, is 0.28 times as large."
+            help="The format of the stored weights; int8 is half as large as bfloat16; int4, with deflated codes, is 0.3 "
+            "times as large."
         ),
     ] = Store.bfloat16,
     resume: Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run in --out.")] = False,

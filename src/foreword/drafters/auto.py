@@ -27,6 +27,7 @@ from foreword.model.fingerprint import Fingerprint
 from foreword.model.measured import file_of, keep, read_kept
 from foreword.model.model import Model
 from foreword.ops.device import fixes_shapes
+from foreword.ranks.group import agreed
 
 SAME_SPEED = 0.05  # relative difference of two speed-ups that counts as none: measurements vary as much on a quiet machine
 
@@ -125,7 +126,7 @@ def choose(model: Model, expected: list[Expected], rows: int | None = None) -> C
     best, by_name = expected[0], {one.method: one for one in expected}
     steady = all(one.steady for one in expected)
     file = file_of("choices", facts_of(model) | {"rows": rows, "candidates": sorted(by_name)})
-    before = read_kept(file, Choice.read)
+    before = agreed(read_kept(file, Choice.read))
     if before is not None and before.method in by_name:
         known = by_name[before.method]
         if best.speedup <= known.speedup * (1 + SAME_SPEED) or (before.steady and not steady):

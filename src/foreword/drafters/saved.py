@@ -201,9 +201,18 @@ def _draft_model(folder: str | Path, target: Model) -> Model:
     return Model(small, str(folder))
 
 
+def restore_unchecked(folder: str | Path, target: Model, rows: int | None = None, **options: Any) -> Drafter:
+    """Load the drafter of a folder for a target that another engine has loaded, and that the caller compared with it."""
+    return _with_weights(outline(folder, rows, **options), folder, target)
+
+
 def _filled(drafter: Drafter, folder: str | Path, target: Model) -> Drafter:
     """Build a drafter for its target, and load its weights."""
     _check_target(folder, target)
+    return _with_weights(drafter, folder, target)
+
+
+def _with_weights(drafter: Drafter, folder: str | Path, target: Model) -> Drafter:
     weights = read_weights(Path(folder) / WEIGHTS)
     _build(drafter, folder, target, sum(weight.numel() for weight in weights.values()))
     _fill(cast(Trainable, drafter), weights, folder, target)

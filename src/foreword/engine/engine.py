@@ -28,6 +28,7 @@ from foreword.errors import ForewordWarning, InputError
 from foreword.model.model import Model
 from foreword.ops.device import joins_prompts, prefill_chunk, reads_late, replays_graphs
 from foreword.ops.sending import sent
+from foreword.ranks.group import fail
 from foreword.text.grammar import GrammarCompiler
 
 
@@ -166,7 +167,8 @@ class Engine:
 
     def _abort_all(self, error: BaseException) -> None:
         """Abort all requests after a step broke half-way, for lack of memory perhaps: their lengths are unknown, and a graph
-        may be half recorded."""
+        may be half recorded. With several ranks all of them end: those that wait in a sum cannot be called back."""
+        fail(error)
         for running in (*self.slots.running.values(), *self.waiting):
             running.finish_reason, running.error = "abort", error  # even one that just ended: its output may be incomplete
         try:

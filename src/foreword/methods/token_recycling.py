@@ -28,8 +28,10 @@ from foreword.ops.device import fixes_shapes
 from foreword.ops.recycling import CandidateTable, RankTemplate, SlotNoise, learnt, walked
 
 TableMode = Literal["slot", "shared", "session", "reset"]
+RecyclingTree = Literal["static", "chain"]
 
 CANDIDATES = 8
+CHAIN_ROWS = 8
 ROWS_ON_GPU = 64
 BEND = 0.0  # tokens per round grow with the logarithm of the rows: 1.56, 1.73 and 2.18 with 8, 16 and 81 rows
 DRAFTING = 0.2  # what drafting costs, in passes over one row: it reads a table and no weights
@@ -55,9 +57,15 @@ def template() -> list[tuple[int, ...]]:
     return paths
 
 
-def rank_template(fade: float, device: torch.device) -> RankTemplate:
-    """The template as tensors. `fade`: how much of a probability is left after one more step."""
-    paths = template()
+def chain(rows: int) -> list[tuple[int, ...]]:
+    """A template with one path: the best candidate after each node."""
+    return [(0,) * depth for depth in range(max(rows, 2))]
+
+
+def rank_template(fade: float, device: torch.device, paths: list[tuple[int, ...]] | None = None) -> RankTemplate:
+    """A template as tensors, the paper's tree if no `paths` are given. `fade`: how much of a probability is left after one
+    more step."""
+    paths = paths or template()
     index = {path: i for i, path in enumerate(paths)}
     depths = [len(path) for path in paths]
     deepest = max(depths)
@@ -78,16 +86,21 @@ class TokenRecycling(Drafter):
     learns = True
     needs = Needs(logits=True, prompt="all")
 
-    def __init__(self, rows: int | None = None, table: TableMode = "slot", fade: float = 0.75) -> None:
+    def __init__(
+        self, rows: int | None = None, table: TableMode = "slot", fade: float = 0.75, tree: RecyclingTree = "static"
+    ) -> None:
         """`table`: "slot", one for each slot, kept from request to request; "shared", one for all slots, where sequences of
         a batch overwrite each other's candidates; "session", one for each slot, cleared when a new conversation begins;
-        "reset", cleared for every request. `fade`: how much of a remembered probability is left after one more step."""
+        "reset", cleared for every request. `fade`: how much of a remembered probability is left after one more step.
+        `tree`: the paper's template ("static"), or the best candidate after each token ("chain")."""
         if table not in get_args(TableMode):
             raise InputError(f"token_recycling: table is {table!r}; choose from {', '.join(get_args(TableMode))}")
+        if tree not in get_args(RecyclingTree):
+            raise InputError(f"token_recycling: tree is {tree!r}; choose from {', '.join(get_args(RecyclingTree))}")
         if not 0 < fade <= 1:
             raise InputError(f"token_recycling: fade is {fade}; it must be above 0 and at most 1")
         self.wants_cost = rows is None
-        self.rows, self.mode, self.fade = rows, table, fade
+        self.rows, self.mode, self.fade, self.tree = rows, table, fade, tree
 
     def isolate(self) -> None:
         self.mode = "reset" if self.mode == "reset" else "session"
@@ -96,7 +109,8 @@ class TokenRecycling(Drafter):
         tables, device = 1 if self.mode == "shared" else slots, target.device
         tokens = torch.zeros(tables, target.vocab_size + 1, CANDIDATES, dtype=torch.int32, device=device)
         self.table = CandidateTable(tokens, torch.full(tokens.shape, -math.inf, dtype=torch.float32, device=device))
-        self.template = rank_template(self.fade, device)
+        paths = chain(self.rows or CHAIN_ROWS) if self.tree == "chain" else None
+        self.template = rank_template(self.fade, device, paths)
         depth, most = len(self.template.level_sizes), len(self.template.parents)
         fixes = fixes_shapes(device)
         nodes = min(self.rows or (ROWS_ON_GPU if fixes else most), most)

@@ -21,6 +21,7 @@ from foreword.errors import CapacityError
 from foreword.model.layer_cache import KVRows
 from foreword.ops import cached_rows
 from foreword.ops.device import free_memory
+from foreword.ranks.group import everywhere
 
 SPARE = 128  # rows per slot: no method's passes exceed those of plain decoding by more
 
@@ -180,8 +181,9 @@ class SlotCache:
         return all(layer.reusable for layer in self.layers)
 
     def is_sound(self, slot: int, rows: int) -> bool:
-        """Whether all of a slot's first rows are finite. It waits for the device, so the loop must not call it."""
-        return bool(self.held[:, :, slot, :, :rows].isfinite().all())
+        """Whether all of a slot's first rows are finite, in the caches of all ranks. It waits for the device, so the loop
+        must not call it."""
+        return everywhere(bool(self.held[:, :, slot, :, :rows].isfinite().all()))
 
     def wipe(self, slot: int, first: int = 0, stop: int | None = None) -> None:
         """Clear rows that may not be finite: a masked row has weight 0, and 0 x NaN is NaN."""

@@ -32,6 +32,7 @@ from foreword.model.family import key_heads
 from foreword.model.measured import Facts, file_of, machine_facts, read_kept, recall
 from foreword.ops.cuda_graph import record
 from foreword.ops.device import batch_changes_cost, captures, host_computes, is_bound_by_reading, layer_seconds, synchronize
+from foreword.ranks.group import agreed
 
 if TYPE_CHECKING:
     from foreword.model.model import Model
@@ -119,7 +120,7 @@ def curve_for(model: Model, quiet: bool = False) -> CostCurve:
     machine, however recent it is."""
 
     def measured(earlier: CostCurve | None) -> CostCurve:
-        curve = measure(model).curve()
+        curve = agreed(measure(model).curve())
         return _checked(curve, curve.suspect or _too_slow(model, curve.at(1)), earlier)
 
     return recall("costs", facts_of(model), measured, CostCurve.read, quiet)
@@ -135,7 +136,7 @@ def draft_cost(model: Model, name: str, make: Callable[[], Drafter]) -> CostCurv
     a curve of one point."""
 
     def measured(earlier: CostCurve | None) -> CostCurve:
-        curve = measure_draft(model, make()).curve()
+        curve = agreed(measure_draft(model, make()).curve())
         return _checked(curve, curve.suspect, earlier)
 
     return recall(f"drafts/{name}", facts_of(model), measured, CostCurve.read)
@@ -233,7 +234,7 @@ def _interleaved(passes: list[Callable[[], object]], device: torch.device) -> li
     found: list[list[float]] = [[] for _ in passes]
     started = time.perf_counter()
     for turn in range(REPEATS):
-        if turn >= MIN_REPEATS and time.perf_counter() - started > TIME_BUDGET_S:
+        if turn >= MIN_REPEATS and agreed(time.perf_counter() - started > TIME_BUDGET_S):
             break
         for seconds, one in zip(found, passes, strict=True):
             seconds.append(_time(one, device))
@@ -353,17 +354,14 @@ def facts_of(model: Model) -> Facts:
     config = model.hf.config
     # Only a mixture has these, so that what was measured for others stays known.
     experts = {"experts": experts_of(config), "computed": config._experts_implementation} if model.family.has_experts else {}
-    return experts | {
+    ranks = {"ranks": model.layer_stack.ranks} if model.layer_stack.ranks > 1 else {}
+    shape = [config.hidden_size, getattr(config, "intermediate_size", None), config.num_hidden_layers, config.vocab_size]
+    of_model = {
         "model": config.model_type,
-        "shape": [
-            config.hidden_size,
-            getattr(config, "intermediate_size", None),
-            config.num_hidden_layers,
-            config.vocab_size,
-        ],
+        "shape": shape,
         "heads": [config.num_attention_heads, key_heads(config)],
         "layers": [type(layer).__name__ for layer in [*(model.layer_stack.fused or model.layer_stack.layers)][:1]],
         "linears": linears.kinds(model.hf),
         "dtype": str(model.dtype),
-        **machine_facts(model.device),
     }
+    return experts | ranks | of_model | machine_facts(model.device)

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.model.linears import is_rebuilt, unpacked
+from foreword.model.linears import is_rebuilt
 from foreword.model.model import Model
 from foreword.model.plain_linears import is_plain_tensor
 from foreword.model.quantised_linears import QuantizedEmbedding
+from foreword.model.sharding import whole_layer
 from foreword.ops.group_codes import PackedCodes
+from foreword.ranks.group import current
 
 SAMPLED = 65_536  # values of each tensor that are hashed, evenly spaced
 MIDDLE = 8  # parameters in the middle of a model whose layers are not known
@@ -41,13 +43,15 @@ class Fingerprint:
 
     @staticmethod
     def of(model: Model) -> Fingerprint:
-        shape = {name: getattr(model.hf.config, name, None) for name in SHAPE}
-        config = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
+        """Return that of a model. Of one that is divided over ranks, all of them compute it together, when it is loaded."""
+        if model.layer_stack.ranks > 1 and model.fingerprint is not None:
+            return model.fingerprint
         tensors = _tensors(model)
         few = " ".join(f"{value:.5g}" for tensor in tensors for value in _spaced(tensor, FEW)[:FEW].tolist())
-        return Fingerprint(
-            model.name, config, model.vocab_size, _hash(tensors), str(model.dtype).removeprefix("torch."), few
-        )
+        dtype = str(model.dtype).removeprefix("torch.")
+        shape = _shape_hash(model.hf.config)
+        model.fingerprint = Fingerprint(model.name, shape, model.vocab_size, _hash(tensors), dtype, few)
+        return model.fingerprint
 
     @staticmethod
     def of_function(model: Model) -> Fingerprint:
@@ -73,6 +77,14 @@ class Fingerprint:
             return False
         return self.weights == other.weights or ("float16" in (self.dtype, other.dtype) and self._is_close(other))
 
+    def may_be(self, config: Any, embedding: Tensor) -> bool:
+        """Whether a model that another engine has loaded may be the same: by its config, and a few values of its embedding
+        [V, H]. Models that share both are not distinguished."""
+        if (self.config, self.vocab_size) != (_shape_hash(config), len(embedding)):
+            return False
+        mine, theirs = self._few_numbers()[:FEW], _spaced(embedding, FEW)[:FEW].float().cpu()
+        return not mine or torch.allclose(torch.tensor(mine), theirs, *CLOSE)
+
     def _is_close(self, other: Fingerprint) -> bool:
         mine, theirs = (torch.tensor(one._few_numbers()) for one in (self, other))
         return mine.shape == theirs.shape and bool(self.few) and torch.allclose(mine, theirs, *CLOSE)
@@ -84,6 +96,11 @@ class Fingerprint:
         return f"{self.name} (weights {self.weights}, vocabulary {self.vocab_size})"
 
 
+def _shape_hash(config: Any) -> str:
+    shape = {name: getattr(config, name, None) for name in SHAPE}
+    return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
+
+
 @torch.no_grad()
 def _tensors(model: Model) -> list[Tensor | PackedCodes]:
     """Return the embedding and the weights of one layer in the middle, which any training changes."""
@@ -92,7 +109,8 @@ def _tensors(model: Model) -> list[Tensor | PackedCodes]:
         return [tensor for one in (every[0], *every[len(every) // 2 :][:MIDDLE]) for tensor in _plain_tensors(one.detach())]
     layers = model.layer_stack.layers
     middle = layers[len(layers) // 2]
-    middle = unpacked(middle) if is_rebuilt(middle) else middle  # a layer quantised by a library cannot always be copied
+    if is_rebuilt(middle) or model.layer_stack.ranks > 1:  # a layer quantised by a library cannot always be copied
+        middle = whole_layer(model.hf, middle, current())
     named = sorted([*middle.named_parameters(), *middle.named_buffers()], key=lambda one: one[0])
     embedding = model.hf.get_input_embeddings()
     first: Any = embedding.codes if isinstance(embedding, QuantizedEmbedding) else embedding.weight.detach()

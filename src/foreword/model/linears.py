@@ -25,6 +25,7 @@ from foreword.model.busy import Waits
 from foreword.model.measured import Figure, is_remeasuring, machine_facts, recall
 from foreword.model.plain_linears import Buffer, is_plain_linear, plain_linear
 from foreword.model.quantised_linears import QuantizedEmbedding, QuantizedLinear
+from foreword.model.summed_linear import SummedLinear
 from foreword.ops.device import has_half_precision_kernels, has_packed_linears
 from foreword.ops.norms import rms_normed
 
@@ -307,8 +308,8 @@ def read_bytes(model: nn.Module) -> int:
     found = [module.fusion.linear if isinstance(module, FusedPart) else module for module in model.modules()]
     linears = {id(module): module for module in found if isinstance(module, nn.Linear | Conv1D | WholeLinear)}
     held = (*model.parameters(), *model.buffers())  # the fallback if every linear is of an unknown kind
-    experts = sum(one.numel() * one.itemsize for one in model.parameters() if one.dim() == 3)  # their weights are one tensor
-    return experts + sum(map(_bytes, linears.values())) or sum(one.numel() * one.itemsize for one in held)
+    experts = sum(_held_bytes(one) for one in model.parameters() if one.dim() == 3)  # their weights are one tensor
+    return experts + sum(map(_bytes, linears.values())) or sum(map(_held_bytes, held))
 
 
 def _bytes(linear: nn.Linear | Conv1D | WholeLinear) -> int:
@@ -316,7 +317,18 @@ def _bytes(linear: nn.Linear | Conv1D | WholeLinear) -> int:
         return linear.bytes
     weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
     held = [weight] if linear.bias is None else [weight, linear.bias]
-    return sum(part.numel() * part.itemsize for part in held)
+    return sum(map(_held_bytes, held))
+
+
+def _held_bytes(weight: Any) -> int:
+    """Return the bytes of a weight in this process: with several ranks transformers has a part of it here."""
+    own = weight.to_local() if hasattr(weight, "to_local") else weight
+    return own.numel() * own.itemsize
+
+
+def rebuilds(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether there is a way to rebuild linears in floats for this device and dtype."""
+    return has_packed_linears(device, dtype) or has_half_precision_kernels(device, dtype)
 
 
 def rebuild(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -336,7 +348,7 @@ def is_plain_norm(norm: Any) -> bool:
     return isinstance(norm, FusedRMSNorm) or type(norm).__name__ in plain
 
 
-REBUILT = PackedLinear | FusedPart | QuantizedLinear | QuantizedEmbedding
+REBUILT = PackedLinear | FusedPart | QuantizedLinear | QuantizedEmbedding | SummedLinear
 
 
 def is_rebuilt(layer: nn.Module) -> bool:

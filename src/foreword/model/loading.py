@@ -30,8 +30,10 @@ from foreword.model.families import family_of
 from foreword.model.linear_check import check_linears, unknown_linears
 from foreword.model.parameter_limit import TooManyParameters, at_most_parameters
 from foreword.model.quantised_linears import quantise
+from foreword.model.sharding import check_divisible, options_for, remember_shapes, take_over
 from foreword.model.stored_model import AGAIN, load_stored
 from foreword.ops.device import has_code_products
+from foreword.ranks.group import ALONE, Ranks
 
 MOST_LAYERS = 10_000
 BITS = {"q4": 4, "q8": 8}
@@ -95,19 +97,50 @@ def check_quantization(quantization: str | None, device: torch.device, dtype: to
 
 
 def load_weights(
-    folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool = True, quantization: str | None = None
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    rebuild: bool = True,
+    quantization: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> PreTrainedModel:
-    """Load the model in `folder`, quantised if asked for, and rebuild it for speed unless `rebuild` is False."""
+    """Load the model in `folder`, quantised if asked for, and rebuild it for speed unless `rebuild` is False. `ranks`: over
+    which it is divided."""
     check_quantization(quantization, device, dtype)
     if quantization == "stored":
         config = read_config(folder)
         model = _stored(folder, config, dtype, dequantised=False, device=device)
+    elif ranks.sums:
+        model = _divided(folder, device, dtype, rebuild, ranks)
     else:
         model = load_stock(folder, device, dtype)
     if quantization in BITS:
         quantise(model, BITS[quantization])
     if rebuild:
         linears.rebuild(model, device, dtype)
+    return model
+
+
+def check_division(folder: Path, ranks: int) -> None:
+    """Refuse a model that cannot be divided over that many ranks."""
+    if is_adapter(folder) or is_stored(folder):
+        what = "a LoRA adapter is merged" if is_adapter(folder) else "a GGUF file is converted"
+        raise InputError(f"tp is {ranks}, but {folder} cannot be read in parts, since {what}; give a folder of safetensors")
+    config = read_config(folder)
+    check_divisible(family_of(config), config, ranks)
+
+
+def _divided(folder: Path, device: torch.device, dtype: torch.dtype, rebuild: bool, ranks: Ranks) -> PreTrainedModel:
+    """Load this rank's part of the model in `folder`."""
+    config = read_config(folder)
+    family = family_of(config)
+    exact = {"experts_implementation": EXACT_EXPERTS} if family.has_experts and dtype == torch.float64 else {}
+    options = exact | options_for(config, ranks)
+    model: PreTrainedModel = read_weights(folder, config, dtype, family.stock_attention, options).to(device)
+    if ranks.count > 1:
+        remember_shapes(model)
+    if rebuild and linears.rebuilds(device, dtype):
+        take_over(model, ranks)
     return model
 
 
@@ -122,12 +155,15 @@ def load_stock(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTra
     if is_stored(folder):
         return _stored(folder, config, dtype, dequantised=True, device=device)
     family = family_of(config)
-    exact = family.has_experts and dtype == torch.float64
-    return read_weights(folder, config, dtype, family.stock_attention, EXACT_EXPERTS if exact else None).to(device)
+    exact = {"experts_implementation": EXACT_EXPERTS} if family.has_experts and dtype == torch.float64 else {}
+    return read_weights(folder, config, dtype, family.stock_attention, exact).to(device)
 
 
-def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str | None, experts: str | None = None) -> Any:
-    """Return the model of transformers in a folder, whatever its family, or raise an error if a tensor cannot be read."""
+def read_weights(
+    folder: Path, config: Any, dtype: torch.dtype, attention: str | None, options: dict[str, Any] | None = None
+) -> Any:
+    """Return the model of transformers in a folder, whatever its family, or raise an error if a tensor cannot be read.
+    `options`: further ones of transformers."""
     held = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
     if quantisation_of(config) == DEQUANTISED:
         held *= 2  # two weights in a byte
@@ -137,7 +173,7 @@ def read_weights(folder: Path, config: Any, dtype: torch.dtype, attention: str |
         "and `load` reads no folders of that kind; give one in float32, bfloat16 or float16, or load this one with "
         "transformers and hand it to `foreword.wrap`, which takes models whose weights alone are quantised",
     )
-    options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
+    options = dict(options or {})
     if (whole := read_json(folder / "config.json").get("model_type")) in TEXT_PARTS and whole != config.model_type:
         options["key_mapping"] = TEXT_PARTS[whole]
         warnings.warn(

@@ -28,6 +28,7 @@ from foreword.files import read_json
 from foreword.hub.storage import home, place
 from foreword.model.cores import cores, cpu_name
 from foreword.ops.device import name_of
+from foreword.ranks.group import agreed, current
 
 FORMAT = 2  # of the files and of how their content is measured; with another number everything is measured again
 SUSPECT_S = 3600.0  # how long a measurement of a machine that may have been busy is used
@@ -103,13 +104,13 @@ def recall(
     """Return what was measured under these facts, or measure it now. `measure` gets the stored result if it is
     not trusted. `quiet`: do not trust a measurement of a machine that may have been busy, however recent it is."""
     file = file_of(folder, facts)
-    if (found := _trusted(file, read, quiet)) is not None:
+    if (found := agreed(_trusted(file, read, quiet))) is not None:
         return found
     with _measuring_alone():
-        if (found := _trusted(file, read, quiet)) is not None:  # another process measured while we waited
+        if (found := agreed(_trusted(file, read, quiet))) is not None:  # another process measured while we waited
             return found
-        kept = read_kept(file, read)
-        found = measure(kept)
+        kept = agreed(read_kept(file, read))
+        found = agreed(measure(kept))
         if current := _remeasurement.get():
             current.files.add(file)
             current.doubts += [found.suspect] if not found.steady else []
@@ -162,7 +163,10 @@ def machine_facts(device: torch.device) -> Facts:
 
 
 def keep(file: Path, content: dict[str, Any]) -> None:
-    """Store a measurement for the next load. If it cannot be written, this process remembers it: that is only a warning."""
+    """Store a measurement for the next load. If it cannot be written, this process remembers it: that is only a warning. Of
+    several ranks the first stores it."""
+    if not current().is_first:
+        return
     written = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     try:
         home()
@@ -187,7 +191,7 @@ def _measuring_alone() -> Iterator[None]:
     another one first, which then shares the lock."""
     token = _measuring.set(True)
     try:
-        with nullcontext() if token.old_value is True else _lock():
+        with nullcontext() if token.old_value is True or not current().is_first else _lock():
             yield
     finally:
         _measuring.reset(token)

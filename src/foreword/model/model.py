@@ -59,9 +59,10 @@ class Model:
         widened_from: WidenedFrom | None = None,
         cache_memory: SharedCacheMemory | None = None,
         family: Family | None = None,
+        ranks: int = 1,
     ) -> None:
         """With `cache_memory`, the caches are placed there; other models may share it. With `family`, the model is run as
-        one of that, whatever its config says."""
+        one of that, whatever its config says. `ranks`: over how many its layers are divided."""
         self.hf = hf
         self.device, self.dtype = hf.device, hf.dtype  # kept: transformers searches the modules for them each time
         self.family = family or family_of(hf.config)
@@ -69,8 +70,8 @@ class Model:
         self._restore = finalize(self, attention.remove, hf)  # also if `release` is never called
         self._restore.atexit = False
         self.name = name or hf.config.name_or_path or hf.config.model_type
-        self.layer_stack = Stack(hf, self.family, self.family.layers(hf))
-        self._uncached = Stack(hf, self.family, self.family.layers(hf))  # the same layers without a cache
+        self.layer_stack = Stack(hf, self.family, self.family.layers(hf), ranks)
+        self._uncached = Stack(hf, self.family, self.family.layers(hf), ranks)  # the same layers without a cache
         self._draft_linears = DraftLinears(hf.lm_head)
         self.hidden_size: int = hf.config.hidden_size
         self.vocab_size: int = hf.config.vocab_size
@@ -84,6 +85,7 @@ class Model:
         self.widened_from = widened_from
         self.cache_memory = cache_memory
         self.pieces: Callable[[], Sequence[str]] | None = None
+        self.fingerprint: Fingerprint | None = None  # as it was last computed: weights may change
 
     def use_costs(self, curve: CostCurve | None) -> None:
         """Set what passes cost on this machine. If it is None, every pass costs 1.0."""
@@ -120,7 +122,7 @@ class Model:
 
     def with_own_cache(self, cache_memory: SharedCacheMemory | None = None) -> Model:
         """Return another Model on the same weights, with a cache of its own."""
-        return Model(self.hf, self.name, self.curve, self.widened_from, cache_memory, self.family)
+        return Model(self.hf, self.name, self.curve, self.widened_from, cache_memory, self.family, self.layer_stack.ranks)
 
     def release(self) -> None:
         """Free the cache and restore the transformers model: its own attention, and its training mode."""

@@ -279,7 +279,8 @@ def load_slow(folder: Path, device: torch.device, dtype: torch.dtype, name: str 
         raise InputError(f"{folder} holds {what}, which slow=True does not read; give a folder that transformers saved")
     config = read_config(folder)
     check_slow(config)
-    exact = EXACT_EXPERTS if dtype == torch.float64 and hasattr(config, "num_experts_per_tok") else None
+    has_experts = hasattr(config, "num_experts_per_tok")
+    exact = {"experts_implementation": EXACT_EXPERTS} if dtype == torch.float64 and has_experts else {}
     model = SlowModel(read_weights(folder, config, dtype, None, exact).to(device), name)
     warn_of(model)
     return model

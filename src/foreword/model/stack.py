@@ -24,8 +24,9 @@ from foreword.model.cache import CacheShape, SharedCacheMemory, SlotCache
 from foreword.model.family import AttentionSpec, Family, key_heads
 from foreword.model.fused.cuda import CudaLayer
 from foreword.model.fused.layers import fused_layers
-from foreword.model.linears import unpacked
+from foreword.model.sharding import key_heads_of_rank, whole_layer
 from foreword.ops.dispatch import kernels
+from foreword.ranks.group import current
 
 # Attention reads a multiple of this many keys, so that shapes repeat from round to round.
 SPAN_STEP = 64
@@ -151,8 +152,9 @@ class Walked:
 class Stack:
     """Decoder layers and, once allocated, their cache."""
 
-    def __init__(self, model: PreTrainedModel, family: Family, layers: nn.ModuleList) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, family: Family, layers: nn.ModuleList, ranks: int = 1) -> None:
+        """`ranks`: over how many ranks the layers are divided."""
+        self.model, self.ranks = model, ranks
         self.family = family
         self.layers = layers
         self.cache: SlotCache | None = None
@@ -167,10 +169,11 @@ class Stack:
     @staticmethod
     def copied(model: PreTrainedModel, family: Family, layers: int, init: int | range | None, mlp: bool = True) -> Stack:
         """Return a stack of new layers of the model's kind: copies of layer `init`, copies of a range of layers, or, if it
-        is None, layers initialised as transformers does. Without `mlp` they are attention halves."""
+        is None, layers initialised as transformers does. Without `mlp` they are attention halves. They are whole, though
+        the model may be divided over ranks."""
         indices = init if isinstance(init, range) else [-1 if init is None else init] * layers
         assert len(indices) == layers, "a range names a layer for each"
-        copies = [unpacked(family.layers(model)[index]) for index in indices]
+        copies = [whole_layer(model, family.layers(model)[index], current()) for index in indices]
         if not mlp:
             for layer in copies:
                 family.drop_mlp(layer)
@@ -194,7 +197,7 @@ class Stack:
     def cache_shape(self) -> CacheShape:
         config = self.model.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return CacheShape(len(self.layers), key_heads(config), width, self.model.dtype)
+        return CacheShape(len(self.layers), key_heads_of_rank(config, self.ranks), width, self.model.dtype)
 
     def read(self, hidden: Tensor, batch: Batch, count: Tensor, skip: Skip | None = None) -> Tensor:
         """Run rows [b, n, H] of a sequence as a chain after the cached ones, and commit the first `count` [b] of them."""

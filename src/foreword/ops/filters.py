@@ -1,17 +1,18 @@
 """top-k, top-p and min-p, in that order: the lowest score that survives them.
 
 In: scores [b, N, V] after the division by the temperature. Out: a floor [b, N, 1]. Equal scores survive or fall together, so
-no sort order matters.
+no sort order matters. `filtered` does all of it, for scores that are not divided yet.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from foreword.ops.dispatch import accelerated
 from foreword.ops.noise import column
 
 
@@ -22,6 +23,18 @@ class Filters(NamedTuple):
     largest_k: int = 0  # a bound on every top_k, known to the host
     top_p: Tensor | None = None
     min_p: Tensor | None = None
+
+
+def _kernel_serves(scores: Tensor, *_: Any) -> bool:
+    return scores.dtype != torch.float64
+
+
+@accelerated("round.filters:filtered", when=_kernel_serves)
+def filtered(scores: Tensor, temperature: Tensor, filters: Filters) -> Tensor:
+    """Return scores, with minus infinity for those that the filters drop at temperature [b]."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    divisor = column(temperature, wide)
+    return scores.masked_fill(~survivors(wide / torch.where(divisor > 0, divisor, 1), filters), -math.inf)
 
 
 def survivors(scores: Tensor, filters: Filters) -> Tensor:

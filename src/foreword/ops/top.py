@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foreword.ops.dispatch import accelerated
-from foreword.ops.filters import Filters, lowest, survivors
+from foreword.ops.filters import Filters, filtered, lowest
 from foreword.ops.noise import Noise, all_tokens, column, gumbel, under
 
 MOST = 16  # the most tokens that the kernel finds
@@ -91,10 +91,7 @@ def sampled_on_cuda(scores: Tensor, noise: Noise, filters: Filters | None) -> Te
     """Sample on CUDA. Every round with noise runs this code, so a sequence without a filter is sampled by the same bits
     whether or not others in its batch have one. No filter drops the largest score, so none changes a row at T = 0."""
     if filters is not None:
-        wide = at_least_float32(scores)
-        temperature = column(noise.temperature, wide)
-        kept = survivors(wide / torch.where(temperature > 0, temperature, 1), filters)
-        scores = scores.masked_fill(~kept, -math.inf)
+        scores = filtered(scores, noise.temperature, filters)
     if kernel_serves(scores, 1):
         return top(scores, 1, noise).squeeze(-1)
     return under(at_least_float32(scores), noise).argmax(-1)

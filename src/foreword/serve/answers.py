@@ -189,6 +189,7 @@ class ResponseAnswer(Struct):
     error: Object | None
     incomplete_details: Object | None
     usage: Object | None
+    system_fingerprint: str
 
 
 class ResponseEvent(Struct):
@@ -246,9 +247,11 @@ class Status(Struct):
 
 
 class Version(Struct):
-    """The version of Foreword."""
+    """The version of Foreword, and what `system_fingerprint` is a hash of."""
 
     version: str
+    system_fingerprint: str
+    made_of: dict[str, str]
 
 
 class ErrorContent(Struct):

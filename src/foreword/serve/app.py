@@ -111,7 +111,7 @@ def _endpoints(service: Service) -> list[Endpoint]:
         ),
         Endpoint("GET", "/health", plain.health, "Whether the engine lives.", answers.Status),
         Endpoint("GET", "/ready", plain.ready, "Whether requests are let in.", answers.Status),
-        Endpoint("GET", "/version", plain.version, "The version of Foreword.", answers.Version),
+        Endpoint("GET", "/version", plain.version, "The version, and what the fingerprint is made of.", answers.Version),
         Endpoint("GET", "/metrics", plain.metrics, "Metrics for Prometheus.", None, kind="text/plain"),
         Endpoint("GET", "/openapi.json", describe, "This document.", None),
     ]

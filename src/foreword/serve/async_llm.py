@@ -50,8 +50,8 @@ class AsyncLLM:
             result = await llm.agenerate("Why is the sky blue?")
 
     `tokenizer`: the model's tokenizer. `model`, `method`: their names. `slots`: how many requests run at a time. `limits`:
-    what fits. `sampling_defaults`: the sampling settings of the model's generation config. `fingerprint`: identifies the
-    weights, dtype and device. All are known after `start`.
+    what fits. `sampling_defaults`: the sampling settings of the model's generation config. `fingerprint`: what outputs
+    depend on besides the request, such as the weights, the dtype and the kernels. All are known after `start`.
     """
 
     tokenizer: Tokenizer
@@ -85,7 +85,7 @@ class AsyncLLM:
 
     async def start(self) -> Self:
         """Load the model, and return this object when it can serve."""
-        folder = None if self._owned else await asyncio.to_thread(self._fetched)
+        folder = None if self._owned else await asyncio.to_thread(self.fetched)
         starting = asyncio.create_task(self._transport.start())
         try:
             if folder is not None:  # next to the engine's process, which takes longer
@@ -97,8 +97,8 @@ class AsyncLLM:
             raise
         return self
 
-    def _fetched(self) -> Path:
-        """Return the model's folder. What is missing of it is downloaded."""
+    def fetched(self) -> Path:
+        """Return the model's folder. What is missing of it is downloaded. `start` does so too."""
         stored = self._options.get("quantization") == "stored"
         folder = resolve(self._model, self._options.get("revision"), self._options.get("token"), stored)
         fetch_base(folder, self._options.get("token"))
@@ -132,7 +132,7 @@ class AsyncLLM:
         return self._transport.ready.cache_rows
 
     @property
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> dict[str, str]:
         return self._transport.ready.fingerprint
 
     @property

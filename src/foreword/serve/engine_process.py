@@ -23,6 +23,7 @@ from foreword.api import LLM
 from foreword.engine.engine import Engine
 from foreword.engine.request import Running
 from foreword.errors import ForewordError
+from foreword.launch import start_others
 from foreword.serve.frames import Closed, FrameSocket
 from foreword.serve.messages import (
     Abort,
@@ -207,6 +208,7 @@ def _loaded(channel: FrameSocket) -> LLM | None:
             assert isinstance(start, Start), "the first message says what to load"
             options = start.options
     try:
+        start_others(options)
         return LLM(**options)
     except ForewordError as error:
         channel.send(frame(Refused(Failure.of(error))))

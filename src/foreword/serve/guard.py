@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from hmac import compare_digest
 from time import perf_counter
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -21,8 +22,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foreword.serve.errors import ClientGone, Refusal, refused
-from foreword.serve.metrics import Metrics
 from foreword.serve.options import digest
+
+if TYPE_CHECKING:
+    from foreword.serve.metrics import Metrics
 
 MOST_TURNS = 4  # requests that begin in one pass of the event loop
 MOST_BODIES = 16

@@ -76,7 +76,7 @@ class Ready(msgspec.Struct, tag=True):
     vocabulary: int
     ends: list[int]
     sampling_defaults: dict[str, Any]
-    fingerprint: str
+    fingerprint: dict[str, str]
     reuses: bool
     cache_rows: int
 

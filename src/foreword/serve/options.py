@@ -1,9 +1,15 @@
-"""The options of a server, and how it keeps API keys. Nothing here needs the extra."""
+"""The options of a server, where API keys come from, and how they are kept. Nothing here needs the extra."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
+
+from foreword.errors import InputError
+
+KEY_VARIABLE = "FOREWORD_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -50,3 +56,16 @@ class ServeOptions:
 def digest(key: str) -> bytes:
     """Return what is kept of an API key."""
     return sha256(key.encode()).digest()
+
+
+def digests(file: Path | None) -> tuple[bytes, ...]:
+    """Return the digests of the API keys in a file and in the environment, which is cleared for child processes."""
+    keys = os.environ.pop(KEY_VARIABLE, "").split()
+    if file is not None:
+        try:
+            keys += file.read_text(encoding="utf-8").split()
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {file}: {error}") from error
+        if not keys:
+            raise InputError(f"{file} has no key; write one per line")
+    return tuple(map(digest, keys))

@@ -104,7 +104,9 @@ class PlainEndpoints:
         return await self.methods(request)
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": VERSION})
+        """Return the version, and what `system_fingerprint` is made of."""
+        service = self.service
+        return json_response({"version": VERSION, "system_fingerprint": service.fingerprint, "made_of": service.made_of})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.text(), media_type=CONTENT_TYPE_LATEST)

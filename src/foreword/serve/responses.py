@@ -116,6 +116,7 @@ class ResponseExchange:
             "previous_response_id": None,
             "reasoning": fields.reasoning,
             "store": False,
+            "system_fingerprint": self._service.fingerprint,
             "temperature": sampling.temperature,
             "text": fields.text or {"format": {"type": "text"}},
             "tool_choice": fields.tool_choice or "auto",

@@ -78,7 +78,7 @@ def run(llm: AsyncLLM, options: ServeOptions, ready: Callable[[str], None] = lam
     """Serve until a signal comes, and return the exit status. `llm`: not started yet. `ready`: called with the address when
     requests are served."""
     listening = listen(options.host, options.port)
-    _log_to_stderr(options.log_requests)
+    log_to_stderr(options.log_requests)
     sys.setswitchinterval(SWITCH_S)
     gate = Gate()
     _allow_connections()
@@ -107,6 +107,10 @@ def listen(host: str, port: int) -> socket.socket:
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
     return listening
+
+
+def address_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _allow_connections() -> None:
@@ -138,7 +142,7 @@ async def _serve(
         _open(llm, options, gate, server)
         host, port = listening.getsockname()[:2]
         with suppress(OSError):  # the disk of stderr is full
-            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            ready(address_of(host, port))
         return await _until_ended(llm, http)
     finally:
         server.should_exit = True
@@ -186,7 +190,8 @@ async def _until_ended(llm: AsyncLLM, http: asyncio.Task[None]) -> int:
     return 0
 
 
-def _log_to_stderr(requests: bool) -> None:
+def log_to_stderr(requests: bool) -> None:
+    """Write what the server has to say to stderr. `requests`: a line for each answer, too."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name, level in (("foreword.serve", logging.INFO if requests else logging.WARNING), ("uvicorn", logging.WARNING)):

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from foreword.cli import serve as command
-from foreword.cli.serve import ServerOptions
-from foreword.serve.options import ServeOptions, digest
+from foreword.cli.serve import ReplicaOptions, ServerOptions
+from foreword.serve import ray as replicas
+from foreword.serve.options import KEY_VARIABLE, ServeOptions, digest
+from foreword.serve.ray.options import RayOptions
 
 
 def free_port() -> int:
@@ -47,17 +49,17 @@ def test_a_server_from_start_to_end(run: Any, tiny_model: str, tmp_path: Path) -
 
 
 def test_the_defaults_are_those_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert ServerOptions().options() == ServeOptions()
 
 
 def test_keys_come_from_a_file_and_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The variable is taken away, so that no child process has it."""
     (tmp_path / "keys").write_text("one\n\n two \n")
-    monkeypatch.setenv(command.KEY_VARIABLE, "three")
+    monkeypatch.setenv(KEY_VARIABLE, "three")
     found = ServerOptions(api_key_file=tmp_path / "keys").options().key_digests
     assert {*found} == {digest("one"), digest("two"), digest("three")}
-    assert command.KEY_VARIABLE not in os.environ
+    assert KEY_VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe"])
@@ -85,3 +87,30 @@ def test_an_open_server_is_warned_of(run: Any) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         shown = run("serve", "--method", "plain", "--host", "0.0.0.0", "--port", taken.getsockname()[1])
     assert "warning: everyone who can reach 0.0.0.0 can use this server; add --api-key-file" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "blamed"),
+    [
+        (("--replicas", 2), "--replicas"),
+        (("--ray-config", "ray.toml"), "--ray-config"),
+        (("--ray", "--in-process"), "--in-process"),
+        (("--ray", "--switch-methods"), "--switch-methods"),
+    ],
+)
+def test_options_that_have_no_meaning_together(run: Any, options: tuple[Any, ...], blamed: str) -> None:
+    shown = run("serve", *options)
+    assert shown.exit_code == 2 and blamed in shown.stderr
+
+
+def test_replicas_without_ray(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "NEEDED", ("no_such_package",))
+    shown, advice = run("serve", "--ray"), "install the extra: pip install 'foreword[ray]'"
+    assert (shown.exit_code, shown.stderr) == (2, f"error: replicas need no_such_package; {advice}\n")
+
+
+def test_the_options_of_replicas(tmp_path: Path) -> None:
+    (tmp_path / "ray.toml").write_text("replicas = 3\ncpus = 2\n")
+    assert ReplicaOptions(ray=True).options() == RayOptions()
+    found = ReplicaOptions(ray=True, replicas=4, ray_config=tmp_path / "ray.toml").options()
+    assert found == RayOptions(replicas=4, cpus=2)

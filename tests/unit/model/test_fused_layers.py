@@ -11,8 +11,9 @@ from itertools import product as product_of
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, random_tree
+from doubles import EVERY_FAMILY, VOCABULARY, chain, fresh, one_rank, random_tree
 from foreword.core.draft import Draft, Early, Tree
 from foreword.core.needs import Graft, Join, Needs, Skip
 from foreword.core.state import Batch
@@ -23,6 +24,7 @@ from foreword.model.fused.cpu import KEPT_ROWS, CpuLayer
 from foreword.model.fused.cuda import CudaAttention, CudaLayer
 from foreword.model.linears import MAX_STOCK_ROWS, JointLinear, fuse, pack
 from foreword.model.model import Model
+from foreword.model.sharding import take_over
 from foreword.model.stack import Rows
 from foreword.ops.layer import linear as kernel
 
@@ -31,14 +33,28 @@ BIASED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"attent
 CHANGES = BIASED | {"foreword_looped": {"repeats": 2}}
 
 
+def with_sums(rebuild: Callable[[PreTrainedModel], None]) -> Callable[[PreTrainedModel], None]:
+    """Return a way to rebuild a model whose products are summed over ranks, of which there is one here."""
+
+    def divided(model: PreTrainedModel) -> None:
+        take_over(model, one_rank())
+        rebuild(model)
+
+    return divided
+
+
 CASES = {
     **{family: (family, pack, CpuLayer) for family in FUSED},
     **{f"{family} for CUDA": (family, fuse, CudaLayer) for family in ("mistral", "qwen3")},
     **{f"{family} for CUDA, large": (family, fuse, CudaLayer) for family in ("llama", "qwen3")},
     "llama for CUDA, many rows": ("llama", fuse, CudaLayer),
+    "llama with sums": ("llama", with_sums(pack), CpuLayer),
+    "qwen3 for CUDA, with sums": ("qwen3", with_sums(fuse), CudaLayer),
+    "llama for CUDA, with sums, large": ("llama", with_sums(fuse), CudaLayer),
 }
 # On a CPU adjacent slots are a view of the cache; kernels always get every slot's number.
 WITH_SLOTS = [(case, slots) for case in CASES for slots in ([2, 0], [0, 1]) if "CUDA" not in case or slots == [2, 0]]
+WITH_SLOTS.remove(("qwen3 for CUDA, with sums", [2, 0]))  # slow in the interpreter; its halves are tested
 
 
 @pytest.fixture

@@ -4,9 +4,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import foreword
 from foreword.api import LLM
 from foreword.methods import all_methods
+from foreword.serve.ready import made_of
+from foreword.serve.service import fingerprint_of
 
 SAY = [{"role": "user", "content": "hello"}]
 
@@ -30,6 +34,29 @@ def test_models_under_all_their_names(serving: Any, llm: LLM) -> None:
     assert first.json()["foreword"]["method"] == llm.method
     assert third.status_code == 404 and third.json()["error"]["code"] == "model_not_found"
     assert chat["model"] == "org/first"
+
+
+def test_the_fingerprint_says_what_it_is_made_of(serving: Any, llm: LLM, talking: Any, hf_tokenizer: Any) -> None:
+    """Every answer has it. Equal models have the same one, and another dtype or method has another one."""
+
+    async def ask(client: Any) -> Any:
+        said = {"messages": SAY, "max_tokens": 1}
+        bodies = {"/v1/chat/completions": said, "/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "hello"}}
+        found = [(await client.post(path, body)).json()["system_fingerprint"] for path, body in bodies.items()]
+        return (await client.http.get("/version")).json(), {*found}
+
+    about, found = answers(serving, ask)
+    assert found == {about["system_fingerprint"]} and about["system_fingerprint"].startswith("fp_")
+    made = about["made_of"]
+    assert {"foreword": foreword.__version__, **made_of(llm)} == made and made["method"] == llm.method
+    assert {"weights", "config", "kernels", "processor", "ranks", "threads", "torch"} < {*made}
+    others = []
+    for dtype in (torch.float32, torch.float32, torch.float64):
+        with foreword.wrap(talking("llama").to(dtype), hf_tokenizer, "plain", slots=1) as other:
+            others.append(made_of(other))
+    assert others[0] == others[1]
+    assert {name for name in made if name != "foreword" and others[0][name] != others[2][name]} == {"dtype"}
+    assert len({fingerprint_of(one) for one in (*others, made)}) == 3
 
 
 def test_tokens_there_and_back(serving: Any, llm: LLM) -> None:

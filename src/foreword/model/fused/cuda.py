@@ -3,8 +3,9 @@
 The rows of a draft cost almost nothing; reading the weights and launching kernels does. So a layer is four products and
 attention. Each product includes the steps before and after it: norm, gate and residual (ops/layer/linear.py), rotation and
 storing in the cache (ops/layer/qkv.py, or ops/layer/rotary.py if q and k have norms). A product that ends in the residual
-stream hands on what the next norm needs, also to the next layer. The next layer uses it only if it gets that same tensor:
-not if rows were joined to it or a layer in between was skipped.
+stream hands on what the next norm needs, also to the next layer, which uses it only if it gets that same tensor: not if
+rows were joined to it or a layer in between was skipped. With several ranks such a product is a part of a sum, after which
+the norm comes; the first rank's part has the residual.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from foreword.core.needs import HalfKind
 from foreword.model.attention import LayerPass, SequenceKV, attend_by_kernel
 from foreword.model.linears import FUSED, joint
+from foreword.model.summed_linear import SummedLinear
 from foreword.ops.dispatch import kernels
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class CudaAttention:
         self.scaling: float = attention.scaling
         self.qkv: Any = joint(attention, FUSED[0])
         self.out: Any = attention.o_proj
+        self.ranks = self.out.ranks if isinstance(self.out, SummedLinear) else None
         self.large = _count_weights(self.qkv, self.out) >= LARGE_ATTENTION
         self.width: int = attention.head_dim
         self.heads = self.out.weight.shape[1] // self.width
@@ -54,9 +57,20 @@ class CudaAttention:
         """Run rows [b, n, H] through attention; their keys and values are stored in the view's cache."""
         assert half == "attention", "a layer without an MLP has no other half"
         if self._is_few(hidden):
-            attended = self._attended_by_our_product(hidden, positions, view)
-            return self.few_rows_linear(attended, *_weights(self.out), residual=hidden)
-        return hidden + linear(self._attended_by_torch_product(hidden, positions, view), *_weights(self.out))
+            return self._onto(hidden, self._attended_by_our_product(hidden, positions, view), self.out)
+        return hidden + self._linear(self._attended_by_torch_product(hidden, positions, view), self.out)
+
+    def _onto(self, hidden: Tensor, rows: Tensor, product: Any) -> Tensor:
+        """Return the residual stream plus a product of rows, by our product."""
+        if self.ranks is None:
+            return self.few_rows_linear(rows, *_weights(product), residual=hidden)
+        residual = hidden if self.ranks.is_first else None
+        return self.ranks.summed(self.few_rows_linear(rows, *_weights(product), residual=residual))
+
+    def _linear(self, rows: Tensor, product: Any) -> Tensor:
+        """Return a product of rows that goes into the residual stream, by torch's product."""
+        part = linear(rows, *_weights(product))
+        return part if self.ranks is None else self.ranks.summed(part)
 
     def _is_few(self, hidden: Tensor) -> bool:
         """Whether our products are the faster ones for rows [b, n, H]."""
@@ -113,12 +127,14 @@ class CudaLayer(CudaAttention):
         self.prescaled = None  # it was made for the norm before attention
         if self._is_few(hidden):
             gated = self.few_rows_linear(hidden, *_weights(self.gate_up), norm=self.before_mlp, gated=True)
-            return self.few_rows_linear(gated, *_weights(self.down), residual=hidden)
+            return self._onto(hidden, gated, self.down)
         normed = self.norm_and_gate.normed(hidden.flatten(0, 1), self.before_mlp)
         gated = self.norm_and_gate.gated(linear(normed, *_weights(self.gate_up)))
-        return hidden + linear(gated, *_weights(self.down)).view(hidden.shape)
+        return hidden + self._linear(gated, self.down).view(hidden.shape)
 
     def _by_our_products(self, hidden: Tensor, positions: tuple[Tensor, Tensor], view: LayerPass) -> Tensor:
+        if self.ranks is not None:
+            return self._mlp(self._onto(hidden, self._attended_by_our_product(hidden, positions, view), self.out))
         out, gate_up, down, norm = self.out, self.gate_up, self.down, self.before_mlp
         attended = self._attended_by_our_product(hidden, positions, view)
         hidden, prescaled = self.linear_and_prescale(attended, out.weight, out.bias, hidden, norm[0])
@@ -148,8 +164,10 @@ class CudaLayer(CudaAttention):
     def _after_attention(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """Compute the rest of the layer from the output of attention [b, n, heads * width], by torch's products."""
         attended, rows = attended.flatten(0, 1), hidden.flatten(0, 1).contiguous()
-        rows, normed = self.norm_and_gate.added_and_normed(rows, linear(attended, *_weights(self.out)), self.before_mlp)
+        rows, normed = self.norm_and_gate.added_and_normed(rows, self._linear(attended, self.out), self.before_mlp)
         gated = self.norm_and_gate.gated(linear(normed, *_weights(self.gate_up)))
+        if self.ranks is not None:
+            return (rows + self._linear(gated, self.down)).view(hidden.shape)
         rows.addmm_(gated, self.down.weight.t())  # in place: a new tensor that nothing else refers to
         return (rows if self.down.bias is None else rows + self.down.bias).view(hidden.shape)
 

@@ -19,6 +19,7 @@ from foreword.model.fused.cuda import CudaAttention, CudaLayer
 from foreword.model.linears import FUSED, JointLinear, PackedLinear, is_plain_norm, joint
 from foreword.model.plain_linears import is_plain_linear
 from foreword.model.quantised_linears import QuantizedLinear
+from foreword.model.summed_linear import SummedLinear
 
 
 class FusedLayer(Protocol):
@@ -70,6 +71,7 @@ def _is_known_mlp(layer: Any) -> bool:
 def _is_known_half(half: Any, first: tuple[str, ...], last: str, norm: Any) -> bool:
     """Whether a half-layer is a plain norm, one product for the linears `first`, and a linear `last` of a kind of ours."""
     part = getattr(half, last, None)
+    part = part.part if isinstance(part, SummedLinear) else part
     known = isinstance(part, PackedLinear | QuantizedLinear) or is_plain_linear(part)
     return joint(half, first) is not None and known and is_plain_norm(norm)
 

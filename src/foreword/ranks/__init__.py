@@ -1,0 +1,1 @@
+"""Ranks: processes that run one model together (tensor parallelism)."""

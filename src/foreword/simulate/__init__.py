@@ -1,0 +1,1 @@
+"""The simulator: what a fleet of servers does under a load, computed from measured costs. It needs no GPU."""

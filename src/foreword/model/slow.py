@@ -203,11 +203,15 @@ class SlowModel(Model):
         self.ends = torch.tensor(end_tokens(hf, self.vocab_size), dtype=torch.long, device=self.device)
         self.max_context: int = getattr(config, "max_position_embeddings", None) or UNKNOWN_CONTEXT
         self.context = self.max_context
-        self.widened_from = self.cache_memory = self.pieces = None
+        self.widened_from = self.cache_memory = self.pieces = self.fingerprint = None
         self.reader = reader or reader_of(hf)
         self.slow = f"by the forward pass of transformers; {self.reader.how}"
         self.curve = FLAT if self.reader is Reread else None  # reading a sequence again costs the same for any draft
         self._cache: SlowCache | None = None
+
+    @property
+    def ranks(self) -> int:
+        return 1
 
     def __getattr__(self, name: str) -> Any:
         if name in PARTS:

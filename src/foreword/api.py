@@ -315,7 +315,7 @@ class LLM:
             drafter.isolate()
         ranks = current()
         made: Callable[..., Engine] = Engine
-        if ranks.links is not None and ranks.is_first and self.model.layer_stack.ranks > 1:
+        if ranks.links is not None and ranks.is_first and self.model.ranks > 1:
             made = partial(LeadingEngine, links=ranks.links)
         return made(self.model, drafter, *self._capacity, graph=self._graph, compiler=self._grammars)
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import lzma
-import math
 import re
 import subprocess
 import tomllib
@@ -21,6 +20,7 @@ from typer.testing import CliRunner
 import foreword
 from foreword.bench.report import read_results
 from foreword.cli.app import app
+from foreword.drafters.checkpoint import read_weights
 from foreword.drafting.lessons import LOGITS_AT_A_TIME
 from foreword.methods import METHODS, Method
 

@@ -38,6 +38,7 @@ from foreword.core.sampling import Sampling
 from foreword.core.state import Batch
 from foreword.drafters.resolve import DrafterRequest
 from foreword.errors import DrafterError, ForewordWarning, InputError, ModelUnsupported
+from foreword.model import cost
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.slow import METHODS, Copied, Cropped, Reread, SlowModel, check_slow, reader_of
 from foreword.prove.referee import Case, Referee
@@ -147,6 +148,17 @@ def test_first_chain_of_a_tree() -> None:
         [10],
     ]
     assert found.origins[0].tolist() == [0, 1, 2]
+
+
+def test_what_passes_cost_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Chains after a sequence that was never read. What reads the whole sequence again costs the same for any draft."""
+    monkeypatch.setenv("FOREWORD_HOME", str(tmp_path))
+    monkeypatch.setattr(cost, "ROWS", (1, 4))
+    model = SlowModel(fresh("stablelm", FLOAT, max_position_embeddings=512), "tiny", Cropped)
+    curve = cost.curve_for(model)
+    assert curve.rows == (1, 4) and all(seconds > 0 for seconds in curve.seconds)
+    assert cost.facts_of(model)["slow"] == model.slow
+    assert slow("mamba2").cost(4) == 1.0
 
 
 def test_the_referee_judges_a_slow_model() -> None:

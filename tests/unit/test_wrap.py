@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
     LlamaModel,
     Mamba2Config,
     Mamba2ForCausalLM,
@@ -221,7 +221,7 @@ MAMBA = {"vocab_size": 32, "num_hidden_layers": 1, "hidden_size": 16, "num_heads
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_layer=1, n_embd=16, n_head=2)), "'gpt2'"),
+        (lambda: BloomForCausalLM(BloomConfig(vocab_size=32, n_layer=1, hidden_size=16, n_head=2)), "'bloom'"),
         (lambda: Mamba2ForCausalLM(Mamba2Config(**MAMBA)), "'mamba2'"),
     ],
 )

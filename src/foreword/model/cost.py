@@ -354,7 +354,7 @@ def facts_of(model: Model) -> Facts:
     config = model.hf.config
     # Only a mixture has these, so that what was measured for others stays known.
     experts = {"experts": experts_of(config), "computed": config._experts_implementation} if model.family.has_experts else {}
-    ranks = {"ranks": model.layer_stack.ranks} if model.layer_stack.ranks > 1 else {}
+    ranks = {"ranks": model.ranks} if model.ranks > 1 else {}
     shape = [config.hidden_size, getattr(config, "intermediate_size", None), config.num_hidden_layers, config.vocab_size]
     of_model = {
         "model": config.model_type,

@@ -44,7 +44,7 @@ class Fingerprint:
     @staticmethod
     def of(model: Model) -> Fingerprint:
         """Return that of a model. Of one that is divided over ranks, all of them compute it together, when it is loaded."""
-        if model.layer_stack.ranks > 1 and model.fingerprint is not None:
+        if model.ranks > 1 and model.fingerprint is not None:
             return model.fingerprint
         tensors = _tensors(model)
         few = " ".join(f"{value:.5g}" for tensor in tensors for value in _spaced(tensor, FEW)[:FEW].tolist())
@@ -109,7 +109,7 @@ def _tensors(model: Model) -> list[Tensor | PackedCodes]:
         return [tensor for one in (every[0], *every[len(every) // 2 :][:MIDDLE]) for tensor in _plain_tensors(one.detach())]
     layers = model.layer_stack.layers
     middle = layers[len(layers) // 2]
-    if is_rebuilt(middle) or model.layer_stack.ranks > 1:  # a layer quantised by a library cannot always be copied
+    if is_rebuilt(middle) or model.ranks > 1:  # a layer quantised by a library cannot always be copied
         middle = whole_layer(model.hf, middle, current())
     named = sorted([*middle.named_parameters(), *middle.named_buffers()], key=lambda one: one[0])
     embedding = model.hf.get_input_embeddings()

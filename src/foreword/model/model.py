@@ -100,6 +100,11 @@ class Model:
         self.context = context
 
     @property
+    def ranks(self) -> int:
+        """Over how many ranks the layers are divided."""
+        return self.layer_stack.ranks
+
+    @property
     def cache(self) -> SlotCache:
         assert self.layer_stack.cache is not None, "allocate() comes first"
         return self.layer_stack.cache

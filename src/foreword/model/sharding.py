@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from foreword.errors import InputError, ModelUnsupported
-from foreword.model.family import Family, key_heads
+from foreword.model.family import Family, Parts, key_heads
 from foreword.model.linears import FusedPart, JointLinear, is_rebuilt, make_adjacent, unpacked
 from foreword.model.summed_linear import SummedLinear
 from foreword.ranks.group import Ranks
@@ -43,6 +43,10 @@ _WHOLE: WeakKeyDictionary[PreTrainedModel, list[nn.Module]] = WeakKeyDictionary(
 
 def check_divisible(family: Family, config: Any, ranks: int) -> None:
     """Refuse a model that cannot be divided over that many ranks."""
+    if family.parts != Parts():
+        raise ModelUnsupported(
+            f"{family.name}: models of this family cannot be divided over ranks, their parts have other names; leave tp out"
+        )
     plan = {} if family.loops else getattr(config, "base_model_tp_plan", None) or {}
     if not plan or {*plan.values()} - STYLES:
         why = (

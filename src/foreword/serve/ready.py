@@ -35,7 +35,8 @@ def made_of(llm: LLM) -> dict[str, str]:
     bfloat16, so the dtype is named too. Rounding depends on the kernels, on the processor, and on a CPU on the threads."""
     model, device = llm.model, llm.model.device
     weights = Fingerprint.of(model)
-    layers = type([*(model.layer_stack.fused or model.layer_stack.layers)][0]).__name__
+    ran = [model.hf] if model.slow else [*(model.layer_stack.fused or model.layer_stack.layers)]
+    layers = type(ran[0]).__name__
     threads = {"threads": str(torch.get_num_threads())} if host_computes(device) else {}
     return {
         "weights": weights.weights,
@@ -43,7 +44,7 @@ def made_of(llm: LLM) -> dict[str, str]:
         "dtype": weights.dtype,
         "method": llm.method,
         "kernels": f"{layers} on {device.type}",
-        "ranks": str(model.layer_stack.ranks),
+        "ranks": str(model.ranks),
         "processor": name_of(device) or cpu_name(),
         **threads,
         "torch": str(torch.__version__),

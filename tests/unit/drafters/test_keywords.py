@@ -43,7 +43,7 @@ def test_the_nearest_name_is_suggested(name: str, meant: str, method: str) -> No
 
 def test_a_name_that_is_near_to_none() -> None:
     refused(
-        r"^load takes no 'colour'; it takes: drafter, rows, .*generation_config, warm_up, isolated$",
+        r"^load takes no 'colour'; it takes: drafter, rows, .*generation_config, warm_up, isolated, tp, slow$",
         colour="red",
     )
     refused(

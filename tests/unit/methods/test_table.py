@@ -47,7 +47,7 @@ def test_a_pass_has_at_least_the_root_and_an_end(name: str) -> None:
 OPTIONS = {
     "plain": "rows",
     "prompt_lookup": "rows, max_match, min_match, trust",
-    "token_recycling": "rows, table, fade",
+    "token_recycling": "rows, table, fade, tree",
 }
 
 

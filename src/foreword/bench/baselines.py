@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from foreword.api import LLM
 from foreword.bench.contenders import Answer, Contender, GenerationSettings, Task
@@ -29,6 +28,7 @@ from foreword.drafters.saved import as_model
 from foreword.drafters.shipped import model_of, shipped
 from foreword.errors import DrafterError, InputError
 from foreword.hub.storage import fill_empty
+from foreword.model.attention import for_any_length
 from foreword.model.loading import load_stock, without_progress_bars
 from foreword.model.widened_model import widen_model
 
@@ -39,9 +39,6 @@ GENERATE_OPTIONS: dict[str, dict[str, Any]] = {
     "hf_assistant": {},
 }
 BASELINES = (*GENERATE_OPTIONS, "llama_cpp")
-ANY_LENGTH_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Attention kernels for a growing cache. torch prefers cuDNN's on an H200, but cuDNN plans each new length, and the token
-has to wait for that."""
 PATH_KINDS = {"hf_assistant": "the folder of a draft model", "llama_cpp": "a GGUF file"}
 
 # GGUF file types by their number in the file's metadata.
@@ -151,7 +148,8 @@ def _generate(name: str, model: Any, llm: LLM, options: dict[str, Any]) -> Conte
     def answer(task: Task, settings: GenerationSettings) -> Answer:
         streamer = RoundStreamer()
         ids = torch.tensor([task.ids], device=model.device)
-        with nullcontext() if name == "hf_static" else sdpa_kernel(ANY_LENGTH_KERNELS):
+        # A growing cache has a new length for every token.
+        with nullcontext() if name == "hf_static" else for_any_length():
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

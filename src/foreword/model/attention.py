@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -142,6 +144,12 @@ def tree_attention(
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
         return mixed.transpose(1, 2), None
     return attend(query, key, value, view.mask, options["scaling"], view.spec.softcap, sinks), None
+
+
+def for_any_length() -> AbstractContextManager[None]:
+    """Let torch choose attention kernels that need no preparation for a new length. cuDNN's, which it prefers on an H200,
+    plans each new length on the host, for a millisecond or more."""
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def check_options(module: nn.Module, spec: AttentionSpec, options: dict[str, Any]) -> None:

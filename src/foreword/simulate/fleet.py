@@ -1,7 +1,7 @@
 """A fleet: replicas behind a router, simulated event by event. The same seed gives the same result.
 
 In: the costs of a method, requests with their arrival, the size of the fleet. Out: a `Ledger`. Requests go to the replica
-with the fewest requests, or each session to a replica of its own.
+with the fewest requests, or all requests of a session to the same replica.
 """
 
 from __future__ import annotations

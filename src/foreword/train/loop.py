@@ -26,6 +26,7 @@ from foreword.core.trainable import Trainable
 from foreword.drafters.checkpoint import StoredDtype
 from foreword.drafters.saved import load_into, method_of, save, write_config
 from foreword.errors import CapacityError, DrafterError, InputError, NumericsError
+from foreword.model.attention import for_any_length
 from foreword.model.fingerprint import Fingerprint
 from foreword.model.model import Model
 from foreword.train.evaluate import (
@@ -129,6 +130,12 @@ class TrainingLoop:
         if self.progress.step == self.order.steps and (done := read_record(self.folder)):
             return done
         self.clock = TrainingClock(self.progress)
+        with for_any_length():
+            self._learn_all()
+        return self._finish()
+
+    def _learn_all(self) -> None:
+        """Make the steps that are left."""
         for step in range(self.progress.step, self.order.steps):
             with _memory_errors(self.at_once):
                 self._learn(step)
@@ -136,7 +143,6 @@ class TrainingLoop:
             every = REPORT[self.model.device.type], self.settings.evaluate_every, self.settings.checkpoint_every
             if any(map(self._is_due, every)) or (self.stopped and self.group.num_processes == 1):
                 self._pause()
-        return self._finish()
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step == self.order.steps or self.progress.step % every == 0

@@ -55,6 +55,15 @@ def weights(run: Training) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in run.module.state_dict().items()}
 
 
+def test_steps_do_not_use_cudnn(model: Model, data: SequenceList, tmp_path: Path, monkeypatch: Any) -> None:
+    """It plans attention for every new length, which takes the host longer than a step takes the device."""
+    run, seen = training(model, data, tmp_path, steps=2, evaluate_every=2), []
+    learn = run._learn
+    monkeypatch.setattr(run, "_learn", lambda step: seen.append(torch.backends.cuda.cudnn_sdp_enabled()) or learn(step))
+    run.run()
+    assert seen == [False, False] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_it_learns_and_saves_a_drafter(model: Model, data: SequenceList, tmp_path: Path) -> None:
     run, seen = training(model, data, tmp_path, steps=160, evaluate_every=80), []
     run.watch = lambda step, steps, figures: seen.append(figures)

@@ -26,9 +26,9 @@ _QUANTISED = (
 # Keywords of other libraries that Foreword does not support, and why.
 UNSUPPORTED = {
     "trust_remote_code": "Foreword runs no code that comes with a model, only families that it knows (docs/models.md)",
-    "tensor_parallel_size": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
-    "pipeline_parallel_size": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
-    "device_map": f"Foreword does not split a model over devices yet: {_ONE_DEVICE}",
+    "tensor_parallel_size": f"tp=N divides a model over N devices (docs/tensor-parallel.md); without it {_ONE_DEVICE}",
+    "pipeline_parallel_size": f"Foreword has tensor parallelism alone (tp=N); without it {_ONE_DEVICE}",
+    "device_map": f"tp=N divides a model over N devices (docs/tensor-parallel.md); without it {_ONE_DEVICE}",
     "load_in_8bit": _QUANTISED,
     "load_in_4bit": _QUANTISED,
     "quantization_config": _QUANTISED,

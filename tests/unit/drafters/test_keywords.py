@@ -24,7 +24,7 @@ def test_unsupported_features_are_refused_with_the_reason(name: str, method: str
 
 def test_some_reasons() -> None:
     refused("trust_remote_code=True: Foreword runs no code that comes with a model", trust_remote_code=True)
-    refused("tensor_parallel_size=4: .*does not split a model over devices yet.*device=", tensor_parallel_size=4)
+    refused("tensor_parallel_size=4: .*tp=N divides a model over N devices.*device=", tensor_parallel_size=4)
     refused("load_in_4bit=True: .*quantised.*wrap", load_in_4bit=True)
 
 

@@ -121,7 +121,7 @@ class FleetOptions:
         str,
         _of_fleet(
             metavar="NAME",
-            help="least-loaded: to the replica with the fewest requests. session: all requests of a session to the same replica.",
+            help="least-loaded: to the replica with the fewest requests. session: all of a session to the same replica.",
         ),
     ] = "least-loaded"
     max_queued: Annotated[

@@ -16,7 +16,7 @@ from torch import Tensor
 from foreword.core.sampling_table import ANY_TOKEN, SamplingRows
 from foreword.ops.bitmasks import drop_barred
 from foreword.ops.filters import Filters, lowest, survivors
-from foreword.ops.noise import Noise, all_tokens, column, under
+from foreword.ops.noise import Noise, all_tokens, column, divided, under
 from foreword.ops.top import at_least_float32, first_largest, race, sampled, top, top_with_chances
 
 
@@ -59,8 +59,7 @@ def judge(logits: Tensor, position: Tensor, sampling: SamplingRows, history: His
     scores = at_least_float32(_processed(logits, position, sampling, history))
     if not sampling.kind.noise:
         return scores
-    temperature = column(sampling.temperature, scores)
-    scores, filters = scores / torch.where(temperature > 0, temperature, 1), _filters(sampling)
+    scores, filters = divided(scores, sampling.temperature), _filters(sampling)
     floor = None if filters is None else lowest(scores, filters, scores.logsumexp(-1, keepdim=True))
     return race(scores, all_tokens(scores), _noise(scores, position, sampling), floor)
 

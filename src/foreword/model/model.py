@@ -127,7 +127,7 @@ class Model:
 
     def with_own_cache(self, cache_memory: SharedCacheMemory | None = None) -> Model:
         """Return another Model on the same weights, with a cache of its own."""
-        return Model(self.hf, self.name, self.curve, self.widened_from, cache_memory, self.family, self.layer_stack.ranks)
+        return Model(self.hf, self.name, self.curve, self.widened_from, cache_memory, self.family, self.ranks)
 
     def release(self) -> None:
         """Free the cache and restore the transformers model: its own attention, and its training mode."""

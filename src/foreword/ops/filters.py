@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foreword.ops.dispatch import accelerated
-from foreword.ops.noise import column
+from foreword.ops.noise import column, divided
 
 
 class Filters(NamedTuple):
@@ -33,8 +33,7 @@ def _kernel_serves(scores: Tensor, *_: Any) -> bool:
 def filtered(scores: Tensor, temperature: Tensor, filters: Filters) -> Tensor:
     """Return scores, with minus infinity for those that the filters drop at temperature [b]."""
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    divisor = column(temperature, wide)
-    return scores.masked_fill(~survivors(wide / torch.where(divisor > 0, divisor, 1), filters), -math.inf)
+    return scores.masked_fill(~survivors(divided(wide, temperature), filters), -math.inf)
 
 
 def survivors(scores: Tensor, filters: Filters) -> Tensor:

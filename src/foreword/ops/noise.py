@@ -29,9 +29,14 @@ def under(scores: Tensor, noise: Noise | None, tokens: Tensor | None = None) -> 
     if noise is None:
         return scores
     tokens = all_tokens(scores) if tokens is None else tokens
-    temperature = column(noise.temperature, scores)
-    scaled = scores / torch.where(temperature > 0, temperature, 1)
-    return (scaled + gumbel(noise.key, noise.position, tokens)).where(temperature > 0, scaled)
+    scaled = divided(scores, noise.temperature)
+    return (scaled + gumbel(noise.key, noise.position, tokens)).where(column(noise.temperature, scores) > 0, scaled)
+
+
+def divided(scores: Tensor, temperature: Tensor) -> Tensor:
+    """Return scores [b, N, V] / T, with temperatures [b]; unchanged where T = 0."""
+    divisor = column(temperature, scores)
+    return scores / torch.where(divisor > 0, divisor, 1)
 
 
 def all_tokens(scores: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreword.ops.dispatch import accelerated
 from foreword.ops.filters import Filters, filtered, lowest
-from foreword.ops.noise import Noise, all_tokens, column, gumbel, under
+from foreword.ops.noise import Noise, all_tokens, column, divided, gumbel, under
 
 MOST = 16  # the most tokens that the kernel finds
 _BLOCK = 128
@@ -83,8 +83,7 @@ def sampled(scores: Tensor, noise: Noise, filters: Filters | None) -> Tensor:
     scores = at_least_float32(scores)
     if filters is None:
         return first_largest(under(scores, noise))
-    temperature = column(noise.temperature, scores)
-    return _sampled_among_best(scores / torch.where(temperature > 0, temperature, 1), noise, filters)
+    return _sampled_among_best(divided(scores, noise.temperature), noise, filters)
 
 
 def sampled_on_cuda(scores: Tensor, noise: Noise, filters: Filters | None) -> Tensor:
